@@ -1,0 +1,1 @@
+"""Activation datasets that say how they were harvested."""

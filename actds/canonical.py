@@ -1,0 +1,146 @@
+"""Canonical JSON: the one byte form of every document in a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from actds.errors import ActdsError
+
+MAX_DOCUMENT_NBYTES = 64 * 1024 * 1024
+MAX_DEPTH = 16
+MAX_INTEGER = 2**63 - 1
+
+
+def dump(document: Any) -> bytes:
+    """Return the canonical bytes of a document.
+
+    Sorted keys, no white space, ASCII only, no floats, one trailing newline.
+
+    Raises:
+        TypeError: the document holds a float, a non-string key or a foreign type.
+
+    Spec: 0.1 section 2.2.
+    """
+    _refuse_floats(document)
+    text = json.dumps(
+        document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
+    return text.encode("ascii") + b"\n"
+
+
+def parse(data: bytes, place: str) -> Any:
+    """Return the document that canonical bytes hold; hostile bytes are refused before use.
+
+    Args:
+        data: the file's bytes.
+        place: what an error names, for example ``shards/x/shard.json``.
+
+    Raises:
+        ActdsError: E102 when the bytes are too large or too deep, repeat a key, hold a float or
+            an integer outside 64 bits, or are not the canonical form of what they say.
+
+    Spec: 0.1 section 2.2.
+    """
+    if len(data) > MAX_DOCUMENT_NBYTES:
+        raise _malformed(place, f"{len(data)} bytes", f"at most {MAX_DOCUMENT_NBYTES} bytes")
+    if _depth(data) > MAX_DEPTH:
+        raise _malformed(place, "deeper nesting", f"nesting of at most {MAX_DEPTH}")
+    try:
+        document = json.loads(
+            data,
+            object_pairs_hook=_unique,
+            parse_float=_no_float,
+            parse_constant=_no_float,
+            parse_int=_bounded_int,
+        )
+    except (ValueError, RecursionError) as error:
+        raise _malformed(place, str(error)[:200], "canonical JSON") from None
+    if dump(document) != data:
+        raise _malformed(place, "bytes that differ from their canonical form", "canonical JSON")
+    return document
+
+
+def digest(data: bytes) -> str:
+    """Return the lowercase hexadecimal SHA-256 of bytes.
+
+    Spec: 0.1 section 2.3.
+    """
+    return hashlib.sha256(data).hexdigest()
+
+
+def merkle_root(leaves: list[bytes]) -> str:
+    """Return the RFC 6962 tree hash of the leaves, hexadecimal; of none, the hash of nothing.
+
+    Spec: 0.1 section 2.3.
+    """
+    if not leaves:
+        return digest(b"")
+    return _tree([hashlib.sha256(b"\0" + leaf).digest() for leaf in leaves]).hex()
+
+
+def _tree(hashes: list[bytes]) -> bytes:
+    if len(hashes) == 1:
+        return hashes[0]
+    split = 1 << ((len(hashes) - 1).bit_length() - 1)
+    return hashlib.sha256(b"\1" + _tree(hashes[:split]) + _tree(hashes[split:])).digest()
+
+
+def _refuse_floats(value: Any) -> None:
+    if isinstance(value, float):
+        raise TypeError("canonical JSON holds no float; write an integer or a string")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"canonical JSON has string keys only, got {key!r}")
+            _refuse_floats(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _refuse_floats(item)
+
+
+def _depth(data: bytes) -> int:
+    deepest = depth = 0
+    in_string = escaped = False
+    for byte in data:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif byte == 0x5C:
+                escaped = True
+            elif byte == 0x22:
+                in_string = False
+        elif byte == 0x22:
+            in_string = True
+        elif byte in (0x7B, 0x5B):
+            depth += 1
+            deepest = max(deepest, depth)
+            if deepest > MAX_DEPTH:
+                return deepest
+        elif byte in (0x7D, 0x5D):
+            depth -= 1
+    return deepest
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {repeated!r} stands twice")
+    return document
+
+
+def _no_float(text: str) -> Any:
+    raise ValueError(f"the float {text}")
+
+
+def _bounded_int(text: str) -> int:
+    if len(text) > 20 or abs(int(text)) > MAX_INTEGER:
+        raise ValueError(f"the integer {text[:24]} outside 64 bits")
+    return int(text)
+
+
+def _malformed(place: str, got: str, expected: str) -> ActdsError:
+    return ActdsError("E102", place, got=got, expected=expected)

@@ -1,0 +1,71 @@
+"""Where everything stands in a dataset: the one place that spells its paths."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from actds.errors import ActdsError
+
+GENESIS = "actds.json"
+CARD = "README.md"
+_SEGMENT = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+def segment(text: str, place: str) -> str:
+    """Return a path segment unchanged when it keeps the naming rule.
+
+    Raises:
+        ActdsError: E107 otherwise.
+
+    Spec: 0.1 section 2.1.
+    """
+    if not _SEGMENT.fullmatch(text):
+        raise ActdsError("E107", place, got=repr(text)[:80], expected="[a-z0-9][a-z0-9._-]{0,63}")
+    return text
+
+
+def new_id(kind: str) -> str:
+    """Return a random id such as ``r-0123456789abcdef``; kinds: r run, w writer, c census chain."""
+    return f"{kind}-{secrets.token_hex(8)}"
+
+
+def run_path(run: str) -> str:
+    """Return the path of a run record."""
+    return f"runs/{run}.json"
+
+
+def shard_dir(shard: str) -> str:
+    """Return the folder of a shard."""
+    return f"shards/{shard}"
+
+
+def manifest_path(shard: str) -> str:
+    """Return the path of a shard's manifest."""
+    return f"shards/{shard}/shard.json"
+
+
+def array_dir(hook: str) -> str:
+    """Return the folder of a hook's array, relative to the shard folder."""
+    return f"acts.zarr/{hook}"
+
+
+def part_path(table: str, run: str, n: int) -> str:
+    """Return the path of a table part: census tables and loss tables have folders of their own."""
+    room = "losses" if table in ("drops", "stalls") else "census"
+    return f"{room}/{run}/{table}-{n:06d}.parquet"
+
+
+def record_path(chain: str, seq: int) -> str:
+    """Return the path of a ledger record."""
+    return f"ledger/{chain}/{seq:08d}.json"
+
+
+def seal_path(n: int) -> str:
+    """Return the path of a seal, from 1."""
+    return f"seal/{n:04d}.json"
+
+
+def multiplicity_path(n: int) -> str:
+    """Return the path of the multiplicity table that belongs to a seal."""
+    return f"seal/{n:04d}.multiplicity.parquet"

@@ -1,0 +1,267 @@
+"""The provenance tables: their Arrow schemas, and Parquet in the one form the spec allows."""
+
+from __future__ import annotations
+
+import io
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actds.errors import ActdsError
+
+TableName = Literal["tokens", "requests", "steps", "spans", "drops", "stalls", "multiplicity"]
+
+DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered")
+PHASES = ("prefill", "decode")
+FINISH_REASONS = ("stop", "length", "abort", "error", "unfinished", "skipped")
+FLAG_SPECIAL, FLAG_BOS, FLAG_EOS = 1, 2, 4
+
+
+def _column(name: str, kind: pa.DataType, meaning: str, *, null: bool = False) -> pa.Field:
+    return pa.field(name, kind, nullable=null, metadata={"meaning": meaning})
+
+
+_U16, _U32, _U64, _I64, _F64, _S = (
+    pa.uint16(),
+    pa.uint32(),
+    pa.uint64(),
+    pa.int64(),
+    pa.float64(),
+    pa.string(),
+)
+
+_QUEUES = [
+    _column("queue_depth_stage1", _U32, "device staging slots in use", null=True),
+    _column("queue_depth_stage2", _U32, "host ring slots in use", null=True),
+    _column("queue_depth_stage3", _U32, "full shards waiting for the disk", null=True),
+    _column("disk_write_latency_p99", _F64, "seconds, over the last commits", null=True),
+    _column("compression_backlog_bytes", _U64, "bytes waiting to be encoded", null=True),
+    _column("cache_hit_ratio", _F64, "hits per queried prompt token up to here", null=True),
+]
+
+SCHEMAS: dict[TableName, pa.Schema] = {
+    "tokens": pa.schema(
+        [
+            _column("request", _U32, "request of the run"),
+            _column("position", _U32, "position in the request, from 0"),
+            _column("token_id", _U32, "token fed at the position"),
+            _column("phase", _S, "prefill for prompt positions, decode for generated ones"),
+            _column("step", _U64, "step that computed the row"),
+            _column("attempt", _U16, "preemptions of the request before the row"),
+            _column("chunk", _U32, "steps of the request before this one"),
+            _column("flags", _U16, "bit 0 special token, bit 1 BOS, bit 2 EOS"),
+        ]
+    ),
+    "requests": pa.schema(
+        [
+            _column("request", _U32, "number of the request in the run, from 0"),
+            _column("external_id", _S, "id that the client gave"),
+            _column("internal_id", _S, "id inside the engine", null=True),
+            _column("source", _S, "prompt source", null=True),
+            _column("source_row", _I64, "record of the source, from 0", null=True),
+            _column("prompt_len", _U32, "prompt tokens P"),
+            _column("generated_len", _U32, "sampled tokens G"),
+            _column("cached_tokens", _U32, "prefix hits at first admission"),
+            _column("engine_cached_tokens", _U32, "the same, as the engine reports", null=True),
+            _column("n_preemptions", _U16, "times the request lost its KV blocks"),
+            _column("arrival_ns", _I64, "wall clock", null=True),
+            _column("first_token_ns", _I64, "wall clock of the first sampled token", null=True),
+            _column("finish_ns", _I64, "wall clock", null=True),
+            _column("finish_reason", _S, "stop, length, abort, error, unfinished or skipped"),
+            _column("reason", _S, "code and words for a skip or an error", null=True),
+            _column(
+                "token_digest", _S, "SHA-256 of the token ids of [0, P+G-1), uint32 LE", null=True
+            ),
+            _column("sampling", _S, "canonical JSON of the sampling parameters", null=True),
+            _column(
+                "block_digests",
+                pa.list_(pa.binary()),
+                "prefix-block digests of the prompt, by block",
+                null=True,
+            ),
+        ]
+    ),
+    "steps": pa.schema(
+        [
+            _column("step", _U64, "number of the step in the run"),
+            _column("t_ns", _I64, "wall clock when it was scheduled"),
+            _column("duration_ns", _I64, "model execution in the worker", null=True),
+            _column("batch_tokens", _U32, "tokens scheduled"),
+            _column("n_requests", _U32, "requests scheduled"),
+            _column("prefill_tokens", _U32, "scheduled prompt positions"),
+            _column("decode_tokens", _U32, "scheduled generated positions"),
+            _column("captured_tokens", _U32, "first computations whose row is stored"),
+            _column("recomputed_tokens", _U32, "positions computed before, after a preemption"),
+            _column("dropped_tokens", _U32, "rows lost to an overflow policy"),
+            _column("aborted_tokens", _U32, "rows lost to an end before their commit"),
+            _column("filtered_tokens", _U32, "rows left out by a filter"),
+            _column("max_seq_len", _U32, "longest context of the step"),
+            _column("waiting", _U32, "requests waiting after scheduling"),
+            _column("running", _U32, "requests running after scheduling"),
+            _column("n_preempted", _U32, "requests preempted in the step"),
+            _column("kv_usage", _F64, "share of KV blocks in use", null=True),
+            *_QUEUES,
+            _column("kernel_mode", _S, "eager, compiled or cudagraph", null=True),
+            _column("padded_tokens", _U32, "tokens the kernels ran, with padding", null=True),
+            _column("drafted_tokens", _U32, "speculative tokens drafted", null=True),
+            _column("accepted_tokens", _U32, "speculative tokens accepted", null=True),
+        ]
+    ),
+    "spans": pa.schema(
+        [
+            _column("request", _U32, "request of the run"),
+            _column("start", _U32, "first position"),
+            _column("stop", _U32, "position after the last"),
+            _column("disposition", _S, "captured, cache_ref, dropped, aborted or filtered"),
+            _column("reason", _S, "why, for dropped, aborted and filtered", null=True),
+            _column("step", _U64, "step of the first position; null if never computed", null=True),
+            _column("ref_request", _U32, "for cache_ref: request that computed it", null=True),
+        ]
+    ),
+    "drops": pa.schema(
+        [
+            _column("drop", _U32, "number of the drop event, from 0"),
+            _column("t_ns", _I64, "wall clock"),
+            _column("step", _U64, "step whose slice was dropped"),
+            _column("drop_reason", _S, "queue_full, writer_timeout, disk_full, shutdown, ..."),
+            _column("policy", _S, "block, drop_oldest or drop_newest"),
+            _column("request", _U32, "request of the run"),
+            _column("start", _U32, "first position lost"),
+            _column("stop", _U32, "position after the last"),
+            _column("n_tokens", _U32, "tokens of the whole event"),
+            _column("batch_tokens", _U32, "tokens of the step"),
+            _column("max_seq_len", _U32, "longest context of the step"),
+            *_QUEUES,
+        ]
+    ),
+    "stalls": pa.schema(
+        [
+            _column("stage", _S, "staging, ring or pool"),
+            _column("t_ns", _I64, "wall clock when it began"),
+            _column("duration_ns", _I64, "how long the stage before it waited"),
+            _column("depth", _U32, "entries in the stage's queue"),
+            _column("step", _U64, "step that waited", null=True),
+        ]
+    ),
+    "multiplicity": pa.schema(
+        [
+            _column("run", _S, "run of the request"),
+            _column("request", _U32, "request of the run"),
+            _column("start", _U32, "first position"),
+            _column("stop", _U32, "position after the last"),
+            _column("count", _U32, "times the row was served: 1 + references, more than 1"),
+        ]
+    ),
+}
+
+
+def bare_schema(name: TableName) -> pa.Schema:
+    """Return a table's schema as it stands in a file: names, types and nullability."""
+    return pa.schema([field.remove_metadata() for field in SCHEMAS[name]])
+
+
+def empty(name: TableName) -> pa.Table:
+    """Return a table of no rows."""
+    return bare_schema(name).empty_table()
+
+
+def build(name: TableName, columns: dict[str, object]) -> pa.Table:
+    """Return a table from one array, list or numpy array per column, with the spec's types.
+
+    Raises:
+        ActdsError: E109 when a column is missing, unknown, or null where it must not be.
+    """
+    schema = bare_schema(name)
+    if set(columns) != set(schema.names):
+        odd = sorted(set(columns) ^ set(schema.names))
+        raise ActdsError(
+            "E109", name, got=f"columns differ in {odd}", expected="the spec's columns"
+        )
+    table = pa.table([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
+    _refuse_nulls(table, schema, name)
+    return table
+
+
+def to_parquet(name: TableName, table: pa.Table) -> bytes:
+    """Return a table as Parquet bytes: zstd, page checksums, no Arrow schema in the footer.
+
+    Raises:
+        ActdsError: E109 when the table does not have the columns of the spec.
+
+    Spec: 0.1 section 6.2.
+    """
+    _check(name, table.schema, name)
+    sink = io.BytesIO()
+    with pq.ParquetWriter(
+        sink,
+        bare_schema(name),
+        compression="zstd",
+        store_schema=False,
+        write_page_checksum=True,
+    ) as writer:
+        writer.write_table(table.cast(bare_schema(name)), row_group_size=1 << 20)
+    return sink.getvalue()
+
+
+def from_parquet(
+    name: TableName, data: bytes | str, place: str, columns: list[str] | None = None
+) -> pa.Table:
+    """Return a table from Parquet bytes or a local file; its form is checked first.
+
+    Args:
+        name: which table.
+        data: the file's bytes, or its path.
+        place: what an error names.
+        columns: columns to read, in the spec's order when ``None``.
+
+    Raises:
+        ActdsError: E206 unreadable, failing its page checksum, or with an ``ARROW:schema`` key;
+            E109 columns that differ from the spec or nulls where there may be none.
+
+    Spec: 0.1 section 6.2.
+    """
+    try:
+        source = pa.BufferReader(data) if isinstance(data, bytes) else data
+        with pq.ParquetFile(source, page_checksum_verification=True) as file:
+            if b"ARROW:schema" in (file.metadata.metadata or {}):
+                raise ActdsError(
+                    "E206", place, got="an Arrow schema in the footer", expected="plain Parquet"
+                )
+            _check(name, file.schema_arrow, place)
+            table = file.read(columns=columns)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ActdsError(
+            "E206", place, got=str(error).splitlines()[0][:200], expected="a readable Parquet file"
+        ) from None
+    wanted = bare_schema(name)
+    if columns is not None:
+        wanted = pa.schema([wanted.field(column) for column in columns])
+    table = table.select(wanted.names).cast(wanted)
+    _refuse_nulls(table, wanted, place)
+    return table
+
+
+def _check(name: TableName, schema: pa.Schema, place: str) -> None:
+    wanted = bare_schema(name)
+    if schema.names != wanted.names:
+        raise ActdsError("E109", place, got=f"columns {schema.names}", expected=f"{wanted.names}")
+    for field, want in zip(schema, wanted, strict=True):
+        same = field.type == want.type or (
+            pa.types.is_list(field.type) and pa.types.is_list(want.type)
+        )
+        if not same:
+            raise ActdsError(
+                "E109", f"{place} {field.name}", got=str(field.type), expected=str(want.type)
+            )
+
+
+def _refuse_nulls(table: pa.Table, schema: pa.Schema, place: str) -> None:
+    for field in schema:
+        if not field.nullable and table[field.name].null_count:
+            raise ActdsError(
+                "E109",
+                f"{place} {field.name}",
+                got=f"{table[field.name].null_count} nulls",
+                expected="no null",
+            )

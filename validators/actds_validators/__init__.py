@@ -1,0 +1,1 @@
+"""Validators: checks that pass or fail, never with an opinion."""

@@ -1,0 +1,1 @@
+"""Capture inside vLLM: the plugin, the worker side and the scheduler side."""
