@@ -57,7 +57,7 @@ CODES: dict[str, Code] = {
     "E004": Code(
         "usage",
         "prompt too long",
-        "A prompt does not fit the model's context with at least one generated token. It is skipped and recorded.",
+        "A prompt leaves no room in the model's context for a generated token; it is skipped.",
         "Shorten it, or raise max_model_len with --engine max_model_len=N.",
         "12.1",
     ),

@@ -70,9 +70,7 @@ SCHEMAS: dict[TableName, pa.Schema] = {
             _column("finish_ns", _I64, "wall clock", null=True),
             _column("finish_reason", _S, "stop, length, abort, error, unfinished or skipped"),
             _column("reason", _S, "code and words for a skip or an error", null=True),
-            _column(
-                "token_digest", _S, "SHA-256 of the token ids of [0, P+G-1), uint32 LE", null=True
-            ),
+            _column("token_digest", _S, "SHA-256 of the ids of [0, P+G-1) as uint32 LE", null=True),
             _column("sampling", _S, "canonical JSON of the sampling parameters", null=True),
             _column(
                 "block_digests",

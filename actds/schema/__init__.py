@@ -67,7 +67,7 @@ def to_bytes(document: Document) -> bytes:
 
 
 def json_schema(name: str) -> dict[str, Any]:
-    """Return the JSON Schema of a document, ``genesis``, ``run``, ``shard``, ``ledger`` or ``seal``.
+    """Return the JSON Schema of a document, by its key in ``DOCUMENTS``.
 
     The body of a ledger record is given per type under ``$defs``.
     """

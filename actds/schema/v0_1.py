@@ -8,16 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 FORMAT_VERSION: Literal["0.1"] = "0.1"
 
-Segment = Annotated[str, StringConstraints(pattern=r"\A[a-z0-9][a-z0-9._-]{0,63}\Z")]
+Segment = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 """One path segment, and so every id and hook name that becomes one."""
-Digest = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{64}\Z")]
-DatasetId = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{32}\Z")]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+DatasetId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Text = Annotated[str, StringConstraints(max_length=4096)]
 RelativePath = Annotated[
     str,
     StringConstraints(
-        pattern=r"\A[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63}){0,7}\Z", max_length=512
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63}){0,7}$", max_length=512
     ),
 ]
 DType = Literal["bfloat16", "float16", "float32"]
@@ -156,7 +156,7 @@ class RunRecord(Document):
     run: Segment
     started_ns: Count
     fields: dict[
-        Annotated[str, StringConstraints(pattern=r"\A[a-z0-9_]+(\.[a-z0-9_]+)+\Z")],
+        Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+(\.[a-z0-9_]+)+$")],
         ProvenanceField,
     ]
 
