@@ -1,0 +1,275 @@
+"""The ledger: one append-only hash chain per process, whose records are the commit points."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from actds import canonical, layout, schema
+from actds.errors import ActdsError
+from actds.schema.v0_1 import (
+    Body,
+    CloseBody,
+    FenceBody,
+    Head,
+    LedgerRecord,
+    OpenBody,
+)
+from actds.store import Store
+
+__all__ = ["Chain", "ChainState", "fence", "read_chain", "read_ledger"]
+
+GENESIS_PREV = "0" * 64
+_RECORD_NAME = re.compile(r"[0-9]+\.json")
+_FENCE_ATTEMPTS = 64
+
+State = Literal["open", "closed", "fenced"]
+Kind = Literal["writer", "census"]
+RecordType = Literal["open", "run", "shard", "part", "close", "fence"]
+
+
+class Chain:
+    """The chain of this process: every append is durable when it returns.
+
+    One chain belongs to one incarnation of one process. After a failed write it is dead, because
+    nobody knows what the disk kept. Threads of the process may share it.
+
+    Spec: 0.1 section 8.2.
+    """
+
+    def __init__(self, store: Store, dataset: str, chain: str) -> None:
+        self.store = store
+        self.dataset = dataset
+        self.chain = chain
+        self._seq = 0
+        self._prev = GENESIS_PREV
+        self._ended: ActdsError | None = None
+        self._lock = threading.RLock()
+
+    @classmethod
+    def begin(cls, store: Store, dataset: str, run: str, kind: Kind, software: str) -> Chain:
+        """Return a new chain whose ``open`` record is durable.
+
+        Args:
+            store: where the dataset stands.
+            dataset: id of the dataset.
+            run: run that the process works for.
+            kind: ``writer`` or ``census``.
+            software: program and version of the process.
+
+        Raises:
+            ActdsError: E503 when the disk refuses.
+        """
+        chain = cls(store, dataset, layout.new_id("w" if kind == "writer" else "c"))
+        opening = OpenBody(kind=kind, run=run, started_ns=time.time_ns(), software=software)
+        chain.append("open", opening)
+        return chain
+
+    def append(self, record_type: RecordType, body: Body) -> LedgerRecord:
+        """Commit one record: what it names is acknowledged when this returns.
+
+        Args:
+            record_type: type of the record.
+            body: its body, the model of that type.
+
+        Raises:
+            ActdsError: E308 when somebody fenced the chain; E503 when the disk refused now or
+                before; E304 after the close.
+
+        Spec: 0.1 section 8.2.
+        """
+        with self._lock, self.fatal():
+            record = LedgerRecord(
+                dataset=self.dataset,
+                chain=self.chain,
+                seq=self._seq,
+                prev=self._prev,
+                type=record_type,
+                body=body.model_dump(mode="json"),
+            )
+            data = schema.to_bytes(record)
+            path = layout.record_path(self.chain, self._seq)
+            try:
+                self.store.put_new(path, [data])
+            except ActdsError as error:
+                if error.code != "E309":
+                    raise
+                raise ActdsError(
+                    "E308", path, got="a record of somebody else", expected="a place of our own"
+                ) from None
+            self._seq += 1
+            self._prev = canonical.digest(data)
+            return record
+
+    def close(
+        self, reason: Literal["finished", "interrupted", "failed"], totals: dict[str, int]
+    ) -> LedgerRecord:
+        """Commit the last record; the chain takes no more.
+
+        Raises:
+            ActdsError: as ``append``.
+        """
+        with self._lock:
+            record = self.append("close", CloseBody(reason=reason, totals=totals))
+            self._ended = ActdsError(
+                "E304", f"ledger/{self.chain}", got="an append after close", expected="none"
+            )
+            return record
+
+    @contextmanager
+    def fatal(self) -> Iterator[None]:
+        """Run a block whose failed puts end the chain for good: whoever commits data uses it.
+
+        Raises:
+            ActdsError: what ended the chain before, or what the block raised.
+        """
+        if self._ended is not None:
+            raise self._ended
+        try:
+            yield
+        except ActdsError as error:
+            if error.code in ("E308", "E309", "E503"):
+                self._ended = error
+            raise
+
+
+@dataclass(frozen=True)
+class ChainState:
+    """A chain as it was read, unbroken from its first record.
+
+    Args:
+        chain: its id.
+        records: all records, in order.
+        head: digest of the last record.
+        state: ``open``, ``closed`` or ``fenced``.
+        kind: process that wrote it: ``writer`` or ``census``.
+        run: run that it belongs to.
+    """
+
+    chain: str
+    records: list[LedgerRecord]
+    head: str
+    state: State
+    kind: Kind
+    run: str
+
+    @property
+    def sealable(self) -> Head | None:
+        """Return the head that a seal pins; None while the chain is open."""
+        if self.state == "open":
+            return None
+        return Head(n_records=len(self.records), sha256=self.head, state=self.state)
+
+
+def read_chain(store: Store, dataset: str, chain: str) -> ChainState:
+    """Return a chain after checking every link.
+
+    Raises:
+        ActdsError: E301 gap or wrong number; E302 broken link; E303 foreign record; E304 record
+            after the end; E102, E103 or E106 malformed record.
+
+    Spec: 0.1 section 8.2.
+    """
+    layout.segment(chain, f"ledger/{ascii(chain)[1:65]}")
+    names = [path.split("/")[2:] for path in store.list(f"ledger/{chain}")]
+    numbered = {name[0] for name in names if len(name) == 1 and _RECORD_NAME.fullmatch(name[0])}
+    records: list[LedgerRecord] = []
+    prev = GENESIS_PREV
+    for seq in range(len(numbered)):
+        path = layout.record_path(chain, seq)
+        if path.rpartition("/")[2] not in numbered:
+            raise ActdsError("E301", path, got="no record", expected=f"{len(numbered)} in a row")
+        data = store.read(path, canonical.MAX_DOCUMENT_NBYTES)
+        record = schema.parse(LedgerRecord, data, path)
+        _check_link(record, dataset, chain, seq, prev, path)
+        if records and records[-1].type in ("close", "fence"):
+            raise ActdsError("E304", path, got=f"a {record.type} record", expected="none")
+        records.append(record)
+        prev = canonical.digest(data)
+    if not records:
+        raise ActdsError("E301", f"ledger/{chain}", got="no record", expected="an open record")
+    opening = records[0].typed_body()
+    if not isinstance(opening, OpenBody):
+        raise ActdsError(
+            "E301",
+            layout.record_path(chain, 0),
+            got=f"a {records[0].type} record",
+            expected="an open record",
+        )
+    ends: dict[str, State] = {"close": "closed", "fence": "fenced"}
+    state = ends.get(records[-1].type, "open")
+    return ChainState(chain, records, prev, state, opening.kind, opening.run)
+
+
+def _check_link(
+    record: LedgerRecord, dataset: str, chain: str, seq: int, prev: str, path: str
+) -> None:
+    got = (record.dataset, record.chain, record.seq)
+    if got != (dataset, chain, seq):
+        raise ActdsError(
+            "E303",
+            path,
+            got=f"record {record.seq} of {record.chain} in dataset {record.dataset}",
+            expected=f"record {seq} of {chain} in dataset {dataset}",
+        )
+    if record.prev != prev:
+        raise ActdsError("E302", path, got=f"prev {record.prev[:16]}…", expected=f"{prev[:16]}…")
+    if (record.type == "open") != (seq == 0):
+        raise ActdsError(
+            "E301", path, got=f"a {record.type} record", expected="open first, and only there"
+        )
+
+
+def read_ledger(store: Store, dataset: str) -> dict[str, ChainState]:
+    """Return every chain of a dataset, by id, sorted.
+
+    Raises:
+        ActdsError: as ``read_chain``; E107 for a chain of a bad name.
+
+    Spec: 0.1 section 8.
+    """
+    found = (path.split("/") for path in store.list("ledger"))
+    chains = sorted({parts[1] for parts in found if len(parts) > 2})
+    return {chain: read_chain(store, dataset, chain) for chain in chains}
+
+
+def fence(store: Store, dataset: str, chain: str, reason: str) -> ChainState:
+    """End a chain whose writer is gone, and return it as it stands then.
+
+    The fence takes the chain's next number, so a writer that is not gone after all fails its next
+    append. When that writer is faster, the fence tries the number after.
+
+    Raises:
+        ActdsError: E305 when the chain outruns the fence; as ``read_chain``; E503.
+
+    Spec: 0.1 section 8.3.
+    """
+    for _ in range(_FENCE_ATTEMPTS):
+        state = read_chain(store, dataset, chain)
+        if state.state != "open":
+            return state
+        seq = len(state.records)
+        record = LedgerRecord(
+            dataset=dataset,
+            chain=chain,
+            seq=seq,
+            prev=state.head,
+            type="fence",
+            body=FenceBody(reason=reason).model_dump(mode="json"),
+        )
+        try:
+            store.put_new(layout.record_path(chain, seq), [schema.to_bytes(record)])
+        except ActdsError as error:
+            if error.code != "E309":
+                raise
+    state = read_chain(store, dataset, chain)
+    if state.state == "open":
+        raise ActdsError(
+            "E305", f"ledger/{chain}", got="a writer that goes on", expected="a chain at rest"
+        )
+    return state

@@ -1,0 +1,360 @@
+"""Stores: durable create-only files under one folder, and reading that follows no link."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from actds import layout
+from actds.errors import ActdsError
+
+__all__ = ["LocalStore", "Put", "Store", "open_store"]
+
+TEMPORARY = ".tmp-"
+"""How the name of a file that is not committed begins; readers pass over such files."""
+
+_BUFFERS_PER_WRITE = 512  # below IOV_MAX (1024), the most that one writev takes
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Put:
+    """What was written.
+
+    Args:
+        nbytes: size of the file.
+        sha256: its digest, hexadecimal.
+    """
+
+    nbytes: int
+    sha256: str
+
+
+class Store(Protocol):
+    """Where a dataset stands: create-only puts, reads, and listings that prove nothing.
+
+    Spec: 0.1 section 8.1.
+    """
+
+    @property
+    def uri(self) -> str:
+        """Return where the dataset stands, as a person would write it."""
+        ...
+
+    def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
+        """Create a file durably, or not at all."""
+        ...
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a file that nothing pins (the card), over an older one."""
+        ...
+
+    def read(self, path: str, limit: int | None = None) -> bytes:
+        """Return a file's bytes."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Say whether a file is there."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Return a file's size in bytes."""
+        ...
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Return the paths of all files below a folder, sorted."""
+        ...
+
+    def local_path(self, path: str) -> Path:
+        """Return where a file can be opened on this machine."""
+        ...
+
+    def remove_temporary(self) -> int:
+        """Remove what dead writers left uncommitted; return how many files."""
+        ...
+
+
+class LocalStore:
+    """A dataset in a local folder.
+
+    Args:
+        root: the dataset's folder; it may be a link itself, nothing below it may.
+
+    Spec: 0.1 section 8.1.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._durable: set[Path] = set()
+
+    @property
+    def uri(self) -> str:
+        """Return the folder's path."""
+        return str(self.root)
+
+    def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
+        """Create a file atomically and durably: it is whole after a power cut, or not there.
+
+        Args:
+            path: path in the dataset.
+            parts: the file's bytes, in order.
+
+        Returns:
+            Size and digest of what was written.
+
+        Raises:
+            ActdsError: E309 when the file exists; E503 when the disk refuses a write, a sync or
+                a close, and then nothing more may be committed by this process; E107 a bad path.
+
+        Spec: 0.1 section 8.1.
+        """
+        target = self._checked(path)
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        digest = hashlib.sha256()
+        for view in views:
+            digest.update(view)
+        temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            self._make_folder(target.parent)
+            try:
+                _write_durably(temporary, views)
+                # A link refuses an existing name, on every POSIX file system; a rename does not.
+                os.link(temporary, target)
+            finally:
+                # The bytes are safe under their own name, or the put failed: a temporary file
+                # that cannot be removed costs space, not truth.
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+            _sync_folder(target.parent)
+        except FileExistsError:
+            raise ActdsError("E309", path, got="a file of this name", expected="none yet") from None
+        except OSError as error:
+            raise _storage_error(path, error) from error
+        return Put(sum(view.nbytes for view in views), digest.hexdigest())
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a file that nothing pins, over an older one, atomically.
+
+        Raises:
+            ActdsError: E503 when the disk refuses; E107 a bad path.
+        """
+        target = self._checked(path)
+        temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            self._make_folder(target.parent)
+            try:
+                _write_durably(temporary, [memoryview(data)])
+                temporary.replace(target)
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+            _sync_folder(target.parent)
+        except OSError as error:
+            raise _storage_error(path, error) from error
+
+    def read(self, path: str, limit: int | None = None) -> bytes:
+        """Return a file's bytes.
+
+        Args:
+            path: path in the dataset.
+            limit: bytes at most; a longer file is not read at all.
+
+        Raises:
+            ActdsError: E104 missing or unreadable; E102 above the limit; E107 a link, no regular
+                file, or a bad path.
+        """
+        nbytes = self.size(path)
+        if limit is not None and nbytes > limit:
+            raise ActdsError("E102", path, got=f"{nbytes} bytes", expected=f"at most {limit} bytes")
+        try:
+            return (self.root / path).read_bytes()
+        except OSError as error:
+            raise ActdsError(
+                "E104", path, got=error.strerror or str(error), expected="a readable file"
+            ) from error
+
+    def exists(self, path: str) -> bool:
+        """Say whether a file is there.
+
+        Raises:
+            ActdsError: E107 a link, no regular file, or a bad path.
+        """
+        return self._stat(path) is not None
+
+    def size(self, path: str) -> int:
+        """Return a file's size in bytes.
+
+        Raises:
+            ActdsError: E104 missing; E107 a link, no regular file, or a bad path.
+        """
+        found = self._stat(path)
+        if found is None:
+            raise ActdsError("E104", path, got="no such file", expected="a file")
+        return found.st_size
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Return the paths of all files below a folder, sorted; of no folder, none.
+
+        Temporary files are left out. A link is listed as a file and never followed.
+
+        Raises:
+            ActdsError: E107 when the folder itself is reached through a link; E104 when a folder
+                cannot be read.
+        """
+        folder = self._checked(prefix) if prefix else self.root
+        if prefix and folder.is_symlink():
+            raise _not_regular(prefix, "a link")
+        if not folder.is_dir():
+            return []
+        found: list[str] = []
+
+        def fail(error: OSError) -> None:
+            raise ActdsError(
+                "E104", prefix or ".", got=error.strerror or "?", expected="a readable folder"
+            ) from error
+
+        for where, folders, files in os.walk(folder, followlinks=False, onerror=fail):
+            links = [name for name in folders if os.path.islink(os.path.join(where, name))]
+            for name in files + links:
+                if not name.startswith(TEMPORARY):
+                    found.append((Path(where) / name).relative_to(self.root).as_posix())
+        return sorted(found)
+
+    def local_path(self, path: str) -> Path:
+        """Return the path of a regular file that is there.
+
+        Raises:
+            ActdsError: E104 missing; E107 a link, no regular file, or a bad path.
+        """
+        self.size(path)
+        return self.root / path
+
+    def remove_temporary(self) -> int:
+        """Remove what dead writers left uncommitted; return how many files.
+
+        Only for one who knows that no writer is alive.
+
+        Raises:
+            ActdsError: E503 when a file cannot be removed.
+        """
+        removed = 0
+        for where, _, files in os.walk(self.root, followlinks=False):
+            for name in files:
+                if name.startswith(TEMPORARY):
+                    try:
+                        os.unlink(os.path.join(where, name))
+                    except OSError as error:
+                        raise _storage_error(name, error) from error
+                    removed += 1
+        return removed
+
+    def _checked(self, path: str) -> Path:
+        """Return the local path, when no segment is bad and no folder on the way is a link."""
+        if path not in (layout.GENESIS, layout.CARD):
+            for part in path.split("/"):
+                layout.segment(part, path[:200])
+        local = self.root
+        for part in path.split("/")[:-1]:
+            local = local / part
+            if local.is_symlink():
+                raise _not_regular(path, "a link on the way")
+        return self.root / path
+
+    def _stat(self, path: str) -> os.stat_result | None:
+        local = self._checked(path)
+        try:
+            found = os.lstat(local)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise ActdsError(
+                "E104", path, got=error.strerror or str(error), expected="a readable file"
+            ) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise _not_regular(path, "a link" if stat.S_ISLNK(found.st_mode) else "no regular file")
+        return found
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and what is above it, each name durable before a file needs it.
+
+        A folder that another process made may not be synced yet, so each process syncs the name
+        of every folder once itself. What stands above the dataset is somebody else's.
+        """
+        if folder in self._durable:
+            return
+        if folder == self.root:
+            made = not folder.is_dir()
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            self._make_folder(folder.parent)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+            made = True
+        if made:
+            _sync_folder(folder.parent)
+        self._durable.add(folder)
+
+
+def open_store(uri: str | Path) -> LocalStore:
+    """Return the store of a local path or ``file://`` URI.
+
+    Raises:
+        ActdsError: E009 for any other scheme.
+    """
+    text = str(uri)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    elif "://" in text:
+        raise ActdsError("E009", text[:200], got="an object store", expected="a local folder")
+    return LocalStore(Path(text).expanduser())
+
+
+def _write_durably(path: Path, views: list[memoryview]) -> None:
+    """Create a file, write, sync and close; any of them may raise OSError."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        _write_all(handle, views)
+        os.fsync(handle)
+    except BaseException:
+        # The first failure is the one to report; the file is thrown away in any case.
+        with contextlib.suppress(OSError):
+            os.close(handle)
+        raise
+    os.close(handle)
+
+
+def _write_all(handle: int, views: list[memoryview]) -> None:
+    first, offset = 0, 0
+    while first < len(views):
+        batch = [views[first][offset:], *views[first + 1 : first + _BUFFERS_PER_WRITE]]
+        written = os.writev(handle, batch)
+        if written == 0:
+            raise OSError("the disk took no byte")
+        offset += written
+        while first < len(views) and offset >= views[first].nbytes:
+            offset -= views[first].nbytes
+            first += 1
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _not_regular(path: str, got: str) -> ActdsError:
+    return ActdsError("E107", path, got=got, expected="a regular file inside the dataset")
+
+
+def _storage_error(path: str, error: OSError) -> ActdsError:
+    return ActdsError("E503", path, got=error.strerror or str(error), expected="a durable write")
