@@ -159,7 +159,7 @@ class ChainState:
     run: str
 
     @property
-    def sealable(self) -> Head | None:
+    def head_entry(self) -> Head | None:
         """Return the head that a seal pins; None while the chain is open."""
         if self.state == "open":
             return None
