@@ -1,0 +1,189 @@
+"""Engine options: ``--engine key=value`` to typed arguments, less those that break accounting."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actds.errors import ActdsError
+
+__all__ = [
+    "OWNED",
+    "REFUSED",
+    "EngineValue",
+    "check_engine_options",
+    "engine_argument_names",
+    "parse_engine_options",
+]
+
+EngineValue = bool | int | float | str | list[Any] | dict[str, Any] | None
+
+OWNED: Mapping[str, str] = {
+    "model": "--model",
+    "additional_config": "nothing: actds uses it to reach the workers",
+}
+"""Options that ``actds write`` sets itself, and what to use in their place."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An engine option that capture cannot account for.
+
+    Args:
+        allowed: the values that do no harm; every other one is refused.
+        reason: what would go wrong.
+    """
+
+    allowed: tuple[EngineValue, ...]
+    reason: str
+
+
+_SPLIT = "the tokens of a step are split over ranks, and no worker sees them all"
+_SPECULATION = "rejected draft tokens would be captured as rows"
+_FOREIGN_KV = "KV blocks from elsewhere count as cache hits that no request here computed"
+_WRAPPED = "capture stands in vLLM's own worker and scheduler, another class may pass it by"
+_MICROBATCH = "a step is run in parts, and the capture buffer holds only the last"
+
+REFUSED: Mapping[str, Refused] = {
+    "pipeline_parallel_size": Refused((None, 1), "stages hold disjoint layers and one is written"),
+    "data_parallel_size": Refused((None, 1), "replicas have schedulers of their own"),
+    "prefill_context_parallel_size": Refused((None, 1), _SPLIT),
+    "decode_context_parallel_size": Refused((None, 1), _SPLIT),
+    "enable_hc_sp": Refused((None, False), _SPLIT),
+    "nnodes": Refused((None, 1), "the writer reaches the workers of one machine only"),
+    "distributed_executor_backend": Refused(
+        (None, "mp", "uni"), "the writer reaches only worker processes that vLLM starts here"
+    ),
+    "speculative_config": Refused((None,), _SPECULATION),
+    "spec_method": Refused((None,), _SPECULATION),
+    "spec_model": Refused((None,), _SPECULATION),
+    "spec_tokens": Refused((None, 0), _SPECULATION),
+    "diffusion_config": Refused((None,), "positions are computed many times over"),
+    "async_scheduling": Refused(
+        (None, False), "a step is scheduled before the end of the last, and rows after EOS appear"
+    ),
+    "kv_transfer_config": Refused((None,), _FOREIGN_KV),
+    "kv_offloading_size": Refused((None,), _FOREIGN_KV),
+    "ec_transfer_config": Refused((None,), "embeddings come from elsewhere"),
+    "kv_sharing_fast_prefill": Refused(
+        (None, False), "upper layers skip prefill positions, whose rows would be stale"
+    ),
+    "enable_dbo": Refused((None, False), _MICROBATCH),
+    "ubatch_size": Refused((None, 0, 1), _MICROBATCH),
+    "skip_tokenizer_init": Refused((None, False), "prompts cannot be encoded"),
+    "tokens_only": Refused((None, False), "prompts cannot be encoded"),
+    "enable_prompt_embeds": Refused((None, False), "a prompt of embeddings has no token ids"),
+    "runner": Refused((None, "auto", "generate"), "only generation is harvested"),
+    "convert": Refused((None, "auto", "none"), "only generation is harvested"),
+    "worker_cls": Refused((None, "auto"), _WRAPPED),
+    "scheduler_cls": Refused((None,), _WRAPPED),
+}
+"""Options with E012, each with the reason."""
+
+
+def parse_engine_options(
+    items: Sequence[str], known: Collection[str] | None = None
+) -> dict[str, EngineValue]:
+    """Return the engine's keyword arguments from ``key=value`` words.
+
+    A value is read as JSON (``true``, ``64``, ``{"a":1}``); what is no JSON is a string. Dashes
+    in a key are read as underscores.
+
+    Args:
+        items: one ``key=value`` each.
+        known: names that the engine takes; None leaves that to the engine.
+
+    Raises:
+        ActdsError: E009 for a word that is no ``key=value``, a key that is unknown, repeated or
+            set by ``actds write`` itself; E012 for one that capture cannot account for.
+    """
+    options: dict[str, EngineValue] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        key = key.strip().replace("-", "_")
+        text = text.strip()
+        if not equals or not key.isidentifier() or not key.isascii():
+            raise _bad("--engine", repr(item[:80]), "key=value, for example max_model_len=4096")
+        if not text:
+            raise _bad(f"--engine {key}", "no value", f"{key}=VALUE")
+        if key in OWNED:
+            raise _bad(f"--engine {key}", "an option that actds write sets itself", OWNED[key])
+        if known is not None and key not in known and key not in REFUSED:
+            close = difflib.get_close_matches(key, known, n=3)
+            expected = " or ".join(close) if close else "an argument of vllm.EngineArgs"
+            raise _bad(f"--engine {key}", "an option that the engine does not know", expected)
+        if key in options:
+            raise _bad(f"--engine {key}", "the same option twice", "it once")
+        options[key] = _value(key, text)
+    check_engine_options(options)
+    return options
+
+
+def check_engine_options(options: Mapping[str, object]) -> None:
+    """Refuse a configuration that capture cannot account for.
+
+    Args:
+        options: engine arguments by name, from a command line or from a live engine.
+
+    Raises:
+        ActdsError: E012 with the option and the reason.
+    """
+    for key, rule in REFUSED.items():
+        value = options.get(key)
+        # True == 1 in Python, so the types have to agree too.
+        if any(value == allowed and type(value) is type(allowed) for allowed in rule.allowed):
+            continue
+        usable = " or ".join(json.dumps(allowed) for allowed in rule.allowed if allowed is not None)
+        raise ActdsError(
+            "E012",
+            f"--engine {key}",
+            got=f"{str(value)[:80]}: {rule.reason}",
+            expected=usable or "no such option",
+        )
+
+
+def engine_argument_names() -> frozenset[str]:
+    """Return the names that the installed vLLM takes; this imports vllm, which is slow.
+
+    Raises:
+        ActdsError: E011 when vLLM is not installed.
+    """
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+    except ImportError as error:
+        raise ActdsError(
+            "E011",
+            "vllm",
+            got=str(error).splitlines()[0],
+            expected="vLLM beside actds",
+            next_step="pip install 'actds[vllm]', or the CPU recipe in the README.",
+        ) from None
+    names: Collection[str] = EngineArgs.__dataclass_fields__
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+_WORDS: Mapping[str, EngineValue] = {"True": True, "False": False, "None": None}
+
+
+def _value(key: str, text: str) -> EngineValue:
+    if text in _WORDS:
+        # As a string, False would be true.
+        return _WORDS[text]
+    try:
+        value: EngineValue = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        if text[0] in '{["':
+            raise _bad(f"--engine {key}", f"{text[:80]!r}", "a value that is JSON") from None
+        return text
+    return value
+
+
+def _no_constant(text: str) -> EngineValue:
+    raise ValueError(text)
+
+
+def _bad(place: str, got: str, expected: str) -> ActdsError:
+    return ActdsError("E009", place, got=got, expected=expected)
