@@ -1,1 +1,42 @@
-"""Activation datasets that say how they were harvested."""
+"""Activation datasets that say how they were harvested.
+
+``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
+Hugging Face ``datasets`` library. Each is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actds.dataset import Dataset as Dataset
+    from actds.dataset import open as open
+    from actds.errors import ActdsError as ActdsError
+    from actds.hf import load_dataset as load_dataset
+    from actds.loader import Loader as Loader
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "ActdsError": "actds.errors",
+    "Dataset": "actds.dataset",
+    "Loader": "actds.loader",
+    "load_dataset": "actds.hf",
+    "open": "actds.dataset",
+}
+
+__all__ = ["ActdsError", "Dataset", "Loader", "__version__", "load_dataset", "open"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, importing its module on first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'actds' has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

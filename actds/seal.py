@@ -1,0 +1,143 @@
+"""Sealing: the full accounting of every run, then one document that pins the closed dataset."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pyarrow as pa
+
+from actds import canonical, card, layout, schema, tables
+from actds.accounting import TOTALS, Account, account
+from actds.catalog import CENSUS_TABLES, Catalog, heads_root
+from actds.errors import ActdsError
+from actds.schema.v0_1 import FileEntry, Head, Seal
+from actds.store import Store, open_store
+
+__all__ = ["account_run", "check_provenance", "runs_with_data", "seal"]
+
+
+def runs_with_data(catalog: Catalog) -> list[str]:
+    """Return the runs that committed a row or a census; others ended before they began.
+
+    Spec: 0.1 section 8.4.
+    """
+    named = {manifest.run for manifest in catalog.shards} | {run for run, _ in catalog.parts}
+    return [run for run in catalog.run_ids if run in named]
+
+
+def check_provenance(catalog: Catalog) -> None:
+    """Check that every run with data has a run record and a census.
+
+    Raises:
+        ActdsError: E401 no run record; E403 no census.
+
+    Spec: 0.1 section 6.
+    """
+    for run in runs_with_data(catalog):
+        if run not in catalog.runs:
+            raise ActdsError("E401", layout.run_path(run), got="no run record", expected="one")
+        for table in CENSUS_TABLES:
+            if not catalog.parts.get((run, table)):
+                raise ActdsError(
+                    "E403", f"census/{run}", got=f"no {table}", expected="requests, steps, spans"
+                )
+
+
+def account_run(catalog: Catalog, run: str) -> Account:
+    """Return the account of a run; with hooks in disjoint shards, every hook has to agree.
+
+    Raises:
+        ActdsError: a table that cannot be read, see ``Catalog.table`` and ``Shard.tokens``.
+
+    Spec: 0.1 section 7.
+    """
+    requests, steps, spans = (catalog.table(table, run) for table in CENSUS_TABLES)
+    drops = catalog.table("drops", run)
+    accounts = [
+        account(run, requests, steps, spans, drops, (shard.tokens() for shard in shards))
+        for _, shards in catalog.row_sets(run)
+    ]
+    findings = [finding for one in accounts for finding in one.findings]
+    return Account(list(dict.fromkeys(findings)), accounts[0].totals, accounts[0].multiplicity)
+
+
+def seal(store: Store | str | Path) -> Seal:
+    """Seal a dataset: its present ledger is complete, and every position accounted for.
+
+    A dataset whose ledger did not change since its highest seal keeps that seal. The card is
+    written again in any case: it is derived.
+
+    Args:
+        store: the dataset's store, or its path.
+
+    Raises:
+        ActdsError: E305 a chain is open; the first error of the catalogue or of the accounting;
+            E309 somebody else sealed meanwhile; E503.
+
+    Spec: 0.1 section 8.4.
+    """
+    store = open_store(store) if isinstance(store, str | Path) else store
+    catalog = Catalog.read(store)
+    heads = _heads(catalog)
+    if catalog.is_sealed and catalog.seal is not None:
+        card.write(catalog)
+        return catalog.seal
+    if not heads:
+        raise ActdsError("E305", "ledger", got="no chain", expected="at least one closed chain")
+    check_provenance(catalog)
+    totals = dict.fromkeys(TOTALS, 0)
+    multiplicity = [tables.empty("multiplicity")]
+    for run in runs_with_data(catalog):
+        result = account_run(catalog, run)
+        for finding in result.findings:
+            if finding.severity == "error":
+                raise ActdsError(
+                    finding.code, finding.place, got=finding.got, expected=finding.expected
+                )
+        multiplicity.append(result.multiplicity)
+        for name in TOTALS:
+            totals[name] += result.totals[name]
+    n = 1 if catalog.seal is None else catalog.seal.n + 1
+    document = Seal(
+        dataset=catalog.genesis.dataset,
+        n=n,
+        sealed_ns=time.time_ns(),
+        previous=catalog.seal_sha256,
+        genesis_sha256=catalog.genesis_sha256,
+        heads=heads,
+        root=heads_root(heads),
+        totals=totals,
+        multiplicity=_put_multiplicity(store, n, pa.concat_tables(multiplicity)),
+    )
+    store.put_new(layout.seal_path(n), [schema.to_bytes(document)])
+    card.write(Catalog.read(store))
+    return document
+
+
+def _heads(catalog: Catalog) -> dict[str, Head]:
+    heads: dict[str, Head] = {}
+    for chain, state in sorted(catalog.chains.items()):
+        head = state.head_entry
+        if head is None:
+            raise ActdsError(
+                "E305",
+                f"ledger/{chain}",
+                got=f"an open {state.kind} chain of run {state.run}",
+                expected="a close or fence record",
+            )
+        heads[chain] = head
+    return heads
+
+
+def _put_multiplicity(store: Store, n: int, table: pa.Table) -> FileEntry:
+    """Write the table that belongs to seal ``n``, and return its entry."""
+    order = [("run", "ascending"), ("request", "ascending"), ("start", "ascending")]
+    data = tables.to_parquet("multiplicity", table.sort_by(order))
+    path = layout.multiplicity_path(n)
+    if store.exists(path):
+        # A sealer died between this table and its seal; without the seal nothing names the file.
+        store.replace(path, data)
+    else:
+        store.put_new(path, [data])
+    return FileEntry(path=path, nbytes=len(data), sha256=canonical.digest(data))
