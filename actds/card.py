@@ -98,7 +98,7 @@ def _body(facts: Facts) -> Iterator[str]:
 
 def _fact(provenance: dict[str, dict[str, object]], name: str) -> str:
     value = provenance.get(name, {}).get("value")
-    return "an unknown model or engine" if value is None else _text(str(value))
+    return "(unknown)" if value is None else _text(str(value))
 
 
 def _text(text: str) -> str:

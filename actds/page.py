@@ -14,7 +14,7 @@ __all__ = ["Line", "human_nbytes", "printable", "render", "share", "when"]
 
 Style = Literal["title", "alarm", "plain", "dim"]
 _MARKS = {"observed": "observed", "declared": "declared", "unknown": "unknown "}
-_MAX_LISTED = 20
+_MAX_LISTED, _MAX_NAMED = 20, 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def _hooks(facts: Facts) -> Iterator[Line]:
     yield Line("")
     phases = ", ".join(f"{n:,} {phase}" for phase, n in facts.phases.items()) or "none"
     yield Line(
-        f"Rows: {sum(facts.phases.values()):,} ({phases}) in {facts.n_shards} shards", "title"
+        f"Rows: {sum(facts.phases.values()):,} ({phases}) in {_many(facts.n_shards, 'shard')}",
+        "title",
     )
     rows = [("hook", "layer", "rows", "d_model", "type", "size", "stored", "ratio")]
     for hook in facts.hooks:
@@ -137,15 +138,15 @@ def _missing_lines(facts: Facts) -> Iterator[Line]:
         for loss in run.losses:
             reason = loss.reason or "no reason given"
             part = share(loss.n_positions, run.n_positions or 0)
-            yield Line(f"  {loss.n_positions:,} positions {loss.disposition} ({part}): {reason}")
+            lost = _many(loss.n_positions, "position")
+            yield Line(f"  {lost} {loss.disposition} ({part}): {reason}")
         for reason, n in run.skips.items():
-            yield Line(f"  {n:,} requests skipped: {reason}")
-        unknown = [name for name, e in run.provenance.items() if e["origin"] == "unknown"]
-        if unknown:
-            yield Line(f"  {len(unknown)} facts of run {run.run} unknown: {', '.join(unknown)}")
+            yield Line(f"  {_many(n, 'request')} skipped: {reason}")
+        yield from _unknown_facts(run)
     unresolved = facts.totals.get("unresolved", 0)
     if unresolved:
-        yield Line(f"  {unresolved:,} cached positions refer to no row (E410)", "alarm")
+        lost = _many(unresolved, "cached position")
+        yield Line(f"  {lost} without a row that they refer to (E410)", "alarm")
     for chain in facts.chains:
         if chain.state != "closed" or chain.reason != "finished":
             why = f": {chain.reason}" if chain.reason else ""
@@ -155,6 +156,23 @@ def _missing_lines(facts: Facts) -> Iterator[Line]:
     more = len(facts.unreachable) - _MAX_LISTED
     if more > 0:
         yield Line(f"  and {more:,} more such files")
+
+
+def _unknown_facts(run: RunFacts) -> Iterator[Line]:
+    """Yield the unknown facts of a run by their reason; the provenance above names them all."""
+    by_reason: dict[str, list[str]] = {}
+    for name, entry in run.provenance.items():
+        if entry["origin"] == "unknown":
+            by_reason.setdefault(entry["reason"], []).append(name)
+    for reason, names in by_reason.items():
+        some = ", ".join(names[:_MAX_NAMED])
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        facts = _many(len(names), "fact")
+        yield Line(f"  {facts} of run {run.run} unknown ({some}{more}): {reason}")
+
+
+def _many(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def _pairs(pairs: dict[str, str]) -> Iterator[Line]:

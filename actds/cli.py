@@ -1,0 +1,238 @@
+"""The command line: ``actds info``, ``explain``, ``schema``, ``seal``, and what rooms add.
+
+Everything heavy is imported inside the command that needs it: ``actds --help`` answers in a blink.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+import click
+
+from actds import __version__
+from actds.errors import CODES, ActdsError, code_entry
+
+__all__ = ["cli", "main"]
+
+ENTRY_POINTS = "actds.commands"
+
+
+class ActdsGroup(click.Group):
+    """The commands of this room and of every installed one; errors without tracebacks."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands, sorted."""
+        return sorted({*super().list_commands(ctx), *_plugins()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, loading its room when it is another."""
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        plugin = _plugins().get(cmd_name)
+        return None if plugin is None else _load(plugin)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take ``--debug`` wherever it stands: whoever repeats a command appends it."""
+        end = args.index("--") if "--" in args else len(args)
+        rest = [arg for arg in args[:end] if arg != "--debug"] + args[end:]
+        if len(rest) < len(args):
+            rest.insert(0, "--debug")
+        return super().parse_args(ctx, rest)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error is said on stderr and sets the exit code."""
+        if ctx.params.get("debug"):
+            return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except ActdsError as error:
+            _fail(ctx, error)
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            # The last door before a person: what nobody foresaw gets a code as well.
+            _fail(ctx, _internal(error))
+
+
+def _plugins() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def _load(entry: EntryPoint) -> click.Command:
+    """Return the command of an entry point, or one that says why it cannot be loaded."""
+    try:
+        command = entry.load()
+    except ImportError as error:
+        return _unavailable(entry.name, str(error))
+    if not isinstance(command, click.Command):
+        return _unavailable(entry.name, f"{entry.value} is no click command")
+    return command
+
+
+def _unavailable(name: str, why: str) -> click.Command:
+    def callback(args: tuple[str, ...]) -> None:
+        raise ActdsError("E011", name, got=why, expected="a command that can be imported")
+
+    return click.Command(
+        name,
+        callback=callback,
+        params=[click.Argument(["args"], nargs=-1, type=click.UNPROCESSED)],
+        context_settings={"ignore_unknown_options": True, "help_option_names": []},
+        short_help=f"(not available: {why})",
+    )
+
+
+def _internal(error: Exception) -> ActdsError:
+    said = f"{type(error).__name__}: {error}"
+    return ActdsError("E901", "actds", got=said[:1000], expected="no such failure")
+
+
+def _fail(ctx: click.Context, error: ActdsError) -> None:
+    from actds.page import printable
+
+    for line in str(error).splitlines():
+        click.echo(printable(line), err=True)
+    ctx.exit(error.exit_code)
+
+
+def _echo_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2, sort_keys=True))
+
+
+@click.group(cls=ActdsGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", prog_name="actds", message="%(prog)s %(version)s")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """Activation datasets that say how they were harvested."""
+
+
+@cli.command()
+@click.argument("path", metavar="PATH")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.info 1).")
+def info(path: str, as_json: bool) -> None:
+    """Show what a dataset is, where it came from, and what it lacks.
+
+    PATH is the dataset's folder. It need not be sealed. What is shown is what the files say;
+    actds validate checks that they say the truth.
+    """
+    from actds.catalog import Catalog
+    from actds.describe import describe
+    from actds.page import render
+    from actds.store import open_store
+
+    facts = describe(Catalog.read(open_store(path)))
+    if as_json:
+        _echo_json(facts.as_json())
+        return
+    lines = render(facts)
+    if not sys.stdout.isatty():
+        for line in lines:
+            click.echo(line.text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    styles = {"title": "bold", "alarm": "bold red", "dim": "dim", "plain": ""}
+    console = Console(highlight=False)
+    for line in lines:
+        console.print(Text(line.text, styles[line.style]), soft_wrap=True)
+
+
+@cli.command()
+@click.argument("code", required=False, metavar="[CODE]")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def explain(code: str | None, as_json: bool) -> None:
+    """Explain an error code, or list all codes.
+
+    CODE is a code such as E203, in upper or lower case.
+    """
+    from dataclasses import asdict
+
+    if code is None:
+        if as_json:
+            _echo_json({name: asdict(entry) for name, entry in CODES.items()})
+            return
+        family = ""
+        for name, entry in CODES.items():
+            if entry.family != family:
+                family = entry.family
+                click.echo(family)
+            click.echo(f"  {name}  {entry.title}")
+        return
+    name = code.upper()
+    entry = code_entry(name)
+    if as_json:
+        _echo_json({"code": name, **asdict(entry)})
+        return
+    click.echo(f"{name}: {entry.title} ({entry.family})")
+    click.echo(f"  {entry.meaning}")
+    click.echo(f"  Next: {entry.next_step}")
+    click.echo(f"  Spec: 0.1 section {entry.clause}. Exit code: {entry.exit_code}.")
+
+
+@cli.command("schema")
+@click.argument("name", required=False, metavar="[NAME]")
+@click.option(
+    "--write",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write every schema to DIR/NAME.json.",
+    metavar="DIR",
+)
+def schema_command(name: str | None, folder: Path | None) -> None:
+    """Print the JSON Schema of a document, or list the documents.
+
+    NAME is genesis, run, shard, ledger or seal.
+    """
+    from actds.schema import DOCUMENTS, json_schema
+
+    if name is not None and name not in DOCUMENTS:
+        raise ActdsError(
+            "E009", "NAME", got=f"no document {name!r}", expected=f"one of {', '.join(DOCUMENTS)}"
+        )
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for one in DOCUMENTS if name is None else [name]:
+            text = json.dumps(json_schema(one), indent=2, sort_keys=True)
+            (folder / f"{one}.json").write_text(text + "\n", encoding="utf-8")
+            click.echo(f"wrote {folder / f'{one}.json'}", err=True)
+    elif name is not None:
+        _echo_json(json_schema(name))
+    else:
+        for one, model in DOCUMENTS.items():
+            click.echo(f"{one:8}{(model.__doc__ or '').splitlines()[0]}")
+
+
+@cli.command("seal")
+@click.argument("path", metavar="PATH")
+@click.option("--json", "as_json", is_flag=True, help="Print the seal as JSON.")
+def seal_command(path: str, as_json: bool) -> None:
+    """Seal a dataset: account for every position, then pin its ledger.
+
+    PATH is the dataset's folder. Every chain has to be closed or fenced. A dataset that did not
+    change since its seal keeps it.
+    """
+    from actds.catalog import Catalog
+    from actds.seal import seal
+    from actds.store import open_store
+
+    store = open_store(path)
+    document = seal(store)
+    if as_json:
+        _echo_json(document.model_dump(mode="json"))
+        return
+    totals = ", ".join(f"{name} {count:,}" for name, count in document.totals.items())
+    click.echo(f"seal {document.n} {Catalog.read(store).digest}")
+    click.echo(totals)
+
+
+def main() -> None:
+    """Run the command line."""
+    cli(prog_name="actds")
