@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from actds import tables
 from actds._account_tables import Bools, Ints, Notes, Requests, Spans, Steps, check_words
-from actds.intervals import Keys, keys, of_keys, position_of, request_of
+from actds.intervals import Keys, index_in, keys, of_keys, position_of, request_of
 
 COLUMNS = ["request", "position", "token_id", "phase", "step", "attempt", "chunk"]
 """The columns of a token table that accounting reads."""
@@ -105,9 +105,8 @@ def _wrong_phase(
     """Return which rows carry the wrong phase; rows of unknown requests are judged elsewhere."""
     if not len(requests.request):
         return np.zeros(len(request), bool)
-    at = np.minimum(np.searchsorted(requests.request, request), len(requests.request) - 1)
-    known = requests.request[at] == request
-    wrong: Bools = known & ((position < requests.prompt_len[at]) != prefill)
+    at = index_in(requests.request, request.astype(np.int64))
+    wrong: Bools = (at >= 0) & ((position < requests.prompt_len[at]) != prefill)
     return wrong
 
 
@@ -115,7 +114,7 @@ def _sorted(parts: list[_Part], per_step: Ints, prefill_per_step: Ints, notes: N
     """Return the parts joined and sorted; positions with two rows are noted and kept once."""
     key = _join([part.key for part in parts], np.uint64)
     n_rows = len(key)
-    order = np.argsort(key, kind="stable")
+    order = np.argsort(key)
     key = key[order]
     again = np.zeros(n_rows, bool)
     again[1:] = key[1:] == key[:-1]

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from actds import tables
 from actds.finding import Finding, Severity
-from actds.intervals import Intervals, Keys, keys, position_of, request_of
+from actds.intervals import Intervals, Keys, index_in, keys, position_of, request_of
 
 MAX_FINDINGS_PER_CODE = 16
 Ints = npt.NDArray[np.int64]
@@ -147,10 +147,7 @@ class Steps:
 
     def index(self, step: Ints) -> Ints:
         """Return where each step stands, -1 for a step that the census does not know."""
-        if not len(self.step):
-            return np.full(len(step), -1, np.int64)
-        at = np.minimum(np.searchsorted(self.step, step), len(self.step) - 1)
-        return np.where(self.step[at] == step, at, -1)
+        return index_in(self.step, step)
 
     def sums(self, step: Ints, amount: Ints) -> Ints:
         """Return the sum of the amounts per step of the census; unknown steps are left out."""

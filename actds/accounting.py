@@ -26,7 +26,7 @@ from actds._account_tables import (
     read_steps,
 )
 from actds.finding import Finding
-from actds.intervals import Intervals, difference, keys, of_keys, overlap, union
+from actds.intervals import Intervals, difference, index_in, keys, of_keys, overlap, union
 from actds.multiplicity import multiplicity
 
 __all__ = ["TOTALS", "Account", "account"]
@@ -123,9 +123,8 @@ def account(
 def _partition(requests: Requests, spans: Spans, notes: Notes) -> None:
     """Check that the spans of each request partition ``[0, N)``."""
     computed = spans.step >= 0
-    at = np.searchsorted(requests.request, spans.request[computed])
-    known = at < len(requests.request)
-    known[known] = requests.request[at[known]] == spans.request[computed][known]
+    at = index_in(requests.request, spans.request[computed])
+    known = at >= 0
     n = requests.own_len.copy()
     np.maximum.at(n, at[known], spans.stop[computed][known])
     n[requests.skipped] = 0
