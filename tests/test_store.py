@@ -1,0 +1,171 @@
+"""The store: whole files or none, never over another, and no way out of the dataset."""
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from actds.errors import ActdsError
+from actds.store import TEMPORARY, LocalStore, open_store
+
+
+@contextmanager
+def full_disk(nbytes: int) -> Iterator[None]:
+    """Let the kernel refuse to grow a file beyond ``nbytes``, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_put_writes_every_part_in_order_and_says_its_digest(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "new" / "dataset")
+    # More parts than one writev takes, empty ones and wide items among them.
+    parts = [bytes([i % 256]) * (i % 5) for i in range(3000)] + [memoryview(b"abcd").cast("I")]
+    put = store.put_new("a/b/c", parts)
+    whole = b"".join(bytes(part) for part in parts)
+    assert store.read("a/b/c") == whole
+    import hashlib
+
+    assert (put.nbytes, put.sha256) == (len(whole), hashlib.sha256(whole).hexdigest())
+    assert store.list() == ["a/b/c"]
+    assert list(tmp_path.rglob(f"{TEMPORARY}*")) == []
+
+
+def test_put_never_writes_over_a_file(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put_new("a/b", [b"first"])
+    with pytest.raises(ActdsError, match="E309"):
+        store.put_new("a/b", [b"second"])
+    assert store.read("a/b") == b"first"
+    assert list(tmp_path.rglob(f"{TEMPORARY}*")) == []
+
+
+def test_a_refused_write_leaves_nothing_and_names_the_cause(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with full_disk(4096), pytest.raises(ActdsError, match=os.strerror(errno.EFBIG)) as caught:
+        store.put_new("a/b", [b"x" * 3000, b"y" * 3000])
+    assert caught.value.code == "E503"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert not store.exists("a/b")
+
+
+@pytest.mark.parametrize("name", ["fsync", "close"])
+def test_a_failing_sync_or_close_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = getattr(os, name)
+    LocalStore(tmp_path).put_new("a/first", [b"x"])
+
+    def failing(handle: int) -> None:
+        if name == "close":
+            real(handle)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, name, failing)
+    with pytest.raises(ActdsError, match=os.strerror(errno.EIO)) as caught:
+        LocalStore(tmp_path).put_new("a/second", [b"x"])
+    monkeypatch.undo()
+    assert caught.value.code == "E503"
+    assert LocalStore(tmp_path).list() == ["a/first"]
+
+
+def test_bytes_are_durable_before_their_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, link = os.fsync, os.link
+
+    def tell_fsync(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        inside = path.relative_to(tmp_path).as_posix()
+        events.append("sync file" if path.is_file() else f"sync {inside}")
+        fsync(handle)
+
+    def tell_link(source: Path, target: Path) -> None:
+        events.append("link")
+        link(source, target)
+
+    monkeypatch.setattr(os, "fsync", tell_fsync)
+    monkeypatch.setattr(os, "link", tell_link)
+    (tmp_path / "a").mkdir()  # by another process, which may not have synced it yet
+    store = LocalStore(tmp_path)
+    store.put_new("a/b/c", [b"x"])
+    assert events == ["sync .", "sync a", "sync file", "link", "sync a/b"]
+    events.clear()
+    store.put_new("a/b/d", [b"x"])
+    assert events == ["sync file", "link", "sync a/b"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../x", "a/../../x", "/etc/passwd", "a//b", "", "A", ".hidden", "a/.tmp-1", "a\n", "a\0b"],
+)
+def test_no_path_leaves_the_dataset(tmp_path: Path, path: str) -> None:
+    store = LocalStore(tmp_path / "dataset")
+    for use in (store.read, store.exists, store.size, store.local_path):
+        with pytest.raises(ActdsError, match="E107"):
+            use(path)
+    with pytest.raises(ActdsError, match="E107"):
+        store.put_new(path, [b"x"])
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "dataset"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    root.mkdir()
+    (root / "folder").symlink_to(outside)
+    (root / "file").symlink_to(outside / "secret")
+    (root / "dangling").symlink_to(outside / "none")
+    os.mkfifo(root / "pipe")
+    store = LocalStore(root)
+    for path in ("folder/secret", "file", "dangling", "pipe", "folder"):
+        with pytest.raises(ActdsError, match="E107"):
+            store.read(path)
+    with pytest.raises(ActdsError, match="E107"):
+        store.put_new("folder/new", [b"x"])
+    with pytest.raises(ActdsError, match="E107"):
+        store.list("folder")
+    with pytest.raises(ActdsError, match="E309"):
+        store.put_new("dangling", [b"x"])
+    # They are listed, as files that nothing reaches, and nothing behind them is.
+    assert store.list() == ["dangling", "file", "folder", "pipe"]
+    assert sorted(path.name for path in outside.iterdir()) == ["secret"]
+
+
+def test_temporary_files_are_no_data_and_can_be_removed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put_new("a/b", [b"x"])
+    (tmp_path / "a" / f"{TEMPORARY}0123").write_bytes(b"half a shard")
+    assert store.list() == ["a/b"]
+    assert store.remove_temporary() == 1
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b"]
+
+
+def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ActdsError, match="E102"):
+        store.read("sparse", 1 << 20)
+
+
+def test_replace_is_whole_and_leaves_no_other_file(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    for text in (b"old", b"new"):
+        store.replace("README.md", text)
+    assert store.read("README.md") == b"new"
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_object_stores_are_refused_by_name() -> None:
+    with pytest.raises(ActdsError, match="E009"):
+        open_store("s3://bucket/dataset")
