@@ -101,6 +101,13 @@ def test_constant_and_padded_chunks_are_smaller_than_entropy_coding():
     assert len(encode_chunk(padded)) < 1.02 * half
 
 
+def test_repeated_rows_are_no_larger_than_plain_zstd():
+    values = np.random.default_rng(0).integers(0, 1 << 16, 20).astype(np.uint16)
+    row = values[np.random.default_rng(1).integers(0, 20, 2048)]
+    repeated = np.tile(row, (256, 1))
+    assert len(encode_chunk(repeated)) <= len(encode_chunk(repeated, mode="zstd"))
+
+
 def test_raw_frames_are_copies():
     bits = activations(64, 64)
     frame = encode_chunk(bits, mode="raw")
@@ -164,6 +171,14 @@ def _overlapping_starts():
     return patched(16, "<2i", first, second - 8)
 
 
+def _oversized_stream():
+    """A first plane one byte longer than its place, everything else within its bounds."""
+    body = struct.pack("<i", 2049) + bytes(2049) + struct.pack("<i", 9) + bytes(9)
+    head = struct.pack("<BBBBiii", 2, 1, 0x81, 2, 4096, 4096, 20 + len(body))
+    frame = head + struct.pack("<i", 20) + body
+    return frame, 4096
+
+
 def _zstd_bomb():
     """A sound frame around a zstd stream that unpacks to far more than its plane."""
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
@@ -221,6 +236,12 @@ def test_refuses_hostile_frame_before_the_decoder_sees_it(name, monkeypatch):
     with pytest.raises(CodecError):
         decode_chunk(ATTACKS[name], out, itemsize=2)
     assert (out == 0x5A5A).all()
+
+
+def test_refuses_stream_that_is_longer_than_its_plane():
+    frame, nbytes = _oversized_stream()
+    with pytest.raises(CodecError, match="a stream of 2049 bytes"):
+        decode_chunk(frame, np.empty(nbytes, np.uint8))
 
 
 def test_refuses_zstd_stream_larger_than_its_plane():
