@@ -48,7 +48,7 @@ SCHEMAS: dict[TableName, pa.Schema] = {
             _column("token_id", _U32, "token fed at the position"),
             _column("phase", _S, "prefill for prompt positions, decode for generated ones"),
             _column("step", _U64, "step that computed the row"),
-            _column("attempt", _U16, "preemptions of the request before the row"),
+            _column("attempt", _U16, "times the request had restarted before the row"),
             _column("chunk", _U32, "steps of the request before this one"),
             _column("flags", _U16, "bit 0 special token, bit 1 BOS, bit 2 EOS"),
         ]
@@ -235,9 +235,10 @@ def from_parquet(
     wanted = bare_schema(name)
     if columns is not None:
         wanted = pa.schema([wanted.field(column) for column in columns])
-    table = table.select(wanted.names).cast(wanted)
+    table = table.select(wanted.names)
+    # Before the cast, which refuses nulls as well, but in words that name no place.
     _refuse_nulls(table, wanted, place)
-    return table
+    return table.cast(wanted)
 
 
 def _check(name: TableName, schema: pa.Schema, place: str) -> None:
