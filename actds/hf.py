@@ -1,0 +1,202 @@
+"""HF ``datasets`` objects over a dataset, without a step that widens bfloat16.
+
+``datasets`` has no plugin for formats and no bfloat16 feature, and turns bf16 tensors into
+float32 without a word. So a stream is a generator whose tensors pass through untouched, and a
+map-style dataset holds bit patterns that a formatter views as tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from actds.arrays import to_torch
+from actds.dataset import Dataset
+from actds.dataset import open as open_dataset
+from actds.errors import ActdsError
+from actds.loader import select_hooks, select_shards
+from actds.pool import PROVENANCE_COLUMNS, open_array
+from actds.schema.v0_1 import Hook
+from actds.shard import Shard
+from actds.tables import SCHEMAS
+
+if TYPE_CHECKING:
+    import datasets
+
+__all__ = ["load_dataset", "select_columns", "shard_columns"]
+
+
+def load_dataset(
+    path: str | os.PathLike[str],
+    *,
+    streaming: bool = False,
+    hooks: str | Sequence[str] | None = None,
+    phase: Literal["prefill", "decode"] | None = None,
+    columns: Sequence[str] | None = None,
+    batched_chunks: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    i_accept_unsealed: bool = False,
+    i_accept_unprovenanced: bool = False,
+) -> datasets.IterableDataset | datasets.Dataset:
+    """Return a dataset for HF ``datasets``: one example per row, tensors in the stored type.
+
+    An example holds one tensor ``(d_model,)`` per hook under the hook's name, and one value per
+    provenance column. Rows stand in the order of the shards; for training in a shuffled order and
+    at full speed use :class:`actds.Loader`.
+
+    Streaming, the examples are made while they are read: ``split_dataset_by_node``, DataLoader
+    workers and ``state_dict`` work by shards. Do not add ``with_format("torch")``, which copies
+    every tensor. Map-style, the rows are first written as bit patterns to Arrow files in the
+    ``datasets`` cache, keyed by the dataset's digest and the selection.
+
+    Args:
+        path: path or URI of a dataset.
+        streaming: return an ``IterableDataset`` and write nothing.
+        hooks: names of hooks; None takes all.
+        phase: ``prefill`` or ``decode``; None takes both.
+        columns: columns of the token table, and ``run``; None takes run, request, position,
+            token_id, phase and step.
+        batched_chunks: streaming only: one example per chunk, with tensors ``(n, d_model)`` and
+            numpy columns ``(n,)``. Many times faster.
+        cache_dir: map-style only: where the Arrow files stand; the ``datasets`` cache when None.
+        i_accept_unsealed: read a dataset that is not sealed.
+        i_accept_unprovenanced: read a dataset whose provenance is missing.
+
+    Raises:
+        ActdsError: E011 without the package ``datasets``; E014 when an argument selects nothing;
+            E306, E401 and others when the dataset is refused.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ActdsError(
+            "E011", "datasets", got="not installed", expected="the extra actds[hf]"
+        ) from None
+    accept = (i_accept_unsealed, i_accept_unprovenanced)
+    dataset = open_dataset(
+        os.fspath(path), i_accept_unsealed=accept[0], i_accept_unprovenanced=accept[1]
+    )
+    chosen = select_hooks(dataset, hooks)
+    shards = select_shards(dataset, chosen, phase)
+    names = select_columns(chosen, columns)
+    if not streaming:
+        if batched_chunks:
+            raise ActdsError(
+                "E014", "batched_chunks", got="True", expected="False, or streaming=True"
+            )
+        from actds.hf_arrow import map_style
+
+        return map_style(dataset.digest, shards, chosen, names, cache_dir)
+    return datasets.IterableDataset.from_generator(
+        examples,
+        gen_kwargs={
+            # datasets splits work along lists: this one and no other is a list.
+            "shards": [shard.name for shard in shards],
+            "path": os.fspath(path),
+            "digest": dataset.digest,
+            "hooks": tuple(hook.name for hook in chosen),
+            "columns": names,
+            "batched_chunks": batched_chunks,
+            "accept": accept,
+        },
+    )
+
+
+def select_columns(hooks: Sequence[Hook], columns: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the provenance columns that are asked for, the usual ones when None.
+
+    Raises:
+        ActdsError: E014 when there is no such column, or a hook has its name.
+    """
+    names = PROVENANCE_COLUMNS if columns is None else tuple(columns)
+    known = ("run", *SCHEMAS["tokens"].names)
+    taken = {hook.name for hook in hooks}
+    for name in names:
+        if name not in known or names.count(name) > 1:
+            raise ActdsError(
+                "E014", "columns", got=repr(name), expected=f"different ones of {', '.join(known)}"
+            )
+        if name in taken:
+            raise ActdsError(
+                "E014", "columns", got=f"{name!r}, a hook's name", expected="columns without it"
+            )
+    return names
+
+
+def shard_columns(shard: Shard, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return provenance columns of a shard as numpy arrays, each of shape (n_rows,)."""
+    stored = [name for name in names if name != "run"]
+    table = shard.tokens(stored) if stored else None
+    columns: dict[str, np.ndarray[Any, Any]] = {}
+    for name in names:
+        if name == "run":
+            columns[name] = np.full(shard.n_rows, shard.run)
+        elif table is not None:
+            column = table[name].to_numpy()
+            columns[name] = column.astype(str) if name == "phase" else column
+    return columns
+
+
+@functools.lru_cache(maxsize=8)
+def _open(path: str, digest: str, accept: tuple[bool, bool]) -> Dataset:
+    """Return the dataset, opened once per process: examples are made in DataLoader workers too."""
+    dataset = open_dataset(path, i_accept_unsealed=accept[0], i_accept_unprovenanced=accept[1])
+    if dataset.digest != digest:
+        raise ActdsError(
+            "E014",
+            path,
+            got=f"digest {dataset.digest}",
+            expected=digest,
+            next_step="The dataset went on after load_dataset: load it again.",
+        )
+    return dataset
+
+
+def examples(
+    shards: list[str],
+    path: str,
+    digest: str,
+    hooks: tuple[str, ...],
+    columns: tuple[str, ...],
+    batched_chunks: bool,
+    accept: tuple[bool, bool],
+) -> Iterator[dict[str, Any]]:
+    """Yield the examples of shards; what ``datasets`` calls, in any process."""
+    dataset = _open(path, digest, accept)
+    by_name = {shard.name: shard for shard in dataset.shards}
+    chosen = [dataset.hooks[name] for name in hooks]
+    for name in shards:
+        for chunk in _chunks(by_name[name], chosen, columns):
+            if batched_chunks:
+                yield chunk
+                continue
+            n_rows = len(chunk[hooks[0]])
+            values = {key: chunk[key].tolist() for key in columns}
+            for row in range(n_rows):
+                # A view would keep its whole chunk alive in a shuffle buffer.
+                example = {hook: chunk[hook][row].clone() for hook in hooks}
+                yield example | {key: values[key][row] for key in columns}
+
+
+def _chunks(
+    shard: Shard, hooks: Sequence[Hook], columns: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield fresh tensors ``(n, d_model)`` and columns ``(n,)``, a chunk of rows at a time."""
+    readers = {hook.name: open_array(shard, hook) for hook in hooks}
+    try:
+        tokens = shard_columns(shard, columns)
+        step = max(reader.rows_per_chunk for reader in readers.values())
+        for start in range(0, shard.n_rows, step):
+            stop = min(start + step, shard.n_rows)
+            chunk: dict[str, Any] = {
+                hook.name: to_torch(readers[hook.name].read(start, stop), hook.dtype)
+                for hook in hooks
+            }
+            yield chunk | {name: column[start:stop].copy() for name, column in tokens.items()}
+    finally:
+        for reader in readers.values():
+            reader.close()

@@ -1,0 +1,208 @@
+"""HF ``datasets`` objects over a dataset."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from datasets.distributed import split_dataset_by_node
+from synthetic import make_dataset
+
+import actds
+from actds.arrays import from_torch
+
+HOOKS = ("resid_post.0", "resid_post.1")
+LABELS = ("run", "request", "position", "token_id", "phase", "step")
+datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(
+        tmp_path_factory.mktemp("hf") / "acts", n_requests=12, hooks=HOOKS, rows_per_shard=50
+    )
+
+
+@pytest.fixture(scope="module")
+def truth(path: Path) -> list[tuple[Any, ...]]:
+    """Return the bytes of both hooks and the labels of every row, in the order of the shards."""
+    rows: list[tuple[Any, ...]] = []
+    for shard in actds.open(path).shards:
+        bits = [shard.array(hook).read_all() for hook in HOOKS]
+        for i, labels in enumerate(shard.tokens(list(LABELS[1:])).to_pylist()):
+            acts = (b[i].tobytes() for b in bits)
+            rows.append((*acts, shard.run, *(labels[name] for name in LABELS[1:])))
+    return rows
+
+
+def told(example: dict[str, Any]) -> tuple[Any, ...]:
+    """Return an example as ``truth`` has it."""
+    assert all(example[hook].dtype == torch.bfloat16 for hook in HOOKS)
+    labels = (example[name] for name in LABELS)
+    values = (x.item() if isinstance(x, torch.Tensor) else x for x in labels)
+    return (*(from_torch(example[hook]).tobytes() for hook in HOOKS), *values)
+
+
+def test_a_stream_gives_every_row_without_widening_it(
+    path: Path, truth: list[tuple[Any, ...]]
+) -> None:
+    stream = actds.load_dataset(path, streaming=True)
+    assert [told(example) for example in stream] == truth
+    assert stream.num_shards == len(actds.open(path).shards)
+
+
+def test_a_stream_of_chunks_gives_the_same_rows(path: Path, truth: list[tuple[Any, ...]]) -> None:
+    stream = actds.load_dataset(
+        path, streaming=True, batched_chunks=True, hooks=HOOKS[1], columns=["position"]
+    )
+    chunks = list(stream)
+    assert all(chunk[HOOKS[1]].dtype == torch.bfloat16 for chunk in chunks)
+    rows = np.concatenate([from_torch(chunk[HOOKS[1]]) for chunk in chunks])
+    positions = np.concatenate([chunk["position"] for chunk in chunks])
+    assert set(chunks[0]) == {HOOKS[1], "position"}
+    assert [row.tobytes() for row in rows] == [row[1] for row in truth]
+    assert positions.tolist() == [row[4] for row in truth]
+
+
+def test_nodes_share_the_stream_by_shards(path: Path, truth: list[tuple[Any, ...]]) -> None:
+    stream = actds.load_dataset(path, streaming=True)
+    parts = [split_dataset_by_node(stream, rank, 2) for rank in range(2)]
+    rows = [[told(example) for example in part] for part in parts]
+    assert all(rows)
+    assert sorted(rows[0] + rows[1]) == sorted(truth)
+
+
+def test_a_stream_goes_on_from_its_state(path: Path, truth: list[tuple[Any, ...]]) -> None:
+    stream = actds.load_dataset(path, streaming=True)
+    for number, _ in enumerate(stream, 1):
+        if number == 77:
+            break
+    again = actds.load_dataset(path, streaming=True)
+    again.load_state_dict(stream.state_dict())
+    assert [told(example) for example in again] == truth[77:]
+
+
+def test_data_loader_workers_share_the_stream(path: Path, truth: list[tuple[Any, ...]]) -> None:
+    stream = actds.load_dataset(path, streaming=True, hooks=HOOKS[0], columns=["request"])
+    loader = torch.utils.data.DataLoader(stream, batch_size=16, num_workers=2)
+    rows = [batch[HOOKS[0]] for batch in loader]
+    assert all(row.dtype == torch.bfloat16 for row in rows)
+    served = sorted(r.tobytes() for row in rows for r in from_torch(row))
+    assert served == sorted(row[0] for row in truth)
+
+
+def test_map_style_rows_batches_and_columns_are_the_stored_bits(
+    path: Path, truth: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    rows = actds.load_dataset(path, cache_dir=tmp_path)
+    assert isinstance(rows, datasets.Dataset)
+    assert [told(rows[i]) for i in (0, 60, len(rows) - 1)] == [truth[i] for i in (0, 60, -1)]
+    batch = rows[[70, 3, 55]]
+    assert [told({k: v[i] for k, v in batch.items()}) for i in range(3)] == [
+        truth[i] for i in (70, 3, 55)
+    ]
+    column = rows.with_format("actds")[40:60][HOOKS[0]]
+    assert [row.tobytes() for row in from_torch(column)] == [row[0] for row in truth[40:60]]
+    shuffled = rows.shuffle(seed=0)
+    assert sorted(told(example) for example in shuffled) == sorted(truth)
+    kept = rows.filter(lambda phase: phase == "decode", input_columns="phase")
+    assert [told(example) for example in kept] == [row for row in truth if row[6] == "decode"]
+    # The file below is mapped read-only; a trainer that writes must not meet it.
+    batch[HOOKS[0]].zero_()
+    assert told(rows[70]) == truth[70]
+
+
+def test_map_style_is_written_once_and_again_when_the_dataset_went_on(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "acts", n_requests=6)
+    cache = tmp_path / "cache"
+    first = actds.load_dataset(path, cache_dir=cache)
+    files = {file: file.stat().st_mtime_ns for file in cache.rglob("*") if file.is_file()}
+    assert files and all(file.suffix == ".arrow" for file in files)
+    again = actds.load_dataset(path, cache_dir=cache)
+    assert again._fingerprint == first._fingerprint
+    assert files == {file: file.stat().st_mtime_ns for file in cache.rglob("*") if file.is_file()}
+    make_dataset(path, n_requests=6, run="r-more", seed=1)
+    more = actds.load_dataset(path, cache_dir=cache)
+    assert more._fingerprint != first._fingerprint
+    assert len(more) > len(first)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_types_come_as_they_are(tmp_path: Path, dtype: Any) -> None:
+    path = make_dataset(tmp_path / "acts", n_requests=4, dtype=dtype)
+    wanted = np.concatenate([s.array(HOOKS[0]).read_all() for s in actds.open(path).shards])
+    for streaming in (True, False):
+        rows = list(
+            actds.load_dataset(
+                path, streaming=streaming, hooks=HOOKS[0], columns=[], cache_dir=tmp_path
+            )
+        )
+        assert all(row[HOOKS[0]].dtype == getattr(torch, dtype) for row in rows)
+        assert np.array_equal(np.stack([from_torch(row[HOOKS[0]]) for row in rows]), wanted)
+
+
+def test_tables_load_with_plain_datasets(path: Path, tmp_path: Path) -> None:
+    dataset = actds.open(path)
+    for pattern, table in [
+        ("shards/*/tokens.parquet", dataset.tokens()),
+        ("census/*/requests-*.parquet", dataset.requests()),
+        ("census/*/steps-*.parquet", dataset.steps()),
+    ]:
+        files = sorted(str(file) for file in path.glob(pattern))
+        loaded = datasets.load_dataset(
+            "parquet", data_files=files, split="train", cache_dir=str(tmp_path)
+        )
+        assert loaded.column_names == table.column_names
+        assert len(loaded) == table.num_rows > 0
+
+
+@pytest.mark.parametrize(
+    "options, place",
+    [
+        ({"hooks": "resid_post.9"}, "hooks"),
+        ({"phase": "both"}, "phase"),
+        ({"columns": ["token"]}, "columns"),
+        ({"columns": ["step", "step"]}, "columns"),
+        ({"streaming": False, "batched_chunks": True}, "batched_chunks"),
+    ],
+)
+def test_refuses_an_argument_that_cannot_be_used(
+    path: Path, options: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(actds.ActdsError) as caught:
+        actds.load_dataset(path, **{"streaming": True, **options})
+    assert (caught.value.code, caught.value.place) == ("E014", place)
+
+
+def test_refuses_an_unsealed_dataset_unless_told_in_so_many_words(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "acts", n_requests=4, sealed=False)
+    with pytest.raises(actds.ActdsError, match="E306"):
+        actds.load_dataset(path, streaming=True)
+    with pytest.warns(UserWarning, match="E306"):
+        stream = actds.load_dataset(path, streaming=True, i_accept_unsealed=True)
+        assert next(iter(stream))[HOOKS[0]].dtype == torch.bfloat16
+
+
+def test_the_example_runs(
+    path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["load_hf.py", str(path)])
+    example = Path(__file__).parents[1] / "examples" / "load_hf.py"
+    runpy.run_path(str(example), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "torch.bfloat16" in out and "tokens scheduled" in out
+    assert list(tmp_path.glob("actds/*/*.arrow"))

@@ -1,0 +1,152 @@
+"""The order of training rows, as a pure function."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actds import tables
+from actds.sampling_order import EpochOrder, Geometry, Pieces, feistel, order_key, visit_counts
+from actds.weights import served_counts
+
+KEY = order_key("0" * 64, 7)
+
+
+def lane_entries(order: EpochOrder, pieces: Pieces, lane: int) -> list[tuple[int, int, int]]:
+    """Return (shard, piece start, entry of the visit and the visit) of a lane in serving order."""
+    out: list[tuple[int, int, int]] = []
+    for index in range(order.n_windows(lane)):
+        window = order.window(lane, index)
+        assert window.first == len(out)
+        used = [
+            (int(piece), entry)
+            for piece, a, b in zip(window.pieces, window.start, window.stop, strict=True)
+            for entry in range(a, b)
+        ]
+        assert sorted(window.order.tolist()) == list(range(len(used)))
+        out += [(used[k][0], used[k][1], lane) for k in window.order]
+    assert len(out) == order.lane_entries(lane)
+    return out
+
+
+@given(n=st.integers(1, 3000), keys=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_feistel_is_a_permutation_of_any_size(n: int, keys: list[int]) -> None:
+    image = feistel(np.arange(n), n, np.array(keys, np.uint64))
+    assert sorted(image.tolist()) == list(range(n))
+
+
+def test_feistel_finds_one_image_without_the_others() -> None:
+    keys = np.arange(1, 9, dtype=np.uint64)
+    image = feistel(np.arange(10**5), 10**5, keys)
+    assert feistel(np.array([77_777]), 10**5, keys) == image[77_777]
+    # A weak round function would leave neighbours together.
+    assert np.mean(np.abs(np.diff(image)) < 1000) == pytest.approx(0.02, abs=0.005)
+
+
+@given(
+    n_rows=st.lists(st.integers(1, 200), min_size=1, max_size=6),
+    piece_rows=st.sampled_from([1, 8, 32, 256]),
+    lanes=st.sampled_from([1, 2, 3, 8]),
+    per_lane=st.integers(1, 9),
+    window_rows=st.integers(1, 400),
+    epoch=st.integers(0, 3),
+    counted=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_lanes_partition_the_entries_for_any_geometry(
+    n_rows: list[int],
+    piece_rows: int,
+    lanes: int,
+    per_lane: int,
+    window_rows: int,
+    epoch: int,
+    counted: bool,
+) -> None:
+    rng = np.random.default_rng(sum(n_rows))
+    counts = [rng.integers(1, 9, n).astype(np.uint32) for n in n_rows] if counted else None
+    pieces = Pieces.of_shards(n_rows, piece_rows, counts)
+    geometry = Geometry(lanes * per_lane, lanes, window_rows, piece_rows)
+    order = EpochOrder(pieces, geometry, KEY, epoch)
+    entries = [entry for lane in range(lanes) for entry in lane_entries(order, pieces, lane)]
+    n_entries = sum(int(c.sum()) for c in counts) if counts else sum(n_rows)
+    assert len(entries) == order.n_entries == n_entries
+    assert len({entry[:2] for entry in entries}) == n_entries
+    sizes = [order.lane_entries(lane) for lane in range(lanes)]
+    assert max(sizes) - min(sizes) <= 1
+    # What drop_last leaves out is the remainder and nothing more: the full batches fit each lane.
+    assert order.n_full_batches * per_lane <= min(sizes)
+    assert order.n_left == n_entries % geometry.batch
+    for lane in range(lanes):
+        for position in range(0, sizes[lane], 7):
+            window = order.window(lane, order.window_at(lane, position))
+            assert window.first <= position < window.first + window.order.size
+
+
+@given(
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    n_visits=st.integers(1, 20),
+)
+def test_visits_partition_the_copies_of_every_row(counts: list[int], n_visits: int) -> None:
+    array = np.array(counts, np.uint32)
+    parts = [visit_counts(array, visit, n_visits) for visit in range(n_visits)]
+    assert np.array_equal(np.sum(parts, axis=0), array)
+    assert max(p.max() for p in parts) <= -(-max(counts) // n_visits)
+    # Copies are spread as evenly as they can be.
+    assert all((p >= array // n_visits).all() for p in parts)
+
+
+def test_a_much_served_piece_is_split_in_visits_of_about_its_rows() -> None:
+    counts = np.ones(64, np.uint32)
+    counts[:16] = 29
+    pieces = Pieces.of_shards([64, 10], 64, [counts, None])
+    assert pieces.shard.tolist() == [0] * 8 + [1]
+    assert pieces.n_visits.tolist() == [8] * 8 + [1]
+    assert pieces.n_entries.sum() == 16 * 29 + 48 + 10
+    assert pieces.n_entries[:8].max() - pieces.n_entries[:8].min() <= 16
+
+
+def test_the_order_never_changes_between_versions() -> None:
+    # Golden: a changed value breaks every saved state, and asks for a new ORDER_VERSION.
+    pieces = Pieces.of_shards([700, 40, 513], 64)
+    hasher = hashlib.sha256()
+    for epoch in (0, 1):
+        order = EpochOrder(pieces, Geometry(32, 4, 256, 64), order_key("a" * 64, 3), epoch)
+        for lane in range(4):
+            for index in range(order.n_windows(lane)):
+                window = order.window(lane, index)
+                for part in (window.pieces, window.start, window.stop, window.order):
+                    hasher.update(part.astype("<i8").tobytes())
+    assert hasher.hexdigest() == "7ce11ec5fa098af7aeef0aad67768be55caa86c11824aaaba2430f08e1568fe3"
+
+
+def test_another_seed_epoch_or_dataset_gives_another_order() -> None:
+    pieces = Pieces.of_shards([4096], 64)
+    geometry = Geometry(64, 4, 1024, 64)
+    orders = [
+        EpochOrder(pieces, geometry, order_key(digest * 64, seed), epoch).window(0, 0)
+        for digest, seed, epoch in [("a", 0, 0), ("a", 0, 1), ("a", 1, 0), ("b", 0, 0)]
+    ]
+    assert len({order.pieces.tobytes() for order in orders}) == 4
+    assert len({order.order.tobytes() for order in orders}) == 4
+
+
+def test_served_counts_follow_the_intervals_of_the_run() -> None:
+    table = tables.build(
+        "multiplicity",
+        {
+            "run": ["r", "r", "other", "r"],
+            "request": [2, 0, 0, 2],
+            "start": [5, 0, 0, 0],
+            "stop": [6, 3, 9, 2],
+            "count": [7, 2, 9, 3],
+        },
+    )
+    request = np.array([0, 0, 2, 2, 2, 2, 1, 9], np.uint32)
+    position = np.array([2, 3, 0, 2, 5, 6, 0, 0], np.uint32)
+    counts = served_counts("r", request, position, table)
+    assert counts is not None and counts.tolist() == [2, 1, 3, 1, 7, 1, 1, 1]
+    assert served_counts("r", request[-1:], position[-1:], table) is None
+    assert served_counts("absent", request, position, table) is None
