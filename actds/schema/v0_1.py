@@ -63,6 +63,8 @@ class Genesis(Document):
         return self
 
 
+Origin = Literal["observed", "declared", "unknown"]
+CloseReason = Literal["finished", "interrupted", "failed"]
 Scalar = bool | int | str
 
 
@@ -75,7 +77,7 @@ class ProvenanceField(Document):
     """
 
     value: Scalar | list[Scalar] | None
-    origin: Literal["observed", "declared", "unknown"]
+    origin: Origin
     reason: Text | None = Field(description="why the value is unknown, else null")
 
     @model_validator(mode="after")
@@ -130,7 +132,6 @@ REQUIRED_PROVENANCE: dict[str, str] = {
     "capture.overflow_policy": "block, drop_oldest or drop_newest",
     "capture.order": "permuted or sequence",
     "capture.rows_per_shard": "target rows of a shard",
-    "capture.ring_slots": "slots of the host ring",
     "capture.ring_nbytes": "bytes of the host ring",
     "prompts.source": "what the prompts were read from, last path segment",
     "prompts.sha256": "SHA-256 of the source file; for a folder see the reason",
@@ -243,7 +244,7 @@ class CloseBody(Document):
     chain: ``requests``, ``scheduled_tokens``, and one count of positions per disposition.
     """
 
-    reason: Literal["finished", "interrupted", "failed"]
+    reason: CloseReason
     totals: dict[Segment, Count]
 
 

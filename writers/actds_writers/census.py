@@ -1,0 +1,299 @@
+"""The census: what became of every position, from the scheduler's decisions alone.
+
+The scheduler-side witness. Pure: messages in, tables out; knows no file, no socket and no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from actds import tables
+from actds_writers.messages import (
+    CensusProgress,
+    ClientFacts,
+    PromptFact,
+    Reference,
+    RequestArrived,
+    RequestFinished,
+    StepExecuted,
+    StepScheduled,
+)
+from actds_writers.spans import ABORTED, CACHE_REF, CAPTURED, Pieces, span_table
+
+NO_STEP = -1
+
+
+@dataclass
+class _Request:
+    arrived: RequestArrived
+    finished: RequestFinished | None = None
+    first_token_ns: int | None = None
+    n_preemptions: int = 0
+
+
+@dataclass
+class _Growing:
+    """An int64 array indexed by request number."""
+
+    fill: int
+    values: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def reach(self, n: int) -> np.ndarray:
+        """Return the array with room for at least ``n`` values."""
+        if n > len(self.values):
+            grown = np.full(max(n, 2 * len(self.values), 256), self.fill, np.int64)
+            grown[: len(self.values)] = self.values
+            self.values = grown
+        return self.values
+
+
+@dataclass(frozen=True)
+class CensusTables:
+    """The census of a run and its totals."""
+
+    requests: pa.Table
+    steps: pa.Table
+    spans: pa.Table
+    totals: dict[str, int]
+
+
+class Census:
+    """Follows one run.
+
+    Spec: 0.1 section 7.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, _Request] = {}
+        self._steps: dict[int, dict[str, object]] = {}
+        self._pieces = Pieces()
+        self._high_water = _Growing(0)
+        self._prompt_len = _Growing(0)
+        self._cached = _Growing(-1)
+        self._scheduled_tokens = 0
+        self._queried_tokens = 0
+        self._hit_tokens = 0
+        self._n_finished = 0
+        self._last: StepScheduled | None = None
+
+    def progress(self) -> CensusProgress:
+        """Return the counters that the progress line shows."""
+        return CensusProgress(
+            scheduled_tokens=self._scheduled_tokens,
+            cached_tokens=self._hit_tokens,
+            n_finished=self._n_finished,
+            waiting=self._last.waiting if self._last else 0,
+            running=self._last.running if self._last else 0,
+        )
+
+    def observe(self, message: object) -> None:
+        """Take one message of scheduler or worker."""
+        takers: dict[type, Callable[..., None]] = {
+            RequestArrived: self._arrived,
+            StepScheduled: self._scheduled,
+            StepExecuted: self._executed,
+            RequestFinished: self._finished,
+        }
+        takers[type(message)](message)
+
+    def _arrived(self, message: RequestArrived) -> None:
+        self._requests[message.request] = _Request(message)
+        self._prompt_len.reach(message.request + 1)[message.request] = message.prompt_len
+        self._high_water.reach(message.request + 1)
+        self._cached.reach(message.request + 1)
+
+    def _scheduled(self, message: StepScheduled) -> None:
+        for reference in message.references:
+            self._refer(reference, message.step)
+        for request in message.preempted:
+            self._requests[request].n_preemptions += 1
+        who, start = message.requests, message.starts
+        stop = start + message.n_tokens
+        high, cached = self._high_water.values, self._cached.values
+        prompt = self._prompt_len.values[who]
+        self._admit(who[cached[who] < 0], who, start, prompt)
+        new = np.clip(high[who], start, stop)
+        high[who] = np.maximum(high[who], stop)
+        self._pieces.add(who, new, stop, CAPTURED, message.step)
+        for request in who[(start >= prompt) & (new < stop)].tolist():
+            if self._requests[request].first_token_ns is None:
+                self._requests[request].first_token_ns = message.t_ns
+        n_prefill = int(np.clip(np.minimum(stop, prompt) - start, 0, None).sum())
+        n_tokens = int(message.n_tokens.sum())
+        self._scheduled_tokens += n_tokens
+        self._last = message
+        # Worker and scheduler speak through two sockets; either may come first.
+        self._steps.setdefault(message.step, {}).update(
+            {
+            "t_ns": message.t_ns,
+            "batch_tokens": n_tokens,
+            "n_requests": len(who),
+            "prefill_tokens": n_prefill,
+            "decode_tokens": n_tokens - n_prefill,
+            "recomputed_tokens": int((new - start).sum()),
+            "max_seq_len": int(stop.max()),
+            "waiting": message.waiting,
+            "running": message.running,
+            "n_preempted": len(message.preempted),
+            "kv_usage": message.kv_usage,
+            "cache_hit_ratio": self._hit_tokens / max(self._queried_tokens, 1),
+            }
+        )
+
+    def _admit(
+        self, first: np.ndarray, who: np.ndarray, start: np.ndarray, prompt: np.ndarray
+    ) -> None:
+        """Note the prefix hits of requests that are scheduled for the first time."""
+        if not len(first):
+            return
+        index = np.flatnonzero(np.isin(who, first))
+        self._cached.values[who[index]] = start[index]
+        self._hit_tokens += int(start[index].sum())
+        self._queried_tokens += int(prompt[index].sum())
+
+    def _refer(self, reference: Reference, step: int) -> None:
+        one = np.ones(1, np.int64)
+        owner = -1 if reference.ref_request is None else reference.ref_request
+        self._pieces.add(
+            one * reference.request,
+            one * reference.start,
+            one * reference.stop,
+            CACHE_REF,
+            NO_STEP,
+            owner,
+        )
+        high = self._high_water.values
+        high[reference.request] = max(high[reference.request], reference.stop)
+
+    def _executed(self, message: StepExecuted) -> None:
+        names = ("duration_ns", "kernel_mode", "padded_tokens", "disk_write_latency_p99",
+                 "compression_backlog_bytes", "queue_depth_stage1", "queue_depth_stage2",
+                 "queue_depth_stage3")  # fmt: skip
+        executed = {name: getattr(message, name) for name in names}
+        self._steps.setdefault(message.step, {}).update(executed)
+
+    def _finished(self, message: RequestFinished) -> None:
+        self._requests[message.request].finished = message
+        self._n_finished += 1
+
+    def tables(
+        self, acknowledged: dict[str, int], client: ClientFacts, lost_reason: str
+    ) -> CensusTables:
+        """Return the census after the run has ended.
+
+        Args:
+            acknowledged: per phase, the last step whose rows are committed.
+            client: what only the client knows.
+            lost_reason: reason of rows that were computed and not committed.
+
+        Spec: 0.1 section 7.1.
+        """
+        pieces = self._pieces.settled(self._prompt_len.values, acknowledged, lost_reason)
+        for number, request in self._requests.items():
+            self._owe(pieces, number, request)
+        spans = span_table(pieces)
+        steps = self._step_table(pieces)
+        requests = self._request_table(client)
+        totals = {
+            "requests": requests.num_rows,
+            "scheduled_tokens": self._scheduled_tokens,
+            "recomputed": int(np.sum(steps["recomputed_tokens"].to_numpy())),
+            **pieces.totals(),
+        }
+        return CensusTables(requests, steps, spans, totals)
+
+    def _owe(self, pieces: Pieces, number: int, request: _Request) -> None:
+        """Add the positions that a request owes and that were never computed."""
+        high = int(self._high_water.values[number])
+        length, generated = request.arrived.prompt_len, _generated(request, high)
+        due = max(length + generated - 1 if generated else length, high)
+        if high < due:
+            one = np.ones(1, np.int64)
+            reason = "engine_ended" if request.finished is None else "request_aborted"
+            pieces.add(one * number, one * high, one * due, ABORTED, NO_STEP, reason=reason)
+
+    def _step_table(self, pieces: Pieces) -> pa.Table:
+        numbers = np.array(sorted(n for n, s in self._steps.items() if "t_ns" in s), np.int64)
+        columns: dict[str, object] = {"step": numbers}
+        by_step = pieces.tokens_by_step(numbers)
+        for name in tables.SCHEMAS["steps"].names[1:]:
+            disposition = name.removesuffix("_tokens")
+            if disposition in by_step:
+                columns[name] = by_step[disposition]
+            else:
+                columns[name] = [self._steps[int(n)].get(name) for n in numbers]
+        return tables.build("steps", columns)
+
+    def _request_table(self, client: ClientFacts) -> pa.Table:
+        prompts = {prompt.key: prompt for prompt in client.prompts}
+        rows = [
+            _request_row(
+                number,
+                request,
+                high=int(self._high_water.values[number]),
+                cached=int(self._cached.values[number]),
+                prompt=prompts.get(request.arrived.external_id),
+                engine_cached=client.engine_cached.get(request.arrived.external_id),
+            )
+            for number, request in sorted(self._requests.items())
+        ]
+        skipped = [prompt for prompt in client.prompts if prompt.skip is not None]
+        rows += [_skipped_row(len(rows) + i, prompt) for i, prompt in enumerate(skipped)]
+        names = tables.SCHEMAS["requests"].names
+        return tables.build("requests", {name: [row.get(name) for row in rows] for name in names})
+
+
+def _generated(request: _Request, high_water: int) -> int:
+    """Return the sampled tokens; of a request that never ended, those that were fed."""
+    if request.finished is not None:
+        return request.finished.generated_len
+    return max(high_water - request.arrived.prompt_len, 0)
+
+
+def _request_row(
+    number: int,
+    request: _Request,
+    *,
+    high: int,
+    cached: int,
+    prompt: PromptFact | None,
+    engine_cached: int | None,
+) -> dict[str, object]:
+    arrived, finished = request.arrived, request.finished
+    return {
+        "request": number,
+        "external_id": prompt.external_id if prompt else arrived.external_id,
+        "internal_id": arrived.internal_id,
+        "source": prompt.source if prompt else None,
+        "source_row": prompt.source_row if prompt else None,
+        "prompt_len": arrived.prompt_len,
+        "generated_len": _generated(request, high),
+        "cached_tokens": max(cached, 0),
+        "engine_cached_tokens": engine_cached,
+        "n_preemptions": request.n_preemptions,
+        "arrival_ns": arrived.arrival_ns,
+        "first_token_ns": request.first_token_ns,
+        "finish_ns": finished.t_ns if finished else None,
+        "finish_reason": finished.reason if finished else "unfinished",
+        "reason": None if finished else "the engine ended before the request did",
+        "token_digest": finished.token_digest if finished else None,
+        "sampling": arrived.sampling,
+        "block_digests": list(arrived.block_digests) if arrived.block_digests else None,
+    }
+
+
+def _skipped_row(number: int, prompt: PromptFact) -> dict[str, object]:
+    zeros = ("prompt_len", "generated_len", "cached_tokens", "n_preemptions")
+    return {
+        "request": number,
+        "external_id": prompt.external_id,
+        "source": prompt.source,
+        "source_row": prompt.source_row,
+        "finish_reason": "skipped",
+        "reason": prompt.skip,
+        **dict.fromkeys(zeros, 0),
+    }

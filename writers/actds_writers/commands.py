@@ -1,0 +1,116 @@
+"""The command ``actds write``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+if TYPE_CHECKING:
+    from actds_writers.plan import WriteOptions
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--model",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Model folder: config.json, weights, tokenizer.",
+)
+@click.option(
+    "--prompts",
+    required=True,
+    help="JSONL, JSON, Parquet or text file, or hf:FOLDER. Records hold prompt, text or messages.",
+)
+@click.option(
+    "--hooks",
+    required=True,
+    help="Places to capture: resid_post:10,20, resid_post:0-29, resid_post:all.",
+)
+@click.option(
+    "--max-tokens", default=128, show_default=True, help="Generated tokens per request at most."
+)
+@click.option("--temperature", default=0.0, show_default=True, help="Sampling temperature.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the engine and the row order.")
+@click.option(
+    "--engine",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="An argument of vLLM's EngineArgs; may be repeated.",
+)
+@click.option("--resume", is_flag=True, help="Go on with OUT without redoing finished requests.")
+@click.option(
+    "--skip-broken", is_flag=True, help="Record broken prompt records and go on without them."
+)
+@click.option(
+    "--order",
+    type=click.Choice(["permuted", "sequence"]),
+    default="permuted",
+    show_default=True,
+    help="Row order inside a shard.",
+)
+@click.option(
+    "--rows-per-shard", type=click.IntRange(min=1), help="Default: 65536, fewer if memory is short."
+)
+@click.option(
+    "--ring-mib",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Shared memory between engine and writer; two steps at least.",
+)
+def write(
+    out: Path,
+    model: Path,
+    prompts: str,
+    hooks: str,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    engine: tuple[str, ...],
+    resume: bool,
+    skip_broken: bool,
+    order: Literal["permuted", "sequence"],
+    rows_per_shard: int | None,
+    ring_mib: int,
+) -> None:
+    """Harvest activations from a real vLLM engine into OUT.
+
+    Serves every prompt, stores the hooks' rows of every token the engine computes, and accounts
+    for every token. Ctrl-C drains, commits and seals; --resume goes on.
+    """
+    from actds_writers.engine_options import engine_argument_names, parse_engine_options
+    from actds_writers.plan import WriteOptions
+
+    parse_engine_options(engine)  # a typing error needs no engine to be found
+    options = WriteOptions(
+        out=out,
+        model=model,
+        prompts=prompts,
+        hooks=hooks,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        engine=dict(parse_engine_options(engine, engine_argument_names() if engine else None)),
+        resume=resume,
+        skip_broken=skip_broken,
+        order=order,
+        rows_per_shard=rows_per_shard,
+        ring_mib=ring_mib,
+    )
+    _run(options)
+
+
+def _run(options: WriteOptions) -> None:
+    from actds_writers.write import write as run
+
+    written = run(options)
+    click.echo(written.summary)
+    if written.reason == "interrupted":
+        click.echo(
+            "Interrupted. What is committed is sealed; go on with the same command and --resume.",
+            err=True,
+        )
+        click.get_current_context().exit(1)

@@ -1,0 +1,157 @@
+"""The committer: full buffers become durable shards, on a thread of its own.
+
+Stage 3 of three; stands between shard buffer and ledger. The writer's loop never waits for the
+disk as long as a spare buffer is left; when none is, the ring fills and the overflow policy
+decides.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from actds.errors import ActdsError
+from actds.ledger import Chain
+from actds.schema.v0_1 import ShardManifest
+from actds.shard import ShardRows, commit_shard
+from actds.store import Store
+from actds_writers.buffers import ShardBuffer
+
+Order = Literal["permuted", "sequence"]
+LATENCIES_KEPT = 512
+
+
+@dataclass(frozen=True)
+class CommitPlan:
+    """How shards are written.
+
+    Args:
+        run: run of the shards.
+        order: ``permuted`` or ``sequence``.
+        seed: seed of the run; every shard's permutation seed follows from it.
+        n_threads: threads that encode.
+    """
+
+    run: str
+    order: Order
+    seed: int
+    n_threads: int
+
+
+class Committer:
+    """Commits buffers in the order they were handed over.
+
+    Args:
+        store: where the dataset stands.
+        chain: the writer's chain.
+        plan: how to write.
+        buffers: spare buffers; together with those being filled they bound the memory.
+    """
+
+    def __init__(
+        self, store: Store, chain: Chain, plan: CommitPlan, buffers: list[ShardBuffer]
+    ) -> None:
+        self._store, self._chain, self._plan = store, chain, plan
+        self._spare: queue.Queue[ShardBuffer] = queue.Queue()
+        for buffer in buffers:
+            self._spare.put(buffer)
+        self._full: queue.Queue[tuple[str, ShardBuffer] | None] = queue.Queue()
+        self._pool = ThreadPoolExecutor(plan.n_threads, thread_name_prefix="actds-encode")
+        self._latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
+        self._waiting_nbytes = 0
+        self._n_shards = 0
+        self.n_rows = 0
+        self.stored_nbytes = 0
+        self.last_commit_ns: int | None = None
+        self.error: ActdsError | None = None
+        self._thread = threading.Thread(target=self._work, name="actds-commit", daemon=True)
+        self._thread.start()
+
+    def spare(self) -> ShardBuffer:
+        """Return an empty buffer; waits while the disk is behind."""
+        return self._spare.get()
+
+    def commit(self, phase: str, buffer: ShardBuffer) -> None:
+        """Hand over a buffer; it becomes a shard in the background."""
+        self._waiting_nbytes += buffer.nbytes
+        self._full.put((phase, buffer))
+
+    def finish(self) -> None:
+        """Wait until everything handed over is committed or the disk has failed."""
+        self._full.put(None)
+        self._thread.join()
+        self._pool.shutdown()
+
+    @property
+    def queue_depth(self) -> int:
+        """Return the number of full buffers that wait."""
+        return self._full.qsize()
+
+    @property
+    def backlog_nbytes(self) -> int:
+        """Return the bytes handed over and not yet committed."""
+        return self._waiting_nbytes
+
+    def latency_p99(self) -> float | None:
+        """Return the 99th percentile of the last commits in seconds, ``None`` before the first."""
+        return float(np.quantile(list(self._latencies), 0.99)) if self._latencies else None
+
+    def _work(self) -> None:
+        while (handed := self._full.get()) is not None:
+            phase, buffer = handed
+            nbytes = buffer.nbytes
+            try:
+                if self.error is None:
+                    self._commit(phase, buffer)
+            except ActdsError as error:
+                self.error = error
+            except Exception as error:  # a thread's error must reach the loop, whatever it is
+                self.error = ActdsError(
+                    "E901", "commit thread", got=repr(error)[:500], expected="a committed shard"
+                )
+            self._waiting_nbytes -= nbytes
+            buffer.clear()
+            self._spare.put(buffer)
+
+    def _commit(self, phase: str, buffer: ShardBuffer) -> None:
+        began = time.monotonic()
+        manifest = commit_shard(
+            self._store,
+            self._chain,
+            self._shard_rows(phase, buffer),
+            shard=f"{self._chain.chain}-{self._n_shards:06d}",
+            run=self._plan.run,
+            order=self._plan.order,
+            seed=(self._plan.seed + self._n_shards) % 2**63,
+            pool=self._pool,
+        )
+        self._latencies.append(time.monotonic() - began)
+        self._account(buffer, manifest)
+
+    def _account(self, buffer: ShardBuffer, manifest: ShardManifest) -> None:
+        self._n_shards += 1
+        self.n_rows += buffer.n_rows
+        self.stored_nbytes += sum(entry.nbytes for entry in manifest.files)
+        self.last_commit_ns = time.time_ns()
+
+    @staticmethod
+    def _shard_rows(phase: str, buffer: ShardBuffer) -> ShardRows:
+        columns = {
+            **buffer.columns(),
+            "phase": np.full(buffer.n_rows, phase, dtype=object),
+        }
+        return ShardRows(
+            hooks=buffer.rows_by_hook(),
+            dtypes={hook.name: hook.dtype for hook in buffer.hooks},
+            tokens=columns,
+            phase="prefill" if phase == "prefill" else "decode",
+            first_step=buffer.first_step or 0,
+            last_step=buffer.last_step,
+        )

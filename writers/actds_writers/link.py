@@ -1,0 +1,86 @@
+"""Links between the processes of one harvest: Unix sockets in a private folder.
+
+Imports the messages only. Every process that may connect finds folder and key in one environment
+variable, which engine and worker processes inherit; a configuration field would enter the
+engine's compile-cache key and make every run compile anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+from actds.errors import ActdsError
+
+ENVIRONMENT = "ACTDS_LINK"
+CONNECT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """Where the writer and the census listen.
+
+    Args:
+        folder: private folder of the sockets and the ring.
+        key: shared secret of the harvest, hexadecimal.
+        run: run id.
+        hooks: ``(kind, layer)`` of each hook to capture.
+        ring_nbytes: size of the host ring; the worker takes more when two steps need it.
+        client_pid: process of the command.
+    """
+
+    folder: str
+    key: str
+    run: str
+    hooks: tuple[tuple[str, int], ...]
+    ring_nbytes: int
+    client_pid: int
+
+    def to_environment(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def from_environment(cls) -> Link | None:
+        """Return the link of this process, ``None`` outside a harvest."""
+        text = os.environ.get(ENVIRONMENT)
+        if not text:
+            return None
+        fields = json.loads(text)
+        fields["hooks"] = tuple((kind, int(layer)) for kind, layer in fields["hooks"])
+        return cls(**fields)
+
+    def listen(self, name: str) -> Listener:
+        """Return a listener for ``writer`` or ``census``."""
+        return Listener(self._address(name), family="AF_UNIX", authkey=bytes.fromhex(self.key))
+
+    def connect(self, name: str, role: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Connection:
+        """Return a connection whose first message says who speaks.
+
+        Raises:
+            ActdsError: E506 when nobody listens within the time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                connection = Client(
+                    self._address(name), family="AF_UNIX", authkey=bytes.fromhex(self.key)
+                )
+                connection.send(role)
+                return connection
+            except (FileNotFoundError, ConnectionRefusedError):
+                if time.monotonic() > deadline:
+                    raise ActdsError(
+                        "E506",
+                        f"link {name}",
+                        got=f"no listener within {timeout_s:.0f} s",
+                        expected=f"the {name} process",
+                    ) from None
+                time.sleep(0.02)
+
+    def _address(self, name: str) -> str:
+        return str(Path(self.folder) / f"{name}.sock")

@@ -1,0 +1,298 @@
+"""What the processes of a harvest say to each other: one frozen dataclass per fact.
+
+Stands between every pair of stages; imports no stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from actds.errors import ActdsError
+
+IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class HookSpec:
+    """A hook that the worker found in the model."""
+
+    name: str
+    kind: str
+    layer: int
+    d_model: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One provenance field as the worker observed it; ``value`` is ``None`` with a reason."""
+
+    name: str
+    value: bool | int | str | None
+    origin: str
+    reason: str | None = None
+
+
+# any process → the one that can tell a person ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The process cannot go on; the fields of an ``ActdsError``."""
+
+    code: str
+    place: str
+    got: str
+    expected: str
+    next_step: str
+
+    @classmethod
+    def of(cls, error: ActdsError) -> Failed:
+        """Return the message that says the same as an error."""
+        return cls(error.code, error.place, error.got, error.expected, error.next_step)
+
+    def error(self) -> ActdsError:
+        """Return the error that the message says."""
+        return ActdsError(
+            self.code,
+            self.place,
+            got=self.got,
+            expected=self.expected,
+            next_step=self.next_step,
+        )
+
+
+# worker → writer ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerHello:
+    """The model is loaded: hooks, effective configuration, and where the ring lies."""
+
+    hooks: tuple[HookSpec, ...]
+    facts: tuple[Fact, ...]
+    ring_path: str
+    ring_nbytes: int
+    max_step_rows: int
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of one step lie in the ring, ``(n_hooks, n_rows, d_model)`` from ``offset``.
+
+    Args:
+        step: number of the step.
+        offset: logical offset in the ring, growing without end.
+        nbytes: bytes in the ring.
+        requests: request number of each scheduled request, in row order.
+        n_rows: rows of each scheduled request.
+        prompt_lens: prompt tokens of each scheduled request.
+        positions: position of each row.
+        token_ids: token fed at each row, read from the device's own buffer.
+        finished: requests that ended before this step.
+        stall: when the worker waited for the ring before this step, else ``None``.
+    """
+
+    step: int
+    offset: int
+    nbytes: int
+    requests: IntArray
+    n_rows: IntArray
+    prompt_lens: IntArray
+    positions: IntArray
+    token_ids: IntArray
+    finished: tuple[int, ...]
+    stall: Stall | None = None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The stage before ``stage`` waited."""
+
+    stage: str
+    t_ns: int
+    duration_ns: int
+    depth: int
+    step: int | None
+
+
+# writer → worker ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RingFree:
+    """The ring is free up to ``offset``; with the writer's own queue state."""
+
+    offset: int
+    queue_depth_stage3: int
+    compression_backlog_bytes: int
+    disk_write_latency_p99: float | None
+
+
+# scheduler → census ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RequestArrived:
+    """The scheduler took a request."""
+
+    request: int
+    internal_id: str
+    external_id: str
+    prompt_len: int
+    arrival_ns: int
+    sampling: str | None
+    block_digests: tuple[bytes, ...] | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Positions that a request reused, and the request that computed them."""
+
+    request: int
+    start: int
+    stop: int
+    ref_request: int | None
+
+
+@dataclass(frozen=True)
+class StepScheduled:
+    """One call of the scheduler that scheduled tokens.
+
+    Args:
+        requests: number of each scheduled request.
+        starts: first position that the step computes for it.
+        n_tokens: tokens scheduled for it.
+        references: prefix positions that became known as reused in this step.
+    """
+
+    step: int
+    t_ns: int
+    requests: IntArray
+    starts: IntArray
+    n_tokens: IntArray
+    references: tuple[Reference, ...]
+    waiting: int
+    running: int
+    preempted: tuple[int, ...]
+    kv_usage: float | None
+
+
+@dataclass(frozen=True)
+class RequestFinished:
+    """The scheduler let go of a request.
+
+    Args:
+        token_digest: SHA-256 of the token ids of ``[0, P+G-1)`` as uint32 LE.
+    """
+
+    request: int
+    t_ns: int
+    reason: str
+    generated_len: int
+    token_digest: str
+
+
+# worker → census ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepExecuted:
+    """The model ran a step and its rows were handed over."""
+
+    step: int
+    duration_ns: int
+    kernel_mode: str | None
+    padded_tokens: int | None
+    queue_depth_stage1: int
+    queue_depth_stage2: int
+    queue_depth_stage3: int | None
+    disk_write_latency_p99: float | None
+    compression_backlog_bytes: int | None
+
+
+# harvest (the command's process) → writer and census ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class PromptFact:
+    """Where a request came from, as the client knows it."""
+
+    key: str
+    external_id: str
+    source: str
+    source_row: int
+    skip: str | None = None
+
+
+@dataclass(frozen=True)
+class ClientFacts:
+    """What only the client knows: prompts, skips, and the engine's own cache counts."""
+
+    prompts: tuple[PromptFact, ...] = ()
+    engine_cached: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The engine is gone or drained: commit what there is and end.
+
+    Args:
+        reason: ``finished``, ``interrupted`` or ``failed``.
+    """
+
+    reason: str
+
+
+# writer and census → harvest ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Genesis and run record are durable; rows may come."""
+
+    n_hooks: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the writer has done up to now.
+
+    Args:
+        n_rows: rows taken out of the ring.
+        row_nbytes: bytes of one row over all hooks.
+        stored_nbytes: bytes of the committed files.
+        queue_depth: full buffers that wait for the disk.
+        last_commit_ns: wall clock of the last commit.
+    """
+
+    n_rows: int
+    row_nbytes: int
+    stored_nbytes: int
+    queue_depth: int
+    last_commit_ns: int | None
+
+
+@dataclass(frozen=True)
+class CensusProgress:
+    """What the scheduler has done up to now."""
+
+    scheduled_tokens: int
+    cached_tokens: int
+    n_finished: int
+    waiting: int
+    running: int
+    connected: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """The process commits nothing more.
+
+    Args:
+        totals: as in its close record.
+    """
+
+    totals: dict[str, int]

@@ -1,0 +1,206 @@
+"""The processes beside the engine: started before it, ended after it.
+
+Stands around the token's way: the command's handle on writer and census.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from actds.errors import ActdsError
+from actds_writers.link import Link
+from actds_writers.messages import (
+    Begun,
+    CensusProgress,
+    ClientFacts,
+    Done,
+    Failed,
+    Finish,
+    Progress,
+)
+from actds_writers.settings import CensusSettings, WriterSettings
+
+FINISH_TIMEOUT_S = 600.0
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def private_folder() -> Path:
+    """Return a new folder for sockets and ring, in shared memory where the system has some."""
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    return Path(tempfile.mkdtemp(prefix="actds-", dir=parent))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Totals of both chains after the run."""
+
+    writer: dict[str, int]
+    census: dict[str, int]
+
+
+class Pipeline:
+    """Writer and census of one run.
+
+    Args:
+        hooks: ``(kind, layer)`` of each hook.
+        ring_nbytes: size of the host ring.
+        writer: settings of the writer.
+        lock: open descriptor of the dataset's lock, which the processes inherit.
+
+    Use as a context manager: leaving it ends the processes and removes the ring.
+    """
+
+    def __init__(
+        self,
+        hooks: tuple[tuple[str, int], ...],
+        ring_nbytes: int,
+        writer: WriterSettings,
+        client_pid: int,
+        lock: int,
+    ) -> None:
+        self.link = Link(
+            folder=str(private_folder()),
+            key=secrets.token_hex(32),
+            run=writer.run,
+            hooks=hooks,
+            ring_nbytes=ring_nbytes,
+            client_pid=client_pid,
+        )
+        census = CensusSettings(writer.root, writer.run, writer.software)
+        self._processes = {
+            "census": self._start("census_process", census, lock),
+            "writer": self._start("writer_process", writer, lock),
+        }
+        self._connections: dict[str, Connection] = {}
+        self._done: dict[str, Done] = {}
+        self.begun = False
+        self.written: Progress | None = None
+        self.counted: CensusProgress | None = None
+        self.failure: ActdsError | None = None
+
+    def connect(self) -> None:
+        """Connect to both processes.
+
+        Raises:
+            ActdsError: E506 when one does not come up.
+        """
+        for name in self._processes:
+            self._connections[name] = self.link.connect(name, "harvest")
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what is still alive and remove the private folder."""
+        for connection in self._connections.values():
+            connection.close()
+        for process in self._processes.values():
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.link.folder, ignore_errors=True)
+
+    def poll(self) -> None:
+        """Take what the processes have said, without waiting.
+
+        Raises:
+            ActdsError: what made one of them fail; E502 or E505 when one is gone.
+        """
+        for name, connection in self._connections.items():
+            try:
+                while connection.poll():
+                    self._take(name, connection.recv())
+            except (EOFError, OSError):
+                self._gone(name)
+        if self.failure is not None:
+            raise self.failure
+
+    def tell_client_facts(self, facts: ClientFacts) -> None:
+        """Tell the census what only the client knows."""
+        self._send("census", facts)
+
+    def finish(self, reason: str) -> Ended:
+        """End the run after the engine has ended; return the totals.
+
+        Raises:
+            ActdsError: what a process could not do; E506 when one does not answer.
+        """
+        for name in self._processes:
+            self._send(name, Finish(reason))
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
+        while set(self._done) != set(self._processes):
+            for name, connection in self._connections.items():
+                if name not in self._done:
+                    self._await(name, connection)
+            if time.monotonic() > deadline:
+                missing = ", ".join(sorted(set(self._processes) - set(self._done)))
+                raise ActdsError(
+                    "E506",
+                    missing,
+                    got=f"no answer within {FINISH_TIMEOUT_S:.0f} s",
+                    expected="a closed chain",
+                )
+        return Ended(self._done["writer"].totals, self._done["census"].totals)
+
+    def _await(self, name: str, connection: Connection) -> None:
+        try:
+            if connection.poll(0.1):
+                self._take(name, connection.recv())
+        except (EOFError, OSError):
+            self._done[name] = Done({})
+            self._gone(name)
+
+    def _take(self, name: str, message: object) -> None:
+        if isinstance(message, Failed):
+            # The first failure is the cause; what follows is its echo.
+            self.failure = self.failure or message.error()
+        elif isinstance(message, Done):
+            self._done[name] = message
+        elif isinstance(message, Begun):
+            self.begun = True
+        elif isinstance(message, Progress):
+            self.written = message
+        elif isinstance(message, CensusProgress):
+            self.counted = message
+
+    def _gone(self, name: str) -> None:
+        if name in self._done and self._done[name].totals:
+            return
+        self.failure = self.failure or ActdsError(
+            "E502" if name == "writer" else "E505",
+            f"{name} process",
+            got=f"it ended with code {self._processes[name].poll()}",
+            expected="it alive until the end",
+        )
+
+    def _send(self, name: str, message: object) -> None:
+        try:
+            self._connections[name].send(message)
+        except OSError:
+            self._gone(name)
+
+    def _start(
+        self, module: str, settings: WriterSettings | CensusSettings, lock: int
+    ) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"actds_writers.{module}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C is for the command, which then ends the run in order
+            pass_fds=(lock,),
+        )
+        assert process.stdin is not None
+        pickle.dump((self.link, settings), process.stdin)
+        process.stdin.close()
+        return process

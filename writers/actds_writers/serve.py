@@ -1,0 +1,99 @@
+"""The loop of a pipeline process: listen, read every connection, and never hang.
+
+Shared by writer and census; knows how messages arrive and nothing of what they mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, wait
+
+log = logging.getLogger("actds")
+
+
+class Hub:
+    """Accepts connections in the background and hands over whatever they say.
+
+    Args:
+        listener: where peers connect; the first message of each is its role.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._peers: dict[Connection, str] = {}
+        self._met: set[str] = set()
+        threading.Thread(target=self._accept, name="actds-accept", daemon=True).start()
+
+    def has_met(self, role: str) -> bool:
+        """Return whether a peer of the role ever connected."""
+        return role in self._met
+
+    def roles(self) -> set[str]:
+        """Return the roles that are connected now."""
+        with self._lock:
+            return set(self._peers.values())
+
+    def connection(self, role: str) -> Connection | None:
+        """Return the connection of a role, ``None`` when it is gone."""
+        with self._lock:
+            return next((c for c, r in self._peers.items() if r == role), None)
+
+    def poll(self, timeout_s: float, take: Callable[[str, object, Connection], None]) -> None:
+        """Hand every waiting message to ``take(role, message, connection)``.
+
+        A connection that ends is forgotten; that is how the loop learns that a peer is gone.
+        """
+        with self._lock:
+            peers = dict(self._peers)
+        if not peers:
+            threading.Event().wait(timeout_s)
+            return
+        for ready in wait(list(peers), timeout_s):
+            if not isinstance(ready, Connection):
+                continue
+            try:
+                message = ready.recv()
+            except (EOFError, OSError):
+                self._forget(ready)
+                continue
+            take(peers[ready], message, ready)
+
+    def tell(self, role: str, message: object) -> bool:
+        """Send a message to a role; return whether it is there to hear it."""
+        connection = self.connection(role)
+        if connection is None:
+            return False
+        try:
+            connection.send(message)
+        except OSError:
+            self._forget(connection)
+            return False
+        return True
+
+    def _forget(self, connection: Connection) -> None:
+        with self._lock:
+            role = self._peers.pop(connection, None)
+        connection.close()
+        log.debug("peer %s is gone", role)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError, ConnectionError) as error:
+                log.warning("a peer was turned away: %r", error)
+                continue
+            except OSError:
+                return  # the listener is closed
+            try:
+                role = connection.recv()
+            except (EOFError, OSError) as error:
+                log.warning("a peer left before it said who it was: %r", error)
+                continue
+            with self._lock:
+                self._peers[connection] = str(role)
+                self._met.add(str(role))

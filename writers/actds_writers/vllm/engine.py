@@ -1,0 +1,147 @@
+"""The engine as the command drives it: start, feed, step, abort, end.
+
+Stands at the client's side, outside the token's way. The only module besides the plugin's that
+imports vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actds.errors import ActdsError
+from actds_writers.link import ENVIRONMENT, Link
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request that ended.
+
+    Args:
+        key: the id under which it was added.
+        cached_tokens: prefix hits as the engine reports them, ``None`` when it does not.
+    """
+
+    key: str
+    cached_tokens: int | None
+
+
+class Engine:
+    """A vLLM engine that captures.
+
+    Args:
+        model: model folder.
+        options: engine arguments of the user.
+        link: where writer and census listen.
+        temperature: sampling temperature.
+        seed: engine seed.
+
+    Raises:
+        ActdsError: E504 when the engine does not start.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        options: dict[str, Any],
+        link: Link,
+        *,
+        temperature: float,
+        seed: int,
+    ) -> None:
+        os.environ[ENVIRONMENT] = link.to_environment()
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        allowed = os.environ.get("VLLM_PLUGINS")
+        if allowed and "actds" not in allowed.split(","):
+            os.environ["VLLM_PLUGINS"] = f"{allowed},actds"
+        from vllm import EngineArgs, SamplingParams
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._params, self._temperature = SamplingParams, temperature
+        # The hooks change the compiled graph, so they must enter the key of the compile cache.
+        hooks = [f"{kind}:{layer}" for kind, layer in link.hooks]
+        additional = {**options.pop("additional_config", {}), "actds": {"hooks": hooks}}
+        try:
+            with _deaf_to_interrupts():
+                arguments = EngineArgs(
+                    model=str(model),
+                    seed=seed,
+                    async_scheduling=False,
+                    additional_config=additional,
+                    **options,
+                )
+                self._engine: Any = LLMEngine.from_engine_args(arguments)
+        except Exception as error:  # whatever the engine raises, a person gets one line
+            raise _engine_error(error) from error
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the effective number of positions per request."""
+        return int(self._engine.model_config.max_model_len)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Return the effective number of requests per step."""
+        return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+
+    def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
+        """Add a request.
+
+        Raises:
+            ValueError: the engine does not take it, with the engine's own words.
+        """
+        params = self._params(temperature=self._temperature, max_tokens=max_tokens)
+        self._engine.add_request(key, {"prompt_token_ids": token_ids}, params)
+
+    def step(self) -> list[Finished]:
+        """Run until the engine says something; return the requests that ended.
+
+        Raises:
+            ActdsError: E504 when the engine has died.
+        """
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # whatever the engine raises, a person gets one line
+            raise _engine_error(error) from error
+        return [
+            Finished(output.request_id, output.num_cached_tokens)
+            for output in outputs
+            if output.finished
+        ]
+
+    def abort(self, keys: list[str]) -> None:
+        """End requests before their time."""
+        self._engine.abort_request(keys)
+
+    def shutdown(self) -> None:
+        """End the engine and the links that its process holds."""
+        from actds_writers.vllm import plugin
+
+        self._engine.engine_core.shutdown()
+        plugin.close()
+        os.environ.pop(ENVIRONMENT, None)
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Start processes that a Ctrl-C does not reach.
+
+    A terminal sends it to every process of the group, and vLLM's processes would die in the
+    middle of a step. A blocked signal is inherited.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _engine_error(error: Exception) -> ActdsError:
+    words = " ".join(str(error).split())[:400] or type(error).__name__
+    return ActdsError("E504", "engine", got=words, expected="an engine that runs")

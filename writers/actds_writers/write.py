@@ -1,0 +1,345 @@
+"""One run of ``actds write``: plan, processes, engine, feeding, end, seal.
+
+Conducts the token's way from the command's process; carries no row itself.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import actds
+from actds import layout
+from actds.catalog import Catalog
+from actds.errors import ActdsError
+from actds.schema.v0_1 import Seal
+from actds.seal import seal
+from actds.store import open_store
+from actds_writers.encoding import Encoded
+from actds_writers.messages import ClientFacts
+from actds_writers.pipeline import Ended, Pipeline
+from actds_writers.plan import Plan, WriteOptions, make_plan, request_key
+from actds_writers.progress import Progress, Snapshot
+from actds_writers.resume import finished_rows, lock_dataset
+from actds_writers.settings import WriterSettings
+from actds_writers.summary import Totals, format_summary
+from actds_writers.vllm.engine import Engine
+
+CONNECT_TIMEOUT_S = 30.0
+CAUSE_TIMEOUT_S = 5.0
+"""How long to wait for the cause when the engine has died of something the writer knows."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a run came to.
+
+    Args:
+        run: its id, ``None`` when there was nothing left to do.
+        reason: ``finished`` or ``interrupted``.
+        summary: lines for a person.
+        seal: the dataset's seal.
+    """
+
+    run: str | None
+    reason: str
+    summary: str
+    seal: Seal
+
+
+def write(options: WriteOptions) -> Written:
+    """Harvest one run into a new or a resumed dataset.
+
+    Raises:
+        ActdsError: what stopped it; everything committed before is sealed where that is possible.
+
+    Spec: 0.1 section 9.
+    """
+    began = time.monotonic()
+    _check_out(options)
+    plan = make_plan(options)
+    done = finished_rows(options.out, plan) if options.resume else set()
+    plan = _without(plan, done)
+    if not any(e.skip is None for e in plan.encoded):
+        return _nothing_to_do(options, plan, bool(done))
+    created = not options.out.exists()
+    options.out.mkdir(parents=True, exist_ok=True)
+    lock = lock_dataset(options.out)
+    try:
+        return _Run(options, plan, lock, began).harvest()
+    finally:
+        os.close(lock)
+        if created and not (options.out / layout.GENESIS).exists():
+            shutil.rmtree(options.out, ignore_errors=True)
+
+
+def _check_out(options: WriteOptions) -> None:
+    present = options.out.exists() or options.out.is_symlink()
+    if options.resume and not (options.out / layout.GENESIS).is_file():
+        raise ActdsError(
+            "E010",
+            str(options.out),
+            got="no dataset",
+            expected="a dataset to go on with",
+            next_step="Leave --resume away to begin a new one.",
+        )
+    if present and not options.resume:
+        raise ActdsError("E008", str(options.out), got="it exists", expected="a new path")
+
+
+def _without(plan: Plan, done: set[int]) -> Plan:
+    """Return the plan without the prompts that an earlier run finished."""
+    return replace(
+        plan,
+        encoded=tuple(e for e in plan.encoded if e.prompt.row not in done),
+        client=tuple(prompt for prompt in plan.client if prompt.source_row not in done),
+    )
+
+
+def _nothing_to_do(options: WriteOptions, plan: Plan, resumed: bool) -> Written:
+    if not resumed:
+        skips = [prompt.skip for prompt in plan.client if prompt.skip]
+        raise ActdsError(
+            "E006",
+            options.prompts,
+            got=f"{len(skips)} prompts, all skipped; the first: {skips[0] if skips else 'none'}",
+            expected="at least one prompt that fits the model",
+        )
+    sealed = seal(open_store(options.out))
+    text = f"Every prompt of {options.prompts} is finished; {options.out} is sealed."
+    return Written(None, "finished", text, sealed)
+
+
+class _Run:
+    """One run from its processes to its seal."""
+
+    def __init__(self, options: WriteOptions, plan: Plan, lock: int, began: float) -> None:
+        self._options, self._plan, self._began = options, plan, began
+        self._queue = [e for e in plan.encoded if e.skip is None]
+        self._n_requests = len(self._queue)
+        self._queue.reverse()
+        self._live: set[str] = set()
+        self._n_finished = 0
+        self._cached: dict[str, int] = {}
+        self._refused: dict[str, str] = {}
+        self._interrupts = 0
+        self._settings = WriterSettings(
+            root=str(options.out),
+            dataset=secrets.token_hex(16),
+            run=layout.new_id("r"),
+            resume=options.resume,
+            started_ns=time.time_ns(),
+            software=f"actds {actds.__version__}",
+            facts=plan.facts,
+            tokens=plan.tokens,
+            rows_per_shard=plan.rows_per_shard,
+            order=options.order,
+            seed=options.seed,
+            n_threads=max(1, (os.cpu_count() or 2) // 2),
+        )
+        self._pipeline = Pipeline(
+            plan.hooks, options.ring_mib << 20, self._settings, os.getpid(), lock
+        )
+
+    def harvest(self) -> Written:
+        """Run to the end; return what was written.
+
+        Raises:
+            ActdsError: what stopped the run.
+        """
+        failure: ActdsError | None = None
+        with self._pipeline, self._interruptible():
+            self._pipeline.connect()
+            engine: Engine | None = None
+            try:
+                engine = self._start()
+                self._feed(engine)
+            except ActdsError as error:
+                failure = self._cause(error)
+            if engine is not None:
+                engine.shutdown()
+            reason = "failed" if failure else "interrupted" if self._interrupts else "finished"
+            self._tell_client_facts()
+            try:
+                ended = self._pipeline.finish(reason)
+                self._pipeline.poll()
+            except ActdsError as error:
+                failure = failure or error
+        if failure is not None:
+            self._seal_what_there_is()
+            raise failure
+        sealed = seal(open_store(self._options.out))
+        return Written(self._settings.run, reason, self._summary(ended, sealed), sealed)
+
+    def _start(self) -> Engine:
+        options = self._options
+        print(f"Starting the engine for {options.model} ...", file=sys.stderr, flush=True)
+        engine = Engine(
+            options.model,
+            dict(options.engine),
+            self._pipeline.link,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while not (self._pipeline.counted and self._pipeline.counted.connected):
+            self._pipeline.poll()
+            if time.monotonic() > deadline:
+                engine.shutdown()
+                raise ActdsError(
+                    "E501",
+                    "engine",
+                    got="no word from the plugin inside it",
+                    expected="the vllm plugin of actds to be loaded",
+                    next_step="Install actds where vllm is installed; see VLLM_PLUGINS.",
+                )
+            time.sleep(0.02)
+        return engine
+
+    def _feed(self, engine: Engine) -> None:
+        """Feed every prompt and step the engine until all requests have ended."""
+        window = 2 * engine.max_num_seqs
+        limit = engine.max_model_len
+        with Progress() as progress:
+            while self._queue or self._live:
+                while self._queue and len(self._live) < window and not self._interrupts:
+                    self._add(engine, self._queue.pop(), limit)
+                if self._interrupts:
+                    # Ended requests stay; the others end now and are accounted as aborted.
+                    engine.abort(sorted(self._live))
+                    return
+                for finished in engine.step() if self._live else []:
+                    self._live.discard(finished.key)
+                    self._n_finished += 1
+                    if finished.cached_tokens is not None:
+                        self._cached[finished.key] = finished.cached_tokens
+                self._pipeline.poll()
+                progress.update(self._snapshot())
+
+    def _add(self, engine: Engine, encoded: Encoded, limit: int) -> None:
+        """Add a prompt, or note why the engine does not take it."""
+        key = request_key(encoded.prompt.index)
+        room = limit - len(encoded.token_ids)
+        if room < 1:
+            length = len(encoded.token_ids)
+            self._refused[key] = (
+                f"E004 row {encoded.prompt.row}: {length} prompt tokens; the engine takes {limit - 1}"
+            )
+            return
+        try:
+            engine.add(key, encoded.token_ids, min(encoded.max_tokens, room))
+        except ValueError as error:
+            words = " ".join(str(error).split())[:300]
+            self._refused[key] = f"E004 row {encoded.prompt.row}: the engine says: {words}"
+            return
+        self._live.add(key)
+
+    def _tell_client_facts(self) -> None:
+        """Tell the census what became of every prompt, those never fed included."""
+        unfed = {request_key(e.prompt.index) for e in self._queue}
+        prompts = tuple(
+            replace(prompt, skip=self._refused[prompt.key])
+            if prompt.key in self._refused
+            else prompt
+            for prompt in self._plan.client
+            if prompt.key not in unfed
+        )
+        self._pipeline.tell_client_facts(ClientFacts(prompts, self._cached))
+
+    def _cause(self, error: ActdsError) -> ActdsError:
+        """Return what lies behind an engine that died: the pipeline often knows it better."""
+        deadline = time.monotonic() + CAUSE_TIMEOUT_S
+        while error.code == "E504" and time.monotonic() < deadline:
+            try:
+                self._pipeline.poll()
+            except ActdsError as cause:
+                return cause
+            time.sleep(0.05)
+        return error
+
+    def _seal_what_there_is(self) -> None:
+        """Seal what was committed before a failure, where that is possible."""
+        with suppress(ActdsError):
+            if (self._options.out / layout.GENESIS).exists():
+                seal(open_store(self._options.out))
+
+    def _snapshot(self) -> Snapshot:
+        written, counted = self._pipeline.written, self._pipeline.counted
+        rows = written.n_rows if written else 0
+        return Snapshot(
+            elapsed_s=time.monotonic() - self._began,
+            requests_done=self._n_finished,
+            requests_total=self._n_requests,
+            scheduled_tokens=counted.scheduled_tokens if counted else 0,
+            cached_tokens=counted.cached_tokens if counted else 0,
+            rows=rows,
+            row_nbytes=rows * (written.row_nbytes if written else 0),
+            dropped_tokens=0,
+            queue_depths=(0, None, written.queue_depth if written else None),
+        )
+
+    def _summary(self, ended: Ended, sealed: Seal) -> str:
+        catalog = Catalog.read(open_store(self._options.out))
+        run = self._settings.run
+        shards = [shard for shard in catalog.shards if shard.run == run]
+        stored = sum(entry.nbytes for shard in shards for entry in shard.files)
+        reasons = catalog.table("requests", run)["finish_reason"].value_counts().to_pylist()
+        row_nbytes = sum(
+            hook.d_model * (4 if hook.dtype == "float32" else 2) for hook in catalog.genesis.hooks
+        )
+        census = ended.census
+        spans = catalog.table("spans", run)
+        uncomputed = sum(
+            row["stop"] - row["start"]
+            for row in spans.to_pylist()
+            if row["disposition"] == "aborted" and row["step"] is None
+        )
+        return format_summary(
+            Totals(
+                path=str(self._options.out),
+                elapsed_s=time.monotonic() - self._began,
+                requests={row["values"]: row["counts"] for row in reasons},
+                scheduled=census["scheduled_tokens"],
+                recomputed=census["recomputed"],
+                captured=census["captured"],
+                cache_ref=census["cache_ref"],
+                dropped=census["dropped"],
+                aborted=census["aborted"],
+                aborted_uncomputed=uncomputed,
+                filtered=census["filtered"],
+                unresolved=sealed.totals.get("unresolved", 0),
+                n_hooks=len(catalog.genesis.hooks),
+                n_shards=len(shards),
+                row_nbytes=ended.writer["rows"] * row_nbytes,
+                stored_nbytes=stored,
+                seal=catalog.seal_sha256,
+            )
+        )
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let the first Ctrl-C or SIGTERM end the run in order; a second one end it at once."""
+
+        def note(signum: int, _frame: FrameType | None) -> None:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+            name = signal.Signals(signum).name
+            print(f"\n{name}: draining; once more to stop at once.", file=sys.stderr, flush=True)
+
+        before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+

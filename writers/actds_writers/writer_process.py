@@ -1,0 +1,133 @@
+"""The writer process: the writer behind a socket, in a failure domain of its own.
+
+``python -m actds_writers.writer_process`` reads its settings and link from standard input.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+
+from actds.errors import ActdsError
+from actds.store import open_store
+from actds_writers.link import Link
+from actds_writers.messages import (
+    Begun,
+    Done,
+    Failed,
+    Finish,
+    Progress,
+    StepRows,
+    WorkerHello,
+)
+from actds_writers.serve import Hub
+from actds_writers.settings import WriterSettings
+from actds_writers.writer import Writer
+
+log = logging.getLogger("actds")
+POLL_S = 0.1
+PROGRESS_INTERVAL_S = 0.25
+ORPHAN_PATIENCE_S = 30.0
+"""How long the process waits for the engine after the command itself is gone."""
+
+
+class WriterProcess:
+    """Runs one writer until the engine is gone and the command, or its absence, says to end."""
+
+    def __init__(self, link: Link, settings: WriterSettings) -> None:
+        self._settings = settings
+        self._hub = Hub(link.listen("writer"))
+        self._census = link.connect("census", "writer")
+        self._writer: Writer | None = None
+        self._reason: str | None = None
+        self._failed = False
+        self._last_progress = 0.0
+        self._orphaned_since: float | None = None
+
+    def run(self) -> int:
+        """Serve until the run has ended; return the exit code."""
+        while not self._ended():
+            self._hub.poll(POLL_S, self._take)
+            self._report()
+        return self._finish()
+
+    def _take(self, role: str, message: object, connection: Connection) -> None:
+        try:
+            if isinstance(message, WorkerHello):
+                self._writer = Writer(open_store(self._settings.root), self._settings, message)
+                self._hub.tell("harvest", Begun(len(message.hooks)))
+            elif isinstance(message, StepRows) and self._writer is not None:
+                connection.send(self._writer.step(message))
+            elif isinstance(message, Failed):
+                raise message.error()
+            elif isinstance(message, Finish):
+                self._reason = message.reason
+        except ActdsError as error:
+            self._fail(error)
+        except OSError as error:
+            log.debug("%s left while it was answered: %r", role, error)
+
+    def _ended(self) -> bool:
+        """Return whether nothing can come any more."""
+        roles = self._hub.roles()
+        if "worker" not in roles and self._reason is not None:
+            return True
+        if not self._hub.has_met("harvest") or "harvest" in roles:
+            return False
+        self._orphaned_since = self._orphaned_since or time.monotonic()
+        waited = time.monotonic() - self._orphaned_since
+        return "worker" not in roles or waited > ORPHAN_PATIENCE_S
+
+    def _report(self) -> None:
+        if self._writer is None or time.monotonic() - self._last_progress < PROGRESS_INTERVAL_S:
+            return
+        self._last_progress = time.monotonic()
+        committer = self._writer.committer
+        if committer.error is not None:
+            self._fail(committer.error)
+        self._hub.tell(
+            "harvest",
+            Progress(
+                n_rows=self._writer.n_rows_seen,
+                row_nbytes=self._writer.row_nbytes,
+                stored_nbytes=committer.stored_nbytes,
+                queue_depth=committer.queue_depth,
+                last_commit_ns=committer.last_commit_ns,
+            ),
+        )
+
+    def _fail(self, error: ActdsError) -> None:
+        if self._failed:
+            return
+        self._failed = True
+        log.error("%s", error)
+        self._hub.tell("harvest", Failed.of(error))
+
+    def _finish(self) -> int:
+        totals: dict[str, int] = {}
+        if self._writer is not None:
+            reason = "failed" if self._failed else (self._reason or "interrupted")
+            try:
+                totals = self._writer.finish(reason)
+            except ActdsError as error:
+                self._fail(error)
+        # The census learns from the ledger what is committed; that we left is all it needs.
+        self._census.close()
+        self._hub.tell("harvest", Done(totals))
+        return 1 if self._failed else 0
+
+
+def main() -> int:
+    """Run the process; settings and link come pickled through standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides when a harvest ends
+    logging.basicConfig(format="actds writer: %(message)s", stream=sys.stderr)
+    link, settings = pickle.load(sys.stdin.buffer)
+    return WriterProcess(link, settings).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
