@@ -124,8 +124,9 @@ def index_in(
     if not len(distinct):
         return np.full(len(values), -1, np.int64)
     if int(distinct[-1]) - int(distinct[0]) == len(distinct) - 1:
-        at = values - distinct[0]
+        at: npt.NDArray[np.int64] = values - distinct[0]
         at[(at < 0) | (at >= len(distinct))] = -1
         return at
     at = np.minimum(np.searchsorted(distinct, values), len(distinct) - 1)
-    return np.where(distinct[at] == values, at, -1)
+    found: npt.NDArray[np.int64] = np.where(distinct[at] == values, at, -1)
+    return found
