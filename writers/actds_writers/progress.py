@@ -73,7 +73,7 @@ def format_line(now: Snapshot, before: Snapshot | None = None) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return a duration as people read it: ``8.4 s``, ``3:25``, ``2:03:25``."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -185,7 +185,7 @@ def _read_json(lines: _HashedLines, name: str) -> Iterator[Record]:
         yield from _read_jsonl(lines, name)
         return
     try:
-        members = json.loads(b"".join(lines).decode("utf-8-sig") or "[]")
+        members = json.loads(b"".join(lines).decode("utf-8-sig").strip() or "[]")
     except (ValueError, RecursionError) as error:
         raise ActdsError("E002", name, got=_words(error), expected="a JSON array") from None
     for row, value in enumerate(members):
