@@ -219,6 +219,7 @@ def seal_command(path: str, as_json: bool) -> None:
     PATH is the dataset's folder. Every chain has to be closed or fenced. A dataset that did not
     change since its seal keeps it.
     """
+    from actds.accounting import TOTALS
     from actds.catalog import Catalog
     from actds.seal import seal
     from actds.store import open_store
@@ -228,7 +229,7 @@ def seal_command(path: str, as_json: bool) -> None:
     if as_json:
         _echo_json(document.model_dump(mode="json"))
         return
-    totals = ", ".join(f"{name} {count:,}" for name, count in document.totals.items())
+    totals = ", ".join(f"{name} {document.totals.get(name, 0):,}" for name in TOTALS)
     click.echo(f"seal {document.n} {Catalog.read(store).digest}")
     click.echo(totals)
 

@@ -65,9 +65,13 @@ class LazyArray:
             IndexError: a row outside the array, or an index of an unknown kind.
             ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
         """
-        rows, channels = index if isinstance(index, tuple) and len(index) == 2 else (index, ...)
-        bits = self._rows(rows)
-        return arrays.as_ml_dtypes(bits, self.hook.dtype)[..., channels]
+        if not isinstance(index, tuple):
+            return arrays.as_ml_dtypes(self._rows(index), self.hook.dtype)
+        if len(index) != 2:
+            raise IndexError(f"{len(index)} indices; expected rows, or rows and channels")
+        rows, channels = index
+        chosen = arrays.as_ml_dtypes(self._rows(rows), self.hook.dtype)
+        return chosen if channels is Ellipsis else chosen[..., channels]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Values:
         if copy is False:
