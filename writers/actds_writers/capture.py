@@ -56,7 +56,7 @@ class Staging:
     """Stage 1: where the hooks leave the rows of a step.
 
     Args:
-        rows: ``(n_hooks, max_rows, d_model)`` in the type the model computes in, on its device.
+        rows: ``(n_hooks, max_rows, d_model)`` in the stored type, on the model's device.
         seen: int64 ``(n_hooks,)``: rows each hook saw in the last step, 0 when it did not run.
     """
 
@@ -96,7 +96,7 @@ def install(
         layers: decoder layers, in the order of the staging rows.
         max_rows: rows of the largest step.
         d_model: channels of the residual stream.
-        dtype: type the model computes in.
+        dtype: type of the stored rows; a cast happens when the model computes in another.
         device: device of the model.
 
     Raises:

@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     "--skip-broken", is_flag=True, help="Record broken prompt records and go on without them."
 )
 @click.option(
+    "--store-dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Store rows in another type than the model computes in; recorded as a cast.",
+)
+@click.option(
     "--order",
     type=click.Choice(["permuted", "sequence"]),
     default="permuted",
@@ -72,6 +77,7 @@ def write(
     engine: tuple[str, ...],
     resume: bool,
     skip_broken: bool,
+    store_dtype: str | None,
     order: Literal["permuted", "sequence"],
     rows_per_shard: int | None,
     ring_mib: int,
@@ -99,6 +105,7 @@ def write(
         order=order,
         rows_per_shard=rows_per_shard,
         ring_mib=ring_mib,
+        store_dtype=store_dtype,
     )
     _run(options)
 

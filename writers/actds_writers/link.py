@@ -29,6 +29,7 @@ class Link:
         key: shared secret of the harvest, hexadecimal.
         run: run id.
         hooks: ``(kind, layer)`` of each hook to capture.
+        store_dtype: type to store rows in, ``None`` for the type the model computes in.
         ring_nbytes: size of the host ring; the worker takes more when two steps need it.
         client_pid: process of the command.
     """
@@ -37,6 +38,7 @@ class Link:
     key: str
     run: str
     hooks: tuple[tuple[str, int], ...]
+    store_dtype: str | None
     ring_nbytes: int
     client_pid: int
 

@@ -52,6 +52,7 @@ class Pipeline:
 
     Args:
         hooks: ``(kind, layer)`` of each hook.
+        store_dtype: type to store rows in, ``None`` for the model's own.
         ring_nbytes: size of the host ring.
         writer: settings of the writer.
         lock: open descriptor of the dataset's lock, which the processes inherit.
@@ -62,6 +63,7 @@ class Pipeline:
     def __init__(
         self,
         hooks: tuple[tuple[str, int], ...],
+        store_dtype: str | None,
         ring_nbytes: int,
         writer: WriterSettings,
         client_pid: int,
@@ -72,6 +74,7 @@ class Pipeline:
             key=secrets.token_hex(32),
             run=writer.run,
             hooks=hooks,
+            store_dtype=store_dtype,
             ring_nbytes=ring_nbytes,
             client_pid=client_pid,
         )

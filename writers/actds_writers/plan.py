@@ -51,6 +51,7 @@ class WriteOptions:
         order: row order inside a shard.
         rows_per_shard: rows per shard, ``None`` to choose by memory.
         ring_mib: size of the host ring.
+        store_dtype: type to store rows in, ``None`` for the type the model computes in.
     """
 
     out: Path
@@ -66,6 +67,7 @@ class WriteOptions:
     order: Order
     rows_per_shard: int | None
     ring_mib: int
+    store_dtype: str | None
 
 
 @dataclass(frozen=True)

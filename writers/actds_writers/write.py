@@ -35,6 +35,7 @@ from actds_writers.summary import Totals, format_summary
 from actds_writers.vllm.engine import Engine
 
 CONNECT_TIMEOUT_S = 30.0
+ABORT_TIMEOUT_S = 30.0
 CAUSE_TIMEOUT_S = 5.0
 """How long to wait for the cause when the engine has died of something the writer knows."""
 
@@ -147,7 +148,12 @@ class _Run:
             n_threads=max(1, (os.cpu_count() or 2) // 2),
         )
         self._pipeline = Pipeline(
-            plan.hooks, options.ring_mib << 20, self._settings, os.getpid(), lock
+            plan.hooks,
+            options.store_dtype,
+            options.ring_mib << 20,
+            self._settings,
+            os.getpid(),
+            lock,
         )
 
     def harvest(self) -> Written:
@@ -214,8 +220,7 @@ class _Run:
                 while self._queue and len(self._live) < window and not self._interrupts:
                     self._add(engine, self._queue.pop(), limit)
                 if self._interrupts:
-                    # Ended requests stay; the others end now and are accounted as aborted.
-                    engine.abort(sorted(self._live))
+                    self._abort(engine)
                     return
                 for finished in engine.step() if self._live else []:
                     self._live.discard(finished.key)
@@ -224,6 +229,20 @@ class _Run:
                         self._cached[finished.key] = finished.cached_tokens
                 self._pipeline.poll()
                 progress.update(self._snapshot())
+
+    def _abort(self, engine: Engine) -> None:
+        """End the requests under way; wait until the scheduler has let go of them all.
+
+        What they computed stays; what they owe is accounted as aborted.
+        """
+        engine.abort(sorted(self._live))
+        total = self._n_finished + len(self._live)
+        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        while self._pipeline.counted and self._pipeline.counted.n_finished < total:
+            self._pipeline.poll()
+            if time.monotonic() > deadline:
+                return  # the census calls the rest unfinished, which is what they are
+            time.sleep(0.02)
 
     def _add(self, engine: Engine, encoded: Encoded, limit: int) -> None:
         """Add a prompt, or note why the engine does not take it."""

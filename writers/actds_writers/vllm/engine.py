@@ -18,6 +18,9 @@ from actds.errors import ActdsError
 from actds_writers.link import ENVIRONMENT, Link
 
 
+SHUTDOWN_TIMEOUT_S = 60.0
+
+
 @dataclass(frozen=True)
 class Finished:
     """A request that ended.
@@ -123,7 +126,7 @@ class Engine:
         """End the engine and the links that its process holds."""
         from actds_writers.vllm import plugin
 
-        self._engine.engine_core.shutdown()
+        self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
         plugin.close()
         os.environ.pop(ENVIRONMENT, None)
 

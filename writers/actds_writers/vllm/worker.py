@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
 from actds.errors import ActdsError
 from actds_writers import capture, ring
@@ -64,7 +65,7 @@ class WorkerCapture:
         runner, link = worker.model_runner, self._link
         self._refuse(worker.vllm_config)
         d_model = int(runner.model_config.get_hidden_size())
-        dtype = runner.model_config.dtype
+        dtype = getattr(torch, link.store_dtype or DTYPES[str(runner.model_config.dtype)])
         self._hooks = tuple(
             HookSpec(f"{kind}.{layer}", kind, layer, d_model, DTYPES[str(dtype)])
             for kind, layer in link.hooks
@@ -78,6 +79,9 @@ class WorkerCapture:
             dtype=dtype,
             device=runner.device,
         )
+        computed = DTYPES[str(runner.model_config.dtype)]
+        stored = self._hooks[0].dtype
+        self._cast = "none" if computed == stored else f"{computed} to {stored}, nearest even"
         self._row_nbytes = self._staging.rows.element_size() * d_model * len(self._hooks)
         # Two steps at least, so that the writer reads one while the engine fills the other.
         nbytes = max(link.ring_nbytes, 2 * self._row_nbytes * self._max_rows)
@@ -103,6 +107,7 @@ class WorkerCapture:
             facts = (
                 *observe(self._worker, self._link.client_pid),
                 Fact("capture.ring_nbytes", nbytes, "observed"),
+                Fact("capture.cast", self._cast, "observed"),
             )
             self._send(WorkerHello(self._hooks, facts, path, nbytes, self._max_rows))
 
