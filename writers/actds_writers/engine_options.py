@@ -23,6 +23,7 @@ EngineValue = bool | int | float | str | list[Any] | dict[str, Any] | None
 
 OWNED: Mapping[str, str] = {
     "model": "--model",
+    "seed": "--seed",
     "additional_config": "nothing: actds uses it to reach the workers",
 }
 """Options that ``actds write`` sets itself, and what to use in their place."""

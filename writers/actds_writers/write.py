@@ -191,7 +191,7 @@ class _Run:
         print(f"Starting the engine for {options.model} ...", file=sys.stderr, flush=True)
         engine = Engine(
             options.model,
-            dict(options.engine),
+            options.engine,
             self._pipeline.link,
             temperature=options.temperature,
             seed=options.seed,

@@ -69,15 +69,16 @@ class Engine:
         self._params, self._temperature = SamplingParams, temperature
         # The hooks change the compiled graph, so they must enter the key of the compile cache.
         hooks = [f"{kind}:{layer}" for kind, layer in link.hooks]
-        additional = {**options.pop("additional_config", {}), "actds": {"hooks": hooks}}
         try:
             with _deaf_to_interrupts():
                 arguments = EngineArgs(
-                    model=str(model),
-                    seed=seed,
-                    async_scheduling=False,
-                    additional_config=additional,
-                    **options,
+                    **{
+                        **options,
+                        "model": str(model),
+                        "seed": seed,
+                        "async_scheduling": False,
+                        "additional_config": {"actds": {"hooks": hooks}},
+                    }
                 )
                 self._engine: Any = LLMEngine.from_engine_args(arguments)
         except Exception as error:  # whatever the engine raises, a person gets one line
