@@ -39,7 +39,7 @@ def environment(**extra: str) -> dict[str, str]:
 def command(out: Path, model: Path, prompts: Path, *options: str) -> list[str]:
     """Return the command line of a harvest."""
     arguments = ["--model", str(model), "--prompts", str(prompts), *options]
-    return [sys.executable, "-m", "actds.cli", "write", str(out), *arguments]
+    return [sys.executable, "-m", "actds", "write", str(out), *arguments]
 
 
 def run(
@@ -65,7 +65,7 @@ def harvest(out: Path, model: Path, prompts: Path, *options: str, **extra: str) 
 def validated(path: Path) -> Dataset:
     """Return a dataset that ``actds validate`` finds clean at its deepest level."""
     done = subprocess.run(
-        [sys.executable, "-m", "actds.cli", "validate", str(path), "--level", "deep"],
+        [sys.executable, "-m", "actds", "validate", str(path), "--level", "deep"],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
