@@ -125,8 +125,9 @@ class SchedulerWitness:
             return
         self._finished.append(tracked.number)
         reason = request.get_finished_reason()
-        n_forwarded = max(request.num_prompt_tokens + request.num_output_tokens - 1, 0)
-        ids = np.array(request.all_token_ids[:n_forwarded], dtype="<u4")
+        # Nothing sampled: the whole prompt is owed, as in spec section 7.1.
+        n_fed = request.num_prompt_tokens + max(request.num_output_tokens - 1, 0)
+        ids = np.array(request.all_token_ids[:n_fed], dtype="<u4")
         self._census.send(
             RequestFinished(
                 request=tracked.number,
