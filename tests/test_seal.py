@@ -4,11 +4,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import forge
 import pyarrow.parquet as pq
 import pytest
 from synthetic import make_dataset
 
+import actds
 from actds import canonical, layout, tables
 from actds.catalog import Catalog
 from actds.errors import ActdsError
@@ -237,3 +240,65 @@ def test_the_card_previews_every_table_and_no_array(dataset: Path) -> None:
             found = sorted(dataset.glob(line.split('"')[1]))
             assert found and all(pq.read_schema(path).names for path in found)
     assert "acts.zarr" not in front
+
+
+def to_other_path(seal: dict[str, Any]) -> None:
+    seal["multiplicity"]["path"] = "seal/0002.multiplicity.parquet"
+
+
+OPEN = {"kind": "writer", "run": "r-synthetic", "started_ns": 1, "software": "x"}
+FORGERIES: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
+    ("E205", "shards/*/shard.json", lambda m: m.update(root="0" * 64)),
+    ("E205", "shards/*/shard.json", lambda m: m["files"][0].update(sha256="0" * 64)),
+    ("E103", "shards/*/shard.json", lambda m: m["files"].pop()),
+    ("E103", "shards/*/shard.json", lambda m: m["files"].reverse()),
+    ("E103", "shards/*/shard.json", lambda m: m["files"].append(m["files"][0])),
+    ("E103", "shards/*/shard.json", lambda m: m.update(hooks=["resid_post.7"])),
+    ("E103", "shards/*/shard.json", lambda m: m.update(hooks=["resid_post.0"])),
+    ("E103", "shards/*/shard.json", lambda m: m.update(permutation_seed=None)),
+    ("E203", "shards/*/shard.json", lambda m: m.update(n_rows=m["n_rows"] + 1)),
+    ("E303", "shards/*/shard.json", lambda m: m.update(run="r-other")),
+    ("E303", "shards/*/shard.json", lambda m: m.update(dataset="f" * 32)),
+    ("E303", "runs/*.json", lambda r: r.update(dataset="f" * 32)),
+    ("E301", "ledger/w-*/00000002.json", lambda r: r.update(type="open", body=OPEN)),
+    ("E301", "ledger/w-*/00000000.json", lambda r: r.update(type="fence", body={"reason": "x"})),
+    ("E304", "ledger/w-*/00000002.json", lambda r: r.update(type="fence", body={"reason": "x"})),
+    ("E307", "seal/0001.json", to_other_path),
+]
+
+
+@pytest.mark.parametrize(("code", "where", "change"), FORGERIES)
+def test_a_forged_dataset_that_is_linked_anew_is_found(
+    dataset: Path, code: str, where: str, change: Callable[[dict[str, Any]], object]
+) -> None:
+    other = dataset / "seal/0002.multiplicity.parquet"
+    shutil.copy(dataset / "seal/0001.multiplicity.parquet", other)
+    forge.edit(some(dataset, where), change)
+    forge.relink(dataset)
+    assert code_of(dataset) == code
+
+
+def test_relinking_alone_forges_nothing(dataset: Path) -> None:
+    before = {path: path.read_bytes() for path in dataset.rglob("*") if path.is_file()}
+    for manifest in dataset.glob("shards/*/shard.json"):
+        forge.rehash(manifest)
+    forge.relink(dataset)
+    assert {path: path.read_bytes() for path in dataset.rglob("*") if path.is_file()} == before
+
+
+def test_tables_and_arrays_of_another_size_than_committed_are_refused(dataset: Path) -> None:
+    def count(record: dict[str, Any]) -> None:
+        record["body"]["n_rows"] += 1
+
+    (requests,) = dataset.glob("ledger/c-*/00000001.json")
+    forge.edit(requests, count)
+    genesis = dataset / "actds.json"
+    forge.edit(genesis, lambda g: g["hooks"][0].update(dtype="float16"))
+    forge.edit(genesis, lambda g: g["hooks"][1].update(d_model=8))
+    forge.relink(dataset)
+    opened = actds.open(dataset)
+    with pytest.raises(ActdsError, match="E203 census/r-synthetic/requests"):
+        opened.requests()
+    for hook in opened.hooks:
+        with pytest.raises(ActdsError, match="E108"):
+            opened.array(hook)[:1]
