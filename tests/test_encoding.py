@@ -44,6 +44,13 @@ def test_messages_get_the_template_and_text_stays_as_it_is(tokenizer: Any) -> No
     assert [encoded.prompt for encoded in (first, second, third)] == prompts
 
 
+def test_bos_is_added_to_text_and_never_doubled_by_the_template() -> None:
+    prompts = [text(0, "hi"), chat(1, "hi")]
+    of_text, of_chat = encode(prompts, byte_tokenizer(add_bos=True), 100, 8)
+    assert of_text.token_ids[:2].count(1) == 1
+    assert of_chat.token_ids[:2].count(1) == 1
+
+
 def test_prompt_without_room_for_one_token_is_skipped_and_the_one_before_is_not(
     tokenizer: Any,
 ) -> None:

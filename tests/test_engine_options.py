@@ -14,7 +14,7 @@ from actds_writers.engine_options import (
     parse_engine_options,
 )
 
-KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "seed"})
+KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "revision"})
 
 
 def refusal(*items: str) -> ActdsError:
@@ -25,19 +25,19 @@ def refusal(*items: str) -> ActdsError:
 
 def test_values_are_json_where_they_can_be_and_strings_else() -> None:
     items = ["max-model-len=64", "enforce_eager=True", 'hf_overrides={"a": [1]}', "dtype=float32"]
-    options = parse_engine_options([*items, "swap=0.5", "seed = null"], KNOWN)
+    options = parse_engine_options([*items, "swap=0.5", "revision = null"], KNOWN)
     assert options == {
         "max_model_len": 64,
         "enforce_eager": True,
         "hf_overrides": {"a": [1]},
         "dtype": "float32",
         "swap": 0.5,
-        "seed": None,
+        "revision": None,
     }
 
 
 @pytest.mark.parametrize(
-    "item", ["", "seed", "=1", "seed=", "a b=1", "--seed=1", "seed={1", 'seed="x', "1x=2", "é=1"]
+    "item", ["", "swap", "=1", "swap=", "a b=1", "--swap=1", "swap={1", 'swap="x', "1x=2", "é=1"]
 )
 def test_malformed_word_is_refused(item: str) -> None:
     assert refusal(item).code == "E009"
@@ -64,6 +64,7 @@ def test_option_that_the_command_sets_itself_is_refused(key: str) -> None:
         "pipeline_parallel_size=2",
         "pipeline-parallel-size=2",
         "data_parallel_size=2",
+        "data_parallel_size=true",
         'data_parallel_size="1"',
         'speculative_config={"method": "ngram"}',
         'kv_transfer_config={"kv_connector": "x"}',

@@ -13,7 +13,7 @@ from actds_writers.hooks_spec import parse_hooks
         ("resid_post:20, 10", [10, 20]),
         ("resid_post:0-29", list(range(30))),
         ("resid_post:all", list(range(30))),
-        ("resid_post:-1,0", [0, 29]),
+        ("resid_post:-1,-30", [0, 29]),
         ("resid_post:-3--1", [27, 28, 29]),
         ("resid_post:27--1", [27, 28, 29]),
         ("resid_post:3,2-4,3", [2, 3, 4]),

@@ -83,9 +83,14 @@ def make_tiny_model(
     return path
 
 
-def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Any:
-    """Return a real transformers tokenizer whose tokens are the 256 bytes and three specials."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE, add_bos: bool = False) -> Any:
+    """Return a real transformers tokenizer whose tokens are the 256 bytes and three specials.
+
+    Args:
+        chat_template: jinja template, None for a model without one.
+        add_bos: whether text gets BOS by itself, as with Llama and Gemma.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -95,6 +100,10 @@ def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    if add_bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<|start|> $A", special_tokens=[("<|start|>", 1)]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<|start|>",
