@@ -52,7 +52,7 @@ def test_reads_the_minimal_vector_as_the_package_does() -> None:
 def test_reads_a_run_with_drops_hits_and_two_seals_as_the_package_does(
     tmp_path: Path, dtype: str
 ) -> None:
-    make_dataset(tmp_path / "d", n_requests=8, drops=True, filtered=True, dtype=dtype)  # type: ignore[arg-type]
+    make_dataset(tmp_path / "d", drops=True, filtered=True, dtype=dtype)  # type: ignore[arg-type]
     make_dataset(tmp_path / "d", n_requests=4, seed=7, run="r-second", order="sequence")
     reader = IndependentReader(tmp_path / "d")
     assert reader.seal["n"] == 2 and len(reader.runs) == 2
