@@ -161,7 +161,7 @@ def label_findings(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None
             got = steps.step[rows.step[i]] if label == "step" else getattr(rows, label)[i]
             notes.add("E414", f"{place} {label}", str(got), expected)
     captured = np.flatnonzero(spans.of("captured") & (spans.step >= 0))
-    if not len(rows.keys) or not len(captured):
+    if not len(rows.keys) or not len(captured) or not len(steps.step):
         return
     start = spans.start_key[captured]
     at = np.minimum(np.searchsorted(rows.keys, start), len(rows.keys) - 1)

@@ -246,6 +246,9 @@ class _Simulator:
         if after_stop:
             request.done = True
             return
+        if request.abort_after == 0 and request.generated == 0:
+            request.done = True  # the client leaves after the first chunk
+            return
         if request.computed < request.prompt_len + request.generated:
             return  # a chunk of the prompt, or recomputation: nothing is sampled
         if request.abort_after is not None and request.generated >= request.abort_after:

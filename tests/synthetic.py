@@ -63,6 +63,7 @@ def make_dataset(
     rows_per_shard: int = 64,
     order: Literal["permuted", "sequence"] = "permuted",
     schedule: Schedule | None = None,
+    span_parts: int = 2,
     sealed: bool = True,
 ) -> Path:
     """Write a dataset of one run and return its path.
@@ -81,6 +82,7 @@ def make_dataset(
         rows_per_shard: rows of one phase that are committed together.
         order: row order of the shards.
         schedule: what to write instead of a simulated schedule.
+        span_parts: parts that the spans are written in.
         sealed: seal at the end.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
@@ -96,11 +98,11 @@ def make_dataset(
     if len(told.drops):
         commit_part(store, writer, "drops", run, 0, told.drops)
     commit_part(store, writer, "stalls", run, 0, tables.empty("stalls"))
-    half = len(told.spans) // 2
     commit_part(store, census, "requests", run, 0, told.requests)
     commit_part(store, census, "steps", run, 0, told.steps)
-    commit_part(store, census, "spans", run, 0, told.spans.slice(0, half))
-    commit_part(store, census, "spans", run, 1, told.spans.slice(half))
+    step = -(-len(told.spans) // span_parts) or 1
+    for n in range(span_parts):
+        commit_part(store, census, "spans", run, n, told.spans.slice(n * step, step))
     writer.close("finished", _writer_totals(told))
     census.close("finished", _census_totals(told))
     assert n_shards or not len(told.rows)

@@ -76,11 +76,12 @@ def _check_run(inventory: Inventory, run: str, progress: Callable[[int], None]) 
         suffix = f" (hooks {', '.join(hooks)})" if hooks else ""
         findings = [_named(finding, suffix) for finding in one.findings]
         accounts.append(replace(one, findings=findings))
-    if not reader.broken:
+    complete = not reader.broken and run not in inventory.incomplete
+    if complete:
         # With a table missing, what then lacks a row is no second fault.
         found = dict.fromkeys(finding for one in accounts for finding in one.findings)
         inventory.findings += [("accounting", finding) for finding in found]
-    return RunAccount(run, accounts[0], not reader.broken)
+    return RunAccount(run, accounts[0], complete)
 
 
 def _named(finding: Finding, suffix: str) -> Finding:
@@ -174,6 +175,7 @@ def _check_shard_tokens(
             f"{table.num_rows} token rows",
             f"{manifest.n_rows} rows, as in the manifest",
         )
+        inventory.incomplete.add(manifest.run)
         return
     wrong = np.flatnonzero(pc.not_equal(table["phase"], manifest.phase).to_numpy())
     if len(wrong):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from actds import canonical, layout, schema
+from actds.accounting import TOTALS
 from actds.catalog import CENSUS_TABLES, LOSS_TABLES, heads_root
 from actds.errors import ActdsError
 from actds.finding import Finding, Severity
@@ -71,6 +72,8 @@ class Inventory:
         reached: every path that a document names.
         findings: what was found, by check.
         unsound: paths that must not be parsed: missing, or other bytes than were committed.
+        opaque: folders whose own document cannot be read, so that nobody knows what they hold.
+        incomplete: runs of which something committed cannot be read: nothing adds up then.
     """
 
     store: Store
@@ -86,6 +89,8 @@ class Inventory:
     reached: set[str] = field(default_factory=set)
     findings: list[tuple[CheckName, Finding]] = field(default_factory=list)
     unsound: set[str] = field(default_factory=set)
+    opaque: set[str] = field(default_factory=set)
+    incomplete: set[str] = field(default_factory=set)
 
     def add(
         self,
@@ -169,8 +174,11 @@ def _read_chains(inventory: Inventory) -> None:
             state = read_chain(store, dataset, name)
         except ActdsError as error:
             inventory.findings.append(("ledger", Finding.from_error(error)))
-            if error.code != "E107":
-                inventory.chains[name] = _broken_chain(inventory, name)
+            if error.code == "E107":
+                inventory.opaque.add(f"ledger/{name}")
+                continue
+            broken = inventory.chains[name] = _broken_chain(inventory, name)
+            inventory.incomplete.add(broken.run or "")
             continue
         inventory.chains[name] = Chain(
             name, state.kind, state.run, state.records, state.state, state.head_entry
@@ -211,12 +219,18 @@ def _take(inventory: Inventory, chain: Chain, record: LedgerRecord) -> None:
     if isinstance(body, RunBody):
         with inventory.noting("provenance"):
             _take_run(inventory, chain, body, place)
-    elif isinstance(body, ShardBody):
-        with inventory.noting("structure"):
-            _take_shard(inventory, chain, body, place)
-    elif isinstance(body, PartBody):
-        with inventory.noting("structure"):
-            _take_part(inventory, chain, body, place)
+    elif isinstance(body, ShardBody | PartBody):
+        try:
+            if isinstance(body, ShardBody):
+                _take_shard(inventory, chain, body, place)
+            else:
+                _take_part(inventory, chain, body, place)
+        except ActdsError as error:
+            inventory.findings.append(("structure", Finding.from_error(error)))
+            if error.code != "E310":  # of a shard committed twice the first commit stands
+                inventory.incomplete.add(chain.run or "")
+                if isinstance(body, ShardBody):
+                    inventory.opaque.add(layout.shard_dir(body.shard))
 
 
 def _document(inventory: Inventory, path: str, sha256: str) -> bytes:
@@ -344,6 +358,8 @@ def _read_seals(inventory: Inventory) -> None:
         path = layout.seal_path(n)
         with inventory.noting("ledger"):
             inventory.reached.add(path)
+            if not store.exists(path):
+                raise ActdsError("E307", path, got="no seal", expected=f"seals 1 to {len(found)}")
             data = store.read(path, canonical.MAX_DOCUMENT_NBYTES)
             seal = schema.parse(Seal, data, path)
             _check_seal(inventory, seal, n, previous, path)
@@ -371,6 +387,9 @@ def _check_seal(inventory: Inventory, seal: Seal, n: int, previous: str | None, 
         elif chain.head != head and chain.state != "broken":
             now = f"{chain.state} after {len(chain.records)} records"
             differs(f"heads {name}", now, f"{head.state} after {head.n_records}, the same head")
+    odd = sorted(seal.totals.keys() ^ set(TOTALS))
+    if odd:
+        inventory.add("ledger", "E103", f"{path} totals", f"a difference in {odd[0]}", str(TOTALS))
     root = heads_root(seal.heads)
     if root != seal.root:
         inventory.add("integrity", "E205", f"{path} root", seal.root, root)

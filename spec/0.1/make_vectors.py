@@ -1,0 +1,93 @@
+"""Write the test vectors of spec 0.1: one small conforming dataset, and one broken copy per code.
+
+    python spec/0.1/make_vectors.py [FOLDER]
+
+Every invalid vector is the valid one with a single fault, kept as the files that differ. Where
+the fault is not a changed file itself, everything above it is written again (digests, roots,
+ledger, totals, seal), so that nothing else is wrong: a checker of digests alone passes it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
+
+from schedules import WALL_NS, simulate  # noqa: E402
+from synthetic import make_dataset  # noqa: E402
+from vector_faults import FAULTS  # noqa: E402
+from vector_tools import HOOK, RUN, Vector  # noqa: E402
+
+
+def write(root: Path) -> None:
+    """Write every vector below a folder that is made anew."""
+    for kind in ("valid", "invalid"):
+        shutil.rmtree(root / kind, ignore_errors=True)
+    valid = root / "valid" / "minimal"
+    with _fixed_ids():
+        schedule = simulate(4, seed=166, drops=True, budget=16)
+        make_dataset(
+            valid,
+            schedule=schedule,
+            hooks=[HOOK],
+            d_model=8,
+            run=RUN,
+            span_parts=1,
+        )
+    for one in FAULTS:
+        folder = root / "invalid" / f"{one.code}-{one.name}"
+        with tempfile.TemporaryDirectory() as temporary:
+            vector = Vector(Path(temporary) / "dataset")
+            shutil.copytree(valid, vector.path)
+            one.make(vector)
+            removed = _overlay(valid, vector.path, folder / "files")
+        expect = {
+            "base": "valid/minimal",
+            "remove": removed,
+            "what": one.what,
+            "code": one.code,
+            "place": one.place,
+            "severity": one.severity,
+            "level": one.level,
+            "also": list(one.also),
+        }
+        text = json.dumps(expect, indent=2) + "\n"
+        (folder / "expect.json").write_text(text, encoding="utf-8")
+
+
+def _overlay(base: Path, changed: Path, out: Path) -> list[str]:
+    """Write the files that differ from the base, and return those of the base that are gone."""
+    before, after = _files(base), _files(changed)
+    out.mkdir(parents=True)
+    for path in sorted(after):
+        if path not in before or (base / path).read_bytes() != (changed / path).read_bytes():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(changed / path, out / path)
+    return sorted(before - after)
+
+
+def _files(root: Path) -> set[str]:
+    return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def _fixed_ids() -> Iterator[None]:
+    """Give ids and clocks fixed values, so that the vectors change only where the format does."""
+    numbers = iter(range(1, 10**6))
+    with (
+        mock.patch("secrets.token_hex", lambda n: f"{next(numbers):0{2 * n}x}"),
+        mock.patch("time.time_ns", lambda: WALL_NS),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "vectors")

@@ -1,0 +1,479 @@
+"""The faults of the invalid vectors: one for every code that a validator can find."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from vector_tools import (
+    ARRAY,
+    DECODE,
+    FAULTS,
+    HOOK,
+    MULTIPLICITY,
+    PREFILL,
+    RECORD,
+    RUN,
+    SEAL,
+    Json,
+    Vector,
+    fault,
+    part,
+)
+
+from actds import arrays
+
+__all__ = ["FAULTS"]
+
+TOKENS = f"{PREFILL}/tokens.parquet"
+SPANS = f"census/{RUN}/spans"
+METADATA = f"{PREFILL}/acts.zarr/{HOOK}/zarr.json"
+
+
+# ---- structure
+
+
+@fault("E101", "no-genesis", "actds.json", "The folder holds no actds.json.")
+def _(v: Vector) -> None:
+    shutil.rmtree(v.path)
+    v.path.mkdir()
+    (v.path / "README.md").write_text("No dataset.\n", encoding="utf-8")
+
+
+@fault("E102", "key-twice", RECORD, "A key of the run record stands twice.")
+def _(v: Vector) -> None:
+    data = (v.path / RECORD).read_bytes()
+    (v.path / RECORD).write_bytes(data.replace(b'{"dataset"', b'{"run":"r-other","dataset"', 1))
+    v.relink(totals=False)
+
+
+@fault("E102", "not-canonical", "actds.json", "actds.json is JSON with spaces, not canonical.")
+def _(v: Vector) -> None:
+    (v.path / "actds.json").write_text(json.dumps(v.json("actds.json")) + "\n", encoding="utf-8")
+
+
+@fault("E103", "unknown-field", f"{PREFILL}/shard.json", "The manifest has an unknown field.")
+def _(v: Vector) -> None:
+    v.edit_json(f"{PREFILL}/shard.json", note="x")
+    v.keep.add(f"{PREFILL}/shard.json")
+    v.relink(totals=False)
+
+
+@fault("E103", "path-leaves-dataset", f"{PREFILL}/shard.json",
+       "A path in the manifest leaves the shard folder.")  # fmt: skip
+def _(v: Vector) -> None:
+    manifest = v.json(f"{PREFILL}/shard.json")
+    manifest["files"][0]["path"] = "../../actds.json"
+    v.write_json(f"{PREFILL}/shard.json", manifest)
+    v.keep.add(f"{PREFILL}/shard.json")
+    v.relink(totals=False)
+
+
+@fault("E104", "part-missing", part("spans"), "A committed table part is gone.")
+def _(v: Vector) -> None:
+    (v.path / part("spans")).unlink()
+
+
+@fault("E105", "extra-chunk", f"{PREFILL}/acts.zarr/{HOOK}/c/1/0",
+       "A chunk file stands in a committed array that its manifest does not list.")  # fmt: skip
+def _(v: Vector) -> None:
+    extra = v.path / PREFILL / "acts.zarr" / HOOK / "c" / "1"
+    extra.mkdir()
+    shutil.copy(v.path / ARRAY, extra / "0")
+
+
+@fault("E105", "stray-file", "notes.txt", "A file that nothing names; no data is touched.",
+       severity="warning")  # fmt: skip
+def _(v: Vector) -> None:
+    (v.path / "notes.txt").write_text("left here\n", encoding="utf-8")
+
+
+@fault("E106", "version-9.9", "actds.json", "The format version is not known.")
+def _(v: Vector) -> None:
+    v.edit_json("actds.json", version="9.9")
+
+
+@fault("E107", "chain-name", "ledger/W-Upper", "A chain's folder breaks the naming rule.")
+def _(v: Vector) -> None:
+    folder = v.path / v.record("open").rpartition("/")[0]
+    shutil.copytree(folder, v.path / "ledger" / "W-Upper")
+
+
+@fault("E108", "foreign-codec", METADATA, "The array names a codec outside the allow-list.")
+def _(v: Vector) -> None:
+    document = v.json(METADATA)
+    document["codecs"][0]["configuration"]["codecs"][1] = {"name": "gzip"}
+    v.write_json(METADATA, document)
+    v.relink()
+
+
+@fault("E109", "column-missing", part("steps"), "The steps table lacks the column batch_tokens.")
+def _(v: Vector) -> None:
+    table = pq.read_table(v.path / part("steps")).drop_columns(["batch_tokens"])
+    _write_plain(v, part("steps"), table)
+    v.relink(totals=False)
+
+
+# ---- integrity
+
+
+@fault("E201", "array-cut", ARRAY, "The array file is one byte short.")
+def _(v: Vector) -> None:
+    (v.path / ARRAY).write_bytes((v.path / ARRAY).read_bytes()[:-1])
+
+
+@fault("E202", "bit-flipped", ARRAY, "One bit of the array file is flipped.")
+def _(v: Vector) -> None:
+    v.flip(ARRAY, 30)
+
+
+@fault("E203", "token-row-missing", TOKENS, "The token table has one row less than the array.")
+def _(v: Vector) -> None:
+    v.edit_table(TOKENS, lambda rows: rows.pop())
+    v.relink(totals=False)
+
+
+@fault("E204", "chunk-damaged", ARRAY,
+       "A bit of a chunk is flipped and every digest made right; only the chunk's CRC-32C differs.",
+       level="deep")  # fmt: skip
+def _(v: Vector) -> None:
+    v.flip(ARRAY, 30)
+    v.relink()
+
+
+@fault("E204", "index-damaged", ARRAY, "A bit of the chunk index is flipped, every digest right.")
+def _(v: Vector) -> None:
+    v.flip(ARRAY, (v.path / ARRAY).stat().st_size - 10)
+    v.relink()
+
+
+@fault("E205", "manifest-root", f"{PREFILL}/shard.json", "The Merkle root is not of its entries.")
+def _(v: Vector) -> None:
+    v.edit_json(f"{PREFILL}/shard.json", root="0" * 64)
+    v.keep.add(f"{PREFILL}/shard.json")
+    v.relink()
+
+
+@fault("E206", "arrow-schema", part("steps"), "The Parquet footer carries an Arrow schema.")
+def _(v: Vector) -> None:
+    table = pq.read_table(v.path / part("steps"))
+    _write_plain(v, part("steps"), table, store_schema=True)
+    v.relink(totals=False)
+
+
+def _write_plain(v: Vector, path: str, table: Any, *, store_schema: bool = False) -> None:
+    sink = io.BytesIO()
+    pq.write_table(
+        table, sink, compression="zstd", store_schema=store_schema, write_page_checksum=True
+    )
+    (v.path / path).write_bytes(sink.getvalue())
+
+
+# ---- ledger
+
+
+@fault("E301", "record-missing", "ledger/", "A record in the middle of the writer's chain is gone.",
+       also=("E105",))  # fmt: skip
+def _(v: Vector) -> None:
+    (v.path / v.chain("w")[3]).unlink()
+
+
+@fault("E302", "prev-differs", "ledger/", "A record's prev is not the digest of the one before.")
+def _(v: Vector) -> None:
+    v.edit_json(v.chain("w")[-1], prev="f" * 64)
+
+
+@fault("E303", "foreign-dataset", "ledger/", "A record names another dataset; the links are right.",
+       also=("E105",))  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_json(v.chain("c")[2], dataset="f" * 32)
+    v.relink(totals=False)
+
+
+@fault("E304", "record-after-close", "ledger/", "The writer's chain goes on after its close.")
+def _(v: Vector) -> None:
+    last = v.chain("w")[-1]
+    record = v.json(last)
+    seq = record["seq"] + 1
+    v.write_json(f"{last.rpartition('/')[0]}/{seq:08d}.json", record | {"seq": seq})
+    v.relink(totals=False)
+
+
+@fault("E305", "no-close", "ledger/", "The writer's chain is neither closed nor fenced.",
+       also=("E306",))  # fmt: skip
+def _(v: Vector) -> None:
+    (v.path / v.chain("w")[-1]).unlink()
+    shutil.rmtree(v.path / "seal")
+
+
+@fault("E306", "no-seal", "seal", "Every chain is closed, and there is no seal.")
+def _(v: Vector) -> None:
+    shutil.rmtree(v.path / "seal")
+
+
+@fault("E307", "chain-cut", "seal/0001.json",
+       "The seal says that a chain had one record more.")  # fmt: skip
+def _(v: Vector) -> None:
+    seal = v.json(SEAL)
+    chain = sorted(seal["heads"])[0]
+    seal["heads"][chain]["n_records"] += 1
+    seal["root"] = v.root_of(seal["heads"])
+    v.write_json(SEAL, seal)
+
+
+@fault("E310", "shard-twice", "ledger/", "Two records commit one shard.")
+def _(v: Vector) -> None:
+    first = v.record("shard")
+    last = v.chain("w")[-1]
+    again, close = v.json(first), v.json(last)
+    seq = close["seq"]
+    v.write_json(last, again | {"seq": seq})
+    v.write_json(f"{last.rpartition('/')[0]}/{seq + 1:08d}.json", close | {"seq": seq + 1})
+    v.relink(totals=False)
+
+
+# ---- provenance
+
+
+@fault("E401", "no-run-record", RECORD, "The run has rows and no run record.")
+def _(v: Vector) -> None:
+    (v.path / RECORD).unlink()
+
+
+@fault("E402", "null-without-reason", RECORD, "A field is null, and nothing says why.")
+def _(v: Vector) -> None:
+    record = v.json(RECORD)
+    record["fields"]["model.weights_sha256"] = {"value": None, "origin": "unknown", "reason": None}
+    v.write_json(RECORD, record)
+    v.relink(totals=False)
+
+
+@fault("E402", "loss-without-reason", SPANS, "Positions are lost, and nothing says why.")
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        next(r for r in rows if r["disposition"] == "aborted")["reason"] = None
+
+    v.edit_table("spans", edit)
+    v.relink()
+
+
+@fault("E403", "no-spans", f"census/{RUN}", "The run has rows; its census has no spans.")
+def _(v: Vector) -> None:
+    records = v.chain("c")
+    gone = v.record("part", "spans")
+    (v.path / part("spans")).unlink()
+    (v.path / gone).unlink()
+    for path in records[records.index(gone) + 1 :]:
+        record = v.json(path)
+        (v.path / path).unlink()
+        seq = record["seq"] - 1
+        v.write_json(f"{path.rpartition('/')[0]}/{seq:08d}.json", record | {"seq": seq})
+    v.relink(totals=False)
+
+
+# ---- accounting: every digest, total and seal is right
+
+
+def _never_computed(rows: list[Json]) -> Json:
+    return next(r for r in rows if r["disposition"] == "aborted" and r["step"] is None)
+
+
+@fault("E404", "position-missing", SPANS, "The last position of a request has no span.")
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        _never_computed(rows)["stop"] -= 1
+
+    v.edit_table("spans", edit)
+    v.relink()
+
+
+@fault("E405", "two-dispositions", SPANS, "A position has two spans.")
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        _never_computed(rows)["start"] -= 1
+
+    v.edit_table("spans", edit)
+    v.relink()
+
+
+@fault("E406", "another-position", "shards",
+       "A row names a position that nobody computed, and its own has no row.")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        max(rows, key=lambda r: (r["request"], r["position"]))["position"] += 1000
+
+    v.edit_table(f"{DECODE}/tokens.parquet", edit)
+    v.relink()
+
+
+@fault("E407", "row-twice", "shards",
+       "Two rows name one position, and another position has no row: the count is right.",
+       also=("E406", "E410"))  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        in_order = sorted(rows, key=lambda r: (r["request"], r["position"]))
+        one, other = next(
+            (a, b)
+            for a, b in pairwise(in_order)
+            if (a["request"], a["step"]) == (b["request"], b["step"])
+        )
+        other.update(position=one["position"], token_id=one["token_id"])
+
+    v.edit_table(TOKENS, edit)
+    v.relink()
+
+
+@fault("E408", "drop-moved", "losses", "A drop names the position beside the lost one.")
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        rows[0].update(start=rows[0]["start"] + 1, stop=rows[0]["stop"] + 1)
+
+    v.edit_table("drops", edit)
+    v.relink()
+
+
+@fault("E409", "token-unaccounted", f"census/{RUN}/steps",
+       "A step scheduled one token more than became anything.")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        rows[0]["batch_tokens"] += 1
+        rows[0]["prefill_tokens"] += 1
+
+    v.edit_table("steps", edit)
+    v.relink()
+
+
+@fault("E410", "reference-to-nothing", SPANS,
+       "A cache reference names a request that has no row there.", severity="warning")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        next(r for r in rows if r["disposition"] == "cache_ref")["ref_request"] = 4_000_000
+
+    v.edit_table("spans", edit)
+    v.relink()
+
+
+@fault("E411", "hits-forged", f"census/{RUN}/requests",
+       "The census says no hit; its own spans and the engine say one.")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        next(r for r in rows if r["cached_tokens"])["cached_tokens"] = 0
+
+    v.edit_table("requests", edit)
+    v.relink()
+
+
+@fault("E412", "row-in-another-step", "shards", "A row says that another step computed it.",
+       also=("E414",))  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        row = max(rows, key=lambda r: (r["request"], r["position"]))
+        row["step"] = max(r["step"] for r in rows) + 1000
+
+    v.edit_table(f"{DECODE}/tokens.parquet", edit)
+    v.relink()
+
+
+@fault("E413", "count-forged", MULTIPLICITY, "A count is one more than the references to the row.")
+def _(v: Vector) -> None:
+    rows = v.table(MULTIPLICITY)
+    rows[0]["count"] += 1
+    v.write_table("multiplicity", MULTIPLICITY, rows)
+    v.keep.add(MULTIPLICITY)
+    v.relink()
+
+
+@fault("E414", "foreign-token", "shards", "A row has the token id of no token of its request.")
+def _(v: Vector) -> None:
+    lossy = {r["request"] for r in v.table(part("spans"))
+             if r["disposition"] not in ("captured", "cache_ref")}  # fmt: skip
+
+    def edit(rows: list[Json]) -> None:
+        next(r for r in rows if r["request"] not in lossy)["token_id"] += 1
+
+    v.edit_table(TOKENS, edit)
+    v.relink()
+
+
+@fault("E414", "rows-swapped", "shards",
+       "Two rows of a request and step exchanged positions: all sets and sums right.")  # fmt: skip
+def _(v: Vector) -> None:
+    lossy = {r["request"] for r in v.table(part("spans"))
+             if r["disposition"] not in ("captured", "cache_ref")}  # fmt: skip
+
+    def edit(rows: list[Json]) -> None:
+        one, other = next(
+            (a, b)
+            for a in rows
+            for b in rows
+            if a is not b
+            and (a["request"], a["step"]) == (b["request"], b["step"])
+            and a["token_id"] != b["token_id"]
+            and a["request"] not in lossy
+        )
+        one["position"], other["position"] = other["position"], one["position"]
+
+    v.edit_table(TOKENS, edit)
+    v.relink()
+
+
+@fault("E415", "seal-totals", SEAL, "The seal says one row more than there is.")
+def _(v: Vector) -> None:
+    totals = v.json(SEAL)["totals"]
+    v.edit_json(SEAL, totals=totals | {"rows": totals["rows"] + 1})
+
+
+@fault("E415", "close-totals", "ledger/", "The census' close says one request more than it lists.")
+def _(v: Vector) -> None:
+    last = v.chain("c")[-1]
+    record = v.json(last)
+    record["body"]["totals"]["requests"] += 1
+    v.write_json(last, record)
+    v.relink(totals=False)
+
+
+# ---- values
+
+
+def _edit_bits(v: Vector, edit: Any) -> None:
+    reader = arrays.ArrayReader((v.path / METADATA).read_bytes(), v.path / ARRAY)
+    with reader:
+        bits = reader.read_all()
+    edit(bits)
+    encoded = arrays.encode_array(np.ascontiguousarray(bits), "bfloat16")
+    (v.path / ARRAY).write_bytes(b"".join(bytes(p) for p in encoded.parts))
+    v.relink()
+
+
+@fault("E601", "nan", PREFILL, "A value is NaN.", level="deep")
+def _(v: Vector) -> None:
+    def edit(bits: Any) -> None:
+        bits[3, 2] = 0x7FC0
+
+    _edit_bits(v, edit)
+
+
+@fault("E602", "zero-row", PREFILL, "A row is zero, of either sign, in every channel.",
+       level="deep")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(bits: Any) -> None:
+        bits[3], bits[3, 1] = 0, 0x8000
+
+    _edit_bits(v, edit)
+
+
+@fault("E603", "row-repeated", PREFILL, "Two tokens have one state: the buffer was reused.",
+       level="deep")  # fmt: skip
+def _(v: Vector) -> None:
+    token = [r["token_id"] for r in v.table(TOKENS)]
+    other = next(i for i in range(len(token)) if token[i] != token[0])
+
+    def edit(bits: Any) -> None:
+        bits[other] = bits[0]
+
+    _edit_bits(v, edit)
