@@ -256,6 +256,7 @@ FORGERIES: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
     ("E103", "shards/*/shard.json", lambda m: m.update(hooks=["resid_post.7"])),
     ("E103", "shards/*/shard.json", lambda m: m.update(hooks=["resid_post.0"])),
     ("E103", "shards/*/shard.json", lambda m: m.update(permutation_seed=None)),
+    ("E103", "actds.json", lambda g: g["hooks"].pop()),
     ("E203", "shards/*/shard.json", lambda m: m.update(n_rows=m["n_rows"] + 1)),
     ("E303", "shards/*/shard.json", lambda m: m.update(run="r-other")),
     ("E303", "shards/*/shard.json", lambda m: m.update(dataset="f" * 32)),
