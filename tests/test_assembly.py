@@ -1,0 +1,86 @@
+"""The writer's own witness: which rows are new, which phase they are, how they are labelled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from actds.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL
+from actds_writers.assembly import Assembly, SpecialTokens
+from actds_writers.messages import StepRows
+
+
+def step(number: int, *pieces: tuple[int, int, int, int], finished: tuple[int, ...] = ()) -> StepRows:
+    """Return a step of (request, start, stop, prompt length) pieces; token id = position + 100."""
+    requests, starts, stops, prompts = (np.array(c, np.int64) for c in zip(*pieces, strict=True))
+    positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, stops, strict=True)])
+    return StepRows(
+        step=number,
+        offset=0,
+        nbytes=0,
+        requests=requests,
+        n_rows=stops - starts,
+        prompt_lens=prompts,
+        positions=positions,
+        token_ids=positions + 100,
+        finished=finished,
+    )
+
+
+def rows_for(message: StepRows) -> np.ndarray:
+    """Return one hook of one channel whose value is the row's place in the step."""
+    return np.arange(len(message.positions), dtype=np.uint16)[None, :, None]
+
+
+def stored(slices: dict, phase: str) -> list[tuple[int, int, int]]:
+    """Return (request, position, value) of the rows of a phase."""
+    piece = slices[phase]
+    values = piece.rows[0, :, 0] if piece.select is None else piece.rows[0, piece.select, 0]
+    return list(
+        zip(piece.columns["request"].tolist(), piece.columns["position"].tolist(),
+            values.tolist(), strict=True)
+    )  # fmt: skip
+
+
+def test_a_mixed_step_is_split_by_phase_without_moving_a_row() -> None:
+    message = step(5, (7, 10, 11, 10), (8, 0, 3, 6), (9, 4, 6, 5))
+    slices = Assembly(SpecialTokens()).slices(message, rows_for(message))
+    assert stored(slices, "decode") == [(7, 10, 0), (9, 5, 5)]
+    assert stored(slices, "prefill") == [(8, 0, 1), (8, 1, 2), (8, 2, 3), (9, 4, 4)]
+
+
+def test_recomputed_positions_are_counted_and_not_stored() -> None:
+    assembly = Assembly(SpecialTokens())
+    first = step(0, (1, 0, 8, 8))
+    assembly.slices(first, rows_for(first))
+    again = step(1, (1, 0, 6, 8))
+    assert assembly.slices(again, rows_for(again)) == {}
+    beyond = step(2, (1, 6, 10, 8))
+    slices = assembly.slices(beyond, rows_for(beyond))
+    assert stored(slices, "decode") == [(1, 8, 2), (1, 9, 3)]
+    assert slices["decode"].columns["attempt"].tolist() == [1, 1]
+    assert slices["decode"].columns["chunk"].tolist() == [2, 2]
+    assert assembly.recomputed_tokens == 8
+
+
+def test_a_jump_over_cached_positions_is_no_new_attempt() -> None:
+    assembly = Assembly(SpecialTokens())
+    message = step(0, (1, 32, 40, 50))
+    slices = assembly.slices(message, rows_for(message))
+    assert slices["prefill"].columns["attempt"].tolist() == [0] * 8
+
+
+def test_a_finished_request_s_number_is_forgotten() -> None:
+    assembly = Assembly(SpecialTokens())
+    message = step(0, (1, 0, 4, 4))
+    assembly.slices(message, rows_for(message))
+    follower = step(1, (1, 0, 4, 4), finished=(1,))
+    assert len(stored(assembly.slices(follower, rows_for(follower)), "prefill")) == 4
+
+
+def test_flags_mark_special_tokens() -> None:
+    tokens = SpecialTokens(special=(100, 102), bos=100, eos=(102,))
+    message = step(0, (1, 0, 3, 3))
+    slices = Assembly(tokens).slices(message, rows_for(message))
+    assert slices["prefill"].columns["flags"].tolist() == [
+        FLAG_SPECIAL | FLAG_BOS, 0, FLAG_SPECIAL | FLAG_EOS,
+    ]  # fmt: skip

@@ -1,0 +1,80 @@
+"""The capture op: what hooks leave in staging, traced into a compiled graph too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from actds.errors import ActdsError
+from actds_writers import capture
+
+
+class Layer(torch.nn.Module):
+    """A decoder layer in vLLM's manner: hidden and residual, whose sum is the stream."""
+
+    def __init__(self, scale: float, *, split: bool) -> None:
+        super().__init__()
+        self.scale, self.split = scale, split
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        stream = hidden if residual is None else hidden + residual
+        return (stream * self.scale, stream) if self.split else stream * (1 + self.scale)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, *, split: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(0.5 + i, split=split) for i in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        residual = None
+        for layer in self.layers:
+            output = layer(hidden, residual)
+            hidden, residual = output if isinstance(output, tuple) else (output, None)
+        return hidden if residual is None else hidden + residual
+
+
+def installed(model: Model, layers: list[int], dtype: torch.dtype) -> capture.Staging:
+    return capture.install(
+        model, layers, max_rows=16, d_model=8, dtype=dtype, device=torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_staging_holds_the_residual_stream_after_each_layer(split: bool, compiled: bool) -> None:
+    model = Model(split=split)
+    staging = installed(model, [0, 2], torch.float32)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    for n in (5, 9):
+        hidden = torch.randn(n, 8)
+        staging.reset()
+        with torch.no_grad():
+            run(hidden)
+        assert staging.seen.tolist() == [n, n]
+        after_first = hidden * 1.5
+        assert torch.allclose(staging.rows[0, :n], after_first)
+        assert torch.allclose(staging.rows[1, :n], after_first * 2.5 * 3.5)
+
+
+def test_a_hook_that_did_not_run_has_seen_nothing() -> None:
+    model = Model(split=True)
+    staging = installed(model, [1], torch.float32)
+    model(torch.randn(4, 8))
+    staging.reset()
+    assert staging.seen.tolist() == [0]
+
+
+def test_a_cast_rounds_to_nearest_even() -> None:
+    model = Model(split=False)
+    staging = installed(model, [0], torch.bfloat16)
+    hidden = torch.randn(4, 8)
+    model(hidden)
+    assert torch.equal(staging.rows[0, :4], (hidden * 1.5).to(torch.bfloat16))
+
+
+def test_a_layer_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ActdsError, match="E007 resid_post:7: no such decoder layer"):
+        installed(Model(split=True), [7], torch.float32)

@@ -1,0 +1,130 @@
+"""The census: spans that partition every request, from the scheduler's messages alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from actds_writers.census import Census
+from actds_writers.messages import (
+    ClientFacts,
+    PromptFact,
+    Reference,
+    RequestArrived,
+    RequestFinished,
+    StepExecuted,
+    StepScheduled,
+)
+
+
+def arrived(request: int, prompt_len: int) -> RequestArrived:
+    return RequestArrived(request, f"p{request}-abc", f"p{request}", prompt_len, 1, None, None)
+
+
+def scheduled(
+    number: int, *pieces: tuple[int, int, int], references: tuple[Reference, ...] = (),
+    preempted: tuple[int, ...] = (),
+) -> StepScheduled:  # fmt: skip
+    requests, starts, stops = (np.array(c, np.int64) for c in zip(*pieces, strict=True))
+    return StepScheduled(
+        number, number * 10, requests, starts, stops - starts, references, 0, len(pieces),
+        preempted, 0.5,
+    )  # fmt: skip
+
+
+def finished(request: int, generated: int, reason: str = "length") -> RequestFinished:
+    return RequestFinished(request, 99, reason, generated, "0" * 64)
+
+
+def spans(census: Census, acknowledged: dict[str, int]) -> list[tuple]:
+    found = census.tables(acknowledged, ClientFacts(), "writer_ended")
+    names = ("request", "start", "stop", "disposition", "reason", "step", "ref_request")
+    return [tuple(row[name] for name in names) for row in found.spans.to_pylist()]
+
+
+ALL = {"prefill": 99, "decode": 99}
+
+
+def test_a_request_is_partitioned_and_its_last_token_never_fed() -> None:
+    census = Census()
+    census.observe(arrived(0, 4))
+    census.observe(scheduled(0, (0, 0, 4)))
+    census.observe(scheduled(1, (0, 4, 5)))
+    census.observe(scheduled(2, (0, 5, 6)))
+    census.observe(finished(0, 3))
+    assert spans(census, ALL) == [(0, 0, 6, "captured", None, 0, None)]
+
+
+def test_a_prefix_hit_names_the_request_that_computed_it() -> None:
+    census = Census()
+    census.observe(arrived(0, 40))
+    census.observe(arrived(1, 40))
+    hit = (Reference(1, 0, 32, 0),)
+    census.observe(scheduled(0, (0, 0, 40), (1, 32, 40), references=hit))
+    census.observe(finished(0, 1))
+    census.observe(finished(1, 1))
+    found = census.tables(ALL, ClientFacts(engine_cached={"p1": 32}), "writer_ended")
+    assert spans(census, ALL)[1] == (1, 0, 32, "cache_ref", None, None, 0)
+    assert found.requests["cached_tokens"].to_pylist() == [0, 32]
+    assert found.requests["engine_cached_tokens"].to_pylist() == [None, 32]
+    assert found.steps["cache_hit_ratio"].to_pylist() == [32 / 80]
+
+
+def test_recomputation_is_counted_in_steps_and_not_in_spans() -> None:
+    census = Census()
+    census.observe(arrived(0, 4))
+    census.observe(scheduled(0, (0, 0, 4)))
+    census.observe(scheduled(1, (0, 4, 5)))
+    census.observe(scheduled(2, (0, 0, 6), preempted=(0,)))
+    census.observe(finished(0, 3))
+    found = census.tables(ALL, ClientFacts(), "writer_ended")
+    assert spans(census, ALL) == [(0, 0, 6, "captured", None, 0, None)]
+    assert found.steps["recomputed_tokens"].to_pylist() == [0, 0, 5]
+    assert found.steps["captured_tokens"].to_pylist() == [4, 1, 1]
+    assert found.requests["n_preemptions"].to_pylist() == [1]
+
+
+def test_rows_that_were_never_committed_are_aborted_per_phase() -> None:
+    census = Census()
+    census.observe(arrived(0, 4))
+    for number, piece in enumerate([(0, 0, 2), (0, 2, 4), (0, 4, 5), (0, 5, 6)]):
+        census.observe(scheduled(number, piece))
+    census.observe(finished(0, 3))
+    assert spans(census, {"prefill": 1, "decode": 2}) == [
+        (0, 0, 5, "captured", None, 0, None),
+        (0, 5, 6, "aborted", "writer_ended", 3, None),
+    ]
+    assert spans(census, {}) == [(0, 0, 6, "aborted", "writer_ended", 0, None)]
+
+
+def test_positions_that_were_never_computed_are_owed() -> None:
+    census = Census()
+    census.observe(arrived(0, 10))
+    census.observe(arrived(1, 5))
+    census.observe(scheduled(0, (0, 0, 6)))
+    census.observe(finished(0, 0, "abort"))
+    assert spans(census, ALL) == [
+        (0, 0, 6, "captured", None, 0, None),
+        (0, 6, 10, "aborted", "request_aborted", None, None),
+        (1, 0, 5, "aborted", "engine_ended", None, None),
+    ]
+
+
+def test_execution_may_be_told_before_the_schedule() -> None:
+    census = Census()
+    census.observe(arrived(0, 2))
+    census.observe(StepExecuted(0, 7, "eager", 2, 0, 1, None, None, None))
+    census.observe(scheduled(0, (0, 0, 2)))
+    census.observe(finished(0, 1))
+    [row] = census.tables(ALL, ClientFacts(), "x").steps.to_pylist()
+    assert (row["duration_ns"], row["kernel_mode"], row["batch_tokens"]) == (7, "eager", 2)
+
+
+def test_skipped_prompts_stand_in_the_requests_table() -> None:
+    census = Census()
+    census.observe(arrived(0, 2))
+    prompts = (PromptFact("p0", "a", "s", 0), PromptFact("p1", "b", "s", 1, "E004 too long"))
+    requests = census.tables(ALL, ClientFacts(prompts), "x").requests.to_pylist()
+    assert [(r["external_id"], r["finish_reason"]) for r in requests] == [
+        ("a", "unfinished"), ("b", "skipped"),
+    ]  # fmt: skip
+    assert requests[1]["reason"] == "E004 too long"

@@ -1,0 +1,199 @@
+"""Writer and census as real processes, fed by a synthetic engine: conservation and sudden ends.
+
+The engine here is a stand-in that speaks the same messages; the same pipeline behind the real
+engine is tested in ``test_engine_*``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import actds
+from actds.errors import ActdsError
+from actds.schema.v0_1 import REQUIRED_PROVENANCE
+from actds.seal import seal
+from actds.store import open_store
+from actds_validators.validate import validate
+from actds_writers import ring
+from actds_writers.assembly import SpecialTokens
+from actds_writers.messages import (
+    ClientFacts,
+    Fact,
+    HookSpec,
+    RequestArrived,
+    RequestFinished,
+    RingFree,
+    StepExecuted,
+    StepRows,
+    StepScheduled,
+    WorkerHello,
+)
+from actds_writers.pipeline import Pipeline
+from actds_writers.resume import lock_dataset
+from actds_writers.settings import WriterSettings
+
+D_MODEL = 32
+HOOKS = tuple(HookSpec(f"resid_post.{i}", "resid_post", i, D_MODEL, "bfloat16") for i in (1, 2))
+PROMPT_LEN, GENERATED = 12, 5
+RING_NBYTES = 1 << 16
+
+
+class SyntheticEngine:
+    """Speaks as scheduler and worker: every request prefills, then decodes one token a step."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        link = pipeline.link
+        self.scheduler = link.connect("census", "scheduler")
+        self.worker = link.connect("census", "worker")
+        self.writer = link.connect("writer", "worker")
+        path = Path(link.folder) / "ring"
+        self.memory = ring.create(path, RING_NBYTES)
+        self.space = ring.RingSpace(RING_NBYTES)
+        facts = tuple(Fact(name, "synthetic", "declared") for name in REQUIRED_PROVENANCE)
+        self.writer.send(WorkerHello(HOOKS, facts, str(path), RING_NBYTES, 64))
+        self.n_steps = 0
+
+    def request(self, number: int) -> None:
+        """Serve one request to its end."""
+        self.scheduler.send(
+            RequestArrived(number, f"p{number}-x", f"p{number}", PROMPT_LEN, 1, None, None)
+        )
+        edges = [0, PROMPT_LEN, *range(PROMPT_LEN + 1, PROMPT_LEN + GENERATED)]
+        for start, stop in zip(edges, edges[1:], strict=False):
+            self.step(number, start, stop)
+        ids = np.arange(PROMPT_LEN + GENERATED - 1, dtype="<u4")
+        digest = hashlib.sha256(ids.tobytes()).hexdigest()
+        self.scheduler.send(RequestFinished(number, 2, "length", GENERATED, digest))
+
+    def step(self, number: int, start: int, stop: int) -> None:
+        one, n = np.array([number], np.int64), stop - start
+        self.scheduler.send(
+            StepScheduled(self.n_steps, 1, one, one * 0 + start, one * 0 + n, (), 0, 1, (), 0.1)
+        )
+        nbytes = len(HOOKS) * n * D_MODEL * 2
+        while (offset := self.space.reserve(nbytes)) is None:
+            self.free(self.writer.recv())
+        positions = np.arange(start, stop)
+        rows = ring.view(self.memory, offset, (len(HOOKS), n, D_MODEL), np.uint16)
+        rows[:] = (number * 100 + positions + 1)[None, :, None] + np.arange(len(HOOKS))[:, None, None]
+        self.writer.send(
+            StepRows(
+                self.n_steps, offset, nbytes, one, one * 0 + n, one * 0 + PROMPT_LEN, positions,
+                positions, (),
+            )  # fmt: skip
+        )
+        self.worker.send(StepExecuted(self.n_steps, 5, "eager", n, 0, 1, None, None, None))
+        while self.writer.poll():
+            self.free(self.writer.recv())
+        self.n_steps += 1
+
+    def free(self, message: RingFree) -> None:
+        self.space.free(message.offset)
+
+    def close(self) -> None:
+        for connection in (self.scheduler, self.worker, self.writer):
+            connection.close()
+
+
+def pipeline_for(out: Path, *, rows_per_shard: int = 40) -> Pipeline:
+    out.mkdir()
+    settings = WriterSettings(
+        root=str(out), dataset=secrets.token_hex(16), run="r-test", resume=False, started_ns=1,
+        software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard,
+        order="permuted", seed=3, n_threads=1,
+    )  # fmt: skip
+    lock = lock_dataset(out)
+    try:
+        pipeline = Pipeline(
+            tuple((h.kind, h.layer) for h in HOOKS), None, RING_NBYTES, settings, os.getpid(), lock
+        )
+    finally:
+        os.close(lock)
+    pipeline.connect()
+    return pipeline
+
+
+def clean(path: Path) -> actds.Dataset:
+    report = validate(path, level="deep")
+    assert not report.findings, report.findings
+    return actds.open(path)
+
+
+def test_every_row_arrives_under_its_own_name(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    with pipeline_for(out) as pipeline:
+        engine = SyntheticEngine(pipeline)
+        for number in range(12):
+            engine.request(number)
+        engine.close()
+        pipeline.tell_client_facts(ClientFacts())
+        ended = pipeline.finish("finished")
+    seal(open_store(out))
+    dataset = clean(out)
+    n_positions = 12 * (PROMPT_LEN + GENERATED - 1)
+    assert ended.census["captured"] == ended.writer["rows"] == dataset.n_rows == n_positions
+    for shard in dataset.shards:
+        tokens = shard.tokens(["request", "position"])
+        label = tokens["request"].to_numpy() * 100 + tokens["position"].to_numpy() + 1
+        for index, hook in enumerate(("resid_post.1", "resid_post.2")):
+            rows = shard.array(hook).read_all()
+            assert np.array_equal(rows, np.repeat((label + index)[:, None], D_MODEL, axis=1))
+
+
+def test_a_killed_writer_costs_only_what_was_not_committed(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    with pipeline_for(out) as pipeline:
+        engine = SyntheticEngine(pipeline)
+        number = 0
+        while len(list(out.glob("shards/*/shard.json"))) < 3:
+            engine.request(number)
+            number += 1
+        os.kill(pipeline._processes["writer"].pid, signal.SIGKILL)
+        engine.close()
+        with pytest.raises(ActdsError, match="E502"):
+            pipeline.finish("failed")
+            pipeline.poll()
+    seal(open_store(out))
+    dataset = clean(out)
+    aborted = [s for s in dataset.spans().to_pylist() if s["disposition"] == "aborted"]
+    lost = sum(s["stop"] - s["start"] for s in aborted)
+    assert dataset.n_rows >= 3 * 40
+    assert dataset.n_rows + lost == number * (PROMPT_LEN + GENERATED - 1)
+
+
+def test_an_engine_that_dies_leaves_an_accounted_run(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    with pipeline_for(out) as pipeline:
+        engine = SyntheticEngine(pipeline)
+        engine.request(0)
+        engine.scheduler.send(RequestArrived(1, "p1-x", "p1", PROMPT_LEN, 1, None, None))
+        engine.step(1, 0, 7)
+        engine.close()
+        pipeline.finish("failed")
+    seal(open_store(out))
+    reasons = clean(out).requests()["finish_reason"].to_pylist()
+    assert reasons == ["length", "unfinished"]
+
+
+def test_the_processes_end_the_run_when_the_command_is_gone(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    pipeline = pipeline_for(out)
+    engine = SyntheticEngine(pipeline)
+    engine.request(0)
+    engine.close()
+    pipeline.__exit__()  # leaves without a word, as a killed command does
+    seal(open_store(out))
+    assert clean(out).n_rows == PROMPT_LEN + GENERATED - 1
+
+
+def test_a_second_run_is_refused_while_the_first_one_writes(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    with pipeline_for(out), pytest.raises(ActdsError, match="E010"):
+        lock_dataset(out)
