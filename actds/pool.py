@@ -276,7 +276,6 @@ class _Lane:
         self._pipeline = pipeline
         self._todo = self._specs(lane, epoch, position)
         self._loaded: deque[_Loaded] = deque()
-        self.fill()
 
     def _specs(self, lane: int, epoch: int, position: int) -> Iterator[tuple[Window, int, int]]:
         while self._pipeline.n_epochs is None or epoch < self._pipeline.n_epochs:
@@ -288,9 +287,9 @@ class _Lane:
                     yield window, epoch, max(0, position - window.first)
             epoch, position = epoch + 1, 0
 
-    def fill(self) -> None:
-        """Start reads until the window that is served and the next one are under way."""
-        while len(self._loaded) < 2:
+    def fill(self, n_windows: int = 2) -> None:
+        """Start reads until the window that is served, and the next one, are under way."""
+        while len(self._loaded) < n_windows:
             spec = next(self._todo, None)
             if spec is None:
                 return
@@ -421,6 +420,10 @@ class Pipeline:
         epoch, step = self._first
         size = self._selection.geometry.lane_batch
         lanes = [_Lane(self, lane, epoch, step * size) for lane in self._selection.lanes]
+        # Reads are served in turn: the first batch needs a window of every lane, and no second one.
+        for n_windows in (1, 2):
+            for lane in lanes:
+                lane.fill(n_windows)
         while self.n_epochs is None or epoch < self.n_epochs:
             order = self.order(epoch)
             n_steps = n_batches(order, self._drop_last)

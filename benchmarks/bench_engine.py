@@ -150,9 +150,21 @@ def start(model: Path, hooks: str | None, arguments: dict[str, Any], out: Path) 
     source.write_text('{"prompt": "x"}\n')
     plan = make_plan(
         WriteOptions(
-            out, model, str(source), hooks, 1, 0.0, 0, arguments, False, False, "permuted",
-            None, 256, None,
-        )  # fmt: skip
+            out,
+            model,
+            str(source),
+            hooks,
+            1,
+            0.0,
+            0,
+            arguments,
+            False,
+            False,
+            "permuted",
+            None,
+            256,
+            None,
+        )
     )
     layers = parse_hooks(hooks, 30)
     assert len(layers) == len(plan.hooks)
@@ -219,9 +231,7 @@ def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespac
     for name, rounds in results.items():
         speed = [r["tokens_per_s"] for r in rounds]
         ratios = sorted(s / b for s, b in zip(speed, base, strict=True))
-        engine = statistics.median(
-            r["engine_cpu_s"] / c for r, c in zip(rounds, cpu, strict=True)
-        )
+        engine = statistics.median(r["engine_cpu_s"] / c for r, c in zip(rounds, cpu, strict=True))
         writer = statistics.median(r["writer_cpu_s"] for r in rounds)
         lines.append(
             f"| {name} | {statistics.median(speed):.0f} | {statistics.median(ratios):.3f} | "

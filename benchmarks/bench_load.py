@@ -1,6 +1,6 @@
 """Loading throughput: our loader against reading and copying alone, zarr-python and HF datasets.
 
-    python benchmarks/bench_load.py [PATH] [--hook HOOK] [--rounds 3] [--passes 3] [--seconds 6]
+    python benchmarks/bench_load.py [PATH] [--hook HOOK] [--rounds 3] [--passes 3] [--seconds 10]
 
 Without PATH it makes its own dataset in a temporary folder. Contestants take turns, round by
 round; files are in the page cache. GB are those of decoded rows. Wall time moves with whatever
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--d-model", type=int, default=2304)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--passes", type=int, default=3, help="passes over the data at most")
-    parser.add_argument("--seconds", type=float, default=6, help="seconds of a turn at most")
+    parser.add_argument("--seconds", type=float, default=10, help="seconds of a turn at most")
     args = parser.parse_args()
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

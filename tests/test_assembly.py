@@ -9,7 +9,9 @@ from actds_writers.assembly import Assembly, SpecialTokens
 from actds_writers.messages import StepRows
 
 
-def step(number: int, *pieces: tuple[int, int, int, int], finished: tuple[int, ...] = ()) -> StepRows:
+def step(
+    number: int, *pieces: tuple[int, int, int, int], finished: tuple[int, ...] = ()
+) -> StepRows:
     """Return a step of (request, start, stop, prompt length) pieces; token id = position + 100."""
     requests, starts, stops, prompts = (np.array(c, np.int64) for c in zip(*pieces, strict=True))
     positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, stops, strict=True)])

@@ -130,9 +130,7 @@ def test_rows_shifted_by_one_position_are_clearly_apart(
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_bf16_rows_follow_the_fp32_forward(
-    hook: str, bf16: Dataset, reference: Reference
-) -> None:
+def test_bf16_rows_follow_the_fp32_forward(hook: str, bf16: Dataset, reference: Reference) -> None:
     assert bf16.hooks[hook].dtype == "bfloat16"
     rows = h.rows_of(bf16, hook)
     # Greedy sampling in another precision may take another token; prompts are the same.

@@ -66,7 +66,7 @@ def test_an_interrupted_harvest_is_sealed_and_resumes_without_redoing(
     wait_for(lambda: n_shards(out) >= 4, process)
     # What a terminal does: the signal goes to every process of the group.
     os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=h.TIMEOUT_S)
+    _, stderr = process.communicate(timeout=h.TIMEOUT_S)
     assert process.returncode == 1, stderr
     assert "--resume" in stderr
     first = h.validated(out)

@@ -7,6 +7,7 @@ engine is tested in ``test_engine_*``.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import secrets
 import signal
@@ -66,7 +67,7 @@ class SyntheticEngine:
             RequestArrived(number, f"p{number}-x", f"p{number}", PROMPT_LEN, 1, None, None)
         )
         edges = [0, PROMPT_LEN, *range(PROMPT_LEN + 1, PROMPT_LEN + GENERATED)]
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             self.step(number, start, stop)
         ids = np.arange(PROMPT_LEN + GENERATED - 1, dtype="<u4")
         digest = hashlib.sha256(ids.tobytes()).hexdigest()
@@ -82,12 +83,21 @@ class SyntheticEngine:
             self.free(self.writer.recv())
         positions = np.arange(start, stop)
         rows = ring.view(self.memory, offset, (len(HOOKS), n, D_MODEL), np.uint16)
-        rows[:] = (number * 100 + positions + 1)[None, :, None] + np.arange(len(HOOKS))[:, None, None]
+        rows[:] = (number * 100 + positions + 1)[None, :, None] + np.arange(len(HOOKS))[
+            :, None, None
+        ]
         self.writer.send(
             StepRows(
-                self.n_steps, offset, nbytes, one, one * 0 + n, one * 0 + PROMPT_LEN, positions,
-                positions, (),
-            )  # fmt: skip
+                self.n_steps,
+                offset,
+                nbytes,
+                one,
+                one * 0 + n,
+                one * 0 + PROMPT_LEN,
+                positions,
+                positions,
+                (),
+            )
         )
         self.worker.send(StepExecuted(self.n_steps, 5, "eager", n, 0, 1, None, None, None))
         while self.writer.poll():

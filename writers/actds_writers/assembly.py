@@ -74,7 +74,7 @@ class Assembly:
             first = last
         self.recomputed_tokens += int(n - np.count_nonzero(new))
         prefill = step.positions < np.repeat(step.prompt_lens, step.n_rows)
-        columns = {
+        columns: dict[str, np.ndarray] = {
             "request": np.repeat(step.requests, step.n_rows),
             "position": step.positions,
             "token_id": step.token_ids,

@@ -7,12 +7,17 @@ order and handed over whole at a step's end, so that 'committed up to step s' is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from actds_writers.messages import HookSpec
 
-BITS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
+BITS: dict[str, type[np.unsignedinteger[Any]]] = {
+    "bfloat16": np.uint16,
+    "float16": np.uint16,
+    "float32": np.uint32,
+}
 TOKEN_COLUMNS = {
     "request": np.uint32,
     "position": np.uint32,

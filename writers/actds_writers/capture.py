@@ -18,7 +18,7 @@ import torch
 from actds.errors import ActdsError
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
-_library = torch.library.Library("actds", "FRAGMENT")
+_library: Any = torch.library.Library("actds", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "capture(Tensor hidden, Tensor? residual, Tensor(a!) staging, Tensor(b!) seen) -> ()"
 )
@@ -124,8 +124,8 @@ def install(
 
 def _hook(module: torch.nn.Module, rows: torch.Tensor, seen: torch.Tensor) -> None:
     # Attributes of the module, so that the compiled graph takes them as inputs of the layer.
-    module._actds_rows = rows  # type: ignore[assignment]
-    module._actds_seen = seen  # type: ignore[assignment]
+    module._actds_rows = rows
+    module._actds_seen = seen
     module.register_forward_hook(_forward_hook)
 
 

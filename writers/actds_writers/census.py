@@ -129,18 +129,18 @@ class Census:
         # Worker and scheduler speak through two sockets; either may come first.
         self._steps.setdefault(message.step, {}).update(
             {
-            "t_ns": message.t_ns,
-            "batch_tokens": n_tokens,
-            "n_requests": len(who),
-            "prefill_tokens": n_prefill,
-            "decode_tokens": n_tokens - n_prefill,
-            "recomputed_tokens": int((new - start).sum()),
-            "max_seq_len": int(stop.max()),
-            "waiting": message.waiting,
-            "running": message.running,
-            "n_preempted": len(message.preempted),
-            "kv_usage": message.kv_usage,
-            "cache_hit_ratio": self._hit_tokens / max(self._queried_tokens, 1),
+                "t_ns": message.t_ns,
+                "batch_tokens": n_tokens,
+                "n_requests": len(who),
+                "prefill_tokens": n_prefill,
+                "decode_tokens": n_tokens - n_prefill,
+                "recomputed_tokens": int((new - start).sum()),
+                "max_seq_len": int(stop.max()),
+                "waiting": message.waiting,
+                "running": message.running,
+                "n_preempted": len(message.preempted),
+                "kv_usage": message.kv_usage,
+                "cache_hit_ratio": self._hit_tokens / max(self._queried_tokens, 1),
             }
         )
 

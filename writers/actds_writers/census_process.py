@@ -16,11 +16,13 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from actds import layout, schema, tables
+import pyarrow as pa
+
+from actds import layout, schema
 from actds.errors import ActdsError
 from actds.ledger import Chain, fence, read_ledger
 from actds.schema.v0_1 import Genesis, ShardBody, ShardManifest
-from actds.shard import commit_part
+from actds.shard import PartTable, commit_part
 from actds.store import Store, open_store
 from actds_writers.census import Census, CensusTables
 from actds_writers.link import Link
@@ -124,15 +126,14 @@ class CensusProcess:
         return found.totals
 
     def _commit(self, store: Store, chain: Chain, found: CensusTables) -> None:
-        parts: list[tuple[tables.TableName, object]] = [
+        parts: list[tuple[PartTable, pa.Table]] = [
             ("requests", found.requests),
             ("steps", found.steps),
             ("spans", found.spans),
         ]
         for name, table in parts:
-            n_rows = table.num_rows  # type: ignore[attr-defined]
-            for n, first in enumerate(range(0, max(n_rows, 1), ROWS_PER_PART)):
-                piece = table.slice(first, ROWS_PER_PART)  # type: ignore[attr-defined]
+            for n, first in enumerate(range(0, max(table.num_rows, 1), ROWS_PER_PART)):
+                piece = table.slice(first, ROWS_PER_PART)
                 commit_part(store, chain, name, self._settings.run, n, piece)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actds.errors import ActdsError
+from actds_writers.assembly import SpecialTokens
 from actds_writers.encoding import (
     Encoded,
     chat_template_sha256,
@@ -19,7 +20,6 @@ from actds_writers.encoding import (
     load_tokenizer,
     special_tokens,
 )
-from actds_writers.assembly import SpecialTokens
 from actds_writers.hooks_spec import parse_hooks
 from actds_writers.messages import Fact, PromptFact
 from actds_writers.prompts import PromptSet, read_prompts
@@ -217,6 +217,7 @@ def _facts(
         "sampling.max_tokens": options.max_tokens,
         "sampling.seed": options.seed,
         "capture.method": "forward hook with one custom op per decoder layer",
+        "serving.mode": "offline",
         "capture.overflow_policy": "block",
         "capture.order": options.order,
         "capture.rows_per_shard": rows,

@@ -10,6 +10,7 @@ import mmap
 import os
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -107,7 +108,7 @@ def end_of(offset: int, nbytes: int) -> int:
 
 
 def view(
-    memory: mmap.mmap, offset: int, shape: tuple[int, ...], bits: type[np.unsignedinteger]
+    memory: mmap.mmap, offset: int, shape: tuple[int, ...], bits: type[np.unsignedinteger[Any]]
 ) -> np.ndarray:
     """Return the slice at a logical offset as bit patterns, without a copy."""
     count = int(np.prod(shape))

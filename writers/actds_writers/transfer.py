@@ -7,6 +7,7 @@ memory, complete before the step is announced to the writer.
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import torch
 
@@ -28,9 +29,8 @@ class Transfer:
         self._cuda = staging.rows.device.type == "cuda"
         if self._cuda:
             # Page-locked, so that the copy engine reads it at full speed.
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._nbytes, 0)
-            )
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostRegister(self._host.data_ptr(), self._nbytes, 0))
 
     def copy(self, offset: int, n_rows: int) -> None:
         """Copy the first ``n_rows`` of every hook to a logical offset of the ring.

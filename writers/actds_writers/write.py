@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
 
 import actds
@@ -251,7 +250,8 @@ class _Run:
         if room < 1:
             length = len(encoded.token_ids)
             self._refused[key] = (
-                f"E004 row {encoded.prompt.row}: {length} prompt tokens; the engine takes {limit - 1}"
+                f"E004 row {encoded.prompt.row}: {length} prompt tokens; "
+                f"the engine takes {limit - 1}"
             )
             return
         try:
@@ -361,4 +361,3 @@ class _Run:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-

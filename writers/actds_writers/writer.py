@@ -21,7 +21,7 @@ from actds.store import Store
 from actds_writers import ring
 from actds_writers.assembly import Assembly
 from actds_writers.buffers import BITS, ShardBuffer
-from actds_writers.committer import Committer, CommitPlan
+from actds_writers.committer import CommitPlan, Committer
 from actds_writers.messages import HookSpec, RingFree, Stall, StepRows, WorkerHello
 from actds_writers.settings import WriterSettings
 
@@ -51,14 +51,10 @@ class Writer:
         self._chain = Chain.begin(store, dataset, settings.run, "writer", settings.software)
         self._begin_run(dataset, hello)
         capacity = settings.rows_per_shard + hello.max_step_rows
-        buffers = [
-            ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)
-        ]
+        buffers = [ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)]
         plan = CommitPlan(settings.run, settings.order, settings.seed, settings.n_threads)
         self._committer = Committer(store, self._chain, plan, buffers)
-        self._filling: dict[str, ShardBuffer] = {
-            phase: self._committer.spare() for phase in PHASES
-        }
+        self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
         self._assembly = Assembly(settings.tokens)
         self._stalls: list[Stall] = []
 

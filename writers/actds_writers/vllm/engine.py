@@ -17,7 +17,6 @@ from typing import Any
 from actds.errors import ActdsError
 from actds_writers.link import ENVIRONMENT, Link
 
-
 SHUTDOWN_TIMEOUT_S = 60.0
 
 

@@ -61,4 +61,5 @@ def _positions(runner: Any) -> Any:
 
 
 def _to_numpy(tensor: Any) -> IntArray:
-    return tensor.to("cpu", copy=True).numpy().astype(np.int64)
+    values: IntArray = tensor.to("cpu", copy=True).numpy().astype(np.int64)
+    return values

@@ -50,9 +50,7 @@ def _read(name: str, reader: Callable[[], Value]) -> Fact:
     return Fact(name, value, "observed")
 
 
-def _engine(
-    runner: Any, config: Any, client_pid: int
-) -> dict[str, Callable[[], Value]]:
+def _engine(runner: Any, config: Any, client_pid: int) -> dict[str, Callable[[], Value]]:
     def version() -> str:
         import vllm
 
@@ -114,9 +112,10 @@ def _serving(config: Any) -> dict[str, Callable[[], Value]]:
     parallel, compilation = config.parallel_config, config.compilation_config
     speculative = config.speculative_config
     return {
-        "serving.mode": lambda: "offline",
         "serving.enforce_eager": lambda: bool(config.model_config.enforce_eager),
-        "serving.compilation_mode": lambda: str(getattr(compilation.mode, "name", compilation.mode)),
+        "serving.compilation_mode": lambda: str(
+            getattr(compilation.mode, "name", compilation.mode)
+        ),
         "serving.cudagraph_mode": lambda: str(
             getattr(compilation.cudagraph_mode, "name", compilation.cudagraph_mode)
         ),

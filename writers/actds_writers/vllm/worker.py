@@ -156,9 +156,7 @@ class WorkerCapture:
         """Stop unless every hook saw every scheduled row, and identity covers them all."""
         n = scheduled.total_num_scheduled_tokens
         wanted = {r: c for r, c in scheduled.num_scheduled_tokens.items() if c}
-        got = {
-            r: int(c) for r, c in zip(identity.request_ids, identity.n_rows, strict=True) if c
-        }
+        got = {r: int(c) for r, c in zip(identity.request_ids, identity.n_rows, strict=True) if c}
         if wanted != got or len(identity.positions) != n:
             self._stop(step, f"{sum(got.values())} identified rows", f"{n} scheduled rows")
         seen = self._staging.seen.cpu().numpy()
@@ -245,6 +243,7 @@ def _kernel_mode(runner: Any, seen: int, n: int) -> tuple[str | None, int | None
     stats = getattr(state, "cudagraph_stats", None)
     if stats is not None and str(getattr(stats, "runtime_mode", "NONE")) != "NONE":
         return "cudagraph", seen
-    compiled = int(config.compilation_config.mode or 0) > 0 and not config.model_config.enforce_eager
+    compiled = (
+        int(config.compilation_config.mode or 0) > 0 and not config.model_config.enforce_eager
+    )
     return ("compiled" if compiled else "eager"), max(seen, n)
-
