@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -299,7 +300,8 @@ def run(paths: dict[str, Path], cache: Path, args: argparse.Namespace) -> None:
     actds.load_dataset(dataset.path, hooks=hook, cache_dir=cache)  # written before the clock runs
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in entered}
     for turn in range(args.rounds + 1):
-        for name, contestant in entered.items():
+        # Another order each round: who runs first pays for memory that the machine took back.
+        for name, contestant in random.Random(turn).sample(list(entered.items()), len(entered)):
             result = measure(contestant, nbytes * (args.passes if turn else 1), args.seconds)
             if turn:  # the first round fills caches
                 figures[name].append(result)
