@@ -59,6 +59,8 @@ def convert(source: Path, out: Path) -> None:
     )
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    for path in out.iterdir():
+        path.chmod(0o644)  # weights are written private
 
 
 def make_model(out: Path) -> bool:

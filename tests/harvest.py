@@ -27,6 +27,10 @@ ENGINE_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# One process instead of three: each imports vLLM for itself, which takes longer than the harvest.
+# The processes of a normal engine have tests of their own.
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ALONE = ("--engine", "distributed_executor_backend=uni")
 TINY = ("--engine", "load_format=dummy", "--engine", "dtype=float32", "--engine", "block_size=32")
 EAGER = ("--engine", "enforce_eager=true")
 
@@ -53,6 +57,11 @@ def run(
         text=True,
         timeout=TIMEOUT_S,
     )
+
+
+def harvest_alone(out: Path, model: Path, prompts: Path, *options: str, **extra: str) -> Dataset:
+    """Run a harvest whose engine lives in the command's own process."""
+    return harvest(out, model, prompts, *options, *ALONE, **ONE_PROCESS, **extra)
 
 
 def harvest(out: Path, model: Path, prompts: Path, *options: str, **extra: str) -> Dataset:

@@ -53,7 +53,7 @@ def uncached(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset
     """The same without the prefix cache, every token computed."""
     out = tmp_path_factory.mktemp("uncached") / "acts"
     off = ("--engine", "dtype=float32", "--engine", "enable_prefix_caching=false")
-    return h.harvest(out, h.REAL_MODEL, prompts, *OPTIONS, *off, "--max-tokens", "8")
+    return h.harvest_alone(out, h.REAL_MODEL, prompts, *OPTIONS, *off, "--max-tokens", "8")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def bf16(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     few = folder / "few.jsonl"
     few.write_text("".join(prompts.read_text().splitlines(keepends=True)[:4]))
     options = (*OPTIONS, *CACHED, "--max-tokens", "4")
-    return h.harvest(folder / "acts", h.REAL_MODEL, few, *options)
+    return h.harvest_alone(folder / "acts", h.REAL_MODEL, few, *options)
 
 
 class Reference:

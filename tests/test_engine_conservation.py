@@ -63,17 +63,28 @@ def test_shards_hold_one_phase_and_permuted_rows(eager: Dataset) -> None:
     assert np.count_nonzero(np.diff(positions) == 1) < len(positions) / 10
 
 
-def test_preempted_requests_are_recomputed_and_never_stored_twice(
-    model: Path, prompts: Path, tmp_path: Path
-) -> None:
-    dataset = h.harvest(
-        tmp_path / "acts", model, prompts, *OPTIONS, *h.EAGER, "--max-tokens", "96",
+@pytest.fixture(scope="module")
+def preempted(model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Too few KV blocks for the requests; the engine in the command's own process."""
+    return h.harvest_alone(
+        tmp_path_factory.mktemp("preempted") / "acts", model, prompts, *OPTIONS, *h.EAGER,
         "--engine", "num_gpu_blocks_override=24", "--engine", "max_model_len=512",
-        "--engine", "enable_prefix_caching=false",
+        "--engine", "enable_prefix_caching=false", "--max-tokens", "96",
     )  # fmt: skip
-    assert h.total(dataset.requests(), "n_preemptions") > 0
-    assert h.total(dataset.steps(), "recomputed_tokens") > 0
-    assert pc.max(dataset.tokens()["attempt"]).as_py() > 0
+
+
+def test_preempted_requests_are_recomputed_and_never_stored_twice(preempted: Dataset) -> None:
+    assert h.total(preempted.requests(), "n_preemptions") > 0
+    assert h.total(preempted.steps(), "recomputed_tokens") > 0
+    assert pc.max(preempted.tokens()["attempt"]).as_py() > 0
+
+
+def test_the_run_record_says_whose_process_the_engine_was(
+    preempted: Dataset, eager: Dataset
+) -> None:
+    alone, apart = (next(iter(d.runs.values())).fields for d in (preempted, eager))
+    assert alone["engine.own_process"].value is False
+    assert apart["engine.own_process"].value is True
 
 
 def test_requests_that_hit_blocks_of_the_same_step_are_references(
@@ -81,7 +92,7 @@ def test_requests_that_hit_blocks_of_the_same_step_are_references(
 ) -> None:
     text = "the very same prompt, long enough to fill more than two blocks of the cache " * 2
     prompts = h.write_prompts(tmp_path / "p.jsonl", [{"prompt": text} for _ in range(6)])
-    dataset = h.harvest(
+    dataset = h.harvest_alone(
         tmp_path / "acts", model, prompts, *OPTIONS, *h.EAGER, "--max-tokens", "2",
         "--engine", "max_num_batched_tokens=512", "--engine", "max_model_len=512",
     )  # fmt: skip
@@ -96,7 +107,7 @@ def test_requests_that_hit_blocks_of_the_same_step_are_references(
 def test_compiled_rows_are_captured_and_equal_eager_ones(
     eager: Dataset, model: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    dataset = h.harvest(
+    dataset = h.harvest_alone(
         tmp_path / "acts", model, prompts, *OPTIONS, "--max-tokens", "6",
         "--engine", "max_model_len=512", "--engine", "enforce_eager=false",
         "--engine", 'compilation_config={"mode":3}',
@@ -109,18 +120,6 @@ def test_compiled_rows_are_captured_and_equal_eager_ones(
         assert len(common) > 500
         got, want = (np.stack([side[key] for key in common]) for side in (ours, theirs))
         assert np.median(h.relative_l2(got, want)) < 1e-5
-
-
-def test_the_engine_in_the_command_s_own_process(
-    model: Path, prompts: Path, tmp_path: Path
-) -> None:
-    dataset = h.harvest(
-        tmp_path / "acts", model, prompts, *OPTIONS, *h.EAGER, "--max-tokens", "4",
-        "--engine", "distributed_executor_backend=uni", "--engine", "max_model_len=512",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )  # fmt: skip
-    fields = next(iter(dataset.runs.values())).fields
-    assert fields["engine.own_process"].value is False
 
 
 def test_two_tensor_parallel_ranks_write_each_row_once(

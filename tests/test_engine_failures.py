@@ -21,6 +21,7 @@ from actds.errors import ActdsError
 pytestmark = pytest.mark.engine
 
 OPTIONS = ("--hooks", "resid_post:1", *h.TINY, *h.EAGER, "--engine", "max_model_len=512")
+ALONE = (*OPTIONS, *h.ALONE)
 SLOW = ("--engine", "max_num_seqs=2", "--rows-per-shard", "64", "--max-tokens", "48")
 
 
@@ -47,10 +48,12 @@ def n_shards(out: Path) -> int:
     return len(list(out.glob("shards/*/shard.json")))
 
 
-def start(out: Path, model: Path, prompts: Path, *options: str) -> subprocess.Popen[str]:
+def start(
+    out: Path, model: Path, prompts: Path, *options: str, **extra: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         h.command(out, model, prompts, *options),
-        env=h.environment(),
+        env=h.environment(**extra),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -76,7 +79,7 @@ def test_an_interrupted_harvest_is_sealed_and_resumes_without_redoing(
             if r["finish_reason"] == "length"}  # fmt: skip
     assert 0 < len(kept) < 200
 
-    resumed = h.harvest(out, model, prompts, *OPTIONS, "--max-tokens", "48", "--resume")
+    resumed = h.harvest_alone(out, model, prompts, *OPTIONS, "--max-tokens", "48", "--resume")
     requests = resumed.requests(run=True).to_pylist()
     second = [run for run in resumed.runs if run not in first.runs]
     again = {r["external_id"] for r in requests if r["run"] in second}
@@ -96,7 +99,7 @@ def test_a_killed_writer_ends_the_harvest_with_what_was_committed(
     model: Path, tmp_path: Path
 ) -> None:
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 400)
-    process = start(out, model, prompts, *OPTIONS, *SLOW)
+    process = start(out, model, prompts, *ALONE, *SLOW, **h.ONE_PROCESS)
     wait_for(lambda: n_shards(out) >= 3, process)
     listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
     children = [int(line.split()[0]) for line in listed.splitlines()
@@ -138,7 +141,7 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing_committed(
         prompts = many_prompts(tmp_path / "p.jsonl", 600)
         hooks = ("--hooks", "resid_post:all", *h.TINY, *h.EAGER, "--max-tokens", "64",
                  "--engine", "max_model_len=512", "--rows-per-shard", "1024")  # fmt: skip
-        done = h.run(disk / "acts", model, prompts, *hooks)
+        done = h.run(disk / "acts", model, prompts, *hooks, *h.ALONE, **h.ONE_PROCESS)
         assert done.returncode == 4, done.stderr
         assert "E503" in done.stderr
         assert "No space left on device" in done.stderr
@@ -168,11 +171,10 @@ sys.exit(main())
 
 def test_rows_that_differ_from_the_schedule_stop_the_harvest(model: Path, tmp_path: Path) -> None:
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 30)
-    arguments = h.command(out, model, prompts, *OPTIONS, *SLOW)[3:]
+    arguments = h.command(out, model, prompts, *ALONE, *SLOW)[3:]
     done = subprocess.run(
-        [sys.executable, "-c", BROKEN_HOOK, *arguments, "--engine",
-         "distributed_executor_backend=uni"],
-        env=h.environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+        [sys.executable, "-c", BROKEN_HOOK, *arguments],
+        env=h.environment(**h.ONE_PROCESS),
         capture_output=True,
         text=True,
         timeout=h.TIMEOUT_S,
@@ -209,7 +211,7 @@ def test_the_plugin_is_inert_outside_a_harvest() -> None:
 
 def test_an_engine_that_cannot_start_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 2)
-    done = h.run(out, model, prompts, *OPTIONS, "--engine", "quantization=awq")
+    done = h.run(out, model, prompts, *ALONE, "--engine", "quantization=awq", **h.ONE_PROCESS)
     assert done.returncode == 4
     assert "E504 engine" in done.stderr
     assert not out.exists()
@@ -217,11 +219,11 @@ def test_an_engine_that_cannot_start_leaves_nothing_behind(model: Path, tmp_path
 
 def test_an_unsealed_dataset_does_not_open(model: Path, tmp_path: Path) -> None:
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 400)
-    process = start(out, model, prompts, *OPTIONS, *SLOW)
+    process = start(out, model, prompts, *ALONE, *SLOW, **h.ONE_PROCESS)
     wait_for(lambda: n_shards(out) >= 2, process)
     with pytest.raises(ActdsError, match="E306"):
         actds.open(out)
-    second = h.run(out, model, prompts, *OPTIONS, *SLOW, "--resume")
+    second = h.run(out, model, prompts, *ALONE, *SLOW, "--resume")
     assert second.returncode == 2
     assert "E010" in second.stderr
     # The command itself is killed: writer and census end the run on their own.

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,8 @@ def _deaf_to_interrupts() -> Iterator[None]:
     A terminal sends it to every process of the group, and vLLM's processes would die in the
     middle of a step. A blocked signal is inherited.
     """
+    # Its start unblocks the signal again, so it must be running before.
+    resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
