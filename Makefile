@@ -20,6 +20,9 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_PIP   := $(if $(TORCH_INDEX),--timeout 20 --retries 2 --extra-index-url $(TORCH_INDEX))
 
+# Files are tested side by side; an engine takes one core and two gigabytes.
+TEST_JOBS ?= 2
+
 DEMO      := demo
 DEMO_ARGS ?= --hooks resid_post:10,20 --max-tokens 24
 # Small prefix blocks, so that the shared system prompt is found in the cache almost to its end;
@@ -35,7 +38,7 @@ DEMO_THREADS  ?= $(shell nproc)
 export VLLM_CPU_KVCACHE_SPACE     ?= 1
 export VLLM_CPU_OMP_THREADS_BIND  ?= nobind
 export OMP_NUM_THREADS            ?= 1
-export VLLM_LOGGING_LEVEL         ?= WARNING
+export VLLM_LOGGING_LEVEL         ?= ERROR
 export VLLM_NO_USAGE_STATS        ?= 1
 export HF_HUB_OFFLINE             ?= 1
 export HF_HUB_DISABLE_TELEMETRY   ?= 1
@@ -78,7 +81,7 @@ demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, valid
 	$(BIN)/python examples/train_sae.py $(DEMO)/acts
 
 test: $(STAMP) $(DEMO)/model/config.json ## run every test, the real engine on the CPU included
-	$(BIN)/python -m pytest --durations=15 $(TEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=15 $(TEST_ARGS)
 
 lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/ruff check .

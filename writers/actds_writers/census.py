@@ -79,6 +79,7 @@ class Census:
         self._hit_tokens = 0
         self._n_finished = 0
         self._last: StepScheduled | None = None
+        self._ring_depth: int | None = None
 
     def progress(self) -> CensusProgress:
         """Return the counters that the progress line shows."""
@@ -88,6 +89,7 @@ class Census:
             n_finished=self._n_finished,
             waiting=self._last.waiting if self._last else 0,
             running=self._last.running if self._last else 0,
+            ring_depth=self._ring_depth,
         )
 
     def observe(self, message: object) -> None:
@@ -170,6 +172,7 @@ class Census:
         high[reference.request] = max(high[reference.request], reference.stop)
 
     def _executed(self, message: StepExecuted) -> None:
+        self._ring_depth = message.queue_depth_stage2
         names = ("duration_ns", "kernel_mode", "padded_tokens", "disk_write_latency_p99",
                  "compression_backlog_bytes", "queue_depth_stage1", "queue_depth_stage2",
                  "queue_depth_stage3")  # fmt: skip

@@ -284,6 +284,7 @@ class CensusProgress:
     n_finished: int
     waiting: int
     running: int
+    ring_depth: int | None
     connected: bool = False
 
 

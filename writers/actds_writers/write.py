@@ -303,7 +303,11 @@ class _Run:
             rows=rows,
             row_nbytes=rows * (written.row_nbytes if written else 0),
             dropped_tokens=0,
-            queue_depths=(0, None, written.queue_depth if written else None),
+            queue_depths=(
+                0,
+                counted.ring_depth if counted else None,
+                written.queue_depth if written else None,
+            ),
         )
 
     def _summary(self, ended: Ended, sealed: Seal) -> str:

@@ -58,7 +58,7 @@ class Engine:
         seed: int,
     ) -> None:
         os.environ[ENVIRONMENT] = link.to_environment()
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         allowed = os.environ.get("VLLM_PLUGINS")
         if allowed and "actds" not in allowed.split(","):
