@@ -17,6 +17,7 @@ from actds.finding import Finding, Severity
 from actds.intervals import Intervals, Keys, index_in, keys, position_of, request_of
 
 MAX_FINDINGS_PER_CODE = 16
+_LARGEST = 2**63 - 1
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -69,8 +70,13 @@ class Notes:
 
 
 def ints(table: pa.Table, name: str) -> Ints:
-    """Return a column as int64, null as -1."""
+    """Return a column as int64, null as -1.
+
+    A uint64 above int64 stays the largest of all, so that no number turns into a null.
+    """
     column = table[name]
+    if pa.types.is_uint64(column.type):
+        column = pc.min_element_wise(column, pa.scalar(_LARGEST, pa.uint64()), skip_nulls=False)
     if column.null_count:
         column = column.cast(pa.int64()).fill_null(-1)
     values: Ints = column.to_numpy().astype(np.int64)

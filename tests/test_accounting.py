@@ -408,6 +408,20 @@ def test_multiplicity_counts_every_reference_once() -> None:
             assert not touching or left["count"] != right["count"]
 
 
+@pytest.mark.parametrize("step", [2**63, 2**64 - 1])
+def test_a_step_above_all_integers_is_unknown_and_not_null(step: int) -> None:
+    for kind in ("captured", "aborted"):
+        i = next(
+            i
+            for i, span in enumerate(SCHEDULE.spans.to_pylist())
+            if span["disposition"] == kind and span["step"] is not None
+        )
+        found = judge(edit(SCHEDULE, "spans", {(i, "step"): step})).findings
+        assert "an unknown step" in {f.got for f in found if f.code == "E412"}
+    assert "E412" in codes(judge(edit(SCHEDULE, "rows", {(0, "step"): step})))
+    assert "E412" in codes(judge(edit(SCHEDULE, "steps", {(0, "step"): step})))
+
+
 def test_a_run_of_nothing_has_an_account() -> None:
     names: list[Any] = ["requests", "steps", "spans", "drops"]
     found = account("r", *(tables.empty(name) for name in names), [])
