@@ -282,8 +282,7 @@ class _Reader:
 
     def _take_part(self, state: ChainState, body: PartBody, place: str) -> None:
         kind = "writer" if body.table in LOSS_TABLES else "census"
-        form = re.escape(layout.part_path(body.table, state.run, 0)).replace("000000", "[0-9]{6,9}")
-        if state.kind != kind or not re.fullmatch(form, body.file.path):
+        if state.kind != kind or not layout.is_part_path(body.file.path, body.table, state.run):
             raise _foreign(
                 place,
                 f"{body.file.path} in a {state.kind} chain",

@@ -56,6 +56,12 @@ def part_path(table: str, run: str, n: int) -> str:
     return f"{room}/{run}/{table}-{n:06d}.parquet"
 
 
+def is_part_path(path: str, table: str, run: str) -> bool:
+    """Return whether a path is that of a part, of any number, of a table of a run."""
+    stem = part_path(table, run, 0).removesuffix("000000.parquet")
+    return re.fullmatch(re.escape(stem) + r"[0-9]{6,9}\.parquet", path) is not None
+
+
 def record_path(chain: str, seq: int) -> str:
     """Return the path of a ledger record."""
     return f"ledger/{chain}/{seq:08d}.json"

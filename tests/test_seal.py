@@ -80,6 +80,20 @@ def test_a_further_run_gets_a_further_seal(dataset: Path) -> None:
     assert catalog.seal is not None and catalog.seal.totals["requests"] == 17
 
 
+def test_a_part_of_another_run_is_foreign_whatever_the_zeros_in_its_name() -> None:
+    run = "r-0000001234567890"
+    for n in (0, 7, 1_234_567):
+        assert layout.is_part_path(layout.part_path("spans", run, n), "spans", run)
+    for path in (
+        "census/r-7654321234567890/spans-000000.parquet",
+        f"census/{run}/steps-000000.parquet",
+        f"census/{run}/spans-00000.parquet",
+        f"census/{run}/spans-000000.parquet\n",
+        f"losses/{run}/spans-000000.parquet",
+    ):
+        assert not layout.is_part_path(path, "spans", run), path
+
+
 def test_an_open_chain_is_not_sealed_and_a_fenced_one_is(dataset: Path) -> None:
     store = LocalStore(dataset)
     chain = Chain.begin(store, f"{0:032x}", "r-killed", "writer", "test 1")

@@ -335,15 +335,13 @@ def _check_manifest(inventory: Inventory, manifest: ShardManifest, path: str) ->
 
 def _take_part(inventory: Inventory, chain: Chain, body: PartBody, place: str) -> None:
     run = chain.run or ""
-    wanted = layout.part_path(body.table, run, 0)
-    form = re.escape(wanted).replace("000000", "[0-9]{6,9}")
     kind = "writer" if body.table in LOSS_TABLES else "census"
     _foreign(
         chain,
-        is_foreign=chain.kind != kind or not re.fullmatch(form, body.file.path),
+        is_foreign=chain.kind != kind or not layout.is_part_path(body.file.path, body.table, run),
         place=place,
         got=f"{body.file.path} in a {chain.kind} chain",
-        expected=f"{wanted} or a later part, in a {kind} chain",
+        expected=f"{layout.part_path(body.table, run, 0)} or a later part, in a {kind} chain",
     )
     _reach(inventory, body.file.path, place)
     inventory.files[body.file.path] = body.file
