@@ -140,8 +140,8 @@ class ArrayReader:
         place: how errors name the array; the path of the shard file when None.
 
     Raises:
-        ActdsError: E108 when the metadata is not of the allowed form, E104 when the file is not
-            there, E204 when its size, index or checksums are damaged.
+        ActdsError: E108 when the metadata is not of the allowed form, E104 when the file cannot be
+            opened, E204 when its size, index or checksums are damaged.
 
     Spec: 0.1 section 4.
     """
@@ -163,6 +163,9 @@ class ArrayReader:
             raise ActdsError(
                 "E104", self._place, got="no such file", expected="the shard file"
             ) from None
+        except OSError as error:
+            got = error.strerror or str(error)
+            raise ActdsError("E104", self._place, got=got, expected="a readable file") from error
         try:
             self._offsets = self._read_index()
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from actds.shard import Shard
 __all__ = ["LazyArray"]
 
 Values = npt.NDArray[Any]
+_MAX_OPEN_ARRAYS = 64  # files: a dataset may have more shards than a process may open
 
 
 class LazyArray:
@@ -23,7 +25,8 @@ class LazyArray:
 
     Indexing reads: an integer, a slice, or integers ``(n,)`` choose rows, and a second index
     chooses channels. The result is a fresh numpy array of the hook's type (``ml_dtypes.bfloat16``
-    for bfloat16). Files are opened on first use and stay open; use it from any thread.
+    for bfloat16). Files are opened on first use, and the last ones stay open; use it from any
+    thread.
 
     Args:
         hook: the hook.
@@ -34,7 +37,7 @@ class LazyArray:
         self.hook = hook
         self._shards = shards
         self._starts = np.cumsum([0, *(shard.n_rows for shard in shards)], dtype=np.int64)
-        self._readers: dict[int, arrays.ArrayReader] = {}
+        self._readers: OrderedDict[int, arrays.ArrayReader] = OrderedDict()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -155,4 +158,8 @@ class LazyArray:
                         expected=f"{self.hook.dtype} rows of {self.hook.d_model} channels",
                     )
                 self._readers[number] = reader
+                while len(self._readers) > _MAX_OPEN_ARRAYS:
+                    # Forgotten, not closed: another thread may be inside, and the last one closes.
+                    self._readers.popitem(last=False)
+            self._readers.move_to_end(number)
             return reader

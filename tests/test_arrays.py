@@ -270,6 +270,11 @@ def test_missing_file_is_named(tmp_path):
     with pytest.raises(ActdsError) as error:
         ArrayReader(array_metadata(4, 8, "bfloat16"), tmp_path / "c/0/0", place="a/b")
     assert (error.value.code, error.value.place) == ("E104", "a/b")
+    (tmp_path / "c/0").mkdir(parents=True)
+    (tmp_path / "c/0/0").symlink_to("0")  # a loop: nothing that can be opened
+    with pytest.raises(ActdsError) as error:
+        ArrayReader(array_metadata(4, 8, "bfloat16"), tmp_path / "c/0/0", place="a/b")
+    assert (error.value.code, error.value.place) == ("E104", "a/b")
 
 
 def test_file_cut_while_open_is_damage(tmp_path):
