@@ -325,6 +325,8 @@ def test_page_says_verdict_finding_and_next_step(copy_dataset: Copy) -> None:
     assert page.startswith("VALID ") and "✓ accounting" in page and "✗" not in page
     totals = validate(path).totals
     assert f"{totals['rows']:,} rows of {totals['requests']:,} requests" in page
+    quick, deep = (run(str(path), "--level", level).stdout for level in ("quick", "deep"))
+    assert quick.startswith("NO ERROR in ") and "VALID" not in quick and deep.startswith("VALID ")
     assert f"{totals['dropped']:,} dropped" in page and f"{totals['aborted']:,} aborted" in page
     array = an_array(path)
     array.write_bytes(array.read_bytes()[:-1])
