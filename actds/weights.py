@@ -24,7 +24,7 @@ def served_counts(
         position: position of each row.
         multiplicity: the table of the seal: disjoint intervals with a count above 1.
 
-    Spec: 0.1 section 7.6.
+    Spec: 0.1 section 7.5.
     """
     table = multiplicity.filter(pc.equal(multiplicity["run"], run))
     if not table.num_rows:
