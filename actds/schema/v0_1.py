@@ -40,7 +40,7 @@ class Hook(Document):
     kind: Literal["resid_post"] = Field(description="what stands at the place")
     layer: Count = Field(description="decoder layer, from 0")
     d_model: Annotated[int, Field(ge=1, le=2**20)] = Field(description="channels of a row")
-    dtype: DType = Field(description="type of the stored rows, the type the model computed in")
+    dtype: DType = Field(description="type of the stored rows, section 4.4")
 
 
 class Genesis(Document):
