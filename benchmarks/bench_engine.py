@@ -139,7 +139,7 @@ def start(model: Path, hooks: str | None, arguments: dict[str, Any], out: Path) 
     from actds_writers.vllm import engine as engines
 
     if hooks is None:
-        none = Link("", "", "", (), None, 0, 0)
+        none = Link("", "", "", (), None, "block", 0, 0)
         engines.os.environ.pop(LINK, None)
         plain = Link.to_environment
         Link.to_environment = lambda self: ""  # type: ignore[method-assign]
@@ -164,6 +164,7 @@ def start(model: Path, hooks: str | None, arguments: dict[str, Any], out: Path) 
             None,
             256,
             None,
+            "block",
         )
     )
     layers = parse_hooks(hooks, 30)
@@ -174,7 +175,9 @@ def start(model: Path, hooks: str | None, arguments: dict[str, Any], out: Path) 
         started_ns=time.time_ns(), software="bench", facts=plan.facts, tokens=plan.tokens,
         rows_per_shard=plan.rows_per_shard, order="permuted", seed=0, n_threads=1,
     )  # fmt: skip
-    pipeline = Pipeline(plan.hooks, None, 256 << 20, settings, os.getpid(), lock_dataset(out))
+    pipeline = Pipeline(
+        plan.hooks, None, "block", 256 << 20, settings, os.getpid(), lock_dataset(out)
+    )
     pipeline.connect()
     engine = engines.Engine(model, arguments, pipeline.link, temperature=0.0, seed=0)
     return engine, pipeline

@@ -101,12 +101,7 @@ def test_a_killed_writer_ends_the_harvest_with_what_was_committed(
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 400)
     process = start(out, model, prompts, *ALONE, *SLOW, **h.ONE_PROCESS)
     wait_for(lambda: n_shards(out) >= 3, process)
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
-    children = [int(line.split()[0]) for line in listed.splitlines()
-                if "actds_writers.writer_process" in line
-                and f"/proc/{line.split()[0]}" and writes(int(line.split()[0]), out)]  # fmt: skip
-    assert len(children) == 1
-    os.kill(children[0], signal.SIGKILL)
+    os.kill(writer_of(out), signal.SIGKILL)
     _, stderr = process.communicate(timeout=h.TIMEOUT_S)
     assert process.returncode == 4
     assert "E502" in stderr
@@ -116,6 +111,42 @@ def test_a_killed_writer_ends_the_harvest_with_what_was_committed(
     lost = [s for s in spans if s["disposition"] == "aborted" and s["step"] is not None]
     assert dataset.n_rows >= 3 * 64
     assert {s["reason"] for s in lost} == {"writer_ended"}
+
+
+def writer_of(out: Path) -> int:
+    """Return the writer process of a dataset."""
+    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    candidates = [int(line.split()[0]) for line in listed.splitlines()
+                  if "actds_writers.writer_process" in line]  # fmt: skip
+    [found] = [pid for pid in candidates if writes(pid, out)]
+    return found
+
+
+def test_a_stalled_writer_under_a_drop_policy_costs_recorded_steps_only(
+    model: Path, tmp_path: Path
+) -> None:
+    out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 400)
+    options = ("--hooks", "resid_post:all", *h.TINY, *h.EAGER, "--engine", "max_model_len=512",
+               "--engine", "max_num_seqs=16", "--rows-per-shard", "64", "--max-tokens", "48",
+               "--overflow", "drop_newest", "--ring-mib", "1",
+               "--engine", "max_num_batched_tokens=128", *h.ALONE)  # fmt: skip
+    process = start(out, model, prompts, *options, **h.ONE_PROCESS)
+    wait_for(lambda: n_shards(out) >= 2, process)
+    writer = writer_of(out)
+    os.kill(writer, signal.SIGSTOP)
+    time.sleep(8)
+    os.kill(writer, signal.SIGCONT)
+    stdout, stderr = process.communicate(timeout=h.TIMEOUT_S)
+    assert process.returncode == 0, stderr
+    dataset = h.validated(out)
+    drops = dataset.drops().to_pylist()
+    lost = sum(drop["stop"] - drop["start"] for drop in drops)
+    assert lost > 0
+    assert f"{lost:,} dropped" in stdout
+    assert {drop["drop_reason"] for drop in drops} == {"queue_full"}
+    assert all(drop["queue_depth_stage2"] > 0 for drop in drops)
+    assert dataset.stalls().num_rows == 0
+    assert set(dataset.requests()["finish_reason"].to_pylist()) == {"length"}
 
 
 def writes(pid: int, out: Path) -> bool:
@@ -196,7 +227,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker
 for function in (Worker.load_model, Worker.execute_model, Scheduler.schedule,
                  Scheduler.add_request, Scheduler._free_request, Scheduler.__init__):
-    assert "actds" not in function.__code__.co_filename, function
+    assert "actds_writers" not in function.__code__.co_filename, function
 """
 
 

@@ -79,7 +79,8 @@ def test_refuses_broken_vectors_with_the_code_of_the_specification(tmp_path: Pat
         shutil.copytree(VECTORS / expect["base"], dataset)
         for path in expect["remove"]:
             (dataset / path).unlink()
-        shutil.copytree(vector / "files", dataset, dirs_exist_ok=True)
+        if (vector / "files").is_dir():  # one that only removes files has none
+            shutil.copytree(vector / "files", dataset, dirs_exist_ok=True)
         with pytest.raises(ValueError) as caught:
             read_everything(IndependentReader(dataset))
         refused[vector.name] = str(caught.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -14,27 +13,38 @@ from actds.errors import ActdsError
 from actds_writers import ring
 
 
-@given(st.lists(st.tuples(st.integers(1, 900), st.booleans()), max_size=200))
-def test_slices_in_use_never_overlap_and_never_wrap(moves: list[tuple[int, bool]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 900), st.none() | st.integers(0, 99)), max_size=200))
+def test_slices_in_use_never_overlap_and_never_wrap(moves: list[tuple[int, int | None]]) -> None:
     capacity = 2048
     space = ring.RingSpace(capacity)
-    in_use: deque[tuple[int, int]] = deque()
+    in_use: list[tuple[int, int]] = []
     for nbytes, free_one in moves:
-        if free_one and in_use:
-            offset, size = in_use.popleft()
-            space.free(ring.end_of(offset, size))
-        offset_now = space.reserve(nbytes)
-        if offset_now is None:
-            assert in_use, "an empty ring must take any slice that fits"
-            continue
-        in_use.append((offset_now, nbytes))
+        if free_one is not None and in_use:
+            offset, _ = in_use.pop(free_one % len(in_use))
+            space.free(offset)
         taken = np.zeros(capacity, dtype=int)
         for offset, size in in_use:
-            first = offset % capacity
-            assert first + size <= capacity
-            taken[first : first + size] += 1
-        assert taken.max() == 1
+            taken[offset : offset + -(-size // ring.ALIGNMENT) * ring.ALIGNMENT] += 1
+        offset_now = space.reserve(nbytes)
+        if offset_now is None:
+            size = -(-nbytes // ring.ALIGNMENT) * ring.ALIGNMENT
+            room = np.convolve(taken == 0, np.ones(size), "valid")
+            assert room.max() < size, "a slice that fits must be taken"
+            continue
+        assert offset_now + nbytes <= capacity
+        assert not taken[offset_now : offset_now + nbytes].any()
+        in_use.append((offset_now, nbytes))
         assert space.depth == len(in_use)
+
+
+def test_slices_that_come_back_in_order_are_reused_without_end() -> None:
+    space = ring.RingSpace(1024)
+    in_use = [space.reserve(256) for _ in range(4)]
+    for _ in range(1000):
+        assert space.reserve(256) is None
+        space.free(in_use.pop(0))
+        in_use.append(space.reserve(256))
+        assert in_use[-1] is not None
 
 
 def test_a_slice_larger_than_the_ring_is_refused() -> None:
@@ -45,7 +55,7 @@ def test_a_slice_larger_than_the_ring_is_refused() -> None:
 def test_another_process_s_view_sees_what_was_written(tmp_path: Path) -> None:
     memory = ring.create(tmp_path / "ring", 8192)
     rows = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)
-    ring.view(memory, 8192 + 64, (2, 3, 4), np.uint16)[:] = rows
+    ring.view(memory, 64, (2, 3, 4), np.uint16)[:] = rows
     other = ring.attach(tmp_path / "ring", 8192)
     assert np.array_equal(ring.view(other, 64, (2, 3, 4), np.uint16), rows)
 

@@ -7,6 +7,7 @@ worker saw alone, which rows are computed for the first time: the writer's own w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,14 @@ class _Request:
     next_position: int = 0
     n_chunks: int = 0
     attempt: int = 0
+
+
+class Interval(NamedTuple):
+    """Positions ``[start, stop)`` of a request."""
+
+    request: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -55,24 +64,8 @@ class Assembly:
 
         Spec: 0.1 sections 6.3 and 7.2.
         """
-        for request in step.finished:
-            self._requests.pop(request, None)
+        new, attempt, chunk = self._label(step)
         n = len(step.positions)
-        new = np.empty(n, dtype=bool)
-        attempt, chunk = np.empty(n, np.uint16), np.empty(n, np.uint32)
-        first = 0
-        for request, count in zip(step.requests.tolist(), step.n_rows.tolist(), strict=True):
-            state = self._requests.setdefault(request, _Request())
-            last = first + count
-            start, stop = int(step.positions[first]), int(step.positions[last - 1]) + 1
-            state.attempt += start < state.next_position  # resumed after a preemption
-            state.next_position = stop
-            new[first:last] = step.positions[first:last] >= state.high_water
-            attempt[first:last], chunk[first:last] = state.attempt, state.n_chunks
-            state.high_water = max(state.high_water, stop)
-            state.n_chunks += 1
-            first = last
-        self.recomputed_tokens += int(n - np.count_nonzero(new))
         prefill = step.positions < np.repeat(step.prompt_lens, step.n_rows)
         columns: dict[str, np.ndarray] = {
             "request": np.repeat(step.requests, step.n_rows),
@@ -93,6 +86,43 @@ class Assembly:
                     step.step, rows, select, {name: c[select] for name, c in columns.items()}
                 )
         return found
+
+    def lost(self, step: StepRows) -> list[Interval]:
+        """Return the intervals of a dropped step that would have been stored.
+
+        Spec: 0.1 section 7.4.
+        """
+        new, _, _ = self._label(step)
+        intervals: list[Interval] = []
+        first = 0
+        for request, count in zip(step.requests.tolist(), step.n_rows.tolist(), strict=True):
+            positions = step.positions[first : first + count][new[first : first + count]]
+            if len(positions):
+                intervals.append(Interval(request, int(positions[0]), int(positions[-1]) + 1))
+            first += count
+        return intervals
+
+    def _label(self, step: StepRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return which rows are new, their attempt and their chunk; move the requests on."""
+        for request in step.finished:
+            self._requests.pop(request, None)
+        n = len(step.positions)
+        new = np.empty(n, dtype=bool)
+        attempt, chunk = np.empty(n, np.uint16), np.empty(n, np.uint32)
+        first = 0
+        for request, count in zip(step.requests.tolist(), step.n_rows.tolist(), strict=True):
+            state = self._requests.setdefault(request, _Request())
+            last = first + count
+            start, stop = int(step.positions[first]), int(step.positions[last - 1]) + 1
+            state.attempt += start < state.next_position  # resumed after a preemption
+            state.next_position = stop
+            new[first:last] = step.positions[first:last] >= state.high_water
+            attempt[first:last], chunk[first:last] = state.attempt, state.n_chunks
+            state.high_water = max(state.high_water, stop)
+            state.n_chunks += 1
+            first = last
+        self.recomputed_tokens += int(n - np.count_nonzero(new))
+        return new, attempt, chunk
 
     def _flags(self, token_ids: np.ndarray) -> np.ndarray:
         flags = np.where(np.isin(token_ids, self._special), FLAG_SPECIAL, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,7 @@ from actds_writers.messages import (
     RequestArrived,
     RequestFinished,
     StepExecuted,
+    StepLost,
     StepScheduled,
 )
 from actds_writers.spans import ABORTED, CACHE_REF, CAPTURED, Pieces, span_table
@@ -69,7 +71,7 @@ class Census:
 
     def __init__(self) -> None:
         self._requests: dict[int, _Request] = {}
-        self._steps: dict[int, dict[str, object]] = {}
+        self._steps: dict[int, dict[str, Any]] = {}
         self._pieces = Pieces()
         self._high_water = _Growing(0)
         self._prompt_len = _Growing(0)
@@ -80,6 +82,7 @@ class Census:
         self._n_finished = 0
         self._last: StepScheduled | None = None
         self._ring_depth: int | None = None
+        self._lost: dict[int, str] = {}
 
     def progress(self) -> CensusProgress:
         """Return the counters that the progress line shows."""
@@ -90,6 +93,10 @@ class Census:
             waiting=self._last.waiting if self._last else 0,
             running=self._last.running if self._last else 0,
             ring_depth=self._ring_depth,
+            last_step=self._last.step if self._last else NO_STEP,
+            dropped_tokens=sum(
+                self._steps.get(step, {}).get("new_tokens", 0) for step in self._lost
+            ),
         )
 
     def observe(self, message: object) -> None:
@@ -98,6 +105,7 @@ class Census:
             RequestArrived: self._arrived,
             StepScheduled: self._scheduled,
             StepExecuted: self._executed,
+            StepLost: self._lose,
             RequestFinished: self._finished,
         }
         takers[type(message)](message)
@@ -137,6 +145,7 @@ class Census:
                 "prefill_tokens": n_prefill,
                 "decode_tokens": n_tokens - n_prefill,
                 "recomputed_tokens": int((new - start).sum()),
+                "new_tokens": int((stop - new).sum()),
                 "max_seq_len": int(stop.max()),
                 "waiting": message.waiting,
                 "running": message.running,
@@ -179,12 +188,20 @@ class Census:
         executed = {name: getattr(message, name) for name in names}
         self._steps.setdefault(message.step, {}).update(executed)
 
+    def _lose(self, message: StepLost) -> None:
+        self._lost[message.step] = message.reason
+
     def _finished(self, message: RequestFinished) -> None:
         self._requests[message.request].finished = message
         self._n_finished += 1
 
     def tables(
-        self, acknowledged: dict[str, int], client: ClientFacts, lost_reason: str
+        self,
+        acknowledged: dict[str, int],
+        client: ClientFacts,
+        lost_reason: str,
+        *,
+        drops_logged: bool = True,
     ) -> CensusTables:
         """Return the census after the run has ended.
 
@@ -192,10 +209,13 @@ class Census:
             acknowledged: per phase, the last step whose rows are committed.
             client: what only the client knows.
             lost_reason: reason of rows that were computed and not committed.
+            drops_logged: whether the writer lived to commit its drop log; without one a dropped
+                step has a single witness, and is aborted like the rest.
 
         Spec: 0.1 section 7.1.
         """
-        pieces = self._pieces.settled(self._prompt_len.values, acknowledged, lost_reason)
+        dropped = self._lost if drops_logged else {}
+        pieces = self._pieces.settled(self._prompt_len.values, acknowledged, lost_reason, dropped)
         for number, request in self._requests.items():
             self._owe(pieces, number, request)
         spans = span_table(pieces)

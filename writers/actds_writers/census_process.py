@@ -12,7 +12,7 @@ import pickle
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -114,13 +114,15 @@ class CensusProcess:
         if not store.exists(layout.GENESIS):
             return {}  # the engine never came up: nothing exists that could be accounted for
         genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
-        acknowledged = end_writer_chain(store, genesis.dataset, self._settings.run)
-        if acknowledged is None:
+        ended = end_writer_chain(store, genesis.dataset, self._settings.run)
+        if ended is None:
             return {}  # the run never began
         chain = Chain.begin(
             store, genesis.dataset, self._settings.run, "census", self._settings.software
         )
-        found = self._census.tables(acknowledged, self._client, "writer_ended")
+        found = self._census.tables(
+            ended.acknowledged, self._client, "writer_ended", drops_logged=ended.closed
+        )
         self._commit(store, chain, found)
         chain.close(_close_reason(self._reason or "interrupted"), found.totals)
         return found.totals
@@ -137,8 +139,21 @@ class CensusProcess:
                 commit_part(store, chain, name, self._settings.run, n, piece)
 
 
-def end_writer_chain(store: Store, dataset: str, run: str) -> dict[str, int] | None:
-    """Fence the run's writer chain if it is still open; return the last committed step per phase.
+@dataclass(frozen=True)
+class WriterEnd:
+    """How a writer ended.
+
+    Args:
+        acknowledged: per phase, the last step whose rows are committed.
+        closed: whether it closed its chain itself, its drop log committed before.
+    """
+
+    acknowledged: dict[str, int]
+    closed: bool
+
+
+def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
+    """Fence the run's writer chain if it is still open; return what is committed.
 
     Returns ``None`` when the run has no writer chain.
 
@@ -146,11 +161,10 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> dict[str, int] | N
 
     Spec: 0.1 section 8.3.
     """
-    acknowledged: dict[str, int] | None = None
     for state in read_ledger(store, dataset).values():
         if state.run != run or state.kind != "writer":
             continue
-        acknowledged = acknowledged or {}
+        acknowledged: dict[str, int] = {}
         if state.state == "open":
             fence(store, dataset, state.chain, "its writer ended without closing the chain")
         for record in state.records:
@@ -160,7 +174,8 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> dict[str, int] | N
                 manifest = schema.parse(ShardManifest, store.read(path), path)
                 last = acknowledged.get(manifest.phase, -1)
                 acknowledged[manifest.phase] = max(last, manifest.last_step)
-    return acknowledged
+        return WriterEnd(acknowledged, state.state == "closed")
+    return None
 
 
 def _close_reason(reason: str) -> schema.v0_1.CloseReason:

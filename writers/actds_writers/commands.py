@@ -60,6 +60,13 @@ if TYPE_CHECKING:
     "--rows-per-shard", type=click.IntRange(min=1), help="Default: 65536, fewer if memory is short."
 )
 @click.option(
+    "--overflow",
+    type=click.Choice(["block", "drop_oldest", "drop_newest"]),
+    default="block",
+    show_default=True,
+    help="When the ring is full: make the engine wait, or lose whole steps, recorded.",
+)
+@click.option(
     "--ring-mib",
     type=click.IntRange(min=1),
     default=256,
@@ -80,6 +87,7 @@ def write(
     store_dtype: str | None,
     order: Literal["permuted", "sequence"],
     rows_per_shard: int | None,
+    overflow: Literal["block", "drop_oldest", "drop_newest"],
     ring_mib: int,
 ) -> None:
     """Harvest activations from a real vLLM engine into OUT.
@@ -106,6 +114,7 @@ def write(
         rows_per_shard=rows_per_shard,
         ring_mib=ring_mib,
         store_dtype=store_dtype,
+        overflow=overflow,
     )
     _run(options)
 

@@ -15,6 +15,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 from actds.errors import ActdsError
+from actds_writers.settings import Policy
 
 ENVIRONMENT = "ACTDS_LINK"
 CONNECT_TIMEOUT_S = 60.0
@@ -30,6 +31,7 @@ class Link:
         run: run id.
         hooks: ``(kind, layer)`` of each hook to capture.
         store_dtype: type to store rows in, ``None`` for the type the model computes in.
+        policy: overflow policy of the ring.
         ring_nbytes: size of the host ring; the worker takes more when two steps need it.
         client_pid: process of the command.
     """
@@ -39,6 +41,7 @@ class Link:
     run: str
     hooks: tuple[tuple[str, int], ...]
     store_dtype: str | None
+    policy: Policy
     ring_nbytes: int
     client_pid: int
 

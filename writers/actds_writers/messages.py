@@ -84,7 +84,7 @@ class StepRows:
 
     Args:
         step: number of the step.
-        offset: logical offset in the ring, growing without end.
+        offset: where the step lies in the ring.
         nbytes: bytes in the ring.
         requests: request number of each scheduled request, in row order.
         n_rows: rows of each scheduled request.
@@ -108,6 +108,25 @@ class StepRows:
 
 
 @dataclass(frozen=True)
+class StepDropped:
+    """A whole step slice was given up by an overflow policy; no row of it follows.
+
+    Args:
+        rows: the step, its place in the ring no longer valid.
+        reason: ``queue_full``.
+        policy: ``drop_oldest`` or ``drop_newest``.
+        t_ns: wall clock.
+        depth: slices in the ring.
+    """
+
+    rows: StepRows
+    reason: str
+    policy: str
+    t_ns: int
+    depth: int
+
+
+@dataclass(frozen=True)
 class Stall:
     """The stage before ``stage`` waited."""
 
@@ -123,9 +142,13 @@ class Stall:
 
 @dataclass(frozen=True)
 class RingFree:
-    """The ring is free up to ``offset``; with the writer's own queue state."""
+    """The writer has taken a message; with its own queue state.
 
-    offset: int
+    Args:
+        offset: where the step lay in the ring, ``None`` when it was dropped before.
+    """
+
+    offset: int | None
     queue_depth_stage3: int
     compression_backlog_bytes: int
     disk_write_latency_p99: float | None
@@ -213,6 +236,14 @@ class StepExecuted:
     compression_backlog_bytes: int | None
 
 
+@dataclass(frozen=True)
+class StepLost:
+    """The rows of a step were dropped before they reached the writer."""
+
+    step: int
+    reason: str
+
+
 # harvest (the command's process) → writer and census ---------------------------------------------
 
 
@@ -262,6 +293,7 @@ class Progress:
 
     Args:
         n_rows: rows taken out of the ring.
+        last_step: last step that was taken or known to be dropped, -1 before the first.
         row_nbytes: bytes of one row over all hooks.
         stored_nbytes: bytes of the committed files.
         queue_depth: full buffers that wait for the disk.
@@ -269,6 +301,7 @@ class Progress:
     """
 
     n_rows: int
+    last_step: int
     row_nbytes: int
     stored_nbytes: int
     queue_depth: int
@@ -277,7 +310,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class CensusProgress:
-    """What the scheduler has done up to now."""
+    """What the scheduler has done up to now; ``last_step`` is -1 before the first."""
 
     scheduled_tokens: int
     cached_tokens: int
@@ -285,6 +318,8 @@ class CensusProgress:
     waiting: int
     running: int
     ring_depth: int | None
+    last_step: int
+    dropped_tokens: int
     connected: bool = False
 
 

@@ -28,7 +28,7 @@ from actds_writers.messages import (
     Finish,
     Progress,
 )
-from actds_writers.settings import CensusSettings, WriterSettings
+from actds_writers.settings import CensusSettings, Policy, WriterSettings
 
 FINISH_TIMEOUT_S = 600.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -57,6 +57,7 @@ class Pipeline:
     Args:
         hooks: ``(kind, layer)`` of each hook.
         store_dtype: type to store rows in, ``None`` for the model's own.
+        policy: overflow policy of the ring.
         ring_nbytes: size of the host ring.
         writer: settings of the writer.
         lock: open descriptor of the dataset's lock, which the processes inherit.
@@ -68,6 +69,7 @@ class Pipeline:
         self,
         hooks: tuple[tuple[str, int], ...],
         store_dtype: str | None,
+        policy: Policy,
         ring_nbytes: int,
         writer: WriterSettings,
         client_pid: int,
@@ -79,6 +81,7 @@ class Pipeline:
             run=writer.run,
             hooks=hooks,
             store_dtype=store_dtype,
+            policy=policy,
             ring_nbytes=ring_nbytes,
             client_pid=client_pid,
         )

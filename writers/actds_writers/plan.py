@@ -23,6 +23,7 @@ from actds_writers.encoding import (
 from actds_writers.hooks_spec import parse_hooks
 from actds_writers.messages import Fact, PromptFact
 from actds_writers.prompts import PromptSet, read_prompts
+from actds_writers.settings import Policy
 
 Order = Literal["permuted", "sequence"]
 HASH_CHUNK = 1 << 22
@@ -52,6 +53,7 @@ class WriteOptions:
         rows_per_shard: rows per shard, ``None`` to choose by memory.
         ring_mib: size of the host ring.
         store_dtype: type to store rows in, ``None`` for the type the model computes in.
+        overflow: what happens to a step when the ring is full.
     """
 
     out: Path
@@ -68,6 +70,7 @@ class WriteOptions:
     rows_per_shard: int | None
     ring_mib: int
     store_dtype: str | None
+    overflow: Policy
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def _facts(
         "sampling.seed": options.seed,
         "capture.method": "forward hook with one custom op per decoder layer",
         "serving.mode": "offline",
-        "capture.overflow_policy": "block",
+        "capture.overflow_policy": options.overflow,
         "capture.order": options.order,
         "capture.rows_per_shard": rows,
     }

@@ -1,14 +1,14 @@
 """The host ring: shared memory through which step slices travel from worker to writer.
 
-Stage 2 of three; stands between transfer and writer. Offsets grow without end; a slice is always
-contiguous, so the tail of the memory is skipped when a slice does not fit behind the last one.
+Stage 2 of three; stands between transfer and writer. Slices are contiguous and of any size; they
+are taken one behind the other, around the end of the memory, wherever the next free stretch is.
 """
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import os
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,17 @@ class RingSpace:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._head = 0
-        self._tail = 0
-        self._ends: deque[int] = deque()
+        self._starts: list[int] = []
+        self._stops: dict[int, int] = {}
+        self._next = 0
 
     @property
     def depth(self) -> int:
         """Return the number of slices in use."""
-        return len(self._ends)
+        return len(self._starts)
 
     def reserve(self, nbytes: int) -> int | None:
-        """Return the logical offset of a free contiguous slice, ``None`` while there is none.
+        """Return the offset of a free contiguous slice, ``None`` while there is none.
 
         Raises:
             ActdsError: E009 when the slice can never fit.
@@ -84,33 +84,38 @@ class RingSpace:
                 expected="a ring that holds at least one step",
                 next_step="Raise --ring-mib or lower max_num_batched_tokens.",
             )
-        start = self._head
-        room_behind = self.capacity - start % self.capacity
-        if size > room_behind:
-            start += room_behind
-        if start + size - self._tail > self.capacity:
-            return None
-        self._head = start + size
-        self._ends.append(self._head)
+        start = self._find(size)
+        if start is not None:
+            bisect.insort(self._starts, start)
+            self._stops[start] = self._next = start + size
         return start
 
     def free(self, offset: int) -> None:
-        """Give back every slice that ends at or before a logical offset."""
-        while self._ends and self._ends[0] <= offset:
-            self._tail = self._ends.popleft()
-        if not self._ends:
-            self._tail = self._head
+        """Give back the slice at an offset."""
+        del self._starts[bisect.bisect_left(self._starts, offset)]
+        del self._stops[offset]
 
+    def _find(self, size: int) -> int | None:
+        """Return a free stretch: behind the last slice, else the first from the beginning.
 
-def end_of(offset: int, nbytes: int) -> int:
-    """Return the logical offset behind a slice, which the consumer gives back."""
-    return offset + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        Slices come back nearly in the order in which they were taken, so the first look is
+        almost always the last.
+        """
+        index = bisect.bisect_left(self._starts, self._next)
+        limit = self._starts[index] if index < len(self._starts) else self.capacity
+        if limit - self._next >= size:
+            return self._next
+        free_from = 0
+        for start in self._starts:
+            if start - free_from >= size:
+                return free_from
+            free_from = self._stops[start]
+        return free_from if self.capacity - free_from >= size else None
 
 
 def view(
     memory: mmap.mmap, offset: int, shape: tuple[int, ...], bits: type[np.unsignedinteger[Any]]
 ) -> np.ndarray:
-    """Return the slice at a logical offset as bit patterns, without a copy."""
+    """Return the slice at an offset as bit patterns, without a copy."""
     count = int(np.prod(shape))
-    flat = np.frombuffer(memory, dtype=bits, count=count, offset=offset % len(memory))
-    return flat.reshape(shape)
+    return np.frombuffer(memory, dtype=bits, count=count, offset=offset).reshape(shape)

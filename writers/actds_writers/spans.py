@@ -57,19 +57,29 @@ class Pieces:
         return list(self._reasons)
 
     def settled(
-        self, prompt_len: np.ndarray, acknowledged: dict[str, int], lost_reason: str
+        self,
+        prompt_len: np.ndarray,
+        acknowledged: dict[str, int],
+        lost_reason: str,
+        dropped: dict[int, str],
     ) -> Pieces:
-        """Return the pieces with the rows that were never committed as aborted.
+        """Return the pieces with dropped rows as dropped, those never committed as aborted.
 
         Args:
             prompt_len: prompt tokens by request number: where prefill ends.
             acknowledged: per phase, the last step whose rows are committed.
             lost_reason: reason of the others.
+            dropped: reason by step of those an overflow policy gave up.
         """
         settled = Pieces()
         settled._reasons = self.reasons()
         lost = settled._reason(lost_reason)
         c = self.columns()
+        for reason in sorted(set(dropped.values())):
+            steps = [step for step, why in dropped.items() if why == reason]
+            gone = (c["disposition"] == CAPTURED) & np.isin(c["step"], steps)
+            c["disposition"] = np.where(gone, DROPPED, c["disposition"])
+            c["reason"] = np.where(gone, settled._reason(reason), c["reason"])
         edge = prompt_len[c["request"]] if len(c["request"]) else c["start"]
         for phase, start, stop in (
             ("prefill", c["start"], np.minimum(c["stop"], edge)),

@@ -34,7 +34,7 @@ from actds_writers.summary import Totals, format_summary
 from actds_writers.vllm.engine import Engine
 
 CONNECT_TIMEOUT_S = 30.0
-ABORT_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S = 300.0
 CAUSE_TIMEOUT_S = 5.0
 """How long to wait for the cause when the engine has died of something the writer knows."""
 
@@ -149,6 +149,7 @@ class _Run:
         self._pipeline = Pipeline(
             plan.hooks,
             options.store_dtype,
+            options.overflow,
             options.ring_mib << 20,
             self._settings,
             os.getpid(),
@@ -168,6 +169,7 @@ class _Run:
             try:
                 engine = self._start()
                 self._feed(engine)
+                self._drain()
             except ActdsError as error:
                 failure = self._cause(error)
             if engine is not None:
@@ -220,7 +222,7 @@ class _Run:
                     self._add(engine, self._queue.pop(), limit)
                 if self._interrupts:
                     self._abort(engine)
-                    return
+                    break
                 for finished in engine.step() if self._live else []:
                     self._live.discard(finished.key)
                     self._n_finished += 1
@@ -230,18 +232,28 @@ class _Run:
                 progress.update(self._snapshot())
 
     def _abort(self, engine: Engine) -> None:
-        """End the requests under way; wait until the scheduler has let go of them all.
-
-        What they computed stays; what they owe is accounted as aborted.
-        """
+        """End the requests under way; what they owe is accounted as aborted."""
         engine.abort(sorted(self._live))
-        total = self._n_finished + len(self._live)
-        deadline = time.monotonic() + ABORT_TIMEOUT_S
-        while self._pipeline.counted and self._pipeline.counted.n_finished < total:
+        self._n_finished += len(self._live)
+        self._live.clear()
+
+    def _drain(self) -> None:
+        """Wait until the scheduler has let go of every request and the writer has every step.
+
+        Raises:
+            ActdsError: what made a process fail meanwhile.
+        """
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while time.monotonic() < deadline:
             self._pipeline.poll()
-            if time.monotonic() > deadline:
-                return  # the census calls the rest unfinished, which is what they are
+            counted, written = self._pipeline.counted, self._pipeline.written
+            if counted and counted.n_finished >= self._n_finished:
+                if counted.last_step < 0:
+                    return
+                if written and written.last_step >= counted.last_step:
+                    return
             time.sleep(0.02)
+        # What has not come by now is accounted as unfinished or aborted, which is what it is.
 
     def _add(self, engine: Engine, encoded: Encoded, limit: int) -> None:
         """Add a prompt, or note why the engine does not take it."""
@@ -302,7 +314,7 @@ class _Run:
             cached_tokens=counted.cached_tokens if counted else 0,
             rows=rows,
             row_nbytes=rows * (written.row_nbytes if written else 0),
-            dropped_tokens=0,
+            dropped_tokens=counted.dropped_tokens if counted else 0,
             queue_depths=(
                 0,
                 counted.ring_depth if counted else None,

@@ -22,7 +22,15 @@ from actds_writers import ring
 from actds_writers.assembly import Assembly
 from actds_writers.buffers import BITS, ShardBuffer
 from actds_writers.committer import CommitPlan, Committer
-from actds_writers.messages import HookSpec, RingFree, Stall, StepRows, WorkerHello
+from actds_writers.losses import DropLog
+from actds_writers.messages import (
+    HookSpec,
+    RingFree,
+    Stall,
+    StepDropped,
+    StepRows,
+    WorkerHello,
+)
 from actds_writers.settings import WriterSettings
 
 PHASES = ("prefill", "decode")
@@ -57,6 +65,8 @@ class Writer:
         self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
         self._assembly = Assembly(settings.tokens)
         self._stalls: list[Stall] = []
+        self._losses = DropLog()
+        self.last_step = -1
 
     @property
     def committer(self) -> Committer:
@@ -83,12 +93,33 @@ class Writer:
             self._stalls.append(message.stall)
         if self._committer.error is None:
             self._take(message)
+        self.last_step = message.step
+        return self._taken(message.offset)
+
+    def _taken(self, offset: int | None) -> RingFree:
         return RingFree(
-            offset=ring.end_of(message.offset, message.nbytes),
+            offset=offset,
             queue_depth_stage3=self._committer.queue_depth,
             compression_backlog_bytes=self._committer.backlog_nbytes,
             disk_write_latency_p99=self._committer.latency_p99(),
         )
+
+    def dropped(self, message: StepDropped) -> RingFree:
+        """Log a step that never came; return the acknowledgement."""
+        if message.rows.stall is not None:
+            self._stalls.append(message.rows.stall)
+        self.last_step = message.rows.step
+        committer = self._committer
+        state = {
+            "queue_depth_stage1": 0,
+            "queue_depth_stage2": message.depth,
+            "queue_depth_stage3": committer.queue_depth,
+            "disk_write_latency_p99": committer.latency_p99(),
+            "compression_backlog_bytes": committer.backlog_nbytes,
+            "cache_hit_ratio": None,
+        }
+        self._losses.add(message, self._assembly.lost(message.rows), state)
+        return self._taken(None)
 
     def finish(self, reason: str) -> dict[str, int]:
         """Commit what is buffered, close the chain; return its totals.
@@ -102,13 +133,14 @@ class Writer:
         self._committer.finish()
         if self._committer.error is not None:
             raise self._committer.error
+        self._losses.commit(self._store, self._chain, self._settings.run)
         if self._stalls:
             commit_part(
                 self._store, self._chain, "stalls", self._settings.run, 0, _stalls(self._stalls)
             )
         totals = {
             "rows": self._committer.n_rows,
-            "dropped_tokens": 0,
+            "dropped_tokens": self._losses.n_tokens,
             "recomputed_tokens": self._assembly.recomputed_tokens,
         }
         self._chain.close(_close_reason(reason), totals)

@@ -21,6 +21,7 @@ from actds_writers.messages import (
     Failed,
     Finish,
     Progress,
+    StepDropped,
     StepRows,
     WorkerHello,
 )
@@ -62,6 +63,8 @@ class WriterProcess:
                 self._hub.tell("harvest", Begun(len(message.hooks)))
             elif isinstance(message, StepRows) and self._writer is not None:
                 connection.send(self._writer.step(message))
+            elif isinstance(message, StepDropped) and self._writer is not None:
+                connection.send(self._writer.dropped(message))
             elif isinstance(message, Failed):
                 raise message.error()
             elif isinstance(message, Finish):
@@ -93,6 +96,7 @@ class WriterProcess:
             "harvest",
             Progress(
                 n_rows=self._writer.n_rows_seen,
+                last_step=self._writer.last_step,
                 row_nbytes=self._writer.row_nbytes,
                 stored_nbytes=committer.stored_nbytes,
                 queue_depth=committer.queue_depth,

@@ -22,15 +22,18 @@ from actds_writers.messages import (
     Fact,
     Failed,
     HookSpec,
-    RingFree,
     Stall,
+    StepDropped,
     StepExecuted,
+    StepLost,
     StepRows,
     WorkerHello,
 )
+from actds_writers.overflow import Handover
 from actds_writers.transfer import Transfer
 from actds_writers.vllm.layouts import RowIdentity, identify
 from actds_writers.vllm.observe import observe
+from actds_writers.vllm.scheduler import StepMark
 
 DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32"}
 PADDING_ROWS = 1024
@@ -53,7 +56,6 @@ class WorkerCapture:
         self._writer = link.connect("writer", "worker")
         self._census: Connection = link.connect("census", "worker")
         self._numbers: dict[str, tuple[int, int]] = {}
-        self._queues: RingFree | None = None
         self._introduced = False
         try:
             self._install(worker)
@@ -88,11 +90,13 @@ class WorkerCapture:
         self._ring_path = Path(link.folder) / "ring"
         self._ring_nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._transfer = Transfer(ring.create(self._ring_path, self._ring_nbytes), self._staging)
-        self._space = ring.RingSpace(self._ring_nbytes)
+        self._handover = Handover(
+            self._writer, ring.RingSpace(self._ring_nbytes), link.policy, self._tell_loss
+        )
 
     def close(self) -> None:
         """End the links; the writer learns that nothing more comes."""
-        self._writer.close()
+        self._handover.close()
         self._census.close()
 
     def before_step(self) -> None:
@@ -124,26 +128,37 @@ class WorkerCapture:
         identity = identify(runner, scheduled)
         n = scheduled.total_num_scheduled_tokens
         self._compare(mark.step, identity, scheduled)
-        offset, stall = self._reserve(n * self._row_nbytes, mark.step)
-        self._transfer.copy(offset, n)
+        nbytes = n * self._row_nbytes
+        offset, stall = self._handover.place(nbytes, mark.step)
+        rows = self._rows(mark, identity, offset or 0, nbytes, stall)
+        if offset is None:
+            policy, depth = self._link.policy, self._handover.depth
+            self._handover.put(StepDropped(rows, "queue_full", policy, time.time_ns(), depth))
+        else:
+            self._transfer.copy(offset, n)
+            self._handover.put(rows)
+        self._census.send(self._executed(mark.step, duration_ns, runner, n))
+
+    def _rows(
+        self, mark: StepMark, identity: RowIdentity, offset: int, nbytes: int, stall: Stall | None
+    ) -> StepRows:
         known = [self._numbers[request] for request in identity.request_ids]
         kept = identity.n_rows > 0
-        self._send(
-            StepRows(
-                step=mark.step,
-                offset=offset,
-                nbytes=n * self._row_nbytes,
-                requests=np.array([number for number, _ in known], np.int64)[kept],
-                n_rows=identity.n_rows[kept],
-                prompt_lens=np.array([length for _, length in known], np.int64)[kept],
-                positions=identity.positions,
-                token_ids=identity.token_ids,
-                finished=mark.finished,
-                stall=stall,
-            )
+        return StepRows(
+            step=mark.step,
+            offset=offset,
+            nbytes=nbytes,
+            requests=np.array([number for number, _ in known], np.int64)[kept],
+            n_rows=identity.n_rows[kept],
+            prompt_lens=np.array([length for _, length in known], np.int64)[kept],
+            positions=identity.positions,
+            token_ids=identity.token_ids,
+            finished=mark.finished,
+            stall=stall,
         )
-        self._receive(block=False)
-        self._census.send(self._executed(mark.step, duration_ns, runner, n))
+
+    def _tell_loss(self, dropped: StepDropped) -> None:
+        self._census.send(StepLost(dropped.rows.step, dropped.reason))
 
     def _learn(self, scheduled: Any, numbers: dict[str, int]) -> None:
         """Keep number and prompt length of requests that are new to this worker."""
@@ -169,47 +184,24 @@ class WorkerCapture:
         self._send(Failed.of(error))
         raise error
 
-    def _reserve(self, nbytes: int, step: int) -> tuple[int, Stall | None]:
-        """Return a place in the ring; wait for it when the ring is full (policy ``block``)."""
-        offset = self._space.reserve(nbytes)
-        if offset is not None:
-            return offset, None
-        began, began_ns, depth = time.monotonic_ns(), time.time_ns(), self._space.depth
-        while offset is None:
-            self._receive(block=True)
-            offset = self._space.reserve(nbytes)
-        return offset, Stall("ring", began_ns, time.monotonic_ns() - began, depth, step)
-
-    def _receive(self, *, block: bool) -> None:
-        """Take the writer's acknowledgements; wait for one when asked."""
-        try:
-            if block:
-                self._freed(self._writer.recv())
-            while self._writer.poll():
-                self._freed(self._writer.recv())
-        except (EOFError, OSError):
-            raise _writer_gone() from None
-
-    def _freed(self, message: RingFree) -> None:
-        self._queues = message
-        self._space.free(message.offset)
-
     def _send(self, message: object) -> None:
         try:
             self._writer.send(message)
-        except OSError:
-            raise _writer_gone() from None
+        except OSError as error:
+            raise ActdsError(
+                "E502", "ring", got="the writer process is gone", expected="a writer"
+            ) from error
 
     def _executed(self, step: int, duration_ns: int, runner: Any, n: int) -> StepExecuted:
         mode, padded = _kernel_mode(runner, int(self._staging.seen.max()), n)
-        queues = self._queues
+        queues = self._handover.writer_state
         return StepExecuted(
             step=step,
             duration_ns=duration_ns,
             kernel_mode=mode,
             padded_tokens=padded,
             queue_depth_stage1=0,
-            queue_depth_stage2=self._space.depth,
+            queue_depth_stage2=self._handover.depth,
             queue_depth_stage3=queues.queue_depth_stage3 if queues else None,
             disk_write_latency_p99=queues.disk_write_latency_p99 if queues else None,
             compression_backlog_bytes=queues.compression_backlog_bytes if queues else None,
@@ -230,10 +222,6 @@ class WorkerCapture:
                 raise ActdsError(
                     "E012", f"engine option {option}", got="in use", expected="not in use"
                 )
-
-
-def _writer_gone() -> ActdsError:
-    return ActdsError("E502", "ring", got="the writer process is gone", expected="a writer")
 
 
 def _kernel_mode(runner: Any, seen: int, n: int) -> tuple[str | None, int | None]:

@@ -1,0 +1,63 @@
+"""The drop log: what an overflow policy cost, event by event.
+
+Beside stage 3, inside the writer process: the writer-side witness of every loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actds import tables
+from actds.ledger import Chain
+from actds.shard import commit_part
+from actds.store import Store
+from actds_writers.assembly import Interval
+from actds_writers.messages import StepDropped
+
+ROWS_PER_PART = 1_000_000
+
+
+class DropLog:
+    """Collects the drops of a run.
+
+    Spec: 0.1 section 6.3.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._n_events = 0
+        self.n_tokens = 0
+
+    def add(
+        self, dropped: StepDropped, intervals: list[Interval], state: dict[str, int | float | None]
+    ) -> None:
+        """Log one dropped step.
+
+        Args:
+            dropped: the event.
+            intervals: positions that would have been stored.
+            state: depths and latencies of the queues when it was logged.
+        """
+        n_tokens = sum(interval.stop - interval.start for interval in intervals)
+        event = {
+            "drop": self._n_events,
+            "t_ns": dropped.t_ns,
+            "step": dropped.rows.step,
+            "drop_reason": dropped.reason,
+            "policy": dropped.policy,
+            "n_tokens": n_tokens,
+            "batch_tokens": len(dropped.rows.positions),
+            "max_seq_len": int(dropped.rows.positions.max()) + 1,
+            **state,
+        }
+        self._rows += [{**event, **interval._asdict()} for interval in intervals]
+        self._n_events += bool(intervals)
+        self.n_tokens += n_tokens
+
+    def commit(self, store: Store, chain: Chain, run: str) -> None:
+        """Commit the log in parts; nothing when there was no drop."""
+        names = tables.SCHEMAS["drops"].names
+        for n, first in enumerate(range(0, len(self._rows), ROWS_PER_PART)):
+            rows = self._rows[first : first + ROWS_PER_PART]
+            columns: dict[str, object] = {name: [row[name] for row in rows] for name in names}
+            commit_part(store, chain, "drops", run, n, tables.build("drops", columns))
