@@ -26,6 +26,7 @@ from actds.store import open_store
 from actds_validators.validate import validate
 from actds_writers import ring
 from actds_writers.assembly import SpecialTokens
+from actds_writers.link import Policy
 from actds_writers.messages import (
     ClientFacts,
     Fact,
@@ -42,7 +43,7 @@ from actds_writers.messages import (
 from actds_writers.overflow import Handover
 from actds_writers.pipeline import Pipeline
 from actds_writers.resume import lock_dataset
-from actds_writers.settings import Policy, WriterSettings
+from actds_writers.settings import WriterSettings
 
 D_MODEL = 32
 HOOKS = tuple(HookSpec(f"resid_post.{i}", "resid_post", i, D_MODEL, "bfloat16") for i in (1, 2))

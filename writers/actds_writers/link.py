@@ -13,12 +13,14 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import Literal
 
 from actds.errors import ActdsError
-from actds_writers.settings import Policy
 
 ENVIRONMENT = "ACTDS_LINK"
 CONNECT_TIMEOUT_S = 60.0
+Policy = Literal["block", "drop_oldest", "drop_newest"]
+"""What happens to a step when the ring is full."""
 
 
 @dataclass(frozen=True)

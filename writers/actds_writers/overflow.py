@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from actds.errors import ActdsError
+from actds_writers.link import Policy
 from actds_writers.messages import RingFree, Stall, StepDropped, StepRows
 from actds_writers.ring import RingSpace
-from actds_writers.settings import Policy
 
 NO_TOKENS = np.empty(0, np.int64)
 AHEAD = 2

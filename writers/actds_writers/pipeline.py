@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from actds.errors import ActdsError
-from actds_writers.link import Link
+from actds_writers.link import Link, Policy
 from actds_writers.messages import (
     Begun,
     CensusProgress,
@@ -28,7 +28,7 @@ from actds_writers.messages import (
     Finish,
     Progress,
 )
-from actds_writers.settings import CensusSettings, Policy, WriterSettings
+from actds_writers.settings import CensusSettings, WriterSettings
 
 FINISH_TIMEOUT_S = 600.0
 SHARED_MEMORY = Path("/dev/shm")

@@ -21,9 +21,9 @@ from actds_writers.encoding import (
     special_tokens,
 )
 from actds_writers.hooks_spec import parse_hooks
+from actds_writers.link import Policy
 from actds_writers.messages import Fact, PromptFact
 from actds_writers.prompts import PromptSet, read_prompts
-from actds_writers.settings import Policy
 
 Order = Literal["permuted", "sequence"]
 HASH_CHUNK = 1 << 22

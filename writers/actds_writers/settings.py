@@ -11,9 +11,6 @@ from typing import Literal
 from actds_writers.assembly import SpecialTokens
 from actds_writers.messages import Fact
 
-Policy = Literal["block", "drop_oldest", "drop_newest"]
-"""What happens to a step when the ring is full."""
-
 
 @dataclass(frozen=True)
 class WriterSettings:
