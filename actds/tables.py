@@ -66,7 +66,12 @@ SCHEMAS: dict[TableName, pa.Schema] = {
             _column("engine_cached_tokens", _U32, "the same, as the engine reports", null=True),
             _column("n_preemptions", _U16, "times the request lost its KV blocks"),
             _column("arrival_ns", _I64, "wall clock", null=True),
-            _column("first_token_ns", _I64, "wall clock of the first sampled token", null=True),
+            _column(
+                "first_token_ns",
+                _I64,
+                "wall clock when the first sampled token was fed",
+                null=True,
+            ),
             _column("finish_ns", _I64, "wall clock", null=True),
             _column("finish_reason", _S, "stop, length, abort, error, unfinished or skipped"),
             _column("reason", _S, "code and words for a skip or an error", null=True),

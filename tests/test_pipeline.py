@@ -270,6 +270,47 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(
     assert (early <= kept) == (policy == "drop_newest")
 
 
+def test_drops_that_the_writer_never_logged_count_as_aborted(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    with pipeline_for(out, "drop_newest") as pipeline:
+        engine = SyntheticEngine(pipeline)
+        engine.request(0)
+        engine.drain(pipeline)
+        writer = pipeline._processes["writer"].pid
+        os.kill(writer, signal.SIGSTOP)
+        try:
+            for number in range(1, 120):
+                engine.request(number)
+            engine.close()  # dies with steps and drops in its queue
+        finally:
+            os.kill(writer, signal.SIGCONT)
+        ended = pipeline.finish("failed")
+    seal(open_store(out))
+    dataset = clean(out)
+    assert len(engine.drops) > 0
+    assert ended.census["dropped"] == ended.writer["dropped_tokens"]
+    assert ended.census["aborted"] > 0
+    assert dataset.n_rows + ended.census["dropped"] + ended.census["aborted"] == 120 * (
+        PROMPT_LEN + GENERATED - 1
+    )
+
+
+def test_an_engine_that_waits_for_a_writer_learns_of_its_death(tmp_path: Path) -> None:
+    with pipeline_for(tmp_path / "acts") as pipeline:
+        engine = SyntheticEngine(pipeline)
+        engine.request(0)
+        engine.drain(pipeline)
+        writer = pipeline._processes["writer"].pid
+        os.kill(writer, signal.SIGSTOP)
+        kill = threading.Timer(0.5, os.kill, (writer, signal.SIGKILL))
+        kill.start()
+        with pytest.raises(ActdsError, match="E502"):
+            for number in range(1, 120):
+                engine.request(number)
+        kill.join()
+        engine.close()
+
+
 def test_blocking_makes_the_engine_wait_and_loses_nothing(tmp_path: Path) -> None:
     out = tmp_path / "acts"
     with pipeline_for(out) as pipeline:

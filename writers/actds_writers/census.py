@@ -200,8 +200,7 @@ class Census:
         acknowledged: dict[str, int],
         client: ClientFacts,
         lost_reason: str,
-        *,
-        drops_logged: bool = True,
+        logged_drops: frozenset[int] = frozenset(),
     ) -> CensusTables:
         """Return the census after the run has ended.
 
@@ -209,12 +208,12 @@ class Census:
             acknowledged: per phase, the last step whose rows are committed.
             client: what only the client knows.
             lost_reason: reason of rows that were computed and not committed.
-            drops_logged: whether the writer lived to commit its drop log; without one a dropped
-                step has a single witness, and is aborted like the rest.
+            logged_drops: steps in the writer's committed drop log. A drop that the writer did not
+                live to log has a single witness, and is aborted like the rest.
 
         Spec: 0.1 section 7.1.
         """
-        dropped = self._lost if drops_logged else {}
+        dropped = {step: why for step, why in self._lost.items() if step in logged_drops}
         pieces = self._pieces.settled(self._prompt_len.values, acknowledged, lost_reason, dropped)
         for number, request in self._requests.items():
             self._owe(pieces, number, request)
@@ -287,6 +286,7 @@ def _request_row(
     engine_cached: int | None,
 ) -> dict[str, object]:
     arrived, finished = request.arrived, request.finished
+    reason, why = _finish_reason(finished)
     return {
         "request": number,
         "external_id": prompt.external_id if prompt else arrived.external_id,
@@ -301,12 +301,21 @@ def _request_row(
         "arrival_ns": arrived.arrival_ns,
         "first_token_ns": request.first_token_ns,
         "finish_ns": finished.t_ns if finished else None,
-        "finish_reason": finished.reason if finished else "unfinished",
-        "reason": None if finished else "the engine ended before the request did",
+        "finish_reason": reason,
+        "reason": why,
         "token_digest": finished.token_digest if finished else None,
         "sampling": arrived.sampling,
         "block_digests": list(arrived.block_digests) if arrived.block_digests else None,
     }
+
+
+def _finish_reason(finished: RequestFinished | None) -> tuple[str, str | None]:
+    """Return one of the spec's reasons, and words where that does not say it all."""
+    if finished is None:
+        return "unfinished", "the engine ended before the request did"
+    if finished.reason in tables.FINISH_REASONS:
+        return finished.reason, None
+    return "error", f"the engine's own reason: {finished.reason}"
 
 
 def _skipped_row(number: int, prompt: PromptFact) -> dict[str, object]:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from actds import layout, schema
+from actds import layout, schema, tables
 from actds.errors import ActdsError
 from actds.ledger import Chain, fence, read_ledger
-from actds.schema.v0_1 import Genesis, ShardBody, ShardManifest
+from actds.schema.v0_1 import Genesis, PartBody, ShardBody, ShardManifest
 from actds.shard import PartTable, commit_part
 from actds.store import Store, open_store
 from actds_writers.census import Census, CensusTables
@@ -92,7 +92,8 @@ class CensusProcess:
         if time.monotonic() - self._last_progress > PROGRESS_INTERVAL_S:
             self._last_progress = time.monotonic()
             connected = self._hub.has_met("scheduler")
-            self._hub.tell("harvest", replace(self._census.progress(), connected=connected))
+            progress = replace(self._census.progress(), connected=connected)
+            self._hub.tell("harvest", progress, patient=False)
 
     def _reserve(self) -> None:
         """Hold back disk space as soon as the dataset exists."""
@@ -121,7 +122,7 @@ class CensusProcess:
             store, genesis.dataset, self._settings.run, "census", self._settings.software
         )
         found = self._census.tables(
-            ended.acknowledged, self._client, "writer_ended", drops_logged=ended.closed
+            ended.acknowledged, self._client, "writer_ended", ended.dropped_steps
         )
         self._commit(store, chain, found)
         chain.close(_close_reason(self._reason or "interrupted"), found.totals)
@@ -145,11 +146,11 @@ class WriterEnd:
 
     Args:
         acknowledged: per phase, the last step whose rows are committed.
-        closed: whether it closed its chain itself, its drop log committed before.
+        dropped_steps: steps that stand in the committed drop log.
     """
 
     acknowledged: dict[str, int]
-    closed: bool
+    dropped_steps: frozenset[int]
 
 
 def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
@@ -165,6 +166,7 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
         if state.run != run or state.kind != "writer":
             continue
         acknowledged: dict[str, int] = {}
+        dropped: set[int] = set()
         if state.state == "open":
             fence(store, dataset, state.chain, "its writer ended without closing the chain")
         for record in state.records:
@@ -174,7 +176,11 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
                 manifest = schema.parse(ShardManifest, store.read(path), path)
                 last = acknowledged.get(manifest.phase, -1)
                 acknowledged[manifest.phase] = max(last, manifest.last_step)
-        return WriterEnd(acknowledged, state.state == "closed")
+            elif isinstance(body, PartBody) and body.table == "drops":
+                data = store.read(body.file.path)
+                steps = tables.from_parquet("drops", data, body.file.path, ["step"])["step"]
+                dropped.update(steps.to_pylist())
+        return WriterEnd(acknowledged, frozenset(dropped))
     return None
 
 

@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 @click.option(
     "--max-tokens", default=128, show_default=True, help="Generated tokens per request at most."
 )
-@click.option("--temperature", default=0.0, show_default=True, help="Sampling temperature.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Sampling temperature.",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the engine and the row order.")
 @click.option(
     "--engine",

@@ -138,6 +138,7 @@ class Handover:
                 self._writer.send(message)
             except OSError:
                 self._gone = True
+                self._changed.notify_all()
                 self._check()
         self._changed.notify_all()
 
@@ -146,7 +147,7 @@ class Handover:
         while True:
             try:
                 message = self._writer.recv()
-            except (EOFError, OSError):
+            except Exception:  # whatever ends this thread must wake the one that waits for it
                 with self._changed:
                     self._gone = True
                     self._changed.notify_all()

@@ -31,6 +31,8 @@ from actds_writers.messages import (
 from actds_writers.settings import CensusSettings, WriterSettings
 
 FINISH_TIMEOUT_S = 600.0
+END_TIMEOUT_S = 120.0
+"""Longer than the patience of either process with an engine that is still there."""
 SHARED_MEMORY = Path("/dev/shm")
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """Frames of a mebibyte are made and dropped by the thousand; giving each back to the system and
@@ -113,9 +115,10 @@ class Pipeline:
         """End what is still alive and remove the private folder."""
         for connection in self._connections.values():
             connection.close()
-        for process in self._processes.values():
+        for name in ("writer", "census"):  # the census ends after the writer
+            process = self._processes[name]
             try:
-                process.wait(timeout=30)
+                process.wait(timeout=END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -168,8 +171,8 @@ class Pipeline:
             if connection.poll(0.1):
                 self._take(name, connection.recv())
         except (EOFError, OSError):
-            self._done[name] = Done({})
             self._gone(name)
+            self._done[name] = Done({})
 
     def _take(self, name: str, message: object) -> None:
         if isinstance(message, Failed):
@@ -185,7 +188,7 @@ class Pipeline:
             self.counted = message
 
     def _gone(self, name: str) -> None:
-        if name in self._done and self._done[name].totals:
+        if name in self._done:
             return
         self.failure = self.failure or ActdsError(
             "E502" if name == "writer" else "E505",

@@ -27,6 +27,7 @@ from actds_writers.prompts import PromptSet, read_prompts
 
 Order = Literal["permuted", "sequence"]
 HASH_CHUNK = 1 << 22
+UNKNOWN_LIMIT = 2**31
 BUFFER_BUDGET_NBYTES = 4 << 30
 """Memory of all shard buffers together, when the number of rows per shard is not given."""
 N_BUFFERS = 3
@@ -105,11 +106,10 @@ def make_plan(options: WriteOptions) -> Plan:
     places = parse_hooks(options.hooks, int(config["num_hidden_layers"]))
     prompts = read_prompts(options.prompts, "skip" if options.skip_broken else "error")
     tokenizer = load_tokenizer(options.model)
-    limit = options.engine.get("max_model_len") or config.get("max_position_embeddings") or 2**31
     encoded = encode(
         prompts.prompts,
         tokenizer,
-        int(limit),
+        _known_limit(options.engine.get("max_model_len"), config),
         options.max_tokens,
         "skip" if options.skip_broken else "error",
     )
@@ -124,6 +124,16 @@ def make_plan(options: WriteOptions) -> Plan:
         facts=_facts(options, prompts, encoded, template, rows),
         rows_per_shard=rows,
     )
+
+
+def _known_limit(asked: object, config: dict[str, Any]) -> int:
+    """Return the positions per request as far as known; the engine has the last word later."""
+    if isinstance(asked, int) and asked > 0:
+        return asked
+    own = config.get("max_position_embeddings")
+    if asked is None and isinstance(own, int) and not config.get("rope_scaling"):
+        return own
+    return UNKNOWN_LIMIT
 
 
 def model_config(model: Path) -> dict[str, Any]:
@@ -175,9 +185,9 @@ def _generation_eos(model: Path) -> list[int]:
     if not path.is_file():
         return []
     try:
-        eos = json.loads(path.read_bytes()).get("eos_token_id")
-    except ValueError:
-        return []
+        eos = json.loads(path.read_bytes())["eos_token_id"]
+    except (ValueError, KeyError, TypeError):
+        return []  # the tokenizer's own EOS stands
     return [eos] if isinstance(eos, int) else [int(token) for token in eos or []]
 
 
@@ -221,14 +231,14 @@ def _facts(
         "sampling.seed": options.seed,
         "capture.method": "forward hook with one custom op per decoder layer",
         "serving.mode": "offline",
+        "prompts.source": source.name,
+        "prompts.kind": source.kind,
         "capture.overflow_policy": options.overflow,
         "capture.order": options.order,
         "capture.rows_per_shard": rows,
     }
     observed: dict[str, bool | int | str] = {
         "tokenizer.chat_template_sha256": template,
-        "prompts.source": source.name,
-        "prompts.kind": source.kind,
         "prompts.n_records": source.n_records,
         "prompts.n_skipped": skipped,
     }

@@ -11,16 +11,21 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
+from actds import layout, schema
 from actds.catalog import Catalog
 from actds.errors import ActdsError
-from actds.schema.v0_1 import RunRecord
-from actds.store import open_store
+from actds.ledger import fence, read_ledger
+from actds.schema.v0_1 import Genesis, RunRecord
+from actds.seal import runs_with_data
+from actds.store import LocalStore, open_store
 from actds_writers.plan import Plan
 
 MUST_AGREE = (
     "model.config_sha256",
     "model.weights_sha256",
     "tokenizer.sha256",
+    "prompts.source",
+    "prompts.n_records",
     "prompts.sha256",
     "sampling.temperature",
     "sampling.max_tokens",
@@ -53,18 +58,23 @@ def lock_dataset(folder: Path) -> int:
 def finished_rows(folder: Path, plan: Plan) -> set[int]:
     """Return the source rows whose requests an earlier run finished, every position accounted.
 
-    A request counts as finished when it ended by itself and none of its positions is aborted.
+    A request counts as finished when it ended by itself and none of its positions is aborted;
+    what an overflow policy dropped stays dropped. The caller holds the dataset's lock, so no
+    process of an earlier run is left: chains that are still open are fenced.
 
     Raises:
         ActdsError: E010 when the dataset was made from another model or other prompts, or when a
             run of it has no census.
     """
-    catalog = Catalog.read(open_store(folder))
+    store = open_store(folder)
+    _end_dead_chains(store)
+    catalog = Catalog.read(store)
     declared = {fact.name: fact.value for fact in plan.facts}
     finished: set[int] = set()
-    for run, record in catalog.runs.items():
-        _compare(record, declared)
-        if (run, "requests") not in catalog.parts:
+    for run in runs_with_data(catalog):
+        if run in catalog.runs:
+            _compare(catalog.runs[run], declared)
+        if not _census_closed(catalog, run):
             raise ActdsError(
                 "E010",
                 f"{folder} run {run}",
@@ -76,6 +86,21 @@ def finished_rows(folder: Path, plan: Plan) -> set[int]:
     return finished
 
 
+def _end_dead_chains(store: LocalStore) -> None:
+    genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
+    for state in read_ledger(store, genesis.dataset).values():
+        if state.state == "open":
+            fence(store, genesis.dataset, state.chain, "its process ended without closing it")
+    store.remove_temporary()
+
+
+def _census_closed(catalog: Catalog, run: str) -> bool:
+    return any(
+        chain.run == run and chain.kind == "census" and chain.state == "closed"
+        for chain in catalog.chains.values()
+    )
+
+
 def _finished_of(catalog: Catalog, run: str) -> set[int]:
     spans = catalog.table("spans", run)
     aborted = spans.filter(pc.equal(spans["disposition"], "aborted"))
@@ -84,8 +109,7 @@ def _finished_of(catalog: Catalog, run: str) -> set[int]:
     return {
         row["source_row"]
         for row in requests.to_pylist()
-        if row["finish_reason"] in ("stop", "length", "skipped")
-        and row["request"] not in incomplete
+        if row["finish_reason"] in ("stop", "length") and row["request"] not in incomplete
     }
 
 

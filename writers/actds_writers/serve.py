@@ -6,6 +6,7 @@ Shared by writer and census; knows how messages arrive and nothing of what they 
 from __future__ import annotations
 
 import logging
+import select
 import threading
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
@@ -62,10 +63,20 @@ class Hub:
                 continue
             take(peers[ready], message, ready)
 
-    def tell(self, role: str, message: object) -> bool:
-        """Send a message to a role; return whether it is there to hear it."""
+    def tell(self, role: str, message: object, *, patient: bool = True) -> bool:
+        """Send a message to a role; return whether it was sent.
+
+        Args:
+            role: who is told.
+            message: what.
+            patient: wait until the other side has room. News that the next message renews must
+                not: a command that is busy in its engine would stop the writer, and the writer
+                its engine.
+        """
         connection = self.connection(role)
         if connection is None:
+            return False
+        if not patient and not select.select([], [connection], [], 0)[1]:
             return False
         try:
             connection.send(message)
@@ -73,6 +84,12 @@ class Hub:
             self._forget(connection)
             return False
         return True
+
+    def disconnect(self, role: str) -> None:
+        """End the connection of a role."""
+        connection = self.connection(role)
+        if connection is not None:
+            self._forget(connection)
 
     def _forget(self, connection: Connection) -> None:
         with self._lock:

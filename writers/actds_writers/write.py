@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 
@@ -67,19 +67,25 @@ def write(options: WriteOptions) -> Written:
     began = time.monotonic()
     _check_out(options)
     plan = make_plan(options)
-    done = finished_rows(options.out, plan) if options.resume else set()
-    plan = _without(plan, done)
-    if not any(e.skip is None for e in plan.encoded):
-        return _nothing_to_do(options, plan, bool(done))
     created = not options.out.exists()
+    if created and not _servable(plan):
+        return _nothing_to_do(options, plan, resumed=False)
     options.out.mkdir(parents=True, exist_ok=True)
     lock = lock_dataset(options.out)
     try:
+        if options.resume:
+            plan = _without(plan, finished_rows(options.out, plan))
+            if not _servable(plan):
+                return _nothing_to_do(options, plan, resumed=True)
         return _Run(options, plan, lock, began).harvest()
     finally:
         os.close(lock)
         if created and not (options.out / layout.GENESIS).exists():
             shutil.rmtree(options.out, ignore_errors=True)
+
+
+def _servable(plan: Plan) -> bool:
+    return any(encoded.skip is None for encoded in plan.encoded)
 
 
 def _check_out(options: WriteOptions) -> None:
@@ -105,7 +111,7 @@ def _without(plan: Plan, done: set[int]) -> Plan:
     )
 
 
-def _nothing_to_do(options: WriteOptions, plan: Plan, resumed: bool) -> Written:
+def _nothing_to_do(options: WriteOptions, plan: Plan, *, resumed: bool) -> Written:
     if not resumed:
         skips = [prompt.skip for prompt in plan.client if prompt.skip]
         raise ActdsError(
@@ -172,8 +178,10 @@ class _Run:
                 self._drain()
             except ActdsError as error:
                 failure = self._cause(error)
-            if engine is not None:
-                engine.shutdown()
+            finally:
+                # Also after a second Ctrl-C: writer and census end only when the engine has.
+                if engine is not None:
+                    engine.shutdown()
             reason = "failed" if failure else "interrupted" if self._interrupts else "finished"
             self._tell_client_facts()
             try:
@@ -230,6 +238,11 @@ class _Run:
                         self._cached[finished.key] = finished.cached_tokens
                 self._pipeline.poll()
                 progress.update(self._snapshot())
+        if not self._n_finished and not self._interrupts:
+            first = next(iter(self._refused.values()), "none")
+            raise ActdsError(
+                "E006", self._options.prompts, got=first, expected="a prompt the engine takes"
+            )
 
     def _abort(self, engine: Engine) -> None:
         """End the requests under way; what they owe is accounted as aborted."""
@@ -253,7 +266,10 @@ class _Run:
                 if written and written.last_step >= counted.last_step:
                     return
             time.sleep(0.02)
-        # What has not come by now is accounted as unfinished or aborted, which is what it is.
+        print(
+            f"The writer is behind after {DRAIN_TIMEOUT_S:.0f} s; the rest counts as aborted.",
+            file=sys.stderr,
+        )
 
     def _add(self, engine: Engine, encoded: Encoded, limit: int) -> None:
         """Add a prompt, or note why the engine does not take it."""
@@ -270,7 +286,7 @@ class _Run:
             engine.add(key, encoded.token_ids, min(encoded.max_tokens, room))
         except ValueError as error:
             words = " ".join(str(error).split())[:300]
-            self._refused[key] = f"E004 row {encoded.prompt.row}: the engine says: {words}"
+            self._refused[key] = f"E002 row {encoded.prompt.row}: the engine says: {words}"
             return
         self._live.add(key)
 
@@ -299,9 +315,15 @@ class _Run:
 
     def _seal_what_there_is(self) -> None:
         """Seal what was committed before a failure, where that is possible."""
-        with suppress(ActdsError):
-            if (self._options.out / layout.GENESIS).exists():
-                seal(open_store(self._options.out))
+        if not (self._options.out / layout.GENESIS).exists():
+            return
+        try:
+            sealed = seal(open_store(self._options.out))
+        except ActdsError as error:
+            print(f"{self._options.out} is not sealed: {error}", file=sys.stderr)
+        else:
+            rows = sealed.totals["rows"]
+            print(f"{self._options.out} is sealed with {rows:,} rows.", file=sys.stderr)
 
     def _snapshot(self) -> Snapshot:
         written, counted = self._pipeline.written, self._pipeline.counted

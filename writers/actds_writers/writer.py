@@ -138,11 +138,10 @@ class Writer:
             commit_part(
                 self._store, self._chain, "stalls", self._settings.run, 0, _stalls(self._stalls)
             )
-        totals = {
-            "rows": self._committer.n_rows,
-            "dropped_tokens": self._losses.n_tokens,
-            "recomputed_tokens": self._assembly.recomputed_tokens,
-        }
+        totals = {"rows": self._committer.n_rows, "dropped_tokens": self._losses.n_tokens}
+        if reason == "finished":
+            # A writer that was cut off has not seen every step that the scheduler has.
+            totals["recomputed_tokens"] = self._assembly.recomputed_tokens
         self._chain.close(_close_reason(reason), totals)
         return totals
 

@@ -58,21 +58,32 @@ class WriterProcess:
 
     def _take(self, role: str, message: object, connection: Connection) -> None:
         try:
-            if isinstance(message, WorkerHello):
-                self._writer = Writer(open_store(self._settings.root), self._settings, message)
-                self._hub.tell("harvest", Begun(len(message.hooks)))
-            elif isinstance(message, StepRows) and self._writer is not None:
-                connection.send(self._writer.step(message))
-            elif isinstance(message, StepDropped) and self._writer is not None:
-                connection.send(self._writer.dropped(message))
-            elif isinstance(message, Failed):
-                raise message.error()
-            elif isinstance(message, Finish):
-                self._reason = message.reason
+            answer = self._answer(message)
         except ActdsError as error:
             self._fail(error)
         except OSError as error:
-            log.debug("%s left while it was answered: %r", role, error)
+            self._fail(ActdsError("E503", "writer", got=str(error), expected="a working disk"))
+        else:
+            if answer is not None:
+                try:
+                    connection.send(answer)
+                except OSError as error:
+                    log.debug("%s left while it was answered: %r", role, error)
+
+    def _answer(self, message: object) -> object | None:
+        """Return what the sender is to hear, ``None`` for nothing."""
+        if isinstance(message, WorkerHello):
+            self._writer = Writer(open_store(self._settings.root), self._settings, message)
+            self._hub.tell("harvest", Begun(len(message.hooks)))
+        elif isinstance(message, StepRows) and self._writer is not None:
+            return self._writer.step(message)
+        elif isinstance(message, StepDropped) and self._writer is not None:
+            return self._writer.dropped(message)
+        elif isinstance(message, Failed):
+            raise message.error()
+        elif isinstance(message, Finish):
+            self._reason = message.reason
+        return None
 
     def _ended(self) -> bool:
         """Return whether nothing can come any more."""
@@ -102,6 +113,7 @@ class WriterProcess:
                 queue_depth=committer.queue_depth,
                 last_commit_ns=committer.last_commit_ns,
             ),
+            patient=False,
         )
 
     def _fail(self, error: ActdsError) -> None:
@@ -110,6 +122,8 @@ class WriterProcess:
         self._failed = True
         log.error("%s", error)
         self._hub.tell("harvest", Failed.of(error))
+        if self._writer is None:
+            self._hub.disconnect("worker")  # it would wait for acknowledgements for ever
 
     def _finish(self) -> int:
         totals: dict[str, int] = {}

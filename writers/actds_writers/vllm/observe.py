@@ -103,7 +103,6 @@ def _numerics(runner: Any, config: Any) -> dict[str, Callable[[], Value]]:
         "numerics.device": lambda: str(runner.device.type),
         "numerics.matmul_precision": torch.get_float32_matmul_precision,
         "numerics.deterministic": torch.are_deterministic_algorithms_enabled,
-        "numerics.batch_invariant": lambda: os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
     }
 
 

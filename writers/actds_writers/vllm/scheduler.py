@@ -158,10 +158,11 @@ class SchedulerWitness:
         return references
 
     def _own_blocks(self, request: Any, tracked: _Tracked) -> None:
-        """Note the blocks that this step completes as computed by this request, unless known."""
+        """Note the blocks that this step completes as computed by this request."""
         n_full = min(tracked.high_water // self._block_size, len(request.block_hashes))
         for block in range(tracked.n_owned_blocks, n_full):
-            self._owners.setdefault(bytes(request.block_hashes[block]), tracked.number)
+            # A block that was evicted and computed again is served from the new computation.
+            self._owners[bytes(request.block_hashes[block])] = tracked.number
         tracked.n_owned_blocks = max(tracked.n_owned_blocks, n_full)
 
 
