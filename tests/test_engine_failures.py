@@ -122,9 +122,9 @@ def writer_of(out: Path) -> int:
     return found
 
 
-def test_a_stalled_writer_under_a_drop_policy_costs_recorded_steps_only(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_stalled_writer_under_a_drop_policy_costs_recorded_steps_only(tmp_path: Path) -> None:
+    # Wide rows, so that a few steps fill the ring however slow the machine is.
+    model = make_tiny_model(tmp_path / "wide", hidden=512, dtype="float32", tokenizer=True)
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 400)
     options = ("--hooks", "resid_post:all", *h.TINY, *h.EAGER, "--engine", "max_model_len=512",
                "--engine", "max_num_seqs=16", "--rows-per-shard", "64", "--max-tokens", "48",
