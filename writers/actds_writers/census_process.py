@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import shutil
 import signal
 import sys
 import time
@@ -42,7 +43,7 @@ class CensusProcess:
     """Runs one census until scheduler and writer are gone."""
 
     def __init__(self, link: Link, settings: CensusSettings) -> None:
-        self._settings = settings
+        self._settings, self._link = settings, link
         self._hub = Hub(link.listen("census"))
         self._census = Census()
         self._client = ClientFacts()
@@ -57,6 +58,9 @@ class CensusProcess:
             self._hub.poll(POLL_S, self._take)
             self._reserve()
             self._report()
+        if "harvest" not in self._hub.roles():
+            # The command was killed; nobody else is left to remove sockets and ring.
+            shutil.rmtree(self._link.folder, ignore_errors=True)
         try:
             totals = self._finish()
         except ActdsError as error:

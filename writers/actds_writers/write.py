@@ -192,6 +192,10 @@ class _Run:
         if failure is not None:
             self._seal_what_there_is()
             raise failure
+        if not (self._options.out / layout.GENESIS).exists():
+            raise ActdsError(
+                "E006", "harvest", got="interrupted before the first step", expected="a step"
+            )
         sealed = seal(open_store(self._options.out))
         return Written(self._settings.run, reason, self._summary(ended, sealed), sealed)
 
