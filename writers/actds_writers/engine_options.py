@@ -160,7 +160,7 @@ def engine_argument_names() -> frozenset[str]:
             "vllm",
             got=str(error).splitlines()[0],
             expected="vLLM beside actds",
-            next_step="pip install 'actds[vllm]', or the CPU recipe in docs/harvest.md.",
+            next_step="pip install 'actds[vllm]', or 'make install' in a checkout for the CPU.",
         ) from None
     names: Collection[str] = EngineArgs.__dataclass_fields__
     return frozenset(name for name in names if not name.startswith("_"))
