@@ -129,9 +129,6 @@ def serve(options: argparse.Namespace) -> None:
 
 def start(model: Path, hooks: str | None, arguments: dict[str, Any], out: Path) -> tuple[Any, Any]:
     """Return an engine, with a pipeline when it captures."""
-    from actds_writers.hooks_spec import parse_hooks
-    from actds_writers.link import ENVIRONMENT as LINK
-    from actds_writers.link import Link
     from actds_writers.pipeline import Pipeline
     from actds_writers.plan import WriteOptions, make_plan
     from actds_writers.resume import lock_dataset
@@ -139,12 +136,7 @@ def start(model: Path, hooks: str | None, arguments: dict[str, Any], out: Path) 
     from actds_writers.vllm import engine as engines
 
     if hooks is None:
-        none = Link("", "", "", (), None, "block", 0, 0)
-        engines.os.environ.pop(LINK, None)
-        plain = Link.to_environment
-        Link.to_environment = lambda self: ""  # type: ignore[method-assign]
-        engine = engines.Engine(model, arguments, none, temperature=0.0, seed=0)
-        Link.to_environment = plain  # type: ignore[method-assign]
+        engine = engines.Engine(model, arguments, None, temperature=0.0, seed=0)
         return engine, None
     source = out.parent / "prompts.jsonl"
     source.write_text('{"prompt": "x"}\n')
@@ -167,8 +159,6 @@ def start(model: Path, hooks: str | None, arguments: dict[str, Any], out: Path) 
             "block",
         )
     )
-    layers = parse_hooks(hooks, 30)
-    assert len(layers) == len(plan.hooks)
     out.mkdir()
     settings = WriterSettings(
         root=str(out), dataset=secrets.token_hex(16), run="r-bench", resume=False,

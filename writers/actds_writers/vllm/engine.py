@@ -40,7 +40,7 @@ class Engine:
     Args:
         model: model folder.
         options: engine arguments of the user.
-        link: where writer and census listen.
+        link: where writer and census listen; ``None`` for an engine that does not capture.
         temperature: sampling temperature.
         seed: engine seed.
 
@@ -52,12 +52,15 @@ class Engine:
         self,
         model: Path,
         options: dict[str, Any],
-        link: Link,
+        link: Link | None,
         *,
         temperature: float,
         seed: int,
     ) -> None:
-        os.environ[ENVIRONMENT] = link.to_environment()
+        if link is None:
+            os.environ.pop(ENVIRONMENT, None)
+        else:
+            os.environ[ENVIRONMENT] = link.to_environment()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         allowed = os.environ.get("VLLM_PLUGINS")
@@ -68,7 +71,7 @@ class Engine:
 
         self._params, self._temperature = SamplingParams, temperature
         # The hooks change the compiled graph, so they must enter the key of the compile cache.
-        hooks = [f"{kind}:{layer}" for kind, layer in link.hooks]
+        hooks = [f"{kind}:{layer}" for kind, layer in link.hooks] if link else []
         try:
             with _deaf_to_interrupts():
                 arguments = EngineArgs(
