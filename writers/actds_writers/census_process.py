@@ -22,7 +22,7 @@ import pyarrow as pa
 from actds import layout, schema, tables
 from actds.errors import ActdsError
 from actds.ledger import Chain, fence, read_ledger
-from actds.schema.v0_1 import Genesis, PartBody, ShardBody, ShardManifest
+from actds.schema.v0_1 import CloseReason, Genesis, PartBody, ShardBody, ShardManifest
 from actds.shard import PartTable, commit_part
 from actds.store import Store, open_store
 from actds_writers.census import Census, CensusTables
@@ -47,7 +47,7 @@ class CensusProcess:
         self._hub = Hub(link.listen("census"))
         self._census = Census()
         self._client = ClientFacts()
-        self._reason: str | None = None
+        self._reason: CloseReason | None = None
         self._last_progress = 0.0
         self._orphaned_since: float | None = None
         self._reserved: Path | None = None
@@ -129,7 +129,7 @@ class CensusProcess:
             ended.acknowledged, self._client, "writer_ended", ended.dropped_steps
         )
         self._commit(store, chain, found)
-        chain.close(_close_reason(self._reason or "interrupted"), found.totals)
+        chain.close(self._reason or "interrupted", found.totals)
         return found.totals
 
     def _commit(self, store: Store, chain: Chain, found: CensusTables) -> None:
@@ -186,10 +186,6 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
                 dropped.update(steps.to_pylist())
         return WriterEnd(acknowledged, frozenset(dropped))
     return None
-
-
-def _close_reason(reason: str) -> schema.v0_1.CloseReason:
-    return reason  # type: ignore[return-value]
 
 
 def main() -> int:

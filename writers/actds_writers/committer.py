@@ -65,11 +65,11 @@ class Committer:
         self._full: queue.Queue[tuple[str, ShardBuffer] | None] = queue.Queue()
         self._pool = ThreadPoolExecutor(plan.n_threads, thread_name_prefix="actds-encode")
         self._latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
-        self._waiting_nbytes = 0
+        # Each is written by one thread only; their difference is what waits.
+        self._handed_nbytes = 0
+        self._ended_nbytes = 0
         self._n_shards = 0
         self.n_rows = 0
-        self.stored_nbytes = 0
-        self.last_commit_ns: int | None = None
         self.error: ActdsError | None = None
         self._thread = threading.Thread(target=self._work, name="actds-commit", daemon=True)
         self._thread.start()
@@ -80,7 +80,7 @@ class Committer:
 
     def commit(self, phase: str, buffer: ShardBuffer) -> None:
         """Hand over a buffer; it becomes a shard in the background."""
-        self._waiting_nbytes += buffer.nbytes
+        self._handed_nbytes += buffer.nbytes
         self._full.put((phase, buffer))
 
     def finish(self) -> None:
@@ -97,7 +97,7 @@ class Committer:
     @property
     def backlog_nbytes(self) -> int:
         """Return the bytes handed over and not yet committed."""
-        return self._waiting_nbytes
+        return self._handed_nbytes - self._ended_nbytes
 
     def latency_p99(self) -> float | None:
         """Return the 99th percentile of the last commits in seconds, ``None`` before the first."""
@@ -116,7 +116,7 @@ class Committer:
                 self.error = ActdsError(
                     "E901", "commit thread", got=repr(error)[:500], expected="a committed shard"
                 )
-            self._waiting_nbytes -= nbytes
+            self._ended_nbytes += nbytes
             buffer.clear()
             self._spare.put(buffer)
 
@@ -138,8 +138,6 @@ class Committer:
     def _account(self, buffer: ShardBuffer, manifest: ShardManifest) -> None:
         self._n_shards += 1
         self.n_rows += buffer.n_rows
-        self.stored_nbytes += sum(entry.nbytes for entry in manifest.files)
-        self.last_commit_ns = time.time_ns()
 
     @staticmethod
     def _shard_rows(phase: str, buffer: ShardBuffer) -> ShardRows:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actds.errors import ActdsError
+from actds.schema.v0_1 import CloseReason, DType, Origin
 
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -22,7 +23,7 @@ class HookSpec:
     kind: str
     layer: int
     d_model: int
-    dtype: str
+    dtype: DType
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Fact:
 
     name: str
     value: bool | int | str | None
-    origin: str
+    origin: Origin
     reason: str | None = None
 
 
@@ -274,17 +275,10 @@ class Finish:
         reason: ``finished``, ``interrupted`` or ``failed``.
     """
 
-    reason: str
+    reason: CloseReason
 
 
 # writer and census → harvest ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Begun:
-    """Genesis and run record are durable; rows may come."""
-
-    n_hooks: int
 
 
 @dataclass(frozen=True)
@@ -295,17 +289,13 @@ class Progress:
         n_rows: rows taken out of the ring.
         last_step: last step that was taken or known to be dropped, -1 before the first.
         row_nbytes: bytes of one row over all hooks.
-        stored_nbytes: bytes of the committed files.
         queue_depth: full buffers that wait for the disk.
-        last_commit_ns: wall clock of the last commit.
     """
 
     n_rows: int
     last_step: int
     row_nbytes: int
-    stored_nbytes: int
     queue_depth: int
-    last_commit_ns: int | None
 
 
 @dataclass(frozen=True)

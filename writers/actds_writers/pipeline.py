@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from actds.errors import ActdsError
+from actds.schema.v0_1 import CloseReason
 from actds_writers.link import Link, Policy
 from actds_writers.messages import (
-    Begun,
     CensusProgress,
     ClientFacts,
     Done,
@@ -94,7 +94,6 @@ class Pipeline:
         }
         self._connections: dict[str, Connection] = {}
         self._done: dict[str, Done] = {}
-        self.begun = False
         self.written: Progress | None = None
         self.counted: CensusProgress | None = None
         self.failure: ActdsError | None = None
@@ -143,7 +142,7 @@ class Pipeline:
         """Tell the census what only the client knows."""
         self._send("census", facts)
 
-    def finish(self, reason: str) -> Ended:
+    def finish(self, reason: CloseReason) -> Ended:
         """End the run after the engine has ended; return the totals.
 
         Raises:
@@ -180,8 +179,6 @@ class Pipeline:
             self.failure = self.failure or message.error()
         elif isinstance(message, Done):
             self._done[name] = message
-        elif isinstance(message, Begun):
-            self.begun = True
         elif isinstance(message, Progress):
             self.written = message
         elif isinstance(message, CensusProgress):

@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 
+import pyarrow.compute as pc
+
 import actds
 from actds import layout
 from actds.catalog import Catalog
 from actds.errors import ActdsError
-from actds.schema.v0_1 import Seal
+from actds.schema.v0_1 import CloseReason, Seal
 from actds.seal import seal
 from actds.store import open_store
 from actds_writers.encoding import Encoded
@@ -182,7 +184,9 @@ class _Run:
                 # Also after a second Ctrl-C: writer and census end only when the engine has.
                 if engine is not None:
                     engine.shutdown()
-            reason = "failed" if failure else "interrupted" if self._interrupts else "finished"
+            reason: CloseReason = (
+                "failed" if failure else "interrupted" if self._interrupts else "finished"
+            )
             self._tell_client_facts()
             try:
                 ended = self._pipeline.finish(reason)
@@ -359,11 +363,9 @@ class _Run:
         )
         census = ended.census
         spans = catalog.table("spans", run)
-        uncomputed = sum(
-            row["stop"] - row["start"]
-            for row in spans.to_pylist()
-            if row["disposition"] == "aborted" and row["step"] is None
-        )
+        never = pc.and_(pc.equal(spans["disposition"], "aborted"), pc.is_null(spans["step"]))
+        owed = spans.filter(never)
+        uncomputed = pc.sum(pc.subtract(owed["stop"], owed["start"])).as_py() or 0
         return format_summary(
             Totals(
                 path=str(self._options.out),

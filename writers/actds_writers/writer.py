@@ -15,7 +15,7 @@ import pyarrow as pa
 from actds import layout, schema, tables
 from actds.errors import ActdsError
 from actds.ledger import Chain
-from actds.schema.v0_1 import Genesis, Hook, ProvenanceField, RunBody, RunRecord
+from actds.schema.v0_1 import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
 from actds.shard import commit_part
 from actds.store import Store
 from actds_writers import ring
@@ -109,19 +109,19 @@ class Writer:
         if message.rows.stall is not None:
             self._stalls.append(message.rows.stall)
         self.last_step = message.rows.step
-        committer = self._committer
+        taken = self._taken(None)
         state = {
             "queue_depth_stage1": 0,
             "queue_depth_stage2": message.depth,
-            "queue_depth_stage3": committer.queue_depth,
-            "disk_write_latency_p99": committer.latency_p99(),
-            "compression_backlog_bytes": committer.backlog_nbytes,
+            "queue_depth_stage3": taken.queue_depth_stage3,
+            "disk_write_latency_p99": taken.disk_write_latency_p99,
+            "compression_backlog_bytes": taken.compression_backlog_bytes,
             "cache_hit_ratio": None,
         }
         self._losses.add(message, self._assembly.lost(message.rows), state)
-        return self._taken(None)
+        return taken
 
-    def finish(self, reason: str) -> dict[str, int]:
+    def finish(self, reason: CloseReason) -> dict[str, int]:
         """Commit what is buffered, close the chain; return its totals.
 
         Raises:
@@ -142,7 +142,7 @@ class Writer:
         if reason == "finished":
             # A writer that was cut off has not seen every step that the scheduler has.
             totals["recomputed_tokens"] = self._assembly.recomputed_tokens
-        self._chain.close(_close_reason(reason), totals)
+        self._chain.close(reason, totals)
         return totals
 
     def _take(self, message: StepRows) -> None:
@@ -162,7 +162,7 @@ class Writer:
             run=self._settings.run,
             started_ns=self._settings.started_ns,
             fields={
-                name: ProvenanceField(value=f.value, origin=_origin(f.origin), reason=f.reason)
+                name: ProvenanceField(value=f.value, origin=f.origin, reason=f.reason)
                 for name, f in sorted(fields.items())
             },
         )
@@ -178,7 +178,7 @@ def _genesis(store: Store, settings: WriterSettings, found: tuple[HookSpec, ...]
             kind="resid_post",
             layer=h.layer,
             d_model=h.d_model,
-            dtype=_dtype(h.dtype),
+            dtype=h.dtype,
         )
         for h in found
     ]
@@ -213,17 +213,3 @@ def _stalls(stalls: list[Stall]) -> pa.Table:
             "step": [s.step for s in stalls],
         },
     )
-
-
-def _dtype(name: str) -> schema.v0_1.DType:
-    if name not in ("bfloat16", "float16", "float32"):
-        raise ActdsError("E108", "dtype", got=name, expected="bfloat16, float16 or float32")
-    return name  # type: ignore[return-value]
-
-
-def _origin(origin: str) -> schema.v0_1.Origin:
-    return origin  # type: ignore[return-value]
-
-
-def _close_reason(reason: str) -> schema.v0_1.CloseReason:
-    return reason  # type: ignore[return-value]

@@ -13,10 +13,10 @@ import time
 from multiprocessing.connection import Connection
 
 from actds.errors import ActdsError
+from actds.schema.v0_1 import CloseReason
 from actds.store import open_store
 from actds_writers.link import Link
 from actds_writers.messages import (
-    Begun,
     Done,
     Failed,
     Finish,
@@ -44,7 +44,7 @@ class WriterProcess:
         self._hub = Hub(link.listen("writer"))
         self._census = link.connect("census", "writer")
         self._writer: Writer | None = None
-        self._reason: str | None = None
+        self._reason: CloseReason | None = None
         self._failed = False
         self._last_progress = 0.0
         self._orphaned_since: float | None = None
@@ -74,7 +74,6 @@ class WriterProcess:
         """Return what the sender is to hear, ``None`` for nothing."""
         if isinstance(message, WorkerHello):
             self._writer = Writer(open_store(self._settings.root), self._settings, message)
-            self._hub.tell("harvest", Begun(len(message.hooks)))
         elif isinstance(message, StepRows) and self._writer is not None:
             return self._writer.step(message)
         elif isinstance(message, StepDropped) and self._writer is not None:
@@ -109,9 +108,7 @@ class WriterProcess:
                 n_rows=self._writer.n_rows_seen,
                 last_step=self._writer.last_step,
                 row_nbytes=self._writer.row_nbytes,
-                stored_nbytes=committer.stored_nbytes,
                 queue_depth=committer.queue_depth,
-                last_commit_ns=committer.last_commit_ns,
             ),
             patient=False,
         )
@@ -128,7 +125,7 @@ class WriterProcess:
     def _finish(self) -> int:
         totals: dict[str, int] = {}
         if self._writer is not None:
-            reason = "failed" if self._failed else (self._reason or "interrupted")
+            reason: CloseReason = "failed" if self._failed else (self._reason or "interrupted")
             try:
                 totals = self._writer.finish(reason)
             except ActdsError as error:

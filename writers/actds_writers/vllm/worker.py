@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
+from actds.schema.v0_1 import DType
 from actds_writers import capture, ring
 from actds_writers.link import Link
 from actds_writers.messages import (
@@ -35,7 +36,11 @@ from actds_writers.vllm.layouts import RowIdentity, identify
 from actds_writers.vllm.observe import observe
 from actds_writers.vllm.scheduler import StepMark
 
-DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32"}
+DTYPES: dict[str, DType] = {
+    "torch.bfloat16": "bfloat16",
+    "torch.float16": "float16",
+    "torch.float32": "float32",
+}
 PADDING_ROWS = 1024
 """Rows beyond the scheduler's limit that padded batches may have."""
 
