@@ -281,7 +281,7 @@ class _Reader:
             self._check_size(f"{layout.shard_dir(manifest.shard)}/{entry.path}", entry)
 
     def _take_part(self, state: ChainState, body: PartBody, place: str) -> None:
-        kind = "writer" if body.table in LOSS_TABLES else "census"
+        kind = layout.chain_kind_of(body.table)
         if state.kind != kind or not layout.is_part_path(body.file.path, body.table, state.run):
             raise _foreign(
                 place,

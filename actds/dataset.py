@@ -160,6 +160,18 @@ class Dataset:
         """Return when a stage had to wait; with ``run``, its run is the first column."""
         return self._table("stalls", run)
 
+    def occupancy(self, *, run: bool = False) -> pa.Table:
+        """Return how long each stage's queue stood at each depth."""
+        return self._table("occupancy", run)
+
+    def readouts(self, *, run: bool = False) -> pa.Table:
+        """Return the readouts of every computed row, captured or lost."""
+        return self._table("readouts", run)
+
+    def canary(self, *, run: bool = False) -> pa.Table:
+        """Return the comparison of stored rows with rows of requests replayed alone."""
+        return self._table("canary", run)
+
     def multiplicity(self) -> pa.Table:
         """Return how often rows were served, where more than once.
 

@@ -26,7 +26,10 @@ def segment(text: str, place: str) -> str:
 
 
 def new_id(kind: str) -> str:
-    """Return a random id such as ``r-0123456789abcdef``; kinds: r run, w writer, c census chain."""
+    """Return a random id such as ``r-0123456789abcdef``.
+
+    Kinds: ``r`` a run, ``w`` a writer chain, ``c`` a census chain, ``t`` a tool chain.
+    """
     return f"{kind}-{secrets.token_hex(8)}"
 
 
@@ -50,16 +53,38 @@ def array_dir(hook: str) -> str:
     return f"acts.zarr/{hook}"
 
 
+_TABLES = {
+    **dict.fromkeys(("requests", "steps", "spans"), ("census", "census")),
+    **dict.fromkeys(("drops", "stalls", "occupancy"), ("losses", "writer")),
+    "readouts": ("readouts", "writer"),
+    "canary": ("canary", "tool"),
+}
+
+
+def chain_kind_of(table: str) -> str:
+    """Return which kind of chain commits the parts of a table: each witness its own."""
+    return _TABLES[table][1]
+
+
 def part_path(table: str, run: str, n: int) -> str:
-    """Return the path of a table part: census tables and loss tables have folders of their own."""
-    room = "losses" if table in ("drops", "stalls") else "census"
-    return f"{room}/{run}/{table}-{n:06d}.parquet"
+    """Return the path of a table part; the witnesses have folders of their own."""
+    return f"{_TABLES[table][0]}/{run}/{table}-{n:06d}.parquet"
 
 
 def is_part_path(path: str, table: str, run: str) -> bool:
     """Return whether a path is that of a part, of any number, of a table of a run."""
     stem = part_path(table, run, 0).removesuffix("000000.parquet")
     return re.fullmatch(re.escape(stem) + r"[0-9]{6,9}\.parquet", path) is not None
+
+
+def probes_path(run: str) -> str:
+    """Return the path of the probes of a run, which its run record pins."""
+    return f"readouts/{run}/probes.npy"
+
+
+def journal_path(run: str, n: int) -> str:
+    """Return the path of a segment of a census journal, which lives until the census closes."""
+    return f"journal/{run}/{n:06d}.jsonl.zst"
 
 
 def record_path(chain: str, seq: int) -> str:

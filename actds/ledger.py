@@ -14,6 +14,7 @@ from actds import canonical, layout, schema
 from actds.errors import ActdsError
 from actds.schema.v0_1 import (
     Body,
+    ChainKind,
     CloseBody,
     FenceBody,
     Head,
@@ -29,8 +30,7 @@ _RECORD_NAME = re.compile(r"[0-9]+\.json")
 _FENCE_ATTEMPTS = 64
 
 State = Literal["open", "closed", "fenced"]
-Kind = Literal["writer", "census"]
-RecordType = Literal["open", "run", "shard", "part", "close", "fence"]
+RecordType = Literal["open", "run", "shard", "part", "replace", "close", "fence"]
 
 
 class Chain:
@@ -52,20 +52,20 @@ class Chain:
         self._lock = threading.RLock()
 
     @classmethod
-    def begin(cls, store: Store, dataset: str, run: str, kind: Kind, software: str) -> Chain:
+    def begin(cls, store: Store, dataset: str, run: str, kind: ChainKind, software: str) -> Chain:
         """Return a new chain whose ``open`` record is durable.
 
         Args:
             store: where the dataset stands.
             dataset: id of the dataset.
             run: run that the process works for.
-            kind: ``writer`` or ``census``.
+            kind: ``writer``, ``census`` or ``tool``.
             software: program and version of the process.
 
         Raises:
             ActdsError: E503 when the disk refuses.
         """
-        chain = cls(store, dataset, layout.new_id("w" if kind == "writer" else "c"))
+        chain = cls(store, dataset, layout.new_id(kind[0]))
         opening = OpenBody(kind=kind, run=run, started_ns=time.time_ns(), software=software)
         chain.append("open", opening)
         return chain
@@ -147,7 +147,7 @@ class ChainState:
         records: all records, in order.
         head: digest of the last record.
         state: ``open``, ``closed`` or ``fenced``.
-        kind: process that wrote it: ``writer`` or ``census``.
+        kind: process that wrote it: ``writer``, ``census`` or ``tool``.
         run: run that it belongs to.
     """
 
@@ -155,7 +155,7 @@ class ChainState:
     records: list[LedgerRecord]
     head: str
     state: State
-    kind: Kind
+    kind: ChainKind
     run: str
 
     @property

@@ -15,7 +15,7 @@ import pyarrow as pa
 from actds import arrays, canonical, layout, schema, tables
 from actds.errors import ActdsError
 from actds.ledger import Chain
-from actds.schema.v0_1 import FileEntry, PartBody, Phase, ShardBody, ShardManifest
+from actds.schema.v0_1 import FileEntry, PartBody, PartTable, Phase, ShardBody, ShardManifest
 from actds.store import Buffer, Store
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
 
 TOKENS = "tokens.parquet"
 GROUP_METADATA = "acts.zarr/zarr.json"
-PartTable = Literal["requests", "steps", "spans", "drops", "stalls"]
 Order = Literal["permuted", "sequence"]
 
 

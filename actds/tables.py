@@ -10,7 +10,18 @@ import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
 
-TableName = Literal["tokens", "requests", "steps", "spans", "drops", "stalls", "multiplicity"]
+TableName = Literal[
+    "tokens",
+    "requests",
+    "steps",
+    "spans",
+    "drops",
+    "stalls",
+    "occupancy",
+    "readouts",
+    "canary",
+    "multiplicity",
+]
 
 DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered")
 PHASES = ("prefill", "decode")
@@ -22,11 +33,12 @@ def _column(name: str, kind: pa.DataType, meaning: str, *, null: bool = False) -
     return pa.field(name, kind, nullable=null, metadata={"meaning": meaning})
 
 
-_U16, _U32, _U64, _I64, _F64, _S = (
+_U16, _U32, _U64, _I64, _F32, _F64, _S = (
     pa.uint16(),
     pa.uint32(),
     pa.uint64(),
     pa.int64(),
+    pa.float32(),
     pa.float64(),
     pa.string(),
 )
@@ -140,11 +152,44 @@ SCHEMAS: dict[TableName, pa.Schema] = {
     ),
     "stalls": pa.schema(
         [
-            _column("stage", _S, "staging, ring or pool"),
+            _column("stage", _S, "staging, ring, pool or readouts"),
             _column("t_ns", _I64, "wall clock when it began"),
             _column("duration_ns", _I64, "how long the stage before it waited"),
             _column("depth", _U32, "entries in the stage's queue"),
             _column("step", _U64, "step that waited", null=True),
+        ]
+    ),
+    "occupancy": pa.schema(
+        [
+            _column("stage", _S, "staging, ring, pool or readouts"),
+            _column("depth", _U32, "entries in the stage's queue"),
+            _column("capacity", _U32, "entries that the queue holds at most"),
+            _column("duration_ns", _I64, "how long the queue stood at this depth"),
+            _column("n_visits", _U64, "times the queue came to this depth"),
+        ]
+    ),
+    "readouts": pa.schema(
+        [
+            _column("request", _U32, "request of the run"),
+            _column("position", _U32, "position in the request, from 0"),
+            _column("step", _U64, "step that computed the row"),
+            _column("hook", _S, "hook whose row was read"),
+            _column("norm", _F32, "Euclidean norm of the row"),
+            _column("projections", pa.list_(_F32), "products with the seeded random directions"),
+            _column("probes", pa.list_(_F32), "products with the user's probes"),
+        ]
+    ),
+    "canary": pa.schema(
+        [
+            _column("request", _U32, "request of the run that was replayed alone"),
+            _column("position", _U32, "position in the request, from 0"),
+            _column("hook", _S, "hook whose rows were compared"),
+            _column("step", _U64, "step that computed the stored row"),
+            _column("token_id", _U32, "token fed at the position in the harvest"),
+            _column("replayed_token_id", _U32, "token fed there in the replay"),
+            _column("relative_l2", _F64, "distance of the two rows over the replayed row's norm"),
+            _column("cosine", _F64, "cosine of the two rows"),
+            _column("verdict", _S, "same, diverged (tokens differ before it) or foreign"),
         ]
     ),
     "multiplicity": pa.schema(

@@ -65,6 +65,12 @@ class Genesis(Document):
 
 Origin = Literal["observed", "declared", "unknown"]
 CloseReason = Literal["finished", "interrupted", "failed"]
+ChainKind = Literal["writer", "census", "tool"]
+"""Who writes a chain: a harvest's writer or census, or a tool that worked on the run later."""
+PartTable = Literal[
+    "requests", "steps", "spans", "drops", "stalls", "occupancy", "readouts", "canary"
+]
+"""Tables that are committed in parts, a run at a time."""
 Scalar = bool | int | str
 
 
@@ -134,6 +140,11 @@ REQUIRED_PROVENANCE: dict[str, str] = {
     "capture.order": "permuted or sequence",
     "capture.rows_per_shard": "target rows of a shard",
     "capture.ring_nbytes": "bytes of the host ring",
+    "capture.staging_slots": "step slots of the staging ring on the device",
+    "capture.memory_nbytes": "bytes of all stages together, the bound that was stated",
+    "capture.raw_threshold_nbytes": "backlog from which shards are written raw; 0 never",
+    "capture.sampling": "all, or canonical JSON of the sampling rules",
+    "capture.readouts": "none, or canonical JSON: norm, projections, seed, probes and their digest",
     "prompts.source": "what the prompts were read from, last path segment",
     "prompts.sha256": "SHA-256 of the source file; for a folder see the reason",
     "prompts.n_records": "records read",
@@ -209,7 +220,7 @@ class ShardManifest(Document):
 class OpenBody(Document):
     """First record of a chain."""
 
-    kind: Literal["writer", "census"]
+    kind: ChainKind
     run: Segment
     started_ns: Count
     software: Text
@@ -233,8 +244,20 @@ class ShardBody(Document):
 class PartBody(Document):
     """A part of a table is committed."""
 
-    table: Literal["requests", "steps", "spans", "drops", "stalls"]
+    table: PartTable
     file: FileEntry
+    n_rows: Count
+
+
+class ReplaceBody(Document):
+    """A shard stands for another one with the same rows: the other is read no more.
+
+    Spec: 0.1 section 8.5.
+    """
+
+    replaced: Segment = Field(description="shard that is read no more")
+    shard: Segment = Field(description="shard that stands in its place")
+    manifest_sha256: Digest
     n_rows: Count
 
 
@@ -255,12 +278,13 @@ class FenceBody(Document):
     reason: Text
 
 
-Body = OpenBody | RunBody | ShardBody | PartBody | CloseBody | FenceBody
+Body = OpenBody | RunBody | ShardBody | PartBody | ReplaceBody | CloseBody | FenceBody
 BODIES: dict[str, type[Document]] = {
     "open": OpenBody,
     "run": RunBody,
     "shard": ShardBody,
     "part": PartBody,
+    "replace": ReplaceBody,
     "close": CloseBody,
     "fence": FenceBody,
 }
@@ -278,7 +302,7 @@ class LedgerRecord(Document):
     chain: Segment
     seq: Count
     prev: Digest = Field(description="SHA-256 of the record before; 64 zeros for the first")
-    type: Literal["open", "run", "shard", "part", "close", "fence"]
+    type: Literal["open", "run", "shard", "part", "replace", "close", "fence"]
     body: dict[str, object]
 
     @model_validator(mode="after")

@@ -22,8 +22,15 @@ import pyarrow as pa
 from actds import layout, schema, tables
 from actds.errors import ActdsError
 from actds.ledger import Chain, fence, read_ledger
-from actds.schema.v0_1 import CloseReason, Genesis, PartBody, ShardBody, ShardManifest
-from actds.shard import PartTable, commit_part
+from actds.schema.v0_1 import (
+    CloseReason,
+    Genesis,
+    PartBody,
+    PartTable,
+    ShardBody,
+    ShardManifest,
+)
+from actds.shard import commit_part
 from actds.store import Store, open_store
 from actds_writers.census import Census, CensusTables
 from actds_writers.link import Link

@@ -13,6 +13,7 @@ from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason, DType, Origin
 
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class StepRows:
         token_ids: token fed at each row, read from the device's own buffer.
         finished: requests that ended before this step.
         stall: when the worker waited for the ring before this step, else ``None``.
+        kept: bool ``(n,)``: which rows the sampling rules keep, ``None`` for all. The ring holds
+            the kept rows only; positions and token ids are of all computed rows.
     """
 
     step: int
@@ -106,6 +109,7 @@ class StepRows:
     token_ids: IntArray
     finished: tuple[int, ...]
     stall: Stall | None = None
+    kept: BoolArray | None = None
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,25 @@ class RingFree:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Why rows of a request are not stored, by phase; ``None`` where they are.
+
+    Args:
+        prefill: reason for prompt positions, such as ``sampling:fraction``.
+        decode: reason for generated positions.
+    """
+
+    prefill: str | None = None
+    decode: str | None = None
+
+
+EVERYTHING = LeftOut()
+"""Nothing of the request is left out."""
+
+
+@dataclass(frozen=True)
 class RequestArrived:
-    """The scheduler took a request."""
+    """The scheduler took a request; ``left_out`` is what the sampling rules say of it."""
 
     request: int
     internal_id: str
@@ -169,6 +190,7 @@ class RequestArrived:
     arrival_ns: int
     sampling: str | None
     block_digests: tuple[bytes, ...] | None
+    left_out: LeftOut = EVERYTHING
 
 
 @dataclass(frozen=True)

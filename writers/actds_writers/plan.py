@@ -236,6 +236,11 @@ def _facts(
         "capture.overflow_policy": options.overflow,
         "capture.order": options.order,
         "capture.rows_per_shard": rows,
+        "capture.raw_threshold_nbytes": 0,
+        "capture.sampling": "all",
+        "capture.readouts": "none",
+        "capture.staging_slots": 1,
+        "capture.memory_nbytes": 0,
     }
     observed: dict[str, bool | int | str] = {
         "tokenizer.chat_template_sha256": template,

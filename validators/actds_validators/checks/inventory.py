@@ -13,7 +13,7 @@ from typing import Literal
 
 from actds import canonical, layout, schema
 from actds.accounting import TOTALS
-from actds.catalog import CENSUS_TABLES, LOSS_TABLES, heads_root
+from actds.catalog import CENSUS_TABLES, heads_root
 from actds.errors import ActdsError
 from actds.finding import Finding, Severity
 from actds.ledger import read_chain
@@ -335,7 +335,7 @@ def _check_manifest(inventory: Inventory, manifest: ShardManifest, path: str) ->
 
 def _take_part(inventory: Inventory, chain: Chain, body: PartBody, place: str) -> None:
     run = chain.run or ""
-    kind = "writer" if body.table in LOSS_TABLES else "census"
+    kind = layout.chain_kind_of(body.table)
     _foreign(
         chain,
         is_foreign=chain.kind != kind or not layout.is_part_path(body.file.path, body.table, run),

@@ -10,13 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from actds_writers.messages import Reference, RequestArrived, RequestFinished, StepScheduled
+from actds_writers.messages import (
+    LeftOut,
+    Reference,
+    RequestArrived,
+    RequestFinished,
+    StepScheduled,
+)
 
 DIGEST_NBYTES = 16
 """Bytes kept of each prefix-block digest."""
@@ -37,11 +43,13 @@ class StepMark:
         step: number of the step in the run.
         numbers: request number by engine id, for requests that are new to the workers.
         finished: numbers of the requests that ended since the step before.
+        left_out: what the sampling rules say, by engine id, where they leave anything out.
     """
 
     step: int
     numbers: dict[str, int]
     finished: tuple[int, ...]
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
 
 
 class SchedulerWitness:
