@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -53,12 +54,20 @@ class Committer:
         chain: the writer's chain.
         plan: how to write.
         buffers: spare buffers; together with those being filled they bound the memory.
+        before_commit: called with the last step of a buffer before anything of it is written:
+            what has to be durable no later than the rows.
     """
 
     def __init__(
-        self, store: Store, chain: Chain, plan: CommitPlan, buffers: list[ShardBuffer]
+        self,
+        store: Store,
+        chain: Chain,
+        plan: CommitPlan,
+        buffers: list[ShardBuffer],
+        before_commit: Callable[[int], None] = lambda last_step: None,
     ) -> None:
         self._store, self._chain, self._plan = store, chain, plan
+        self._before_commit = before_commit
         self._spare: queue.Queue[ShardBuffer] = queue.Queue()
         for buffer in buffers:
             self._spare.put(buffer)
@@ -121,6 +130,7 @@ class Committer:
             self._spare.put(buffer)
 
     def _commit(self, phase: str, buffer: ShardBuffer) -> None:
+        self._before_commit(buffer.last_step)
         began = time.monotonic()
         manifest = commit_shard(
             self._store,

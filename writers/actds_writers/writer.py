@@ -7,6 +7,7 @@ committer on its right; no sockets, no vLLM.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +46,19 @@ class Writer:
         store: where the dataset stands.
         settings: what the command decided.
         hello: what the worker found.
+        before_commit: as in ``Committer``.
 
     Raises:
         ActdsError: E010 when the dataset has other hooks, E503 when the disk refuses.
     """
 
-    def __init__(self, store: Store, settings: WriterSettings, hello: WorkerHello) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: WriterSettings,
+        hello: WorkerHello,
+        before_commit: Callable[[int], None] = lambda last_step: None,
+    ) -> None:
         self._settings, self._store = settings, store
         self._hooks = hello.hooks
         self._memory: mmap.mmap = ring.attach(Path(hello.ring_path), hello.ring_nbytes)
@@ -61,7 +69,7 @@ class Writer:
         capacity = settings.rows_per_shard + hello.max_step_rows
         buffers = [ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)]
         plan = CommitPlan(settings.run, settings.order, settings.seed, settings.n_threads)
-        self._committer = Committer(store, self._chain, plan, buffers)
+        self._committer = Committer(store, self._chain, plan, buffers, before_commit)
         self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
         self._assembly = Assembly(settings.tokens)
         self._stalls: list[Stall] = []
