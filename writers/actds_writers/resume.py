@@ -5,8 +5,6 @@ Stands before the token's way: reads the ledger and the census of the dataset.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -15,6 +13,7 @@ from actds import layout, schema
 from actds.catalog import Catalog
 from actds.errors import ActdsError
 from actds.ledger import fence, read_ledger
+from actds.lock import lock_dataset as lock_dataset
 from actds.schema.v0_1 import Genesis, RunRecord
 from actds.seal import runs_with_data
 from actds.store import LocalStore, open_store
@@ -30,29 +29,6 @@ MUST_AGREE = (
     "sampling.temperature",
     "sampling.max_tokens",
 )
-
-
-def lock_dataset(folder: Path) -> int:
-    """Return an open descriptor that holds the dataset's lock for as long as it is open.
-
-    The processes of a run inherit it, so the lock outlives a command that was killed.
-
-    Raises:
-        ActdsError: E010 when another run writes the dataset.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise ActdsError(
-            "E010",
-            str(folder),
-            got="a run that is still writing it",
-            expected="no other writer",
-            next_step="Wait until it has ended.",
-        ) from None
-    return descriptor
 
 
 def finished_rows(folder: Path, plan: Plan) -> set[int]:
