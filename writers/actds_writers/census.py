@@ -5,6 +5,7 @@ The scheduler-side witness. Pure: messages in, tables out; knows no file, no soc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,8 +82,11 @@ class Census:
         self._hit_tokens = 0
         self._n_finished = 0
         self._last: StepScheduled | None = None
+        self._staging_depth: int | None = None
         self._ring_depth: int | None = None
         self._lost: dict[int, str] = {}
+        self._dropped: Counter[str] = Counter()
+        self._recomputed_tokens = 0
 
     def progress(self) -> CensusProgress:
         """Return the counters that the progress line shows."""
@@ -94,9 +98,11 @@ class Census:
             running=self._last.running if self._last else 0,
             ring_depth=self._ring_depth,
             last_step=self._last.step if self._last else NO_STEP,
-            dropped_tokens=sum(
-                self._steps.get(step, {}).get("new_tokens", 0) for step in self._lost
-            ),
+            dropped_tokens=sum(self._dropped.values()),
+            staging_depth=self._staging_depth,
+            queried_tokens=self._queried_tokens,
+            recomputed_tokens=self._recomputed_tokens,
+            dropped=dict(self._dropped),
         )
 
     def observe(self, message: object) -> None:
@@ -135,6 +141,7 @@ class Census:
         n_prefill = int(np.clip(np.minimum(stop, prompt) - start, 0, None).sum())
         n_tokens = int(message.n_tokens.sum())
         self._scheduled_tokens += n_tokens
+        self._recomputed_tokens += int((new - start).sum())
         self._last = message
         # Worker and scheduler speak through two sockets; either may come first.
         self._steps.setdefault(message.step, {}).update(
@@ -154,6 +161,8 @@ class Census:
                 "cache_hit_ratio": self._hit_tokens / max(self._queried_tokens, 1),
             }
         )
+        if message.step in self._lost:
+            self._count_drop(message.step)
 
     def _admit(
         self, first: np.ndarray, who: np.ndarray, start: np.ndarray, prompt: np.ndarray
@@ -181,6 +190,7 @@ class Census:
         high[reference.request] = max(high[reference.request], reference.stop)
 
     def _executed(self, message: StepExecuted) -> None:
+        self._staging_depth = message.queue_depth_stage1
         self._ring_depth = message.queue_depth_stage2
         names = ("duration_ns", "kernel_mode", "padded_tokens", "disk_write_latency_p99",
                  "compression_backlog_bytes", "queue_depth_stage1", "queue_depth_stage2",
@@ -190,6 +200,11 @@ class Census:
 
     def _lose(self, message: StepLost) -> None:
         self._lost[message.step] = message.reason
+        if "new_tokens" in self._steps.get(message.step, {}):
+            self._count_drop(message.step)
+
+    def _count_drop(self, step: int) -> None:
+        self._dropped[self._lost[step]] += self._steps[step]["new_tokens"]
 
     def _finished(self, message: RequestFinished) -> None:
         self._requests[message.request].finished = message

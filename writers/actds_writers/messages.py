@@ -304,6 +304,45 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class CommitTotals:
+    """What the committer has made durable since the start.
+
+    Args:
+        n_shards: shards committed.
+        n_raw_shards: of these, stored without compression.
+        n_rows: rows committed.
+        nbytes_in: bytes of the rows, over all hooks.
+        nbytes_out: bytes of their files.
+        seconds: time that the commits took, all together.
+        buckets: commits of at most ``LATENCY_BUCKETS_S[i]`` seconds, cumulative.
+        p50_s, p99_s: quantiles over the last commits, ``None`` before the first.
+        last_ns: wall clock of the last commit, ``None`` before the first.
+    """
+
+    n_shards: int = 0
+    n_raw_shards: int = 0
+    n_rows: int = 0
+    nbytes_in: int = 0
+    nbytes_out: int = 0
+    seconds: float = 0.0
+    buckets: tuple[int, ...] = ()
+    p50_s: float | None = None
+    p99_s: float | None = None
+    last_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class StageState:
+    """A stage's queue as the writer last saw it, and how long the stage before it waited."""
+
+    stage: str
+    depth: int | None = None
+    capacity: int | None = None
+    n_stalls: int = 0
+    stall_ns: int = 0
+
+
+@dataclass(frozen=True)
 class Progress:
     """What the writer has done up to now.
 
@@ -312,17 +351,33 @@ class Progress:
         last_step: last step that was taken or known to be dropped, -1 before the first.
         row_nbytes: bytes of one row over all hooks.
         queue_depth: full buffers that wait for the disk.
+        ring_nbytes: bytes taken out of the ring.
+        backlog_nbytes: bytes of the buffers that wait or are being encoded.
+        commits: what is durable.
+        stages: the queues.
+        t_ns: wall clock of the message.
     """
 
     n_rows: int
     last_step: int
     row_nbytes: int
     queue_depth: int
+    ring_nbytes: int = 0
+    backlog_nbytes: int = 0
+    commits: CommitTotals = CommitTotals()
+    stages: tuple[StageState, ...] = ()
+    t_ns: int | None = None
 
 
 @dataclass(frozen=True)
 class CensusProgress:
-    """What the scheduler has done up to now; ``last_step`` is -1 before the first."""
+    """What the scheduler has done up to now; ``last_step`` is -1 before the first.
+
+    Args:
+        queried_tokens: prompt tokens looked up in the prefix cache.
+        recomputed_tokens: of the scheduled tokens, computed before.
+        dropped: rows lost to an overflow policy, by reason; they add up to ``dropped_tokens``.
+    """
 
     scheduled_tokens: int
     cached_tokens: int
@@ -333,6 +388,10 @@ class CensusProgress:
     last_step: int
     dropped_tokens: int
     connected: bool = False
+    staging_depth: int | None = None
+    queried_tokens: int = 0
+    recomputed_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
