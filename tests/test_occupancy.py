@@ -1,0 +1,64 @@
+"""Queue occupancy: time at each depth, counted exactly, in bounded memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actds import tables
+from actds_writers.occupancy import EXACT_DEPTHS, Occupancy, depth_bin, occupancy_table
+
+
+def test_time_is_counted_at_the_depth_that_stood() -> None:
+    ring = Occupancy("ring", 8)
+    for depth, t_ns in [(0, 100), (3, 110), (3, 150), (1, 160), (3, 165), (0, 200)]:
+        ring.observe(depth, t_ns)
+    assert ring.rows() == [(0, 10, 2), (1, 5, 1), (3, 85, 2)]
+    assert ring.depth == 0
+
+
+def test_a_clock_that_goes_back_takes_no_time_away() -> None:
+    ring = Occupancy("ring", 8)
+    for depth, t_ns in [(1, 100), (2, 90), (1, 130)]:
+        ring.observe(depth, t_ns)
+    assert ring.rows() == [(1, 0, 2), (2, 30, 1)]
+
+
+def test_table_has_the_columns_of_the_spec_and_no_row_for_an_unseen_queue() -> None:
+    ring, pool = Occupancy("ring", 8), Occupancy("pool", 1)
+    ring.observe(2, 5)
+    ring.observe(0, 9)
+    table = occupancy_table([ring, pool])
+    assert table.schema == tables.bare_schema("occupancy")
+    assert table.to_pylist() == [
+        {"stage": "ring", "depth": 0, "capacity": 8, "duration_ns": 0, "n_visits": 1},
+        {"stage": "ring", "depth": 2, "capacity": 8, "duration_ns": 4, "n_visits": 1},
+    ]
+    assert occupancy_table([pool]).num_rows == 0
+    path = tables.to_parquet("occupancy", table)
+    assert tables.from_parquet("occupancy", path, "test").equals(table)
+
+
+@pytest.mark.parametrize("depth", [0, 1, EXACT_DEPTHS - 1, EXACT_DEPTHS, 255, 256, 1000, 10**6])
+def test_a_bin_is_exact_when_small_and_close_when_large(depth: int) -> None:
+    found = depth_bin(depth)
+    assert found <= depth < found + max(1, depth / (EXACT_DEPTHS / 2))
+    assert depth_bin(found) == found
+    assert found == depth or depth >= EXACT_DEPTHS
+
+
+def test_a_deep_queue_has_few_bins() -> None:
+    assert len({depth_bin(depth) for depth in range(1_000_000)}) < 1000
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 1000)), min_size=1))
+def test_every_nanosecond_is_counted_once(seen: list[tuple[int, int]]) -> None:
+    ring, t_ns, n_changes = Occupancy("ring", 300), 0, 0
+    for depth, passed in seen:
+        t_ns += passed
+        n_changes += depth != ring.depth
+        ring.observe(depth, t_ns)
+    assert sum(ns for _, ns, _ in ring.rows()) == t_ns - seen[0][1]
+    assert sum(visits for *_, visits in ring.rows()) == n_changes
