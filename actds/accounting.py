@@ -279,7 +279,8 @@ def _span_steps(spans: Spans, steps: Steps, notes: Notes) -> None:
 
 def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
     """Check the hits at first admission against the spans from 0 and the engine's own count."""
-    referenced = spans.of("cache_ref")
+    # A rule may leave out what was never computed here: a hit too, but no reference.
+    referenced = spans.of("cache_ref") | (spans.of("filtered") & (spans.step < 0))
     hits = union(spans.start_key[referenced], spans.stop_key[referenced])
     zero = keys(requests.request, np.zeros(len(requests.request)))
     at = np.searchsorted(hits.start, zero)
@@ -292,7 +293,7 @@ def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
             "E411",
             f"census/{notes.run}/requests request {requests.request[i]}",
             f"cached_tokens {requests.cached[i]}",
-            f"{leading[i]}, the cache_ref positions from 0",
+            f"{leading[i]}, the cache_ref and uncomputed filtered positions from 0",
         )
     engine = requests.engine_cached
     for i in np.flatnonzero((engine >= 0) & (engine != requests.cached)):

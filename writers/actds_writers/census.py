@@ -229,7 +229,9 @@ class Census:
         Spec: 0.1 section 7.1.
         """
         dropped = {step: why for step, why in self._lost.items() if step in logged_drops}
-        pieces = self._pieces.settled(self._prompt_len.values, acknowledged, lost_reason, dropped)
+        pieces = self._pieces.settled(
+            self._prompt_len.values, acknowledged, lost_reason, dropped, self._left_out()
+        )
         for number, request in self._requests.items():
             self._owe(pieces, number, request)
         spans = span_table(pieces)
@@ -242,6 +244,17 @@ class Census:
             **pieces.totals(),
         }
         return CensusTables(requests, steps, spans, totals)
+
+    def _left_out(self) -> dict[str, dict[int, str]]:
+        """Return, per phase, the reason by request of those that a sampling rule leaves out."""
+        found: dict[str, dict[int, str]] = {"prefill": {}, "decode": {}}
+        for number, request in self._requests.items():
+            rule = request.arrived.left_out
+            if rule.prefill is not None:
+                found["prefill"][number] = rule.prefill
+            if rule.decode is not None:
+                found["decode"][number] = rule.decode
+        return found
 
     def _owe(self, pieces: Pieces, number: int, request: _Request) -> None:
         """Add the positions that a request owes and that were never computed."""

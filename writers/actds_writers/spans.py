@@ -62,14 +62,19 @@ class Pieces:
         acknowledged: dict[str, int],
         lost_reason: str,
         dropped: dict[int, str],
+        left_out: dict[str, dict[int, str]] | None = None,
     ) -> Pieces:
-        """Return the pieces with dropped rows as dropped, those never committed as aborted.
+        """Return the pieces with filtered, dropped and never committed rows told apart.
+
+        A rule wins over a loss: what it leaves out would not have been stored anyway. It holds
+        for cache references too, so that the multiplicities are those of the stored traffic.
 
         Args:
             prompt_len: prompt tokens by request number: where prefill ends.
             acknowledged: per phase, the last step whose rows are committed.
             lost_reason: reason of the others.
             dropped: reason by step of those an overflow policy gave up.
+            left_out: per phase, the reason by request of those a sampling rule leaves out.
         """
         settled = Pieces()
         settled._reasons = self.reasons()
@@ -86,13 +91,18 @@ class Pieces:
             ("decode", np.maximum(c["start"], edge), c["stop"]),
         ):
             late = (c["disposition"] == CAPTURED) & (c["step"] > acknowledged.get(phase, NONE))
+            rule = settled._rules((left_out or {}).get(phase, {}), len(prompt_len))[c["request"]]
+            filtered = rule != NONE
             keep = stop > start
             columns = {
                 **c,
                 "start": start,
                 "stop": stop,
-                "disposition": np.where(late, ABORTED, c["disposition"]),
-                "reason": np.where(late, lost, c["reason"]),
+                "disposition": np.select(
+                    [filtered, late], [FILTERED, ABORTED], default=c["disposition"]
+                ),
+                "ref_request": np.where(filtered, NONE, c["ref_request"]),
+                "reason": np.select([filtered, late], [rule, lost], default=c["reason"]),
             }
             settled._chunks.append(tuple(columns[name][keep] for name in _COLUMNS))
         return settled
@@ -124,6 +134,13 @@ class Pieces:
                     index[mask], weights=length[mask], minlength=len(steps)
                 ).astype(np.int64)
         return found
+
+    def _rules(self, reasons: dict[int, str], n_requests: int) -> np.ndarray:
+        """Return the reason number of each request, ``NONE`` where no rule leaves it out."""
+        numbers = np.full(n_requests, NONE, np.int64)
+        for request, reason in reasons.items():
+            numbers[request] = self._reason(reason)
+        return numbers
 
     def _reason(self, reason: str | None) -> int:
         if reason is None:
