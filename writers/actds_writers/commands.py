@@ -79,6 +79,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="Shared memory between engine and writer; two steps at least.",
 )
+@click.option(
+    "--raw-mib",
+    type=click.IntRange(min=0),
+    default=64,
+    show_default=True,
+    help="Write a shard raw when so much waits to be committed; 0 never. See actds recompress.",
+)
 def write(
     out: Path,
     model: Path,
@@ -95,6 +102,7 @@ def write(
     rows_per_shard: int | None,
     overflow: Literal["block", "drop_oldest", "drop_newest"],
     ring_mib: int,
+    raw_mib: int,
 ) -> None:
     """Harvest activations from a real vLLM engine into OUT.
 
@@ -121,6 +129,7 @@ def write(
         ring_mib=ring_mib,
         store_dtype=store_dtype,
         overflow=overflow,
+        raw_mib=raw_mib,
     )
     _run(options)
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from actds.schema.v0_1 import ShardManifest
 from actds.shard import ShardRows, commit_shard
 from actds.store import Store
 from actds_writers.buffers import ShardBuffer
+from actds_writers.raw_fallback import RawFallback
 
 Order = Literal["permuted", "sequence"]
 LATENCIES_KEPT = 512
@@ -38,12 +40,14 @@ class CommitPlan:
         order: ``permuted`` or ``sequence``.
         seed: seed of the run; every shard's permutation seed follows from it.
         n_threads: threads that encode.
+        raw_threshold_nbytes: bytes that wait, from which shards are written raw; 0 never.
     """
 
     run: str
     order: Order
     seed: int
     n_threads: int
+    raw_threshold_nbytes: int = 0
 
 
 class Committer:
@@ -74,9 +78,10 @@ class Committer:
         self._full: queue.Queue[tuple[str, ShardBuffer] | None] = queue.Queue()
         self._pool = ThreadPoolExecutor(plan.n_threads, thread_name_prefix="actds-encode")
         self._latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
-        # Each is written by one thread only; their difference is what waits.
-        self._handed_nbytes = 0
-        self._ended_nbytes = 0
+        # Sizes of what is handed over and not yet committed; the first one is being committed.
+        self._pending: deque[int] = deque()
+        self._pending_lock = threading.Lock()
+        self.fallback = RawFallback(plan.raw_threshold_nbytes)
         self._n_shards = 0
         self.n_rows = 0
         self.error: ActdsError | None = None
@@ -85,11 +90,15 @@ class Committer:
 
     def spare(self) -> ShardBuffer:
         """Return an empty buffer; waits while the disk is behind."""
+        # Only who needs a buffer is under pressure: what waits at the end of a run is not.
+        with self._pending_lock:
+            self.fallback.waiting(sum(self._pending) - sum(islice(self._pending, 1)))
         return self._spare.get()
 
     def commit(self, phase: str, buffer: ShardBuffer) -> None:
         """Hand over a buffer; it becomes a shard in the background."""
-        self._handed_nbytes += buffer.nbytes
+        with self._pending_lock:
+            self._pending.append(buffer.nbytes)
         self._full.put((phase, buffer))
 
     def finish(self) -> None:
@@ -106,7 +115,8 @@ class Committer:
     @property
     def backlog_nbytes(self) -> int:
         """Return the bytes handed over and not yet committed."""
-        return self._handed_nbytes - self._ended_nbytes
+        with self._pending_lock:
+            return sum(self._pending)
 
     def latency_p99(self) -> float | None:
         """Return the 99th percentile of the last commits in seconds, ``None`` before the first."""
@@ -115,7 +125,6 @@ class Committer:
     def _work(self) -> None:
         while (handed := self._full.get()) is not None:
             phase, buffer = handed
-            nbytes = buffer.nbytes
             try:
                 if self.error is None:
                     self._commit(phase, buffer)
@@ -125,12 +134,14 @@ class Committer:
                 self.error = ActdsError(
                     "E901", "commit thread", got=repr(error)[:500], expected="a committed shard"
                 )
-            self._ended_nbytes += nbytes
+            with self._pending_lock:
+                self._pending.popleft()
             buffer.clear()
             self._spare.put(buffer)
 
     def _commit(self, phase: str, buffer: ShardBuffer) -> None:
         self._before_commit(buffer.last_step)
+        raw = self.fallback.take()
         began = time.monotonic()
         manifest = commit_shard(
             self._store,
@@ -140,9 +151,12 @@ class Committer:
             run=self._plan.run,
             order=self._plan.order,
             seed=(self._plan.seed + self._n_shards) % 2**63,
+            raw=raw,
             pool=self._pool,
         )
-        self._latencies.append(time.monotonic() - began)
+        took_s = time.monotonic() - began
+        self._latencies.append(took_s)
+        self.fallback.learn(buffer.nbytes, took_s, raw=raw)
         self._account(buffer, manifest)
 
     def _account(self, buffer: ShardBuffer, manifest: ShardManifest) -> None:

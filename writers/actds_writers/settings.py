@@ -29,6 +29,7 @@ class WriterSettings:
         order: row order inside a shard.
         seed: seed of the row order.
         n_threads: threads that encode.
+        raw_threshold_nbytes: bytes that wait, from which shards are written raw; 0 never.
     """
 
     root: str
@@ -43,6 +44,7 @@ class WriterSettings:
     order: Literal["permuted", "sequence"]
     seed: int
     n_threads: int
+    raw_threshold_nbytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,7 @@ class _Run:
             order=options.order,
             seed=options.seed,
             n_threads=max(1, (os.cpu_count() or 2) // 2),
+            raw_threshold_nbytes=options.raw_mib << 20,
         )
         self._pipeline = Pipeline(
             plan.hooks,

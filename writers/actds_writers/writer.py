@@ -68,7 +68,13 @@ class Writer:
         self._begin_run(dataset, hello)
         capacity = settings.rows_per_shard + hello.max_step_rows
         buffers = [ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)]
-        plan = CommitPlan(settings.run, settings.order, settings.seed, settings.n_threads)
+        plan = CommitPlan(
+            settings.run,
+            settings.order,
+            settings.seed,
+            settings.n_threads,
+            settings.raw_threshold_nbytes,
+        )
         self._committer = Committer(store, self._chain, plan, buffers, before_commit)
         self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
         self._assembly = Assembly(settings.tokens)
