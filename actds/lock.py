@@ -15,17 +15,22 @@ from actds.errors import ActdsError
 __all__ = ["lock_dataset"]
 
 
-def lock_dataset(folder: Path) -> int:
+def lock_dataset(folder: Path, *, shared: bool = False) -> int:
     """Return an open descriptor that holds the dataset's lock for as long as it is open.
 
     The processes of a run inherit it, so the lock outlives a command that was killed.
+
+    Args:
+        folder: the dataset's folder.
+        shared: let other engines hold it too, each with a run of its own; a program that works
+            on the dataset as a whole holds it alone.
 
     Raises:
         ActdsError: E010 when another program writes the dataset.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
         raise ActdsError(

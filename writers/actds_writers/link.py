@@ -36,6 +36,7 @@ class Link:
         policy: overflow policy of the ring.
         ring_nbytes: size of the host ring; the worker takes more when two steps need it.
         client_pid: process of the command.
+        live: whether the engine serves traffic, which goes on when capture fails.
     """
 
     folder: str
@@ -46,6 +47,7 @@ class Link:
     policy: Policy
     ring_nbytes: int
     client_pid: int
+    live: bool = False
 
     def to_environment(self) -> str:
         """Return the value of the environment variable."""

@@ -86,6 +86,7 @@ class Pipeline:
             policy=policy,
             ring_nbytes=ring_nbytes,
             client_pid=client_pid,
+            live=writer.shared,
         )
         census = CensusSettings(writer.root, writer.run, writer.software)
         self._processes = {
@@ -141,6 +142,10 @@ class Pipeline:
     def tell_client_facts(self, facts: ClientFacts) -> None:
         """Tell the census what only the client knows."""
         self._send("census", facts)
+
+    def end_writer(self, reason: CloseReason) -> None:
+        """Let the writer commit and end as soon as its worker is gone; the census goes on."""
+        self._send("writer", Finish(reason))
 
     def finish(self, reason: CloseReason) -> Ended:
         """End the run after the engine has ended; return the totals.

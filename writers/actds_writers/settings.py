@@ -29,6 +29,7 @@ class WriterSettings:
         order: row order inside a shard.
         seed: seed of the row order.
         n_threads: threads that encode.
+        shared: whether other engines may write the dataset too; whoever is first begins it.
         raw_threshold_nbytes: bytes that wait, from which shards are written raw; 0 never.
     """
 
@@ -44,6 +45,7 @@ class WriterSettings:
     order: Literal["permuted", "sequence"]
     seed: int
     n_threads: int
+    shared: bool = False
     raw_threshold_nbytes: int = 0
 
 
@@ -53,9 +55,11 @@ class CensusSettings:
 
     Args:
         reserve_nbytes: disk space held back, so that a full disk can still be accounted for.
+        orphan_patience_s: how long to wait for the others after the command itself is gone.
     """
 
     root: str
     run: str
     software: str
     reserve_nbytes: int = 4 << 20
+    orphan_patience_s: float = 60.0

@@ -203,8 +203,12 @@ def _genesis(store: Store, settings: WriterSettings, found: tuple[HookSpec, ...]
             writer=settings.software,
             hooks=hooks,
         )
-        store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
-        return settings.dataset
+        try:
+            store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
+            return settings.dataset
+        except ActdsError as error:
+            if error.code != "E309" or not settings.shared:
+                raise  # else another engine was first, and this one joins
     present = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
     if present.hooks != hooks:
         raise ActdsError(
