@@ -31,6 +31,7 @@ from actds.array_metadata import (
 )
 from actds.codec import CodecError, crc32c, decode_chunk, encode_chunk
 from actds.errors import ActdsError
+from actds.store import LocalFile, StoredFile
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +137,8 @@ class ArrayReader:
 
     Args:
         zarr_json: the bytes of the array's ``zarr.json``.
-        shard_path: the shard file ``c/0/0``.
+        source: the shard file ``c/0/0``: its local path, or the file as a store opens it. It is
+            closed with the reader.
         place: how errors name the array; the path of the shard file when None.
 
     Raises:
@@ -147,25 +149,18 @@ class ArrayReader:
     """
 
     def __init__(
-        self, zarr_json: bytes, shard_path: str | Path, *, place: str | None = None
+        self, zarr_json: bytes, source: str | Path | StoredFile, *, place: str | None = None
     ) -> None:
-        self._fd = -1
-        self._place = str(shard_path) if place is None else place
+        self._place = str(source) if place is None else place
+        self._file = None if isinstance(source, str | Path) else source
         layout = parse_metadata(zarr_json, self._place)
         self._layout = layout
         self.n_rows, self.d_model = layout.n_rows, layout.d_model
         self.dtype, self.rows_per_chunk = layout.dtype.name, layout.rows_per_chunk
         self.n_chunks = layout.n_chunks
         self._local = threading.local()
-        try:
-            self._fd = os.open(shard_path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise ActdsError(
-                "E104", self._place, got="no such file", expected="the shard file"
-            ) from None
-        except OSError as error:
-            got = error.strerror or str(error)
-            raise ActdsError("E104", self._place, got=got, expected="a readable file") from error
+        if isinstance(source, str | Path):
+            self._file = LocalFile(source, self._place)
         try:
             self._offsets = self._read_index()
         except BaseException:
@@ -174,9 +169,9 @@ class ArrayReader:
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -309,7 +304,7 @@ class ArrayReader:
         return chunk
 
     def _frames(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield (chunk, frame with checksum); the frames live until the next ``preadv``."""
+        """Yield (chunk, frame with checksum); the frames live until the next read."""
         offsets = self._offsets
         while first < last:
             # As many whole chunks as fit one read; at least one.
@@ -323,28 +318,21 @@ class ArrayReader:
             first = stop
 
     def _pread(self, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of the file in a buffer of this thread, kept for the next read."""
-        buffer: bytearray | None = getattr(self._local, "read", None)
-        if buffer is None or len(buffer) < nbytes:
-            buffer = self._local.read = bytearray(nbytes)
-        if self._fd < 0:
+        """Return bytes of the file that live until this thread's next read of it."""
+        if self._file is None:
             raise ValueError(f"{self._place}: the reader is closed")
-        view = memoryview(buffer)[:nbytes]
-        done = 0
-        while done < nbytes:
-            try:
-                n = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                reason = os.strerror(error.errno or errno.EIO)
-                raise self._damaged(f"a read error: {reason}", "a readable file") from error
-            if n == 0:
-                raise self._damaged(f"the end at byte {offset + done}", f"{offset + nbytes} bytes")
-            done += n
-        return view
+        try:
+            return self._file.read(offset, nbytes)
+        except EOFError as error:
+            raise self._damaged(str(error), f"{offset + nbytes} bytes") from None
+        except OSError as error:
+            reason = os.strerror(error.errno or errno.EIO)
+            raise self._damaged(f"a read error: {reason}", "a readable file") from error
 
     def _read_index(self) -> npt.NDArray[np.int64]:
         """Return where chunks start and the last one ends, ``(n_chunks + 1,)``, checked."""
-        size = os.fstat(self._fd).st_size
+        assert self._file is not None
+        size = self._file.nbytes
         index_nbytes = self.n_chunks * _INDEX_ENTRY_NBYTES
         data_nbytes = size - index_nbytes - _CRC_NBYTES
         # Compared before anything is allocated: the claimed rows may be absurd.

@@ -1,8 +1,10 @@
 """The store: whole files or none, never over another, and no way out of the dataset."""
 
 import errno
+import hashlib
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from actds.errors import ActdsError
-from actds.store import TEMPORARY, LocalStore, open_store
+from actds.store import TEMPORARY, LocalStore, file_sha256, open_store
 
 
 @contextmanager
@@ -31,8 +33,6 @@ def test_put_writes_every_part_in_order_and_says_its_digest(tmp_path: Path) -> N
     put = store.put_new("a/b/c", parts)
     whole = b"".join(bytes(part) for part in parts)
     assert store.read("a/b/c") == whole
-    import hashlib
-
     assert (put.nbytes, put.sha256) == (len(whole), hashlib.sha256(whole).hexdigest())
     assert store.list() == ["a/b/c"]
     assert list(tmp_path.rglob(f"{TEMPORARY}*")) == []
@@ -150,6 +150,18 @@ def test_temporary_files_are_no_data_and_can_be_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b"]
 
 
+def test_a_removed_file_is_gone_and_no_folder_or_way_out_is_removed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "dataset")
+    store.put_new("a/b/c", [b"x"])
+    store.remove("a/b/c")
+    store.remove("a/b/c")
+    store.remove("none/at-all")
+    assert store.list() == []
+    for path in ("a/b", "../x", ""):
+        with pytest.raises(ActdsError, match="E107"):
+            store.remove(path)
+
+
 def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     with open(tmp_path / "sparse", "wb") as file:
@@ -166,6 +178,41 @@ def test_replace_is_whole_and_leaves_no_other_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
-def test_object_stores_are_refused_by_name() -> None:
-    with pytest.raises(ActdsError, match="E009"):
-        open_store("s3://bucket/dataset")
+def test_a_range_is_read_and_a_range_past_the_end_is_not(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put_new("a/b", [b"0123456789"])
+    assert store.read_range("a/b", 3, 4) == b"3456"
+    assert store.read_range("a/b", 10, 0) == b""
+    with pytest.raises(ActdsError, match="E104 a/b: the end at byte 10"):
+        store.read_range("a/b", 8, 4)
+    with store.open_file("a/b") as file:
+        assert file.nbytes == 10
+        assert bytes(file.read(0, 10)) == b"0123456789"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.read(0, 1)
+    assert file_sha256(store, "a/b") == hashlib.sha256(b"0123456789").hexdigest()
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["gs://bucket/x", "https://host/x", "s3:/bucket/x", Path("s3://bucket/x"), "file+s3://b/x"],
+)
+def test_a_location_of_another_kind_is_refused(uri: str | Path) -> None:
+    with pytest.raises(ActdsError, match=r"E009 .*s3://BUCKET/PREFIX"):
+        open_store(uri)
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://", "s3:///x", "s3://b", "s3://bucket/a//b", "s3://bucket/../x", "s3://bucket/?x"]
+)
+def test_a_malformed_object_uri_is_refused(uri: str) -> None:
+    with pytest.raises(ActdsError, match=r"E009 .*malformed"):
+        open_store(uri)
+
+
+def test_a_missing_extra_is_named_with_its_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ActdsError, match=r"E011 s3://bucket/x.*\n.*pip install .actds\[s3\]"):
+        open_store("s3://bucket/x")

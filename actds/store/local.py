@@ -1,4 +1,4 @@
-"""Stores: durable create-only files under one folder, and reading that follows no link."""
+"""Local folders as stores: durable create-only files, and reading that follows no link."""
 
 from __future__ import annotations
 
@@ -7,79 +7,85 @@ import hashlib
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Self
 
-from actds import layout
 from actds.errors import ActdsError
+from actds.store.base import TEMPORARY, Buffer, Put, check_path
 
-__all__ = ["LocalStore", "Put", "Store", "open_store"]
-
-TEMPORARY = ".tmp-"
-"""How the name of a file that is not committed begins; readers pass over such files."""
+__all__ = ["LocalFile", "LocalStore"]
 
 _BUFFERS_PER_WRITE = 512  # below IOV_MAX (1024), the most that one writev takes
 
-Buffer = bytes | bytearray | memoryview
 
-
-@dataclass(frozen=True)
-class Put:
-    """What was written.
+class LocalFile:
+    """A local file that is open for reading ranges, into one buffer per thread.
 
     Args:
-        nbytes: size of the file.
-        sha256: its digest, hexadecimal.
+        path: the file.
+        place: how errors name it.
+
+    Raises:
+        ActdsError: E104 when it cannot be opened.
     """
 
-    nbytes: int
-    sha256: str
-
-
-class Store(Protocol):
-    """Where a dataset stands: create-only puts, reads, and listings that prove nothing.
-
-    Spec: 0.1 section 8.1.
-    """
+    def __init__(self, path: str | Path, place: str) -> None:
+        self._fd = -1
+        self._local = threading.local()
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ActdsError("E104", place, got="no such file", expected="a file") from None
+        except OSError as error:
+            got = error.strerror or str(error)
+            raise ActdsError("E104", place, got=got, expected="a readable file") from error
 
     @property
-    def uri(self) -> str:
-        """Return where the dataset stands, as a person would write it."""
-        ...
+    def nbytes(self) -> int:
+        """Return the size of the file as it is now."""
+        return os.fstat(self._fd).st_size
 
-    def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
-        """Create a file durably, or not at all."""
-        ...
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return a range in a buffer of this thread, kept for the next read.
 
-    def replace(self, path: str, data: bytes) -> None:
-        """Write a file that nothing pins (the card), over an older one."""
-        ...
+        Raises:
+            EOFError: the file ends before the range does.
+            OSError: the disk failed, or the file is closed.
+        """
+        buffer: bytearray | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._local.buffer = bytearray(nbytes)
+        view = memoryview(buffer)[:nbytes]
+        done = 0
+        while done < nbytes:
+            n = os.preadv(self._fd, [view[done:]], offset + done)
+            if n == 0:
+                raise EOFError(f"the end at byte {offset + done}")
+            done += n
+        return view
 
-    def read(self, path: str, limit: int | None = None) -> bytes:
-        """Return a file's bytes."""
-        ...
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
-    def exists(self, path: str) -> bool:
-        """Say whether a file is there."""
-        ...
+    def __enter__(self) -> Self:
+        return self
 
-    def size(self, path: str) -> int:
-        """Return a file's size in bytes."""
-        ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
-    def list(self, prefix: str = "") -> list[str]:
-        """Return the paths of all files below a folder, sorted."""
-        ...
-
-    def local_path(self, path: str) -> Path:
-        """Return where a file can be opened on this machine."""
-        ...
-
-    def remove_temporary(self) -> int:
-        """Remove what dead writers left uncommitted; return how many files."""
-        ...
+    def __del__(self) -> None:
+        self.close()
 
 
 class LocalStore:
@@ -99,6 +105,14 @@ class LocalStore:
     def uri(self) -> str:
         """Return the folder's path."""
         return str(self.root)
+
+    @property
+    def n_readers(self) -> int:
+        """Return 1: a thread per core keeps a disk busy."""
+        return 1
+
+    def check_create_only(self) -> None:
+        """Do nothing: link(2) refuses a taken name on every POSIX file system."""
 
     def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
         """Create a file atomically and durably: it is whole after a power cut, or not there.
@@ -160,6 +174,22 @@ class LocalStore:
         except OSError as error:
             raise _storage_error(path, error) from error
 
+    def remove(self, path: str) -> None:
+        """Remove a file that no record of the ledger reaches; a missing one is no error.
+
+        Raises:
+            ActdsError: E503 when the disk refuses; E107 a bad path, or a folder.
+        """
+        target = self._checked(path)
+        try:
+            if target.is_dir() and not target.is_symlink():
+                raise _not_regular(path, "a folder")
+            target.unlink(missing_ok=True)
+            if target.parent.is_dir():
+                _sync_folder(target.parent)
+        except OSError as error:
+            raise _storage_error(path, error) from error
+
     def read(self, path: str, limit: int | None = None) -> bytes:
         """Return a file's bytes.
 
@@ -181,6 +211,28 @@ class LocalStore:
                 "E104", path, got=error.strerror or str(error), expected="a readable file"
             ) from error
 
+    def read_range(self, path: str, offset: int, nbytes: int) -> bytes:
+        """Return ``nbytes`` bytes of a file from ``offset`` on.
+
+        Raises:
+            ActdsError: E104 missing, unreadable or shorter; E107 a link, no regular file, or a
+                bad path.
+        """
+        with self.open_file(path) as file:
+            try:
+                return bytes(file.read(offset, nbytes))
+            except (OSError, EOFError) as error:
+                got = getattr(error, "strerror", None) or str(error)
+                raise ActdsError("E104", path, got=got, expected="a readable file") from error
+
+    def open_file(self, path: str) -> LocalFile:
+        """Return a file that is open for many ranged reads.
+
+        Raises:
+            ActdsError: E104 missing or unreadable; E107 a link, no regular file, or a bad path.
+        """
+        return LocalFile(self.local_path(path), path)
+
     def exists(self, path: str) -> bool:
         """Say whether a file is there.
 
@@ -199,6 +251,9 @@ class LocalStore:
         if found is None:
             raise ActdsError("E104", path, got="no such file", expected="a file")
         return found.st_size
+
+    def learn_sizes(self, prefix: str) -> None:
+        """Do nothing: a disk is asked for each size as it is needed."""
 
     def list(self, prefix: str = "") -> list[str]:
         """Return the paths of all files below a folder, sorted; of no folder, none.
@@ -258,9 +313,7 @@ class LocalStore:
 
     def _checked(self, path: str) -> Path:
         """Return the local path, when no segment is bad and no folder on the way is a link."""
-        if path not in (layout.GENESIS, layout.CARD):
-            for part in path.split("/"):
-                layout.segment(part, path[:200])
+        check_path(path)
         local = self.root
         for part in path.split("/")[:-1]:
             local = local / part
@@ -301,20 +354,6 @@ class LocalStore:
         if made:
             _sync_folder(folder.parent)
         self._durable.add(folder)
-
-
-def open_store(uri: str | Path) -> LocalStore:
-    """Return the store of a local path or ``file://`` URI.
-
-    Raises:
-        ActdsError: E009 for any other scheme.
-    """
-    text = str(uri)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    elif "://" in text:
-        raise ActdsError("E009", text[:200], got="an object store", expected="a local folder")
-    return LocalStore(Path(text).expanduser())
 
 
 def _write_durably(path: Path, views: list[memoryview]) -> None:
