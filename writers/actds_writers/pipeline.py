@@ -19,6 +19,7 @@ from pathlib import Path
 
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason
+from actds_writers.detach import Detached
 from actds_writers.link import Link, Policy
 from actds_writers.messages import (
     CensusProgress,
@@ -207,8 +208,17 @@ class Pipeline:
 
     def _start(
         self, module: str, settings: WriterSettings | CensusSettings, lock: int
-    ) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
+    ) -> subprocess.Popen[bytes] | Detached:
+        process = self._process(module, lock)
+        assert process.stdin is not None
+        pickle.dump((self.link, settings), process.stdin)
+        process.stdin.close()
+        return process
+
+    def _process(self, module: str, lock: int) -> subprocess.Popen[bytes] | Detached:
+        if self.link.live:
+            return Detached(f"actds_writers.{module}", {**os.environ, **KEEP_MEMORY}, (lock,))
+        return subprocess.Popen(
             [sys.executable, "-m", f"actds_writers.{module}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -216,7 +226,3 @@ class Pipeline:
             start_new_session=True,  # a Ctrl-C is for the command, which then ends the run in order
             pass_fds=(lock,),
         )
-        assert process.stdin is not None
-        pickle.dump((self.link, settings), process.stdin)
-        process.stdin.close()
-        return process
