@@ -116,3 +116,20 @@ def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE, add_bos: bool =
 def write_byte_tokenizer(path: Path) -> None:
     """Write the byte tokenizer into a model folder."""
     byte_tokenizer().save_pretrained(path)
+
+
+def make_random_model(path: Path, **options: Any) -> Path:
+    """Write a tiny float32 model with random weights and the byte tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    make_tiny_model(path, dtype="float32", tokenizer=True, **options)
+    logging.disable_progress_bar()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path), dtype=torch.float32
+        )
+    model.save_pretrained(path)
+    return path

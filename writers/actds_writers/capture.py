@@ -135,10 +135,13 @@ def _forward_hook(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
 
 
 def _residual_stream(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return hidden and residual of a layer's output; their sum is the residual stream."""
+    """Return hidden and residual of a layer's output; their sum is the residual stream.
+
+    Rows of a padded batch, ``(batch, width, d_model)``, are laid flat.
+    """
     if not isinstance(output, tuple):
-        return output, None
+        return output.flatten(0, -2), None
     hidden = output[0]
     if len(output) > 1 and isinstance(output[1], torch.Tensor) and output[1].shape == hidden.shape:
-        return hidden, output[1]
-    return hidden, None
+        return hidden.flatten(0, -2), output[1].flatten(0, -2)
+    return hidden.flatten(0, -2), None

@@ -20,6 +20,7 @@ from actds_writers.encoding import (
     load_tokenizer,
     special_tokens,
 )
+from actds_writers.engines import WriterName
 from actds_writers.hooks_spec import parse_hooks
 from actds_writers.link import Policy
 from actds_writers.messages import Fact, PromptFact
@@ -58,6 +59,8 @@ class WriteOptions:
         store_dtype: type to store rows in, ``None`` for the type the model computes in.
         overflow: what happens to a step when the ring is full.
         raw_mib: MiB that wait to be committed, from which shards are written raw; 0 never.
+        writer: which engine runs the model.
+        canary: share or number of the requests that are replayed alone, ``None`` for none.
     """
 
     out: Path
@@ -76,6 +79,8 @@ class WriteOptions:
     store_dtype: str | None
     overflow: Policy
     raw_mib: int = DEFAULT_RAW_MIB
+    writer: WriterName = "vllm"
+    canary: str | None = None
 
 
 @dataclass(frozen=True)

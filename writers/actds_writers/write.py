@@ -26,6 +26,7 @@ from actds.schema.v0_1 import CloseReason, Seal
 from actds.seal import seal
 from actds.store import open_store
 from actds_writers.encoding import Encoded
+from actds_writers.engines import Engine, start_engine
 from actds_writers.messages import ClientFacts
 from actds_writers.pipeline import Ended, Pipeline
 from actds_writers.plan import Plan, WriteOptions, make_plan, request_key
@@ -33,7 +34,6 @@ from actds_writers.progress import Progress, Snapshot
 from actds_writers.resume import finished_rows, lock_dataset
 from actds_writers.settings import WriterSettings
 from actds_writers.summary import Totals, format_summary
-from actds_writers.vllm.engine import Engine
 
 CONNECT_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 300.0
@@ -207,7 +207,8 @@ class _Run:
     def _start(self) -> Engine:
         options = self._options
         print(f"Starting the engine for {options.model} ...", file=sys.stderr, flush=True)
-        engine = Engine(
+        engine = start_engine(
+            options.writer,
             options.model,
             options.engine,
             self._pipeline.link,

@@ -10,28 +10,15 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 from actds.errors import ActdsError
+from actds_writers.engines import Finished
 from actds_writers.link import ENVIRONMENT, Link
 
 SHUTDOWN_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A request that ended.
-
-    Args:
-        key: the id under which it was added.
-        cached_tokens: prefix hits as the engine reports them, ``None`` when it does not.
-    """
-
-    key: str
-    cached_tokens: int | None
 
 
 class Engine:
@@ -117,7 +104,9 @@ class Engine:
         except Exception as error:  # whatever the engine raises, a person gets one line
             raise _engine_error(error) from error
         return [
-            Finished(output.request_id, output.num_cached_tokens)
+            Finished(
+                output.request_id, output.num_cached_tokens, tuple(output.outputs[0].token_ids)
+            )
             for output in outputs
             if output.finished
         ]

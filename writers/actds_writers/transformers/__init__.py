@@ -1,0 +1,1 @@
+"""Everything that touches the transformers library: engine, batches, worker, witness."""
