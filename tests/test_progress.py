@@ -1,26 +1,83 @@
+"""What a harvest says while it runs and at its end: readable, true, and never in the way."""
+
 from __future__ import annotations
 
 import dataclasses
 import io
 import re
+import threading
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from actds.errors import ActdsError
-from actds_writers.progress import Progress, Snapshot, format_line, format_seconds
+from actds_writers.dashboard import (
+    WIDTH,
+    eta_s,
+    format_line,
+    format_nbytes,
+    format_screen,
+    format_seconds,
+)
+from actds_writers.messages import CensusProgress, CommitTotals, StageState
+from actds_writers.messages import Progress as Written
+from actds_writers.progress import Progress
+from actds_writers.snapshot import Snapshot, Stage, take_snapshot
 from actds_writers.summary import Totals, format_summary
 
-NOW = Snapshot(
-    elapsed_s=20.0,
-    requests_done=128,
-    requests_total=256,
+SECOND = 10**9
+WRITTEN = Written(
+    n_rows=39_000,
+    last_step=120,
+    row_nbytes=2_304,
+    queue_depth=1,
+    ring_nbytes=90_000_000,
+    backlog_nbytes=15_000_000,
+    commits=CommitTotals(
+        n_shards=5,
+        n_raw_shards=1,
+        n_rows=36_000,
+        nbytes_in=82_944_000,
+        nbytes_out=56_600_000,
+        seconds=1.75,
+        buckets=(0, 0, 0, 0, 2, 4, 5, 5, 5, 5, 5, 5),
+        p50_s=0.31,
+        p99_s=0.5234,
+        last_ns=1 * SECOND,
+    ),
+    stages=(
+        StageState("staging", 0, 20_000, 50_000_000, 4e6, 0, 0),
+        StageState("ring", 1, 110_000, 100_000_000, 4e6, 3, 1_200_000_000),
+        StageState("pool", 1, 2, None, 0, 2, 300_000_000),
+    ),
+    memory_nbytes=1_900_000_000,
+    t_ns=4 * SECOND,
+)
+COUNTED = CensusProgress(
     scheduled_tokens=40_000,
     cached_tokens=12_345,
-    rows=39_000,
-    row_nbytes=80_000_000,
+    n_finished=128,
+    waiting=98,
+    running=30,
+    ring_depth=15,
+    last_step=121,
     dropped_tokens=0,
-    queue_depths=(0, 3, None),
+    connected=True,
+    staging_depth=2,
+    queried_tokens=60_000,
+    recomputed_tokens=3,
 )
+
+
+def snapshot(
+    written: Written | None = WRITTEN, counted: CensusProgress | None = COUNTED, **other: Any
+) -> Snapshot:
+    facts = {"elapsed_s": 20.0, "requests_done": 128, "requests_total": 256}
+    return take_snapshot(written, counted, now_ns=5 * SECOND, **{**facts, **other})
+
+
+NOW = snapshot()
 TOTALS = Totals(
     path="demo/acts",
     elapsed_s=40.0,
@@ -42,34 +99,104 @@ TOTALS = Totals(
 )
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def show(snapshots: list[Snapshot], *, terminal: bool) -> str:
-    stream, clock = io.StringIO(), Clock()
-    with Progress(stream, terminal=terminal, clock=clock) as progress:
-        for snapshot in snapshots:
-            clock.now = 100.0 + snapshot.elapsed_s
-            progress.update(snapshot)
-    return stream.getvalue()
+def screen(now: Snapshot, before: Snapshot | None = None, started: Snapshot | None = None) -> str:
+    """Return what a terminal of 80 columns shows."""
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(format_screen(now, before, started))
+    return console.export_text()
 
 
 def test_line_says_every_counter_and_rates_since_the_start() -> None:
     assert format_line(NOW) == (
-        "20.0 s  128/256 requests  2,000 tokens/s  4.0 MB/s  39,000 rows  0.080 GB  "
-        "12,345 cached  queues 0/3/-  0 dropped"
+        "20.0 s  128/256 requests  2,000 tokens/s  4.49 MB/s  39,000 rows  89.9 MB  "
+        "12,345 cached  queues 2/15/1  0 dropped"
     )
 
 
 def test_rates_are_those_since_the_earlier_snapshot() -> None:
-    before = dataclasses.replace(NOW, elapsed_s=10.0, scheduled_tokens=35_000, row_nbytes=0)
-    assert "  500 tokens/s  8.0 MB/s  " in format_line(NOW, before)
-    assert "  - tokens/s  - MB/s  " in format_line(NOW, NOW)
+    before = dataclasses.replace(NOW, elapsed_s=10.0, scheduled_tokens=35_000, rows=0)
+    assert "  500 tokens/s  8.99 MB/s  " in format_line(NOW, before)
+    assert "  - tokens/s  -  " in format_line(NOW, NOW)
+
+
+def test_screen_says_all_there_is_to_know() -> None:
+    before = dataclasses.replace(
+        NOW,
+        elapsed_s=10.0,
+        scheduled_tokens=35_000,
+        stages=tuple(Stage(stage.name, nbytes=stage.nbytes // 2) for stage in NOW.stages),
+        commits=CommitTotals(nbytes_out=6_600_000),
+    )
+    started = dataclasses.replace(NOW, elapsed_s=4.0, requests_done=0)
+    assert screen(NOW, before, started).splitlines() == [
+        "time      20.0 s   16.0 s left",
+        "requests  128/256 (50%)   30 running   98 waiting",
+        "tokens    40,000 scheduled   500/s   cache hits 20.6%   3 recomputed",
+        "rows      39,000 captured   36,000 durable",
+        "staging   ##........  16% 2 steps        4.61 MB/s captured",
+        "ring      ######....  60% 15 steps       4.50 MB/s taken  3 stalls 1.2 s",
+        "pool      #####.....  50% 1 shard        4.15 MB/s committed  2 stalls 0.3 s",
+        "disk      56.6 MB   5.00 MB/s   1.47x   15.0 MB to encode",
+        "commits   5 (1 raw)   p50 0.31 s   p99 0.523 s   last 4.0 s ago",
+        "memory    1.90 GB at most, all stages",
+        "dropped   0",
+    ]
+
+
+def test_screen_is_loud_about_losses_and_a_writer_that_waits() -> None:
+    lost = dataclasses.replace(COUNTED, dropped={"queue_full": 1_200, "dma_backpressure": 34})
+    text = format_screen(snapshot(dataclasses.replace(WRITTEN, t_ns=-395 * SECOND), lost))
+    lines = text.plain.splitlines()
+    assert lines[-1] == "dropped   34 dma_backpressure, 1,200 queue_full"
+    assert "writer    silent for 6:40; it waits for the disk" in lines
+    (style,) = {s.style for s in text.spans if text.plain[s.start : s.end].startswith("34 dma")}
+    assert style == "bold red"
+
+
+@pytest.mark.parametrize("factor", [0, 1, 10**3, 10**7])
+def test_screen_fits_80_columns_whatever_the_numbers(factor: int) -> None:
+    written = dataclasses.replace(
+        WRITTEN,
+        n_rows=39_000 * factor,
+        ring_nbytes=10**8 * factor,
+        memory_nbytes=10**8 * factor,
+        backlog_nbytes=10**8 * factor,
+        t_ns=-factor * SECOND,
+    )
+    counted = dataclasses.replace(
+        COUNTED,
+        scheduled_tokens=40_000 * factor,
+        waiting=factor,
+        running=factor,
+        dropped={"queue_full": factor, "dma_backpressure": factor, "writer_timeout": factor},
+    )
+    now = snapshot(
+        written,
+        counted,
+        elapsed_s=20.0 * factor,
+        requests_done=factor,
+        requests_total=10 * factor,
+    )
+    lines = screen(now, None, snapshot(elapsed_s=0.0, requests_done=0)).splitlines()
+    assert max(len(line) for line in lines) <= WIDTH
+    assert len(lines) >= 10
+    assert len(screen(snapshot(None, None)).splitlines()) == 10
+
+
+def test_what_nobody_knows_yet_is_not_zero() -> None:
+    empty = snapshot(None, None)
+    assert empty.cache_hit_share is None and empty.last_commit_age_s is None
+    assert [stage.depth for stage in empty.stages] == [None, None, None]
+    assert "queues -/-/-" in format_line(empty)
+    assert "cache hits -" in screen(empty)
+
+
+def test_eta_counts_from_the_first_step_and_is_none_where_nothing_tells() -> None:
+    started = dataclasses.replace(NOW, elapsed_s=15.0, requests_done=64)
+    assert eta_s(NOW, started) == 10.0
+    assert eta_s(NOW, None) is None
+    assert eta_s(NOW, NOW) is None
+    assert eta_s(dataclasses.replace(NOW, requests_total=None), started) is None
 
 
 @pytest.mark.parametrize(
@@ -80,23 +207,113 @@ def test_seconds_are_written_as_people_read_them(seconds: float, words: str) -> 
     assert format_seconds(seconds) == words
 
 
-def test_plain_stream_gets_a_line_every_five_seconds_and_one_at_the_end() -> None:
-    snapshots = [dataclasses.replace(NOW, elapsed_s=tenth / 10) for tenth in range(0, 121)]
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.6, "1.00 kB"),
+        (2_304, "2.30 kB"),
+        (99_950_000, "100 MB"),
+        (1.3e9, "1.30 GB"),
+        (4.2e15, "4200 TB"),
+    ],
+)
+def test_bytes_have_three_figures(nbytes: float, words: str) -> None:
+    assert format_nbytes(nbytes) == words
+
+
+class Taken:
+    """A snapshot function that ends the harvest after some views."""
+
+    def __init__(self, snapshots: list[Snapshot]) -> None:
+        self._snapshots = iter(snapshots)
+        self._last = snapshots[-1]
+        self.ended = threading.Event()
+
+    def __call__(self) -> Snapshot:
+        try:
+            self._last = next(self._snapshots)
+        except StopIteration:
+            self.ended.set()
+        return self._last
+
+
+def show(snapshots: list[Snapshot], **options: Any) -> str:
+    stream, taken = io.StringIO(), Taken(snapshots)
+    with Progress(taken, stream, interval_s=0.001, **options):
+        taken.ended.wait()
+    return stream.getvalue()
+
+
+def test_plain_stream_gets_a_line_each_time_and_one_for_the_whole_at_the_end() -> None:
+    snapshots = [snapshot(elapsed_s=5.0), snapshot(elapsed_s=10.0), snapshot(elapsed_s=12.0)]
     lines = show(snapshots, terminal=False).splitlines()
-    assert [line.split(" s ")[0] for line in lines] == ["5.0", "10.0", "12.0"]
+    assert [line.split(" s ")[0] for line in lines[:3]] == ["5.0", "10.0", "12.0"]
+    assert lines[-1] == format_line(snapshots[-1])
 
 
 def test_drops_stand_in_the_last_line_even_of_a_short_harvest() -> None:
-    dropped = dataclasses.replace(NOW, elapsed_s=0.5, dropped_tokens=1_234)
-    assert show([dropped], terminal=False).endswith("1,234 dropped\n")
-    assert show([], terminal=False) == ""
+    stream = io.StringIO()
+    dropped = dataclasses.replace(NOW, dropped={"queue_full": 1_234})
+    with Progress(lambda: dropped, stream, terminal=False, interval_s=60.0):
+        pass
+    assert stream.getvalue() == format_line(dropped) + "\n"
+    assert stream.getvalue().endswith("1,234 dropped\n")
 
 
-def test_terminal_shows_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_terminal_shows_the_screen_and_quiet_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
-    shown = show([dataclasses.replace(NOW, elapsed_s=1.0), NOW], terminal=True)
-    assert "20.0 s  128/256 requests" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", show([NOW], terminal=True))
+    assert "ring      ######....  60% 15 steps" in shown
+    stream = io.StringIO()
+    with Progress(lambda: NOW, stream, quiet=True, interval_s=0.001):
+        pass
+    assert stream.getvalue() == ""
+
+
+class Stuck(io.StringIO):
+    """A terminal that takes no words until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def write(self, words: str) -> int:
+        self.reached.set()
+        self.released.wait()
+        return super().write(words)
+
+
+def test_a_terminal_that_takes_no_words_does_not_stop_the_harvest() -> None:
+    stream = Stuck()
+    with Progress(lambda: NOW, stream, terminal=False, interval_s=0.001) as progress:
+        stream.reached.wait()
+        assert progress.is_showing  # the display waits, and the harvest has come as far as here
+        stream.released.set()
+    assert not progress.is_showing
+    assert stream.getvalue()
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error, self.n_words = error, 0
+
+    def write(self, words: str) -> int:
+        self.n_words += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("I/O on closed file")])
+def test_a_terminal_that_is_gone_does_not_end_the_harvest(error: Exception) -> None:
+    stream = Gone(error)
+    with Progress(lambda: NOW, stream, terminal=False, interval_s=60.0):
+        pass
+    assert stream.n_words == 1
 
 
 def test_summary_adds_up() -> None:

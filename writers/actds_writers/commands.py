@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 if TYPE_CHECKING:
-    from actds_writers.engines import WriterName
     from actds_writers.plan import WriteOptions
 
 
@@ -24,13 +23,6 @@ if TYPE_CHECKING:
     "--prompts",
     required=True,
     help="JSONL, JSON, Parquet or text file, or hf:FOLDER. Records hold prompt, text or messages.",
-)
-@click.option(
-    "--writer",
-    type=click.Choice(["vllm", "transformers"]),
-    default="vllm",
-    show_default=True,
-    help="Engine that runs the model; transformers for models that vLLM cannot run.",
 )
 @click.option(
     "--hooks",
@@ -52,7 +44,7 @@ if TYPE_CHECKING:
     "--engine",
     multiple=True,
     metavar="KEY=VALUE",
-    help="An argument of vLLM's EngineArgs, or an option of the transformers writer.",
+    help="An argument of vLLM's EngineArgs; may be repeated.",
 )
 @click.option("--resume", is_flag=True, help="Go on with OUT without redoing finished requests.")
 @click.option(
@@ -94,11 +86,22 @@ if TYPE_CHECKING:
     show_default=True,
     help="Write a shard raw when so much waits to be committed; 0 never. See actds recompress.",
 )
+@click.option("--quiet", is_flag=True, help="Show no progress; the summary stands all the same.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(min=0, max=65535),
+    help="Serve Prometheus metrics at this port, 0 for a free one; needs actds[metrics].",
+)
+@click.option(
+    "--metrics-host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address of the metrics; they are open to whoever can reach it.",
+)
 def write(
     out: Path,
     model: Path,
     prompts: str,
-    writer: WriterName,
     hooks: str,
     max_tokens: int,
     temperature: float,
@@ -112,14 +115,19 @@ def write(
     overflow: Literal["block", "drop_oldest", "drop_newest"],
     ring_mib: int,
     raw_mib: int,
+    quiet: bool,
+    metrics_port: int | None,
+    metrics_host: str,
 ) -> None:
-    """Harvest activations from a real engine into OUT.
+    """Harvest activations from a real vLLM engine into OUT.
 
     Serves every prompt, stores the hooks' rows of every token the engine computes, and accounts
     for every token. Ctrl-C drains, commits and seals; --resume goes on.
     """
+    from actds_writers.engine_options import engine_argument_names, parse_engine_options
     from actds_writers.plan import WriteOptions
 
+    parse_engine_options(engine)  # a typing error needs no engine to be found
     options = WriteOptions(
         out=out,
         model=model,
@@ -128,7 +136,7 @@ def write(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
-        engine=_engine_options(writer, engine),
+        engine=dict(parse_engine_options(engine, engine_argument_names() if engine else None)),
         resume=resume,
         skip_broken=skip_broken,
         order=order,
@@ -137,20 +145,11 @@ def write(
         store_dtype=store_dtype,
         overflow=overflow,
         raw_mib=raw_mib,
-        writer=writer,
+        quiet=quiet,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port,
     )
     _run(options)
-
-
-def _engine_options(writer: WriterName, words: tuple[str, ...]) -> dict[str, Any]:
-    from actds_writers.engine_options import engine_argument_names, parse_engine_options
-
-    if writer == "transformers":
-        from actds_writers.transformers.options import parse_options
-
-        return parse_options(words)
-    parse_engine_options(words)  # a typing error needs no engine to be found
-    return dict(parse_engine_options(words, engine_argument_names() if words else None))
 
 
 def _run(options: WriteOptions) -> None:

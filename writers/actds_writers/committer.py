@@ -25,10 +25,11 @@ from actds.schema.v0_1 import ShardManifest
 from actds.shard import ShardRows, commit_shard
 from actds.store import Store
 from actds_writers.buffers import ShardBuffer
+from actds_writers.meters import CommitMeter
+from actds_writers.occupancy import Occupancy
 from actds_writers.raw_fallback import RawFallback
 
 Order = Literal["permuted", "sequence"]
-LATENCIES_KEPT = 512
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Committer:
             self._spare.put(buffer)
         self._full: queue.Queue[tuple[str, ShardBuffer] | None] = queue.Queue()
         self._pool = ThreadPoolExecutor(plan.n_threads, thread_name_prefix="actds-encode")
-        self._latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
+        self.meter = CommitMeter()
+        self.occupancy = Occupancy("pool", max(0, len(buffers) - 1))
         # Sizes of what is handed over and not yet committed; the first one is being committed.
         self._pending: deque[int] = deque()
         self._pending_lock = threading.Lock()
@@ -85,6 +87,7 @@ class Committer:
         self._n_shards = 0
         self.n_rows = 0
         self.error: ActdsError | None = None
+        self._observe()
         self._thread = threading.Thread(target=self._work, name="actds-commit", daemon=True)
         self._thread.start()
 
@@ -95,10 +98,16 @@ class Committer:
             self.fallback.waiting(sum(self._pending) - sum(islice(self._pending, 1)))
         return self._spare.get()
 
+    @property
+    def has_spare(self) -> bool:
+        """Return whether an empty buffer is at hand."""
+        return not self._spare.empty()
+
     def commit(self, phase: str, buffer: ShardBuffer) -> None:
         """Hand over a buffer; it becomes a shard in the background."""
         with self._pending_lock:
             self._pending.append(buffer.nbytes)
+            self._observe()
         self._full.put((phase, buffer))
 
     def finish(self) -> None:
@@ -106,6 +115,7 @@ class Committer:
         self._full.put(None)
         self._thread.join()
         self._pool.shutdown()
+        self._observe()
 
     @property
     def queue_depth(self) -> int:
@@ -120,7 +130,11 @@ class Committer:
 
     def latency_p99(self) -> float | None:
         """Return the 99th percentile of the last commits in seconds, ``None`` before the first."""
-        return float(np.quantile(list(self._latencies), 0.99)) if self._latencies else None
+        return self.meter.totals.p99_s
+
+    def _observe(self) -> None:
+        # The first of what is pending is being committed, the others wait.
+        self.occupancy.observe(max(0, len(self._pending) - 1), time.monotonic_ns())
 
     def _work(self) -> None:
         while (handed := self._full.get()) is not None:
@@ -136,6 +150,7 @@ class Committer:
                 )
             with self._pending_lock:
                 self._pending.popleft()
+                self._observe()
             buffer.clear()
             self._spare.put(buffer)
 
@@ -155,7 +170,8 @@ class Committer:
             pool=self._pool,
         )
         took_s = time.monotonic() - began
-        self._latencies.append(took_s)
+        nbytes_out = sum(entry.nbytes for entry in manifest.files)
+        self.meter.committed(buffer.n_rows, buffer.nbytes, nbytes_out, took_s, raw=raw)
         self.fallback.learn(buffer.nbytes, took_s, raw=raw)
         self._account(buffer, manifest)
 

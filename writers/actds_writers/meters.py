@@ -16,8 +16,9 @@ import numpy as np
 from actds.ledger import Chain
 from actds.shard import commit_part
 from actds.store import Store
-from actds_writers.messages import CommitTotals, StageState, Stall
+from actds_writers.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello
 from actds_writers.occupancy import Occupancy, occupancy_table
+from actds_writers.ring import ALIGNMENT
 
 __all__ = ["LATENCIES_KEPT", "LATENCY_BUCKETS_S", "CommitMeter", "Meters"]
 
@@ -76,23 +77,35 @@ class Meters:
     """Follows the queues of one run.
 
     Args:
-        capacities: entries that each stage's queue holds at most, by stage.
+        hello: what the worker said of its rings.
+        row_nbytes: bytes of one row over all hooks.
+        pool: occupancy of the pool, which its committer observes.
     """
 
-    def __init__(self, capacities: dict[str, int]) -> None:
-        self.queues = {stage: Occupancy(stage, n) for stage, n in capacities.items()}
+    def __init__(self, hello: WorkerHello, row_nbytes: int, pool: Occupancy) -> None:
+        staging = (f.value for f in hello.facts if f.name == "capture.staging_nbytes")
+        sizes = {"staging": next(staging, 0), "ring": hello.ring_nbytes}
+        self._nbytes = {stage: n for stage, n in sizes.items() if isinstance(n, int)}
+        smallest = -(-row_nbytes // ALIGNMENT) * ALIGNMENT
+        queues = [Occupancy(stage, n // smallest) for stage, n in self._nbytes.items()]
+        self._queues = {queue.stage: queue for queue in (*queues, pool)}
         self._stalls: dict[str, tuple[int, int]] = {}
+        self._n_slices = 0
         self.n_rows = 0
         self.ring_nbytes = 0
 
+    def step(self, message: StepRows) -> None:
+        """Note the depths and the waits that came with a step, taken or dropped."""
+        self._queues["staging"].observe(message.depth_stage1, message.t_ns)
+        self._queues["ring"].observe(message.depth_stage2, message.t_ns)
+        for stall in message.stalls:
+            self.stalled(stall)
+
     def taken(self, n_rows: int, nbytes: int) -> None:
-        """Count what was taken out of the ring: rows to store, and bytes."""
+        """Count a slice that was taken out of the ring: its rows to store, and its bytes."""
+        self._n_slices += 1
         self.n_rows += n_rows
         self.ring_nbytes += nbytes
-
-    def depth(self, stage: str, depth: int, t_ns: int | None = None) -> None:
-        """Note a stage's depth, from now on or from a time by the stage's own clock."""
-        self.queues[stage].observe(depth, time.monotonic_ns() if t_ns is None else t_ns)
 
     def stalled(self, stall: Stall) -> None:
         """Count a wait."""
@@ -102,8 +115,15 @@ class Meters:
     def states(self) -> tuple[StageState, ...]:
         """Return every stage's queue and waits."""
         return tuple(
-            StageState(stage, queue.depth, queue.capacity, *self._stalls.get(stage, (0, 0)))
-            for stage, queue in self.queues.items()
+            StageState(
+                stage,
+                queue.depth,
+                queue.capacity,
+                self._nbytes.get(stage),
+                self.ring_nbytes / max(1, self._n_slices),
+                *self._stalls.get(stage, (0, 0)),
+            )
+            for stage, queue in self._queues.items()
         )
 
     def commit(self, store: Store, chain: Chain, run: str) -> None:
@@ -114,6 +134,6 @@ class Meters:
 
         Spec: 0.1 section 6.3.
         """
-        table = occupancy_table(self.queues.values())
+        table = occupancy_table(self._queues.values())
         if table.num_rows:
             commit_part(store, chain, "occupancy", run, 0, table)

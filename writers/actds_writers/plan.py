@@ -20,7 +20,6 @@ from actds_writers.encoding import (
     load_tokenizer,
     special_tokens,
 )
-from actds_writers.engines import WriterName
 from actds_writers.hooks_spec import parse_hooks
 from actds_writers.link import Policy
 from actds_writers.messages import Fact, PromptFact
@@ -29,6 +28,7 @@ from actds_writers.prompts import PromptSet, read_prompts
 Order = Literal["permuted", "sequence"]
 HASH_CHUNK = 1 << 22
 UNKNOWN_LIMIT = 2**31
+LOOPBACK = "127.0.0.1"
 BUFFER_BUDGET_NBYTES = 4 << 30
 """Memory of all shard buffers together, when the number of rows per shard is not given."""
 N_BUFFERS = 3
@@ -59,8 +59,9 @@ class WriteOptions:
         store_dtype: type to store rows in, ``None`` for the type the model computes in.
         overflow: what happens to a step when the ring is full.
         raw_mib: MiB that wait to be committed, from which shards are written raw; 0 never.
-        writer: which engine runs the model.
-        canary: share or number of the requests that are replayed alone, ``None`` for none.
+        quiet: whether no progress is shown.
+        metrics_host: where metrics are served.
+        metrics_port: port of the metrics, 0 for a free one, ``None`` to serve none.
     """
 
     out: Path
@@ -79,8 +80,9 @@ class WriteOptions:
     store_dtype: str | None
     overflow: Policy
     raw_mib: int = DEFAULT_RAW_MIB
-    writer: WriterName = "vllm"
-    canary: str | None = None
+    quiet: bool = False
+    metrics_host: str = LOOPBACK
+    metrics_port: int | None = None
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,6 @@ def _facts(
         "capture.raw_threshold_nbytes": options.raw_mib << 20,
         "capture.sampling": "all",
         "capture.readouts": "none",
-        "capture.staging_slots": 1,
         "capture.memory_nbytes": 0,
     }
     observed: dict[str, bool | int | str] = {

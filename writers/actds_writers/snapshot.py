@@ -26,6 +26,7 @@ class Stage:
             ring, made durable.
         depth: entries in its queue, None where not known yet.
         capacity: entries that the queue holds at most, None where not known yet.
+        fill: how full the queue is, 0 to 1, by bytes where entries differ in size.
         n_stalls: times the stage before it waited.
         stall_s: how long, all together.
     """
@@ -34,6 +35,7 @@ class Stage:
     nbytes: int = 0
     depth: int | None = None
     capacity: int | None = None
+    fill: float | None = None
     n_stalls: int = 0
     stall_s: float = 0.0
 
@@ -58,7 +60,7 @@ class Snapshot:
         stages: staging, ring and pool.
         backlog_nbytes: bytes that wait to be encoded.
         commits: what is durable.
-        memory_nbytes: bound of all stages together on the host, None where not known.
+        memory_nbytes: bound of all stages together, None where not known.
         last_commit_age_s: seconds since the last commit, None before the first.
         writer_silent_s: seconds since the writer's last word, None before the first.
     """
@@ -100,7 +102,6 @@ def take_snapshot(
     elapsed_s: float,
     requests_done: int,
     requests_total: int | None,
-    memory_nbytes: int | None = None,
     now_ns: int | None = None,
 ) -> Snapshot:
     """Return what writer and census have said, as one snapshot.
@@ -111,7 +112,6 @@ def take_snapshot(
         elapsed_s: seconds since the start.
         requests_done: requests that ended.
         requests_total: requests that reach the engine, None where nobody knows.
-        memory_nbytes: as in ``Snapshot``.
         now_ns: wall clock; now by default.
     """
     w = written or Progress(0, -1, 0, 0)
@@ -142,7 +142,7 @@ def take_snapshot(
         stages=(staging, ring, pool),
         backlog_nbytes=w.backlog_nbytes,
         commits=w.commits,
-        memory_nbytes=memory_nbytes,
+        memory_nbytes=w.memory_nbytes,
         last_commit_age_s=_age_s(w.commits.last_ns, now),
         writer_silent_s=_age_s(w.t_ns, now),
     )
@@ -150,7 +150,20 @@ def take_snapshot(
 
 def _stage(state: StageState, nbytes: int, newest: int | None) -> Stage:
     depth = state.depth if newest is None else newest
-    return Stage(state.stage, nbytes, depth, state.capacity, state.n_stalls, state.stall_ns / 1e9)
+    fill = None
+    if depth is not None and state.capacity_nbytes:
+        fill = min(1.0, depth * state.entry_nbytes / state.capacity_nbytes)
+    elif depth is not None and state.capacity:
+        fill = min(1.0, depth / state.capacity)
+    return Stage(
+        name=state.stage,
+        nbytes=nbytes,
+        depth=depth,
+        capacity=state.capacity,
+        fill=fill,
+        n_stalls=state.n_stalls,
+        stall_s=state.stall_ns / 1e9,
+    )
 
 
 def _age_s(then_ns: int | None, now_ns: int) -> float | None:

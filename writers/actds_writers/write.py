@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 
@@ -30,9 +30,10 @@ from actds_writers.engines import Engine, start_engine
 from actds_writers.messages import ClientFacts
 from actds_writers.pipeline import Ended, Pipeline
 from actds_writers.plan import Plan, WriteOptions, make_plan, request_key
-from actds_writers.progress import Progress, Snapshot
+from actds_writers.progress import Progress
 from actds_writers.resume import finished_rows, lock_dataset
 from actds_writers.settings import WriterSettings
+from actds_writers.snapshot import Snapshot, take_snapshot
 from actds_writers.summary import Totals, format_summary
 
 CONNECT_TIMEOUT_S = 30.0
@@ -68,6 +69,7 @@ def write(options: WriteOptions) -> Written:
     """
     began = time.monotonic()
     _check_out(options)
+    _check_metrics(options)
     plan = make_plan(options)
     created = not options.out.exists()
     if created and not _servable(plan):
@@ -102,6 +104,15 @@ def _check_out(options: WriteOptions) -> None:
         )
     if present and not options.resume:
         raise ActdsError("E008", str(options.out), got="it exists", expected="a new path")
+
+
+def _check_metrics(options: WriteOptions) -> None:
+    """Refuse a port that cannot be served now rather than after the engine's start."""
+    if options.metrics_port is not None:
+        from actds_writers.metrics import serve_metrics
+
+        idle = Snapshot(elapsed_s=0.0, requests_done=0, requests_total=0)
+        serve_metrics(options.metrics_host, options.metrics_port, lambda: idle).close()
 
 
 def _without(plan: Plan, done: set[int]) -> Plan:
@@ -172,13 +183,15 @@ class _Run:
             ActdsError: what stopped the run.
         """
         failure: ActdsError | None = None
-        with self._pipeline, self._interruptible():
+        with self._pipeline, self._interruptible(), ExitStack() as watch:
             self._pipeline.connect()
             engine: Engine | None = None
             try:
                 engine = self._start()
-                self._feed(engine)
-                self._drain()
+                self._serve_metrics(watch)
+                with Progress(self._snapshot, quiet=self._options.quiet):
+                    self._feed(engine)
+                    self._drain()
             except ActdsError as error:
                 failure = self._cause(error)
             finally:
@@ -234,20 +247,18 @@ class _Run:
         """Feed every prompt and step the engine until all requests have ended."""
         window = 2 * engine.max_num_seqs
         limit = engine.max_model_len
-        with Progress() as progress:
-            while self._queue or self._live:
-                while self._queue and len(self._live) < window and not self._interrupts:
-                    self._add(engine, self._queue.pop(), limit)
-                if self._interrupts:
-                    self._abort(engine)
-                    break
-                for finished in engine.step() if self._live else []:
-                    self._live.discard(finished.key)
-                    self._n_finished += 1
-                    if finished.cached_tokens is not None:
-                        self._cached[finished.key] = finished.cached_tokens
-                self._pipeline.poll()
-                progress.update(self._snapshot())
+        while self._queue or self._live:
+            while self._queue and len(self._live) < window and not self._interrupts:
+                self._add(engine, self._queue.pop(), limit)
+            if self._interrupts:
+                self._abort(engine)
+                break
+            for finished in engine.step() if self._live else []:
+                self._live.discard(finished.key)
+                self._n_finished += 1
+                if finished.cached_tokens is not None:
+                    self._cached[finished.key] = finished.cached_tokens
+            self._pipeline.poll()
         if not self._n_finished and not self._interrupts:
             first = next(iter(self._refused.values()), "none")
             raise ActdsError(
@@ -336,23 +347,23 @@ class _Run:
             print(f"{self._options.out} is sealed with {rows:,} rows.", file=sys.stderr)
 
     def _snapshot(self) -> Snapshot:
-        written, counted = self._pipeline.written, self._pipeline.counted
-        rows = written.n_rows if written else 0
-        return Snapshot(
+        return take_snapshot(
+            self._pipeline.written,
+            self._pipeline.counted,
             elapsed_s=time.monotonic() - self._began,
             requests_done=self._n_finished,
             requests_total=self._n_requests,
-            scheduled_tokens=counted.scheduled_tokens if counted else 0,
-            cached_tokens=counted.cached_tokens if counted else 0,
-            rows=rows,
-            row_nbytes=rows * (written.row_nbytes if written else 0),
-            dropped_tokens=counted.dropped_tokens if counted else 0,
-            queue_depths=(
-                0,
-                counted.ring_depth if counted else None,
-                written.queue_depth if written else None,
-            ),
         )
+
+    def _serve_metrics(self, watch: ExitStack) -> None:
+        """Serve metrics until the end of the run; only now, for the engine may have forked."""
+        port, host = self._options.metrics_port, self._options.metrics_host
+        if port is None:
+            return
+        from actds_writers.metrics import serve_metrics
+
+        server = watch.enter_context(serve_metrics(host, port, self._snapshot))
+        print(f"Metrics at http://{host}:{server.port}/metrics", file=sys.stderr, flush=True)
 
     def _summary(self, ended: Ended, sealed: Seal) -> str:
         catalog = Catalog.read(open_store(self._options.out))
