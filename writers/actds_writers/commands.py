@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 if TYPE_CHECKING:
+    from actds_writers.engines import WriterName
     from actds_writers.plan import WriteOptions
 
 
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     "--prompts",
     required=True,
     help="JSONL, JSON, Parquet or text file, or hf:FOLDER. Records hold prompt, text or messages.",
+)
+@click.option(
+    "--writer",
+    type=click.Choice(["vllm", "transformers"]),
+    default="vllm",
+    show_default=True,
+    help="Engine that runs the model; transformers for models that vLLM cannot run.",
 )
 @click.option(
     "--hooks",
@@ -44,7 +52,7 @@ if TYPE_CHECKING:
     "--engine",
     multiple=True,
     metavar="KEY=VALUE",
-    help="An argument of vLLM's EngineArgs; may be repeated.",
+    help="An argument of vLLM's EngineArgs, or an option of the transformers writer.",
 )
 @click.option("--resume", is_flag=True, help="Go on with OUT without redoing finished requests.")
 @click.option(
@@ -102,6 +110,7 @@ def write(
     out: Path,
     model: Path,
     prompts: str,
+    writer: WriterName,
     hooks: str,
     max_tokens: int,
     temperature: float,
@@ -119,15 +128,13 @@ def write(
     metrics_port: int | None,
     metrics_host: str,
 ) -> None:
-    """Harvest activations from a real vLLM engine into OUT.
+    """Harvest activations from a real engine into OUT.
 
     Serves every prompt, stores the hooks' rows of every token the engine computes, and accounts
     for every token. Ctrl-C drains, commits and seals; --resume goes on.
     """
-    from actds_writers.engine_options import engine_argument_names, parse_engine_options
     from actds_writers.plan import WriteOptions
 
-    parse_engine_options(engine)  # a typing error needs no engine to be found
     options = WriteOptions(
         out=out,
         model=model,
@@ -136,7 +143,7 @@ def write(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
-        engine=dict(parse_engine_options(engine, engine_argument_names() if engine else None)),
+        engine=_engine_options(writer, engine),
         resume=resume,
         skip_broken=skip_broken,
         order=order,
@@ -148,8 +155,20 @@ def write(
         quiet=quiet,
         metrics_host=metrics_host,
         metrics_port=metrics_port,
+        writer=writer,
     )
     _run(options)
+
+
+def _engine_options(writer: WriterName, words: tuple[str, ...]) -> dict[str, Any]:
+    from actds_writers.engine_options import engine_argument_names, parse_engine_options
+
+    if writer == "transformers":
+        from actds_writers.transformers.options import parse_options
+
+        return parse_options(words)
+    parse_engine_options(words)  # a typing error needs no engine to be found
+    return dict(parse_engine_options(words, engine_argument_names() if words else None))
 
 
 def _run(options: WriteOptions) -> None:

@@ -20,6 +20,7 @@ from actds_writers.encoding import (
     load_tokenizer,
     special_tokens,
 )
+from actds_writers.engines import WriterName
 from actds_writers.hooks_spec import parse_hooks
 from actds_writers.link import Policy
 from actds_writers.messages import Fact, PromptFact
@@ -62,6 +63,8 @@ class WriteOptions:
         quiet: whether no progress is shown.
         metrics_host: where metrics are served.
         metrics_port: port of the metrics, 0 for a free one, ``None`` to serve none.
+        writer: which engine runs the model.
+        canary: share or number of the requests that are replayed alone, ``None`` for none.
     """
 
     out: Path
@@ -83,6 +86,8 @@ class WriteOptions:
     quiet: bool = False
     metrics_host: str = LOOPBACK
     metrics_port: int | None = None
+    writer: WriterName = "vllm"
+    canary: str | None = None
 
 
 @dataclass(frozen=True)
