@@ -13,94 +13,121 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from actds.readouts import NONE, Readouts, compute, matrix
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
-from actds_writers import ring
 from actds_writers.assembly import SpecialTokens
+from actds_writers.capture import HookBuffers
 from actds_writers.link import Policy
 from actds_writers.messages import (
+    EVERYTHING,
     Fact,
     HookSpec,
+    LeftOut,
     RequestArrived,
     RequestFinished,
-    StepDropped,
-    StepExecuted,
-    StepLost,
-    StepRows,
     StepScheduled,
     WorkerHello,
 )
-from actds_writers.overflow import Handover
 from actds_writers.pipeline import Pipeline
 from actds_writers.resume import lock_dataset
 from actds_writers.settings import WriterSettings
+from actds_writers.stages import Stages, Step
 
 D_MODEL = 32
 HOOKS = tuple(HookSpec(f"resid_post.{i}", "resid_post", i, D_MODEL, "bfloat16") for i in (1, 2))
 PROMPT_LEN, GENERATED = 12, 5
 RING_NBYTES = 1 << 16
+MAX_ROWS = 64
 
 
 class SyntheticEngine:
-    """Speaks as scheduler and worker: every request prefills, then decodes one token a step."""
+    """Speaks as scheduler and worker: every request prefills, then decodes one token a step.
+
+    Only the model is missing: what its hooks would leave is written into their buffers.
+    """
 
     def __init__(self, pipeline: Pipeline) -> None:
         link = pipeline.link
         self.scheduler = link.connect("census", "scheduler")
-        self.worker = link.connect("census", "worker")
-        self.writer = link.connect("writer", "worker")
-        path = Path(link.folder) / "ring"
-        self.memory = ring.create(path, RING_NBYTES)
-        self.policy = link.policy
-        self.drops: list[StepDropped] = []
-        self.handover = Handover(
-            self.writer, ring.RingSpace(RING_NBYTES), link.policy, self.tell_loss
+        self.readouts = Readouts.from_field(link.readouts, "readouts")
+        self.probes = np.load(link.probes_path) if link.probes_path else None
+        width = self.readouts.width if self.readouts else 0
+        self.buffers = HookBuffers(
+            torch.zeros(len(HOOKS), MAX_ROWS, D_MODEL, dtype=torch.bfloat16),
+            torch.zeros(len(HOOKS), dtype=torch.int64),
+            torch.zeros(len(HOOKS), MAX_ROWS, width),
         )
-        facts = tuple(Fact(name, "synthetic", "declared") for name in REQUIRED_PROVENANCE)
-        self.writer.send(WorkerHello(HOOKS, facts, str(path), RING_NBYTES, 64))
-        self.n_steps = 0
-        self.stalls = 0
+        self.stages = Stages(link, self.buffers, HOOKS, MAX_ROWS)
+        self.drops: list[int] = []
+        tell = self.stages._handover._on_drop
 
-    def request(self, number: int) -> None:
+        def note(step: int, reason: str) -> None:
+            self.drops.append(step)
+            tell(step, reason)
+
+        self.stages._handover._on_drop = note
+        given = ("capture.readouts", "capture.memory_nbytes")
+        facts = [
+            Fact(name, "synthetic", "declared") for name in REQUIRED_PROVENANCE if name not in given
+        ]
+        facts.append(Fact("capture.readouts", link.readouts, "declared"))
+        lane = None if self.stages.lane_path is None else str(self.stages.lane_path)
+        self.stages.introduce(
+            WorkerHello(
+                HOOKS, tuple(facts), str(self.stages.ring_path), self.stages.ring_nbytes, MAX_ROWS,
+                lane, self.stages.lane_nbytes, self.stages.nbytes,
+            )
+        )  # fmt: skip
+        self.n_steps = 0
+
+    @property
+    def stalls(self) -> int:
+        """Return how often the engine itself had to wait."""
+        return self.stages.n_engine_waits
+
+    def request(self, number: int, left_out: LeftOut = EVERYTHING) -> None:
         """Serve one request to its end."""
         self.scheduler.send(
-            RequestArrived(number, f"p{number}-x", f"p{number}", PROMPT_LEN, 1, None, None)
+            RequestArrived(
+                number, f"p{number}-x", f"p{number}", PROMPT_LEN, 1, None, None, left_out
+            )
         )
         edges = [0, PROMPT_LEN, *range(PROMPT_LEN + 1, PROMPT_LEN + GENERATED)]
         for start, stop in itertools.pairwise(edges):
-            self.step(number, start, stop)
+            self.step(number, start, stop, left_out)
         ids = np.arange(PROMPT_LEN + GENERATED - 1, dtype="<u4")
         digest = hashlib.sha256(ids.tobytes()).hexdigest()
         self.scheduler.send(RequestFinished(number, 2, "length", GENERATED, digest))
 
-    def step(self, number: int, start: int, stop: int) -> None:
+    def row_bits(self, number: int, positions: np.ndarray) -> np.ndarray:
+        """Return the rows of a step, uint16 ``(n_hooks, n, d_model)``: each says whose it is."""
+        values = (number * 100 + positions + 1)[None, :, None] + np.arange(len(HOOKS))[
+            :, None, None
+        ]
+        return np.broadcast_to(values, (len(HOOKS), len(positions), D_MODEL)).astype(np.uint16)
+
+    def step(self, number: int, start: int, stop: int, left_out: LeftOut = EVERYTHING) -> None:
         one, n = np.array([number], np.int64), stop - start
         self.scheduler.send(
             StepScheduled(self.n_steps, 1, one, one * 0 + start, one * 0 + n, (), 0, 1, (), 0.1)
         )
-        nbytes = len(HOOKS) * n * D_MODEL * 2
-        offset, stall = self.handover.place(nbytes, self.n_steps)
-        self.stalls += stall is not None
         positions = np.arange(start, stop)
-        message = StepRows(
-            self.n_steps, offset or 0, nbytes, one, one * 0 + n, one * 0 + PROMPT_LEN, positions,
-            positions, (), stall,
-        )  # fmt: skip
-        if offset is None:
-            self.handover.put(
-                StepDropped(message, "queue_full", self.policy, 1, self.handover.depth)
-            )
-        else:
-            rows = ring.view(self.memory, offset, (len(HOOKS), n, D_MODEL), np.uint16)
-            values = number * 100 + positions + 1
-            rows[:] = values[None, :, None] + np.arange(len(HOOKS))[:, None, None]
-            self.handover.put(message)
-        self.worker.send(StepExecuted(self.n_steps, 5, "eager", n, 0, 1, None, None, None))
+        bits = self.row_bits(number, positions)
+        self.buffers.rows[:, :n].view(torch.int16).copy_(torch.from_numpy(bits.view(np.int16)))
+        self.buffers.seen.fill_(n)
+        if self.readouts is not None:
+            packed = matrix(self.readouts, self.probes, len(HOOKS), D_MODEL)
+            for hook in range(len(HOOKS)):
+                rows = self.buffers.rows[hook, :n].float().numpy()
+                self.buffers.readouts[hook, :n] = torch.from_numpy(compute(rows, packed[hook]))
+        ids = torch.from_numpy(positions)
+        step = Step(
+            self.n_steps, one, one * 0 + n, one * 0 + PROMPT_LEN, (left_out,), (), 5, "eager"
+        )
+        self.stages.hand_over(step, ids, ids)
         self.n_steps += 1
-
-    def tell_loss(self, dropped: StepDropped) -> None:
-        self.drops.append(dropped)
-        self.worker.send(StepLost(dropped.rows.step, dropped.reason))
 
     def drain(self, pipeline: Pipeline) -> None:
         """Wait until the writer has taken every step."""
@@ -109,17 +136,22 @@ class SyntheticEngine:
             time.sleep(0.01)
 
     def close(self) -> None:
-        self.handover.close()
+        self.stages.close()
         self.scheduler.close()
-        self.worker.close()
 
 
-def pipeline_for(out: Path, policy: Policy = "block") -> Pipeline:
+def pipeline_for(
+    out: Path,
+    policy: Policy = "block",
+    *,
+    readouts: Readouts | None = None,
+    probes: bytes | None = None,
+) -> Pipeline:
     out.mkdir()
     settings = WriterSettings(
         root=str(out), dataset=secrets.token_hex(16), run="r-test", resume=False, started_ns=1,
         software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=40,
-        order="permuted", seed=3, n_threads=1,
+        order="permuted", seed=3, n_threads=1, readouts=readouts.as_field() if readouts else NONE,
     )  # fmt: skip
     lock = lock_dataset(out)
     try:
@@ -131,6 +163,7 @@ def pipeline_for(out: Path, policy: Policy = "block") -> Pipeline:
             settings,
             os.getpid(),
             lock,
+            probes=probes,
         )
     finally:
         os.close(lock)

@@ -1,11 +1,13 @@
-"""The capture op: what hooks leave in staging, traced into a compiled graph too."""
+"""The capture op: what hooks leave in their buffers, traced into a compiled graph too."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from actds.errors import ActdsError
+from actds.readouts import Readouts, compute, matrix
 from actds_writers import capture
 
 
@@ -36,45 +38,76 @@ class Model(torch.nn.Module):
         return hidden if residual is None else hidden + residual
 
 
-def installed(model: Model, layers: list[int], dtype: torch.dtype) -> capture.Staging:
+def installed(
+    model: Model, layers: list[int], dtype: torch.dtype, directions: np.ndarray | None = None
+) -> capture.HookBuffers:
     return capture.install(
-        model, layers, max_rows=16, d_model=8, dtype=dtype, device=torch.device("cpu")
+        model,
+        layers,
+        max_rows=16,
+        d_model=8,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        directions=directions,
     )
 
 
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_staging_holds_the_residual_stream_after_each_layer(split: bool, compiled: bool) -> None:
+def test_the_buffers_hold_the_residual_stream_after_each_layer(split: bool, compiled: bool) -> None:
     model = Model(split=split)
-    staging = installed(model, [0, 2], torch.float32)
+    buffers = installed(model, [0, 2], torch.float32)
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     for n in (5, 9):
         hidden = torch.randn(n, 8)
-        staging.reset()
+        buffers.reset()
         with torch.no_grad():
             run(hidden)
-        assert staging.seen.tolist() == [n, n]
+        assert buffers.seen.tolist() == [n, n]
         after_first = hidden * 1.5
-        assert torch.allclose(staging.rows[0, :n], after_first)
-        assert torch.allclose(staging.rows[1, :n], after_first * 2.5 * 3.5)
+        assert torch.allclose(buffers.rows[0, :n], after_first)
+        assert torch.allclose(buffers.rows[1, :n], after_first * 2.5 * 3.5)
 
 
 def test_a_hook_that_did_not_run_has_seen_nothing() -> None:
     model = Model(split=True)
-    staging = installed(model, [1], torch.float32)
+    buffers = installed(model, [1], torch.float32)
     model(torch.randn(4, 8))
-    staging.reset()
-    assert staging.seen.tolist() == [0]
+    buffers.reset()
+    assert buffers.seen.tolist() == [0]
 
 
 def test_a_cast_rounds_to_nearest_even() -> None:
     model = Model(split=False)
-    staging = installed(model, [0], torch.bfloat16)
+    buffers = installed(model, [0], torch.bfloat16)
     hidden = torch.randn(4, 8)
     model(hidden)
-    assert torch.equal(staging.rows[0, :4], (hidden * 1.5).to(torch.bfloat16))
+    assert torch.equal(buffers.rows[0, :4], (hidden * 1.5).to(torch.bfloat16))
 
 
 def test_a_layer_that_does_not_exist_is_named() -> None:
     with pytest.raises(ActdsError, match="E007 resid_post:7: no such decoder layer"):
         installed(Model(split=True), [7], torch.float32)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_readouts_are_those_of_the_stored_rows(dtype: torch.dtype, compiled: bool) -> None:
+    model = Model(split=True)
+    probes = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+    packed = matrix(Readouts(8, seed=3, n_probes=5), probes, 2, 8)
+    buffers = installed(model, [0, 2], dtype, packed)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    for n in (7, 3):
+        with torch.no_grad():
+            run(torch.randn(n, 8))
+        for hook in range(2):
+            rows = buffers.rows[hook, :n].float().numpy()
+            want = compute(rows, packed[hook])
+            assert np.allclose(buffers.readouts[hook, :n].numpy(), want, rtol=1e-5, atol=1e-5)
+            assert np.allclose(want[:, 9:], rows @ probes[hook].T, rtol=1e-5, atol=1e-5)
+    assert buffers.readouts.shape == (2, 16, 14)
+
+
+def test_without_readouts_there_is_no_column() -> None:
+    assert installed(Model(split=True), [0], torch.float32).readouts.shape == (1, 16, 0)

@@ -141,7 +141,7 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(
     assert ended.census["dropped"] == ended.writer["dropped_tokens"] == lost > 0
     assert dataset.n_rows + lost == 121 * (PROMPT_LEN + GENERATED - 1)
     assert {drop["policy"] for drop in drops} == {policy}
-    assert {drop["step"] for drop in drops} == {drop.rows.step for drop in engine.drops}
+    assert {drop["step"] for drop in drops} == set(engine.drops)
     # The policy decides which end of the stall is missing.
     kept = set(dataset.tokens()["step"].to_pylist())
     stalled = range(GENERATED, 120 * GENERATED)
@@ -212,5 +212,6 @@ def test_blocking_makes_the_engine_wait_and_loses_nothing(tmp_path: Path) -> Non
     assert ended.census["dropped"] == 0
     assert dataset.n_rows == 120 * (PROMPT_LEN + GENERATED - 1)
     stalls = dataset.stalls().to_pylist()
-    assert engine.stalls == len(stalls) > 0
-    assert {stall["stage"] for stall in stalls} == {"ring"}
+    # The ring fills, then what waits before it; the engine waits last.
+    assert engine.stalls > 0
+    assert {stall["stage"] for stall in stalls} == {"ring", "staging"}

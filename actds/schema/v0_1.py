@@ -140,7 +140,7 @@ REQUIRED_PROVENANCE: dict[str, str] = {
     "capture.order": "permuted or sequence",
     "capture.rows_per_shard": "target rows of a shard",
     "capture.ring_nbytes": "bytes of the host ring",
-    "capture.staging_slots": "step slots of the staging ring on the device",
+    "capture.staging_nbytes": "bytes of the staging ring on the device",
     "capture.memory_nbytes": "bytes of all stages together, the bound that was stated",
     "capture.raw_threshold_nbytes": "backlog from which shards are written raw; 0 never",
     "capture.sampling": "all, or canonical JSON of the sampling rules",
@@ -179,6 +179,11 @@ class RunRecord(Document):
         if missing:
             raise ValueError(f"fields missing: {', '.join(missing)}")
         return self
+
+    @property
+    def has_probes(self) -> bool:
+        """Return whether the run stores the probes of its readouts, section 7.5."""
+        return '"probes_sha256":"' in str(self.fields["capture.readouts"].value)
 
 
 class FileEntry(Document):

@@ -17,6 +17,7 @@ from actds_validators.checks.accounting import RunAccount, check_accounting
 from actds_validators.checks.integrity import check_digests, check_indexes
 from actds_validators.checks.inventory import CheckName, Inventory, take_inventory
 from actds_validators.checks.provenance import check_provenance
+from actds_validators.checks.readouts import RunReadouts, check_readouts
 from actds_validators.checks.structure import check_structure
 from actds_validators.checks.values import check_values
 
@@ -166,10 +167,12 @@ def validate(
         check_digests(inventory, lambda amount: progress("bytes", amount))
         check_indexes(inventory)
     accounts: list[RunAccount] = []
+    readouts: dict[str, RunReadouts] = {}
     if level != "quick":
         accounts = check_accounting(inventory, lambda amount: progress("rows", amount))
+        readouts = check_readouts(inventory, values=level == "deep")
     if level == "deep":
-        check_values(inventory, lambda amount: progress("values", amount))
+        check_values(inventory, lambda amount: progress("values", amount), readouts)
     return _result(inventory, level, accounts, began)
 
 

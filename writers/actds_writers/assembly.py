@@ -60,7 +60,7 @@ class Assembly:
 
         Args:
             step: what the worker said of the step.
-            rows: ``(n_hooks, n, d_model)`` bit patterns in the ring.
+            rows: ``(n_hooks, n_kept, d_model)`` bit patterns in the ring.
 
         Spec: 0.1 sections 6.3 and 7.2.
         """
@@ -76,9 +76,12 @@ class Assembly:
             "chunk": chunk,
             "flags": self._flags(step.token_ids),
         }
+        if step.kept is not None:
+            new, prefill = new[step.kept], prefill[step.kept]
+            columns = {name: column[step.kept] for name, column in columns.items()}
         found: dict[str, Slice] = {}
         for phase, mask in (("prefill", new & prefill), ("decode", new & ~prefill)):
-            if mask.all():
+            if len(mask) and mask.all():
                 found[phase] = Slice(step.step, rows, None, columns)
             elif mask.any():
                 select = np.flatnonzero(mask)
@@ -93,6 +96,8 @@ class Assembly:
         Spec: 0.1 section 7.4.
         """
         new, _, _ = self._label(step)
+        if step.kept is not None:
+            new &= step.kept
         intervals: list[Interval] = []
         first = 0
         for request, count in zip(step.requests.tolist(), step.n_rows.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""The capture op: one in-graph copy per hook from the model into a staging buffer.
+"""The capture op: one in-graph copy per hook from the model into a buffer, and its readouts.
 
 First stage of the token's way. Imports torch only; knows nothing of vLLM or transformers.
 
@@ -13,59 +13,83 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from actds.errors import ActdsError
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 _library: Any = torch.library.Library("actds", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("capture(Tensor hidden, Tensor? residual, Tensor(a!) rows, Tensor(b!) seen) -> ()")
 _library.define(
-    "capture(Tensor hidden, Tensor? residual, Tensor(a!) staging, Tensor(b!) seen) -> ()"
+    "capture_and_read(Tensor hidden, Tensor? residual, Tensor(a!) rows, Tensor(b!) seen, "
+    "Tensor directions, Tensor(c!) scratch, Tensor(d!) readouts) -> ()"
 )
 
 
 def _capture(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
-    staging: torch.Tensor,
+    rows: torch.Tensor,
     seen: torch.Tensor,
 ) -> None:
-    n_rows = min(hidden.shape[0], staging.shape[0])
+    n_rows = min(hidden.shape[0], rows.shape[0])
     if residual is None:
-        staging[:n_rows].copy_(hidden[:n_rows])
+        rows[:n_rows].copy_(hidden[:n_rows])
     else:
-        torch.add(hidden[:n_rows], residual[:n_rows], out=staging[:n_rows])
+        torch.add(hidden[:n_rows], residual[:n_rows], out=rows[:n_rows])
     seen.fill_(hidden.shape[0])
 
 
-def _capture_fake(
+def _capture_and_read(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
-    staging: torch.Tensor,
+    rows: torch.Tensor,
     seen: torch.Tensor,
+    directions: torch.Tensor,
+    scratch: torch.Tensor,
+    readouts: torch.Tensor,
 ) -> None:
+    _capture(hidden, residual, rows, seen)
+    n_rows = min(hidden.shape[0], rows.shape[0])
+    # From the row as it is stored, so that anybody can compute the readout again.
+    values = scratch[:n_rows]
+    values.copy_(rows[:n_rows])
+    torch.linalg.vector_norm(values, dim=1, out=readouts[:n_rows, 0])
+    torch.mm(values, directions, out=readouts[:n_rows, 1:])
+
+
+def _fake(*_: Any) -> None:
     return None
 
 
-_library.impl("capture", _capture, "CompositeExplicitAutograd")
-torch.library.register_fake("actds::capture", _capture_fake, lib=_library)
+for _name, _body in (("capture", _capture), ("capture_and_read", _capture_and_read)):
+    _library.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"actds::{_name}", _fake, lib=_library)
 
 
 @dataclass(frozen=True)
-class Staging:
-    """Stage 1: where the hooks leave the rows of a step.
+class HookBuffers:
+    """Where the hooks leave what they saw of a step; the same memory at every step.
 
     Args:
         rows: ``(n_hooks, max_rows, d_model)`` in the stored type, on the model's device.
         seen: int64 ``(n_hooks,)``: rows each hook saw in the last step, 0 when it did not run.
+        readouts: float32 ``(n_hooks, max_rows, n_readouts)``, no column without readouts.
     """
 
     rows: torch.Tensor
     seen: torch.Tensor
+    readouts: torch.Tensor
 
     def reset(self) -> None:
         """Forget what the hooks saw, before a step."""
         self.seen.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all buffers."""
+        return sum(tensor.nbytes for tensor in (self.rows, self.seen, self.readouts))
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
@@ -86,18 +110,21 @@ def install(
     d_model: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Staging:
-    """Hook decoder layers so that every forward leaves their residual stream in staging.
+    directions: np.ndarray | None = None,
+) -> HookBuffers:
+    """Hook decoder layers so that every forward leaves their residual stream in the buffers.
 
     Must run after the weights are loaded and before the model is compiled.
 
     Args:
         model: the loaded model.
-        layers: decoder layers, in the order of the staging rows.
-        max_rows: rows of the largest step.
+        layers: decoder layers, in the order of the buffers.
+        max_rows: rows of the largest step, padding included.
         d_model: channels of the residual stream.
         dtype: type of the stored rows; a cast happens when the model computes in another.
         device: device of the model.
+        directions: float32 ``(n_hooks, d_model, n_products)`` of the readouts, ``None`` for no
+            readouts.
 
     Raises:
         ActdsError: E007 when a layer does not exist.
@@ -113,25 +140,58 @@ def install(
             got="no such decoder layer",
             expected=f"a layer of 0-{max(found, default=-1)}",
         )
-    staging = Staging(
+    n_readouts = 0 if directions is None else 1 + directions.shape[2]
+    buffers = HookBuffers(
         rows=torch.zeros(len(layers), max_rows, d_model, dtype=dtype, device=device),
         seen=torch.zeros(len(layers), dtype=torch.int64, device=device),
+        readouts=torch.zeros(len(layers), max_rows, n_readouts, device=device),
     )
     for index, layer in enumerate(layers):
-        _hook(found[layer], staging.rows[index], staging.seen[index : index + 1])
-    return staging
+        _hook(found[layer], buffers, index)
+    if directions is not None:
+        # One scratch for all: the layers run one after the other.
+        scratch = torch.empty(max_rows, d_model, device=device)
+        for index, layer in enumerate(layers):
+            matrix = torch.from_numpy(np.ascontiguousarray(directions[index])).to(device)
+            _read_out(found[layer], buffers, index, matrix, scratch)
+    return buffers
 
 
-def _hook(module: torch.nn.Module, rows: torch.Tensor, seen: torch.Tensor) -> None:
+def _hook(module: torch.nn.Module, buffers: HookBuffers, index: int) -> None:
     # Attributes of the module, so that the compiled graph takes them as inputs of the layer.
-    module._actds_rows = rows
-    module._actds_seen = seen
+    module._actds_rows = buffers.rows[index]
+    module._actds_seen = buffers.seen[index : index + 1]
+    module._actds_directions = None  # type: ignore[assignment]
     module.register_forward_hook(_forward_hook)
+
+
+def _read_out(
+    module: torch.nn.Module,
+    buffers: HookBuffers,
+    index: int,
+    directions: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    module._actds_directions = directions
+    module._actds_scratch = scratch
+    module._actds_readouts = buffers.readouts[index]
 
 
 def _forward_hook(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
     hidden, residual = _residual_stream(output)
-    torch.ops.actds.capture(hidden, residual, module._actds_rows, module._actds_seen)
+    rows, seen = module._actds_rows, module._actds_seen
+    if module._actds_directions is None:
+        torch.ops.actds.capture(hidden, residual, rows, seen)
+    else:
+        torch.ops.actds.capture_and_read(
+            hidden,
+            residual,
+            rows,
+            seen,
+            module._actds_directions,
+            module._actds_scratch,
+            module._actds_readouts,
+        )
 
 
 def _residual_stream(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from actds.errors import ActdsError
+from actds.readouts import NONE
 
 ENVIRONMENT = "ACTDS_LINK"
 CONNECT_TIMEOUT_S = 60.0
@@ -37,6 +38,10 @@ class Link:
         ring_nbytes: size of the host ring; the worker takes more when two steps need it.
         client_pid: process of the command.
         live: whether the engine serves traffic, which goes on when capture fails.
+        staging_nbytes: size of the staging ring; the worker takes more when a step needs it.
+        lane_nbytes: size of the readouts' lane; the worker takes more when two steps need it.
+        readouts: value of ``capture.readouts``.
+        probes_path: npy file of the user's probes, ``None`` without.
     """
 
     folder: str
@@ -48,6 +53,10 @@ class Link:
     ring_nbytes: int
     client_pid: int
     live: bool = False
+    staging_nbytes: int = 0
+    lane_nbytes: int = 0
+    readouts: str = NONE
+    probes_path: str | None = None
 
     def to_environment(self) -> str:
         """Return the value of the environment variable."""

@@ -71,13 +71,27 @@ class Failed:
 
 @dataclass(frozen=True)
 class WorkerHello:
-    """The model is loaded: hooks, effective configuration, and where the ring lies."""
+    """The model is loaded: hooks, effective configuration, and where ring and lane lie.
+
+    Args:
+        hooks: the hooks, in ring order.
+        facts: what the worker observed.
+        ring_path: shared memory of the host ring.
+        ring_nbytes: its size.
+        max_step_rows: rows of the largest step.
+        lane_path: shared memory of the readouts, ``None`` without readouts.
+        lane_nbytes: its size.
+        memory_nbytes: everything the worker holds for capture, on the device and in memory.
+    """
 
     hooks: tuple[HookSpec, ...]
     facts: tuple[Fact, ...]
     ring_path: str
     ring_nbytes: int
     max_step_rows: int
+    lane_path: str | None = None
+    lane_nbytes: int = 0
+    memory_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,9 +108,12 @@ class StepRows:
         positions: position of each row.
         token_ids: token fed at each row, read from the device's own buffer.
         finished: requests that ended before this step.
-        stall: when the worker waited for the ring before this step, else ``None``.
+        stalls: when a stage before the writer waited for this step.
         kept: bool ``(n,)``: which rows the sampling rules keep, ``None`` for all. The ring holds
             the kept rows only; positions and token ids are of all computed rows.
+        t_ns: wall clock when the engine handed the step over.
+        depth_stage1: slices in the staging ring when the rows had left it.
+        depth_stage2: slices in the host ring then, this one included.
     """
 
     step: int
@@ -108,8 +125,16 @@ class StepRows:
     positions: IntArray
     token_ids: IntArray
     finished: tuple[int, ...]
-    stall: Stall | None = None
+    stalls: tuple[Stall, ...] = ()
     kept: BoolArray | None = None
+    t_ns: int = 0
+    depth_stage1: int = 0
+    depth_stage2: int = 0
+
+    @property
+    def n_kept(self) -> int:
+        """Return the number of rows in the ring."""
+        return len(self.positions) if self.kept is None else int(np.count_nonzero(self.kept))
 
 
 @dataclass(frozen=True)
@@ -132,8 +157,31 @@ class StepDropped:
 
 
 @dataclass(frozen=True)
+class StepReadouts:
+    """The readouts of one step lie in the lane, float32 ``(n_hooks, n_rows, width)``.
+
+    Args:
+        step: number of the step.
+        offset: where they lie in the lane.
+        nbytes: bytes in the lane; 0 for a step of which the sampling rules keep no row.
+        requests: request number of each row.
+        positions: position of each row.
+        stall: when the lane was full, which makes the engine wait, whatever the policy.
+        depth: slices in the lane, this one included.
+    """
+
+    step: int
+    offset: int
+    nbytes: int
+    requests: IntArray
+    positions: IntArray
+    stall: Stall | None = None
+    depth: int = 0
+
+
+@dataclass(frozen=True)
 class Stall:
-    """The stage before ``stage`` waited."""
+    """The stage before ``stage`` waited: ``staging``, ``ring``, ``pool`` or ``readouts``."""
 
     stage: str
     t_ns: int
@@ -157,6 +205,13 @@ class RingFree:
     queue_depth_stage3: int
     compression_backlog_bytes: int
     disk_write_latency_p99: float | None
+
+
+@dataclass(frozen=True)
+class ReadoutsFree:
+    """The writer has copied the readouts of a step; ``offset`` as in ``StepReadouts``."""
+
+    offset: int
 
 
 # scheduler → census ---------------------------------------------------------------------------
@@ -333,11 +388,19 @@ class CommitTotals:
 
 @dataclass(frozen=True)
 class StageState:
-    """A stage's queue as the writer last saw it, and how long the stage before it waited."""
+    """A stage's queue as the writer last saw it, and how long the stage before it waited.
+
+    Args:
+        capacity: entries that it holds at most.
+        capacity_nbytes: bytes that it holds, where entries differ in size.
+        entry_nbytes: mean bytes of an entry there.
+    """
 
     stage: str
     depth: int | None = None
     capacity: int | None = None
+    capacity_nbytes: int | None = None
+    entry_nbytes: float = 0.0
     n_stalls: int = 0
     stall_ns: int = 0
 
@@ -355,6 +418,7 @@ class Progress:
         backlog_nbytes: bytes of the buffers that wait or are being encoded.
         commits: what is durable.
         stages: the queues.
+        memory_nbytes: what worker and writer hold at most for capture, ``None`` if not known.
         t_ns: wall clock of the message.
     """
 
@@ -366,6 +430,7 @@ class Progress:
     backlog_nbytes: int = 0
     commits: CommitTotals = CommitTotals()
     stages: tuple[StageState, ...] = ()
+    memory_nbytes: int | None = None
     t_ns: int | None = None
 
 

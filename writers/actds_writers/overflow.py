@@ -1,8 +1,8 @@
-"""Overflow: what happens to a step when the writer is behind, and the queue it waits in.
+"""Overflow: which steps are on their way to the writer, and which one is given up for another.
 
-Stage 2 of the token's way, on the worker's side; knows the ring and the link to the writer. The
-queue stays here, in the worker, until the writer asks for more: only so can the oldest step still
-be given up. Whole step slices are lost, never half a row set.
+Stages 1 and 2 of the token's way, as a book: knows the space of both rings and the link to the
+writer, and no tensor. Steps stay in the worker until the writer asks for more: only so can the
+oldest step still be given up. Whole step slices are lost, never half a row set.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import numpy as np
 
@@ -27,6 +28,35 @@ from actds_writers.ring import RingSpace
 NO_TOKENS = np.empty(0, np.int64)
 AHEAD = 2
 """Messages that the writer may hold at once; the next is announced while it copies the last."""
+NOTES_NBYTES = 64 << 20
+"""Memory of the notes on dropped steps; beyond it the engine waits, whatever the policy."""
+
+State = Literal["staged", "moving", "ready", "dropped"]
+
+
+@dataclass
+class Entry:
+    """A step on its way.
+
+    Args:
+        step: number of the step.
+        slot: where it lies in the staging ring, ``None`` when it holds no rows there.
+        state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, or ``dropped``.
+        reason: why it was dropped.
+        stalls: when a stage waited for it.
+        message: what the writer is told; set when the rows' identity is known.
+        dropped_ns: wall clock of the drop.
+        depth: slices in the host ring at the drop.
+    """
+
+    step: int
+    slot: int | None
+    state: State = "staged"
+    reason: str | None = None
+    stalls: list[Stall] = field(default_factory=list)
+    message: StepRows | None = None
+    dropped_ns: int = 0
+    depth: int = 0
 
 
 class Handover:
@@ -34,106 +64,207 @@ class Handover:
 
     Args:
         writer: connection to the writer process.
-        space: book of the ring.
-        policy: what to do when the ring is full.
+        staging: book of the staging ring.
+        ring: book of the host ring.
+        policy: what to do when a ring is full.
         on_drop: told of every dropped step, in the thread that caused it.
     """
 
     def __init__(
         self,
         writer: Connection,
-        space: RingSpace,
+        staging: RingSpace,
+        ring: RingSpace,
         policy: Policy,
-        on_drop: Callable[[StepDropped], None],
+        on_drop: Callable[[int, str], None],
     ) -> None:
-        self._writer, self._space, self._policy = writer, space, policy
-        self._on_drop = on_drop
-        self._queue: deque[StepRows | StepDropped] = deque()
+        self._writer, self._staging, self._ring = writer, staging, ring
+        self._policy, self._on_drop = policy, on_drop
+        self._queue: deque[Entry] = deque()
         self._n_ahead = 0
+        self._notes_nbytes = 0
         self._changed = threading.Condition()
         self._gone = False
+        self._closed = False
+        self._ring_is_full = False
         self.writer_state: RingFree | None = None
         self._listener = threading.Thread(target=self._listen, name="actds-handover", daemon=True)
         self._listener.start()
 
     @property
-    def depth(self) -> int:
-        """Return the number of slices in the ring."""
-        return self._space.depth
+    def depths(self) -> tuple[int, int]:
+        """Return the slices in the staging ring and in the host ring."""
+        return self._staging.depth, self._ring.depth
 
-    def place(self, nbytes: int, step: int) -> tuple[int | None, Stall | None]:
-        """Return where a step goes, ``None`` when it is to be dropped; and how long it waited.
+    @property
+    def is_idle(self) -> bool:
+        """Return whether every step has been taken by the writer."""
+        with self._changed:
+            return not self._queue and self._n_ahead == 0
+
+    # the engine's thread ----------------------------------------------------------------------
+
+    def admit(self, nbytes: int, step: int) -> Entry:
+        """Enter a step; return its entry, which is ``dropped`` when there is no room for it.
+
+        The step's rows go to the entry's slot; then the entry is ready to ``move``.
 
         Args:
-            nbytes: bytes of the step over all hooks.
+            nbytes: bytes of the step over all hooks; 0 for a step of which nothing is stored.
             step: number of the step.
 
         Raises:
             ActdsError: E502 when the writer is gone, E009 when no ring would ever hold it.
         """
         with self._changed:
-            offset = self._reserve(nbytes)
-            if offset is not None or self._policy == "drop_newest":
-                return offset, None
-            while self._policy == "drop_oldest" and self._drop_oldest():
-                offset = self._reserve(nbytes)
-                if offset is not None:
-                    return offset, None
-            if self._policy == "drop_oldest":
-                return None, None  # all there is, is with the writer already
-            return self._wait(nbytes, step)
+            entry = Entry(step, None)
+            while self._notes_nbytes > NOTES_NBYTES:
+                self._wait(entry, "staging", self._staging.depth)
+            while nbytes:
+                self._check()
+                entry.slot = self._staging.reserve(nbytes)
+                if entry.slot is not None:
+                    break
+                if self._policy == "block":
+                    self._wait(entry, "staging", self._staging.depth)
+                elif self._policy == "drop_newest" or not self._drop_staged():
+                    self._drop(entry, "queue_full" if self._ring_is_full else "dma_backpressure")
+                    break
+            self._queue.append(entry)
+            return entry
 
-    def put(self, message: StepRows | StepDropped) -> None:
-        """Queue a step, or the fact that it was dropped, in step order.
+    # the transfer's thread --------------------------------------------------------------------
+
+    def place(self, entry: Entry, nbytes: int) -> int | None:
+        """Return where an entry's rows go in the host ring, ``None`` when it is dropped.
+
+        Args:
+            entry: an entry in step order, its identity known.
+            nbytes: bytes of the rows that are stored, over all hooks.
 
         Raises:
             ActdsError: E502 when the writer is gone.
         """
         with self._changed:
-            if isinstance(message, StepDropped):
-                self._on_drop(message)
-            self._queue.append(message)
+            if entry.state == "dropped" or not nbytes:
+                return None
+            entry.state = "moving"
+            while True:
+                self._check()
+                offset = self._ring.reserve(nbytes)
+                if offset is not None:
+                    return offset
+                if self._policy == "drop_oldest":
+                    if not self._drop_ready():
+                        # All that is older is with the writer already.
+                        self._free_slot(entry)
+                        self._drop(entry, "queue_full")
+                        return None
+                    continue
+                self._ring_is_full = True
+                self._wait(entry, "ring", self._ring.depth)
+                self._ring_is_full = False
+
+    def moved(self, entry: Entry, message: StepRows) -> None:
+        """Take an entry that is complete: its rows are in the host ring, or it was dropped.
+
+        Raises:
+            ActdsError: E502 when the writer is gone.
+        """
+        with self._changed:
+            self._free_slot(entry)
+            stage1, stage2 = self.depths
+            entry.message = replace(
+                message, stalls=tuple(entry.stalls), depth_stage1=stage1, depth_stage2=stage2
+            )
+            if entry.state == "dropped":
+                self._note(entry)
+            else:
+                entry.state = "ready"
             self._pump()
+
+    def tell(self, message: object) -> None:
+        """Tell the writer something beside the steps.
+
+        Raises:
+            ActdsError: E502 when the writer is gone.
+        """
+        with self._changed:
+            self._check()
+            try:
+                self._writer.send(message)
+            except OSError:
+                self._gone = True
+                self._check()
 
     def close(self) -> None:
         """End the link; the writer learns that nothing more comes."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         # A plain close leaves the socket open for as long as the listener waits on it.
         with socket.socket(fileno=os.dup(self._writer.fileno())) as link, suppress(OSError):
             link.shutdown(socket.SHUT_RDWR)
         self._listener.join()
         self._writer.close()
 
-    def _reserve(self, nbytes: int) -> int | None:
+    # under the lock ---------------------------------------------------------------------------
+
+    def _wait(self, entry: Entry, stage: str, depth: int) -> None:
+        """Wait for a change; the time counts as one stall of the stage."""
+        began, began_ns = time.monotonic_ns(), time.time_ns()
+        self._changed.wait()
+        stall = Stall(stage, began_ns, time.monotonic_ns() - began, depth, entry.step)
+        if entry.stalls and entry.stalls[-1].stage == stage:
+            before = entry.stalls.pop()
+            stall = replace(before, duration_ns=began_ns + stall.duration_ns - before.t_ns)
+        entry.stalls.append(stall)
         self._check()
-        return self._space.reserve(nbytes)
 
-    def _wait(self, nbytes: int, step: int) -> tuple[int, Stall]:
-        began, began_ns, depth = time.monotonic_ns(), time.time_ns(), self._space.depth
-        while (offset := self._reserve(nbytes)) is None:
-            self._changed.wait()
-        return offset, Stall("ring", began_ns, time.monotonic_ns() - began, depth, step)
+    def _drop(self, entry: Entry, reason: str) -> None:
+        entry.state, entry.reason = "dropped", reason
+        entry.dropped_ns, entry.depth = time.time_ns(), self._ring.depth
+        self._on_drop(entry.step, reason)
 
-    def _drop_oldest(self) -> bool:
-        """Give up the oldest step that the writer does not hold; return whether there was one."""
-        for index, waiting in enumerate(self._queue):
-            if isinstance(waiting, StepRows):
-                rows = replace(waiting, offset=0, token_ids=NO_TOKENS)
-                dropped = StepDropped(
-                    rows, "queue_full", self._policy, time.time_ns(), self._space.depth
-                )
-                self._queue[index] = dropped
-                self._space.free(waiting.offset)
-                self._on_drop(dropped)
+    def _drop_staged(self) -> bool:
+        """Give up the oldest step that waits in stage 1; return whether there was one."""
+        for waiting in self._queue:
+            if waiting.state == "staged" and waiting.slot is not None:
+                self._free_slot(waiting)
+                self._drop(waiting, "queue_full" if self._ring_is_full else "dma_backpressure")
                 return True
         return False
 
+    def _drop_ready(self) -> bool:
+        """Give up the oldest step that the writer does not hold; return whether there was one."""
+        for waiting in self._queue:
+            if waiting.state == "ready" and waiting.message is not None and waiting.message.nbytes:
+                self._ring.free(waiting.message.offset)
+                self._drop(waiting, "queue_full")
+                self._note(waiting)
+                return True
+        return False
+
+    def _note(self, entry: Entry) -> None:
+        """Keep of a dropped step only what its log needs."""
+        assert entry.message is not None
+        entry.message = replace(entry.message, offset=0, nbytes=0, token_ids=NO_TOKENS)
+        self._notes_nbytes += _note_nbytes(entry.message)
+
+    def _free_slot(self, entry: Entry) -> None:
+        if entry.slot is not None:
+            self._staging.free(entry.slot)
+            entry.slot = None
+            self._changed.notify_all()
+
     def _pump(self) -> None:
-        """Announce steps to the writer, as many as it may hold."""
+        """Announce steps to the writer, as many as it may hold, in step order."""
         self._check()
         # A loss counts as well: to a writer that stands still nothing may be sent without end.
-        while self._queue and self._n_ahead < AHEAD:
-            message = self._queue.popleft()
+        while self._queue and self._queue[0].message is not None and self._n_ahead < AHEAD:
+            entry = self._queue.popleft()
             self._n_ahead += 1
+            message = self._announcement(entry)
             try:
                 self._writer.send(message)
             except OSError:
@@ -141,6 +272,14 @@ class Handover:
                 self._changed.notify_all()
                 self._check()
         self._changed.notify_all()
+
+    def _announcement(self, entry: Entry) -> StepRows | StepDropped:
+        assert entry.message is not None
+        if entry.state != "dropped":
+            return entry.message
+        self._notes_nbytes -= _note_nbytes(entry.message)
+        reason = entry.reason or "queue_full"
+        return StepDropped(entry.message, reason, self._policy, entry.dropped_ns, entry.depth)
 
     def _listen(self) -> None:
         """Take the writer's acknowledgements for as long as it lives."""
@@ -155,7 +294,7 @@ class Handover:
             with self._changed:
                 self.writer_state = message
                 if message.offset is not None:
-                    self._space.free(message.offset)
+                    self._ring.free(message.offset)
                 self._n_ahead -= 1
                 if not self._gone:
                     try:
@@ -164,5 +303,10 @@ class Handover:
                         return  # the next call of the worker says so
 
     def _check(self) -> None:
-        if self._gone:
+        if self._gone or self._closed:
             raise ActdsError("E502", "ring", got="the writer process is gone", expected="a writer")
+
+
+def _note_nbytes(message: StepRows) -> int:
+    arrays = (message.requests, message.n_rows, message.prompt_lens, message.positions)
+    return 512 + sum(array.nbytes for array in arrays)

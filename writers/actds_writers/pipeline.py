@@ -64,6 +64,9 @@ class Pipeline:
         ring_nbytes: size of the host ring.
         writer: settings of the writer.
         lock: open descriptor of the dataset's lock, which the processes inherit.
+        staging_nbytes: size of the staging ring; a step at least.
+        lane_nbytes: size of the readouts' lane; two steps at least.
+        probes: the user's probes as the bytes of their file.
 
     Use as a context manager: leaving it ends the processes and removes the ring.
     """
@@ -77,9 +80,17 @@ class Pipeline:
         writer: WriterSettings,
         client_pid: int,
         lock: int,
+        *,
+        staging_nbytes: int = 0,
+        lane_nbytes: int = 0,
+        probes: bytes | None = None,
     ) -> None:
+        folder = private_folder()
+        probes_path = folder / "probes.npy"
+        if probes is not None:
+            probes_path.write_bytes(probes)
         self.link = Link(
-            folder=str(private_folder()),
+            folder=str(folder),
             key=secrets.token_hex(32),
             run=writer.run,
             hooks=hooks,
@@ -88,6 +99,10 @@ class Pipeline:
             ring_nbytes=ring_nbytes,
             client_pid=client_pid,
             live=writer.shared,
+            staging_nbytes=staging_nbytes,
+            lane_nbytes=lane_nbytes,
+            readouts=writer.readouts,
+            probes_path=None if probes is None else str(probes_path),
         )
         census = CensusSettings(writer.root, writer.run, writer.software)
         self._processes = {

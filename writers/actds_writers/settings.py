@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from actds.readouts import NONE
 from actds_writers.assembly import SpecialTokens
 from actds_writers.messages import Fact
 
@@ -31,6 +32,7 @@ class WriterSettings:
         n_threads: threads that encode.
         shared: whether other engines may write the dataset too; whoever is first begins it.
         raw_threshold_nbytes: bytes that wait, from which shards are written raw; 0 never.
+        readouts: value of ``capture.readouts``.
     """
 
     root: str
@@ -47,6 +49,7 @@ class WriterSettings:
     n_threads: int
     shared: bool = False
     raw_threshold_nbytes: int = 0
+    readouts: str = NONE
 
 
 @dataclass(frozen=True)

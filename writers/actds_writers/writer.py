@@ -7,6 +7,7 @@ committer on its right; no sockets, no vLLM.
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 from actds import layout, schema, tables
 from actds.errors import ActdsError
 from actds.ledger import Chain
+from actds.readouts import NONE, Readouts
 from actds.schema.v0_1 import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
 from actds.shard import commit_part
 from actds.store import Store
@@ -25,6 +27,7 @@ from actds_writers.buffers import BITS, ShardBuffer
 from actds_writers.committer import CommitPlan, Committer
 from actds_writers.losses import DropLog
 from actds_writers.messages import (
+    Fact,
     HookSpec,
     RingFree,
     Stall,
@@ -32,6 +35,7 @@ from actds_writers.messages import (
     StepRows,
     WorkerHello,
 )
+from actds_writers.readout_log import PART_NBYTES, ReadoutLog
 from actds_writers.settings import WriterSettings
 
 PHASES = ("prefill", "decode")
@@ -47,6 +51,7 @@ class Writer:
         settings: what the command decided.
         hello: what the worker found.
         before_commit: as in ``Committer``.
+        probes: the user's probes as the bytes of their file.
 
     Raises:
         ActdsError: E010 when the dataset has other hooks, E503 when the disk refuses.
@@ -58,6 +63,7 @@ class Writer:
         settings: WriterSettings,
         hello: WorkerHello,
         before_commit: Callable[[int], None] = lambda last_step: None,
+        probes: bytes | None = None,
     ) -> None:
         self._settings, self._store = settings, store
         self._hooks = hello.hooks
@@ -65,8 +71,12 @@ class Writer:
         self._bits = BITS[hello.hooks[0].dtype]
         dataset = _genesis(store, settings, hello.hooks)
         self._chain = Chain.begin(store, dataset, settings.run, "writer", settings.software)
-        self._begin_run(dataset, hello)
+        if probes is not None:
+            store.put_new(layout.probes_path(settings.run), [probes])
         capacity = settings.rows_per_shard + hello.max_step_rows
+        self.memory_nbytes = hello.memory_nbytes + self._own_nbytes(capacity)
+        self._begin_run(dataset, hello)
+        self.readouts = self._readout_log(hello)
         buffers = [ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)]
         plan = CommitPlan(
             settings.run,
@@ -75,12 +85,18 @@ class Writer:
             settings.n_threads,
             settings.raw_threshold_nbytes,
         )
-        self._committer = Committer(store, self._chain, plan, buffers, before_commit)
+        self._before_commit = before_commit
+        self._committer = Committer(store, self._chain, plan, buffers, self._make_durable)
         self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
         self._assembly = Assembly(settings.tokens)
         self._stalls: list[Stall] = []
         self._losses = DropLog()
         self.last_step = -1
+
+    @property
+    def error(self) -> ActdsError | None:
+        """Return what ended the commits, ``None`` while all is well."""
+        return self._committer.error or (self.readouts.error if self.readouts else None)
 
     @property
     def committer(self) -> Committer:
@@ -103,12 +119,11 @@ class Writer:
         After the disk has failed the rows are discarded, so that the engine can end; nothing
         of them was acknowledged, and the census calls them aborted.
         """
-        if message.stall is not None:
-            self._stalls.append(message.stall)
-        if self._committer.error is None:
+        self._stalls += message.stalls
+        if self.error is None:
             self._take(message)
         self.last_step = message.step
-        return self._taken(message.offset)
+        return self._taken(message.offset if message.nbytes else None)
 
     def _taken(self, offset: int | None) -> RingFree:
         return RingFree(
@@ -120,12 +135,11 @@ class Writer:
 
     def dropped(self, message: StepDropped) -> RingFree:
         """Log a step that never came; return the acknowledgement."""
-        if message.rows.stall is not None:
-            self._stalls.append(message.rows.stall)
+        self._stalls += message.rows.stalls
         self.last_step = message.rows.step
         taken = self._taken(None)
         state = {
-            "queue_depth_stage1": 0,
+            "queue_depth_stage1": message.rows.depth_stage1,
             "queue_depth_stage2": message.depth,
             "queue_depth_stage3": taken.queue_depth_stage3,
             "disk_write_latency_p99": taken.disk_write_latency_p99,
@@ -145,8 +159,11 @@ class Writer:
             if buffer.n_rows:
                 self._committer.commit(phase, buffer)
         self._committer.finish()
-        if self._committer.error is not None:
-            raise self._committer.error
+        if self.error is not None:
+            raise self.error
+        if self.readouts is not None:
+            self.readouts.finish()
+            self._stalls += self.readouts.stalls
         self._losses.commit(self._store, self._chain, self._settings.run)
         if self._stalls:
             commit_part(
@@ -160,17 +177,50 @@ class Writer:
         return totals
 
     def _take(self, message: StepRows) -> None:
-        shape = (len(self._hooks), len(message.positions), self._hooks[0].d_model)
+        shape = (len(self._hooks), message.n_kept, self._hooks[0].d_model)
         rows = ring.view(self._memory, message.offset, shape, self._bits)
         for phase, piece in self._assembly.slices(message, rows).items():
             buffer = self._filling[phase]
             buffer.append(piece)
             if buffer.n_rows >= self._settings.rows_per_shard:
                 self._committer.commit(phase, buffer)
-                self._filling[phase] = self._committer.spare()
+                self._filling[phase] = self._spare(message.step)
+
+    def _spare(self, step: int) -> ShardBuffer:
+        """Return an empty buffer; a wait for it is a stall of the pool."""
+        began, began_ns, depth = time.monotonic_ns(), time.time_ns(), self._committer.queue_depth
+        waits = not self._committer.has_spare
+        buffer = self._committer.spare()
+        if waits:
+            self._stalls.append(Stall("pool", began_ns, time.monotonic_ns() - began, depth, step))
+        return buffer
+
+    def _make_durable(self, last_step: int) -> None:
+        """Make durable what must be no later than the rows: their readouts, and their census."""
+        if self.readouts is not None:
+            self.readouts.commit_through(last_step)
+        self._before_commit(last_step)
+
+    def _readout_log(self, hello: WorkerHello) -> ReadoutLog | None:
+        readouts = Readouts.from_field(self._settings.readouts, "capture.readouts")
+        if readouts is None or hello.lane_path is None:
+            return None
+        lane = (hello.lane_path, hello.lane_nbytes)
+        run = self._settings.run
+        return ReadoutLog(self._store, self._chain, run, self._hooks, readouts, lane)
+
+    def _own_nbytes(self, capacity: int) -> int:
+        """Return the bytes that the writer holds at most: buffers, one shard's copies, readouts."""
+        n_buffers = len(PHASES) + SPARE_BUFFERS
+        # While a hook is written there are its permuted rows and its encoded ones.
+        copies = 2 * capacity * self._hooks[0].d_model * np.dtype(self._bits).itemsize
+        readouts = 0 if self._settings.readouts == NONE else 2 * PART_NBYTES
+        return n_buffers * capacity * self.row_nbytes + copies + readouts
 
     def _begin_run(self, dataset: str, hello: WorkerHello) -> None:
-        fields = {fact.name: fact for fact in (*self._settings.facts, *hello.facts)}
+        memory = Fact("capture.memory_nbytes", self.memory_nbytes, "observed")
+        facts = (*self._settings.facts, *hello.facts, memory)
+        fields = {fact.name: fact for fact in facts}
         record = RunRecord(
             dataset=dataset,
             run=self._settings.run,

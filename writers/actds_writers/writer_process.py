@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason
@@ -25,6 +26,7 @@ from actds_writers.messages import (
     StepRows,
     WorkerHello,
 )
+from actds_writers.readout_log import Lane
 from actds_writers.serve import Hub
 from actds_writers.settings import WriterSettings
 from actds_writers.writer import Writer
@@ -41,7 +43,9 @@ class WriterProcess:
 
     def __init__(self, link: Link, settings: WriterSettings) -> None:
         self._settings = settings
+        self._link = link
         self._hub = Hub(link.listen("writer"))
+        self._lane = Lane(link.listen("readouts"))
         self._census = link.connect("census", "writer")
         self._writer: Writer | None = None
         self._reason: CloseReason | None = None
@@ -73,7 +77,7 @@ class WriterProcess:
     def _answer(self, message: object) -> object | None:
         """Return what the sender is to hear, ``None`` for nothing."""
         if isinstance(message, WorkerHello):
-            self._writer = Writer(open_store(self._settings.root), self._settings, message)
+            self._writer = self._begin(message)
         elif isinstance(message, StepRows) and self._writer is not None:
             return self._writer.step(message)
         elif isinstance(message, StepDropped) and self._writer is not None:
@@ -83,6 +87,18 @@ class WriterProcess:
         elif isinstance(message, Finish):
             self._reason = message.reason
         return None
+
+    def _begin(self, hello: WorkerHello) -> Writer:
+        path = self._link.probes_path
+        writer = Writer(
+            open_store(self._settings.root),
+            self._settings,
+            hello,
+            probes=Path(path).read_bytes() if path else None,
+        )
+        if writer.readouts is not None:
+            self._lane.open(writer.readouts)
+        return writer
 
     def _ended(self) -> bool:
         """Return whether nothing can come any more."""
@@ -100,8 +116,8 @@ class WriterProcess:
             return
         self._last_progress = time.monotonic()
         committer = self._writer.committer
-        if committer.error is not None:
-            self._fail(committer.error)
+        if self._writer.error is not None:
+            self._fail(self._writer.error)
         self._hub.tell(
             "harvest",
             Progress(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from actds.errors import ActdsError
 from actds.schema.v0_1 import ShardManifest
 from actds.shard import TOKENS
 from actds_validators.checks.inventory import Inventory
+from actds_validators.checks.readouts import RunReadouts, compare
 
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}
 _READ_NBYTES = 1 << 24
@@ -27,25 +29,31 @@ Rows = npt.NDArray[np.int64]
 
 
 def check_values(
-    inventory: Inventory, progress: Callable[[int], None] = lambda nbytes: None
+    inventory: Inventory,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    readouts: Mapping[str, RunReadouts] = MappingProxyType({}),
 ) -> None:
     """Decode every chunk and look at every row.
 
     Args:
-        inventory: the dataset; notes E204, E601, E602 and E603.
+        inventory: the dataset; notes E204, E417, E601, E602 and E603.
         progress: called with the decoded bytes of each hook of each shard that is done.
+        readouts: by run, to be compared with those computed again.
 
-    Spec: 0.1 section 4.4.
+    Spec: 0.1 sections 4.4 and 7.5.
     """
     for manifest in inventory.shards:
         try:
-            _check_shard(inventory, manifest, progress)
+            _check_shard(inventory, manifest, progress, readouts.get(manifest.run))
         except ActdsError as error:
             inventory.add("integrity", error.code, error.place, error.got, error.expected)
 
 
 def _check_shard(
-    inventory: Inventory, manifest: ShardManifest, progress: Callable[[int], None]
+    inventory: Inventory,
+    manifest: ShardManifest,
+    progress: Callable[[int], None],
+    readouts: RunReadouts | None,
 ) -> None:
     folder = layout.shard_dir(manifest.shard)
     path = f"{folder}/{TOKENS}"
@@ -67,8 +75,20 @@ def _check_shard(
             if reader.n_rows != manifest.n_rows:
                 continue  # E203, told by the check of structure
             place = f"shards/{manifest.shard} hook {hook}"
+
+            def look(
+                start: int,
+                bits: npt.NDArray[Any],
+                hook: str = hook,
+                dtype: str = reader.dtype,
+                place: str = place,
+            ) -> None:
+                if readouts is not None:
+                    rows = tokens.slice(start, len(bits))
+                    compare(inventory, readouts, hook, rows, bits, dtype, place)
+
             try:
-                hashes[hook] = _check_rows(inventory, reader, tokens, place)
+                hashes[hook] = _check_rows(inventory, reader, tokens, place, look)
             except ActdsError as error:
                 inventory.add("integrity", error.code, error.place, error.got, error.expected)
                 continue
@@ -78,7 +98,11 @@ def _check_shard(
 
 
 def _check_rows(
-    inventory: Inventory, reader: arrays.ArrayReader, tokens: pa.Table, place: str
+    inventory: Inventory,
+    reader: arrays.ArrayReader,
+    tokens: pa.Table,
+    place: str,
+    look: Callable[[int, npt.NDArray[Any]], None],
 ) -> Hashes:
     """Return a hash of each row, after noting those that are not finite or zero.
 
@@ -97,6 +121,7 @@ def _check_rows(
         broken.append(start + np.flatnonzero(((bits & exponent) == exponent).any(axis=1)))
         zero.append(start + np.flatnonzero(~(bits & magnitude).any(axis=1)))
         hashes[start : start + len(bits)] = _hash(bits)
+        look(start, bits)
     _note(
         inventory, "E601", place, np.concatenate(broken), tokens, "NaN or infinity", "finite values"
     )

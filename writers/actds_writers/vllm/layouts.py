@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from actds_writers.messages import IntArray
 
@@ -22,14 +23,14 @@ class RowIdentity:
     Args:
         request_ids: the engine's ids, in row order.
         n_rows: rows of each request.
-        positions: int64 ``(n,)``.
-        token_ids: int64 ``(n,)``, from the buffer that the model read.
+        positions: ``(n,)`` on the device, valid until the next step.
+        token_ids: ``(n,)`` on the device, the buffer that the model read.
     """
 
     request_ids: list[str]
     n_rows: IntArray
-    positions: IntArray
-    token_ids: IntArray
+    positions: torch.Tensor
+    token_ids: torch.Tensor
 
 
 def identify(runner: Any, scheduled: Any) -> RowIdentity:
@@ -52,14 +53,9 @@ def identify(runner: Any, scheduled: Any) -> RowIdentity:
         order = list(runner.input_batch.req_ids)
         token_ids, positions = runner.input_ids.gpu[:n], _positions(runner)[:n]
         n_rows = np.array([scheduled.num_scheduled_tokens.get(r, 0) for r in order], np.int64)
-    return RowIdentity(order, n_rows, _to_numpy(positions), _to_numpy(token_ids))
+    return RowIdentity(order, n_rows, positions, token_ids)
 
 
 def _positions(runner: Any) -> Any:
     # A CpuGpuBuffer in some releases, a plain tensor in others.
     return getattr(runner.positions, "gpu", runner.positions)
-
-
-def _to_numpy(tensor: Any) -> IntArray:
-    values: IntArray = tensor.to("cpu", copy=True).numpy().astype(np.int64)
-    return values

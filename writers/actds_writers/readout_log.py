@@ -1,0 +1,205 @@
+"""The readout log: readouts of every computed row, from the lane to committed parts.
+
+Beside stage 3, inside the writer process, on a thread of its own: it goes on while the rows wait
+for the disk, and no row is committed before its readouts are.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from actds import tables
+from actds.errors import ActdsError
+from actds.ledger import Chain
+from actds.readouts import Readouts
+from actds.shard import commit_part
+from actds.store import Store
+from actds_writers import ring
+from actds_writers.messages import HookSpec, IntArray, ReadoutsFree, Stall, StepReadouts
+
+PART_NBYTES = 32 << 20
+"""Readouts in memory at most before a part is committed, beside the part being written."""
+LANE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    step: int
+    requests: IntArray
+    positions: IntArray
+    values: np.ndarray
+
+
+class ReadoutLog:
+    """Collects and commits the readouts of a run.
+
+    Args:
+        store: where the dataset stands.
+        chain: the writer's chain.
+        run: run of the rows.
+        hooks: the hooks, in lane order.
+        readouts: which readouts.
+        lane: shared memory of the lane and its size.
+
+    Spec: 0.1 section 7.5.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        chain: Chain,
+        run: str,
+        hooks: tuple[HookSpec, ...],
+        readouts: Readouts,
+        lane: tuple[str, int],
+    ) -> None:
+        self._store, self._chain, self._run = store, chain, run
+        self._hooks, self._readouts = [hook.name for hook in hooks], readouts
+        self._memory = ring.attach(Path(lane[0]), lane[1])
+        self._pending: list[_Piece] = []
+        self._pending_nbytes = 0
+        self._n_parts = 0
+        self._commit_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._last_step = -1
+        self._ended = False
+        self.stalls: list[Stall] = []
+        self.error: ActdsError | None = None
+
+    def take(self, message: StepReadouts) -> None:
+        """Copy the readouts of a step out of the lane; commits a part when there are many."""
+        shape = (len(self._hooks), len(message.positions), self._readouts.width)
+        values = ring.view(self._memory, message.offset, shape, np.uint32).view(np.float32).copy()
+        piece = _Piece(message.step, message.requests, message.positions, values)
+        with self._changed:
+            if message.stall is not None:
+                self.stalls.append(message.stall)
+            if self.error is None and values.size:
+                self._pending.append(piece)
+                self._pending_nbytes += values.nbytes + 2 * message.positions.nbytes
+            self._last_step = message.step
+            self._changed.notify_all()
+            full = self._pending_nbytes >= PART_NBYTES
+        if full:
+            try:
+                self._commit()
+            except ActdsError as error:
+                self.error = error
+
+    def end(self) -> None:
+        """Note that the lane has ended."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def commit_through(self, step: int) -> None:
+        """Commit every readout up to a step; called before rows of that step are.
+
+        Raises:
+            ActdsError: E503 the disk refused; E506 the lane fell silent.
+        """
+        with self._changed:
+            arrived = self._changed.wait_for(
+                lambda: self._last_step >= step or self._ended, LANE_TIMEOUT_S
+            )
+        if not arrived:
+            raise ActdsError(
+                "E506", "readouts", got=f"nothing for step {step}", expected="its readouts"
+            )
+        if self.error is not None:
+            raise self.error
+        self._commit()
+
+    def finish(self) -> None:
+        """Wait for the end of the lane and commit what is left.
+
+        Raises:
+            ActdsError: E503 the disk refuses or has refused.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended, LANE_TIMEOUT_S)
+        if self.error is not None:
+            raise self.error
+        self._commit()
+
+    def _commit(self) -> None:
+        with self._commit_lock:
+            with self._changed:
+                pieces, self._pending = self._pending, []
+                self._pending_nbytes = 0
+            if pieces:
+                table = self._table(pieces)
+                commit_part(self._store, self._chain, "readouts", self._run, self._n_parts, table)
+                self._n_parts += 1
+
+    def _table(self, pieces: list[_Piece]) -> pa.Table:
+        """Return pieces as a table: one hook after the other, so that columns compress."""
+        keys = {
+            "request": np.concatenate([piece.requests for piece in pieces]),
+            "position": np.concatenate([piece.positions for piece in pieces]),
+            "step": np.concatenate([np.full(len(p.positions), p.step) for p in pieces]),
+        }
+        n = len(keys["request"])
+        values = np.concatenate([piece.values for piece in pieces], axis=1)
+        values = values.reshape(len(self._hooks) * n, self._readouts.width)
+        edge = 1 + self._readouts.n_projections
+        columns: dict[str, object] = {
+            name: np.tile(column, len(self._hooks)) for name, column in keys.items()
+        }
+        columns |= {
+            "hook": np.repeat(np.array(self._hooks, object), n),
+            "norm": values[:, 0],
+            "projections": _lists(values[:, 1:edge]),
+            "probes": _lists(values[:, edge:]),
+        }
+        return tables.build("readouts", columns)
+
+
+def _lists(values: np.ndarray) -> pa.Array:
+    n, width = values.shape
+    offsets = pa.array(np.arange(n + 1, dtype=np.int32) * width)
+    return pa.ListArray.from_arrays(offsets, pa.array(values.ravel(), pa.float32()))
+
+
+class Lane:
+    """The end of the lane in the writer process: a listener and its thread.
+
+    Args:
+        listener: where the worker connects.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._log: ReadoutLog | None = None
+        self._ready = threading.Event()
+        threading.Thread(target=self._serve, name="actds-readouts", daemon=True).start()
+
+    def open(self, log: ReadoutLog) -> None:
+        """Begin to take readouts; until then they wait in the lane."""
+        self._log = log
+        self._ready.set()
+
+    def _serve(self) -> None:
+        try:
+            connection = self._listener.accept()
+            connection.recv()  # the role
+            while True:
+                message = connection.recv()
+                self._ready.wait()
+                self._take(message, connection)
+        except (EOFError, OSError):
+            pass  # the worker is gone; what it sent is in the log
+        if self._ready.wait(0) and self._log is not None:
+            self._log.end()
+
+    def _take(self, message: object, connection: Connection) -> None:
+        if self._log is not None and isinstance(message, StepReadouts):
+            self._log.take(message)
+            if message.nbytes:
+                connection.send(ReadoutsFree(message.offset))
