@@ -514,11 +514,15 @@ def _connect(bucket: str, prefix: str, timeout_s: int) -> Client:
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
         "timeout": timedelta(seconds=timeout_s),
     }
-    endpoint = ""
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
-        endpoint = os.environ.get(name, endpoint)
-    if endpoint.startswith("http://"):
-        options["allow_http"] = True
+        endpoint = os.environ.get(name, "https://")
+        if not endpoint.startswith(("http://", "https://")):
+            # The library would take the whole process down.
+            raise ActdsError(
+                "E009", name, got=repr(endpoint)[:200], expected="http://HOST or https://HOST"
+            )
+        if endpoint.startswith("http://"):
+            options["allow_http"] = True
     try:
         return Client(
             bucket,

@@ -1,0 +1,130 @@
+"""A real S3-speaking server in a process of its own, and a proxy that breaks what a test names."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+START_TIMEOUT_S = 60
+BUCKET = "harvest"
+SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+HOP_HEADERS = {"connection", "transfer-encoding", "keep-alive", "content-length"}
+
+Change = Callable[["Exchange"], None]
+
+
+@contextmanager
+def s3_server() -> Iterator[int]:
+    """Yield the port of a server that keeps everything in memory and has one bucket."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        _await(port)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/{BUCKET}", data=b"", method="PUT"
+        )
+        with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as answer:
+            assert answer.status == 200
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _await(port: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, "the S3 server does not come up"
+            time.sleep(0.02)
+
+
+class Exchange:
+    """One request on its way through the proxy.
+
+    ``headers`` may be changed; with ``forward`` False the server never sees the request, with
+    ``status`` set the client gets that instead of the server's answer, with ``hang_up`` nothing.
+    """
+
+    def __init__(self, method: str, path: str, headers: dict[str, str]) -> None:
+        self.method, self.path, self.headers = method, path, headers
+        self.forward, self.hang_up = True, False
+        self.status: int | None = None
+
+
+@contextmanager
+def proxy(port: int, change: Change) -> Iterator[int]:
+    """Yield the port of a proxy before the server that lets ``change`` see every request."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def serve(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            exchange = Exchange(self.command, self.path, dict(self.headers))
+            change(exchange)
+            status, headers, data = 500, {}, b""
+            if exchange.forward:
+                upstream = http.client.HTTPConnection("127.0.0.1", port)
+                upstream.request(self.command, self.path, body, exchange.headers)
+                answer = upstream.getresponse()
+                status, headers, data = answer.status, dict(answer.getheaders()), answer.read()
+                upstream.close()
+            if exchange.hang_up:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            if exchange.status is not None:
+                status, headers, data = exchange.status, {}, b""
+            self.send_response_only(status)
+            for name, value in headers.items():
+                if name.lower() not in HOP_HEADERS:
+                    self.send_header(name, value)
+            length = headers.get("Content-Length") if self.command == "HEAD" else None
+            self.send_header("Content-Length", length or str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = serve
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
