@@ -16,13 +16,16 @@ import pyarrow.compute as pc
 from actds import canonical, layout, schema, tables
 from actds.errors import ActdsError
 from actds.ledger import ChainState, read_ledger
+from actds.replacement import Replacement, resolve
 from actds.schema.v0_1 import (
+    ChainKind,
     FileEntry,
     Genesis,
     Head,
     LedgerRecord,
     OpenBody,
     PartBody,
+    ReplaceBody,
     RunBody,
     RunRecord,
     Seal,
@@ -49,7 +52,9 @@ class Catalog:
         genesis: what the dataset is.
         genesis_sha256: digest of ``actds.json``.
         runs: run records that are there, by run, in the order in which the runs began.
-        shards: manifests, by run and then in the order of their commits.
+        shards: manifests of the shards that stand, by run and then in the order of their commits;
+            one that replaces another stands in its place.
+        replaced: manifests of shards that are read no more; their data may be gone.
         parts: committed parts by (run, table).
         chains: chains by id.
         seal: the highest seal, if there is one.
@@ -64,6 +69,7 @@ class Catalog:
     genesis_sha256: str
     runs: dict[str, RunRecord]
     shards: list[ShardManifest]
+    replaced: list[ShardManifest]
     parts: dict[tuple[str, str], list[PartBody]]
     chains: dict[str, ChainState]
     seal: Seal | None
@@ -77,7 +83,8 @@ class Catalog:
         Raises:
             ActdsError: the first thing that is wrong: E101 no dataset; E102, E103, E106, E402 a
                 document; E104, E107, E201 a file; E202, E205 a digest or root; E203, E303, E310
-                a record and what it names; E301 to E304 a chain; E307 the seal.
+                a record and what it names; E301 to E304 a chain; E307 the seal; E311 a
+                replacement.
 
         Spec: 0.1 sections 2 and 8.
         """
@@ -179,6 +186,7 @@ class _Reader:
     store: Store
     runs: dict[str, RunRecord] = field(default_factory=dict)
     shards: list[ShardManifest] = field(default_factory=list)
+    replacements: list[Replacement] = field(default_factory=list)
     parts: dict[tuple[str, str], list[PartBody]] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
 
@@ -186,6 +194,7 @@ class _Reader:
         store = self.store
         if not store.exists(layout.GENESIS):
             raise ActdsError("E101", store.uri, got=f"no {layout.GENESIS}", expected="a dataset")
+        store.learn_sizes("")
         data = store.read(layout.GENESIS, canonical.MAX_DOCUMENT_NBYTES)
         self.genesis = schema.parse(Genesis, data, layout.GENESIS)
         genesis_sha256 = canonical.digest(data)
@@ -194,6 +203,12 @@ class _Reader:
         for state in chains.values():
             for record in state.records:
                 self._take(state, record)
+        standing = resolve(self.shards, self.replacements)
+        for error in standing.errors:
+            raise error
+        for manifest in standing.shards:
+            for entry in manifest.files:
+                self._check_size(f"{layout.shard_dir(manifest.shard)}/{entry.path}", entry)
         seal, seal_sha256 = self._seals(chains, genesis_sha256)
         order = {run: number for number, run in enumerate(_run_order(chains.values()))}
         return Catalog(
@@ -201,7 +216,8 @@ class _Reader:
             genesis=self.genesis,
             genesis_sha256=genesis_sha256,
             runs={run: self.runs[run] for run in order if run in self.runs},
-            shards=sorted(self.shards, key=lambda manifest: order[manifest.run]),
+            shards=sorted(standing.shards, key=lambda manifest: order[manifest.run]),
+            replaced=standing.replaced,
             parts={
                 key: sorted(parts, key=lambda part: part.file.path)
                 for key, parts in sorted(self.parts.items(), key=lambda item: order[item[0][0]])
@@ -219,7 +235,10 @@ class _Reader:
         if isinstance(body, RunBody):
             self._take_run(state, body, place)
         elif isinstance(body, ShardBody):
-            self._take_shard(state, body, place)
+            self.shards.append(self._take_shard(state, body, place, "writer"))
+        elif isinstance(body, ReplaceBody):
+            manifest = self._take_shard(state, body, place, "tool")
+            self.replacements.append(Replacement(body, place, manifest))
         elif isinstance(body, PartBody):
             self._take_part(state, body, place)
 
@@ -238,7 +257,11 @@ class _Reader:
             raise _foreign(path, f"run {record.run} of {record.dataset}", f"run {body.run} of this")
         self.runs[body.run] = record
 
-    def _take_shard(self, state: ChainState, body: ShardBody, place: str) -> None:
+    def _take_shard(
+        self, state: ChainState, body: ShardBody | ReplaceBody, place: str, kind: ChainKind
+    ) -> ShardManifest:
+        if state.kind != kind:
+            raise _foreign(place, f"{body.shard} in a {state.kind} chain", f"a {kind} chain")
         path = layout.manifest_path(body.shard)
         self._reach(path, place)
         data = self.store.read(path, canonical.MAX_DOCUMENT_NBYTES)
@@ -246,14 +269,14 @@ class _Reader:
         manifest = schema.parse(ShardManifest, data, path)
         got = (manifest.dataset, manifest.shard, manifest.chain, manifest.run)
         expected = (self.genesis.dataset, body.shard, state.chain, state.run)
-        if got != expected or state.kind != "writer":
+        if got != expected:
             raise _foreign(path, " ".join(got), " ".join(expected))
         if manifest.n_rows != body.n_rows:
             raise ActdsError(
                 "E203", path, got=f"{manifest.n_rows} rows", expected=f"{body.n_rows} rows"
             )
         self._check_files(manifest, path)
-        self.shards.append(manifest)
+        return manifest
 
     def _check_files(self, manifest: ShardManifest, path: str) -> None:
         unknown = sorted(set(manifest.hooks) - self.hooks)
@@ -278,7 +301,7 @@ class _Reader:
         if root != manifest.root:
             raise ActdsError("E205", f"{path} root", got=manifest.root, expected=root)
         for entry in manifest.files:
-            self._check_size(f"{layout.shard_dir(manifest.shard)}/{entry.path}", entry)
+            self.reached.add(f"{layout.shard_dir(manifest.shard)}/{entry.path}")
 
     def _take_part(self, state: ChainState, body: PartBody, place: str) -> None:
         kind = layout.chain_kind_of(body.table)

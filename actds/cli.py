@@ -234,6 +234,42 @@ def seal_command(path: str, as_json: bool) -> None:
     click.echo(totals)
 
 
+@cli.command("recompress")
+@click.argument("path", metavar="PATH")
+@click.option("--shard", "shards", multiple=True, metavar="ID", help="Only this shard; repeatable.")
+@click.option("--keep", is_flag=True, help="Leave the files of the replaced shards in place.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: bool) -> None:
+    """Compress the shards that a harvest under pressure wrote raw.
+
+    PATH is the dataset's folder. Every row is compared bit by bit before a new shard replaces a
+    raw one. A sealed dataset is sealed again, so its digest changes; then the raw files go. Killed
+    at any moment, call it again.
+    """
+    from dataclasses import asdict
+
+    from actds.page import human_nbytes
+    from actds.recompress import recompress
+    from actds.schema.v0_1 import ShardManifest
+
+    def told(old: ShardManifest, new: ShardManifest) -> None:
+        click.echo(f"{old.shard} -> {new.shard}: {old.n_rows:,} rows", err=True)
+
+    done = recompress(path, shards or None, keep=keep, progress=told)
+    if as_json:
+        _echo_json({"format": "actds.recompress", "version": "1", **asdict(done)})
+        return
+    if done.shards:
+        before, after = human_nbytes(done.nbytes_before), human_nbytes(done.nbytes_after)
+        ratio = done.nbytes_before / done.nbytes_after
+        click.echo(f"{len(done.shards)} raw shards: {before} now {after} ({ratio:.3f}x)")
+    else:
+        click.echo("no raw shard to compress")
+    click.echo(f"files removed {done.n_removed}, kept {done.n_kept}")
+    state = "not sealed" if done.seal is None else f"seal {done.seal}"
+    click.echo(f"{state} {done.digest}")
+
+
 def main() -> None:
     """Run the command line."""
     cli(prog_name="actds")

@@ -102,6 +102,8 @@ class Facts:
     phases: dict[str, int]
     n_shards: int
     raw_shards: int
+    replaced_shards: int
+    removable_nbytes: int
     hooks: list[HookFacts]
     runs: list[RunFacts]
     chains: list[ChainFacts]
@@ -137,6 +139,8 @@ def describe(catalog: Catalog) -> Facts:
         phases={phase: phases[phase] for phase in ("prefill", "decode") if phases[phase]},
         n_shards=len(catalog.shards),
         raw_shards=sum(manifest.compression == "raw" for manifest in catalog.shards),
+        replaced_shards=len(catalog.replaced),
+        removable_nbytes=_removable_nbytes(catalog),
         hooks=_hooks(catalog),
         runs=[_run(catalog, run) for run in catalog.run_ids],
         chains=_chains(catalog),
@@ -157,6 +161,16 @@ def _hooks(catalog: Catalog) -> list[HookFacts]:
             HookFacts(**hook.model_dump(), n_rows=n_rows, nbytes=nbytes, stored_nbytes=stored)
         )
     return facts
+
+
+def _removable_nbytes(catalog: Catalog) -> int:
+    """Return the bytes of the data files of replaced shards that are still there."""
+    paths = (
+        f"{layout.shard_dir(manifest.shard)}/{entry.path}"
+        for manifest in catalog.replaced
+        for entry in manifest.files
+    )
+    return sum(catalog.store.size(path) for path in paths if catalog.store.exists(path))
 
 
 def _chains(catalog: Catalog) -> list[ChainFacts]:

@@ -329,8 +329,8 @@ CODES: dict[str, Code] = {
     ),
     "E311": Code(
         "ledger",
-        "replacement of nothing",
-        "A record replaces a shard that is not committed or is replaced already.",
+        "replacement does not fit",
+        "A record replaces a shard that is not committed, is replaced already, or has other rows.",
         "Restore the ledger from a copy.",
         "8.5",
     ),

@@ -86,7 +86,11 @@ def _hooks(facts: Facts) -> Iterator[Line]:
         ]
         yield Line("  " + "  ".join(cells).rstrip(), "dim" if number == 0 else "plain")
     if facts.raw_shards:
-        yield Line(f"  {facts.raw_shards} of {facts.n_shards} shards are stored raw")
+        raw = f"{facts.raw_shards} of {facts.n_shards} shards are stored raw"
+        yield Line(f"  {raw}; compress them with actds recompress")
+    if facts.removable_nbytes:
+        size, n = human_nbytes(facts.removable_nbytes), _many(facts.replaced_shards, "shard")
+        yield Line(f"  {size} of {n} that others replaced; remove them with actds recompress")
 
 
 def _run(run: RunFacts) -> Iterator[Line]:

@@ -262,7 +262,8 @@ def _writer_totals(one: RunAccount) -> dict[str, int]:
 
 
 def _rows_of(inventory: Inventory, chain: Chain) -> int:
-    return sum(m.n_rows for m in inventory.shards if m.chain == chain.chain)
+    committed = (*inventory.shards, *inventory.replaced)
+    return sum(m.n_rows for m in committed if m.chain == chain.chain)
 
 
 def _compare_totals(

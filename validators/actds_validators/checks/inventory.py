@@ -17,7 +17,9 @@ from actds.catalog import CENSUS_TABLES, heads_root
 from actds.errors import ActdsError
 from actds.finding import Finding, Severity
 from actds.ledger import read_chain
+from actds.replacement import Replacement, resolve
 from actds.schema.v0_1 import (
+    ChainKind,
     CloseBody,
     FileEntry,
     Genesis,
@@ -25,6 +27,7 @@ from actds.schema.v0_1 import (
     LedgerRecord,
     OpenBody,
     PartBody,
+    ReplaceBody,
     RunBody,
     RunRecord,
     Seal,
@@ -65,7 +68,10 @@ class Inventory:
         genesis: what the dataset is.
         chains: every chain, by id.
         runs: run records that could be read.
-        shards: manifests that could be read, in ledger order.
+        shards: manifests that could be read, in ledger order, of the shards that stand; one that
+            replaces another stands in its place.
+        replaced: manifests of shards that are read no more; their data may be gone.
+        replacements: replace records whose manifest could be read.
         parts: committed parts by (run, table), with the chain that committed them.
         seals: seals that could be read, in order.
         files: entry of every data file that a document pins, by path in the dataset.
@@ -82,6 +88,8 @@ class Inventory:
     chains: dict[str, Chain] = field(default_factory=dict)
     runs: dict[str, RunRecord] = field(default_factory=dict)
     shards: list[ShardManifest] = field(default_factory=list)
+    replaced: list[ShardManifest] = field(default_factory=list)
+    replacements: list[Replacement] = field(default_factory=list)
     parts: dict[tuple[str, str], list[tuple[str, PartBody]]] = field(default_factory=dict)
     seals: list[Seal] = field(default_factory=list)
     seal_sha256: str | None = None
@@ -155,6 +163,7 @@ def take_inventory(store: Store) -> Inventory:
     """
     if not store.exists(layout.GENESIS):
         raise ActdsError("E101", layout.GENESIS, got="no such file", expected="a dataset")
+    store.learn_sizes("")
     data = store.read(layout.GENESIS, canonical.MAX_DOCUMENT_NBYTES)
     genesis = schema.parse(Genesis, data, layout.GENESIS)
     inventory = Inventory(store, genesis, canonical.digest(data))
@@ -162,6 +171,7 @@ def take_inventory(store: Store) -> Inventory:
     for chain in inventory.chains.values():
         for record in chain.records:
             _take(inventory, chain, record)
+    _resolve(inventory)
     _read_seals(inventory)
     return inventory
 
@@ -219,17 +229,20 @@ def _take(inventory: Inventory, chain: Chain, record: LedgerRecord) -> None:
     if isinstance(body, RunBody):
         with inventory.noting("provenance"):
             _take_run(inventory, chain, body, place)
-    elif isinstance(body, ShardBody | PartBody):
+    elif isinstance(body, ShardBody | ReplaceBody | PartBody):
         try:
             if isinstance(body, ShardBody):
-                _take_shard(inventory, chain, body, place)
+                inventory.shards.append(_take_shard(inventory, chain, body, place, "writer"))
+            elif isinstance(body, ReplaceBody):
+                manifest = _take_shard(inventory, chain, body, place, "tool")
+                inventory.replacements.append(Replacement(body, place, manifest))
             else:
                 _take_part(inventory, chain, body, place)
         except ActdsError as error:
             inventory.findings.append(("structure", Finding.from_error(error)))
             if error.code != "E310":  # of a shard committed twice the first commit stands
                 inventory.incomplete.add(chain.run or "")
-                if isinstance(body, ShardBody):
+                if isinstance(body, ShardBody | ReplaceBody):
                     inventory.opaque.add(layout.shard_dir(body.shard))
 
 
@@ -277,7 +290,20 @@ def _take_run(inventory: Inventory, chain: Chain, body: RunBody, place: str) -> 
     inventory.runs[body.run] = record
 
 
-def _take_shard(inventory: Inventory, chain: Chain, body: ShardBody, place: str) -> None:
+def _take_shard(
+    inventory: Inventory,
+    chain: Chain,
+    body: ShardBody | ReplaceBody,
+    place: str,
+    kind: ChainKind,
+) -> ShardManifest:
+    _foreign(
+        chain,
+        is_foreign=chain.kind != kind,
+        place=place,
+        got=f"{body.shard} in a {chain.kind} chain",
+        expected=f"a {kind} chain",
+    )
     path = layout.manifest_path(body.shard)
     _reach(inventory, path, place)
     data = _document(inventory, path, body.manifest_sha256)
@@ -286,7 +312,7 @@ def _take_shard(inventory: Inventory, chain: Chain, body: ShardBody, place: str)
     expected = (inventory.genesis.dataset, body.shard, chain.chain, chain.run)
     _foreign(
         chain,
-        is_foreign=got != expected or chain.kind != "writer",
+        is_foreign=got != expected,
         place=path,
         got=" ".join(got),
         expected=" ".join(str(part) for part in expected),
@@ -300,7 +326,28 @@ def _take_shard(inventory: Inventory, chain: Chain, body: ShardBody, place: str)
         full = f"{layout.shard_dir(manifest.shard)}/{entry.path}"
         inventory.files[full] = entry
         inventory.reached.add(full)
-    inventory.shards.append(manifest)
+    return manifest
+
+
+def _resolve(inventory: Inventory) -> None:
+    """Let the replacements stand, and forget the data of what they replace.
+
+    A record that does not hold has no effect: what it would replace goes on standing. One that
+    replaces a shard whose manifest cannot be read stands, for the manifest is the finding.
+    """
+    unread = {name.removeprefix("shards/") for name in inventory.opaque}
+    judged = [one for one in inventory.replacements if one.body.replaced not in unread]
+    standing = resolve(inventory.shards, judged)
+    for error in standing.errors:
+        inventory.findings.append(("ledger", Finding.from_error(error)))
+    rest = [one.manifest for one in inventory.replacements if one.body.replaced in unread]
+    inventory.shards = [*standing.shards, *rest]
+    inventory.replaced = standing.replaced
+    kept = {manifest.shard for manifest in inventory.shards}
+    for one in [*standing.replaced, *(one.manifest for one in judged)]:
+        if one.shard not in kept:
+            for entry in one.files:
+                inventory.files.pop(f"{layout.shard_dir(one.shard)}/{entry.path}", None)
 
 
 def _check_manifest(inventory: Inventory, manifest: ShardManifest, path: str) -> None:

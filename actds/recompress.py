@@ -1,0 +1,330 @@
+"""Recompress: shards that were written raw get the normal codec, in place.
+
+Works on a dataset at rest, after the harvest. Every raw shard is written anew under a tool chain
+and compared with the old one bit by bit; the ``replace`` record is its commit point. History is
+only added to. Killed at any moment, the next call goes on from what the ledger says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from actds import __version__, arrays, canonical, layout, schema
+from actds.catalog import Catalog
+from actds.errors import ActdsError
+from actds.ledger import Chain, fence
+from actds.lock import lock_dataset
+from actds.schema.v0_1 import FileEntry, ReplaceBody, Seal, ShardManifest
+from actds.seal import seal
+from actds.shard import GROUP_METADATA, TOKENS, Shard, files_root, read_checked
+from actds.store import LocalStore, Store, open_store
+
+__all__ = ["Recompressed", "recompress"]
+
+COMPARED_CHUNKS = 8
+Progress = Callable[[ShardManifest, ShardManifest], None]
+
+
+@dataclass(frozen=True)
+class Recompressed:
+    """What was done.
+
+    Args:
+        shards: replaced shard to the one that stands in its place, of this call.
+        nbytes_before: bytes of the arrays of the shards that were replaced.
+        nbytes_after: bytes of the arrays in their place.
+        n_removed: files of replaced shards, and of attempts that were killed, now removed.
+        n_kept: files of replaced shards that are still there.
+        seal: the seal that covers it; None when the dataset was not sealed before either.
+        digest: digest of the dataset now.
+    """
+
+    shards: dict[str, str]
+    nbytes_before: int
+    nbytes_after: int
+    n_removed: int
+    n_kept: int
+    seal: int | None
+    digest: str
+
+
+def recompress(
+    path: str | Path | Store,
+    shards: Sequence[str] | None = None,
+    *,
+    keep: bool = False,
+    progress: Progress = lambda old, new: None,
+) -> Recompressed:
+    """Replace raw shards by compressed ones with the same rows in the same order.
+
+    A dataset that was sealed is sealed again. The data files of replaced shards are removed after
+    that; their manifests stay.
+
+    Args:
+        path: the dataset, in a local folder.
+        shards: ids of raw shards; all of them when None.
+        keep: leave the files of the replaced shards where they are.
+        progress: called with the old and the new manifest after each shard.
+
+    Raises:
+        ActdsError: E010 another program writes the dataset; E009 no raw shard of such an id, or
+            no local folder; E104, E201, E202, E204 a shard that is damaged: it is not replaced;
+            E308, E309, E503 a failed write: call again; and what the catalogue and the seal raise.
+
+    Spec: 0.1 section 8.5.
+    """
+    store = open_store(path) if isinstance(path, str | Path) else path
+    if not isinstance(store, LocalStore):
+        raise ActdsError("E009", store.uri, got="an object store", expected="a local folder")
+    if not store.exists(layout.GENESIS):
+        raise ActdsError("E101", store.uri, got=f"no {layout.GENESIS}", expected="a dataset")
+    lock = lock_dataset(store.root)
+    try:
+        return _recompress(store, shards, keep, progress)
+    finally:
+        os.close(lock)
+
+
+def _recompress(
+    store: LocalStore, wanted: Sequence[str] | None, keep: bool, progress: Progress
+) -> Recompressed:
+    _end_dead_tools(store)
+    catalog = Catalog.read(store)
+    is_sealed = _was_sealed(catalog)
+    raw = _selected(catalog, wanted)
+    done: list[tuple[ShardManifest, ShardManifest]] = []
+
+    def note(old: ShardManifest, new: ShardManifest) -> None:
+        done.append((old, new))
+        progress(old, new)
+
+    try:
+        for run in dict.fromkeys(manifest.run for manifest in raw):
+            _replace_run(store, catalog, [m for m in raw if m.run == run], note)
+    except ActdsError:
+        # A damaged shard must not cost the others their seal. After a failed write a chain is
+        # open, and then there is none: the next call makes it.
+        with suppress(ActdsError):
+            _seal_again(store, is_sealed)
+        raise
+    sealed = _seal_again(store, is_sealed)
+    catalog = Catalog.read(store)
+    n_removed = _remove_leftovers(store, catalog)
+    gone = _data_files(store, catalog.replaced)
+    if not keep:
+        for name in gone:
+            _remove(store, name)
+    return Recompressed(
+        shards={old.shard: new.shard for old, new in done},
+        nbytes_before=sum(_array_nbytes(old) for old, _ in done),
+        nbytes_after=sum(_array_nbytes(new) for _, new in done),
+        n_removed=n_removed + (0 if keep else len(gone)),
+        n_kept=len(gone) if keep else 0,
+        seal=sealed.n if sealed else None,
+        digest=catalog.digest,
+    )
+
+
+def _end_dead_tools(store: LocalStore) -> None:
+    """Fence the open tool chains: who holds the lock knows that their programs are gone."""
+    catalog = Catalog.read(store)
+    for state in catalog.chains.values():
+        if state.kind == "tool" and state.state == "open":
+            dataset = catalog.genesis.dataset
+            fence(store, dataset, state.chain, "its program ended without closing it")
+    store.remove_temporary()
+
+
+def _was_sealed(catalog: Catalog) -> bool:
+    """Return whether the last seal lacks nothing but the chains of tools that came after it."""
+    if catalog.seal is None:
+        return False
+    return all(
+        state.kind == "tool" or chain in catalog.seal.heads
+        for chain, state in catalog.chains.items()
+    )
+
+
+def _seal_again(store: LocalStore, is_sealed: bool) -> Seal | None:
+    return seal(store) if is_sealed else None
+
+
+def _selected(catalog: Catalog, wanted: Sequence[str] | None) -> list[ShardManifest]:
+    """Return the raw shards that are asked for, in the dataset's order.
+
+    Raises:
+        ActdsError: E009 for an id that is no raw shard, and was none.
+    """
+    raw = [manifest for manifest in catalog.shards if manifest.compression == "raw"]
+    if wanted is None:
+        return raw
+    known = {manifest.shard for manifest in (*raw, *catalog.replaced)}
+    for shard in wanted:
+        if shard not in known:
+            names = ", ".join(manifest.shard for manifest in raw) or "none: no shard is raw"
+            raise ActdsError("E009", "--shard", got=shard[:80], expected=f"of {names[:400]}")
+    return [manifest for manifest in raw if manifest.shard in wanted]
+
+
+def _replace_run(
+    store: LocalStore, catalog: Catalog, raw: list[ShardManifest], note: Progress
+) -> None:
+    """Replace shards of one run under one tool chain."""
+    chain = Chain.begin(
+        store, catalog.genesis.dataset, raw[0].run, "tool", f"actds {__version__} recompress"
+    )
+    totals = {"shards": 0, "rows": 0}
+    try:
+        with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="actds-encode") as pool:
+            for number, old in enumerate(raw):
+                name = f"{chain.chain}-{number:06d}"
+                note(old, _replace(store, chain, Shard(store, old), name, pool))
+                totals["shards"] += 1
+                totals["rows"] += old.n_rows
+    except ActdsError as error:
+        if error.code not in ("E308", "E309", "E503"):
+            chain.close("failed", totals)
+        raise
+    chain.close("finished", totals)
+
+
+def _replace(
+    store: LocalStore, chain: Chain, old: Shard, name: str, pool: Executor
+) -> ShardManifest:
+    """Write a shard anew, compare, and commit the replacement; return the new manifest."""
+    entries: list[FileEntry] = []
+
+    def put(path: str, parts: Sequence[bytes]) -> None:
+        with chain.fatal():
+            written = store.put_new(f"{layout.shard_dir(name)}/{path}", parts)
+        entries.append(FileEntry(path=path, nbytes=written.nbytes, sha256=written.sha256))
+
+    put(GROUP_METADATA, [arrays.group_metadata()])
+    for hook in old.hooks:
+        _check_array_file(old, hook)
+        with old.array(hook) as reader:
+            encoded = arrays.encode_array(reader.read_all(pool), reader.dtype, pool=pool)
+        folder = layout.array_dir(hook)
+        put(f"{folder}/zarr.json", [encoded.metadata])
+        put(f"{folder}/{arrays.SHARD_PATH}", encoded.parts)
+    entry = _entry(old.manifest, TOKENS)
+    put(TOKENS, [read_checked(store, f"{layout.shard_dir(old.name)}/{TOKENS}", entry)])
+    entries.sort(key=lambda entry: entry.path)
+    manifest = old.manifest.model_copy(
+        update={
+            "chain": chain.chain,
+            "shard": name,
+            "compression": "normal",
+            "files": entries,
+            "root": files_root(entries),
+        }
+    )
+    for hook in old.hooks:
+        _compare(old, Shard(store, manifest), hook)
+    with chain.fatal():
+        data = schema.to_bytes(manifest)
+        store.put_new(layout.manifest_path(name), [data])
+        chain.append(
+            "replace",
+            ReplaceBody(
+                replaced=old.name,
+                shard=name,
+                manifest_sha256=canonical.digest(data),
+                n_rows=manifest.n_rows,
+            ),
+        )
+    return manifest
+
+
+def _check_array_file(shard: Shard, hook: str) -> None:
+    """Check the digest of an array's file: a new one over changed bytes would hide the change.
+
+    Raises:
+        ActdsError: E201, E202, E104.
+    """
+    path = f"{layout.array_dir(hook)}/{arrays.SHARD_PATH}"
+    entry, place = _entry(shard.manifest, path), f"{layout.shard_dir(shard.name)}/{path}"
+    with open(shard.local_path(path), "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    if nbytes != entry.nbytes:
+        raise ActdsError("E201", place, got=f"{nbytes} bytes", expected=f"{entry.nbytes} bytes")
+    if got != entry.sha256:
+        raise ActdsError("E202", place, got=f"sha256 {got}", expected=entry.sha256)
+
+
+def _compare(old: Shard, new: Shard, hook: str) -> None:
+    """Compare every row of a hook, read back from both files.
+
+    Raises:
+        ActdsError: E204 when a row differs.
+    """
+    with old.array(hook) as before, new.array(hook) as after:
+        step = before.rows_per_chunk * COMPARED_CHUNKS
+        for start in range(0, before.n_rows, step):
+            stop = min(start + step, before.n_rows)
+            if not np.array_equal(before.read(start, stop), after.read(start, stop)):
+                raise ActdsError(
+                    "E204",
+                    f"{layout.shard_dir(new.name)}/{layout.array_dir(hook)}",
+                    got=f"other bits in rows {start} to {stop}",
+                    expected=f"those of {layout.shard_dir(old.name)}",
+                )
+
+
+def _remove_leftovers(store: LocalStore, catalog: Catalog) -> int:
+    """Remove what killed calls wrote and never committed; return how many files."""
+    tools = {state.chain for state in catalog.chains.values() if state.kind == "tool"}
+    left = [
+        path
+        for path in store.list("shards")
+        if path not in catalog.reached and path.split("/")[1].rpartition("-")[0] in tools
+    ]
+    for path in left:
+        _remove(store, path)
+    return len(left)
+
+
+def _remove(store: LocalStore, path: str) -> None:
+    """Remove a file, and the folders that it leaves empty.
+
+    Raises:
+        ActdsError: E503 when the disk refuses.
+    """
+    file = store.local_path(path)
+    try:
+        file.unlink()
+        for folder in file.relative_to(store.root).parents[:-1]:
+            if any((store.root / folder).iterdir()):
+                break
+            (store.root / folder).rmdir()
+    except OSError as error:
+        raise ActdsError(
+            "E503", path, got=error.strerror or str(error), expected="a removed file"
+        ) from error
+
+
+def _data_files(store: LocalStore, replaced: list[ShardManifest]) -> list[str]:
+    """Return the data files of replaced shards that are still there."""
+    paths = [
+        f"{layout.shard_dir(manifest.shard)}/{entry.path}"
+        for manifest in replaced
+        for entry in manifest.files
+    ]
+    return [path for path in paths if store.exists(path)]
+
+
+def _entry(manifest: ShardManifest, path: str) -> FileEntry:
+    return next(entry for entry in manifest.files if entry.path == path)
+
+
+def _array_nbytes(manifest: ShardManifest) -> int:
+    return sum(e.nbytes for e in manifest.files if e.path.endswith(f"/{arrays.SHARD_PATH}"))
