@@ -206,7 +206,9 @@ class _Windows:
     def __init__(self, selection: Selection, n_threads: int) -> None:
         self._selection = selection
         self._files = _Files(selection)
-        self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="actds-read")
+        # Where every read waits for a network, threads in flight count, not cores.
+        n_readers = max([n_threads, *(shard.store.n_readers for shard in selection.shards[:1])])
+        self._threads = ThreadPoolExecutor(n_readers, thread_name_prefix="actds-read")
         self._free: list[dict[str, Bits]] = []
 
     def close(self) -> None:

@@ -73,11 +73,12 @@ def seal(store: Store | str | Path) -> Seal:
 
     Raises:
         ActdsError: E305 a chain is open; the first error of the catalogue or of the accounting;
-            E309 somebody else sealed meanwhile; E503.
+            E309 somebody else sealed meanwhile; E016, E503.
 
     Spec: 0.1 section 8.4.
     """
     store = open_store(store) if isinstance(store, str | Path) else store
+    store.check_create_only()
     catalog = Catalog.read(store)
     heads = _heads(catalog)
     if catalog.is_sealed and catalog.seal is not None:

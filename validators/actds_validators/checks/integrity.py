@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from actds import arrays, layout
 from actds.errors import ActdsError
+from actds.store import file_sha256
 from actds_validators.checks.inventory import Inventory
 
 
@@ -27,16 +27,15 @@ def check_digests(
 
     def digest(path: str) -> str | ActdsError:
         try:
-            with open(inventory.store.local_path(path), "rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return file_sha256(inventory.store, path)
         except ActdsError as error:
             return error
-        except OSError as error:
-            return ActdsError(
-                "E104", path, got=error.strerror or str(error), expected="a readable file"
-            )
+        except (OSError, EOFError) as error:
+            got = getattr(error, "strerror", None) or str(error)
+            return ActdsError("E104", path, got=got, expected="a readable file")
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    n_threads = max(min(8, os.cpu_count() or 1), inventory.store.n_readers)
+    with ThreadPoolExecutor(n_threads) as pool:
         for path, got in zip(paths, pool.map(digest, paths), strict=True):
             entry = inventory.files[path]
             progress(entry.nbytes)
@@ -61,8 +60,8 @@ def check_indexes(inventory: Inventory) -> None:
             if inventory.unsound & set(paths):
                 continue
             try:
-                local = inventory.store.local_path(paths[1])
-                arrays.ArrayReader(inventory.read(paths[0]), local, place=paths[1]).close()
+                file = inventory.store.open_file(paths[1])
+                arrays.ArrayReader(inventory.read(paths[0]), file, place=paths[1]).close()
             except ActdsError as error:
                 inventory.unsound.add(paths[1])
                 if error.code != "E108":  # told by the check of structure
