@@ -214,6 +214,23 @@ class ReadoutsFree:
     offset: int
 
 
+# writer → census and back ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Secure:
+    """The writer is about to commit rows up to ``last_step``: make their census durable."""
+
+    last_step: int
+
+
+@dataclass(frozen=True)
+class Secured:
+    """The census of every step up to ``last_step`` is durable."""
+
+    last_step: int
+
+
 # scheduler → census ---------------------------------------------------------------------------
 
 
