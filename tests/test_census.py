@@ -12,6 +12,7 @@ from actds_writers.messages import (
     RequestArrived,
     RequestFinished,
     StepExecuted,
+    StepLost,
     StepScheduled,
 )
 
@@ -94,6 +95,24 @@ def test_rows_that_were_never_committed_are_aborted_per_phase() -> None:
         (0, 5, 6, "aborted", "writer_ended", 3, None),
     ]
     assert spans(census, {}) == [(0, 0, 6, "aborted", "writer_ended", 0, None)]
+
+
+def test_a_drop_that_nobody_logged_is_aborted_though_later_rows_are_committed() -> None:
+    census = Census()
+    census.observe(arrived(0, 4))
+    for number, piece in enumerate([(0, 0, 2), (0, 2, 4), (0, 4, 5), (0, 5, 6)]):
+        census.observe(scheduled(number, piece))
+    for step in (1, 2):
+        census.observe(StepLost(step, "queue_full"))
+    census.observe(finished(0, 3))
+    found = census.tables(ALL, ClientFacts(), "writer_ended", logged_drops=frozenset([2]))
+    names = ("start", "stop", "disposition", "reason")
+    assert [tuple(span[name] for name in names) for span in found.spans.to_pylist()] == [
+        (0, 2, "captured", None),
+        (2, 4, "aborted", "writer_ended"),
+        (4, 5, "dropped", "queue_full"),
+        (5, 6, "captured", None),
+    ]
 
 
 def test_positions_that_were_never_computed_are_owed() -> None:

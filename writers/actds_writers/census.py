@@ -230,7 +230,12 @@ class Census:
         """
         dropped = {step: why for step, why in self._lost.items() if step in logged_drops}
         pieces = self._pieces.settled(
-            self._prompt_len.values, acknowledged, lost_reason, dropped, self._left_out()
+            self._prompt_len.values,
+            acknowledged,
+            lost_reason,
+            dropped,
+            self._left_out(),
+            unlogged=frozenset(self._lost) - logged_drops,
         )
         for number, request in self._requests.items():
             self._owe(pieces, number, request)

@@ -63,6 +63,7 @@ class Pieces:
         lost_reason: str,
         dropped: dict[int, str],
         left_out: dict[str, dict[int, str]] | None = None,
+        unlogged: frozenset[int] = frozenset(),
     ) -> Pieces:
         """Return the pieces with filtered, dropped and never committed rows told apart.
 
@@ -75,6 +76,8 @@ class Pieces:
             lost_reason: reason of the others.
             dropped: reason by step of those an overflow policy gave up.
             left_out: per phase, the reason by request of those a sampling rule leaves out.
+            unlogged: steps that were given up and stand in no log; lost, even where a later step
+                is committed.
         """
         settled = Pieces()
         settled._reasons = self.reasons()
@@ -90,7 +93,9 @@ class Pieces:
             ("prefill", c["start"], np.minimum(c["stop"], edge)),
             ("decode", np.maximum(c["start"], edge), c["stop"]),
         ):
-            late = (c["disposition"] == CAPTURED) & (c["step"] > acknowledged.get(phase, NONE))
+            late = c["step"] > acknowledged.get(phase, NONE)
+            late |= np.isin(c["step"], list(unlogged))
+            late &= c["disposition"] == CAPTURED
             rule = settled._rules((left_out or {}).get(phase, {}), len(prompt_len))[c["request"]]
             filtered = rule != NONE
             keep = stop > start
