@@ -256,6 +256,8 @@ class _Reader:
         if got != (self.genesis.dataset, body.run):
             raise _foreign(path, f"run {record.run} of {record.dataset}", f"run {body.run} of this")
         self.runs[body.run] = record
+        if record.has_probes:
+            self.reached.add(layout.probes_path(body.run))
 
     def _take_shard(
         self, state: ChainState, body: ShardBody | ReplaceBody, place: str, kind: ChainKind

@@ -288,6 +288,8 @@ def _take_run(inventory: Inventory, chain: Chain, body: RunBody, place: str) -> 
         expected=f"run {body.run} of this one",
     )
     inventory.runs[body.run] = record
+    if record.has_probes:
+        inventory.reached.add(layout.probes_path(body.run))
 
 
 def _take_shard(
