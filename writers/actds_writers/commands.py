@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", metavar="OUT")
 @click.option(
     "--model",
     required=True,
@@ -94,6 +94,24 @@ if TYPE_CHECKING:
     show_default=True,
     help="Write a shard raw when so much waits to be committed; 0 never. See actds recompress.",
 )
+@click.option(
+    "--staging-mib",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Memory on the device between model and transfer; one step at least.",
+)
+@click.option(
+    "--readouts/--no-readouts",
+    default=True,
+    show_default=True,
+    help="Norm and 8 seeded projections of every computed row, also of those that are lost.",
+)
+@click.option(
+    "--probes",
+    type=click.Path(path_type=Path),
+    help="Probes to read out as well: .npy or .safetensors, (n_probes, d_model) per hook.",
+)
 @click.option("--quiet", is_flag=True, help="Show no progress; the summary stands all the same.")
 @click.option(
     "--metrics-port",
@@ -107,7 +125,7 @@ if TYPE_CHECKING:
     help="Address of the metrics; they are open to whoever can reach it.",
 )
 def write(
-    out: Path,
+    out: str,
     model: Path,
     prompts: str,
     writer: WriterName,
@@ -124,6 +142,9 @@ def write(
     overflow: Literal["block", "drop_oldest", "drop_newest"],
     ring_mib: int,
     raw_mib: int,
+    staging_mib: int,
+    readouts: bool,
+    probes: Path | None,
     quiet: bool,
     metrics_port: int | None,
     metrics_host: str,
@@ -152,6 +173,9 @@ def write(
         store_dtype=store_dtype,
         overflow=overflow,
         raw_mib=raw_mib,
+        staging_mib=staging_mib,
+        readouts=readouts,
+        probes=probes,
         quiet=quiet,
         metrics_host=metrics_host,
         metrics_port=metrics_port,

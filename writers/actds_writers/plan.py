@@ -44,7 +44,7 @@ class WriteOptions:
     """The arguments of ``actds write``.
 
     Args:
-        out: dataset folder.
+        out: where the dataset stands: a folder, or a URI.
         model: model folder.
         prompts: prompt source.
         hooks: hook specification.
@@ -59,6 +59,9 @@ class WriteOptions:
         ring_mib: size of the host ring.
         store_dtype: type to store rows in, ``None`` for the type the model computes in.
         overflow: what happens to a step when the ring is full.
+        staging_mib: size of the staging ring.
+        readouts: whether every computed row leaves readouts.
+        probes: file of the user's probes, ``None`` without.
         raw_mib: MiB that wait to be committed, from which shards are written raw; 0 never.
         quiet: whether no progress is shown.
         metrics_host: where metrics are served.
@@ -67,7 +70,7 @@ class WriteOptions:
         canary: share or number of the requests that are replayed alone, ``None`` for none.
     """
 
-    out: Path
+    out: str | Path
     model: Path
     prompts: str
     hooks: str
@@ -82,6 +85,9 @@ class WriteOptions:
     ring_mib: int
     store_dtype: str | None
     overflow: Policy
+    staging_mib: int
+    readouts: bool
+    probes: Path | None
     raw_mib: int = DEFAULT_RAW_MIB
     quiet: bool = False
     metrics_host: str = LOOPBACK

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
 import sys
 import time
@@ -25,13 +24,14 @@ from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason, Seal
 from actds.seal import seal
 from actds.store import open_store
+from actds_writers.destination import discard_empty, has_dataset, hold, is_taken
 from actds_writers.encoding import Encoded
 from actds_writers.engines import Engine, start_engine
 from actds_writers.messages import ClientFacts
 from actds_writers.pipeline import Ended, Pipeline
 from actds_writers.plan import Plan, WriteOptions, make_plan, request_key
 from actds_writers.progress import Progress
-from actds_writers.resume import finished_rows, lock_dataset
+from actds_writers.resume import finished_rows
 from actds_writers.settings import WriterSettings
 from actds_writers.snapshot import Snapshot, take_snapshot
 from actds_writers.summary import Totals, format_summary
@@ -71,11 +71,10 @@ def write(options: WriteOptions) -> Written:
     _check_out(options)
     _check_metrics(options)
     plan = make_plan(options)
-    created = not options.out.exists()
+    created = not is_taken(options.out)
     if created and not _servable(plan):
         return _nothing_to_do(options, plan, resumed=False)
-    options.out.mkdir(parents=True, exist_ok=True)
-    lock = lock_dataset(options.out)
+    lock = hold(options.out)
     try:
         if options.resume:
             plan = _without(plan, finished_rows(options.out, plan))
@@ -84,8 +83,8 @@ def write(options: WriteOptions) -> Written:
         return _Run(options, plan, lock, began).harvest()
     finally:
         os.close(lock)
-        if created and not (options.out / layout.GENESIS).exists():
-            shutil.rmtree(options.out, ignore_errors=True)
+        if created:
+            discard_empty(options.out)
 
 
 def _servable(plan: Plan) -> bool:
@@ -93,8 +92,7 @@ def _servable(plan: Plan) -> bool:
 
 
 def _check_out(options: WriteOptions) -> None:
-    present = options.out.exists() or options.out.is_symlink()
-    if options.resume and not (options.out / layout.GENESIS).is_file():
+    if options.resume and not has_dataset(options.out):
         raise ActdsError(
             "E010",
             str(options.out),
@@ -102,7 +100,7 @@ def _check_out(options: WriteOptions) -> None:
             expected="a dataset to go on with",
             next_step="Leave --resume away to begin a new one.",
         )
-    if present and not options.resume:
+    if not options.resume and is_taken(options.out):
         raise ActdsError("E008", str(options.out), got="it exists", expected="a new path")
 
 
@@ -210,7 +208,7 @@ class _Run:
         if failure is not None:
             self._seal_what_there_is()
             raise failure
-        if not (self._options.out / layout.GENESIS).exists():
+        if not has_dataset(self._options.out):
             raise ActdsError(
                 "E006", "harvest", got="interrupted before the first step", expected="a step"
             )
@@ -336,9 +334,9 @@ class _Run:
 
     def _seal_what_there_is(self) -> None:
         """Seal what was committed before a failure, where that is possible."""
-        if not (self._options.out / layout.GENESIS).exists():
-            return
         try:
+            if not has_dataset(self._options.out):
+                return
             sealed = seal(open_store(self._options.out))
         except ActdsError as error:
             print(f"{self._options.out} is not sealed: {error}", file=sys.stderr)
