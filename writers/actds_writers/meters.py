@@ -83,9 +83,12 @@ class Meters:
     """
 
     def __init__(self, hello: WorkerHello, row_nbytes: int, pool: Occupancy) -> None:
-        staging = (f.value for f in hello.facts if f.name == "capture.staging_nbytes")
-        sizes = {"staging": next(staging, 0), "ring": hello.ring_nbytes}
-        self._nbytes = {stage: n for stage, n in sizes.items() if isinstance(n, int)}
+        facts = {fact.name: fact.value for fact in hello.facts}
+        staging = facts.get("capture.staging_nbytes")
+        self._nbytes = {
+            "staging": staging if isinstance(staging, int) else 0,
+            "ring": hello.ring_nbytes,
+        }
         smallest = -(-row_nbytes // ALIGNMENT) * ALIGNMENT
         queues = [Occupancy(stage, n // smallest) for stage, n in self._nbytes.items()]
         self._queues = {queue.stage: queue for queue in (*queues, pool)}

@@ -35,6 +35,7 @@ from actds_writers.messages import (
     StepRows,
     WorkerHello,
 )
+from actds_writers.meters import Meters
 from actds_writers.readout_log import PART_NBYTES, ReadoutLog
 from actds_writers.settings import WriterSettings
 
@@ -88,6 +89,7 @@ class Writer:
         self._before_commit = before_commit
         self._committer = Committer(store, self._chain, plan, buffers, self._make_durable)
         self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
+        self.meters = Meters(hello, self.row_nbytes, self._committer.occupancy)
         self._assembly = Assembly(settings.tokens)
         self._stalls: list[Stall] = []
         self._losses = DropLog()
@@ -108,11 +110,6 @@ class Writer:
         """Return the bytes of one row over all hooks."""
         return sum(hook.d_model * np.dtype(self._bits).itemsize for hook in self._hooks)
 
-    @property
-    def n_rows_seen(self) -> int:
-        """Return rows committed, being committed and being filled."""
-        return self._committer.n_rows + sum(b.n_rows for b in self._filling.values())
-
     def step(self, message: StepRows) -> RingFree:
         """Take the rows of a step out of the ring; return what the ring may forget.
 
@@ -120,6 +117,7 @@ class Writer:
         of them was acknowledged, and the census calls them aborted.
         """
         self._stalls += message.stalls
+        self.meters.step(message)
         if self.error is None:
             self._take(message)
         self.last_step = message.step
@@ -136,6 +134,7 @@ class Writer:
     def dropped(self, message: StepDropped) -> RingFree:
         """Log a step that never came; return the acknowledgement."""
         self._stalls += message.rows.stalls
+        self.meters.step(message.rows)
         self.last_step = message.rows.step
         taken = self._taken(None)
         state = {
@@ -165,6 +164,7 @@ class Writer:
             self.readouts.finish()
             self._stalls += self.readouts.stalls
         self._losses.commit(self._store, self._chain, self._settings.run)
+        self.meters.commit(self._store, self._chain, self._settings.run)
         if self._stalls:
             commit_part(
                 self._store, self._chain, "stalls", self._settings.run, 0, _stalls(self._stalls)
@@ -179,7 +179,9 @@ class Writer:
     def _take(self, message: StepRows) -> None:
         shape = (len(self._hooks), message.n_kept, self._hooks[0].d_model)
         rows = ring.view(self._memory, message.offset, shape, self._bits)
-        for phase, piece in self._assembly.slices(message, rows).items():
+        slices = self._assembly.slices(message, rows)
+        self.meters.taken(sum(piece.n_rows for piece in slices.values()), message.nbytes)
+        for phase, piece in slices.items():
             buffer = self._filling[phase]
             buffer.append(piece)
             if buffer.n_rows >= self._settings.rows_per_shard:
@@ -192,7 +194,9 @@ class Writer:
         waits = not self._committer.has_spare
         buffer = self._committer.spare()
         if waits:
-            self._stalls.append(Stall("pool", began_ns, time.monotonic_ns() - began, depth, step))
+            stall = Stall("pool", began_ns, time.monotonic_ns() - began, depth, step)
+            self._stalls.append(stall)
+            self.meters.stalled(stall)
         return buffer
 
     def _make_durable(self, last_step: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason
-from actds.store import open_store
+from actds.store import open_for_writing
 from actds_writers.link import Link
 from actds_writers.messages import (
     Done,
@@ -91,7 +91,7 @@ class WriterProcess:
     def _begin(self, hello: WorkerHello) -> Writer:
         path = self._link.probes_path
         writer = Writer(
-            open_store(self._settings.root),
+            open_for_writing(self._settings.root),
             self._settings,
             hello,
             probes=Path(path).read_bytes() if path else None,
@@ -115,18 +115,24 @@ class WriterProcess:
         if self._writer is None or time.monotonic() - self._last_progress < PROGRESS_INTERVAL_S:
             return
         self._last_progress = time.monotonic()
-        committer = self._writer.committer
         if self._writer.error is not None:
             self._fail(self._writer.error)
-        self._hub.tell(
-            "harvest",
-            Progress(
-                n_rows=self._writer.n_rows_seen,
-                last_step=self._writer.last_step,
-                row_nbytes=self._writer.row_nbytes,
-                queue_depth=committer.queue_depth,
-            ),
-            patient=False,
+        self._hub.tell("harvest", self._progress(self._writer), patient=False)
+
+    @staticmethod
+    def _progress(writer: Writer) -> Progress:
+        committer, meters = writer.committer, writer.meters
+        return Progress(
+            n_rows=meters.n_rows,
+            last_step=writer.last_step,
+            row_nbytes=writer.row_nbytes,
+            queue_depth=committer.queue_depth,
+            ring_nbytes=meters.ring_nbytes,
+            backlog_nbytes=committer.backlog_nbytes,
+            commits=committer.meter.totals,
+            stages=meters.states(),
+            memory_nbytes=writer.memory_nbytes,
+            t_ns=time.time_ns(),
         )
 
     def _fail(self, error: ActdsError) -> None:
@@ -146,6 +152,7 @@ class WriterProcess:
                 totals = self._writer.finish(reason)
             except ActdsError as error:
                 self._fail(error)
+            self._hub.tell("harvest", self._progress(self._writer))
         # The census learns from the ledger what is committed; that we left is all it needs.
         self._census.close()
         self._hub.tell("harvest", Done(totals))
