@@ -15,7 +15,14 @@ from fnmatch import fnmatchcase
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_serializer,
+    model_validator,
+)
 
 from actds import canonical
 from actds_writers.messages import EVERYTHING, LeftOut
@@ -161,4 +168,6 @@ class SamplingRules(_Model):
 
     def _drawn(self, external_id: str) -> bool:
         digest = hashlib.sha256(f"{self.seed}:{external_id}".encode(errors="surrogatepass"))
-        return int.from_bytes(digest.digest()[:8], "big") < int(Fraction(self.fraction) * _HASH_RANGE)
+        return int.from_bytes(digest.digest()[:8], "big") < int(
+            Fraction(self.fraction) * _HASH_RANGE
+        )

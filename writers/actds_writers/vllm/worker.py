@@ -6,16 +6,15 @@ over; what follows happens beside the engine.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds.readouts import Readouts, matrix
 from actds.schema.v0_1 import DType
 from actds_writers import capture
+from actds_writers.directions import directions
 from actds_writers.link import Link
 from actds_writers.messages import EVERYTHING, Fact, Failed, HookSpec, LeftOut, WorkerHello
 from actds_writers.stages import Stages, Step
@@ -74,7 +73,7 @@ class WorkerCapture:
             d_model=d_model,
             dtype=dtype,
             device=runner.device,
-            directions=_directions(link, len(self._hooks), d_model),
+            directions=directions(link, len(self._hooks), d_model),
         )
         computed = DTYPES[str(runner.model_config.dtype)]
         stored = self._hooks[0].dtype
@@ -187,15 +186,6 @@ class WorkerCapture:
                 raise ActdsError(
                     "E012", f"engine option {option}", got="in use", expected="not in use"
                 )
-
-
-def _directions(link: Link, n_hooks: int, d_model: int) -> np.ndarray | None:
-    """Return the packed matrices of the readouts, ``None`` for a harvest without."""
-    readouts = Readouts.from_field(link.readouts, "readouts")
-    if readouts is None:
-        return None
-    probes = np.load(Path(link.probes_path)) if link.probes_path else None
-    return matrix(readouts, probes, n_hooks, d_model)
 
 
 def _kernel_mode(runner: Any) -> str:
