@@ -113,7 +113,7 @@ def check_readouts(inventory: Inventory, *, values: bool) -> dict[str, RunReadou
         place = f"{layout.run_path(run)} capture.readouts"
         with inventory.noting("accounting"):
             value = record.fields["capture.readouts"].value
-            readouts = Readouts.from_field(str(value), place)
+            readouts = None if value is None else Readouts.from_field(str(value), place)
             parts = inventory.parts.get((run, "readouts"), [])
             if readouts is None:
                 if parts:
