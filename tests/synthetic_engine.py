@@ -19,6 +19,7 @@ from actds.readouts import NONE, Readouts, compute, matrix
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
 from actds_writers.assembly import SpecialTokens
 from actds_writers.capture import HookBuffers
+from actds_writers.destination import hold, is_taken
 from actds_writers.link import Policy
 from actds_writers.messages import (
     EVERYTHING,
@@ -31,7 +32,6 @@ from actds_writers.messages import (
     WorkerHello,
 )
 from actds_writers.pipeline import Pipeline
-from actds_writers.resume import lock_dataset
 from actds_writers.settings import WriterSettings
 from actds_writers.stages import Stages, Step
 
@@ -141,19 +141,19 @@ class SyntheticEngine:
 
 
 def pipeline_for(
-    out: Path,
+    out: Path | str,
     policy: Policy = "block",
     *,
     readouts: Readouts | None = None,
     probes: bytes | None = None,
 ) -> Pipeline:
-    out.mkdir()
+    assert not is_taken(out)
     settings = WriterSettings(
         root=str(out), dataset=secrets.token_hex(16), run="r-test", resume=False, started_ns=1,
         software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=40,
         order="permuted", seed=3, n_threads=1, readouts=readouts.as_field() if readouts else NONE,
     )  # fmt: skip
-    lock = lock_dataset(out)
+    lock = hold(out)
     try:
         pipeline = Pipeline(
             tuple((h.kind, h.layer) for h in HOOKS),

@@ -12,15 +12,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("obstore", reason="needs the extra actds[s3]")
 pytest.importorskip("moto", reason="needs moto's S3 server")
 
 from s3_server import BUCKET, Exchange, proxy, s3_server
+from synthetic_engine import (
+    D_MODEL,
+    GENERATED,
+    HOOKS,
+    PROMPT_LEN,
+    SyntheticEngine,
+    pipeline_for,
+)
 
+import actds
 from actds.errors import ActdsError
-from actds.store import TEMPORARY, file_sha256, open_for_writing, open_store
+from actds.ledger import Chain, fence, read_ledger
+from actds.seal import seal
+from actds.store import TEMPORARY, Store, file_sha256, open_for_writing, open_store
 from actds.store.s3 import S3Store
+from actds_validators.validate import validate
+from actds_writers.messages import ClientFacts
 
 Environment = pytest.MonkeyPatch
 
@@ -307,3 +321,152 @@ def test_a_forked_process_is_told_to_be_spawned(root: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
     again = pickle.loads(pickle.dumps(store))
     assert isinstance(again, S3Store) and again.read("a/b") == b"x"
+
+
+def test_a_fence_on_an_object_store_stops_a_writer_that_is_not_dead(root: str) -> None:
+    zombie = Chain.begin(open_store(root), "0" * 32, "r-1", "writer", "test 1")
+    ended = fence(open_store(root), "0" * 32, zombie.chain, "its process is thought dead")
+    assert ended.state == "fenced"
+    with pytest.raises(ActdsError, match="E308"):
+        zombie.close("finished", {})
+    assert read_ledger(open_store(root), "0" * 32)[zombie.chain].state == "fenced"
+
+
+def copied(store: Store, folder: Path) -> Path:
+    """Return a local folder with every object of a store."""
+    for path in store.list():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(store.read(path))
+    return folder
+
+
+@pytest.fixture
+def uploaded(root: str, dataset_path: Path) -> str:
+    """Return where the conforming dataset stands as objects."""
+    store, local = open_store(root), open_store(dataset_path)
+    for path in local.list():
+        store.put_new(path, [local.read(path)])
+    return root
+
+
+def test_a_harvest_onto_an_object_store_is_sealed_valid_and_loads_as_a_local_one(
+    root: str, tmp_path: Path
+) -> None:
+    with pipeline_for(root) as pipeline:
+        engine = SyntheticEngine(pipeline)
+        for number in range(6):
+            engine.request(number)
+        engine.drain(pipeline)
+        engine.close()
+        pipeline.tell_client_facts(ClientFacts())
+        ended = pipeline.finish("finished")
+    seal(root)
+    n_rows = 6 * (PROMPT_LEN + GENERATED - 1)
+    assert ended.census["captured"] == ended.writer["rows"] == n_rows
+    report = validate(root, level="deep")
+    assert not report.findings and report.digest is not None
+    dataset = actds.open(root)
+    assert (dataset.path, dataset.n_rows, dataset.digest) == (root, n_rows, report.digest)
+    hook = HOOKS[1].name
+    tokens = dataset.tokens(hook)
+    label = tokens["request"].to_numpy() * 100 + tokens["position"].to_numpy() + 2
+    assert np.array_equal(dataset.array(hook).bits(0, n_rows), np.tile(label, (D_MODEL, 1)).T)
+    assert open_store(root)._listed("", temporary=True) == []
+    local = actds.open(copied(open_store(root), tmp_path / "copy"))
+    assert local.digest == dataset.digest
+    with (
+        actds.Loader(root, batch=16, provenance=True) as far,
+        actds.Loader(local.path, batch=16, provenance=True) as near,
+    ):
+        for _ in range(3):
+            (acts, rows), (expected, near_rows) = next(far), next(near)
+            for name in acts:
+                assert torch.equal(acts[name].view(torch.int16), expected[name].view(torch.int16))
+            for column in rows:
+                assert np.array_equal(rows[column], near_rows[column])
+
+
+def test_commands_and_readers_take_an_object_uri(
+    uploaded: str, dataset_path: Path, tmp_path: Path
+) -> None:
+    local, far = actds.open(dataset_path), actds.open(uploaded)
+    for command in (["info"], ["validate", "--level", "deep"], ["seal"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "actds", command[0], uploaded, *command[1:]],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert local.digest in done.stdout
+    for hook in local.hooks:
+        assert np.array_equal(far.array(hook)[3:90:7], local.array(hook)[3:90:7])
+        with far.shards_of(hook)[0].array(hook) as reader:
+            expected = local.shards_of(hook)[0].array(hook).read_all()
+            assert np.array_equal(reader.read_all(), expected)
+            assert reader.read(0, 1).flags.writeable
+    stream = actds.load_dataset(uploaded, streaming=True, batched_chunks=True)
+    near = actds.load_dataset(str(dataset_path), streaming=True, batched_chunks=True)
+    for one, other in zip(stream, near, strict=True):
+        assert one.keys() == other.keys()
+        for hook in local.hooks:
+            assert torch.equal(one[hook].view(torch.int16), other[hook].view(torch.int16))
+    rows = actds.load_dataset(uploaded, cache_dir=tmp_path)
+    assert len(rows) == local.n_rows
+
+
+def test_readers_fetch_ranges_and_never_a_whole_shard(
+    uploaded: str, server: int, monkeypatch: Environment
+) -> None:
+    gets = []
+
+    def note(exchange: Exchange) -> None:
+        if exchange.method == "GET" and exchange.path.endswith("/c/0/0"):
+            gets.append({name.lower() for name in exchange.headers})
+        if exchange.method == "HEAD":
+            heads.append(exchange.path)
+
+    heads: list[str] = []
+    with proxy(server, note) as port:
+        point_to(monkeypatch, port)
+        dataset = actds.open(uploaded)
+        # The sizes of all files come with one listing, not with a request for each.
+        assert heads and not [path for path in heads if "/shards/" in path]
+        hook = next(iter(dataset.hooks))
+        assert dataset.array(hook)[:1].shape[0] == 1
+    assert gets and all("range" in headers for headers in gets)
+
+
+def test_a_missing_object_is_e104_and_a_changed_one_e202(uploaded: str) -> None:
+    store = open_store(uploaded)
+    data = next(path for path in store.list("shards") if path.endswith("/c/0/0"))
+    table = next(path for path in store.list("shards") if path.endswith("tokens.parquet"))
+    sound = store.read(data), store.read(table)
+    store.replace(data, bytes(len(sound[0])))
+    store.replace(table, sound[1][:-1] + b"?")
+    found = {(finding.code, finding.place) for finding in validate(uploaded).findings}
+    assert {("E202", data), ("E202", table)} <= found
+    store.replace(data, sound[0])
+    store.replace(table, sound[1])
+    assert not validate(uploaded).findings
+    store.remove(data)
+    assert [(f.code, f.place) for f in validate(uploaded, "quick").findings] == [("E104", data)]
+    with pytest.raises(ActdsError, match=f"E104 {data}"):
+        actds.open(uploaded)
+
+
+def test_an_object_that_goes_while_it_is_read_is_missing(uploaded: str) -> None:
+    dataset = actds.open(uploaded)
+    hook = next(iter(dataset.hooks))
+    store = open_store(uploaded)
+    reader = dataset.shards_of(hook)[0].array(hook)
+    for path in store.list("shards"):
+        if path.endswith("/c/0/0"):
+            store.remove(path)
+    with pytest.raises(ActdsError, match=r"E104 shards/.*no such object"):
+        reader.read_all()
+    with (
+        pytest.raises(ActdsError, match="E104 shards/"),
+        actds.Loader(uploaded, hook, batch=4) as loader,
+    ):
+        next(loader)
