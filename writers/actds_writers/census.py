@@ -70,6 +70,8 @@ class Census:
     Spec: 0.1 section 7.
     """
 
+    TAKES = (RequestArrived, StepScheduled, StepExecuted, StepLost, RequestFinished)
+
     def __init__(self) -> None:
         self._requests: dict[int, _Request] = {}
         self._steps: dict[int, dict[str, Any]] = {}
@@ -105,16 +107,20 @@ class Census:
             dropped=dict(self._dropped),
         )
 
+    def has_scheduled(self, step: int) -> bool:
+        """Return whether the scheduler has told of a step."""
+        return "t_ns" in self._steps.get(step, {})
+
     def observe(self, message: object) -> None:
         """Take one message of scheduler or worker."""
-        takers: dict[type, Callable[..., None]] = {
-            RequestArrived: self._arrived,
-            StepScheduled: self._scheduled,
-            StepExecuted: self._executed,
-            StepLost: self._lose,
-            RequestFinished: self._finished,
-        }
-        takers[type(message)](message)
+        takers: tuple[Callable[..., None], ...] = (
+            self._arrived,
+            self._scheduled,
+            self._executed,
+            self._lose,
+            self._finished,
+        )
+        takers[self.TAKES.index(type(message))](message)
 
     def _arrived(self, message: RequestArrived) -> None:
         self._requests[message.request] = _Request(message)

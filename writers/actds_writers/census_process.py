@@ -1,7 +1,8 @@
 """The census process: the scheduler-side witness behind a socket, with a ledger chain of its own.
 
 ``python -m actds_writers.census_process`` reads its settings and link from standard input. It
-outlives engine, writer and command, so that whatever happens to them is accounted for.
+outlives engine, writer and command, so that whatever happens to them is accounted for; and what
+it has seen stands in a journal before the rows do, so that it may end suddenly itself.
 """
 
 from __future__ import annotations
@@ -13,28 +14,20 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import pyarrow as pa
-
-from actds import layout, schema, tables
+from actds import layout, schema
 from actds.errors import ActdsError
-from actds.ledger import Chain, fence, read_ledger
-from actds.schema.v0_1 import (
-    CloseReason,
-    Genesis,
-    PartBody,
-    PartTable,
-    ShardBody,
-    ShardManifest,
-)
-from actds.shard import commit_part
-from actds.store import Store, open_store
-from actds_writers.census import Census, CensusTables
+from actds.ledger import Chain
+from actds.schema.v0_1 import CloseReason, Genesis
+from actds.store import local_folder, open_store
+from actds_writers.census import Census
+from actds_writers.census_end import LOST_REASON, RESERVE, commit_census, end_writer_chain
+from actds_writers.journal import Journal, merged, remove_journal
 from actds_writers.link import Link
-from actds_writers.messages import ClientFacts, Done, Failed, Finish
+from actds_writers.messages import ClientFacts, Done, Failed, Finish, Secure, Secured
 from actds_writers.serve import Hub
 from actds_writers.settings import CensusSettings
 
@@ -42,18 +35,27 @@ log = logging.getLogger("actds")
 POLL_S = 0.1
 PROGRESS_INTERVAL_S = 0.25
 ORPHAN_PATIENCE_S = 60.0
-ROWS_PER_PART = 1_000_000
-RESERVE = ".tmp-reserve"
+MAX_DRAINED = 100_000
+"""Messages taken before an answer to the writer; what its rows depend on has long been sent."""
 
 
 class CensusProcess:
-    """Runs one census until scheduler and writer are gone."""
+    """Runs one census until scheduler and writer are gone.
+
+    Its memory grows with the run, by about 1 KB for a request, 1 KB for a step and 60 bytes for
+    a request in a step: the tables are made at the end, from all of it.
+    """
 
     def __init__(self, link: Link, settings: CensusSettings) -> None:
         self._settings, self._link = settings, link
         self._hub = Hub(link.listen("census"))
+        self._store = open_store(settings.root)
         self._census = Census()
         self._client = ClientFacts()
+        self._chain: Chain | None = None
+        self._engine_spoke = False
+        self._journal = Journal(self._store, settings.run, self._begin)
+        self._wanted: int | None = None
         self._reason: CloseReason | None = None
         self._last_progress = 0.0
         self._orphaned_since: float | None = None
@@ -63,6 +65,7 @@ class CensusProcess:
         """Serve until the run has ended; return the exit code."""
         while not self._ended():
             self._hub.poll(POLL_S, self._take)
+            self._secure()
             self._reserve()
             self._report()
         if "harvest" not in self._hub.roles():
@@ -80,13 +83,58 @@ class CensusProcess:
     def _take(self, role: str, message: object, _connection: Connection) -> None:
         if role in ("scheduler", "worker"):
             self._census.observe(message)
+            self._journal.add(message)
+            self._engine_spoke = True
         elif isinstance(message, ClientFacts):
-            self._client = ClientFacts(
-                message.prompts or self._client.prompts,
-                {**self._client.engine_cached, **message.engine_cached},
-            )
+            self._client = merged(self._client, message)
+            self._journal.add(message)
+        elif isinstance(message, Secure):
+            self._wanted = message.last_step
         elif isinstance(message, Finish):
             self._reason = message.reason
+
+    def _secure(self) -> None:
+        """Answer the writer when the census of its rows is durable.
+
+        Worker and scheduler speak before the writer does, through sockets of their own: what
+        they have said up to now is taken first.
+        """
+        if self._wanted is None:
+            return
+        drained = 0
+        while drained < MAX_DRAINED and (n_messages := self._hub.poll(0, self._take)):
+            drained += n_messages
+        step = self._wanted
+        if not self._census.has_scheduled(step):
+            if "scheduler" in self._hub.roles():
+                return
+            error = ActdsError(
+                "E505",
+                f"census at step {step}",
+                got="the scheduler left without a word of it",
+                expected="the schedule of every row",
+            )
+            self._hub.tell("writer", Failed.of(error))
+        else:
+            self._journal.secure(lambda error: self._tell_secured(step, error))
+        self._wanted = None
+
+    def _tell_secured(self, step: int, error: ActdsError | None) -> None:
+        self._hub.tell("writer", Secured(step) if error is None else Failed.of(error))
+
+    def _begin(self) -> str | None:
+        """Begin the chain once engine and dataset are there; return the dataset's id.
+
+        Early, and not with the tables: whoever recovers the run in our place can fence it then.
+        """
+        if not self._engine_spoke or not self._store.exists(layout.GENESIS):
+            return None
+        genesis = schema.parse(Genesis, self._store.read(layout.GENESIS), layout.GENESIS)
+        settings = self._settings
+        self._chain = self._chain or Chain.begin(
+            self._store, genesis.dataset, settings.run, "census", settings.software
+        )
+        return genesis.dataset
 
     def _ended(self) -> bool:
         roles = self._hub.roles()
@@ -108,10 +156,10 @@ class CensusProcess:
 
     def _reserve(self) -> None:
         """Hold back disk space as soon as the dataset exists."""
-        folder = Path(self._settings.root)
-        if self._reserved is not None or not (folder / layout.GENESIS).exists():
+        folder = local_folder(self._settings.root)
+        if folder is None or self._reserved is not None or not (folder / layout.GENESIS).exists():
             return
-        self._reserved = folder / RESERVE
+        self._reserved = folder / f"{RESERVE}{self._settings.run}"
         try:
             with open(self._reserved, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, self._settings.reserve_nbytes)
@@ -122,77 +170,29 @@ class CensusProcess:
         """Write the tables, close the chain, end the writer's chain if its process could not."""
         if self._reserved is not None:
             self._reserved.unlink(missing_ok=True)
-        store = open_store(self._settings.root)
+        store, run = self._store, self._settings.run
         if not store.exists(layout.GENESIS):
             return {}  # the engine never came up: nothing exists that could be accounted for
         genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
-        ended = end_writer_chain(store, genesis.dataset, self._settings.run)
+        ended = end_writer_chain(store, genesis.dataset, run)
+        # The tables follow from the journal, should they have to be written a second time.
+        self._journal.finish()
         if ended is None:
-            return {}  # the run never began
-        chain = Chain.begin(
-            store, genesis.dataset, self._settings.run, "census", self._settings.software
+            # The run never began; the journal may have.
+            if self._chain is not None:
+                self._chain.close("failed", {})
+            remove_journal(store, run)
+            return {}
+        chain = self._chain or Chain.begin(
+            store, genesis.dataset, run, "census", self._settings.software
         )
         found = self._census.tables(
-            ended.acknowledged, self._client, "writer_ended", ended.dropped_steps
+            ended.acknowledged, self._client, LOST_REASON, ended.dropped_steps
         )
-        self._commit(store, chain, found)
+        commit_census(store, chain, run, found)
         chain.close(self._reason or "interrupted", found.totals)
+        remove_journal(store, run)
         return found.totals
-
-    def _commit(self, store: Store, chain: Chain, found: CensusTables) -> None:
-        parts: list[tuple[PartTable, pa.Table]] = [
-            ("requests", found.requests),
-            ("steps", found.steps),
-            ("spans", found.spans),
-        ]
-        for name, table in parts:
-            for n, first in enumerate(range(0, max(table.num_rows, 1), ROWS_PER_PART)):
-                piece = table.slice(first, ROWS_PER_PART)
-                commit_part(store, chain, name, self._settings.run, n, piece)
-
-
-@dataclass(frozen=True)
-class WriterEnd:
-    """How a writer ended.
-
-    Args:
-        acknowledged: per phase, the last step whose rows are committed.
-        dropped_steps: steps that stand in the committed drop log.
-    """
-
-    acknowledged: dict[str, int]
-    dropped_steps: frozenset[int]
-
-
-def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
-    """Fence the run's writer chain if it is still open; return what is committed.
-
-    Returns ``None`` when the run has no writer chain.
-
-    The ledger decides what is committed: an acknowledgement that got lost on its way is no loss.
-
-    Spec: 0.1 section 8.3.
-    """
-    for state in read_ledger(store, dataset).values():
-        if state.run != run or state.kind != "writer":
-            continue
-        acknowledged: dict[str, int] = {}
-        dropped: set[int] = set()
-        if state.state == "open":
-            fence(store, dataset, state.chain, "its writer ended without closing the chain")
-        for record in state.records:
-            body = record.typed_body()
-            if isinstance(body, ShardBody):
-                path = layout.manifest_path(body.shard)
-                manifest = schema.parse(ShardManifest, store.read(path), path)
-                last = acknowledged.get(manifest.phase, -1)
-                acknowledged[manifest.phase] = max(last, manifest.last_step)
-            elif isinstance(body, PartBody) and body.table == "drops":
-                data = store.read(body.file.path)
-                steps = tables.from_parquet("drops", data, body.file.path, ["step"])["step"]
-                dropped.update(steps.to_pylist())
-        return WriterEnd(acknowledged, frozenset(dropped))
-    return None
 
 
 def main() -> int:

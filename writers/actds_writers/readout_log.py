@@ -7,6 +7,7 @@ for the disk, and no row is committed before its readouts are.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -46,6 +47,7 @@ class ReadoutLog:
         hooks: the hooks, in lane order.
         readouts: which readouts.
         lane: shared memory of the lane and its size.
+        before_commit: as in ``Committer``.
 
     Spec: 0.1 section 7.5.
     """
@@ -58,7 +60,9 @@ class ReadoutLog:
         hooks: tuple[HookSpec, ...],
         readouts: Readouts,
         lane: tuple[str, int],
+        before_commit: Callable[[int], None] = lambda last_step: None,
     ) -> None:
+        self._before_commit = before_commit
         self._store, self._chain, self._run = store, chain, run
         self._hooks, self._readouts = [hook.name for hook in hooks], readouts
         self._memory = ring.attach(Path(lane[0]), lane[1])
@@ -134,6 +138,7 @@ class ReadoutLog:
                 pieces, self._pending = self._pending, []
                 self._pending_nbytes = 0
             if pieces:
+                self._before_commit(pieces[-1].step)
                 table = self._table(pieces)
                 commit_part(self._store, self._chain, "readouts", self._run, self._n_parts, table)
                 self._n_parts += 1

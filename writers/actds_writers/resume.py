@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from actds import layout, schema
 from actds.catalog import Catalog
 from actds.errors import ActdsError
-from actds.ledger import fence, read_ledger
 from actds.lock import lock_dataset as lock_dataset
-from actds.schema.v0_1 import Genesis, RunRecord
+from actds.schema.v0_1 import RunRecord
 from actds.seal import runs_with_data
-from actds.store import LocalStore, open_store
+from actds.store import open_store
 from actds_writers.plan import Plan
+from actds_writers.recover import recover_runs, require_accounted
 
 MUST_AGREE = (
     "model.config_sha256",
@@ -31,50 +30,28 @@ MUST_AGREE = (
 )
 
 
-def finished_rows(folder: Path, plan: Plan) -> set[int]:
+def finished_rows(folder: str | Path, plan: Plan) -> set[int]:
     """Return the source rows whose requests an earlier run finished, every position accounted.
 
     A request counts as finished when it ended by itself and none of its positions is aborted;
     what an overflow policy dropped stays dropped. The caller holds the dataset's lock, so no
-    process of an earlier run is left: chains that are still open are fenced.
+    process of an earlier run is left: what was killed is recovered.
 
     Raises:
-        ActdsError: E010 when the dataset was made from another model or other prompts, or when a
-            run of it has no census.
+        ActdsError: E010 when the dataset was made from another model or other prompts; E312 when
+            a run of it has neither census nor journal.
     """
     store = open_store(folder)
-    _end_dead_chains(store)
+    require_accounted(recover_runs(store))
+    store.remove_temporary()
     catalog = Catalog.read(store)
     declared = {fact.name: fact.value for fact in plan.facts}
     finished: set[int] = set()
     for run in runs_with_data(catalog):
         if run in catalog.runs:
             _compare(catalog.runs[run], declared)
-        if not _census_closed(catalog, run):
-            raise ActdsError(
-                "E010",
-                f"{folder} run {run}",
-                got="no census: its census process was killed",
-                expected="an accounted run",
-                next_step="The run cannot be accounted for; write a new dataset.",
-            )
         finished |= _finished_of(catalog, run)
     return finished
-
-
-def _end_dead_chains(store: LocalStore) -> None:
-    genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
-    for state in read_ledger(store, genesis.dataset).values():
-        if state.state == "open":
-            fence(store, genesis.dataset, state.chain, "its process ended without closing it")
-    store.remove_temporary()
-
-
-def _census_closed(catalog: Catalog, run: str) -> bool:
-    return any(
-        chain.run == run and chain.kind == "census" and chain.state == "closed"
-        for chain in catalog.chains.values()
-    )
 
 
 def _finished_of(catalog: Catalog, run: str) -> set[int]:

@@ -43,8 +43,10 @@ class Hub:
         with self._lock:
             return next((c for c, r in self._peers.items() if r == role), None)
 
-    def poll(self, timeout_s: float, take: Callable[[str, object, Connection], None]) -> None:
-        """Hand every waiting message to ``take(role, message, connection)``.
+    def poll(self, timeout_s: float, take: Callable[[str, object, Connection], None]) -> int:
+        """Hand waiting messages, one per peer, to ``take(role, message, connection)``.
+
+        Returns how many messages there were.
 
         A connection that ends is forgotten; that is how the loop learns that a peer is gone.
         """
@@ -52,7 +54,8 @@ class Hub:
             peers = dict(self._peers)
         if not peers:
             threading.Event().wait(timeout_s)
-            return
+            return 0
+        n_messages = 0
         for ready in wait(list(peers), timeout_s):
             if not isinstance(ready, Connection):
                 continue
@@ -61,7 +64,9 @@ class Hub:
             except (EOFError, OSError):
                 self._forget(ready)
                 continue
+            n_messages += 1
             take(peers[ready], message, ready)
+        return n_messages
 
     def tell(self, role: str, message: object, *, patient: bool = True) -> bool:
         """Send a message to a role; return whether it was sent.

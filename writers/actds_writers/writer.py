@@ -67,6 +67,7 @@ class Writer:
         probes: bytes | None = None,
     ) -> None:
         self._settings, self._store = settings, store
+        self._before_commit = before_commit
         self._hooks = hello.hooks
         self._memory: mmap.mmap = ring.attach(Path(hello.ring_path), hello.ring_nbytes)
         self._bits = BITS[hello.hooks[0].dtype]
@@ -86,7 +87,6 @@ class Writer:
             settings.n_threads,
             settings.raw_threshold_nbytes,
         )
-        self._before_commit = before_commit
         self._committer = Committer(store, self._chain, plan, buffers, self._make_durable)
         self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
         self.meters = Meters(hello, self.row_nbytes, self._committer.occupancy)
@@ -163,6 +163,8 @@ class Writer:
         if self.readouts is not None:
             self.readouts.finish()
             self._stalls += self.readouts.stalls
+        if self.last_step >= 0:
+            self._before_commit(self.last_step)
         self._losses.commit(self._store, self._chain, self._settings.run)
         self.meters.commit(self._store, self._chain, self._settings.run)
         if self._stalls:
@@ -211,7 +213,9 @@ class Writer:
             return None
         lane = (hello.lane_path, hello.lane_nbytes)
         run = self._settings.run
-        return ReadoutLog(self._store, self._chain, run, self._hooks, readouts, lane)
+        return ReadoutLog(
+            self._store, self._chain, run, self._hooks, readouts, lane, self._before_commit
+        )
 
     def _own_nbytes(self, capacity: int) -> int:
         """Return the bytes that the writer holds at most: buffers, one shard's copies, readouts."""

@@ -9,6 +9,7 @@ import logging
 import pickle
 import signal
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from actds_writers.messages import (
     Failed,
     Finish,
     Progress,
+    Secure,
     StepDropped,
     StepRows,
     WorkerHello,
@@ -34,6 +36,8 @@ from actds_writers.writer import Writer
 log = logging.getLogger("actds")
 POLL_S = 0.1
 PROGRESS_INTERVAL_S = 0.25
+SECURE_TIMEOUT_S = 60.0
+"""How long a commit waits for the census; longer than a busy disk takes, as it writes as well."""
 ORPHAN_PATIENCE_S = 30.0
 """How long the process waits for the engine after the command itself is gone."""
 
@@ -47,6 +51,7 @@ class WriterProcess:
         self._hub = Hub(link.listen("writer"))
         self._lane = Lane(link.listen("readouts"))
         self._census = link.connect("census", "writer")
+        self._securing = threading.Lock()
         self._writer: Writer | None = None
         self._reason: CloseReason | None = None
         self._failed = False
@@ -94,11 +99,41 @@ class WriterProcess:
             open_for_writing(self._settings.root),
             self._settings,
             hello,
+            self._secure,
             probes=Path(path).read_bytes() if path else None,
         )
         if writer.readouts is not None:
             self._lane.open(writer.readouts)
         return writer
+
+    def _secure(self, last_step: int) -> None:
+        """Wait until the census of a step is durable; runs before each commit, on its thread.
+
+        Raises:
+            ActdsError: E505 when the census is gone, E506 when it does not answer, or why it
+                cannot.
+        """
+        try:
+            with self._securing:
+                self._census.send(Secure(last_step))
+                answer = self._census.recv() if self._census.poll(SECURE_TIMEOUT_S) else None
+        except (EOFError, OSError):
+            raise ActdsError(
+                "E505",
+                f"census at step {last_step}",
+                got="it is gone",
+                expected="a durable census before any row",
+                next_step="actds recover accounts for what is committed.",
+            ) from None
+        if isinstance(answer, Failed):
+            raise answer.error()
+        if answer is None:
+            raise ActdsError(
+                "E506",
+                f"census at step {last_step}",
+                got=f"no answer within {SECURE_TIMEOUT_S:.0f} s",
+                expected="a durable census before any row",
+            )
 
     def _ended(self) -> bool:
         """Return whether nothing can come any more."""
