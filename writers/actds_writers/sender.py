@@ -1,4 +1,4 @@
-"""A sender that never makes its caller wait: what a serving engine tells the census goes through it.
+"""A sender that never makes its caller wait: by it a serving engine tells the census.
 
 Stands between scheduler and census; imports the errors only. A socket whose other side stands
 still (a stalled disk is enough) would stop the scheduler, and with it the service.

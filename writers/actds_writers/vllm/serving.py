@@ -1,0 +1,254 @@
+"""The start of a live harvest inside a vLLM engine core, before its workers exist.
+
+Around the token's way: from the engine's effective configuration to running processes. Whatever
+is wrong is said here, before the server is up.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import actds
+from actds import layout, schema
+from actds.errors import ActdsError
+from actds.lock import lock_dataset
+from actds.schema.v0_1 import Genesis
+from actds.store import open_store
+from actds_writers.assembly import SpecialTokens
+from actds_writers.engine_options import check_engine_options
+from actds_writers.hooks_spec import HookPlace, parse_hooks
+from actds_writers.live import LiveRun, LiveSettings, parse_live_settings
+from actds_writers.messages import Fact
+from actds_writers.pipeline import Pipeline
+from actds_writers.settings import WriterSettings
+
+log = logging.getLogger("vllm.actds")
+PER_REQUEST = "chosen by each client; see sampling in the table requests"
+LIVE_TRAFFIC = "live traffic: prompts come from clients"
+
+
+def start(config: Any, document: Any) -> LiveRun:
+    """Start writer and census of a serving engine; return the run, under way.
+
+    Args:
+        config: vLLM's configuration, effective, changed where capture needs it.
+        document: what ``--additional-config`` holds under ``actds``.
+
+    Raises:
+        ActdsError: E017 a bad setting, E007 a layer that is not there, E012 an engine option
+            that breaks accounting, E010 a dataset with other hooks or under work.
+    """
+    settings = parse_live_settings(document)
+    refuse(config)
+    schedule_in_step(config)
+    model = config.model_config
+    n_layers = int(model.hf_text_config.num_hidden_layers)
+    places = parse_hooks(settings.hooks, n_layers)
+    out = _folder(settings.out)
+    lock = lock_dataset(out, shared=True)
+    try:
+        _compare_hooks(out, places)
+        writer = _writer_settings(settings, model, out, len(places))
+        pipeline = Pipeline(
+            tuple((place.kind, place.layer) for place in places),
+            settings.store_dtype,
+            settings.overflow,
+            settings.ring_mib << 20,
+            writer,
+            # Of an engine core in a process of its own, the client is the parent.
+            os.getppid() if multiprocessing.parent_process() is not None else os.getpid(),
+            lock,
+        )
+    except BaseException:
+        os.close(lock)
+        raise
+    # The rest of the settings must not enter the key of the compile cache; the hooks must.
+    hooks = [f"{place.kind}:{place.layer}" for place in places]
+    config.additional_config = {**config.additional_config, "actds": {"hooks": hooks}}
+    rules = settings.rules()
+    log.info(
+        "actds: capturing %s into %s as run %s; sampling %s; when the ring is full: %s",
+        ", ".join(place.name for place in places),
+        out,
+        writer.run,
+        rules.describe(),
+        settings.overflow,
+    )
+    return LiveRun(pipeline, rules, lambda: os.close(lock))
+
+
+def refuse(config: Any) -> None:
+    """Refuse an effective configuration that capture cannot account for.
+
+    Raises:
+        ActdsError: E012 with the option and the reason.
+    """
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    worker, backend = str(parallel.worker_cls), parallel.distributed_executor_backend
+    options: dict[str, object] = {
+        # A replica of a dense model is an engine of its own here, with this at 1.
+        "data_parallel_size": parallel.data_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "enable_hc_sp": parallel.enable_hc_sp,
+        "nnodes": parallel.nnodes,
+        "distributed_executor_backend": backend if isinstance(backend, str | None) else "a class",
+        "speculative_config": config.speculative_config,
+        "diffusion_config": config.diffusion_config,
+        "kv_transfer_config": config.kv_transfer_config,
+        "ec_transfer_config": config.ec_transfer_config,
+        "kv_offloading_size": cache.kv_offloading_size,
+        "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
+        "enable_dbo": parallel.enable_dbo,
+        "ubatch_size": parallel.ubatch_size,
+        "enable_prompt_embeds": model.enable_prompt_embeds,
+        "runner": model.runner_type,
+        "worker_cls": "auto" if worker.startswith("vllm.") else worker,
+        "scheduler_cls": config.scheduler_config.scheduler_cls,
+    }
+    try:
+        check_engine_options(options)
+    except ActdsError as error:
+        place = error.place.removeprefix("--engine ")
+        raise ActdsError(
+            error.code, f"engine option {place}", got=error.got, expected=error.expected
+        ) from None
+
+
+def schedule_in_step(config: Any) -> None:
+    """Switch async scheduling off, which a server has on unless told otherwise.
+
+    Scheduler and executor read it when they are built, which is later; the worker observes it.
+    """
+    scheduler = config.scheduler_config
+    if scheduler.async_scheduling:
+        log.warning(
+            "actds: async scheduling is switched off: with it a step is scheduled before the end "
+            "of the last, and its rows cannot be accounted for."
+        )
+        scheduler.async_scheduling = False
+
+
+def _folder(out: str) -> Path:
+    path = Path(out).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ActdsError(
+            "E017",
+            "--additional-config actds.out",
+            got=f"{out}: {error.strerror}",
+            expected="a folder that can be made, or a dataset",
+        ) from None
+    if any(path.iterdir()) and not (path / layout.GENESIS).exists():
+        raise ActdsError(
+            "E017",
+            "--additional-config actds.out",
+            got=f"{out}: a folder with other things in it",
+            expected="a new or empty folder, or a dataset",
+        )
+    return path
+
+
+def _compare_hooks(out: Path, places: list[HookPlace]) -> None:
+    """Refuse a dataset with other hooks now; the writer compares types and widths later."""
+    store = open_store(out)
+    if not store.exists(layout.GENESIS):
+        return
+    genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
+    found, wanted = [hook.name for hook in genesis.hooks], [place.name for place in places]
+    if found != wanted:
+        raise ActdsError(
+            "E010", f"{out} hooks", got=", ".join(wanted), expected=f"{', '.join(found)}, as there"
+        )
+
+
+def _writer_settings(settings: LiveSettings, model: Any, out: Path, n_hooks: int) -> WriterSettings:
+    from actds_writers.plan import _rows_per_shard
+
+    rows = settings.rows_per_shard or _rows_per_shard(n_hooks * int(model.get_hidden_size()) * 4)
+    return WriterSettings(
+        root=str(out),
+        dataset=secrets.token_hex(16),
+        run=layout.new_id("r"),
+        resume=False,
+        started_ns=time.time_ns(),
+        software=f"actds {actds.__version__}",
+        facts=tuple(_facts(settings, model, rows)),
+        tokens=_special_tokens(model),
+        rows_per_shard=rows,
+        order=settings.order,
+        seed=settings.seed,
+        # The engine needs the machine more than the writer does.
+        n_threads=max(1, (os.cpu_count() or 2) // 4),
+        shared=True,
+        raw_threshold_nbytes=settings.raw_mib << 20,
+    )
+
+
+def _special_tokens(model: Any) -> SpecialTokens:
+    from actds_writers.encoding import load_tokenizer, special_tokens
+    from actds_writers.plan import _generation_eos
+
+    if model.skip_tokenizer_init:
+        return SpecialTokens()
+    folder = Path(model.model)
+    return special_tokens(load_tokenizer(Path(model.tokenizer)), _generation_eos(folder))
+
+
+def _facts(settings: LiveSettings, model: Any, rows: int) -> list[Fact]:
+    """Return the provenance that only this side knows."""
+    declared: dict[str, bool | int | str] = {
+        "capture.method": "forward hook with one custom op per decoder layer",
+        "capture.overflow_policy": settings.overflow,
+        "capture.order": settings.order,
+        "capture.rows_per_shard": rows,
+        "capture.raw_threshold_nbytes": settings.raw_mib << 20,
+        "capture.sampling": settings.rules().describe(),
+        "capture.readouts": "none",
+    }
+    facts = [Fact(name, value, "declared") for name, value in declared.items()]
+    facts += [
+        Fact("serving.mode", "live", "observed"),
+        Fact("sampling.seed", int(model.seed or 0), "observed"),
+        Fact("sampling.temperature", None, "unknown", PER_REQUEST),
+        Fact("sampling.max_tokens", None, "unknown", PER_REQUEST),
+        Fact(
+            "tokenizer.chat_template_sha256",
+            None,
+            "unknown",
+            "applied by the server, and a client may send its own",
+        ),
+    ]
+    facts += [
+        Fact(f"prompts.{name}", None, "unknown", LIVE_TRAFFIC)
+        for name in ("source", "sha256", "n_records", "n_skipped")
+    ]
+    return [*facts, *_model_facts(settings, model)]
+
+
+def _model_facts(settings: LiveSettings, model: Any) -> list[Fact]:
+    from actds_writers.plan import _file_sha256, _or_unknown, weights_sha256
+
+    folder, tokenizer = Path(model.model), Path(str(model.tokenizer)) / "tokenizer.json"
+    weights, why = None, "weights_digest is false"
+    if not folder.is_dir():
+        why = "the model was named by its repository; see model.revision"
+    elif settings.weights_digest:
+        weights, why = weights_sha256(folder), "the folder has no weight file"
+    digest = _file_sha256(tokenizer) if tokenizer.is_file() else None
+    facts = [
+        _or_unknown("model.weights_sha256", weights, why),
+        _or_unknown("tokenizer.sha256", digest, "no tokenizer.json in a folder of this machine"),
+    ]
+    revision = getattr(model.hf_config, "_commit_hash", None)
+    if revision:
+        facts.append(Fact("model.revision", str(revision), "observed"))
+    return facts
