@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 SEGMENT = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+TOKENS = "tokens.parquet"
 ITEMS = {"bfloat16": "<u2", "float16": "<u2", "float32": "<u4"}
 
 
@@ -59,11 +60,14 @@ class IndependentReader:
         self.seal, self.digest = self.read_seals(genesis_sha)
         self.runs: dict[str, dict] = {}
         self.shards: list[dict] = []
+        self.replacements: list[tuple[str, dict]] = []
+        self.committed: set[str] = set()
         self.parts: dict[tuple[str, str], list[dict]] = {}
         there = {path.name for path in (root / "ledger").iterdir()}
         need(there == set(self.seal["heads"]), "E306", "ledger")
         for chain, head in self.seal["heads"].items():
             self.read_chain(chain, head)
+        self.replace_shards()
 
     def read(self, path: str, entry: dict | None = None) -> bytes:  # 10.2: size, digest, parse
         need(all(SEGMENT.fullmatch(s) for s in path.split("/")), "E107", path)
@@ -96,7 +100,7 @@ class IndependentReader:
         return seal, digest
 
     def read_chain(self, chain: str, head: dict) -> None:  # 8.2
-        prev, run = "0" * 64, None
+        prev, run, kind = "0" * 64, None, None
         for seq in range(head["n_records"]):
             path = f"ledger/{chain}/{seq:08d}.json"
             record, digest = self.document(path)
@@ -106,12 +110,18 @@ class IndependentReader:
             need((record["type"] == "open") == (seq == 0), "E301", path)
             body, prev = record["body"], digest
             if record["type"] == "open":
-                run = body["run"]
+                run, kind = body["run"], body["kind"]
             elif record["type"] == "run":
                 self.runs[run], digest = self.document(f"runs/{body['run']}.json")
                 need(digest == body["sha256"], "E202", path)
             elif record["type"] == "shard":
-                self.take_shard(body, [self.genesis["dataset"], run, chain, body["shard"]])
+                need(kind == "writer", "E303", path)
+                place = [self.genesis["dataset"], run, chain, body["shard"]]
+                self.shards.append(self.take_shard(body, place))
+            elif record["type"] == "replace":
+                need(kind == "tool", "E303", path)
+                place = [self.genesis["dataset"], run, chain, body["shard"]]
+                self.replacements.append((body["replaced"], self.take_shard(body, place)))
             elif record["type"] == "part":
                 self.parts.setdefault((run, body["table"]), []).append(body)
             ended = record["type"] in ("close", "fence")
@@ -119,8 +129,30 @@ class IndependentReader:
         need(prev == head["sha256"], "E307", chain)
         need(len(list((self.root / f"ledger/{chain}").iterdir())) == seq + 1, "E304", chain)
 
-    def take_shard(self, body: dict, place: list) -> None:  # 5.2
+    def replace_shards(self) -> None:  # 8.5: chains have no order among each other
+        place = {manifest["shard"]: n for n, manifest in enumerate(self.shards)}
+        same = "run phase n_rows hooks order permutation_seed first_step last_step row_set_sha256"
+        waiting = self.replacements
+        while any(name in place for name, _ in waiting):
+            left = []
+            for name, new in waiting:
+                if name not in place:
+                    left.append((name, new))
+                    continue
+                old = self.shards[place[name]]
+                need(old["shard"] == name, "E311", f"{name} is replaced already")
+                need(all(old[key] == new[key] for key in same.split()), "E311", new["shard"])
+                entries = [e for m in (old, new) for e in m["files"] if e["path"] == TOKENS]
+                need(entries[0] == entries[1], "E311", new["shard"])
+                self.shards[place[name]] = new
+                place[new["shard"]] = place[name]
+            waiting = left
+        need(not waiting, "E311", "a shard that nobody committed")
+
+    def take_shard(self, body: dict, place: list) -> dict:  # 5.2
         path = f"shards/{body['shard']}/shard.json"
+        need(path not in self.committed, "E310", path)
+        self.committed.add(path)
         manifest, digest = self.document(path)
         need(digest == body["manifest_sha256"], "E202", path)
         named, files = (
@@ -133,7 +165,8 @@ class IndependentReader:
         for hook in manifest["hooks"]:
             names |= {f"acts.zarr/{hook}/zarr.json", f"acts.zarr/{hook}/c/0/0"}
         need([entry["path"] for entry in files] == sorted(names), "E103", path)
-        self.shards.append(manifest)
+        need(manifest["n_rows"] == body["n_rows"], "E203", path)
+        return manifest
 
     def shard_file(self, manifest: dict, path: str) -> bytes:
         entry = next(entry for entry in manifest["files"] if entry["path"] == path)

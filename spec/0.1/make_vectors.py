@@ -1,8 +1,8 @@
-"""Write the test vectors of spec 0.1: one small conforming dataset, and one broken copy per code.
+"""Write the test vectors of spec 0.1: small conforming datasets, and one broken copy per code.
 
     python spec/0.1/make_vectors.py [FOLDER]
 
-Every invalid vector is the valid one with a single fault, kept as the files that differ. Where
+Every invalid vector is a valid one with a single fault, kept as the files that differ. Where
 the fault is not a changed file itself, everything above it is written again (digests, roots,
 ledger, totals, seal), so that nothing else is wrong: a checker of digests alone passes it.
 """
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -24,25 +25,20 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
 from schedules import WALL_NS, simulate  # noqa: E402
 from synthetic import make_dataset  # noqa: E402
 from vector_faults import FAULTS  # noqa: E402
-from vector_tools import HOOK, RUN, Vector  # noqa: E402
+from vector_tools import HOOK, PREFILL, RUN, Vector  # noqa: E402
+
+from actds.recompress import recompress  # noqa: E402
+from actds.shard import commit_shard  # noqa: E402
 
 
 def write(root: Path) -> None:
     """Write every vector below a folder that is made anew."""
     for kind in ("valid", "invalid"):
         shutil.rmtree(root / kind, ignore_errors=True)
-    valid = root / "valid" / "minimal"
-    with _fixed_ids():
-        schedule = simulate(4, seed=166, drops=True, budget=16)
-        make_dataset(
-            valid,
-            schedule=schedule,
-            hooks=[HOOK],
-            d_model=8,
-            run=RUN,
-            span_parts=1,
-        )
+    _write_minimal(root / "valid" / "minimal")
+    _write_replaced(root / "valid" / "replaced")
     for one in FAULTS:
+        valid = root / "valid" / one.base
         folder = root / "invalid" / f"{one.code}-{one.name}"
         with tempfile.TemporaryDirectory() as temporary:
             vector = Vector(Path(temporary) / "dataset")
@@ -50,7 +46,7 @@ def write(root: Path) -> None:
             one.make(vector)
             removed = _overlay(valid, vector.path, folder / "files")
         expect = {
-            "base": "valid/minimal",
+            "base": f"valid/{one.base}",
             "remove": removed,
             "what": one.what,
             "code": one.code,
@@ -61,6 +57,23 @@ def write(root: Path) -> None:
         }
         text = json.dumps(expect, indent=2) + "\n"
         (folder / "expect.json").write_text(text, encoding="utf-8")
+
+
+def _write_minimal(path: Path) -> None:
+    with _fixed_ids():
+        schedule = simulate(4, seed=166, drops=True, budget=16)
+        make_dataset(path, schedule=schedule, hooks=[HOOK], d_model=8, run=RUN, span_parts=1)
+
+
+def _write_replaced(path: Path) -> None:
+    """Write the minimal dataset with raw shards, one of them replaced since."""
+    with (
+        mock.patch("synthetic.commit_shard", partial(commit_shard, raw=True)),
+        mock.patch("actds.recompress.__version__", "vectors"),
+    ):
+        _write_minimal(path)
+        with _fixed_ids(10**6):
+            recompress(path, [PREFILL.rpartition("/")[2]])
 
 
 def _overlay(base: Path, changed: Path, out: Path) -> list[str]:
@@ -79,9 +92,9 @@ def _files(root: Path) -> set[str]:
 
 
 @contextmanager
-def _fixed_ids() -> Iterator[None]:
+def _fixed_ids(first: int = 1) -> Iterator[None]:
     """Give ids and clocks fixed values, so that the vectors change only where the format does."""
-    numbers = iter(range(1, 10**6))
+    numbers = iter(range(first, first + 10**6))
     with (
         mock.patch("secrets.token_hex", lambda n: f"{next(numbers):0{2 * n}x}"),
         mock.patch("time.time_ns", lambda: WALL_NS),

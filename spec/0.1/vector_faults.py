@@ -237,6 +237,90 @@ def _(v: Vector) -> None:
     v.relink(totals=False)
 
 
+# ---- replacement
+
+
+def _replace_record(v: Vector) -> Json:
+    """Return the replace record of the tool's chain."""
+    return next(r for r in map(v.json, v.chain("t")) if r["type"] == "replace")
+
+
+def _copy_of(v: Vector, shard: str, name: str) -> str:
+    """Write a copy of a shard under another id, and return that."""
+    shutil.copytree(v.path / "shards" / shard, v.path / "shards" / name)
+    v.edit_json(f"shards/{name}/shard.json", shard=name)
+    return name
+
+
+def _append(v: Vector, kind: str, record: Json) -> None:
+    """Put a record before the last one of a chain."""
+    last = v.chain(kind)[-1]
+    close = v.json(last)
+    seq, chain = close["seq"], close["chain"]
+    v.write_json(last, record | {"seq": seq, "chain": chain})
+    v.write_json(f"{last.rpartition('/')[0]}/{seq + 1:08d}.json", close | {"seq": seq + 1})
+
+
+@fault("E104", "replaced-manifest-gone", f"{PREFILL}/shard.json",
+       "The data of a replaced shard may go; its manifest went, too.", base="replaced")  # fmt: skip
+def _(v: Vector) -> None:
+    (v.path / PREFILL / "shard.json").unlink()
+
+
+@fault("E303", "replace-by-a-writer", "ledger/w-", "A replace record stands in a writer chain.",
+       base="replaced")  # fmt: skip
+def _(v: Vector) -> None:
+    record = _replace_record(v)
+    copy = _copy_of(v, record["body"]["shard"], "w-copy")
+    chain = v.json(v.chain("w")[-1])["chain"]
+    v.edit_json(f"shards/{copy}/shard.json", chain=chain)
+    record["body"] |= {"shard": copy, "replaced": DECODE.rpartition("/")[2]}
+    _append(v, "w", record)
+    v.relink(totals=False)
+
+
+@fault("E310", "replacement-twice", "ledger/t-", "Two records commit one new shard.",
+       base="replaced")  # fmt: skip
+def _(v: Vector) -> None:
+    _append(v, "t", _replace_record(v))
+    v.relink(totals=False)
+
+
+@fault("E311", "replaced-twice", "ledger/t-", "Two shards replace one.", base="replaced")
+def _(v: Vector) -> None:
+    record = _replace_record(v)
+    record["body"] |= {"shard": _copy_of(v, record["body"]["shard"], "t-copy")}
+    _append(v, "t", record)
+    v.relink(totals=False)
+
+
+@fault("E311", "replaces-nothing", "ledger/t-", "A shard that nobody committed is replaced.",
+       base="replaced")  # fmt: skip
+def _(v: Vector) -> None:
+    record = _replace_record(v)
+    copy = _copy_of(v, record["body"]["shard"], "t-copy")
+    record["body"] |= {"shard": copy, "replaced": "no-such-shard"}
+    _append(v, "t", record)
+    v.relink(totals=False)
+
+
+@fault("E311", "order-differs", "ledger/t-",
+       "The new shard has the same rows in another order.", base="replaced",
+       also=("E104",))  # fmt: skip
+def _(v: Vector) -> None:
+    path = f"shards/{_replace_record(v)['body']['shard']}/tokens.parquet"
+    v.edit_table(path, lambda rows: rows.reverse())
+    v.relink(totals=False)
+
+
+@fault("E311", "seed-differs", "ledger/t-",
+       "The manifest of the new shard names another seed of the order.", base="replaced",
+       also=("E104",))  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_json(f"shards/{_replace_record(v)['body']['shard']}/shard.json", permutation_seed=7)
+    v.relink(totals=False)
+
+
 # ---- provenance
 
 

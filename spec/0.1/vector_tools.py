@@ -63,7 +63,7 @@ class Vector:
         self.write_table(name, path, rows)
 
     def chain(self, kind: str) -> list[str]:
-        """Return the paths of a chain's records, in order."""
+        """Return the paths of a chain's records, in order; kinds are w, c and t."""
         folder = next((self.path / "ledger").glob(f"{kind}-*"))
         return [p.relative_to(self.path).as_posix() for p in sorted(folder.iterdir())]
 
@@ -112,11 +112,26 @@ class Vector:
                     self.write_json(path, record)
                 prev = canonical.digest((self.path / path).read_bytes())
             heads[folder.name] = {"n_records": len(paths), "sha256": prev, "state": "closed"}
-        if (self.path / SEAL).exists() and SEAL not in self.keep:
-            genesis = canonical.digest((self.path / "actds.json").read_bytes())
-            root = self.root_of(heads)
-            entry = self._entry(MULTIPLICITY, MULTIPLICITY)
-            self.edit_json(SEAL, heads=heads, root=root, genesis_sha256=genesis, multiplicity=entry)
+        self._reseal(heads)
+
+    def _reseal(self, heads: Json) -> None:
+        """Write every seal again; a later one also names the chains that came after."""
+        genesis = canonical.digest((self.path / "actds.json").read_bytes())
+        previous = None
+        for file in sorted((self.path / "seal").glob("????.json")):
+            path = file.relative_to(self.path).as_posix()
+            mine = {name: heads[name] for name in self.json(path)["heads"] if name in heads}
+            if path not in self.keep:
+                table = path.replace(".json", ".multiplicity.parquet")
+                self.edit_json(
+                    path,
+                    heads=mine,
+                    root=self.root_of(mine),
+                    genesis_sha256=genesis,
+                    previous=previous,
+                    multiplicity=self._entry(table, table),
+                )
+            previous = canonical.digest(file.read_bytes())
 
     def _rebody(self, record: Json) -> None:
         body = record["body"]
@@ -127,9 +142,10 @@ class Vector:
             body["file"] = self._entry(path, path)
             if path not in self.keep:
                 body["n_rows"] = pq.read_metadata(self.path / path).num_rows
-        elif record["type"] == "shard":
+        elif record["type"] in ("shard", "replace"):
             path = f"shards/{body['shard']}/shard.json"
-            if path not in self.keep:
+            # The data of a replaced shard is gone, and its manifest is what it was.
+            if path not in self.keep and (self.path / path).with_name("tokens.parquet").exists():
                 self._remanifest(path)
             body["manifest_sha256"] = canonical.digest((self.path / path).read_bytes())
 
@@ -182,6 +198,7 @@ class Fault:
     level: str = "full"
     also: tuple[str, ...] = ()
     severity: str = "error"
+    base: str = "minimal"
 
 
 FAULTS: list[Fault] = []
