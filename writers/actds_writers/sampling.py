@@ -94,7 +94,7 @@ class Match(_Model):
         if self.header is not None:
             found: Any = labels.header(self.header)
         else:
-            found = labels.xargs.get(self.xarg)
+            found = labels.xargs.get(self.xarg or "")
         words = found if isinstance(found, list) else [found]
         return any(
             fnmatchcase(str(word), pattern)
