@@ -77,6 +77,7 @@ class CensusProcess:
             log.error("%s", error)
             self._hub.tell("harvest", Failed.of(error))
             return 1
+        self._hub.tell("harvest", replace(self._census.progress(), connected=True))
         self._hub.tell("harvest", Done(totals))
         return 0
 

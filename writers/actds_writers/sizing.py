@@ -96,7 +96,7 @@ class MemoryBound:
     """Memory at most, reserved once; by stage, in bytes.
 
     Args:
-        hooks: what the hooks write into, on the device.
+        hooks: what the hooks write into and read with, on the device.
         staging: staging ring, on the device.
         narrow: identity and readouts of steps that wait, on the device.
         ring: host ring, shared memory.
@@ -148,8 +148,12 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
     narrow_step = _up(16 * rows, ALIGNMENT) + _up(8 * g.n_hooks, ALIGNMENT) + readout_step
     capacity = sizes.rows_per_shard + rows
     lane = max(sizes.lane_nbytes, 2 * readout_step) if g.n_readouts else 0
+    hooks = (rows + PADDING_ROWS) * (g.row_nbytes + g.readout_nbytes) + 8 * g.n_hooks
+    if g.n_readouts:
+        # One row set in float32, and what the rows are multiplied with.
+        hooks += 4 * g.d_model * (rows + PADDING_ROWS + g.n_hooks * (g.n_readouts - 1))
     return MemoryBound(
-        hooks=(rows + PADDING_ROWS) * (g.row_nbytes + g.readout_nbytes) + 8 * g.n_hooks,
+        hooks=hooks,
         staging=max(sizes.staging_nbytes, step_nbytes),
         narrow=NARROW_STEPS * narrow_step,
         ring=_up(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),

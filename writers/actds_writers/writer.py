@@ -17,7 +17,7 @@ import pyarrow as pa
 from actds import layout, schema, tables
 from actds.errors import ActdsError
 from actds.ledger import Chain
-from actds.readouts import NONE, Readouts
+from actds.readouts import Readouts
 from actds.schema.v0_1 import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
 from actds.shard import commit_part
 from actds.store import Store
@@ -36,8 +36,9 @@ from actds_writers.messages import (
     WorkerHello,
 )
 from actds_writers.meters import Meters
-from actds_writers.readout_log import PART_NBYTES, ReadoutLog
+from actds_writers.readout_log import ReadoutLog
 from actds_writers.settings import WriterSettings
+from actds_writers.sizing import Geometry, Sizes, memory_bound
 
 PHASES = ("prefill", "decode")
 SPARE_BUFFERS = 1
@@ -76,7 +77,7 @@ class Writer:
         if probes is not None:
             store.put_new(layout.probes_path(settings.run), [probes])
         capacity = settings.rows_per_shard + hello.max_step_rows
-        self.memory_nbytes = hello.memory_nbytes + self._own_nbytes(capacity)
+        self.memory_nbytes = hello.memory_nbytes + self._own_nbytes(hello)
         self._begin_run(dataset, hello)
         self.readouts = self._readout_log(hello)
         buffers = [ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)]
@@ -217,13 +218,14 @@ class Writer:
             self._store, self._chain, run, self._hooks, readouts, lane, self._before_commit
         )
 
-    def _own_nbytes(self, capacity: int) -> int:
+    def _own_nbytes(self, hello: WorkerHello) -> int:
         """Return the bytes that the writer holds at most: buffers, one shard's copies, readouts."""
-        n_buffers = len(PHASES) + SPARE_BUFFERS
-        # While a hook is written there are its permuted rows and its encoded ones.
-        copies = 2 * capacity * self._hooks[0].d_model * np.dtype(self._bits).itemsize
-        readouts = 0 if self._settings.readouts == NONE else 2 * PART_NBYTES
-        return n_buffers * capacity * self.row_nbytes + copies + readouts
+        readouts = Readouts.from_field(self._settings.readouts, "capture.readouts")
+        itemsize, d_model = np.dtype(self._bits).itemsize, self._hooks[0].d_model
+        width = readouts.width if readouts else 0
+        geometry = Geometry(len(self._hooks), d_model, itemsize, width)
+        sizes = Sizes(hello.max_step_rows, self._settings.rows_per_shard, hello.ring_nbytes)
+        return memory_bound(geometry, sizes).writer_nbytes
 
     def _begin_run(self, dataset: str, hello: WorkerHello) -> None:
         memory = Fact("capture.memory_nbytes", self.memory_nbytes, "observed")
