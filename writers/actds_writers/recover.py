@@ -259,7 +259,9 @@ def _unreachable(store: Store) -> Iterator[tuple[str, int]]:
         if stray and path not in known:
             yield path, store.size(path)
     local = local_folder(store.uri)
-    for where, _, files in os.walk(local, followlinks=False) if local else ():
+    if local is None:
+        return  # a put into an object store leaves nothing behind
+    for where, _, files in os.walk(local, followlinks=False):
         for name in files:
             if name.startswith(TEMPORARY):
                 file = Path(where) / name

@@ -1,0 +1,365 @@
+"""Recovery: after any sudden end every acknowledged row is there, and everything adds up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from click.testing import CliRunner
+from synthetic_engine import D_MODEL, GENERATED, PROMPT_LEN, SyntheticEngine, pipeline_for
+
+import actds
+from actds import canonical, layout
+from actds.catalog import Catalog
+from actds.cli import cli
+from actds.errors import ActdsError
+from actds.lock import lock_dataset
+from actds.readouts import Readouts
+from actds.store import LocalStore
+from actds_validators.validate import validate
+from actds_writers import recover as recover_module
+from actds_writers.messages import ClientFacts, PromptFact
+from actds_writers.pipeline import Pipeline
+from actds_writers.recover import recover
+
+N_POSITIONS = PROMPT_LEN + GENERATED - 1
+
+
+def clean(path: Path, *, warnings: frozenset[str] = frozenset({"E105"})) -> actds.Dataset:
+    report = validate(path, level="deep")
+    assert not report.errors, report.errors
+    assert {finding.code for finding in report.warnings} <= warnings
+    return actds.open(path)
+
+
+def shards(path: Path) -> int:
+    return len(list(path.glob("ledger/w-*/*.json"))) - 2  # open and run come first
+
+
+def kill(pipeline: Pipeline, *names: str) -> None:
+    for name in names:
+        os.kill(pipeline._processes[name].pid, signal.SIGKILL)
+    for name in names:
+        pipeline._processes[name].wait()
+
+
+def harvest_and_kill(
+    out: Path, names: tuple[str, ...], facts: ClientFacts | None = None, **options: object
+) -> int:
+    """Harvest until three shards are committed, then kill; return the requests served."""
+    pipeline = pipeline_for(out, **options)
+    try:
+        if facts is not None:
+            pipeline.tell_client_facts(facts)
+        engine = SyntheticEngine(pipeline)
+        number = 0
+        while shards(out) < 3:
+            engine.request(number)
+            number += 1
+        kill(pipeline, *names)
+        engine.close()
+    finally:
+        pipeline.__exit__()
+    return number
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a dataset whose writer and census were killed in the middle; read only."""
+    out = tmp_path_factory.mktemp("killed") / "acts"
+    prompts = tuple(PromptFact(f"p{n}", f"name {n}", "source", n) for n in range(3))
+    harvest_and_kill(out, ("census", "writer"), ClientFacts(prompts))
+    return out
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(killed, tmp_path / "acts"))
+
+
+def check_values(dataset: actds.Dataset) -> None:
+    for shard in dataset.shards:
+        tokens = shard.tokens(["request", "position"])
+        label = tokens["request"].to_numpy() * 100 + tokens["position"].to_numpy() + 1
+        for index, hook in enumerate(("resid_post.1", "resid_post.2")):
+            rows = shard.array(hook).read_all()
+            mine = (label + index).astype(np.uint16)
+            assert np.array_equal(rows, np.repeat(mine[:, None], D_MODEL, axis=1))
+
+
+def test_keeps_every_acknowledged_row_and_accounts_for_the_rest(copy: Path) -> None:
+    n_shards = shards(copy)
+    found = recover(copy)
+    [run] = found.runs
+    assert run.outcome == "recovered"
+    assert sorted(run.chains.values()) == ["open", "open"]
+    assert run.n_segments > 0
+    assert found.seal is not None
+    dataset = clean(copy)
+    assert len(dataset.shards) == n_shards >= 3
+    assert dataset.n_rows == run.n_rows == run.totals["captured"] >= 120
+    assert dataset.n_rows + run.totals["aborted"] > (run.totals["requests"] - 1) * N_POSITIONS
+    assert set(dataset.requests()["external_id"].to_pylist()) >= {"name 0", "name 1", "name 2"}
+    check_values(dataset)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {f: (path / f).read_bytes() for f in LocalStore(path).list()}
+
+
+def test_a_second_recovery_changes_nothing(copy: Path) -> None:
+    first = recover(copy)
+    before = contents(copy)
+    second = recover(copy)
+    assert contents(copy) == before
+    assert second.seal == first.seal
+    assert [run.outcome for run in second.runs] == ["accounted"]
+
+
+def test_leftovers_are_cleared_only_when_asked(copy: Path) -> None:
+    stray = copy / "shards" / "w-uncommitted-000000" / "tokens.parquet"
+    stray.parent.mkdir()
+    stray.write_bytes(b"x" * 10)
+    temporary = copy / "shards" / ".tmp-0123456789abcdef"
+    temporary.write_bytes(b"y" * 7)
+    mine = copy / "shards-notes.txt"
+    mine.write_text("not theirs to remove")
+    found = recover(copy)
+    assert found.unreachable["shards/w-uncommitted-000000/tokens.parquet"] == 10
+    assert found.unreachable["shards/.tmp-0123456789abcdef"] == 7
+    assert any(path.startswith("journal/") for path in found.unreachable)
+    assert stray.exists()
+    clean(copy)
+    again = recover(copy, clear=True)
+    assert again.unreachable.keys() == found.unreachable.keys()
+    assert not stray.exists()
+    assert not temporary.exists()
+    assert not (copy / "journal").exists()
+    assert mine.exists()
+    mine.unlink()
+    clean(copy, warnings=frozenset())
+    assert recover(copy).unreachable == {}
+
+
+def interruptions(path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield copies of a dataset after a recovery that died at its n-th write, for every n."""
+    for n in range(100):
+        copy = Path(shutil.copytree(path, path.parent / f"cut-{n}"))
+        if not dies(copy, n):
+            return
+        yield copy, n
+    raise AssertionError("recovery does not end")
+
+
+def dies(path: Path, at: int) -> bool:
+    """Run a recovery in a child that is killed at its n-th put; return whether it was."""
+    child = os.fork()
+    if child == 0:
+        try:
+            put_new, count = LocalStore.put_new, [0]
+
+            def put(self: LocalStore, *arguments: object) -> object:
+                done = put_new(self, *arguments)
+                count[0] += 1
+                if count[0] > at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return done
+
+            LocalStore.put_new = put
+            recover(path)
+            os._exit(0)
+        finally:
+            os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def accounts(path: Path) -> tuple[object, ...]:
+    dataset = actds.open(path)
+    return (dataset.requests(), dataset.spans(), dataset.steps(), dataset.n_rows)
+
+
+def test_a_recovery_that_is_killed_anywhere_is_recovered_to_the_same(
+    copy: Path, tmp_path: Path
+) -> None:
+    whole = Path(shutil.copytree(copy, tmp_path / "whole"))
+    recover(whole)
+    clean(whole)
+    wanted, deaths = accounts(whole), 0
+    for cut, _ in interruptions(copy):
+        deaths += 1
+        assert recover(cut).seal is not None
+        assert accounts(cut) == wanted
+        shutil.rmtree(cut)
+    assert deaths >= 8  # fences, open, three parts with their records, close, seal
+
+
+def test_a_census_that_was_killed_alone_is_recovered(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    pipeline = pipeline_for(out)
+    try:
+        engine = SyntheticEngine(pipeline)
+        number = 0
+        while shards(out) < 3:
+            engine.request(number)
+            number += 1
+        kill(pipeline, "census")
+        n_rows = 0
+        with pytest.raises((ActdsError, OSError)):
+            for number in range(number, 600):
+                engine.request(number)
+                pipeline.poll()
+        n_rows = shards(out)
+        engine.close()
+    finally:
+        pipeline.__exit__()
+    assert shards(out) <= n_rows + 1  # one commit may have been under way, with its census safe
+    [run] = recover(out).runs
+    assert run.outcome == "recovered"
+    check_values(clean(out))
+
+
+def test_the_readouts_of_a_killed_run_agree_with_its_census(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    harvest_and_kill(out, ("writer", "census"), readouts=Readouts(2, 5))
+    recover(out)
+    assert clean(out, warnings=frozenset({"E105", "E416"})).n_rows >= 120
+
+
+def test_drops_that_nobody_logged_are_aborted(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    pipeline = pipeline_for(out, "drop_oldest")
+    try:
+        engine = SyntheticEngine(pipeline)
+        engine.request(0)
+        engine.drain(pipeline)
+        writer = pipeline._processes["writer"].pid
+        os.kill(writer, signal.SIGSTOP)
+        for number in range(1, 60):
+            engine.request(number)
+        os.kill(writer, signal.SIGCONT)
+        before = shards(out)
+        while shards(out) < before + 3:
+            number += 1
+            engine.request(number)
+            engine.drain(pipeline)
+        kill(pipeline, "writer", "census")
+        assert engine.drops
+        engine.close()
+    finally:
+        pipeline.__exit__()
+    recover(out)
+    dataset = clean(out)
+    assert set(dataset.spans()["disposition"].to_pylist()) == {"captured", "aborted"}
+    check_values(dataset)
+
+
+def test_a_zombie_writer_fails_its_late_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer of another machine stands still, is fenced and recovered, and wakes up."""
+    out, elsewhere = tmp_path / "acts", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    # Locks do not reach other machines: these processes hold none on this one.
+    monkeypatch.setattr("synthetic_engine.hold", lambda folder: lock_dataset(elsewhere))
+    pipeline = pipeline_for(out)
+    try:
+        engine = SyntheticEngine(pipeline)
+        number = 0
+        while shards(out) < 3:
+            engine.request(number)
+            number += 1
+        engine.drain(pipeline)
+        writer = pipeline._processes["writer"].pid
+        os.kill(writer, signal.SIGSTOP)
+        [run] = recover(out).runs
+        assert run.outcome == "recovered"
+        n_rows, before = clean(out).n_rows, contents(out)
+        os.kill(writer, signal.SIGCONT)
+        with pytest.raises(ActdsError, match="E308"):
+            for number in range(number, 600):
+                engine.request(number)
+                pipeline.poll()
+        engine.close()
+    finally:
+        pipeline.__exit__()
+    assert {path: data for path, data in contents(out).items() if path in before} == before
+    assert clean(out).n_rows == n_rows
+    assert [run.outcome for run in recover(out).runs] == ["accounted"]
+
+
+def test_refuses_while_a_process_is_alive(copy: Path) -> None:
+    lock = lock_dataset(copy, shared=True)
+    before = contents(copy)
+    try:
+        with pytest.raises(ActdsError, match="E010"):
+            recover(copy)
+    finally:
+        os.close(lock)
+    assert contents(copy) == before
+
+
+def remove_one(copy: Path) -> None:
+    (copy / layout.journal_path("r-test", 0)).unlink()
+
+
+def cut_short(copy: Path) -> None:
+    """Leave a journal that is whole in itself, and ends before the rows do."""
+    first, *others = sorted((copy / "journal/r-test").iterdir())
+    for path in others:
+        path.unlink()
+    header, *lines = zstandard.decompress(first.read_bytes()).splitlines(keepends=True)
+    fewer = {**json.loads(header), "n_messages": 3}
+    first.write_bytes(zstandard.compress(canonical.dump(fewer) + b"".join(lines[:3])))
+
+
+def remove_all(copy: Path) -> None:
+    shutil.rmtree(copy / "journal")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [(remove_one, "no segment"), (cut_short, "no word of step"), (remove_all, "no journal")],
+)
+def test_a_journal_that_lacks_something_is_said_and_nothing_is_made_up(
+    damage: Callable[[Path], None], says: str, copy: Path
+) -> None:
+    assert len(list((copy / "journal/r-test").iterdir())) > 1
+    damage(copy)
+    done = CliRunner().invoke(cli, ["recover", str(copy)])
+    assert done.exit_code != 0
+    assert "E312" in done.output
+    assert says in done.output
+    assert not list(copy.glob("census/**/*.parquet"))
+    catalog = Catalog.read(LocalStore(copy))
+    assert sum(manifest.n_rows for manifest in catalog.shards) >= 120
+    assert catalog.seal is None
+
+
+def test_the_command_says_what_it_found(copy: Path) -> None:
+    told = CliRunner().invoke(cli, ["recover", str(copy)])
+    assert told.exit_code == 0, told.output
+    assert "run r-test: recovered" in told.output
+    assert "acknowledged rows" in told.output
+    assert "--clear removes them" in told.output
+    facts = json.loads(CliRunner().invoke(cli, ["recover", str(copy), "--json"]).output)
+    assert facts["schema"] == recover_module.SCHEMA
+    assert [run["outcome"] for run in facts["runs"]] == ["accounted"]
+    assert facts["seal"] == 1
+    assert facts["error"] is None
+    cleared = CliRunner().invoke(cli, ["recover", str(copy), "--clear"])
+    assert "removed" in cleared.output
+
+
+def test_refuses_what_is_no_dataset(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["recover", str(tmp_path)])
+    assert done.exit_code == 3
+    assert "E101" in done.output
