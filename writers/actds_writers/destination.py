@@ -42,11 +42,15 @@ def has_dataset(out: str | Path) -> bool:
     return (folder / layout.GENESIS).is_file()
 
 
-def hold(out: str | Path) -> int:
+def hold(out: str | Path, *, shared: bool = False) -> int:
     """Return an open descriptor that holds the lock of a dataset, whose folder is made if needed.
 
     For an object store the descriptor holds nothing; that the store creates without overwriting
     is checked instead.
+
+    Args:
+        out: the location.
+        shared: let other engines hold it too, as in ``lock_dataset``.
 
     Raises:
         ActdsError: E010 when another run writes the dataset; E016 when the store overwrites; E503
@@ -57,7 +61,7 @@ def hold(out: str | Path) -> int:
         open_for_writing(out)
         return os.open(os.devnull, os.O_RDONLY)
     folder.mkdir(parents=True, exist_ok=True)
-    return lock_dataset(folder)
+    return lock_dataset(folder, shared=shared)
 
 
 def discard_empty(out: str | Path) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 import actds
 from actds import layout, schema
 from actds.errors import ActdsError
-from actds.lock import lock_dataset
 from actds.schema.v0_1 import Genesis
-from actds.store import open_store
+from actds.store import local_folder, open_store
 from actds_writers.assembly import SpecialTokens
+from actds_writers.destination import hold
 from actds_writers.engine_options import check_engine_options
 from actds_writers.hooks_spec import HookPlace, parse_hooks
 from actds_writers.live import LiveRun, LiveSettings, parse_live_settings
@@ -50,8 +50,8 @@ def start(config: Any, document: Any) -> LiveRun:
     model = config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
     places = parse_hooks(settings.hooks, n_layers)
-    out = _folder(settings.out)
-    lock = lock_dataset(out, shared=True)
+    out = _destination(settings.out)
+    lock = hold(out, shared=True)
     try:
         _compare_hooks(out, places)
         writer = _writer_settings(settings, model, out, len(places))
@@ -136,28 +136,36 @@ def schedule_in_step(config: Any) -> None:
         scheduler.async_scheduling = False
 
 
-def _folder(out: str) -> Path:
-    path = Path(out).expanduser().absolute()
+def _destination(out: str) -> str:
+    """Return where the dataset is, a local path made absolute; a bad one is refused now."""
+    place = "--additional-config actds.out"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        folder = local_folder(out)
+        if folder is None:
+            return out
+        folder = folder.expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        foreign = any(folder.iterdir()) and not (folder / layout.GENESIS).exists()
     except OSError as error:
         raise ActdsError(
             "E017",
-            "--additional-config actds.out",
+            place,
             got=f"{out}: {error.strerror}",
             expected="a folder that can be made, or a dataset",
         ) from None
-    if any(path.iterdir()) and not (path / layout.GENESIS).exists():
+    except ActdsError as error:
+        raise ActdsError("E017", place, got=error.got, expected=error.expected) from None
+    if foreign:
         raise ActdsError(
             "E017",
-            "--additional-config actds.out",
+            place,
             got=f"{out}: a folder with other things in it",
             expected="a new or empty folder, or a dataset",
         )
-    return path
+    return str(folder)
 
 
-def _compare_hooks(out: Path, places: list[HookPlace]) -> None:
+def _compare_hooks(out: str, places: list[HookPlace]) -> None:
     """Refuse a dataset with other hooks now; the writer compares types and widths later."""
     store = open_store(out)
     if not store.exists(layout.GENESIS):
@@ -170,12 +178,12 @@ def _compare_hooks(out: Path, places: list[HookPlace]) -> None:
         )
 
 
-def _writer_settings(settings: LiveSettings, model: Any, out: Path, n_hooks: int) -> WriterSettings:
+def _writer_settings(settings: LiveSettings, model: Any, out: str, n_hooks: int) -> WriterSettings:
     from actds_writers.plan import _rows_per_shard
 
     rows = settings.rows_per_shard or _rows_per_shard(n_hooks * int(model.get_hidden_size()) * 4)
     return WriterSettings(
-        root=str(out),
+        root=out,
         dataset=secrets.token_hex(16),
         run=layout.new_id("r"),
         resume=False,
