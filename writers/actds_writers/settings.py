@@ -58,11 +58,9 @@ class CensusSettings:
 
     Args:
         reserve_nbytes: disk space held back, so that a full disk can still be accounted for.
-        orphan_patience_s: how long to wait for the others after the command itself is gone.
     """
 
     root: str
     run: str
     software: str
     reserve_nbytes: int = 4 << 20
-    orphan_patience_s: float = 60.0
