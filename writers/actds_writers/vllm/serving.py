@@ -145,7 +145,9 @@ def _destination(out: str) -> str:
             return out
         folder = folder.expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        foreign = any(folder.iterdir()) and not (folder / layout.GENESIS).exists()
+        # Another engine may be about to begin the dataset, in a temporary file.
+        names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
+        foreign = bool(names) and layout.GENESIS not in names
     except OSError as error:
         raise ActdsError(
             "E017",
