@@ -140,13 +140,13 @@ class CensusProcess:
     def _ended(self) -> bool:
         roles = self._hub.roles()
         if roles & {"scheduler", "worker", "writer"}:
-            if "harvest" in roles or not self._hub.has_met("harvest"):
+            if not self._hub.is_left_by("harvest"):
                 return False
             self._orphaned_since = self._orphaned_since or time.monotonic()
             return time.monotonic() - self._orphaned_since > ORPHAN_PATIENCE_S
         if self._reason is not None:
             return True
-        return self._hub.has_met("harvest") and "harvest" not in roles
+        return self._hub.is_left_by("harvest")
 
     def _report(self) -> None:
         if time.monotonic() - self._last_progress > PROGRESS_INTERVAL_S:

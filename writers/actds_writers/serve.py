@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import select
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 
 log = logging.getLogger("actds")
+FIRST_CONTACT_S = 120.0
+"""How long a process waits for the first word of the one that started it."""
 
 
 class Hub:
@@ -27,11 +30,18 @@ class Hub:
         self._lock = threading.Lock()
         self._peers: dict[Connection, str] = {}
         self._met: set[str] = set()
+        self._began = time.monotonic()
         threading.Thread(target=self._accept, name="actds-accept", daemon=True).start()
 
     def has_met(self, role: str) -> bool:
         """Return whether a peer of the role ever connected."""
         return role in self._met
+
+    def is_left_by(self, role: str) -> bool:
+        """Return whether a peer of the role has gone, or did not come in reasonable time."""
+        if role in self.roles():
+            return False
+        return self.has_met(role) or time.monotonic() - self._began > FIRST_CONTACT_S
 
     def roles(self) -> set[str]:
         """Return the roles that are connected now."""

@@ -140,7 +140,7 @@ class WriterProcess:
         roles = self._hub.roles()
         if "worker" not in roles and self._reason is not None:
             return True
-        if not self._hub.has_met("harvest") or "harvest" in roles:
+        if not self._hub.is_left_by("harvest"):
             return False
         self._orphaned_since = self._orphaned_since or time.monotonic()
         waited = time.monotonic() - self._orphaned_since
