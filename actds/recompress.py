@@ -83,7 +83,14 @@ def recompress(
     """
     store = open_store(path) if isinstance(path, str | Path) else path
     if not isinstance(store, LocalStore):
-        raise ActdsError("E009", store.uri, got="an object store", expected="a local folder")
+        # Without a lock two calls at once would replace one shard twice, and that is for good.
+        raise ActdsError(
+            "E009",
+            store.uri,
+            got="an object store, which has no lock",
+            expected="a local folder",
+            next_step="Recompress a local copy before it is uploaded.",
+        )
     if not store.exists(layout.GENESIS):
         raise ActdsError("E101", store.uri, got=f"no {layout.GENESIS}", expected="a dataset")
     lock = lock_dataset(store.root)

@@ -381,3 +381,11 @@ def test_command_says_what_it_did(tmp_path: Path) -> None:
     assert f"seal 2 {actds.open(path).digest}" in run.stdout
     run = CliRunner().invoke(cli, ["recompress", str(tmp_path)])
     assert run.exit_code == 3 and "E101" in run.stderr
+
+
+def test_refuses_an_object_store_because_it_has_no_lock() -> None:
+    class Remote:
+        uri = "s3://bucket/acts"
+
+    with pytest.raises(ActdsError, match="E009 s3://bucket/acts.*no lock"):
+        recompress(Remote())  # type: ignore[arg-type]
