@@ -6,7 +6,7 @@ Before the token's way; pure. Imports sizing and the rates of a machine.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actds_writers.machine import GB, Machine
 from actds_writers.sizing import (
@@ -103,35 +103,30 @@ class Capacity:
 
 def capacity(
     geometry: Geometry,
-    sizes: Sizes | None,
+    sizes: Sizes,
     load: Load,
     machine: Machine,
     overhead: Overhead,
     *,
-    max_step_rows: int,
-    rows_in_shard: int,
     stall_s: float,
 ) -> Capacity:
     """Return what a load needs.
 
     Args:
         geometry: what one token is.
-        sizes: options to judge; ``None`` to take the ring that burst and stall ask for.
+        sizes: options to judge; a ring of 0 for the one that burst and stall ask for.
         load: the load.
         machine: rates.
         overhead: bytes beside the rows.
-        max_step_rows: tokens of the largest step.
-        rows_in_shard: rows per shard.
         stall_s: stall of the disk that no row may be lost to.
     """
-    stored = stored_nbytes_per_token(geometry, overhead, load, rows_in_shard)
+    stored = stored_nbytes_per_token(geometry, overhead, load, sizes.rows_per_shard)
     stages = _stages(geometry, machine, sum(stored.values()))
     bottleneck = min(stages, key=lambda stage: stage.max_tokens)
     service, row = bottleneck.max_tokens, geometry.row_nbytes
     both = peak_queue(load, service, stall_s) * row * RING_HEADROOM
-    chosen = sizes or Sizes(
-        max_step_rows, rows_in_shard, int(_whole_mib(both)) if math.isfinite(both) else 0
-    )
+    proposed = int(_whole_mib(both)) if math.isfinite(both) else 0
+    chosen = replace(sizes, ring_nbytes=sizes.ring_nbytes or proposed)
     memory = memory_bound(geometry, chosen)
     ring_tokens = memory.ring / row
     return Capacity(

@@ -71,6 +71,13 @@ RATE = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--ring-mib", type=click.IntRange(min=1), help="Judge this ring instead of proposing one."
 )
+@click.option(
+    "--staging-mib",
+    type=click.IntRange(min=0),
+    default=64,
+    show_default=True,
+    help="Staging ring on the device; one step at least.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads that encode.")
 @click.option("--d2h-gbps", type=RATE, help="Rate from the device to the host, GB/s.")
 @click.option("--copy-gbps", type=RATE, help="Rate of a memory copy, GB/s.")
@@ -101,6 +108,7 @@ def plan(
     max_step_rows: int,
     rows_per_shard: int | None,
     ring_mib: int | None,
+    staging_mib: int,
     threads: int | None,
     d2h_gbps: float | None,
     copy_gbps: float | None,
@@ -117,6 +125,7 @@ def plan(
     """
     from actds_writers import plan_page, sizing
     from actds_writers.capacity import MIB, capacity
+    from actds_writers.pipeline import LANE_NBYTES
 
     geometry = _geometry(model, d_model, layers, hooks, dtype, readouts)
     load, overhead = _load(
@@ -127,9 +136,13 @@ def plan(
     )
     rates = {"d2h": d2h_gbps, "copy": copy_gbps, "encode": encode_gbps, "disk": disk_gbps}
     rows = rows_per_shard or sizing.rows_per_shard(geometry.row_nbytes)
-    sizes = None
-    if ring_mib is not None:
-        sizes = sizing.Sizes(max_step_rows, rows, ring_mib * MIB)
+    sizes = sizing.Sizes(
+        max_step_rows=max_step_rows,
+        rows_per_shard=rows,
+        ring_nbytes=(ring_mib or 0) * MIB,
+        staging_nbytes=staging_mib * MIB,
+        lane_nbytes=LANE_NBYTES,
+    )
     machine = _machine(rates, measure, threads)
     found = capacity(
         geometry,
@@ -137,8 +150,6 @@ def plan(
         load,
         machine,
         overhead,
-        max_step_rows=max_step_rows,
-        rows_in_shard=rows,
         stall_s=stall,
     )
     command = plan_page.write_options(found, hooks, None if model is None else str(model))

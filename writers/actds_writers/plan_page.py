@@ -29,6 +29,7 @@ def write_options(found: Capacity, hooks: str | None, model: str | None) -> list
     words += ["--engine", f"max_num_batched_tokens={found.sizes.max_step_rows}"]
     words += ["--rows-per-shard", str(found.sizes.rows_per_shard)]
     words += ["--ring-mib", str(max(1, -(-found.sizes.ring_nbytes // MIB)))]
+    words += ["--staging-mib", str(max(1, -(-found.sizes.staging_nbytes // MIB)))]
     return [*words, "--overflow", "block"]
 
 

@@ -31,7 +31,7 @@ PADDING_ROWS = 1024
 NARROW_STEPS = 4
 N_BUFFERS = 3
 """Two phases being filled, and one that is being committed."""
-TOKEN_COLUMNS_NBYTES = 26
+TOKEN_COLUMNS_NBYTES = 28
 READOUT_PART_NBYTES = 32 << 20
 
 BUFFER_BUDGET_NBYTES = 4 << 30
