@@ -387,5 +387,5 @@ def test_refuses_an_object_store_because_it_has_no_lock() -> None:
     class Remote:
         uri = "s3://bucket/acts"
 
-    with pytest.raises(ActdsError, match="E009 s3://bucket/acts.*no lock"):
+    with pytest.raises(ActdsError, match=r"E009 s3://bucket/acts.*no lock"):
         recompress(Remote())  # type: ignore[arg-type]
