@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actds.errors import ActdsError
+from actds.readouts import NONE
 from actds_writers.assembly import SpecialTokens
 from actds_writers.encoding import (
     Encoded,
@@ -24,17 +25,14 @@ from actds_writers.engines import WriterName
 from actds_writers.hooks_spec import parse_hooks
 from actds_writers.link import Policy
 from actds_writers.messages import Fact, PromptFact
+from actds_writers.probes import plan_readouts
 from actds_writers.prompts import PromptSet, read_prompts
+from actds_writers.sizing import rows_per_shard
 
 Order = Literal["permuted", "sequence"]
 HASH_CHUNK = 1 << 22
 UNKNOWN_LIMIT = 2**31
 LOOPBACK = "127.0.0.1"
-BUFFER_BUDGET_NBYTES = 4 << 30
-"""Memory of all shard buffers together, when the number of rows per shard is not given."""
-N_BUFFERS = 3
-MIN_ROWS_PER_SHARD = 1024
-DEFAULT_ROWS_PER_SHARD = 65_536
 DEFAULT_RAW_MIB = 64
 """Smaller shards spend their time in fsync, not in encoding: raw gains nothing there."""
 
@@ -85,9 +83,9 @@ class WriteOptions:
     ring_mib: int
     store_dtype: str | None
     overflow: Policy
-    staging_mib: int
-    readouts: bool
-    probes: Path | None
+    staging_mib: int = 64
+    readouts: bool = True
+    probes: Path | None = None
     raw_mib: int = DEFAULT_RAW_MIB
     quiet: bool = False
     metrics_host: str = LOOPBACK
@@ -107,7 +105,8 @@ class Plan:
         tokens: ids that set row flags.
         facts: provenance that the command knows.
         rows_per_shard: rows per shard.
-        max_model_len: positions per request, as far as known before the engine starts.
+        readouts: value of ``capture.readouts``.
+        probes: the user's probes as the bytes of their file, ``None`` without.
     """
 
     hooks: tuple[tuple[str, int], ...]
@@ -116,13 +115,15 @@ class Plan:
     tokens: SpecialTokens
     facts: tuple[Fact, ...]
     rows_per_shard: int
+    readouts: str
+    probes: bytes | None
 
 
 def make_plan(options: WriteOptions) -> Plan:
     """Return the plan of a run; nothing is written and no engine started.
 
     Raises:
-        ActdsError: E001 to E003, E005, E007, E009, with what to change.
+        ActdsError: E001 to E003, E005, E007, E009, E015, with what to change.
     """
     config = model_config(options.model)
     places = parse_hooks(options.hooks, int(config["num_hidden_layers"]))
@@ -136,15 +137,25 @@ def make_plan(options: WriteOptions) -> Plan:
         "skip" if options.skip_broken else "error",
     )
     d_model, itemsize = int(config["hidden_size"]), 4
-    rows = options.rows_per_shard or _rows_per_shard(len(places) * d_model * itemsize)
+    rows = options.rows_per_shard or rows_per_shard(len(places) * d_model * itemsize)
+    readouts, probes = NONE, None
+    if options.readouts:
+        hooks = [f"{place.kind}.{place.layer}" for place in places]
+        planned, probes = plan_readouts(options.seed, options.probes, hooks, d_model)
+        readouts = planned.as_field()
     template = chat_template_sha256(prompts.prompts, tokenizer)
     return Plan(
         hooks=tuple((place.kind, place.layer) for place in places),
         encoded=tuple(encoded),
         client=_client(prompts, encoded),
         tokens=special_tokens(tokenizer, _generation_eos(options.model)),
-        facts=_facts(options, prompts, encoded, template, rows),
+        facts=(
+            *_facts(options, prompts, encoded, template, rows),
+            Fact("capture.readouts", readouts, "declared"),
+        ),
         rows_per_shard=rows,
+        readouts=readouts,
+        probes=probes,
     )
 
 
@@ -213,14 +224,6 @@ def _generation_eos(model: Path) -> list[int]:
     return [eos] if isinstance(eos, int) else [int(token) for token in eos or []]
 
 
-def _rows_per_shard(row_nbytes: int) -> int:
-    """Return rows per shard: 64 Ki, fewer when the buffers would need too much memory."""
-    rows = DEFAULT_ROWS_PER_SHARD
-    while rows > MIN_ROWS_PER_SHARD and rows * row_nbytes * N_BUFFERS > BUFFER_BUDGET_NBYTES:
-        rows //= 2
-    return rows
-
-
 def request_key(index: int) -> str:
     """Return the id under which a prompt is added to the engine."""
     return f"p{index}"
@@ -260,8 +263,6 @@ def _facts(
         "capture.rows_per_shard": rows,
         "capture.raw_threshold_nbytes": options.raw_mib << 20,
         "capture.sampling": "all",
-        "capture.readouts": "none",
-        "capture.memory_nbytes": 0,
     }
     observed: dict[str, bool | int | str] = {
         "tokenizer.chat_template_sha256": template,

@@ -181,9 +181,9 @@ def _compare_hooks(out: str, places: list[HookPlace]) -> None:
 
 
 def _writer_settings(settings: LiveSettings, model: Any, out: str, n_hooks: int) -> WriterSettings:
-    from actds_writers.plan import _rows_per_shard
+    from actds_writers.sizing import rows_per_shard
 
-    rows = settings.rows_per_shard or _rows_per_shard(n_hooks * int(model.get_hidden_size()) * 4)
+    rows = settings.rows_per_shard or rows_per_shard(n_hooks * int(model.get_hidden_size()) * 4)
     return WriterSettings(
         root=out,
         dataset=secrets.token_hex(16),
