@@ -11,6 +11,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -37,7 +38,6 @@ KINDS: dict[str, type] = {
     )
 }
 """The messages that a census takes, by their name in a journal."""
-_SCALARS = (bool, int, float, str)
 
 
 def to_line(message: object) -> bytes:
@@ -58,7 +58,7 @@ def from_line(line: bytes) -> object:
     document = json.loads(line)
     if not isinstance(document, list) or len(document) != 2 or document[0] not in KINDS:
         raise ValueError(f"no message of a census: {line[:60]!r}")
-    return _typed(KINDS[document[0]], document[1])
+    return _typed(KINDS[document[0]])(document[1])
 
 
 def _plain(value: Any) -> Any:
@@ -79,69 +79,101 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _typed(hint: Any, value: Any) -> Any:
-    """Return a JSON value as the type that a field asks for."""
+@lru_cache(maxsize=256)
+def _typed(hint: Any) -> Callable[[Any], Any]:
+    """Return what turns a JSON value into the type that a field asks for."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _one_of(arguments, value)
+        return _one_of(arguments)
     if origin is np.ndarray:
-        return _array(value, typing.get_args(arguments[1])[0])
+        return _array(np.dtype(typing.get_args(arguments[1])[0]))
     if origin is tuple:
-        _require(isinstance(value, list), value, "a list")
-        return tuple(_typed(arguments[0], item) for item in value)
+        return _tuple(_typed(arguments[0]))
     if origin is dict:
-        _require(isinstance(value, dict), value, "an object")
-        return {key: _typed(arguments[1], item) for key, item in value.items()}
+        return _dict(_typed(arguments[1]))
     if origin is typing.Literal:
-        _require(value in arguments, value, f"one of {arguments}")
-        return value
+        return _literal(arguments)
     if dataclasses.is_dataclass(hint):
-        return _record(typing.cast("type", hint), value)
+        return _record(typing.cast("type", hint))
     if hint is bytes:
-        _require(isinstance(value, str), value, "hexadecimal digits")
-        return bytes.fromhex(value)
+        return lambda value: bytes.fromhex(_checked(str, value))
     if hint is float:
-        _require(type(value) in (int, float), value, "a number")
-        return float(value)
-    _require(hint in _SCALARS and type(value) is hint, value, str(hint))
+        return _number
+    if hint not in (bool, int, str):
+        raise TypeError(f"no JSON form of {hint}")
+    return lambda value: _checked(hint, value)
+
+
+def _one_of(arguments: tuple[Any, ...]) -> Callable[[Any], Any]:
+    choices = [_typed(argument) for argument in arguments if argument is not type(None)]
+    optional = type(None) in arguments
+
+    def convert(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        for choice in choices:
+            try:
+                return choice(value)
+            except ValueError:
+                continue
+        raise _wrong(value, f"one of {arguments}")
+
+    return convert
+
+
+def _tuple(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: tuple(map(item, _checked(list, value)))
+
+
+def _dict(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: {key: item(one) for key, one in _checked(dict, value).items()}
+
+
+def _literal(arguments: tuple[Any, ...]) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if value not in arguments:
+            raise _wrong(value, f"one of {arguments}")
+        return value
+
+    return convert
+
+
+def _array(dtype: np.dtype[Any]) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        found = np.array(value) if _checked(list, value) else np.empty(0, dtype)
+        if found.ndim != 1 or found.dtype.kind != dtype.kind:
+            raise _wrong(value, f"a list of {dtype}")
+        return found.astype(dtype)
+
+    return convert
+
+
+def _record(kind: type) -> Callable[[Any], Any]:
+    converters = {name: _typed(hint) for name, hint in typing.get_type_hints(kind).items()}
+
+    def convert(value: Any) -> Any:
+        unknown = _checked(dict, value).keys() - converters.keys()
+        if unknown:
+            raise _wrong(sorted(unknown), f"fields of {kind.__name__}")
+        try:
+            return kind(**{name: converters[name](item) for name, item in value.items()})
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+
+    return convert
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise _wrong(value, "a number")
+    return float(value)
+
+
+def _checked(kind: type, value: Any) -> Any:
+    if type(value) is not kind:  # a bool is no int here
+        raise _wrong(value, f"a {kind.__name__}")
     return value
 
 
-def _one_of(arguments: tuple[Any, ...], value: Any) -> Any:
-    if value is None and type(None) in arguments:
-        return None
-    for argument in arguments:
-        if argument is not type(None):
-            try:
-                return _typed(argument, value)
-            except ValueError:
-                continue
-    raise ValueError(f"{value!r:.60} is none of {arguments}")
-
-
-def _array(value: Any, dtype: Any) -> np.ndarray:
-    _require(isinstance(value, list), value, "a list of numbers")
-    found = np.array(value) if value else np.empty(0, dtype)
-    _require(found.ndim == 1 and found.dtype.kind == np.dtype(dtype).kind, value, str(dtype))
-    return found.astype(dtype)
-
-
-def _record(kind: type, value: Any) -> Any:
-    _require(isinstance(value, dict), value, kind.__name__)
-    hints = _hints(kind)
-    unknown = value.keys() - hints.keys()
-    _require(not unknown, sorted(unknown), f"fields of {kind.__name__}")
-    try:
-        return kind(**{name: _typed(hints[name], item) for name, item in value.items()})
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-
-
-@lru_cache(maxsize=64)
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _require(condition: bool, value: Any, expected: str) -> None:
-    if not condition:
-        raise ValueError(f"{value!r:.60} instead of {expected}")
+def _wrong(value: Any, expected: str) -> ValueError:
+    return ValueError(f"{value!r:.60} instead of {expected}")
