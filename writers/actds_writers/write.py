@@ -31,6 +31,7 @@ from actds_writers.messages import ClientFacts
 from actds_writers.pipeline import Ended, Pipeline
 from actds_writers.plan import Plan, WriteOptions, make_plan, request_key
 from actds_writers.progress import Progress
+from actds_writers.recover import recover_runs, require_accounted
 from actds_writers.resume import finished_rows
 from actds_writers.settings import WriterSettings
 from actds_writers.snapshot import Snapshot, take_snapshot
@@ -183,6 +184,8 @@ class _Run:
         failure: ActdsError | None = None
         with self._pipeline, self._interruptible(), ExitStack() as watch:
             self._pipeline.connect()
+            # Should the census be killed, its journal still knows whose the requests were.
+            self._pipeline.tell_client_facts(ClientFacts(self._plan.client))
             engine: Engine | None = None
             try:
                 engine = self._start()
@@ -337,7 +340,9 @@ class _Run:
         try:
             if not has_dataset(self._options.out):
                 return
-            sealed = seal(open_store(self._options.out))
+            store = open_store(self._options.out)
+            require_accounted(recover_runs(store))
+            sealed = seal(store)
         except ActdsError as error:
             print(f"{self._options.out} is not sealed: {error}", file=sys.stderr)
         else:
