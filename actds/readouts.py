@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,18 +51,18 @@ class Readouts:
 
     def as_field(self) -> str:
         """Return the value of ``capture.readouts`` in the run record."""
-        return json.dumps(self.__dict__, sort_keys=True, separators=(",", ":"))
+        return canonical.dump(self.__dict__).decode("ascii").rstrip("\n")
 
     @classmethod
     def from_field(cls, text: str, place: str) -> Readouts | None:
         """Return what a run record says, ``None`` for a run without readouts.
 
         Raises:
-            ActdsError: E103 when the text is no value of the spec.
+            ActdsError: E102 or E103 when the text is no value of the spec.
         """
         if text == NONE:
             return None
-        fields = canonical.parse(text.encode(), place)
+        fields = canonical.parse(f"{text}\n".encode(), place)
         kinds: dict[str, type] = {"n_projections": int, "seed": int, "n_probes": int}
         right = isinstance(fields, dict) and set(fields) == {*kinds, "probes_sha256"}
         if not right or any(

@@ -29,7 +29,6 @@ from actds_writers.messages import (
     RequestArrived,
     RequestFinished,
     StepScheduled,
-    WorkerHello,
 )
 from actds_writers.pipeline import Pipeline
 from actds_writers.settings import WriterSettings
@@ -68,18 +67,12 @@ class SyntheticEngine:
             tell(step, reason)
 
         self.stages._handover._on_drop = note
-        given = ("capture.readouts", "capture.memory_nbytes")
+        given = ("capture.readouts", "capture.memory_nbytes", "capture.ring_nbytes")
         facts = [
             Fact(name, "synthetic", "declared") for name in REQUIRED_PROVENANCE if name not in given
         ]
         facts.append(Fact("capture.readouts", link.readouts, "declared"))
-        lane = None if self.stages.lane_path is None else str(self.stages.lane_path)
-        self.stages.introduce(
-            WorkerHello(
-                HOOKS, tuple(facts), str(self.stages.ring_path), self.stages.ring_nbytes, MAX_ROWS,
-                lane, self.stages.lane_nbytes, self.stages.nbytes,
-            )
-        )  # fmt: skip
+        self.stages.introduce(tuple(facts))
         self.n_steps = 0
 
     @property
@@ -146,6 +139,7 @@ def pipeline_for(
     *,
     readouts: Readouts | None = None,
     probes: bytes | None = None,
+    lane_nbytes: int = 1 << 20,
 ) -> Pipeline:
     assert not is_taken(out)
     settings = WriterSettings(
@@ -164,6 +158,7 @@ def pipeline_for(
             os.getpid(),
             lock,
             probes=probes,
+            lane_nbytes=lane_nbytes,
         )
     finally:
         os.close(lock)

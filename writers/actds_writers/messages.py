@@ -163,7 +163,7 @@ class StepReadouts:
     Args:
         step: number of the step.
         offset: where they lie in the lane.
-        nbytes: bytes in the lane; 0 for a step of which the sampling rules keep no row.
+        nbytes: bytes in the lane.
         requests: request number of each row.
         positions: position of each row.
         stall: when the lane was full, which makes the engine wait, whatever the policy.

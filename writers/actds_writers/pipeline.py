@@ -35,6 +35,9 @@ FINISH_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 120.0
 """Longer than the patience of either process with an engine that is still there."""
 SHARED_MEMORY = Path("/dev/shm")
+LANE_NBYTES = 32 << 20
+"""Readouts that may wait for the writer, before they make the engine wait: a disk that stands
+still costs rows under a drop policy, and never a readout."""
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """Frames of a mebibyte are made and dropped by the thousand; giving each back to the system and
 taking it again costs more than encoding it."""
@@ -82,7 +85,7 @@ class Pipeline:
         lock: int,
         *,
         staging_nbytes: int = 0,
-        lane_nbytes: int = 0,
+        lane_nbytes: int = LANE_NBYTES,
         probes: bytes | None = None,
     ) -> None:
         folder = private_folder()

@@ -172,8 +172,8 @@ def _lists(values: np.ndarray) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, pa.array(values.ravel(), pa.float32()))
 
 
-class Lane:
-    """The end of the lane in the writer process: a listener and its thread.
+class LaneEnd:
+    """The writer's end of the lane: a listener and its thread.
 
     Args:
         listener: where the worker connects.
@@ -206,5 +206,4 @@ class Lane:
     def _take(self, message: object, connection: Connection) -> None:
         if self._log is not None and isinstance(message, StepReadouts):
             self._log.take(message)
-            if message.nbytes:
-                connection.send(ReadoutsFree(message.offset))
+            connection.send(ReadoutsFree(message.offset))

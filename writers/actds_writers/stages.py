@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -22,19 +21,19 @@ import torch
 from actds.errors import ActdsError
 from actds_writers import ring
 from actds_writers.capture import HookBuffers
+from actds_writers.lane import Lane, Rows
 from actds_writers.link import Link
 from actds_writers.messages import (
     EVERYTHING,
     BoolArray,
+    Fact,
     Failed,
     HookSpec,
     IntArray,
     LeftOut,
-    ReadoutsFree,
     Stall,
     StepExecuted,
     StepLost,
-    StepReadouts,
     StepRows,
     WorkerHello,
 )
@@ -144,19 +143,11 @@ class Stages:
         self.ring_nbytes = _pages(max(link.ring_nbytes, 2 * row_step))
         self._ring = RingSpace(self.ring_nbytes)
         self._host = host_memory(ring.create(self.ring_path, self.ring_nbytes), self._device)
-        self.lane_path: Path | None = None
-        self.lane_nbytes = 0
-        self._lane: Connection | None = None
+        self.lane: Lane | None = None
         if self._width:
-            self.lane_path = Path(link.folder) / "lane"
-            self.lane_nbytes = _pages(
-                max(link.lane_nbytes, 2 * _aligned(self._readout_nbytes * max_rows))
-            )
-            self._lane_space = RingSpace(self.lane_nbytes)
-            self._lane_host = host_memory(
-                ring.create(self.lane_path, self.lane_nbytes), self._device
-            )
-            self._lane = link.connect("readouts", "worker")
+            nbytes = max(link.lane_nbytes, 2 * _aligned(self._readout_nbytes * max_rows))
+            connection = link.connect("readouts", "worker")
+            self.lane = Lane(connection, Path(link.folder) / "lane", _pages(nbytes))
 
         self._census = link.connect("census", "worker")
         self._census_lock = threading.Lock()
@@ -183,21 +174,35 @@ class Stages:
             + self._staging.capacity
             + self._narrow.capacity
             + self.ring_nbytes
-            + self.lane_nbytes
+            + (self.lane.nbytes if self.lane else 0)
         )
 
-    @property
-    def staging_nbytes(self) -> int:
-        """Return the size of the staging ring."""
-        return self._staging.capacity
-
-    def introduce(self, hello: WorkerHello) -> None:
+    def introduce(self, facts: tuple[Fact, ...]) -> None:
         """Tell the writer what the worker found; before the first step.
+
+        Args:
+            facts: what the worker observed; those of the stages are added.
 
         Raises:
             ActdsError: E502 when the writer is gone.
         """
-        self._handover.tell(hello)
+        own = (
+            Fact("capture.ring_nbytes", self.ring_nbytes, "observed"),
+            Fact("capture.staging_nbytes", self._staging.capacity, "observed"),
+        )
+        lane = self.lane
+        self._handover.tell(
+            WorkerHello(
+                self._hooks,
+                (*facts, *own),
+                str(self.ring_path),
+                self.ring_nbytes,
+                self._max_rows,
+                str(lane.path) if lane else None,
+                lane.nbytes if lane else 0,
+                self.nbytes,
+            )
+        )
 
     def fail(self, error: ActdsError) -> None:
         """Tell the writer why nothing more can come."""
@@ -245,7 +250,8 @@ class Stages:
         """Wait until the writer has taken every step; return whether it has."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self._error is None:
-            if self._handover.is_idle and not self._narrow.depth:
+            lane_is_idle = self.lane is None or not self.lane.depth
+            if self._handover.is_idle and not self._narrow.depth and lane_is_idle:
                 return True
             time.sleep(0.005)
         return False
@@ -255,8 +261,8 @@ class Stages:
         self._unidentified.put(None)
         self._unmoved.put(None)
         self._handover.close()
-        if self._lane is not None:
-            self._lane.close()
+        if self.lane is not None:
+            self.lane.close()
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
         with self._census_lock:
@@ -275,9 +281,6 @@ class Stages:
             except ActdsError as error:
                 moving.failed = True
                 self._fail_quietly(error)
-            except OSError:
-                moving.failed = True
-                self._fail_quietly(_writer_gone())
             finally:
                 with self._narrow_freed:
                     self._narrow.free(moving.narrow)
@@ -314,60 +317,14 @@ class Stages:
             kept=kept,
             t_ns=moving.t_ns,
         )
-        if self._lane is not None:
-            self._send_readouts(self._lane, moving, readouts, kept)
+        if self.lane is not None:
+            rows = Rows(np.repeat(step.requests, step.n_rows), positions)
+            if kept is not None:
+                readouts = readouts[:, torch.from_numpy(kept)]
+                rows = Rows(rows.requests[kept], positions[kept])
+            self.lane.put(step.step, rows, readouts, moving.stall)
         duration = moving.done.nanoseconds_since(step.began) if step.began else None
         self._executed(step, duration or step.duration_ns, max(int(seen.max()), n))
-
-    def _send_readouts(
-        self, lane: Connection, moving: _Moving, readouts: torch.Tensor, kept: BoolArray | None
-    ) -> None:
-        """Copy the readouts of the kept rows into the lane, waiting for room if need be."""
-        message = moving.message
-        assert message is not None
-        requests = np.repeat(message.requests, message.n_rows)
-        positions = message.positions
-        if kept is not None:
-            readouts = readouts[:, torch.from_numpy(kept)]
-            requests, positions = requests[kept], positions[kept]
-        nbytes = len(positions) * self._readout_nbytes
-        offset, stall = (0, None) if not nbytes else self._lane_slot(lane, nbytes, message.step)
-        if nbytes:
-            shape = (self._n_hooks, len(positions), self._width)
-            typed(self._lane_host, offset, shape, torch.float32).copy_(readouts)
-        lane.send(
-            StepReadouts(
-                message.step,
-                offset,
-                nbytes,
-                requests,
-                positions,
-                stall or moving.stall,
-                self._lane_space.depth,
-            )
-        )
-
-    def _lane_slot(self, lane: Connection, nbytes: int, step: int) -> tuple[int, Stall | None]:
-        began, began_ns, depth = time.monotonic_ns(), time.time_ns(), self._lane_space.depth
-        waited = False
-        while True:
-            while lane.poll(0):
-                self._take_free(lane)
-            offset = self._lane_space.reserve(nbytes)
-            if offset is not None:
-                break
-            waited = True
-            self._take_free(lane)
-        duration = time.monotonic_ns() - began
-        return offset, Stall("readouts", began_ns, duration, depth, step) if waited else None
-
-    def _take_free(self, lane: Connection) -> None:
-        try:
-            message = lane.recv()
-        except EOFError:
-            raise _writer_gone() from None
-        if isinstance(message, ReadoutsFree):
-            self._lane_space.free(message.offset)
 
     # the moving thread ------------------------------------------------------------------------
 
@@ -493,7 +450,3 @@ def _aligned(nbytes: int) -> int:
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _writer_gone() -> ActdsError:
-    return ActdsError("E502", "readouts", got="the writer process is gone", expected="a writer")

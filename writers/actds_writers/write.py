@@ -164,6 +164,7 @@ class _Run:
             seed=options.seed,
             n_threads=max(1, (os.cpu_count() or 2) // 2),
             raw_threshold_nbytes=options.raw_mib << 20,
+            readouts=plan.readouts,
         )
         self._pipeline = Pipeline(
             plan.hooks,
@@ -173,6 +174,8 @@ class _Run:
             self._settings,
             os.getpid(),
             lock,
+            staging_nbytes=options.staging_mib << 20,
+            probes=plan.probes,
         )
 
     def harvest(self) -> Written:

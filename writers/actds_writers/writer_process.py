@@ -28,7 +28,7 @@ from actds_writers.messages import (
     StepRows,
     WorkerHello,
 )
-from actds_writers.readout_log import Lane
+from actds_writers.readout_log import LaneEnd
 from actds_writers.serve import Hub
 from actds_writers.settings import WriterSettings
 from actds_writers.writer import Writer
@@ -49,7 +49,7 @@ class WriterProcess:
         self._settings = settings
         self._link = link
         self._hub = Hub(link.listen("writer"))
-        self._lane = Lane(link.listen("readouts"))
+        self._lane = LaneEnd(link.listen("readouts"))
         self._census = link.connect("census", "writer")
         self._securing = threading.Lock()
         self._writer: Writer | None = None

@@ -16,7 +16,7 @@ from actds.schema.v0_1 import DType
 from actds_writers import capture
 from actds_writers.directions import directions
 from actds_writers.link import Link
-from actds_writers.messages import Fact, Failed, HookSpec, WorkerHello
+from actds_writers.messages import Fact, Failed, HookSpec
 from actds_writers.stages import Stages, Step
 from actds_writers.transfer import Mark
 from actds_writers.transformers.batch import Columns
@@ -96,24 +96,7 @@ class Capture:
         if self._introduced:
             return
         self._introduced = True
-        stages = self._stages
-        own = (
-            Fact("capture.ring_nbytes", stages.ring_nbytes, "observed"),
-            Fact("capture.staging_nbytes", stages.staging_nbytes, "observed"),
-            Fact("capture.cast", self._cast, "observed"),
-        )
-        stages.introduce(
-            WorkerHello(
-                self._hooks,
-                (*facts, *own),
-                str(stages.ring_path),
-                stages.ring_nbytes,
-                self._max_rows,
-                None if stages.lane_path is None else str(stages.lane_path),
-                stages.lane_nbytes,
-                stages.nbytes,
-            )
-        )
+        self._stages.introduce((*facts, Fact("capture.cast", self._cast, "observed")))
 
     def after_step(
         self,

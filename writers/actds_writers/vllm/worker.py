@@ -16,7 +16,7 @@ from actds.schema.v0_1 import DType
 from actds_writers import capture
 from actds_writers.directions import directions
 from actds_writers.link import Link
-from actds_writers.messages import EVERYTHING, Fact, Failed, HookSpec, LeftOut, WorkerHello
+from actds_writers.messages import EVERYTHING, Fact, Failed, HookSpec, LeftOut
 from actds_writers.stages import Stages, Step
 from actds_writers.transfer import Mark
 from actds_writers.vllm.layouts import RowIdentity, identify
@@ -97,26 +97,8 @@ class WorkerCapture:
         self._began = Mark(self._device, timed=True)
         if not self._introduced:
             self._introduced = True
-            stages = self._stages
-            facts = (
-                *observe(self._worker, self._link.client_pid),
-                Fact("capture.ring_nbytes", stages.ring_nbytes, "observed"),
-                Fact("capture.staging_nbytes", stages.staging_nbytes, "observed"),
-                Fact("capture.cast", self._cast, "observed"),
-            )
-            lane = None if stages.lane_path is None else str(stages.lane_path)
-            stages.introduce(
-                WorkerHello(
-                    self._hooks,
-                    facts,
-                    str(stages.ring_path),
-                    stages.ring_nbytes,
-                    self._max_rows,
-                    lane,
-                    stages.lane_nbytes,
-                    stages.nbytes,
-                )
-            )
+            facts = observe(self._worker, self._link.client_pid)
+            self._stages.introduce((*facts, Fact("capture.cast", self._cast, "observed")))
 
     def after_step(self, runner: Any, scheduled: Any, duration_ns: int) -> None:
         """Hand over the rows of the step that just ran.
