@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -19,7 +20,8 @@ from actds.errors import ActdsError
 from actds.readouts import NONE
 
 ENVIRONMENT = "ACTDS_LINK"
-CONNECT_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 180.0
+"""A busy machine takes a minute to start a process; one that has died is seen at once."""
 Policy = Literal["block", "drop_oldest", "drop_newest"]
 """What happens to a step when the ring is full."""
 
@@ -76,8 +78,20 @@ class Link:
         """Return a listener for ``writer`` or ``census``."""
         return Listener(self._address(name), family="AF_UNIX", authkey=bytes.fromhex(self.key))
 
-    def connect(self, name: str, role: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Connection:
+    def connect(
+        self,
+        name: str,
+        role: str,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        is_alive: Callable[[], bool] = lambda: True,
+    ) -> Connection:
         """Return a connection whose first message says who speaks.
+
+        Args:
+            name: who listens: ``writer``, ``census`` or ``readouts``.
+            role: who speaks.
+            timeout_s: how long to wait for the listener.
+            is_alive: whether it can still come up.
 
         Raises:
             ActdsError: E506 when nobody listens within the time.
@@ -91,11 +105,13 @@ class Link:
                 connection.send(role)
                 return connection
             except (FileNotFoundError, ConnectionRefusedError):
-                if time.monotonic() > deadline:
+                alive = is_alive()
+                if time.monotonic() > deadline or not alive:
+                    waited = f"no listener within {timeout_s:.0f} s"
                     raise ActdsError(
                         "E506",
                         f"link {name}",
-                        got=f"no listener within {timeout_s:.0f} s",
+                        got=waited if alive else "its process has ended",
                         expected=f"the {name} process",
                     ) from None
                 time.sleep(0.02)

@@ -5,6 +5,7 @@ Stands around the token's way: the command's handle on writer and census.
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import secrets
@@ -124,8 +125,10 @@ class Pipeline:
         Raises:
             ActdsError: E506 when one does not come up.
         """
-        for name in self._processes:
-            self._connections[name] = self.link.connect(name, "harvest")
+        for name, process in self._processes.items():
+            self._connections[name] = self.link.connect(
+                name, "harvest", is_alive=functools.partial(_is_running, process)
+            )
 
     def __enter__(self) -> Pipeline:
         return self
@@ -244,3 +247,7 @@ class Pipeline:
             start_new_session=True,  # a Ctrl-C is for the command, which then ends the run in order
             pass_fds=(lock,),
         )
+
+
+def _is_running(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is None
