@@ -249,5 +249,5 @@ class Pipeline:
         )
 
 
-def _is_running(process: subprocess.Popen[bytes]) -> bool:
+def _is_running(process: subprocess.Popen[bytes] | Detached) -> bool:
     return process.poll() is None
