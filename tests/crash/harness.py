@@ -59,6 +59,9 @@ class Acknowledged:
     manifest_sha256: str
 
 
+Look = Callable[[actds.Dataset, list[Acknowledged], dict[str, Any]], None]
+
+
 @dataclass
 class Figures:
     """What was seen, over all sudden ends of one kind."""
@@ -234,16 +237,6 @@ class Harvest:
                 self.pids[facts["role"]] = facts["pid"]
         return list(self.acknowledged)
 
-    def visible(self) -> list[Acknowledged]:
-        """Return every shard whose ledger record can be seen: after a kill it must be there."""
-        found = []
-        for path in sorted(self.out.glob("ledger/w-*/[0-9]*.json")):
-            record = json.loads(path.read_bytes())
-            if record["type"] == "shard":
-                body = record["body"]
-                found.append(Acknowledged(body["shard"], body["n_rows"], body["manifest_sha256"]))
-        return found
-
     def kill(self, roles: tuple[str, ...]) -> None:
         """Kill processes that are still there."""
         self.hear()
@@ -267,6 +260,17 @@ class Harvest:
                 folder.rmdir()
 
 
+def visible(out: Path) -> list[Acknowledged]:
+    """Return every shard whose ledger record can be seen: after a kill it must be there."""
+    found = []
+    for path in sorted(out.glob("ledger/w-*/[0-9]*.json")):
+        record = json.loads(path.read_bytes())
+        if record["type"] == "shard":
+            body = record["body"]
+            found.append(Acknowledged(body["shard"], body["n_rows"], body["manifest_sha256"]))
+    return found
+
+
 def ended(pid: int) -> bool:
     """Return whether a process is gone; orphans are ours to reap."""
     try:
@@ -288,7 +292,7 @@ def kill_round(work: Path, number: int, rng: random.Random, figures: Figures) ->
     wait_until(harvest, rng.choice((0, 0, 1, 2, 3, 5, 8)), rng.random() * 0.05)
     victims = rng.choice(VICTIMS)
     told = harvest.hear()
-    noted = {one.shard: one for one in (*told, *harvest.visible())}
+    noted = {one.shard: one for one in (*told, *visible(out))}
     harvest.kill(victims)
     try:
         harvest.join()
@@ -319,12 +323,12 @@ def wait_until(harvest: Harvest, n_shards: int, delay_s: float) -> None:
     time.sleep(delay_s * (1 if n_shards else 6))
 
 
-def examined(out: Path, noted: list[Acknowledged]) -> dict[str, Any]:
+def examined(out: Path, noted: list[Acknowledged], look: Look | None = None) -> dict[str, Any]:
     """Recover and examine a dataset in a process of its own; return what was found."""
     reader, writer = os.pipe()
 
     def body() -> int:
-        say(writer, examine(out, noted))
+        say(writer, examine(out, noted, look))
         return 0
 
     pid = fork(body)
@@ -363,7 +367,7 @@ def warm_up(work: Path) -> None:
 NOTHING: dict[str, Any] = {"lost": 0, "phantom": 0, "recovered": 0, "empty": 0, "faults": []}
 
 
-def examine(out: Path, noted: list[Acknowledged]) -> dict[str, Any]:
+def examine(out: Path, noted: list[Acknowledged], look: Look | None = None) -> dict[str, Any]:
     """Recover a dataset, validate it deeply and look at every row of it."""
     found: dict[str, Any] = {**NOTHING, "faults": []}
     try:
@@ -377,7 +381,7 @@ def examine(out: Path, noted: list[Acknowledged]) -> dict[str, Any]:
     odd = [f.line() for f in report.findings if f.severity == "error" or f.code != "E105"]
     found["faults"] += odd[:3]
     if not odd:
-        look(actds.open(out), noted, found)
+        (look or look_at_labels)(actds.open(out), noted, found)
     return found
 
 
@@ -395,7 +399,9 @@ def begun_too_late(
     return found
 
 
-def look(dataset: actds.Dataset, noted: list[Acknowledged], found: dict[str, Any]) -> None:
+def look_at_labels(
+    dataset: actds.Dataset, noted: list[Acknowledged], found: dict[str, Any]
+) -> None:
     """Count acknowledged rows that are not there, and rows that nobody served."""
     seen: set[tuple[int, int]] = set()
     there: dict[str, int] = {}
