@@ -1,0 +1,157 @@
+"""A real server under real HTTP traffic: what it captures is what its clients saw."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harvest import validated
+
+import actds
+from actds.errors import ActdsError
+from actds.lock import lock_dataset
+from actds.seal import seal
+from actds.store import open_store
+
+pytest.importorskip("vllm")
+from server import Server
+from tiny import make_tiny_model
+
+from actds_writers.messages import EVERYTHING
+from actds_writers.sampling import Labels, SamplingRules
+
+pytestmark = pytest.mark.engine
+
+RULES: dict[str, Any] = {
+    "fraction": 0.6,
+    "seed": 5,
+    "skip": [
+        {"header": "X-Request-Id", "values": ["private-*"]},
+        {"header": "X-Session-ID", "values": ["secret"]},
+        {"xarg": "consent", "values": ["no"]},
+    ],
+}
+N_REQUESTS = 24
+SHARED = "The quick brown fox jumps over the lazy dog. "  # more than a KV block
+
+
+def burst(server: Server) -> dict[str, dict[str, Any]]:
+    """Send a burst with long-tailed lengths; return what the clients got, by external id."""
+
+    def one(n: int) -> tuple[str, dict[str, Any]]:
+        name = f"private-{n}" if n % 8 == 1 else f"open-{n}"
+        headers = {"X-Request-Id": name} | ({"X-Session-ID": "secret"} if n % 8 == 2 else {})
+        body: dict[str, Any] = {
+            "prompt": SHARED * (1 + n % 3) + "x" * (n * n % 97),
+            "max_tokens": (2, 3, 5, 40)[n % 4],
+            "temperature": 0.7 if n % 2 else 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        if n % 8 == 3:
+            body["vllm_xargs"] = {"consent": "no", "team": "red"}
+        answer = server.post("/v1/completions", body, headers)
+        return f"cmpl-{name}-0", answer["choices"][0]
+
+    with ThreadPoolExecutor(N_REQUESTS) as pool:
+        return dict(pool.map(one, range(N_REQUESTS)))
+
+
+def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(tmp_path: Path) -> None:
+    out, model = tmp_path / "acts", make_tiny_model(
+        tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True
+    )  # fmt: skip
+    server = Server(
+        model, tmp_path / "log", {"out": str(out), "hooks": "resid_post:0,2", **RULES},
+        "--enforce-eager", "--max-model-len", "512", "--max-num-batched-tokens", "512",
+        "--distributed-executor-backend", "uni", "--shutdown-timeout", "120",
+    )  # fmt: skip
+    try:
+        seen = burst(server)
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        server.post("/v1/chat/completions", chat, {"X-Request-Id": "private-chat"})
+        long: dict[str, Any] = {"prompt": "on and on", "max_tokens": 200, "ignore_eos": True}
+        under_way = threading.Thread(
+            target=lambda: _try(server, long, {"X-Request-Id": "late"}), daemon=True
+        )
+        under_way.start()
+        time.sleep(0.5)
+        assert server.stop() == 0
+        under_way.join()
+    finally:
+        server.kill()
+    _wait_until_free(out)
+    seal(open_store(out))
+    dataset = validated(out)
+
+    requests = {row["external_id"]: row for row in dataset.requests().to_pylist()}
+    assert set(seen) < set(requests)
+    assert requests["chatcmpl-private-chat"]["finish_reason"] == "length"
+    _compare(dataset, requests, seen)
+    record = next(iter(dataset.runs.values())).fields
+    assert record["serving.mode"].value == "live"
+    assert record["serving.async_scheduling"].value is False
+    assert record["capture.overflow_policy"].value == "drop_newest"
+    assert record["capture.sampling"].value == SamplingRules.model_validate(RULES).describe()
+    assert record["prompts.source"].origin == "unknown"
+    assert {s["disposition"] for s in dataset.spans().to_pylist()} >= {"captured", "filtered"}
+
+
+def _compare(
+    dataset: actds.Dataset, requests: dict[str, Any], seen: dict[str, dict[str, Any]]
+) -> None:
+    """Check that exactly what the rules leave in is stored, under the tokens the clients saw."""
+    rules = SamplingRules.model_validate(RULES)
+    stored: dict[int, dict[int, int]] = {}
+    for shard in dataset.shards:
+        for row in shard.tokens(["request", "position", "token_id"]).to_pylist():
+            stored.setdefault(row["request"], {})[row["position"]] = row["token_id"]
+    spans: dict[int, list[dict[str, Any]]] = {}
+    for span in dataset.spans().to_pylist():
+        spans.setdefault(span["request"], []).append(span)
+    n_kept = 0
+    for external_id, choice in seen.items():
+        row = requests[external_id]
+        fed = [*choice["prompt_token_ids"], *choice["token_ids"]][:-1]
+        assert row["prompt_len"] == len(choice["prompt_token_ids"])
+        assert row["generated_len"] == len(choice["token_ids"])
+        mine = spans[row["request"]]
+        number = int(external_id.split("-")[2])
+        refused = number % 8 in (1, 2, 3)
+        drawn = rules.left_out(Labels(external_id)) == EVERYTHING
+        if refused or not drawn:
+            assert row["request"] not in stored
+            assert {span["disposition"] for span in mine} == {"filtered"}
+            reason = "sampling:skip" if refused else "sampling:fraction"
+            assert {span["reason"] for span in mine} == {reason}
+            continue
+        n_kept += 1
+        assert {span["disposition"] for span in mine} <= {"captured", "cache_ref"}
+        rows = stored.get(row["request"], {})
+        assert all(fed[position] == token for position, token in rows.items())
+        reused = sum(s["stop"] - s["start"] for s in mine if s["disposition"] == "cache_ref")
+        assert len(rows) + reused == len(fed)
+    assert 0 < n_kept < len(seen)
+
+
+def _try(server: Server, body: dict[str, Any], headers: dict[str, str]) -> None:
+    # The server may leave before it answers; the dataset says what became of it.
+    with contextlib.suppress(OSError):
+        server.post("/v1/completions", body, headers)
+
+
+def _wait_until_free(out: Path) -> None:
+    """Wait until writer and census have ended; they may outlive the server."""
+    for _ in range(600):
+        try:
+            lock_dataset(out)
+        except ActdsError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError("the dataset is still being written")
