@@ -19,6 +19,7 @@ from synthetic_engine import D_MODEL, HOOKS, MAX_ROWS, RING_NBYTES, SyntheticEng
 
 import actds
 from actds import arrays
+from actds.catalog import Catalog
 from actds.errors import ActdsError
 from actds.readouts import Readouts
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
@@ -27,7 +28,7 @@ from actds_writers import readout_log, ring, sizing
 from actds_writers.assembly import SpecialTokens
 from actds_writers.buffers import TOKEN_COLUMNS
 from actds_writers.capacity import MIB, capacity
-from actds_writers.load_profile import read_profile, windows
+from actds_writers.load_profile import _overhead, read_profile, windows
 from actds_writers.machine import DEFAULTS, Machine, Rate, machine, measure
 from actds_writers.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
 from actds_writers.plan_command import plan
@@ -295,6 +296,25 @@ def test_a_profile_of_nothing_is_refused(tmp_path: Path) -> None:
     assert max(steps) - min(steps) < 2e9
     with pytest.raises(ActdsError, match="E009 --profile"):
         read_profile(open_store(dataset))
+
+
+def test_bytes_of_a_dataset_are_those_of_its_files(tmp_path: Path) -> None:
+    store = open_store(make_dataset(tmp_path / "d", n_requests=12))
+    catalog = Catalog.read(store)
+    found = _overhead(catalog, store, n_requests=12, n_steps=4)
+
+    def nbytes(pattern: str) -> int:
+        sizes = [path.stat().st_size for path in (tmp_path / "d").glob(pattern)]
+        assert sizes, pattern
+        return sum(sizes)
+
+    n_rows = sum(shard.n_rows for shard in catalog.shards)
+    assert found.token * n_rows == pytest.approx(nbytes("shards/*/tokens.parquet"))
+    census = nbytes("census/*/requests-*") + nbytes("census/*/spans-*")
+    assert found.request * 12 == pytest.approx(census)
+    assert found.step * 4 == pytest.approx(nbytes("census/*/steps-*"))
+    rows = sum(s.n_rows * h.d_model * 2 for s in catalog.shards for h in catalog.genesis.hooks)
+    assert found.ratio * nbytes("shards/*/acts.zarr/*/c/0/0") == pytest.approx(rows)
 
 
 # machine --------------------------------------------------------------------------------------

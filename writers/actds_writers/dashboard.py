@@ -107,7 +107,7 @@ def format_screen(
     seconds = now.elapsed_s - (before.elapsed_s if before else 0.0)
     screen = Text(overflow="ellipsis", no_wrap=True)
     left = eta_s(now, started)
-    rest = "" if left is None else f"   {format_seconds(left)} left"
+    rest = f"   {format_seconds(left)} left" if left else ""
     _line(screen, "time", format_seconds(now.elapsed_s) + rest)
     _line(screen, "requests", _head(now))
     _line(screen, "tokens", _tokens(now, before, seconds))

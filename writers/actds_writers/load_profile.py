@@ -133,7 +133,7 @@ def _overhead(catalog: Catalog, store: Store, n_requests: int, n_steps: int) -> 
     frames = _nbytes(catalog, lambda path: path.endswith("/c/0/0"))
     tokens = _nbytes(catalog, lambda path: path == "tokens.parquet")
     parts: dict[str, int] = {}
-    for (table, _run), bodies in catalog.parts.items():
+    for (_run, table), bodies in catalog.parts.items():
         parts[table] = parts.get(table, 0) + sum(body.file.nbytes for body in bodies)
     requests = parts.get("requests", 0) + parts.get("spans", 0)
     return replace(

@@ -93,6 +93,7 @@ class Meters:
         queues = [Occupancy(stage, n // smallest) for stage, n in self._nbytes.items()]
         self._queues = {queue.stage: queue for queue in (*queues, pool)}
         self._stalls: dict[str, tuple[int, int]] = {}
+        self._ring_depth = 0
         self._n_slices = 0
         self.n_rows = 0
         self.ring_nbytes = 0
@@ -101,11 +102,13 @@ class Meters:
         """Note the depths and the waits that came with a step, taken or dropped."""
         self._queues["staging"].observe(message.depth_stage1, message.t_ns)
         self._queues["ring"].observe(message.depth_stage2, message.t_ns)
+        self._ring_depth = message.depth_stage2
         for stall in message.stalls:
             self.stalled(stall)
 
     def taken(self, n_rows: int, nbytes: int) -> None:
-        """Count a slice that was taken out of the ring: its rows to store, and its bytes."""
+        """Count the last step's slice as taken out of the ring: its rows to store, its bytes."""
+        self._queues["ring"].observe(max(0, self._ring_depth - 1), time.time_ns())
         self._n_slices += 1
         self.n_rows += n_rows
         self.ring_nbytes += nbytes
