@@ -256,8 +256,10 @@ class Harvest:
                 time.sleep(0.002)
         os.close(self._voice)
         for folder in Path("/dev/shm").glob("actds-*"):
-            if not any(folder.iterdir()):
-                folder.rmdir()
+            # A young one may belong to a run that has not bound its sockets yet.
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > END_TIMEOUT_S:
+                    folder.rmdir()
 
 
 def visible(out: Path) -> list[Acknowledged]:
