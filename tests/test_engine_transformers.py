@@ -39,7 +39,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def acts(model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> actds.Dataset:
     out = tmp_path_factory.mktemp("harvest") / "acts"
-    return h.harvest(out, model, prompts, *OPTIONS, *BATCHES)
+    return h.harvest(out, model, prompts, *OPTIONS, *BATCHES, "--canary", "3")
 
 
 def reference(model: Path, tokens: dict[str, list[int]]) -> dict[tuple[str, str], np.ndarray]:
@@ -91,6 +91,17 @@ def test_every_position_of_every_request_is_a_row(acts: actds.Dataset) -> None:
     assert any(s["padded_tokens"] > s["batch_tokens"] for s in steps)
     assert all(s["padded_tokens"] <= 48 for s in steps)
     assert max(acts.tokens()["chunk"].to_pylist()) > 7
+
+
+def test_canaries_replayed_alone_are_the_same_rows(acts: actds.Dataset) -> None:
+    canary = acts.canary().to_pylist()
+    spans = {r["request"]: r["stop"] for r in acts.spans().to_pylist()}
+    replayed = {row["request"] for row in canary}
+    assert len(replayed) == 3
+    assert len(canary) == len(HOOKS) * sum(spans[request] for request in replayed)
+    assert {row["verdict"] for row in canary} == {"same"}
+    assert max(row["relative_l2"] for row in canary) <= 1e-5
+    assert all(row["token_id"] == row["replayed_token_id"] for row in canary)
 
 
 def test_greedy_tokens_are_those_of_generate(model: Path, acts: actds.Dataset) -> None:

@@ -521,6 +521,16 @@ def _(v: Vector) -> None:
     v.relink(totals=False)
 
 
+@fault("E418", "foreign-row", f"canary/{RUN}",
+       "A replay of a request alone is far from a row that is stored under it.")  # fmt: skip
+def _(v: Vector) -> None:
+    row = v.table(TOKENS)[0]
+    line = {name: row[name] for name in ("request", "position", "step", "token_id")}
+    line |= {"hook": HOOK, "replayed_token_id": row["token_id"], "relative_l2": 1.25}
+    v.add_canary([line | {"cosine": 0.25, "verdict": "foreign"}])
+    v.relink()
+
+
 # ---- values
 
 

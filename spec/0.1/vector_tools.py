@@ -67,6 +67,25 @@ class Vector:
         folder = next((self.path / "ledger").glob(f"{kind}-*"))
         return [p.relative_to(self.path).as_posix() for p in sorted(folder.iterdir())]
 
+    def add_canary(self, lines: list[Json]) -> None:
+        """Add a canary table on a tool chain of its own; ``relink`` makes its digests."""
+        table = f"canary/{RUN}/canary-000000.parquet"
+        (self.path / table).parent.mkdir(parents=True)
+        self.write_table("canary", table, lines)
+        opening = self.json(self.chain("w")[0])
+        chain = "t-0000000000000099"
+        bodies = {
+            "open": opening["body"] | {"kind": "tool"},
+            "part": {"table": "canary", "file": self._entry(table, table), "n_rows": len(lines)},
+            "close": {"reason": "finished", "totals": {"foreign": 1, "requests": 1}},
+        }
+        for seq, (kind, body) in enumerate(bodies.items()):
+            record = opening | {"chain": chain, "seq": seq, "type": kind, "body": body}
+            self.write_json(f"ledger/{chain}/{seq:08d}.json", record)
+        seal = self.json(SEAL)
+        heads = seal["heads"] | {chain: {"n_records": 3, "sha256": "0" * 64, "state": "closed"}}
+        self.edit_json(SEAL, heads=heads)
+
     def record(self, of_type: str, table: str | None = None) -> str:
         """Return the path of the first record of a type."""
         return next(

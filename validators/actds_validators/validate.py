@@ -14,6 +14,7 @@ from actds.errors import ActdsError
 from actds.finding import Finding
 from actds.store import Store, open_store
 from actds_validators.checks.accounting import RunAccount, check_accounting
+from actds_validators.checks.canary import check_canary
 from actds_validators.checks.integrity import check_digests, check_indexes
 from actds_validators.checks.inventory import CheckName, Inventory, take_inventory
 from actds_validators.checks.provenance import check_provenance
@@ -170,6 +171,7 @@ def validate(
     readouts: dict[str, RunReadouts] = {}
     if level != "quick":
         accounts = check_accounting(inventory, lambda amount: progress("rows", amount))
+        check_canary(inventory)
         readouts = check_readouts(inventory, values=level == "deep")
     if level == "deep":
         check_values(inventory, lambda amount: progress("values", amount), readouts)

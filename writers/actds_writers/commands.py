@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     help="Engine that runs the model; transformers for models that vLLM cannot run.",
 )
 @click.option(
+    "--canary",
+    metavar="SHARE",
+    help="Replay so many requests alone after the harvest and compare: 0.1%, or a number.",
+)
+@click.option(
     "--hooks",
     required=True,
     help="Places to capture: resid_post:10,20, resid_post:0-29, resid_post:all.",
@@ -129,6 +134,7 @@ def write(
     model: Path,
     prompts: str,
     writer: WriterName,
+    canary: str | None,
     hooks: str,
     max_tokens: int,
     temperature: float,
@@ -180,6 +186,7 @@ def write(
         metrics_host=metrics_host,
         metrics_port=metrics_port,
         writer=writer,
+        canary=canary,
     )
     _run(options)
 

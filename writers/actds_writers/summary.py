@@ -36,6 +36,7 @@ class Totals:
         row_nbytes: bytes of the rows over all hooks, before compression.
         stored_nbytes: bytes of their files.
         seal: digest of the seal, None when the dataset was left open.
+        canary: what a canary replay found, None without one.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Totals:
     row_nbytes: int
     stored_nbytes: int
     seal: str | None
+    canary: str | None = None
 
     @property
     def n_positions(self) -> int:
@@ -105,6 +107,8 @@ def format_summary(totals: Totals) -> str:
     if totals.unresolved:
         words = f"{totals.unresolved:,} of the cache_ref positions have no row here (E410)"
         lines.append(("unresolved", words))
+    if totals.canary:
+        lines.append(("canary", totals.canary))
     if totals.seal:
         lines += [("next", f"actds validate {path}"), ("", f"actds info {path}")]
     else:

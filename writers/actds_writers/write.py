@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -24,9 +24,10 @@ from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason, Seal
 from actds.seal import seal
 from actds.store import open_store
+from actds_writers.canary import Canary, Outcome, Share
 from actds_writers.destination import discard_empty, has_dataset, hold, is_taken
 from actds_writers.encoding import Encoded
-from actds_writers.engines import Engine, start_engine
+from actds_writers.engines import Engine, Finished, start_engine
 from actds_writers.messages import ClientFacts
 from actds_writers.pipeline import Ended, Pipeline
 from actds_writers.plan import Plan, WriteOptions, make_plan, request_key
@@ -69,6 +70,8 @@ def write(options: WriteOptions) -> Written:
     Spec: 0.1 section 9.
     """
     began = time.monotonic()
+    if options.canary is not None:
+        Share.parse(options.canary)
     _check_out(options)
     _check_metrics(options)
     plan = make_plan(options)
@@ -86,6 +89,27 @@ def write(options: WriteOptions) -> Written:
         os.close(lock)
         if created:
             discard_empty(options.out)
+
+
+def run_plan(
+    options: WriteOptions, plan: Plan, began: float, heard: Callable[[Finished], None]
+) -> Written:
+    """Harvest a plan into a new dataset.
+
+    Args:
+        options: the arguments.
+        plan: what to serve.
+        began: monotonic clock of the start.
+        heard: told of every request that ended.
+
+    Raises:
+        ActdsError: as ``write``.
+    """
+    lock = hold(options.out)
+    try:
+        return _Run(options, plan, lock, began, heard).harvest()
+    finally:
+        os.close(lock)
 
 
 def _servable(plan: Plan) -> bool:
@@ -140,8 +164,17 @@ def _nothing_to_do(options: WriteOptions, plan: Plan, *, resumed: bool) -> Writt
 class _Run:
     """One run from its processes to its seal."""
 
-    def __init__(self, options: WriteOptions, plan: Plan, lock: int, began: float) -> None:
+    def __init__(
+        self,
+        options: WriteOptions,
+        plan: Plan,
+        lock: int,
+        began: float,
+        heard: Callable[[Finished], None] | None = None,
+    ) -> None:
         self._options, self._plan, self._began = options, plan, began
+        self._canary = Canary(options, plan) if options.canary else None
+        self._heard = heard or (self._canary.finished if self._canary else lambda finished: None)
         self._queue = [e for e in plan.encoded if e.skip is None]
         self._n_requests = len(self._queue)
         self._queue.reverse()
@@ -218,8 +251,31 @@ class _Run:
             raise ActdsError(
                 "E006", "harvest", got="interrupted before the first step", expected="a step"
             )
+        outcome: Outcome | None = None
+        if self._canary is not None and reason == "finished":
+            with self._interruptible():
+                try:
+                    outcome = self._replay(self._canary)
+                except ActdsError as error:
+                    failure = error
+            if self._interrupts:
+                reason = "interrupted"
         sealed = seal(open_store(self._options.out))
-        return Written(self._settings.run, reason, self._summary(ended, sealed), sealed)
+        summary = self._summary(ended, sealed, outcome)
+        if outcome is not None:
+            failure = outcome.error(self._settings.run)
+        if failure is not None:
+            print(summary, flush=True)
+            raise failure
+        return Written(self._settings.run, reason, summary, sealed)
+
+    def _replay(self, canary: Canary) -> Outcome | None:
+        """Replay the canaries and commit what they say, before the seal."""
+        settings = self._settings
+        outcome = canary.replay(settings.run, settings.software, lambda: self._interrupts)
+        if outcome is None:
+            print("The canary replay was interrupted: nothing is compared.", file=sys.stderr)
+        return outcome
 
     def _start(self) -> Engine:
         options = self._options
@@ -260,6 +316,7 @@ class _Run:
             for finished in engine.step() if self._live else []:
                 self._live.discard(finished.key)
                 self._n_finished += 1
+                self._heard(finished)
                 if finished.cached_tokens is not None:
                     self._cached[finished.key] = finished.cached_tokens
             self._pipeline.poll()
@@ -371,7 +428,7 @@ class _Run:
         server = watch.enter_context(serve_metrics(host, port, self._snapshot))
         print(f"Metrics at http://{host}:{server.port}/metrics", file=sys.stderr, flush=True)
 
-    def _summary(self, ended: Ended, sealed: Seal) -> str:
+    def _summary(self, ended: Ended, sealed: Seal, outcome: Outcome | None) -> str:
         catalog = Catalog.read(open_store(self._options.out))
         run = self._settings.run
         shards = [shard for shard in catalog.shards if shard.run == run]
@@ -404,6 +461,7 @@ class _Run:
                 row_nbytes=ended.writer["rows"] * row_nbytes,
                 stored_nbytes=stored,
                 seal=catalog.seal_sha256,
+                canary=outcome.line() if outcome else None,
             )
         )
 
