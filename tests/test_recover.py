@@ -362,3 +362,14 @@ def test_refuses_what_is_no_dataset(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["recover", str(tmp_path)])
     assert done.exit_code == 3
     assert "E101" in done.output
+
+
+def test_a_writer_that_died_before_its_run_record_left_an_empty_run(copy: Path) -> None:
+    [writer] = copy.glob("ledger/w-*")
+    for record in list(writer.iterdir()):
+        if record.name > "00000000.json":
+            record.unlink()
+    shutil.rmtree(copy / "runs")
+    [run] = recover(copy, clear=True).runs
+    assert run.outcome == "empty"
+    assert clean(copy, warnings=frozenset()).n_rows == 0

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from crash.harness import Acknowledged, Figures, Harvest, examined
+from crash.harness import MAX_REQUESTS, Acknowledged, Figures, Harvest, examined
 
 IMAGE_NBYTES = 48 << 20
 COPY_ATTEMPTS = 2000
@@ -136,7 +136,7 @@ def power_round(
     image = make_image(base / "live.img")
     cuts: list[tuple[Path, list[Acknowledged]]] = []
     with mounted(image, base / "mnt") as device:
-        harvest = Harvest(base / "mnt" / "acts", "block", 400, synced=synced)
+        harvest = Harvest(base / "mnt" / "acts", "block", MAX_REQUESTS, synced=synced)
         try:
             for cut in range(CUTS_PER_HARVEST):
                 n_more = len(harvest.hear()) + rng.choice((0, 1, 1, 2, 3))

@@ -25,7 +25,7 @@ sys.path.insert(0, str(HERE.parent))
 from crash import power  # noqa: E402
 from crash.harness import Figures, adopt_orphans, kill_round, warm_up  # noqa: E402
 
-CONTROL_HARVESTS = 2
+CONTROL_HARVESTS = 1
 
 
 def main() -> int:

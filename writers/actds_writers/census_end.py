@@ -13,7 +13,7 @@ import pyarrow as pa
 from actds import layout, schema, tables
 from actds.errors import ActdsError
 from actds.ledger import Chain, fence, read_ledger
-from actds.schema.v0_1 import PartBody, PartTable, ShardBody, ShardManifest
+from actds.schema.v0_1 import PartBody, PartTable, RunBody, ShardBody, ShardManifest
 from actds.shard import commit_part, read_checked
 from actds.store import Store
 from actds_writers.census import CensusTables
@@ -41,7 +41,8 @@ class WriterEnd:
 def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
     """Fence the run's writer chain if it is still open; return what is committed.
 
-    Returns ``None`` when the run has no writer chain.
+    Returns ``None`` when the run never began: it has no writer chain, or one that ended before the
+    run record, and then nothing but that is committed.
 
     The ledger decides what is committed: an acknowledgement that got lost on its way is no loss.
 
@@ -52,11 +53,13 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
             continue
         acknowledged: dict[str, int] = {}
         dropped: set[int] = set()
+        began = False
         if state.state == "open":
             # Whoever it belongs to may have been faster than the fence: what it has then, counts.
             state = fence(store, dataset, state.chain, "its writer ended without closing the chain")
         for record in state.records:
             body = record.typed_body()
+            began = began or isinstance(body, RunBody)
             if isinstance(body, ShardBody):
                 path = layout.manifest_path(body.shard)
                 manifest = schema.parse(ShardManifest, store.read(path), path)
@@ -66,7 +69,7 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
                 data = store.read(body.file.path)
                 steps = tables.from_parquet("drops", data, body.file.path, ["step"])["step"]
                 dropped.update(steps.to_pylist())
-        return WriterEnd(acknowledged, frozenset(dropped))
+        return WriterEnd(acknowledged, frozenset(dropped)) if began else None
     return None
 
 

@@ -179,7 +179,7 @@ class CensusProcess:
         # The tables follow from the journal, should they have to be written a second time.
         self._journal.finish()
         if ended is None:
-            # The run never began; the journal may have.
+            # The journal may have begun all the same.
             if self._chain is not None:
                 self._chain.close("failed", {})
             remove_journal(store, run)
