@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from actds.schema.v0_1 import CloseReason
 from actds_writers.link import Link, Policy
 from actds_writers.pipeline import Pipeline
 from actds_writers.sampling import Match, Phase, SamplingRules
+from actds_writers.snapshot import Snapshot, take_snapshot
 
 __all__ = ["LiveRun", "LiveSettings", "parse_live_settings"]
 
@@ -44,9 +46,14 @@ class LiveSettings(BaseModel):
         order: row order inside a shard.
         rows_per_shard: rows per shard, ``None`` to choose by memory.
         ring_mib: size of the host ring.
+        staging_mib: size of the staging ring on the device.
+        readouts: whether every computed row that the rules leave in leaves readouts.
+        probes: file of the user's probes, ``None`` without.
         raw_mib: MiB that wait to be committed, from which shards are written raw; 0 never.
         store_dtype: type to store rows in, ``None`` for the type the model computes in.
         weights_digest: whether the weight files are hashed before the server starts.
+        metrics_host: where metrics of the capture are served.
+        metrics_port: port of the metrics, ``None`` to serve none; replica N takes this plus N.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -62,9 +69,14 @@ class LiveSettings(BaseModel):
     order: Literal["permuted", "sequence"] = "permuted"
     rows_per_shard: Annotated[int, Field(ge=1)] | None = None
     ring_mib: Annotated[int, Field(ge=1)] = 256
+    staging_mib: Annotated[int, Field(ge=1)] = 64
+    readouts: bool = True
+    probes: Annotated[str, Field(min_length=1)] | None = None
     raw_mib: Annotated[int, Field(ge=0)] = 64
     store_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     weights_digest: bool = True
+    metrics_host: str = "127.0.0.1"
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
 
     def rules(self) -> SamplingRules:
         """Return the sampling rules."""
@@ -122,12 +134,18 @@ class LiveRun:
         pipeline: both processes, started and not yet connected.
         rules: sampling rules.
         release: gives the dataset's lock back.
+        metrics: host and port where metrics are served, ``None`` to serve none.
     """
 
     def __init__(
-        self, pipeline: Pipeline, rules: SamplingRules, release: Callable[[], None]
+        self,
+        pipeline: Pipeline,
+        rules: SamplingRules,
+        release: Callable[[], None],
+        metrics: tuple[str, int] | None = None,
     ) -> None:
-        self._pipeline, self._release = pipeline, release
+        self._pipeline, self._release, self._metrics = pipeline, release, metrics
+        self._began = time.monotonic()
         self.rules = rules
         self.failure: Exception | None = None
         self._failing = threading.Lock()
@@ -217,12 +235,43 @@ class LiveRun:
             self.fail(error)
             return
         told = False
-        while not self._ending.wait(POLL_S):
-            try:
-                self._pipeline.poll()
-            except ActdsError as error:
-                self.fail(error)
-            if self.failure is not None and not told:
-                told = True
-                # What is buffered is worth committing now; the census counts on to the end.
-                self._pipeline.end_writer("failed")
+        with ExitStack() as watch:
+            while not self._ending.wait(POLL_S):
+                told = self._poll(told)
+                counted = self._pipeline.counted
+                # Only now, for the engine may have forked before its scheduler was there.
+                if self._metrics is not None and counted is not None and counted.connected:
+                    self._serve_metrics(watch, *self._metrics)
+                    self._metrics = None
+
+    def _poll(self, told: bool) -> bool:
+        """Take what the processes say now; return whether the writer knows of a failure."""
+        try:
+            self._pipeline.poll()
+        except ActdsError as error:
+            self.fail(error)
+        if self.failure is not None and not told:
+            # What is buffered is worth committing now; the census counts on to the end.
+            self._pipeline.end_writer("failed")
+            return True
+        return told
+
+    def _serve_metrics(self, watch: ExitStack, host: str, port: int) -> None:
+        try:
+            from actds_writers.metrics import serve_metrics
+
+            server = watch.enter_context(serve_metrics(host, port, self._snapshot))
+        except ActdsError as error:
+            log.error("actds: no metrics: %s", error)
+        else:
+            log.info("actds: metrics at http://%s:%s/metrics", host, server.port)
+
+    def _snapshot(self) -> Snapshot:
+        counted = self._pipeline.counted
+        return take_snapshot(
+            self._pipeline.written,
+            counted,
+            elapsed_s=time.monotonic() - self._began,
+            requests_done=counted.n_finished if counted else 0,
+            requests_total=None,
+        )

@@ -17,6 +17,7 @@ from typing import Any
 import actds
 from actds import layout, schema
 from actds.errors import ActdsError
+from actds.readouts import NONE
 from actds.schema.v0_1 import Genesis
 from actds.store import local_folder, open_store
 from actds_writers.assembly import SpecialTokens
@@ -54,7 +55,8 @@ def start(config: Any, document: Any) -> LiveRun:
     lock = hold(out, shared=True)
     try:
         _compare_hooks(out, places)
-        writer = _writer_settings(settings, model, out, len(places))
+        readouts, probes = _readouts(settings, places, int(model.get_hidden_size()))
+        writer = _writer_settings(settings, model, out, len(places), readouts)
         pipeline = Pipeline(
             tuple((place.kind, place.layer) for place in places),
             settings.store_dtype,
@@ -64,13 +66,15 @@ def start(config: Any, document: Any) -> LiveRun:
             # Of an engine core in a process of its own, the client is the parent.
             os.getppid() if multiprocessing.parent_process() is not None else os.getpid(),
             lock,
+            staging_nbytes=settings.staging_mib << 20,
+            probes=probes,
         )
     except BaseException:
         os.close(lock)
         raise
-    # The rest of the settings must not enter the key of the compile cache; the hooks must.
-    hooks = [f"{place.kind}:{place.layer}" for place in places]
-    config.additional_config = {**config.additional_config, "actds": {"hooks": hooks}}
+    # What changes the graph must enter the key of the compile cache, and nothing else should.
+    graph = {"hooks": [f"{place.kind}:{place.layer}" for place in places], "readouts": readouts}
+    config.additional_config = {**config.additional_config, "actds": graph}
     rules = settings.rules()
     log.info(
         "actds: capturing %s into %s as run %s; sampling %s; when the ring is full: %s",
@@ -80,7 +84,11 @@ def start(config: Any, document: Any) -> LiveRun:
         rules.describe(),
         settings.overflow,
     )
-    return LiveRun(pipeline, rules, lambda: os.close(lock))
+    metrics = None
+    if settings.metrics_port is not None:
+        replica = config.parallel_config.data_parallel_index if settings.metrics_port else 0
+        metrics = (settings.metrics_host, settings.metrics_port + replica)
+    return LiveRun(pipeline, rules, lambda: os.close(lock), metrics)
 
 
 def refuse(config: Any) -> None:
@@ -180,7 +188,29 @@ def _compare_hooks(out: str, places: list[HookPlace]) -> None:
         )
 
 
-def _writer_settings(settings: LiveSettings, model: Any, out: str, n_hooks: int) -> WriterSettings:
+def _readouts(
+    settings: LiveSettings, places: list[HookPlace], d_model: int
+) -> tuple[str, bytes | None]:
+    """Return the value of ``capture.readouts``, and the probes as the bytes of their file."""
+    from actds_writers.probes import plan_readouts
+
+    if not settings.readouts:
+        if settings.probes is not None:
+            raise ActdsError(
+                "E017",
+                "--additional-config actds.probes",
+                got="a file, and readouts false",
+                expected="readouts true, or no probes",
+            )
+        return NONE, None
+    path = None if settings.probes is None else Path(settings.probes)
+    readouts, probes = plan_readouts(settings.seed, path, [place.name for place in places], d_model)
+    return readouts.as_field(), probes
+
+
+def _writer_settings(
+    settings: LiveSettings, model: Any, out: str, n_hooks: int, readouts: str
+) -> WriterSettings:
     from actds_writers.sizing import rows_per_shard
 
     rows = settings.rows_per_shard or rows_per_shard(n_hooks * int(model.get_hidden_size()) * 4)
@@ -191,7 +221,7 @@ def _writer_settings(settings: LiveSettings, model: Any, out: str, n_hooks: int)
         resume=False,
         started_ns=time.time_ns(),
         software=f"actds {actds.__version__}",
-        facts=tuple(_facts(settings, model, rows)),
+        facts=tuple(_facts(settings, model, rows, readouts)),
         tokens=_special_tokens(model),
         rows_per_shard=rows,
         order=settings.order,
@@ -200,6 +230,7 @@ def _writer_settings(settings: LiveSettings, model: Any, out: str, n_hooks: int)
         n_threads=max(1, (os.cpu_count() or 2) // 4),
         shared=True,
         raw_threshold_nbytes=settings.raw_mib << 20,
+        readouts=readouts,
     )
 
 
@@ -213,7 +244,7 @@ def _special_tokens(model: Any) -> SpecialTokens:
     return special_tokens(load_tokenizer(Path(model.tokenizer)), _generation_eos(folder))
 
 
-def _facts(settings: LiveSettings, model: Any, rows: int) -> list[Fact]:
+def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list[Fact]:
     """Return the provenance that only this side knows."""
     declared: dict[str, bool | int | str] = {
         "capture.method": "forward hook with one custom op per decoder layer",
@@ -222,7 +253,7 @@ def _facts(settings: LiveSettings, model: Any, rows: int) -> list[Fact]:
         "capture.rows_per_shard": rows,
         "capture.raw_threshold_nbytes": settings.raw_mib << 20,
         "capture.sampling": settings.rules().describe(),
-        "capture.readouts": "none",
+        "capture.readouts": readouts,
     }
     facts = [Fact(name, value, "declared") for name, value in declared.items()]
     facts += [
