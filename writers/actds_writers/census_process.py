@@ -70,6 +70,7 @@ class CensusProcess:
             self._report()
         if "harvest" not in self._hub.roles():
             # The command was killed; nobody else is left to remove sockets and ring.
+            self._hub.close()
             shutil.rmtree(self._link.folder, ignore_errors=True)
         try:
             totals = self._finish()

@@ -33,6 +33,10 @@ class Hub:
         self._began = time.monotonic()
         threading.Thread(target=self._accept, name="actds-accept", daemon=True).start()
 
+    def close(self) -> None:
+        """Take no further peers; the socket's name is removed while its folder is still there."""
+        self._listener.close()
+
     def has_met(self, role: str) -> bool:
         """Return whether a peer of the role ever connected."""
         return role in self._met

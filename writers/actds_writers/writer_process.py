@@ -188,6 +188,7 @@ class WriterProcess:
             except ActdsError as error:
                 self._fail(error)
             self._hub.tell("harvest", self._progress(self._writer))
+        self._hub.close()
         # The census learns from the ledger what is committed; that we left is all it needs.
         self._census.close()
         self._hub.tell("harvest", Done(totals))
