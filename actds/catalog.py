@@ -200,6 +200,11 @@ class _Reader:
         genesis_sha256 = canonical.digest(data)
         self.hooks = {hook.name for hook in self.genesis.hooks}
         chains = read_ledger(store, self.genesis.dataset)
+        records = [record for state in chains.values() for record in state.records]
+        store.read_ahead(
+            (layout.manifest_path(str(r.body["shard"])) for r in records if r.type == "shard"),
+            canonical.MAX_DOCUMENT_NBYTES,
+        )
         for state in chains.values():
             for record in state.records:
                 self._take(state, record)

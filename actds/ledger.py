@@ -178,6 +178,8 @@ def read_chain(store: Store, dataset: str, chain: str) -> ChainState:
     layout.segment(chain, f"ledger/{ascii(chain)[1:65]}")
     names = [path.split("/")[2:] for path in store.list(f"ledger/{chain}")]
     numbered = {name[0] for name in names if len(name) == 1 and _RECORD_NAME.fullmatch(name[0])}
+    ahead = (layout.record_path(chain, seq) for seq in range(len(numbered)))
+    store.read_ahead(ahead, canonical.MAX_DOCUMENT_NBYTES)
     records: list[LedgerRecord] = []
     prev = GENESIS_PREV
     for seq in range(len(numbered)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -100,6 +100,10 @@ class Store(Protocol):
 
     def read(self, path: str, limit: int | None = None) -> bytes:
         """Return a file's bytes."""
+        ...
+
+    def read_ahead(self, paths: Iterable[str], limit: int) -> None:
+        """Begin to read documents that are asked for next, with this limit, where that helps."""
         ...
 
     def read_range(self, path: str, offset: int, nbytes: int) -> bytes:

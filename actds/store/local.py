@@ -8,7 +8,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -210,6 +210,9 @@ class LocalStore:
             raise ActdsError(
                 "E104", path, got=error.strerror or str(error), expected="a readable file"
             ) from error
+
+    def read_ahead(self, paths: Iterable[str], limit: int) -> None:
+        """Do nothing: a disk answers as fast as it is asked."""
 
     def read_range(self, path: str, offset: int, nbytes: int) -> bytes:
         """Return ``nbytes`` bytes of a file from ``offset`` on.

@@ -8,95 +8,47 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import random
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from actds.errors import ActdsError
 from actds.store.base import TEMPORARY, Buffer, Put, check_path
+from actds.store.s3_client import (
+    ConflictError,
+    check_process,
+    connect,
+    may_pass,
+    parse_uri,
+    reason_of,
+    status_of,
+    waits,
+)
+from actds.store.s3_file import S3File
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig
     from obstore.store import S3Store as Client
 
-__all__ = ["MAX_PUT_NBYTES", "S3File", "S3Store"]
+__all__ = ["MAX_PUT_NBYTES", "S3Store"]
 
 MAX_PUT_NBYTES = 5 << 30
 """The most that one put carries on S3. A multipart upload would carry more, but the client library
 cannot complete one under a condition, and an upload without one overwrites."""
 
-CONNECT_TIMEOUT_S = 10
 REQUEST_TIMEOUT_S = 60
 """Time of a request with a small body; larger ones get twice as much until they fit."""
 MIN_NBYTES_PER_S = 4 << 20
-PATIENCE_S = 120.0
-"""How long a request is repeated, while the store does not answer or answers 429 or 5xx."""
-FIRST_PATIENCE_S = 10.0
-"""The same before the first answer: it may be the wrong endpoint."""
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
 N_READERS = 16
 
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
-_SEGMENT = re.compile(r"(?!\.+$)[A-Za-z0-9._=+@-]+")
-_STATUS = re.compile(r"status code: ([0-9]{3})([A-Za-z -]*)")
-_S3_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,80})</Code>")
 _LIKELY_NBYTES = 1 << 28  # of an object whose size nobody asked for: a table at most
+_SMALL_NBYTES = 1 << 16  # of a document that may wait in memory until it is asked for
 _CHECK = "Check endpoint, credentials and network; see docs/object-stores.md."
 
 Answer = TypeVar("Answer")
 _Listing = list[tuple[str, int]]  # a name: inside the class, list is a method
-_pid: int | None = None  # the process whose threads carry the requests
-
-
-class S3File:
-    """An object that is read in ranges; threads may share it.
-
-    Args:
-        store: where it stands.
-        path: path in the dataset.
-
-    Raises:
-        ActdsError: E104 when it is not there.
-    """
-
-    def __init__(self, store: S3Store, path: str) -> None:
-        self._store, self._path = store, path
-        self._nbytes = store.size(path)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the object when it was opened."""
-        return self._nbytes
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return a range, as it came from the network.
-
-        Raises:
-            EOFError: the object ends before the range does.
-            ActdsError: E104 when the object is gone or the store does not answer.
-        """
-        return self._store.view(self._path, offset, nbytes)
-
-    def close(self) -> None:
-        """Do nothing: no connection belongs to a file."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class S3Store:
@@ -116,7 +68,7 @@ class S3Store:
     """
 
     def __init__(self, uri: str) -> None:
-        self.bucket, self.prefix = _parse(uri)
+        self.bucket, self.prefix = parse_uri(uri)
         try:
             import obstore
         except ImportError:
@@ -130,6 +82,8 @@ class S3Store:
         self._obstore = obstore
         self._clients: dict[int, Client] = {}
         self._sizes: dict[str, int] = {}
+        self._ahead: dict[tuple[str, int | None], Future[bytes]] = {}
+        self._pool: ThreadPoolExecutor | None = None
         self._create_only = self._answered = False
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -250,6 +204,30 @@ class S3Store:
             ActdsError: E104 missing or unreadable; E102 above the limit; E107 a bad path.
         """
         check_path(path)
+        begun = self._ahead.pop((path, limit), None)
+        return self._get(path, limit) if begun is None else begun.result()
+
+    def read_ahead(self, paths: Iterable[str], limit: int) -> None:
+        """Begin to read small documents, many at a time; ``read`` hands each of them out once.
+
+        Args:
+            paths: paths in the dataset; those of no known or of a large size are left alone.
+            limit: the limit that ``read`` will be called with.
+
+        Raises:
+            ActdsError: E107 a bad path.
+        """
+        check_process(self.uri)
+        for begun in self._ahead.values():
+            begun.cancel()
+        self._ahead.clear()
+        self._pool = self._pool or ThreadPoolExecutor(N_READERS, thread_name_prefix="actds-ahead")
+        for path in paths:
+            check_path(path)
+            if self._sizes.get(path, _LIKELY_NBYTES) <= _SMALL_NBYTES:
+                self._ahead[path, limit] = self._pool.submit(self._get, path, limit)
+
+    def _get(self, path: str, limit: int | None) -> bytes:
         client = self._client(self._sizes.get(path, _LIKELY_NBYTES))
 
         def get() -> bytes:
@@ -291,7 +269,7 @@ class S3Store:
             try:
                 found = self._obstore.get_range(client, path, start=offset, length=nbytes)
             except self._errors as error:
-                if _status(error) == 416:
+                if status_of(error) == 416:
                     raise EOFError(f"the end before byte {offset}") from None
                 raise
             if len(found) != nbytes:
@@ -390,7 +368,7 @@ class S3Store:
             except self._obstore.exceptions.AlreadyExistsError:
                 nbytes = self._head(path)
                 if nbytes is None:
-                    raise _ConflictError(path) from None  # 409: another put was under way
+                    raise ConflictError(path) from None  # 409: another put was under way
                 if again and nbytes == len(data) and self._holds(path, data):
                     return
                 raise ActdsError(
@@ -440,7 +418,7 @@ class S3Store:
         while timeout_s < nbytes / MIN_NBYTES_PER_S:
             timeout_s *= 2
         if timeout_s not in self._clients:
-            self._clients[timeout_s] = _connect(self.bucket, self.prefix, timeout_s)
+            self._clients[timeout_s] = connect(self.bucket, self.prefix, timeout_s)
         return self._clients[timeout_s]
 
     @property
@@ -452,11 +430,11 @@ class S3Store:
         try:
             return self._repeat(request)
         except FileNotFoundError as error:
-            got = _reason(error) if "NoSuchBucket" in str(error) else "no such object"
+            got = reason_of(error) if "NoSuchBucket" in str(error) else "no such object"
             raise ActdsError("E104", path, got=got, expected="an object") from None
         except self._errors as error:
             raise ActdsError(
-                "E104", path, got=_reason(error), expected="an answer", next_step=_CHECK
+                "E104", path, got=reason_of(error), expected="an answer", next_step=_CHECK
             ) from error
 
     def _write(self, path: str, request: Callable[[], Any]) -> None:
@@ -471,7 +449,7 @@ class S3Store:
                 "E503", path, got=error.got, expected="a durable write", next_step=_CHECK
             ) from error
         except self._errors as error:
-            got, status = _reason(error), _status(error)
+            got, status = reason_of(error), status_of(error)
             if status == 501:
                 raise ActdsError(
                     "E016", self.uri, got=got, expected="puts with If-None-Match: *"
@@ -481,116 +459,14 @@ class S3Store:
             ) from error
 
     def _repeat(self, request: Callable[[], Answer]) -> Answer:
-        _check_process(self.uri)
-        for wait_s in _waits(PATIENCE_S if self._answered else FIRST_PATIENCE_S):
+        check_process(self.uri)
+        for wait_s in waits(self._answered):
             try:
                 answer = request()
                 self._answered = True
                 return answer
-            except (self._obstore.exceptions.BaseError, _ConflictError) as error:
-                if not _may_pass(error) or wait_s is None:
+            except (self._obstore.exceptions.BaseError, ConflictError) as error:
+                if not may_pass(error) or wait_s is None:
                     raise
                 time.sleep(wait_s)
         raise AssertionError("the last wait is None")
-
-
-class _ConflictError(ValueError):
-    """Another put of the same name was under way; nobody knows yet who has it."""
-
-
-def _waits(patience_s: float) -> Iterator[float | None]:
-    """Yield how long to wait before each repetition, None when the patience is over."""
-    end, wait_s = time.monotonic() + patience_s, FIRST_WAIT_S
-    while time.monotonic() + wait_s < end:
-        yield wait_s * random.uniform(0.5, 1)
-        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-    yield None
-
-
-def _connect(bucket: str, prefix: str, timeout_s: int) -> Client:
-    from obstore.store import S3Store as Client
-
-    options: ClientConfig = {
-        "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
-        "timeout": timedelta(seconds=timeout_s),
-    }
-    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
-        endpoint = os.environ.get(name, "https://")
-        if not endpoint.startswith(("http://", "https://")):
-            # The library would take the whole process down.
-            raise ActdsError(
-                "E009", name, got=repr(endpoint)[:200], expected="http://HOST or https://HOST"
-            )
-        if endpoint.startswith("http://"):
-            options["allow_http"] = True
-    try:
-        return Client(
-            bucket,
-            prefix=prefix or None,
-            config={"conditional_put": "etag"},
-            client_options=options,
-            retry_config={"max_retries": 0},
-        )
-    except Exception as error:
-        # Whatever the library says of the environment's values; none of its types is documented.
-        raise ActdsError(
-            "E009", f"s3://{bucket}", got=_reason(error), expected="a usable AWS_* environment"
-        ) from error
-
-
-def _parse(uri: str) -> tuple[str, str]:
-    """Return bucket and prefix."""
-    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    prefix = prefix.removesuffix("/")
-    sound = all(_SEGMENT.fullmatch(part) for part in prefix.split("/")) if prefix else True
-    if not (uri.startswith("s3://") and _BUCKET.fullmatch(bucket) and sound):
-        raise ActdsError(
-            "E009",
-            uri[:200],
-            got="a malformed URI",
-            expected="s3://BUCKET/PREFIX of letters, digits and . _ = + @ -",
-        )
-    return bucket, prefix
-
-
-def _check_process(uri: str) -> None:
-    """Refuse to send from a forked process: the threads that carry requests are not in it."""
-    global _pid
-    if _pid is None:
-        _pid = os.getpid()
-    if _pid != os.getpid():
-        raise ActdsError(
-            "E009",
-            uri,
-            got="a process that was forked after its parent used an object store",
-            expected="one that was spawned",
-            next_step='Use the start method "spawn": multiprocessing_context="spawn".',
-        )
-
-
-def _status(error: BaseException) -> int | None:
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Return whether the same request may succeed a little later."""
-    status = _status(error)
-    if status is not None:
-        return status in (408, 409, 429) or (status >= 500 and status != 501)
-    if "builder error" in str(error):  # a request that the client could not even make
-        return False
-    return type(error).__name__ in ("GenericError", "_ConflictError")
-
-
-def _reason(error: BaseException) -> str:
-    """Return what happened in a few words; the library appends its internal state."""
-    if isinstance(error, _ConflictError):
-        return "another put of the same name is under way"
-    text = str(error).partition("\n\nDebug source")[0]
-    status = _STATUS.search(text)
-    if status is None:
-        return " ".join(text.split())[:300]
-    code = _S3_CODE.search(text)
-    words = f"the store answers {status[1]}{status[2].rstrip()}"
-    return f"{words} ({code[1]})" if code else words
