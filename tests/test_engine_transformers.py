@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import time
@@ -171,3 +172,33 @@ def test_options_that_cannot_be_used_are_refused(option: str, tmp_path: Path) ->
     error = refused(tmp_path, tmp_path / "none.jsonl", tmp_path, "--engine", option)
     assert error.code == "E009"
     assert option.split("=")[0] in error.place
+
+
+def test_a_model_that_lacks_a_weight_is_refused(model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from actds_writers.transformers.engine import _load
+    from actds_writers.transformers.options import Options
+
+    broken = tmp_path / "model"
+    shutil.copytree(model, broken)
+    assert _load(broken, Options()).config.num_hidden_layers == 4
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ActdsError, match=r"E005 .*layers\.2\.mlp\.up_proj"):
+        _load(broken, Options())
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(ActdsError, match="E005"):
+        _load(broken, Options())
+
+
+def test_more_positions_than_the_model_has_are_refused(model: Path) -> None:
+    from actds_writers.transformers.engine import _load, _max_model_len
+    from actds_writers.transformers.options import Options
+
+    plain = _load(model, Options())
+    assert _max_model_len(plain, Options()) == 1024
+    assert _max_model_len(plain, Options(max_model_len=99)) == 99
+    with pytest.raises(ActdsError, match="E009 --engine max_model_len"):
+        _max_model_len(plain, Options(max_model_len=1025))

@@ -177,19 +177,15 @@ class Canary:
                 chosen.append((encoded, number, tokens))
         chosen = chosen[: self._wanted]
         if not chosen:
-            raise ActdsError(
-                "E418",
-                f"canary/{run}",
-                got="no finished request with a stored row",
-                expected="one that can be replayed",
-                next_step="Nothing was compared; harvest more requests.",
-            )
+            raise _nothing(run, "no finished request with a stored row")
         print(f"Replaying {len(chosen)} requests alone ...", file=sys.stderr, flush=True)
         with self._replayed(chosen, interrupted) as (folder, sampled):
             if sampled is None:
                 return None
             alone = Catalog.read(open_store(folder))
             table, outcome = _compare(catalog, run, requests, alone, chosen)
+        if not table.num_rows:
+            raise _nothing(run, "no stored row of the requests that were replayed")
         if self._options.temperature == 0:
             same = [
                 sampled.get(request_key(e.prompt.index)) == tokens[-1] for e, _, tokens in chosen
@@ -220,6 +216,16 @@ class Canary:
             yield folder / "acts", _run(options, plan, interrupted)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _nothing(run: str, got: str) -> ActdsError:
+    return ActdsError(
+        "E006",
+        f"canary/{run}",
+        got=got,
+        expected="one that can be compared",
+        next_step="Nothing was compared; harvest more requests.",
+    )
 
 
 def _alone(options: WriteOptions, out: Path) -> WriteOptions:
