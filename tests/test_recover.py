@@ -8,6 +8,8 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -22,12 +24,17 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds.lock import lock_dataset
 from actds.readouts import Readouts
+from actds.seal import seal
 from actds.store import LocalStore
 from actds_validators.validate import validate
 from actds_writers import recover as recover_module
 from actds_writers.messages import ClientFacts, PromptFact
 from actds_writers.pipeline import Pipeline
 from actds_writers.recover import recover
+from actds_writers.resume import finished_rows
+
+if TYPE_CHECKING:
+    from actds_writers.plan import Plan
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 
@@ -362,6 +369,25 @@ def test_refuses_what_is_no_dataset(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["recover", str(tmp_path)])
     assert done.exit_code == 3
     assert "E101" in done.output
+
+
+def test_a_resume_recovers_first_and_knows_what_is_finished(copy: Path) -> None:
+    """The prompts' facts stand in the journal, so nothing that is finished is served again."""
+    plan = cast("Plan", SimpleNamespace(facts=()))
+    done = finished_rows(copy, plan)
+    assert {0, 1} <= done
+    seal(copy)
+    dataset = actds.open(copy)
+    spans = dataset.spans().to_pylist()
+    incomplete = {span["request"] for span in spans if span["disposition"] == "aborted"}
+    rows = dataset.requests().to_pylist()
+    assert done == {row["source_row"] for row in rows if row["request"] not in incomplete}
+
+
+def test_a_resume_is_refused_when_a_run_cannot_be_accounted_for(copy: Path) -> None:
+    remove_all(copy)
+    with pytest.raises(ActdsError, match="E312"):
+        finished_rows(copy, cast("Plan", SimpleNamespace(facts=())))
 
 
 def test_a_writer_that_died_before_its_run_record_left_an_empty_run(copy: Path) -> None:

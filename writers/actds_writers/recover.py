@@ -251,7 +251,8 @@ def _broken(place: str, got: str, expected: str) -> ActdsError:
 def _unreachable(store: Store) -> Iterator[tuple[str, int]]:
     """Yield path and size of what dead processes left; a stranger's files are not among it."""
     catalog = Catalog.read(store)
-    committed = {layout.shard_dir(manifest.shard) for manifest in catalog.shards}
+    manifests = (*catalog.shards, *catalog.replaced)
+    committed = {layout.shard_dir(manifest.shard) for manifest in manifests}
     known = catalog.reached | {layout.GENESIS, layout.CARD}
     for path in store.list():
         shard = layout.shard_dir(path.split("/")[1]) if path.startswith("shards/") else None
