@@ -202,7 +202,7 @@ class _Reader:
         chains = read_ledger(store, self.genesis.dataset)
         records = [record for state in chains.values() for record in state.records]
         store.read_ahead(
-            (layout.manifest_path(str(r.body["shard"])) for r in records if r.type == "shard"),
+            (layout.manifest_path(str(r.body.get("shard"))) for r in records if r.type == "shard"),
             canonical.MAX_DOCUMENT_NBYTES,
         )
         for state in chains.values():

@@ -213,9 +213,6 @@ class S3Store:
         Args:
             paths: paths in the dataset; those of no known or of a large size are left alone.
             limit: the limit that ``read`` will be called with.
-
-        Raises:
-            ActdsError: E107 a bad path.
         """
         check_process(self.uri)
         for begun in self._ahead.values():
@@ -223,7 +220,6 @@ class S3Store:
         self._ahead.clear()
         self._pool = self._pool or ThreadPoolExecutor(N_READERS, thread_name_prefix="actds-ahead")
         for path in paths:
-            check_path(path)
             if self._sizes.get(path, _LIKELY_NBYTES) <= _SMALL_NBYTES:
                 self._ahead[path, limit] = self._pool.submit(self._get, path, limit)
 

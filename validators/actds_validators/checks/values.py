@@ -69,8 +69,8 @@ def _check_shard(
             data = f"{folder}/{layout.array_dir(hook)}/{arrays.SHARD_PATH}"
             if inventory.unsound & {metadata, data}:
                 continue
-            local = inventory.store.local_path(data)
-            reader = arrays.ArrayReader(inventory.read(metadata), local, place=data)
+            file = inventory.store.open_file(data)
+            reader = arrays.ArrayReader(inventory.read(metadata), file, place=data)
             stack.enter_context(reader)
             if reader.n_rows != manifest.n_rows:
                 continue  # E203, told by the check of structure
