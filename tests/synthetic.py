@@ -17,6 +17,7 @@ from schedules import WALL_NS, Schedule, simulate
 
 from actds import layout, schema, tables
 from actds.ledger import Chain
+from actds.readouts import Readouts, compute, matrix
 from actds.schema.v0_1 import (
     REQUIRED_PROVENANCE,
     Genesis,
@@ -65,6 +66,7 @@ def make_dataset(
     schedule: Schedule | None = None,
     span_parts: int = 2,
     sealed: bool = True,
+    readouts: Readouts | None = None,
 ) -> Path:
     """Write a dataset of one run and return its path.
 
@@ -84,6 +86,7 @@ def make_dataset(
         schedule: what to write instead of a simulated schedule.
         span_parts: parts that the spans are written in.
         sealed: seal at the end.
+        readouts: which readouts every computed row leaves.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
     store = LocalStore(Path(path))
@@ -93,7 +96,10 @@ def make_dataset(
         genesis = _write_genesis(store, seed, hooks, d_model, dtype)
     writer = Chain.begin(store, genesis.dataset, run, "writer", SOFTWARE)
     census = Chain.begin(store, genesis.dataset, run, "census", SOFTWARE)
-    _write_run_record(store, writer, run, len(told.requests), dtype)
+    _write_run_record(store, writer, run, len(told.requests), dtype, readouts)
+    if readouts is not None:
+        part = _readout_table(told, genesis.hooks, readouts)
+        commit_part(store, writer, "readouts", run, 0, part)
     n_shards = _write_shards(store, writer, run, told, genesis.hooks, rows_per_shard, order)
     if len(told.drops):
         commit_part(store, writer, "drops", run, 0, told.drops)
@@ -132,13 +138,20 @@ def _write_genesis(
 
 
 def _write_run_record(
-    store: LocalStore, writer: Chain, run: str, n_records: int, dtype: str
+    store: LocalStore,
+    writer: Chain,
+    run: str,
+    n_records: int,
+    dtype: str,
+    readouts: Readouts | None,
 ) -> None:
     fields = {
         name: ProvenanceField(value=None, origin="unknown", reason="a simulated run has none")
         for name in REQUIRED_PROVENANCE
     }
     observed = {**_OBSERVED, "numerics.dtype": dtype, "prompts.n_records": n_records}
+    if readouts is not None:
+        observed["capture.readouts"] = readouts.as_field()
     for name, value in observed.items():
         fields[name] = ProvenanceField(value=value, origin="observed", reason=None)
     record = RunRecord(dataset=writer.dataset, run=run, started_ns=WALL_NS, fields=fields)
@@ -180,6 +193,34 @@ def _write_shards(
             )
             n_shards += 1
     return n_shards
+
+
+def _readout_table(told: Schedule, hooks: Sequence[Hook], readouts: Readouts) -> pa.Table:
+    """Return the readouts of every row that was stored or dropped."""
+    keys = [(row["request"], row["position"], row["step"]) for row in told.rows.to_pylist()]
+    for drop in told.drops.to_pylist():
+        keys += [
+            (drop["request"], position, drop["step"])
+            for position in range(drop["start"], drop["stop"])
+        ]
+    request, position, step = (np.array(column) for column in zip(*sorted(keys), strict=True))
+    parts = []
+    for hook in hooks:
+        bits = states({"request": request, "position": position}, told.token_ids, hook)
+        rows = bits.view(_NUMPY[hook.dtype]).astype(np.float32)
+        packed = matrix(readouts, None, 1, hook.d_model)[0]
+        values = compute(rows, packed)
+        columns: dict[str, object] = {
+            "request": request,
+            "position": position,
+            "step": step,
+            "hook": [hook.name] * len(keys),
+            "norm": values[:, 0],
+            "projections": list(values[:, 1:]),
+            "probes": [[]] * len(keys),
+        }
+        parts.append(tables.build("readouts", columns))
+    return pa.concat_tables(parts)
 
 
 def states(tokens: dict[str, Any], token_ids: list[list[int]], hook: Hook) -> np.ndarray[Any, Any]:

@@ -27,6 +27,7 @@ from synthetic import make_dataset  # noqa: E402
 from vector_faults import FAULTS  # noqa: E402
 from vector_tools import HOOK, PREFILL, RUN, Vector  # noqa: E402
 
+from actds.readouts import Readouts  # noqa: E402
 from actds.recompress import recompress  # noqa: E402
 from actds.shard import commit_shard  # noqa: E402
 
@@ -36,6 +37,7 @@ def write(root: Path) -> None:
     for kind in ("valid", "invalid"):
         shutil.rmtree(root / kind, ignore_errors=True)
     _write_minimal(root / "valid" / "minimal")
+    _write_minimal(root / "valid" / "readouts", readouts=Readouts(2, seed=4))
     _write_replaced(root / "valid" / "replaced")
     for one in FAULTS:
         valid = root / "valid" / one.base
@@ -59,10 +61,18 @@ def write(root: Path) -> None:
         (folder / "expect.json").write_text(text, encoding="utf-8")
 
 
-def _write_minimal(path: Path) -> None:
+def _write_minimal(path: Path, readouts: Readouts | None = None) -> None:
     with _fixed_ids():
         schedule = simulate(4, seed=166, drops=True, budget=16)
-        make_dataset(path, schedule=schedule, hooks=[HOOK], d_model=8, run=RUN, span_parts=1)
+        make_dataset(
+            path,
+            schedule=schedule,
+            hooks=[HOOK],
+            d_model=8,
+            run=RUN,
+            span_parts=1,
+            readouts=readouts,
+        )
 
 
 def _write_replaced(path: Path) -> None:

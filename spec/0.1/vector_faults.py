@@ -531,6 +531,59 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+# ---- readouts
+
+
+@fault("E416", "readout-missing", f"readouts/{RUN}", "A stored row has no readout.",
+       base="readouts")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        stored = v.table(TOKENS)[0]
+        rows[:] = [
+            row
+            for row in rows
+            if (row["request"], row["position"]) != (stored["request"], stored["position"])
+        ]
+
+    v.edit_table("readouts", edit)
+    v.relink()
+
+
+@fault("E416", "readout-of-a-loss-missing", f"readouts/{RUN}", "A dropped row left no readout.",
+       base="readouts")  # fmt: skip
+def _(v: Vector) -> None:
+    lost = v.table(part("drops"))[0]
+
+    def edit(rows: list[Json]) -> None:
+        rows[:] = [
+            row
+            for row in rows
+            if (row["request"], row["position"]) != (lost["request"], lost["start"])
+        ]
+
+    v.edit_table("readouts", edit)
+    v.relink()
+
+
+@fault("E416", "readout-of-nobody", f"readouts/{RUN}", "A readout names a position that no step "
+       "computed.", base="readouts")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("readouts", lambda rows: rows.append(rows[0] | {"position": 4000}))
+    v.relink()
+
+
+@fault("E417", "readout-of-another-row", PREFILL, "Two rows have each other's readouts.",
+       base="readouts", level="deep")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        one, other = rows[0], rows[1]
+        for name in ("norm", "projections"):
+            one[name], other[name] = other[name], one[name]
+
+    v.edit_table("readouts", edit)
+    v.relink()
+
+
 # ---- values
 
 

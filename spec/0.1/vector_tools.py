@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from actds import canonical, tables
+from actds import canonical, layout, tables
 from actds.catalog import heads_root
 from actds.schema.v0_1 import FileEntry, Head
 from actds.shard import files_root, row_set_sha256
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 def part(table: str) -> str:
     """Return the path of a table of the run."""
-    return f"{'losses' if table in ('drops', 'stalls') else 'census'}/{RUN}/{table}-000000.parquet"
+    return layout.part_path(table, RUN, 0)
 
 
 class Vector:
