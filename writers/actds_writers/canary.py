@@ -168,7 +168,9 @@ class Canary:
             ActdsError: what stopped the replay.
         """
         catalog = Catalog.read(open_store(self._options.out))
-        requests = _Requests.of(catalog, run)
+        requests = _Requests.of(
+            catalog, run, {encoded.prompt.row for encoded in self._candidates.values()}
+        )
         chosen: list[tuple[Encoded, int, list[int]]] = []
         for name, encoded in self._candidates.items():
             number = requests.served.get(encoded.prompt.row)
@@ -302,15 +304,21 @@ class _Requests:
     owners: dict[int, list[tuple[int, int, int]]]
 
     @classmethod
-    def of(cls, catalog: Catalog, run: str) -> _Requests:
-        columns = ["request", "source_row", "finish_reason"]
-        served = {
-            row["source_row"]: row["request"]
-            for row in catalog.table("requests", run).select(columns).to_pylist()
-            if row["finish_reason"] in ("stop", "length")
-        }
+    def of(cls, catalog: Catalog, run: str, source_rows: set[int]) -> _Requests:
+        """Return the requests of some source rows."""
+        requests = catalog.table("requests", run)
+        requests = requests.filter(
+            pc.and_(
+                pc.is_in(requests["source_row"], pa.array(sorted(source_rows), pa.int64())),
+                pc.is_in(requests["finish_reason"], pa.array(["stop", "length"])),
+            )
+        )
+        numbers = requests["request"].combine_chunks()
+        served = dict(zip(requests["source_row"].to_pylist(), numbers.to_pylist(), strict=True))
+        spans = catalog.table("spans", run)
+        spans = spans.filter(pc.is_in(spans["request"], numbers))
         owners: dict[int, list[tuple[int, int, int]]] = {}
-        for span in catalog.table("spans", run).to_pylist():
+        for span in spans.to_pylist():
             owner = {"captured": span["request"], "cache_ref": span["ref_request"]}
             request = owner.get(span["disposition"])
             if request is not None:
@@ -327,7 +335,8 @@ def _compare(
     chosen: list[tuple[Encoded, int, list[int]]],
 ) -> tuple[pa.Table, Outcome]:
     """Return the table and its outcome."""
-    replays = _Requests.of(alone, alone.run_ids[0])
+    source_rows = {encoded.prompt.row for encoded, _, _ in chosen}
+    replays = _Requests.of(alone, alone.run_ids[0], source_rows)
     columns: list[np.ndarray] = []
     numbers = compare.prefixes([tokens for _, _, tokens in chosen])
     for (encoded, number, tokens), prefix in zip(chosen, numbers, strict=True):
