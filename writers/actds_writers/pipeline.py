@@ -217,7 +217,9 @@ class Pipeline:
         self.failure = self.failure or ActdsError(
             "E502" if name == "writer" else "E505",
             f"{name} process",
-            got=f"it ended with code {self._processes[name].poll()}",
+            got="it has ended"
+            if self.link.live
+            else f"it ended with code {self._processes[name].poll()}",
             expected="it alive until the end",
         )
 
