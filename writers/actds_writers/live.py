@@ -168,7 +168,7 @@ class LiveRun:
         log.error(
             "actds: CAPTURE HAS ENDED, serving goes on. %s What is committed stays; every token "
             "from here on is accounted as aborted.",
-            error,
+            str(error).splitlines()[0],  # the advice after it is for a command
         )
 
     def drain(self, last_step: Callable[[], int], timeout_s: float) -> bool:
@@ -212,15 +212,7 @@ class LiveRun:
                 "actds: run %s is complete: %s rows stored, %s positions dropped, %s aborted, "
                 "%s filtered. When every engine has ended: actds seal",
                 self.link.run,
-                *(
-                    totals.get(name, 0)
-                    for totals, name in (
-                        (ended.writer, "rows"),
-                        (ended.census, "dropped"),
-                        (ended.census, "aborted"),
-                        (ended.census, "filtered"),
-                    )
-                ),
+                *(ended.census.get(n, 0) for n in ("captured", "dropped", "aborted", "filtered")),
             )
         except ActdsError as error:
             log.error("actds: run %s: %s", self.link.run, error)
