@@ -259,7 +259,8 @@ def _summary(
         )
     return (
         "Under `block` nothing was lost and the engine ran at "
-        f"{_interval(speeds['block'], 100, 0, ' %')} of its speed. {' '.join(said)} In this run, then, loss under backpressure was "
+        f"{_interval(speeds['block'], 100, 0, ' %')} of its plain speed. "
+        f"{' '.join(said)} In this run, then, loss under backpressure was "
         f"{_at_random(found)}. This is one model, one machine and one kind of traffic."
     )
 
