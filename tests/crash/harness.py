@@ -33,6 +33,7 @@ from actds.ledger import Chain
 from actds.schema.v0_1 import ShardBody
 from actds_validators.validate import validate
 from actds_writers import census_process, serve, writer_process
+from actds_writers.link import Link
 from actds_writers.pipeline import Pipeline
 from actds_writers.recover import recover
 
@@ -189,6 +190,7 @@ def tell_acknowledgements(voice: int) -> None:
 def produce(out: Path, voice: int, policy: str, n_requests: int, *, synced: bool) -> int:
     """Harvest; end as a command does whose engine or pipeline fails."""
     silence()
+    Link.connect.__defaults__ = (FIRST_CONTACT_S,)  # a peer may have died before it listened
     ForkedPipeline.voice, ForkedPipeline.synced = voice, synced
     synthetic_engine.Pipeline = ForkedPipeline
     pipeline = pipeline_for(out, policy)

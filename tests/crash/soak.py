@@ -113,7 +113,7 @@ def judge(figures: dict[str, Figures]) -> list[str]:
 
 def tell(name: str, figures: Figures, wanted: int) -> None:
     """Say how far it is."""
-    if figures.ends % 20 == 0 or figures.faults or figures.ends >= wanted:
+    if figures.ends % 10 == 0 or figures.faults or figures.ends >= wanted:
         print(
             f"{name}: {figures.ends} of {wanted}, {figures.acknowledged:,} rows acknowledged, "
             f"{figures.lost} lost, {figures.phantom} phantom, {len(figures.faults)} faults",
