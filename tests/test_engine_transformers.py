@@ -17,6 +17,8 @@ from tiny import make_random_model
 import actds
 from actds.errors import ActdsError
 
+pytestmark = pytest.mark.engine
+
 HOOKS = ("resid_post.0", "resid_post.2")
 OPTIONS = ("--writer", "transformers", "--hooks", "resid_post:0,2", "--max-tokens", "7")
 # Batches of four whose prompts are prefilled in chunks of 12 columns: padding in both directions.
