@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import signal
@@ -32,6 +33,7 @@ from actds_writers.sampling import SamplingRules
 from actds_writers.sender import Sender
 from actds_writers.settings import WriterSettings
 from actds_writers.vllm import serving
+from actds_writers.vllm.plugin import when_imported
 from actds_writers.vllm.scheduler import OWNERS_PER_BLOCK, SchedulerWitness
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
@@ -317,6 +319,22 @@ def test_async_scheduling_is_switched_off_before_the_scheduler_exists() -> None:
     config = engine_config()
     serving.schedule_in_step(config)
     assert config.scheduler_config.async_scheduling is False
+
+
+def test_the_plugin_imports_nothing_and_comes_in_when_the_engine_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_engine.py").write_text("NAME = 'engine'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before, seen = list(sys.meta_path), []
+    when_imported("late_engine", lambda module: seen.append(module.NAME))
+    assert (seen, "late_engine" in sys.modules) == ([], False)
+    importlib.import_module("late_engine")
+    assert seen == ["engine"]
+    assert sys.meta_path == before
+    when_imported("late_engine", lambda module: seen.append(module.__name__))
+    assert seen == ["engine", "late_engine"]
+    del sys.modules["late_engine"]
 
 
 def request(engine_id: str, n_blocks: int, first: int = 0, **fields: Any) -> SimpleNamespace:

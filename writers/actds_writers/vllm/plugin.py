@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from actds_writers.link import ENVIRONMENT, Link
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from actds.schema.v0_1 import CloseReason
     from actds_writers.live import LiveRun
 
+EXECUTOR = "vllm.v1.executor.abstract"
 DRAIN_TIMEOUT_S = 300.0
 CRASH_PATIENCE_S = 5.0
 """After a crash the last step may never have been run, and nobody would hand it over."""
@@ -44,7 +50,7 @@ def register() -> None:
     if link is not None:
         _attach(link)
     else:
-        _wrap_executor()
+        when_imported(EXECUTOR, _wrap_executor)
 
 
 def close() -> None:
@@ -65,15 +71,49 @@ def _attach(link: Link) -> None:
         _wrap_scheduler()
 
 
-def _wrap_executor() -> None:
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call ``then`` with a module once it is there; imports nothing itself.
+
+    Some of vLLM's processes load plugins and never need its executor, which takes seconds.
+    """
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Watch(name, then))
+
+
+class _Watch(MetaPathFinder):
+    """Waits for one import, and leaves."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        """Return the module's own spec, whose loader calls back."""
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute: Callable[[ModuleType], None] = spec.loader.exec_module
+
+        def executing(module: ModuleType) -> None:
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = executing  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap_executor(module: Any) -> None:
     """Start a live harvest when an engine core with its settings builds its executor.
 
     The plugin is loaded while the engine core is being built; its executor is the first thing
     built after that, and before scheduler and workers.
     """
-    from vllm.v1.executor.abstract import Executor
-
-    init = Executor.__init__
+    executor = module.Executor
+    init = executor.__init__
 
     @functools.wraps(init)
     def initialising(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -89,7 +129,7 @@ def _wrap_executor() -> None:
             live.end("failed")
             raise
 
-    Executor.__init__ = initialising
+    executor.__init__ = initialising
 
 
 def _start_live(vllm_config: Any, document: Any) -> LiveRun:
