@@ -36,7 +36,7 @@ class Readouts:
         n_probes: user's probes per hook.
         probes_sha256: digest of the probes' file in the dataset, ``None`` without probes.
 
-    Spec: 0.1 section 7.5.
+    Spec: 0.1 section 7.8.
     """
 
     n_projections: int
@@ -78,7 +78,7 @@ def directions(n_projections: int, d_model: int, seed: int) -> Floats:
     Every entry is plus or minus ``1 / sqrt(d_model)``; the signs are bits of a SHAKE-256 stream,
     so that any language makes the same ones.
 
-    Spec: 0.1 section 7.5.
+    Spec: 0.1 section 7.8.
     """
     name = f"actds projections {seed} {d_model}".encode("ascii")
     n_bits = n_projections * d_model
@@ -111,7 +111,7 @@ def compute(rows: Floats, packed: Floats) -> Floats:
         rows: the stored rows as float32 ``(n, d_model)``.
         packed: the hook's matrix ``(d_model, width - 1)``.
 
-    Spec: 0.1 section 7.5.
+    Spec: 0.1 section 7.8.
     """
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     numbers: Floats = np.concatenate([norms, rows @ packed], axis=1).astype(np.float32)

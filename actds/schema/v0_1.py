@@ -182,7 +182,7 @@ class RunRecord(Document):
 
     @property
     def has_probes(self) -> bool:
-        """Return whether the run stores the probes of its readouts, section 7.5."""
+        """Return whether the run stores the probes of its readouts, section 7.8."""
         return '"probes_sha256":"' in str(self.fields["capture.readouts"].value)
 
 

@@ -112,7 +112,7 @@ def is_foreign(
         prefix: equal where the tokens up to the row are equal.
         computed: type that the rows were computed or stored in, the coarser of both.
 
-    Spec: 0.1 section 7.6.
+    Spec: 0.1 section 7.9.
     """
     foreign = relative > FAR[computed]
     unsure = np.flatnonzero(~foreign & (relative > NEAR[computed]))

@@ -31,7 +31,7 @@ def plan_readouts(
     Raises:
         ActdsError: E015 when the file does not fit the hooks.
 
-    Spec: 0.1 section 7.5.
+    Spec: 0.1 section 7.8.
     """
     if path is None:
         return Readouts(DEFAULT_PROJECTIONS, seed), None

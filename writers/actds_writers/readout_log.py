@@ -49,7 +49,7 @@ class ReadoutLog:
         lane: shared memory of the lane and its size.
         before_commit: as in ``Committer``.
 
-    Spec: 0.1 section 7.5.
+    Spec: 0.1 section 7.8.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ def check_canary(inventory: Inventory) -> None:
         inventory: the dataset; notes E418 for a row of another request, E414 for a line that
             names no stored row.
 
-    Spec: 0.1 section 7.6.
+    Spec: 0.1 section 7.9.
     """
     for run in inventory.runs_with_data:
         if not inventory.parts.get((run, "canary")):

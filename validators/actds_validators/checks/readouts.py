@@ -104,7 +104,7 @@ def check_readouts(inventory: Inventory, *, values: bool) -> dict[str, RunReadou
     Returns:
         The readouts by run, of those runs that have any and whose tables can be read.
 
-    Spec: 0.1 section 7.5.
+    Spec: 0.1 section 7.8.
     """
     found: dict[str, RunReadouts] = {}
     for run, record in sorted(inventory.runs.items()):

@@ -40,7 +40,7 @@ def check_values(
         progress: called with the decoded bytes of each hook of each shard that is done.
         readouts: by run, to be compared with those computed again.
 
-    Spec: 0.1 sections 4.4 and 7.5.
+    Spec: 0.1 sections 4.4 and 7.8.
     """
     for manifest in inventory.shards:
         try:
