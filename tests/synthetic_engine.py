@@ -47,16 +47,16 @@ class SyntheticEngine:
     Only the model is missing: what its hooks would leave is written into their buffers.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, device: str = "cpu") -> None:
         link = pipeline.link
         self.scheduler = link.connect("census", "scheduler")
         self.readouts = Readouts.from_field(link.readouts, "readouts")
         self.probes = np.load(link.probes_path) if link.probes_path else None
         width = self.readouts.width if self.readouts else 0
         self.buffers = HookBuffers(
-            torch.zeros(len(HOOKS), MAX_ROWS, D_MODEL, dtype=torch.bfloat16),
-            torch.zeros(len(HOOKS), dtype=torch.int64),
-            torch.zeros(len(HOOKS), MAX_ROWS, width),
+            torch.zeros(len(HOOKS), MAX_ROWS, D_MODEL, dtype=torch.bfloat16, device=device),
+            torch.zeros(len(HOOKS), dtype=torch.int64, device=device),
+            torch.zeros(len(HOOKS), MAX_ROWS, width, device=device),
         )
         self.stages = Stages(link, self.buffers, HOOKS, MAX_ROWS)
         self.drops: list[int] = []
@@ -113,9 +113,9 @@ class SyntheticEngine:
         if self.readouts is not None:
             packed = matrix(self.readouts, self.probes, len(HOOKS), D_MODEL)
             for hook in range(len(HOOKS)):
-                rows = self.buffers.rows[hook, :n].float().numpy()
+                rows = self.buffers.rows[hook, :n].float().cpu().numpy()
                 self.buffers.readouts[hook, :n] = torch.from_numpy(compute(rows, packed[hook]))
-        ids = torch.from_numpy(positions)
+        ids = torch.from_numpy(positions).to(self.buffers.rows.device)
         step = Step(
             self.n_steps, one, one * 0 + n, one * 0 + PROMPT_LEN, (left_out,), (), 5, "eager"
         )
