@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,6 +370,24 @@ def test_refuses_what_is_no_dataset(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["recover", str(tmp_path)])
     assert done.exit_code == 3
     assert "E101" in done.output
+
+
+def test_queue_meters_without_rows_need_no_journal(tmp_path: Path) -> None:
+    """The census dies before it saw anything; the writer still tells of its queues, and closes."""
+    out = tmp_path / "acts"
+    pipeline = pipeline_for(out)
+    try:
+        engine = SyntheticEngine(pipeline)
+        while not list(out.glob("runs/*.json")):
+            time.sleep(0.01)
+        kill(pipeline, "census")
+        engine.close()
+    finally:
+        pipeline.__exit__()
+    assert list(out.glob("losses/*/occupancy-*.parquet"))
+    [run] = recover(out).runs
+    assert (run.outcome, run.n_rows, run.n_segments) == ("recovered", 0, 0)
+    assert clean(out).n_rows == 0
 
 
 def test_a_resume_recovers_first_and_knows_what_is_finished(copy: Path) -> None:

@@ -184,7 +184,7 @@ def _recover_run(
     ended = end_writer_chain(store, catalog.genesis.dataset, run)
     if ended is None or not (found.n_segments or run in runs_with_data(catalog)):
         return replace(found, outcome="empty")
-    if not found.n_segments:
+    if not found.n_segments and _tells_of_rows(catalog, run):
         return replace(found, outcome="unaccountable")
     totals = _replay(store, catalog, run, ended)
     return replace(found, outcome="recovered", totals=totals)
@@ -196,6 +196,12 @@ def _is_accounted(catalog: Catalog, run: str) -> bool:
         for chain in catalog.chains.values()
     )
     return closed and all(catalog.parts.get((run, table)) for table in CENSUS_TABLES)
+
+
+def _tells_of_rows(catalog: Catalog, run: str) -> bool:
+    """Return whether anything committed needs a census: queue meters alone do not."""
+    shards = any(manifest.run == run for manifest in (*catalog.shards, *catalog.replaced))
+    return shards or any(catalog.parts.get((run, table)) for table in ("drops", "readouts"))
 
 
 def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[str, int]:
