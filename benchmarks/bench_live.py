@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60, help="requests per round and server")
     parser.add_argument("--rate", type=float, default=15.0, help="requests per second, on average")
     parser.add_argument("--hooks", default=HOOKS)
+    parser.add_argument("--servers", type=int, default=4, help="how many of the four, 2 at least")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -147,13 +148,13 @@ def main() -> None:
         sampled = {**capture, "out": str(folder / "sampled"), "fraction": 0.1}
         configurations = {
             "plain": None,
-            "plain again": None,
             "capture": capture,
+            "plain again": None,
             "capture, fraction 0.1": sampled,
         }
         servers: dict[str, Server] = {}
         try:
-            for name, configuration in configurations.items():
+            for name, configuration in list(configurations.items())[: options.servers]:
                 servers[name] = Server(
                     model, folder / f"{len(servers)}.log", configuration,
                     "--enforce-eager", "--max-model-len", "1024", "--no-async-scheduling",
