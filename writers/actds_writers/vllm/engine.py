@@ -57,8 +57,8 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._params, self._temperature = SamplingParams, temperature
-        # The hooks change the compiled graph, so they must enter the key of the compile cache.
-        hooks = [f"{kind}:{layer}" for kind, layer in link.hooks] if link else []
+        # What changes the compiled graph must enter the key of the compile cache.
+        additional = {"actds": _graph(link)} if link else {}
         try:
             with _deaf_to_interrupts():
                 arguments = EngineArgs(
@@ -67,7 +67,7 @@ class Engine:
                         "model": str(model),
                         "seed": seed,
                         "async_scheduling": False,
-                        "additional_config": {"actds": {"hooks": hooks}},
+                        "additional_config": additional,
                     }
                 )
                 self._engine: Any = LLMEngine.from_engine_args(arguments)
@@ -122,6 +122,12 @@ class Engine:
         self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
         plugin.close()
         os.environ.pop(ENVIRONMENT, None)
+
+
+def _graph(link: Link) -> dict[str, Any]:
+    """Return what capture adds to the model's graph."""
+    hooks = [f"{kind}:{layer}" for kind, layer in link.hooks]
+    return {"hooks": hooks, "readouts": link.readouts}
 
 
 @contextlib.contextmanager
