@@ -214,4 +214,4 @@ def test_blocking_makes_the_engine_wait_and_loses_nothing(tmp_path: Path) -> Non
     stalls = dataset.stalls().to_pylist()
     # The ring fills, then what waits before it; the engine waits last.
     assert engine.stalls > 0
-    assert {stall["stage"] for stall in stalls} == {"ring", "staging"}
+    assert {"ring", "staging"} <= {stall["stage"] for stall in stalls}

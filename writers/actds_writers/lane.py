@@ -57,14 +57,13 @@ class Lane:
         """Return the steps whose readouts the writer has not copied yet."""
         return self._space.depth
 
-    def put(self, step: int, rows: Rows, readouts: torch.Tensor, stall: Stall | None) -> None:
+    def put(self, step: int, rows: Rows, readouts: torch.Tensor) -> None:
         """Copy the readouts of a step into the lane, waiting for room if need be.
 
         Args:
             step: number of the step.
             rows: whose they are.
             readouts: float32 ``(n_hooks, n, width)`` in host memory.
-            stall: a wait of the stage before.
 
         Raises:
             ActdsError: E502 when the writer is gone.
@@ -75,9 +74,7 @@ class Lane:
         typed(self._memory, offset, tuple(readouts.shape), torch.float32).copy_(readouts)
         nbytes = readouts.numel() * readouts.element_size()
         self._waiting.put(
-            StepReadouts(
-                step, offset, nbytes, rows.requests, rows.positions, waited or stall, self.depth
-            )
+            StepReadouts(step, offset, nbytes, rows.requests, rows.positions, waited, self.depth)
         )
 
     def close(self) -> None:

@@ -157,6 +157,13 @@ class StepDropped:
 
 
 @dataclass(frozen=True)
+class StepsDropped:
+    """Losses one after the other, in step order; one acknowledgement answers them all."""
+
+    losses: tuple[StepDropped, ...]
+
+
+@dataclass(frozen=True)
 class StepReadouts:
     """The readouts of one step lie in the lane, float32 ``(n_hooks, n_rows, width)``.
 

@@ -22,16 +22,17 @@ import numpy as np
 
 from actds.errors import ActdsError
 from actds_writers.link import Policy
-from actds_writers.messages import RingFree, Stall, StepDropped, StepRows
+from actds_writers.messages import RingFree, Stall, StepDropped, StepRows, StepsDropped
 from actds_writers.ring import RingSpace
 
 NO_TOKENS = np.empty(0, np.int64)
 AHEAD = 2
 """Messages that the writer may hold at once; the next is announced while it copies the last."""
+LOSSES_AT_ONCE = 256
 NOTES_NBYTES = 64 << 20
 """Memory of the notes on dropped steps; beyond it the engine waits, whatever the policy."""
 
-State = Literal["staged", "moving", "ready", "dropped"]
+State = Literal["staged", "moving", "ready", "sent", "dropped"]
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Entry:
     Args:
         step: number of the step.
         slot: where it lies in the staging ring, ``None`` when it holds no rows there.
-        state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, or ``dropped``.
+        state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, ``sent``, or ``dropped``.
         reason: why it was dropped.
         stalls: when a stage waited for it.
         message: what the writer is told; set when the rows' identity is known.
@@ -81,6 +82,9 @@ class Handover:
         self._writer, self._staging, self._ring = writer, staging, ring
         self._policy, self._on_drop = policy, on_drop
         self._queue: deque[Entry] = deque()
+        # The same entries by what may be given up; those that went on are passed over.
+        self._in_staging: deque[Entry] = deque()
+        self._in_ring: deque[Entry] = deque()
         self._n_ahead = 0
         self._notes_nbytes = 0
         self._changed = threading.Condition()
@@ -131,6 +135,8 @@ class Handover:
                     self._drop(entry, "queue_full" if self._ring_is_full else "dma_backpressure")
                     break
             self._queue.append(entry)
+            if entry.slot is not None:
+                self._in_staging.append(entry)
             return entry
 
     # the transfer's thread --------------------------------------------------------------------
@@ -181,6 +187,8 @@ class Handover:
                 self._note(entry)
             else:
                 entry.state = "ready"
+                if entry.message.nbytes:
+                    self._in_ring.append(entry)
             self._pump()
 
     def tell(self, message: object) -> None:
@@ -228,8 +236,9 @@ class Handover:
 
     def _drop_staged(self) -> bool:
         """Give up the oldest step that waits in stage 1; return whether there was one."""
-        for waiting in self._queue:
-            if waiting.state == "staged" and waiting.slot is not None:
+        while self._in_staging:
+            waiting = self._in_staging.popleft()
+            if waiting.state == "staged":
                 self._free_slot(waiting)
                 self._drop(waiting, "queue_full" if self._ring_is_full else "dma_backpressure")
                 return True
@@ -237,8 +246,9 @@ class Handover:
 
     def _drop_ready(self) -> bool:
         """Give up the oldest step that the writer does not hold; return whether there was one."""
-        for waiting in self._queue:
-            if waiting.state == "ready" and waiting.message is not None and waiting.message.nbytes:
+        while self._in_ring:
+            waiting = self._in_ring.popleft()
+            if waiting.state == "ready" and waiting.message is not None:
                 self._ring.free(waiting.message.offset)
                 self._drop(waiting, "queue_full")
                 self._note(waiting)
@@ -261,25 +271,40 @@ class Handover:
         """Announce steps to the writer, as many as it may hold, in step order."""
         self._check()
         # A loss counts as well: to a writer that stands still nothing may be sent without end.
-        while self._queue and self._queue[0].message is not None and self._n_ahead < AHEAD:
-            entry = self._queue.popleft()
+        while self._n_ahead < AHEAD and (message := self._next()) is not None:
             self._n_ahead += 1
-            message = self._announcement(entry)
             try:
                 self._writer.send(message)
             except OSError:
                 self._gone = True
                 self._changed.notify_all()
                 self._check()
+        for book, state in ((self._in_staging, "staged"), (self._in_ring, "ready")):
+            while book and book[0].state != state:
+                book.popleft()
         self._changed.notify_all()
 
-    def _announcement(self, entry: Entry) -> StepRows | StepDropped:
-        assert entry.message is not None
-        if entry.state != "dropped":
-            return entry.message
-        self._notes_nbytes -= _note_nbytes(entry.message)
-        reason = entry.reason or "queue_full"
-        return StepDropped(entry.message, reason, self._policy, entry.dropped_ns, entry.depth)
+    def _next(self) -> StepRows | StepsDropped | None:
+        """Return what the writer is told next: a step, or all losses up to the next one."""
+        losses: list[StepDropped] = []
+        while self._queue and self._queue[0].message is not None:
+            entry = self._queue[0]
+            message = entry.message
+            assert message is not None
+            if entry.state == "dropped" and len(losses) < LOSSES_AT_ONCE:
+                self._queue.popleft()
+                self._notes_nbytes -= _note_nbytes(message)
+                reason = entry.reason or "queue_full"
+                losses.append(
+                    StepDropped(message, reason, self._policy, entry.dropped_ns, entry.depth)
+                )
+            elif losses:
+                break
+            else:
+                self._queue.popleft()
+                entry.state = "sent"
+                return message
+        return StepsDropped(tuple(losses)) if losses else None
 
     def _listen(self) -> None:
         """Take the writer's acknowledgements for as long as it lives."""

@@ -100,7 +100,6 @@ class _Moving:
     narrow: int
     done: Mark
     t_ns: int
-    stall: Stall | None
     message: StepRows | None = None
     failed: bool = False
     identified: threading.Event | None = None
@@ -230,7 +229,9 @@ class Stages:
         seen.copy_(self._buffers.seen)
         readouts.copy_(self._buffers.readouts[:, :n])
         entry = self._handover.admit(0 if step.keeps_nothing else n * self._row_nbytes, step.step)
-        self.n_engine_waits += bool(entry.stalls or stall)
+        if stall is not None:
+            entry.stalls.insert(0, stall)
+        self.n_engine_waits += bool(entry.stalls)
         if entry.slot is not None:
             self._staged(entry.slot, n).copy_(self._buffers.rows[:, :n])
         moving = _Moving(
@@ -240,7 +241,6 @@ class Stages:
             narrow,
             Mark(self._device, timed=True),
             time.time_ns(),
-            stall,
             identified=threading.Event(),
         )
         self._unidentified.put(moving)
@@ -322,7 +322,7 @@ class Stages:
             if kept is not None:
                 readouts = readouts[:, torch.from_numpy(kept)]
                 rows = Rows(rows.requests[kept], positions[kept])
-            self.lane.put(step.step, rows, readouts, moving.stall)
+            self.lane.put(step.step, rows, readouts)
         duration = moving.done.nanoseconds_since(step.began) if step.began else None
         self._executed(step, duration or step.duration_ns, max(int(seen.max()), n))
 
@@ -405,7 +405,7 @@ class Stages:
                 self._narrow_freed.wait(0.1)
                 self._check()
         duration = time.monotonic_ns() - began
-        return offset, Stall("readouts", began_ns, duration, depth, step) if waited else None
+        return offset, Stall("staging", began_ns, duration, depth, step) if waited else None
 
     def _device_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

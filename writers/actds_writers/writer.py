@@ -33,6 +33,7 @@ from actds_writers.messages import (
     Stall,
     StepDropped,
     StepRows,
+    StepsDropped,
     WorkerHello,
 )
 from actds_writers.meters import Meters
@@ -132,8 +133,13 @@ class Writer:
             disk_write_latency_p99=self._committer.latency_p99(),
         )
 
-    def dropped(self, message: StepDropped) -> RingFree:
-        """Log a step that never came; return the acknowledgement."""
+    def dropped(self, message: StepsDropped) -> RingFree:
+        """Log steps that never came; return the acknowledgement."""
+        for loss in message.losses:
+            self._log_loss(loss)
+        return self._taken(None)
+
+    def _log_loss(self, message: StepDropped) -> None:
         self._stalls += message.rows.stalls
         self.meters.step(message.rows)
         self.last_step = message.rows.step
@@ -147,7 +153,6 @@ class Writer:
             "cache_hit_ratio": None,
         }
         self._losses.add(message, self._assembly.lost(message.rows), state)
-        return taken
 
     def finish(self, reason: CloseReason) -> dict[str, int]:
         """Commit what is buffered, close the chain; return its totals.

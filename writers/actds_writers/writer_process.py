@@ -24,8 +24,8 @@ from actds_writers.messages import (
     Finish,
     Progress,
     Secure,
-    StepDropped,
     StepRows,
+    StepsDropped,
     WorkerHello,
 )
 from actds_writers.readout_log import LaneEnd
@@ -85,7 +85,7 @@ class WriterProcess:
             self._writer = self._begin(message)
         elif isinstance(message, StepRows) and self._writer is not None:
             return self._writer.step(message)
-        elif isinstance(message, StepDropped) and self._writer is not None:
+        elif isinstance(message, StepsDropped) and self._writer is not None:
             return self._writer.dropped(message)
         elif isinstance(message, Failed):
             raise message.error()
