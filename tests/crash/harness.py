@@ -190,7 +190,8 @@ def tell_acknowledgements(voice: int) -> None:
 def produce(out: Path, voice: int, policy: str, n_requests: int, *, synced: bool) -> int:
     """Harvest; end as a command does whose engine or pipeline fails."""
     silence()
-    Link.connect.__defaults__ = (FIRST_CONTACT_S,)  # a peer may have died before it listened
+    # A peer may have died before it listened.
+    Link.connect.__defaults__ = (FIRST_CONTACT_S, *Link.connect.__defaults__[1:])
     ForkedPipeline.voice, ForkedPipeline.synced = voice, synced
     synthetic_engine.Pipeline = ForkedPipeline
     pipeline = pipeline_for(out, policy)
