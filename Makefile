@@ -45,7 +45,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench clean distclean
+.PHONY: help install demo test lint bench crash cuda clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -93,6 +93,15 @@ bench: $(STAMP) $(DEMO)/model/config.json ## run the benchmarks, each of which p
 	@set -e; for bench in benchmarks/bench_*.py; do \
 	  test -e "$$bench" || { echo "make bench: no benchmark yet"; break; }; \
 	  echo "== $$bench"; $(BIN)/python "$$bench"; done
+
+crash: $(STAMP) ## kill and cut power 572 times, recover each time (half an hour; root for the power cuts)
+	$(BIN)/python tests/crash/soak.py --kills 500 --power-cuts 52 --engine-kills 20
+
+# Needs torch with a GPU in the environment it is called from, and no vLLM: CUDA_PYTHON names it.
+CUDA_PYTHON ?= python3
+cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under pressure, GB/s
+	PYTHONPATH=.:writers:validators:tests $(CUDA_PYTHON) -m pytest -q tests/test_cuda.py
+	PYTHONPATH=.:writers:validators $(CUDA_PYTHON) benchmarks/bench_cuda.py
 
 clean: ## remove what the demo and the tools made; .venv and the demo model stay
 	rm -rf $(DEMO)/acts $(DEMO)/prompts.jsonl build dist .pytest_cache .mypy_cache .ruff_cache \
