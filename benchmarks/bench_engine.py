@@ -1,10 +1,11 @@
-"""Tokens/s of vLLM with capture of 2 and of all layers against none, interleaved in one run.
+"""Tokens/s of vLLM with capture against none and against naive hooks, interleaved in one run.
 
-    python benchmarks/bench_engine.py [--model demo/model] [--rounds 5] [--compiled]
+    python benchmarks/bench_engine.py [--variants none,two,...] [--batch 8] [--compiled]
 
 One engine per variant stays up for the whole benchmark; rounds go round robin, each the same
 requests, the prefix cache emptied before. CPU seconds are those of the engine's process; the
-writer's own stand beside them.
+writer's own stand beside them. Naive hooks are Python functions that copy and ``np.save``, which
+only an eager engine calls.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -32,7 +36,36 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-VARIANTS = {"none": None, "2 layers": "resid_post:10,20", "all layers": "resid_post:all"}
+TWO, EVERY = "resid_post:10,20", "resid_post:all"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What an engine does beside serving."""
+
+    label: str
+    hooks: str | None = None
+    readouts: bool = True
+    n_probes: int = 0
+    naive: bool = False
+    in_memory: bool = False
+
+
+VARIANTS = {
+    "none": Variant("none"),
+    "again": Variant("none, a second engine"),
+    "two": Variant("2 hooks", TWO),
+    "two-bare": Variant("2 hooks, no readouts", TWO, readouts=False),
+    "two-null": Variant("2 hooks, dataset in memory", TWO, in_memory=True),
+    "two-probes": Variant("2 hooks, 1,000 probes", TWO, n_probes=1000),
+    "two-naive": Variant("2 hooks, naive np.save", TWO, readouts=False, naive=True),
+    "two-naive-readouts": Variant("2 hooks, naive readouts", TWO, naive=True),
+    "two-naive-probes": Variant("2 hooks, naive 1,000 probes", TWO, n_probes=1000, naive=True),
+    "all": Variant("all hooks", EVERY),
+    "all-bare": Variant("all hooks, no readouts", EVERY, readouts=False),
+    "all-null": Variant("all hooks, dataset in memory", EVERY, in_memory=True),
+    "all-naive": Variant("all hooks, naive np.save", EVERY, readouts=False, naive=True),
+}
 
 
 def main() -> None:
@@ -46,6 +79,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--variants", default="none,again,two,two-probes,two-naive,all,all-naive")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant is not None:
@@ -60,7 +94,8 @@ def main() -> None:
 def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Return the rounds of every variant."""
     children = {}
-    for name in VARIANTS:
+    names = options.variants.split(",")
+    for name in names:
         arguments = [a for a in sys.argv[1:] if not a.startswith("--json")]
         children[name] = subprocess.Popen(
             [sys.executable, __file__, *arguments, "--variant", name],
@@ -71,8 +106,8 @@ def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
         )
         answer(children[name])  # one engine starts at a time
         print(f"{name}: engine is up", file=sys.stderr, flush=True)
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    order = list(VARIANTS)
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    order = list(names)
     for number in range(options.rounds + 1):
         random.Random(number).shuffle(order)
         for name in order:
@@ -97,7 +132,7 @@ def answer(child: subprocess.Popen[str]) -> dict[str, float]:
 
 def serve(options: argparse.Namespace) -> None:
     """Run one variant: a line on standard input runs a round."""
-    hooks = VARIANTS[options.variant]
+    variant = VARIANTS[options.variant]
     arguments = {
         "dtype": options.dtype,
         "enforce_eager": not options.compiled,
@@ -106,8 +141,9 @@ def serve(options: argparse.Namespace) -> None:
         "distributed_executor_backend": "uni",
     }
     requests = prompts(options)
-    with tempfile.TemporaryDirectory() as folder:
-        engine, pipeline = start(options.model, hooks, arguments, Path(folder) / "acts")
+    memory = "/dev/shm" if variant.in_memory else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        engine, pipeline = start(options.model, variant, arguments, Path(folder) / "acts")
         print("RESULT {}", flush=True)
         for _ in sys.stdin:
             engine._engine.reset_prefix_cache()
@@ -127,7 +163,7 @@ def serve(options: argparse.Namespace) -> None:
             pipeline.__exit__()
 
 
-def start(model: Path, hooks: str | None, arguments: dict[str, Any], out: Path) -> tuple[Any, Any]:
+def start(model: Path, variant: Variant, arguments: dict[str, Any], out: Path) -> tuple[Any, Any]:
     """Return an engine, with a pipeline when it captures."""
     from actds_writers.pipeline import Pipeline
     from actds_writers.plan import WriteOptions, make_plan
@@ -135,42 +171,80 @@ def start(model: Path, hooks: str | None, arguments: dict[str, Any], out: Path) 
     from actds_writers.settings import WriterSettings
     from actds_writers.vllm import engine as engines
 
-    if hooks is None:
+    if variant.hooks is None or variant.naive:
         engine = engines.Engine(model, arguments, None, temperature=0.0, seed=0)
+        if variant.naive:
+            add_naive_hooks(engine, variant, out)
         return engine, None
-    source = out.parent / "prompts.jsonl"
+    source, probes = out.parent / "prompts.jsonl", None
     source.write_text('{"prompt": "x"}\n')
+    if variant.n_probes:
+        probes = out.parent / "probes.npy"
+        np.save(probes, probe_matrix(variant.n_probes, model).T)
     plan = make_plan(
         WriteOptions(
-            out,
-            model,
-            str(source),
-            hooks,
-            1,
-            0.0,
-            0,
-            arguments,
-            False,
-            False,
-            "permuted",
-            None,
-            256,
-            None,
-            "block",
+            out=out, model=model, prompts=str(source), hooks=variant.hooks, max_tokens=1,
+            temperature=0.0, seed=0, engine=arguments, resume=False, skip_broken=False,
+            order="permuted", rows_per_shard=None, ring_mib=256, store_dtype=None,
+            overflow="block", readouts=variant.readouts, probes=probes,
         )
-    )
+    )  # fmt: skip
     out.mkdir()
     settings = WriterSettings(
         root=str(out), dataset=secrets.token_hex(16), run="r-bench", resume=False,
         started_ns=time.time_ns(), software="bench", facts=plan.facts, tokens=plan.tokens,
         rows_per_shard=plan.rows_per_shard, order="permuted", seed=0, n_threads=1,
+        readouts=plan.readouts,
     )  # fmt: skip
     pipeline = Pipeline(
-        plan.hooks, None, "block", 256 << 20, settings, os.getpid(), lock_dataset(out)
-    )
+        plan.hooks, None, "block", 256 << 20, settings, os.getpid(), lock_dataset(out),
+        probes=plan.probes,
+    )  # fmt: skip
     pipeline.connect()
     engine = engines.Engine(model, arguments, pipeline.link, temperature=0.0, seed=0)
     return engine, pipeline
+
+
+def probe_matrix(n_probes: int, model: Path) -> np.ndarray:
+    """Return random probes, float32 ``(d_model, n_probes)``."""
+    d_model = int(json.loads((model / "config.json").read_text())["hidden_size"])
+    return np.random.default_rng(0).normal(size=(d_model, n_probes)).astype(np.float32)
+
+
+def add_naive_hooks(engine: Any, variant: Variant, out: Path) -> None:
+    """Hook decoder layers as one does in a notebook: copy out, compute, save, at every step."""
+    import torch
+
+    from actds_writers.capture import decoder_layers
+
+    out.mkdir()
+    core = engine._engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    layers = decoder_layers(runner.model)
+    wanted = sorted(layers) if variant.hooks == EVERY else [10, 20]
+    weights = None
+    if variant.readouts:
+        model = Path(runner.model_config.model)
+        weights = torch.from_numpy(probe_matrix(8 + variant.n_probes, model))
+
+    def save(layer: int) -> Any:
+        n_steps = 0
+
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            nonlocal n_steps
+            rows = output[0] + output[1]
+            path = out / f"{layer}-{n_steps % 64}.npy"
+            n_steps += 1
+            if weights is None:
+                np.save(path, rows.numpy().copy())
+                return
+            norms = rows.norm(dim=1, keepdim=True)
+            np.save(path, torch.cat([norms, rows @ weights], dim=1).numpy().copy())
+
+        return hook
+
+    for layer in wanted:
+        layers[layer].register_forward_hook(save(layer))
 
 
 def prompts(options: argparse.Namespace) -> list[list[int]]:
@@ -222,12 +296,13 @@ def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespac
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, rounds in results.items():
+        label = VARIANTS[name].label
         speed = [r["tokens_per_s"] for r in rounds]
         ratios = sorted(s / b for s, b in zip(speed, base, strict=True))
         engine = statistics.median(r["engine_cpu_s"] / c for r, c in zip(rounds, cpu, strict=True))
         writer = statistics.median(r["writer_cpu_s"] for r in rounds)
         lines.append(
-            f"| {name} | {statistics.median(speed):.0f} | {statistics.median(ratios):.3f} | "
+            f"| {label} | {statistics.median(speed):.0f} | {statistics.median(ratios):.3f} | "
             f"{ratios[0]:.2f}-{ratios[-1]:.2f} | {engine:.3f} | {writer:.2f} |"
         )
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

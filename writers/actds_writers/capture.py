@@ -76,11 +76,13 @@ class HookBuffers:
         rows: ``(n_hooks, max_rows, d_model)`` in the stored type, on the model's device.
         seen: int64 ``(n_hooks,)``: rows each hook saw in the last step, 0 when it did not run.
         readouts: float32 ``(n_hooks, max_rows, n_readouts)``, no column without readouts.
+        beside_nbytes: what the readouts need beside: directions and scratch.
     """
 
     rows: torch.Tensor
     seen: torch.Tensor
     readouts: torch.Tensor
+    beside_nbytes: int = 0
 
     def reset(self) -> None:
         """Forget what the hooks saw, before a step."""
@@ -89,7 +91,8 @@ class HookBuffers:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all buffers."""
-        return sum(tensor.nbytes for tensor in (self.rows, self.seen, self.readouts))
+        tensors = (self.rows, self.seen, self.readouts)
+        return self.beside_nbytes + sum(tensor.nbytes for tensor in tensors)
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
@@ -145,6 +148,7 @@ def install(
         rows=torch.zeros(len(layers), max_rows, d_model, dtype=dtype, device=device),
         seen=torch.zeros(len(layers), dtype=torch.int64, device=device),
         readouts=torch.zeros(len(layers), max_rows, n_readouts, device=device),
+        beside_nbytes=0 if directions is None else directions.nbytes + 4 * max_rows * d_model,
     )
     for index, layer in enumerate(layers):
         _hook(found[layer], buffers, index)
