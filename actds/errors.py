@@ -289,7 +289,7 @@ CODES: dict[str, Code] = {
         "ledger",
         "open chain",
         "A chain is neither closed nor fenced.",
-        "Wait for its writer, or go on with actds write --resume.",
+        "Wait for its writer, or end it with actds recover.",
         "8",
     ),
     "E306": Code(
@@ -338,7 +338,7 @@ CODES: dict[str, Code] = {
         "ledger",
         "broken journal",
         "The journal of a census lacks a segment, or one is not the next of its chain.",
-        "Restore the segment from a copy; without it the run cannot be accounted for.",
+        "Restore the segment from a copy; its rows stay readable, the run cannot be sealed.",
         "8.6",
     ),
     "E401": Code(
@@ -499,7 +499,7 @@ CODES: dict[str, Code] = {
         "writer",
         "census process ended",
         "The census process ended before the harvest did.",
-        "See its message above; the run cannot be accounted for.",
+        "See its message above; account for the run with actds recover.",
         "9",
     ),
     "E506": Code(
