@@ -205,11 +205,15 @@ class Handover:
                 self._gone = True
                 self._check()
 
-    def close(self) -> None:
-        """End the link; the writer learns that nothing more comes."""
+    def give_up(self) -> None:
+        """Wake whoever waits: nothing moves any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the link; the writer learns that nothing more comes."""
+        self.give_up()
         # A plain close leaves the socket open for as long as the listener waits on it.
         with socket.socket(fileno=os.dup(self._writer.fileno())) as link, suppress(OSError):
             link.shutdown(socket.SHUT_RDWR)

@@ -12,6 +12,7 @@ import mmap
 import queue
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -228,7 +229,11 @@ class Stages:
         ids[1].copy_(positions[:n])
         seen.copy_(self._buffers.seen)
         readouts.copy_(self._buffers.readouts[:, :n])
-        entry = self._handover.admit(0 if step.keeps_nothing else n * self._row_nbytes, step.step)
+        nbytes = 0 if step.keeps_nothing else n * self._row_nbytes
+        try:
+            entry = self._handover.admit(nbytes, step.step)
+        except ActdsError as error:
+            raise self._error or error from None
         if stall is not None:
             entry.stalls.insert(0, stall)
         self.n_engine_waits += bool(entry.stalls)
@@ -278,9 +283,9 @@ class Stages:
         while (moving := self._unidentified.get()) is not None:
             try:
                 self._identify(moving, copier, host)
-            except ActdsError as error:
+            except Exception as error:  # whatever ends it, the engine must not wait for ever
                 moving.failed = True
-                self._fail_quietly(error)
+                self._give_up(error)
             finally:
                 with self._narrow_freed:
                     self._narrow.free(moving.narrow)
@@ -337,8 +342,8 @@ class Stages:
                 return
             try:
                 self._move(moving, moving.message, copier)
-            except ActdsError as error:
-                self._fail_quietly(error)
+            except Exception as error:  # as above
+                self._give_up(error)
                 return
 
     def _move(self, moving: _Moving, message: StepRows, copier: Copier) -> None:
@@ -384,12 +389,15 @@ class Stages:
                     "E505", "census", got="the census process is gone", expected="a census"
                 ) from None
 
-    def _fail_quietly(self, error: ActdsError) -> None:
-        """Note what ended a thread; the engine's next step says so, if the writer cannot."""
-        try:
+    def _give_up(self, error: Exception) -> None:
+        """Note what ended a thread and tell the writer; the engine's next step says so."""
+        if not isinstance(error, ActdsError):
+            words = repr(error)[:500]
+            error = ActdsError("E901", "stages", got=words, expected="a step handed over")
+        with suppress(ActdsError):  # the writer may be what is gone
             self.fail(error)
-        except ActdsError:
-            self._error = self._error or error
+        self._error = self._error or error
+        self._handover.give_up()
 
     def _check(self) -> None:
         if self._error is not None:
