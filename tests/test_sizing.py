@@ -58,6 +58,7 @@ LOAD = Load(prefill=900.0, decode=100.0, tokens_per_request=500.0, tokens_per_st
 def test_constants_are_those_of_the_stages() -> None:
     assert sizing.ALIGNMENT == ring.ALIGNMENT
     assert sizing.NARROW_STEPS == stages.NARROW_STEPS
+    assert sizing.NARROW_NBYTES == stages.NARROW_NBYTES
     assert len(PHASES) + SPARE_BUFFERS == sizing.N_BUFFERS
     assert sizing.READOUT_PART_NBYTES == readout_log.PART_NBYTES
     columns = sum(np.dtype(kind).itemsize for kind in TOKEN_COLUMNS.values())

@@ -29,6 +29,7 @@ ALIGNMENT = 64
 PAGE = 4096
 PADDING_ROWS = 1024
 NARROW_STEPS = 4
+NARROW_NBYTES = 4 << 20
 N_BUFFERS = 3
 """Two phases being filled, and one that is being committed."""
 TOKEN_COLUMNS_NBYTES = 28
@@ -155,7 +156,7 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
     return MemoryBound(
         hooks=hooks,
         staging=max(sizes.staging_nbytes, step_nbytes),
-        narrow=NARROW_STEPS * narrow_step,
+        narrow=max(NARROW_NBYTES, NARROW_STEPS * narrow_step),
         ring=_up(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),
         lane=_up(lane, PAGE),
         buffers=N_BUFFERS * capacity * (g.row_nbytes + TOKEN_COLUMNS_NBYTES),

@@ -43,7 +43,9 @@ from actds_writers.ring import ALIGNMENT, RingSpace
 from actds_writers.transfer import Copier, Mark, host_memory, typed
 
 NARROW_STEPS = 4
-"""Steps of the largest size whose identity and readouts may wait on the device."""
+NARROW_NBYTES = 4 << 20
+"""Steps of the largest size whose identity and readouts may wait on the device, and bytes of them
+at least: only a full lane should ever make the engine wait for these."""
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -134,7 +136,7 @@ class Stages:
         row_step = _aligned(self._row_nbytes * max_rows)
         narrow_step = self._narrow_nbytes(max_rows)
         self._staging = RingSpace(max(link.staging_nbytes, row_step))
-        self._narrow = RingSpace(NARROW_STEPS * narrow_step)
+        self._narrow = RingSpace(max(NARROW_NBYTES, NARROW_STEPS * narrow_step))
         self._narrow_freed = threading.Condition()
         self._staging_memory = self._device_bytes(self._staging.capacity)
         self._narrow_memory = self._device_bytes(self._narrow.capacity)
