@@ -239,7 +239,7 @@ def test_the_field_of_a_run_record_is_read_back() -> None:
         "[]",
         '{"n_projections":-1,"n_probes":0,"probes_sha256":null,"seed":1}',
     ):
-        with pytest.raises(ActdsError, match="E10[23] x"):
+        with pytest.raises(ActdsError, match=r"E10[23] x"):
             Readouts.from_field(text, "x")
 
 
