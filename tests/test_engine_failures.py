@@ -143,8 +143,11 @@ def test_a_stalled_writer_under_a_drop_policy_costs_recorded_steps_only(tmp_path
     lost = sum(drop["stop"] - drop["start"] for drop in drops)
     assert lost > 0
     assert f"{lost:,} dropped" in stdout
-    assert {drop["drop_reason"] for drop in drops} == {"queue_full"}
-    assert all(drop["queue_depth_stage2"] > 0 for drop in drops)
+    # The first losses may come while the transfer has not met the full ring yet.
+    reasons = {drop["drop_reason"] for drop in drops}
+    assert "queue_full" in reasons <= {"queue_full", "dma_backpressure"}
+    full = [drop for drop in drops if drop["drop_reason"] == "queue_full"]
+    assert all(drop["queue_depth_stage2"] > 0 for drop in full)
     # The writer waits, and what is behind it; the engine never does.
     assert "staging" not in dataset.stalls()["stage"].to_pylist()
     assert set(dataset.requests()["finish_reason"].to_pylist()) == {"length"}

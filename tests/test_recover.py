@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -334,7 +335,12 @@ def remove_all(copy: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [(remove_one, "no segment"), (cut_short, "no word of step"), (remove_all, "no journal")],
+    [
+        (remove_one, "no segment"),
+        # Which messages come first is chance: three may hold no schedule at all.
+        (cut_short, "no word of step|neither census nor journal"),
+        (remove_all, "no journal"),
+    ],
 )
 def test_a_journal_that_lacks_something_is_said_and_nothing_is_made_up(
     damage: Callable[[Path], None], says: str, copy: Path
@@ -344,7 +350,7 @@ def test_a_journal_that_lacks_something_is_said_and_nothing_is_made_up(
     done = CliRunner().invoke(cli, ["recover", str(copy)])
     assert done.exit_code != 0
     assert "E312" in done.output
-    assert says in done.output
+    assert re.search(says, done.output)
     assert not list(copy.glob("census/**/*.parquet"))
     catalog = Catalog.read(LocalStore(copy))
     assert sum(manifest.n_rows for manifest in catalog.shards) >= 120
