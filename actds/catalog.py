@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from actds import canonical, layout, schema, tables
 from actds.errors import ActdsError
 from actds.ledger import ChainState, read_ledger
+from actds.readouts import readouts_of
 from actds.replacement import Replacement, resolve
 from actds.schema.v0_1 import (
     ChainKind,
@@ -261,7 +262,8 @@ class _Reader:
         if got != (self.genesis.dataset, body.run):
             raise _foreign(path, f"run {record.run} of {record.dataset}", f"run {body.run} of this")
         self.runs[body.run] = record
-        if record.has_probes:
+        readouts = readouts_of(record)
+        if readouts is not None and readouts.n_probes:
             self.reached.add(layout.probes_path(body.run))
 
     def _take_shard(

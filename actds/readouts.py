@@ -9,19 +9,31 @@ from __future__ import annotations
 import hashlib
 import io
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from actds import canonical
+from actds import canonical, layout
 from actds.errors import ActdsError
 
-__all__ = ["NONE", "Readouts", "compute", "directions", "load_probes", "probe_bytes"]
+if TYPE_CHECKING:
+    from actds.schema.v0_1 import RunRecord
+
+__all__ = [
+    "NONE",
+    "Readouts",
+    "compute",
+    "directions",
+    "load_probes",
+    "matrix",
+    "probe_bytes",
+    "readouts_of",
+]
 
 NONE = "none"
 """What the run record says of a run without readouts."""
 DEFAULT_PROJECTIONS = 8
-MAX_PROBES_NBYTES = 4 << 30
 
 Floats = npt.NDArray[np.float32]
 
@@ -70,6 +82,18 @@ class Readouts:
         ):
             raise ActdsError("E103", place, got=text[:200], expected="none, or the spec's fields")
         return cls(**fields)
+
+
+def readouts_of(record: RunRecord) -> Readouts | None:
+    """Return the readouts of a run, ``None`` for one without or that does not know.
+
+    Raises:
+        ActdsError: E102 or E103 when ``capture.readouts`` is no value of the spec.
+    """
+    value = record.fields["capture.readouts"].value
+    if value is None:
+        return None
+    return Readouts.from_field(str(value), f"{layout.run_path(record.run)} capture.readouts")
 
 
 def directions(n_projections: int, d_model: int, seed: int) -> Floats:

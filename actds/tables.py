@@ -161,7 +161,7 @@ SCHEMAS: dict[TableName, pa.Schema] = {
     ),
     "occupancy": pa.schema(
         [
-            _column("stage", _S, "staging, ring, pool or readouts"),
+            _column("stage", _S, "staging, ring or pool"),
             _column("depth", _U32, "entries in the stage's queue"),
             _column("capacity", _U32, "entries that the queue holds at most"),
             _column("duration_ns", _I64, "how long the queue stood at this depth"),

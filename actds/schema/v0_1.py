@@ -180,11 +180,6 @@ class RunRecord(Document):
             raise ValueError(f"fields missing: {', '.join(missing)}")
         return self
 
-    @property
-    def has_probes(self) -> bool:
-        """Return whether the run stores the probes of its readouts, section 7.8."""
-        return '"probes_sha256":"' in str(self.fields["capture.readouts"].value)
-
 
 class FileEntry(Document):
     """One file of a shard or one table part.

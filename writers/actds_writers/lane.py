@@ -70,11 +70,12 @@ class Lane:
         """
         if not readouts.numel():
             return
-        offset, waited = self._reserve(readouts.numel() * readouts.element_size(), step)
+        offset, waited = self._reserve(readouts.nbytes, step)
         typed(self._memory, offset, tuple(readouts.shape), torch.float32).copy_(readouts)
-        nbytes = readouts.numel() * readouts.element_size()
         self._waiting.put(
-            StepReadouts(step, offset, nbytes, rows.requests, rows.positions, waited, self.depth)
+            StepReadouts(
+                step, offset, readouts.nbytes, rows.requests, rows.positions, waited, self.depth
+            )
         )
 
     def close(self) -> None:

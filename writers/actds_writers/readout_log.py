@@ -23,9 +23,8 @@ from actds.shard import commit_part
 from actds.store import Store
 from actds_writers import ring
 from actds_writers.messages import HookSpec, IntArray, ReadoutsFree, Stall, StepReadouts
+from actds_writers.sizing import READOUT_PART_NBYTES as PART_NBYTES
 
-PART_NBYTES = 32 << 20
-"""Readouts in memory at most before a part is committed, beside the part being written."""
 LANE_TIMEOUT_S = 60.0
 
 

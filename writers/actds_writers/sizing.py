@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from actds_writers.ring import ALIGNMENT
+
 __all__ = [
     "MEASURED",
     "Burst",
@@ -25,15 +27,18 @@ __all__ = [
     "stored_nbytes_per_token",
 ]
 
-ALIGNMENT = 64
 PAGE = 4096
 PADDING_ROWS = 1024
+"""Rows beyond the scheduler's limit that padded batches may have."""
 NARROW_STEPS = 4
 NARROW_NBYTES = 4 << 20
+"""Steps of the largest size whose identity and readouts may wait on the device, and bytes of them
+at least: only a full lane should ever make the engine wait for these."""
 N_BUFFERS = 3
 """Two phases being filled, and one that is being committed."""
 TOKEN_COLUMNS_NBYTES = 28
 READOUT_PART_NBYTES = 32 << 20
+"""Readouts in memory at most before a part is committed, beside the part being written."""
 
 BUFFER_BUDGET_NBYTES = 4 << 30
 """Memory of all shard buffers together, when the number of rows per shard is not given."""

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,12 +40,9 @@ from actds_writers.messages import (
 )
 from actds_writers.overflow import Entry, Handover
 from actds_writers.ring import ALIGNMENT, RingSpace
+from actds_writers.sizing import NARROW_NBYTES, NARROW_STEPS
 from actds_writers.transfer import Copier, Mark, host_memory, typed
 
-NARROW_STEPS = 4
-NARROW_NBYTES = 4 << 20
-"""Steps of the largest size whose identity and readouts may wait on the device, and bytes of them
-at least: only a full lane should ever make the engine wait for these."""
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -104,8 +101,7 @@ class _Moving:
     done: Mark
     t_ns: int
     message: StepRows | None = None
-    failed: bool = False
-    identified: threading.Event | None = None
+    identified: threading.Event = field(default_factory=threading.Event)
 
 
 class Stages:
@@ -248,7 +244,6 @@ class Stages:
             narrow,
             Mark(self._device, timed=True),
             time.time_ns(),
-            identified=threading.Event(),
         )
         self._unidentified.put(moving)
         self._unmoved.put(moving)
@@ -286,13 +281,11 @@ class Stages:
             try:
                 self._identify(moving, copier, host)
             except Exception as error:  # whatever ends it, the engine must not wait for ever
-                moving.failed = True
                 self._give_up(error)
             finally:
                 with self._narrow_freed:
                     self._narrow.free(moving.narrow)
                     self._narrow_freed.notify_all()
-                assert moving.identified is not None
                 moving.identified.set()
 
     def _identify(self, moving: _Moving, copier: Copier, host: torch.Tensor) -> None:
@@ -338,10 +331,9 @@ class Stages:
     def _move_all(self) -> None:
         copier = Copier(self._device)
         while (moving := self._unmoved.get()) is not None:
-            assert moving.identified is not None
             moving.identified.wait()
-            if moving.failed or moving.message is None:
-                return
+            if moving.message is None:
+                return  # it could not be identified, and the engine hears why
             try:
                 self._move(moving, moving.message, copier)
             except Exception as error:  # as above

@@ -17,6 +17,7 @@ from actds.catalog import CENSUS_TABLES, heads_root
 from actds.errors import ActdsError
 from actds.finding import Finding, Severity
 from actds.ledger import read_chain
+from actds.readouts import readouts_of
 from actds.replacement import Replacement, resolve
 from actds.schema.v0_1 import (
     ChainKind,
@@ -288,7 +289,8 @@ def _take_run(inventory: Inventory, chain: Chain, body: RunBody, place: str) -> 
         expected=f"run {body.run} of this one",
     )
     inventory.runs[body.run] = record
-    if record.has_probes:
+    readouts = readouts_of(record)
+    if readouts is not None and readouts.n_probes:
         inventory.reached.add(layout.probes_path(body.run))
 
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from actds import canonical, layout, tables
 from actds.arrays import as_ml_dtypes
 from actds.errors import ActdsError
-from actds.readouts import Readouts, compute, load_probes, matrix
+from actds.readouts import Readouts, compute, load_probes, matrix, readouts_of
 from actds.shard import TOKENS
 from actds_validators.checks.inventory import Inventory
 
@@ -84,12 +84,10 @@ class RunReadouts:
     """The readouts of a run.
 
     Args:
-        readouts: which, as the run record says.
         hooks: by hook.
         packed: matrix of each hook ``(d_model, width - 1)``; empty when values are not wanted.
     """
 
-    readouts: Readouts
     hooks: dict[str, HookReadouts]
     packed: dict[str, npt.NDArray[np.float32]]
 
@@ -112,8 +110,7 @@ def check_readouts(inventory: Inventory, *, values: bool) -> dict[str, RunReadou
             continue
         place = f"{layout.run_path(run)} capture.readouts"
         with inventory.noting("accounting"):
-            value = record.fields["capture.readouts"].value
-            readouts = None if value is None else Readouts.from_field(str(value), place)
+            readouts = readouts_of(record)
             parts = inventory.parts.get((run, "readouts"), [])
             if readouts is None:
                 if parts:
@@ -194,7 +191,7 @@ def _read(inventory: Inventory, run: str, readouts: Readouts, *, values: bool) -
         name: HookReadouts(table.filter(pc.equal(table["hook"], name)).drop(["hook"]))
         for name in hooks
     }
-    return RunReadouts(readouts, by_hook, packed)
+    return RunReadouts(by_hook, packed)
 
 
 def _matrices(

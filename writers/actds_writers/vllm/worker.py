@@ -17,6 +17,7 @@ from actds_writers import capture
 from actds_writers.directions import directions
 from actds_writers.link import Link
 from actds_writers.messages import EVERYTHING, Fact, Failed, HookSpec, LeftOut
+from actds_writers.sizing import PADDING_ROWS
 from actds_writers.stages import Stages, Step
 from actds_writers.transfer import Mark
 from actds_writers.vllm.layouts import RowIdentity, identify
@@ -27,8 +28,6 @@ DTYPES: dict[str, DType] = {
     "torch.float16": "float16",
     "torch.float32": "float32",
 }
-PADDING_ROWS = 1024
-"""Rows beyond the scheduler's limit that padded batches may have."""
 
 
 class WorkerCapture:
