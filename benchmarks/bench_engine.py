@@ -96,9 +96,8 @@ def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     children = {}
     names = options.variants.split(",")
     for name in names:
-        arguments = [a for a in sys.argv[1:] if not a.startswith("--json")]
         children[name] = subprocess.Popen(
-            [sys.executable, __file__, *arguments, "--variant", name],
+            [sys.executable, __file__, *sys.argv[1:], "--variant", name],
             env={**os.environ, **ENVIRONMENT},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,0 +1,434 @@
+"""The result of an audit: every number that decided, as frozen models with one JSON schema.
+
+After the seal; what the audits fill and the report draws. Imports nothing of the project but its
+models' base.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "SCHEMA",
+    "Accounting",
+    "Association",
+    "Audit",
+    "Bound",
+    "BoundPoint",
+    "CapturedShift",
+    "Covariate",
+    "Coverage",
+    "CoverageCell",
+    "Difference",
+    "Drift",
+    "DriftMeasure",
+    "Estimate",
+    "Finding",
+    "Lag",
+    "Limits",
+    "Loss",
+    "Mechanism",
+    "Missingness",
+    "Number",
+    "Occupancy",
+    "Queues",
+    "Section",
+    "Stall",
+    "Stratum",
+    "TracePoint",
+    "Verdict",
+    "WaterfallStep",
+    "Weighting",
+]
+
+SCHEMA = "actds.audit/1"
+
+Group = Literal["system", "content", "values"]
+"""What a covariate describes: the serving system at the time, the tokens, or the rows' values."""
+Level = Literal["PASS", "WARN", "FAIL", "INCONCLUSIVE"]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the result: frozen, finite numbers only, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Estimate(Section):
+    """A number with its interval."""
+
+    value: float
+    low: float
+    high: float
+    confidence: Share = 0.95
+
+
+class Number(Section):
+    """A number that was held against a limit."""
+
+    name: str = Field(description="what it is, in words")
+    value: float
+    limit: float | None = Field(default=None, description="what it was held against")
+    unit: str = Field(default="", description="1 stands as an empty string")
+    ok: bool | None = Field(default=None, description="whether it kept the limit, null if none")
+
+
+class Limits(Section):
+    """The settings of an audit; defaults are those of the spec, section 14.7."""
+
+    negligible_bias: float = Field(
+        default=0.02,
+        gt=0,
+        description="a loss is negligible when no mean can be off by more than this, in standard "
+        "deviations of the stored rows",
+    )
+    max_loss: Share = Field(
+        default=0.05, description="share of computed tokens above which a loss is heavy (FAIL)"
+    )
+    equivalence: float = Field(
+        default=0.1, gt=0, description="standardised mean difference that counts as equal"
+    )
+    serious: float = Field(
+        default=0.25, gt=0, description="standardised mean difference that fails"
+    )
+    min_events: int = Field(
+        default=30, ge=2, description="independent loss events needed to call a loss uncorrelated"
+    )
+    fdr: float = Field(default=0.05, gt=0, lt=1, description="false discovery rate of the tests")
+    max_unresolved: Share = Field(
+        default=0.01, description="share of cache references without a stored row that warns"
+    )
+    n_blocks: int = Field(default=50, ge=10, description="blocks of the jackknife at most")
+    seed: int = Field(default=0, ge=0, description="seed of random shifts and splits")
+
+
+# accounting -----------------------------------------------------------------------------------
+
+
+class Finding(Section):
+    """What does not add up, as ``actds validate`` would say it."""
+
+    code: str
+    place: str
+    got: str
+    expected: str
+    severity: Literal["error", "warning", "note"]
+
+
+class WaterfallStep(Section):
+    """One step from what existed to what is stored."""
+
+    name: str = Field(description="positions, cache_ref, filtered, dropped, aborted or captured")
+    reason: str | None = Field(default=None, description="why, for dropped, aborted, filtered")
+    n_positions: int
+    share: Share = Field(description="of all positions")
+
+
+class Accounting(Section):
+    """Census = captured + references + dropped + aborted + filtered."""
+
+    positions: int = Field(description="positions of all requests")
+    computed: int = Field(description="captured + dropped + aborted: what could have been stored")
+    captured: int
+    cache_ref: int
+    dropped: int
+    aborted: int
+    filtered: int
+    recomputed: int
+    unresolved: int = Field(description="references without a stored row behind them")
+    requests: int
+    steps: int
+    loss_share: Share = Field(description="dropped and aborted of computed")
+    waterfall: list[WaterfallStep]
+    findings: list[Finding]
+
+
+# coverage -------------------------------------------------------------------------------------
+
+
+class CoverageCell(Section):
+    """A token class in a band of positions."""
+
+    token_class: str
+    low: int = Field(description="first position of the band")
+    high: int = Field(description="position after the last")
+    computed: int = Field(description="positions whose row is stored")
+    reused: int = Field(description="positions served from the prefix cache")
+    lost: int = Field(description="dropped and aborted positions")
+    filtered: int
+    served_once: Share | None = Field(
+        default=None, description="of computed and reused: what training sees without weights"
+    )
+
+
+class CapturedShift(Section):
+    """How far the stored rows lie from what was served, with and without multiplicity weights."""
+
+    variable: str
+    total_variation: Share
+    jensen_shannon: Share = Field(description="distance, base 2: 0 equal, 1 disjoint")
+    weighted_total_variation: Share
+    weighted_jensen_shannon: Share
+
+
+class Coverage(Section):
+    """What the prefix cache and the losses left out."""
+
+    cells: list[CoverageCell]
+    classes_from: str = Field(description="where the token classes come from, in words")
+    reused_share: Share = Field(description="of served prompt and generated positions")
+    repeated_prefixes: int = Field(description="stored rows that were served more than once")
+    largest_multiplicity: int
+    mean_multiplicity: float = Field(description="servings per stored row")
+    shifts: list[CapturedShift]
+
+
+# missingness ----------------------------------------------------------------------------------
+
+
+class Stratum(Section):
+    """The loss rate in a range or class of a covariate."""
+
+    label: str
+    low: float | None = None
+    high: float | None = None
+    n: int = Field(description="computed tokens")
+    n_lost: int
+    rate: Estimate = Field(description="share lost")
+
+
+class Covariate(Section):
+    """What a covariate is."""
+
+    name: str
+    label: str = Field(description="words for a plot")
+    unit: str
+    group: Group
+
+
+class Difference(Section):
+    """How far the lost tokens lie from all, in standard deviations of all."""
+
+    covariate: Covariate
+    mean_all: float
+    sd_all: float
+    mean_lost: float
+    smd: Estimate
+    equivalence: Estimate | None = Field(
+        default=None, description="the 90 % interval that the equivalence test uses"
+    )
+    after_weighting: Estimate | None = Field(
+        default=None, description="of the stored rows against all, with weights"
+    )
+    before_weighting: Estimate | None = Field(
+        default=None, description="of the stored rows against all, without"
+    )
+    total_variation: Share | None = Field(default=None, description="lost against all")
+    jensen_shannon: Share | None = Field(default=None, description="distance, lost against all")
+    strata: list[Stratum] = Field(default_factory=list)
+
+
+class BoundPoint(Section):
+    """The bound at one share of loss."""
+
+    loss_share: Share
+    bias: float
+
+
+class Bound(Section):
+    """The most that any mean over rows can be off, in standard deviations of all rows."""
+
+    loss_share: Share
+    bias: float = Field(description="sqrt(loss / (1 - loss))")
+    curve: list[BoundPoint]
+
+
+class Missingness(Section):
+    """Per covariate, how what was lost differs from what there was."""
+
+    differences: list[Difference]
+    bound: Bound
+    could_ask: list[str] = Field(description="questions that the tables could answer")
+    could_not_ask: list[str] = Field(description="questions that they could not, and why")
+
+
+# mechanism ------------------------------------------------------------------------------------
+
+
+class Association(Section):
+    """One test of the family."""
+
+    name: str = Field(description="shift, trend, within or change")
+    covariate: Covariate
+    statistic: float
+    p: Share
+    adjusted_p: Share = Field(description="Benjamini and Hochberg, over the whole family")
+    rejected: bool
+    n_units: int = Field(description="independent units it rests on: shifts, requests or blocks")
+    unit: str
+    naive_p: Share | None = Field(
+        default=None, description="what a test over tokens would say; never decides"
+    )
+    note: str = ""
+
+
+class Mechanism(Section):
+    """What the loss goes with."""
+
+    tests: list[Association]
+    n_events: int = Field(description="independent loss events")
+    n_steps: int
+    n_lost_steps: int
+    n_partial_steps: int = Field(description="steps that lost some of their tokens")
+    n_blocks: int
+    block_steps: int
+    detectable: float | None = Field(
+        default=None, description="standardised mean difference that would be found, power 0.8"
+    )
+
+
+# time and queues ------------------------------------------------------------------------------
+
+
+class TracePoint(Section):
+    """A bin of the run."""
+
+    t_s: float = Field(description="seconds since the first step")
+    seconds: float = Field(description="width")
+    computed: int
+    lost: int
+    load: float = Field(description="mean of the moving average of tokens per step")
+
+
+class Stall(Section):
+    """Waits at a stage."""
+
+    stage: str
+    n: int
+    seconds: float
+    marks_s: list[float] = Field(description="when, at most 200, seconds since the first step")
+
+
+class Occupancy(Section):
+    """How long a queue stood how full."""
+
+    stage: str
+    depth: int
+    capacity: int
+    seconds: float
+
+
+class Lag(Section):
+    """Correlation of the load with the loss ``steps`` later."""
+
+    steps: int
+    correlation: float
+
+
+class Loss(Section):
+    """Loss against load: one point a decile."""
+
+    load: float = Field(description="mean load of the decile, tokens per step")
+    rate: Estimate
+    fitted: float = Field(description="isotonic fit")
+
+
+class Queues(Section):
+    """When it was lost, and how the queues stood."""
+
+    trace: list[TracePoint]
+    stalls: list[Stall]
+    occupancy: list[Occupancy]
+    lags: list[Lag]
+    loss_by_load: list[Loss]
+
+
+# weights, drift, verdict ----------------------------------------------------------------------
+
+
+class Weighting(Section):
+    """What inverse-probability weights would change."""
+
+    n_cells: int
+    n_rows: int
+    effective_rows: float = Field(description="(sum w)^2 / sum w^2")
+    largest: float
+    load_edges: list[float]
+    complexity: str | None = Field(description="covariate that cuts the other way, null if none")
+    claim: str = Field(description="MAR-consistent after weighting, or why not")
+
+
+class DriftMeasure(Section):
+    """One measure of two sets of rows beside its floor."""
+
+    hook: str
+    name: str
+    value: float
+    floor: float | None = Field(description="the same measure between halves of one regime")
+    p: Share | None = None
+    adjusted_p: Share | None = None
+    n: int = Field(description="rows or requests it rests on")
+    unit: str = "requests"
+    note: str = ""
+
+
+class Drift(Section):
+    """Two selections or two datasets, value by value."""
+
+    kind: Literal["numeric drift", "population shift"] = Field(
+        description="the same tokens computed twice, or other tokens"
+    )
+    first: str
+    second: str
+    paired: bool
+    n_first: int
+    n_second: int
+    measures: list[DriftMeasure]
+    sentence: str
+
+
+class Verdict(Section):
+    """What a person may conclude."""
+
+    level: Level
+    kind: str = Field(description="negligible, uncorrelated, ... : a word for machines")
+    sentence: str
+    deciding: Number
+    numbers: list[Number] = Field(description="every number that was held against a limit")
+    lacks: list[str] = Field(default_factory=list, description="what is short, when inconclusive")
+    next_steps: list[str] = Field(default_factory=list)
+
+
+class Audit(Section):
+    """What ``actds audit`` says; the model of ``--json``."""
+
+    schema_: Literal["actds.audit/1"] = Field(default="actds.audit/1", alias="schema")
+    actds: str
+    path: str
+    dataset: str
+    digest: str
+    seal: int | None
+    runs: list[str]
+    policies: list[str] = Field(description="overflow policies of the runs")
+    limits: Limits
+    verdict: Verdict
+    accounting: Accounting
+    coverage: Coverage | None = None
+    missingness: Missingness | None = None
+    mechanism: Mechanism | None = None
+    queues: Queues | None = None
+    weighting: Weighting | None = None
+    drift: list[Drift] = Field(default_factory=list)
+    duration_s: float
+    peak_nbytes: int | None = None
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True
+    )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result under the schema ``actds.audit/1``."""
+        return self.model_dump(mode="json", by_alias=True)

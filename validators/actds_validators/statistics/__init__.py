@@ -1,0 +1,1 @@
+"""Statistics of dependent data: arrays in, numbers out; knows no dataset."""
