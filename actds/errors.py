@@ -456,7 +456,7 @@ CODES: dict[str, Code] = {
     "E417": Code(
         "accounting",
         "readout differs from its row",
-        "A readout computed again from the stored row is another.",
+        "A readout computed again from the stored row is another, or names another token.",
         "The row and its readout do not belong together; do not use the shard.",
         "7.8",
     ),

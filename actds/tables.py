@@ -172,6 +172,7 @@ SCHEMAS: dict[TableName, pa.Schema] = {
         [
             _column("request", _U32, "request of the run"),
             _column("position", _U32, "position in the request, from 0"),
+            _column("token_id", _U32, "token fed at the position"),
             _column("step", _U64, "step that computed the row"),
             _column("hook", _S, "hook whose row was read"),
             _column("norm", _F32, "Euclidean norm of the row"),

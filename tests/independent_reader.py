@@ -240,24 +240,22 @@ class IndependentReader:
         found: dict[str, list[tuple[int, int]]] = {name: [] for name in totals}
         computed = dict.fromkeys(owned, 0)
         for s in spans:
-            where = [(s["request"], p) for p in range(s["start"], s["stop"])]
-            owned[s["request"]] += [p for _, p in where]
-            found[s["disposition"]] += where
-            totals[s["disposition"]] += len(where)
+            mine = where(s)
+            owned[s["request"]] += [p for _, p in mine]
+            found[s["disposition"]] += mine
+            totals[s["disposition"]] += len(mine)
             if s["step"] is not None:
                 computed[s["request"]] = max(computed[s["request"]], s["stop"])
             if s["disposition"] == "cache_ref":
-                hit = {
-                    (run, s["ref_request"], p) for _, p in where if (s["ref_request"], p) in rows
-                }
+                hit = {(run, s["ref_request"], p) for _, p in mine if (s["ref_request"], p) in rows}
                 served.update(hit)
-                totals["unresolved"] += len(where) - len(hit)
+                totals["unresolved"] += len(mine) - len(hit)
         for r in requests:  # 7.1, 7.2
             p, g = r["prompt_len"], r["generated_len"]
             n = max(p + g - 1 if g else p, computed[r["request"]])
             n = 0 if r["finish_reason"] == "skipped" else n
             need(sorted(owned[r["request"]]) == list(range(n)), "E404", (run, r["request"]))
-        lost = [(d["request"], p) for d in drops for p in range(d["start"], d["stop"])]
+        lost = [key for d in drops for key in where(d)]
         need(sorted(rows) == sorted(found["captured"]), "E406", run)  # 7.3
         need(sorted(lost) == sorted(found["dropped"]), "E408", run)
         for s in steps:
@@ -266,6 +264,30 @@ class IndependentReader:
             totals["scheduled"] += s["batch_tokens"]
             totals["recomputed"] += s["recomputed_tokens"]
         totals.update(rows=len(rows), requests=len(requests))
+        if self.runs[run]["fields"]["capture.readouts"].get("value") not in (None, "none"):
+            wanted = [(*key, d["step"]) for d in drops for key in where(d)]
+            self.account_readouts(run, shards, wanted, computed, {s["step"] for s in steps})
+
+    def account_readouts(
+        self, run: str, shards: list[dict], wanted: list[tuple], computed: dict, steps: set[int]
+    ) -> None:  # 7.8
+        lines, ids = Counter(), {}
+        for row in (row for shard in shards for row in self.tokens(shard).to_pylist()):
+            wanted.append((row["request"], row["position"], row["step"]))
+            ids[wanted[-1][:2]] = row["token_id"]
+        for line in self.run_table(run, "readouts"):
+            request, position, step = (line[name] for name in ("request", "position", "step"))
+            lines[request, position, step, line["hook"]] += 1
+            need(position < computed.get(request, 0) and step in steps, "E416", line)
+            token = ids.setdefault((request, position), line["token_id"])
+            need(line["token_id"] == token, "E417", line)
+        need(len(lines) == lines.total(), "E416", run)
+        for hook in self.genesis["hooks"]:
+            need(all((*key, hook["name"]) in lines for key in wanted), "E416", run)
+
+
+def where(span: dict) -> list[tuple[int, int]]:
+    return [(span["request"], p) for p in range(span["start"], span["stop"])]
 
 
 def positions(table: pa.Table) -> list[tuple[int, int]]:

@@ -213,6 +213,7 @@ def _readout_table(told: Schedule, hooks: Sequence[Hook], readouts: Readouts) ->
         columns: dict[str, object] = {
             "request": request,
             "position": position,
+            "token_id": [told.token_ids[r][p] for r, p, _ in sorted(keys)],
             "step": step,
             "hook": [hook.name] * len(keys),
             "norm": values[:, 0],

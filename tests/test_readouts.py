@@ -91,6 +91,7 @@ def test_every_computed_row_has_its_readouts(tmp_path: Path) -> None:
     want = compute(rows, directions(8, D_MODEL, 5))[0]
     assert np.allclose([row["norm"], *row["projections"]], want, rtol=1e-5)
     assert row["probes"] == []
+    assert table["token_id"].to_pylist() == table["position"].to_pylist()
 
 
 @pytest.mark.parametrize("policy", ["drop_oldest", "drop_newest"])
@@ -100,7 +101,9 @@ def test_a_lost_row_leaves_its_readouts_behind(policy: Policy, tmp_path: Path) -
     assert drops
     assert errors(tmp_path / "acts") == []
     assert dataset.n_rows < 60 * N_POSITIONS
-    assert dataset.readouts().num_rows == 60 * N_POSITIONS * len(HOOKS)
+    table = dataset.readouts()
+    assert table.num_rows == 60 * N_POSITIONS * len(HOOKS)
+    assert table["token_id"].to_pylist() == table["position"].to_pylist()
 
 
 def test_a_full_lane_makes_the_engine_wait_and_loses_no_readout(tmp_path: Path) -> None:
@@ -199,7 +202,23 @@ def twice(table: pa.Table) -> pa.Table:
 
 def shifted(table: pa.Table) -> pa.Table:
     norms = np.roll(table["norm"].to_numpy(), 1)
-    return table.set_column(4, table.schema.field("norm"), pa.array(norms, pa.float32()))
+    return table.set_column(5, table.schema.field("norm"), pa.array(norms, pa.float32()))
+
+
+def with_tokens(table: pa.Table, lines: np.ndarray) -> pa.Table:
+    """Return the table with the token of some lines one higher."""
+    ids = table["token_id"].to_numpy() + lines.astype(np.uint32)
+    return table.set_column(2, table.schema.field("token_id"), pa.array(ids))
+
+
+def another_token(table: pa.Table) -> pa.Table:
+    return with_tokens(table, np.arange(table.num_rows) == 4)
+
+
+def another_token_at_every_hook(table: pa.Table) -> pa.Table:
+    first = table.slice(0, 1).to_pylist()[0]
+    same = [(row["request"], row["position"]) for row in table.to_pylist()]
+    return with_tokens(table, np.array([k == (first["request"], first["position"]) for k in same]))
 
 
 @pytest.mark.parametrize(
@@ -209,6 +228,8 @@ def shifted(table: pa.Table) -> pa.Table:
         (with_a_stranger, "E416"),
         (twice, "E416"),
         (shifted, "E417"),
+        (another_token, "E417"),
+        (another_token_at_every_hook, "E417"),
     ],
 )
 def test_readouts_that_are_not_those_of_the_rows_are_refused(
@@ -220,6 +241,23 @@ def test_readouts_that_are_not_those_of_the_rows_are_refused(
     assert errors(out) == []
     rewrite(out, change)
     assert set(errors(out)) == {code}
+
+
+def test_the_token_of_a_lost_row_is_checked_with_the_digest_of_the_census(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    dataset = harvested(out, "drop_newest", stall=True)
+    lost = {(d["request"], p) for d in dataset.drops().to_pylist() for p in
+            range(d["start"], d["stop"])}  # fmt: skip
+    one = min(lost)
+
+    def other(table: pa.Table) -> pa.Table:
+        lines = np.array([(r["request"], r["position"]) == one for r in table.to_pylist()])
+        return with_tokens(table, lines)
+
+    rewrite(out, other)
+    report = validate(out, level="full")
+    assert {finding.code for finding in report.errors} == {"E417"}
+    assert f"request {one[0]} token_id" in report.errors[0].place
 
 
 def test_directions_are_signs_of_a_shake_stream() -> None:

@@ -572,6 +572,34 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+@fault("E417", "readout-of-another-token", f"readouts/{RUN} {HOOK} request", "The readout of a "
+       "stored row names another token.", base="readouts")  # fmt: skip
+def _(v: Vector) -> None:
+    stored = v.table(TOKENS)[0]
+
+    def edit(rows: list[Json]) -> None:
+        key = (stored["request"], stored["position"])
+        mine = next(row for row in rows if (row["request"], row["position"]) == key)
+        mine["token_id"] += 1
+
+    v.edit_table("readouts", edit)
+    v.relink()
+
+
+@fault("E417", "token-of-a-loss", f"readouts/{RUN} request", "The readout of a dropped row names "
+       "a token that its request did not have.", base="readouts")  # fmt: skip
+def _(v: Vector) -> None:
+    lost = v.table(part("drops"))[0]
+
+    def edit(rows: list[Json]) -> None:
+        for row in rows:
+            if (row["request"], row["position"]) == (lost["request"], lost["start"]):
+                row["token_id"] += 1
+
+    v.edit_table("readouts", edit)
+    v.relink()
+
+
 @fault("E417", "readout-of-another-row", PREFILL, "Two rows have each other's readouts.",
        base="readouts", level="deep")  # fmt: skip
 def _(v: Vector) -> None:

@@ -25,10 +25,11 @@ from actds_writers.transfer import typed
 
 @dataclass(frozen=True)
 class Rows:
-    """Whose readouts they are: request and position of each row."""
+    """Whose readouts they are: request, position and token of each row."""
 
     requests: IntArray
     positions: IntArray
+    token_ids: IntArray
 
 
 class Lane:
@@ -74,7 +75,14 @@ class Lane:
         typed(self._memory, offset, tuple(readouts.shape), torch.float32).copy_(readouts)
         self._waiting.put(
             StepReadouts(
-                step, offset, readouts.nbytes, rows.requests, rows.positions, waited, self.depth
+                step,
+                offset,
+                readouts.nbytes,
+                rows.requests,
+                rows.positions,
+                rows.token_ids,
+                waited,
+                self.depth,
             )
         )
 

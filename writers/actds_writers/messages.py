@@ -173,6 +173,7 @@ class StepReadouts:
         nbytes: bytes in the lane.
         requests: request number of each row.
         positions: position of each row.
+        token_ids: token fed at each row, read from the device's own buffer.
         stall: when the lane was full, which makes the engine wait, whatever the policy.
         depth: slices in the lane, this one included.
     """
@@ -182,6 +183,7 @@ class StepReadouts:
     nbytes: int
     requests: IntArray
     positions: IntArray
+    token_ids: IntArray
     stall: Stall | None = None
     depth: int = 0
 

@@ -33,6 +33,7 @@ class _Piece:
     step: int
     requests: IntArray
     positions: IntArray
+    token_ids: IntArray
     values: np.ndarray
 
 
@@ -79,13 +80,13 @@ class ReadoutLog:
         """Copy the readouts of a step out of the lane; commits a part when there are many."""
         shape = (len(self._hooks), len(message.positions), self._readouts.width)
         values = ring.view(self._memory, message.offset, shape, np.uint32).view(np.float32).copy()
-        piece = _Piece(message.step, message.requests, message.positions, values)
+        piece = _Piece(message.step, message.requests, message.positions, message.token_ids, values)
         with self._changed:
             if message.stall is not None:
                 self.stalls.append(message.stall)
             if self.error is None and values.size:
                 self._pending.append(piece)
-                self._pending_nbytes += values.nbytes + 2 * message.positions.nbytes
+                self._pending_nbytes += values.nbytes + 3 * message.positions.nbytes
             self._last_step = message.step
             self._changed.notify_all()
             full = self._pending_nbytes >= PART_NBYTES
@@ -147,6 +148,7 @@ class ReadoutLog:
         keys = {
             "request": np.concatenate([piece.requests for piece in pieces]),
             "position": np.concatenate([piece.positions for piece in pieces]),
+            "token_id": np.concatenate([piece.token_ids for piece in pieces]),
             "step": np.concatenate([np.full(len(p.positions), p.step) for p in pieces]),
         }
         n = len(keys["request"])

@@ -318,10 +318,10 @@ class Stages:
             t_ns=moving.t_ns,
         )
         if self.lane is not None:
-            rows = Rows(np.repeat(step.requests, step.n_rows), positions)
+            rows = Rows(np.repeat(step.requests, step.n_rows), positions, token_ids)
             if kept is not None:
                 readouts = readouts[:, torch.from_numpy(kept)]
-                rows = Rows(rows.requests[kept], positions[kept])
+                rows = Rows(rows.requests[kept], positions[kept], token_ids[kept])
             self.lane.put(step.step, rows, readouts)
         duration = moving.done.nanoseconds_since(step.began) if step.began else None
         self._executed(step, duration or step.duration_ns, max(int(seen.max()), n))

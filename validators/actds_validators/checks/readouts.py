@@ -16,6 +16,7 @@ from actds.errors import ActdsError
 from actds.readouts import Readouts, compute, load_probes, matrix, readouts_of
 from actds.shard import TOKENS
 from actds_validators.checks.inventory import Inventory
+from actds_validators.checks.readout_tokens import check_tokens, keys_of
 
 TOLERANCE = 1e-4
 """Of the row's norm times the direction's: far above rounding in float32, far below what another
@@ -23,6 +24,7 @@ row would give."""
 
 Ints = npt.NDArray[np.int64]
 KEYS = ["request", "position", "step"]
+TOKEN = "token_id"
 VALUES = ["norm", "projections", "probes"]
 
 
@@ -30,12 +32,12 @@ class HookReadouts:
     """The readouts of one hook of a run, found by request, position and step.
 
     Args:
-        table: their rows, at least the key columns.
+        table: their rows, at least the key columns and the tokens.
     """
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
-        key = _packed(table["request"], table["position"])
+        key = keys_of(table)
         step = table["step"].to_numpy().astype(np.int64)
         self._order = np.lexsort((step, key))
         self._key, self._step = key[self._order], step[self._order]
@@ -57,7 +59,7 @@ class HookReadouts:
         Args:
             table: columns request, position and step.
         """
-        key = _packed(table["request"], table["position"])
+        key = keys_of(table)
         step = table["step"].to_numpy().astype(np.int64)
         first = np.searchsorted(self._key, key, "left")
         last = np.searchsorted(self._key, key, "right")
@@ -93,7 +95,7 @@ class RunReadouts:
 
 
 def check_readouts(inventory: Inventory, *, values: bool) -> dict[str, RunReadouts]:
-    """Check the row set of the readouts of every run; notes E416.
+    """Check row set and tokens of the readouts of every run; notes E416, E417.
 
     Args:
         inventory: the dataset.
@@ -120,6 +122,7 @@ def check_readouts(inventory: Inventory, *, values: bool) -> dict[str, RunReadou
             _check_rows_covered(inventory, run, found[run])
             _check_losses_covered(inventory, run, found[run])
             _check_computed(inventory, run, found[run])
+            check_tokens(inventory, run, found[run].hooks)
     return found
 
 
@@ -173,7 +176,7 @@ def compare(
 
 
 def _read(inventory: Inventory, run: str, readouts: Readouts, *, values: bool) -> RunReadouts:
-    columns = [*KEYS, "hook", *(VALUES if values else [])]
+    columns = [*KEYS, TOKEN, "hook", *(VALUES if values else [])]
     parts = [tables.empty("readouts").select(columns)]
     for _, body in inventory.parts.get((run, "readouts"), []):
         path = body.file.path
@@ -298,10 +301,3 @@ def _note_missing(
 
 def _words(key: dict[str, int]) -> str:
     return f"request {key['request']} position {key['position']} step {key['step']}"
-
-
-def _packed(request: pa.ChunkedArray, position: pa.ChunkedArray) -> Ints:
-    packed: Ints = (request.to_numpy().astype(np.int64) << 32) | position.to_numpy().astype(
-        np.int64
-    )
-    return packed
