@@ -1,0 +1,90 @@
+"""How many independent losses there were, and over how many steps one loss knows of the next.
+
+Imports numpy and `runs`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from actds_validators.statistics.runs import Floats, as_floats, slices
+
+__all__ = ["correlation_steps", "count_events", "integrated_time"]
+
+_WINDOW = 5.0
+"""Sokal's c: the sum stops at the first lag of at least c correlation times."""
+
+
+def integrated_time(correlation: Floats) -> float:
+    """Return the integrated autocorrelation time of an autocorrelation function, at least 1.
+
+    ``1 + 2 sum_{h=1}^{M} rho(h)``, M the smallest with ``M >= 5 tau(M)`` (A. Sokal, Monte Carlo
+    Methods in Statistical Mechanics, 1989, section 3): n values of such a series tell as much of
+    their mean as n / tau independent ones.
+
+    Args:
+        correlation: ``(n_lags,)``, from lag 0, which is 1.
+    """
+    sums = 2 * np.cumsum(correlation) - 1
+    stop = np.flatnonzero(np.arange(len(sums)) >= _WINDOW * np.maximum(sums, 1.0))
+    return max(1.0, float(sums[stop[0]] if len(stop) else sums.max()))
+
+
+def correlation_steps(series: ArrayLike, run: ArrayLike) -> float:
+    """Return the integrated autocorrelation time of a series, in steps, at least 1.
+
+    Autocovariances are taken within runs, about each run's own mean, and added over runs; the
+    window is Sokal's (see `integrated_time`). 1 for a series without variation.
+
+    Args:
+        series: ``(n_steps,)``, for instance the share lost of each step.
+        run: ``(n_steps,)``, label of the run.
+
+    Raises:
+        ValueError: a value that is not finite, or shapes that differ.
+    """
+    x = as_floats(series, "series")
+    parts = slices(run)
+    if x.shape != np.asarray(run).shape:
+        raise ValueError(f"series has shape {x.shape}, run labels {np.asarray(run).shape}")
+    longest = max((part.stop - part.start for part in parts), default=0)
+    covariance = np.zeros(longest)
+    for part in parts:
+        centred = x[part] - x[part].mean()
+        n = len(centred)
+        size = 1 << (2 * n - 1).bit_length()
+        power = np.abs(np.fft.rfft(centred, size)) ** 2
+        covariance[:n] += np.fft.irfft(power, size)[:n]
+    if longest < 2 or covariance[0] <= 1e-18 * max(1.0, float(x @ x)):
+        return 1.0
+    return integrated_time(covariance / covariance[0])
+
+
+def count_events(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> int:
+    """Return the number of independent loss events.
+
+    Lost steps of one run that lie at most ``gap`` steps apart are one event, as clusters of
+    exceedances are declustered in the theory of extremes (runs declustering, Smith & Weissman
+    1994).
+
+    Args:
+        lost: ``(n_steps,)``, lost tokens or the share lost; a step with more than 0 is a lost one.
+        run: ``(n_steps,)``, label of the run.
+        gap: steps, at least 1; by default the correlation time of the series.
+
+    Raises:
+        ValueError: a gap below 1, a value that is not finite, or shapes that differ.
+    """
+    x = as_floats(lost, "lost")
+    if gap is None:
+        gap = math.ceil(correlation_steps(x, run))
+    if gap < 1:
+        raise ValueError(f"gap is {gap}; expected at least 1 step")
+    found = 0
+    for part in slices(run):
+        at = np.flatnonzero(x[part] > 0)
+        found += int(len(at) > 0) + int(np.sum(np.diff(at) > gap))
+    return found

@@ -1,0 +1,282 @@
+"""Intervals by leaving out one block of steps at a time.
+
+Losses come in bursts: a block is long against a burst, so that blocks, unlike tokens, may count as
+independent. Imports `events`, `runs` and `distributions`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from actds_validators.statistics.distributions import student_quantile
+from actds_validators.statistics.events import correlation_steps
+from actds_validators.statistics.runs import Floats, Ints, as_floats, slices
+
+__all__ = [
+    "Blocks",
+    "Interval",
+    "Statistic",
+    "block_sums",
+    "blocks",
+    "jackknife",
+    "jackknife_many",
+    "loss_rate",
+    "smd",
+    "smd_of_stored",
+]
+
+BLOCK_TIMES = 10.0
+"""Length of a block in correlation times of the loss: the interval is then 5 % too short at most
+for correlations that fall exponentially."""
+
+Statistic = Callable[[Floats], Floats]
+"""Sums ``(k, ...)`` to values ``(...)``; NaN where it is undefined, without a warning."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number with its interval.
+
+    Args:
+        value: the number.
+        low: lower end.
+        high: upper end.
+        error: standard error.
+        n_blocks: blocks that it rests on.
+        freedom: degrees of freedom of the Student interval.
+        confidence: of the interval.
+    """
+
+    value: float
+    low: float
+    high: float
+    error: float
+    n_blocks: int
+    freedom: float
+    confidence: float
+
+    def at(self, confidence: float) -> Interval:
+        """Return the same estimate with an interval of another confidence.
+
+        Raises:
+            ValueError: a confidence outside (0, 1).
+        """
+        half = _half(self.error, self.freedom, confidence)
+        return Interval(
+            self.value, self.value - half, self.value + half,
+            self.error, self.n_blocks, self.freedom, confidence,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive steps that are left out together.
+
+    Args:
+        labels: ``(n_steps,)``, from 0, rising.
+        n_blocks: how many.
+        steps: length of a block, in steps, before runs are cut evenly.
+        correlation_steps: correlation time of the loss, in steps.
+        long_enough: whether a block is at least `BLOCK_TIMES` correlation times long; if not, the
+            run is too short against its bursts and intervals are too narrow.
+    """
+
+    labels: Ints
+    n_blocks: int
+    steps: int
+    correlation_steps: float
+    long_enough: bool
+
+
+def blocks(
+    n_steps: int,
+    run: ArrayLike,
+    loss_series: ArrayLike,
+    n_blocks_max: int = 50,
+    n_blocks_min: int = 20,
+) -> Blocks:
+    """Return blocks of consecutive steps, long against the correlation time of the loss.
+
+    A block has `BLOCK_TIMES` correlation times (Künsch 1989 and Politis & Romano 1994 on blocks of
+    dependent data; the time as in `events.correlation_steps`), at least ``n_steps / n_blocks_max``
+    and at most ``n_steps / n_blocks_min`` steps. Each run is cut evenly into whole blocks, at least
+    one: there may be more than ``n_blocks_max`` when there are more runs.
+
+    Args:
+        n_steps: steps in all.
+        run: ``(n_steps,)``, label of the run.
+        loss_series: ``(n_steps,)``, the share lost of each step.
+        n_blocks_max: most blocks.
+        n_blocks_min: least blocks, where there are as many steps.
+
+    Raises:
+        ValueError: no step, shapes that differ, or limits out of order.
+    """
+    loss = as_floats(loss_series, "loss_series", (n_steps,))
+    if n_steps < 1 or not 1 <= n_blocks_min <= n_blocks_max:
+        raise ValueError(
+            f"{n_steps} steps, {n_blocks_min} to {n_blocks_max} blocks; expected at least one step"
+        )
+    time = correlation_steps(loss, run)
+    wanted = max(math.ceil(BLOCK_TIMES * time), math.ceil(n_steps / n_blocks_max))
+    length = max(1, min(wanted, n_steps // n_blocks_min))
+    labels = np.empty(n_steps, np.int64)
+    n = 0
+    for part in slices(run):
+        size = part.stop - part.start
+        # Rounded down: a block is never shorter than wanted unless its run is.
+        pieces = max(1, size // length)
+        labels[part] = n + np.arange(size) * pieces // size
+        n += pieces
+    return Blocks(labels, n, length, time, length >= BLOCK_TIMES * time)
+
+
+def block_sums(values: ArrayLike, labels: Ints, n_blocks: int) -> Floats:
+    """Return sums over blocks ``(..., n_blocks)`` of values ``(..., n_steps)``.
+
+    Args:
+        values: per step, any leading axes.
+        labels: ``(n_steps,)``, rising from 0 without a gap, as `blocks` returns them.
+        n_blocks: how many.
+
+    Raises:
+        ValueError: labels that do not rise from 0 to ``n_blocks - 1``.
+    """
+    found = np.asarray(values, np.float64)
+    rises = np.diff(labels, prepend=-1, append=n_blocks)
+    if not np.isin(rises[:-1], (0, 1)).all() or rises[0] != 1 or rises[-1] != 1:
+        raise ValueError(f"block labels do not rise from 0 to {n_blocks - 1}")
+    starts = np.flatnonzero(rises[:-1])
+    return np.asarray(np.add.reduceat(found, starts, axis=-1), np.float64)
+
+
+def jackknife(sums: ArrayLike, statistic: Statistic, confidence: float = 0.95) -> Interval | None:
+    """Return a statistic of sums over blocks with its interval; None where it has none.
+
+    Delete-one-block jackknife: ``error² = (n-1)/n sum (t_i - mean t)²`` over the values without
+    block i (Künsch 1989; Efron & Tibshirani 1993, chapter 11), and a Student interval. Its degrees
+    of freedom are ``n - 1``, less where few blocks carry the variance:
+    ``min(n - 1, 3 (sum d²)² / sum d⁴ - 1)`` with ``d = t_i - mean t``, about n - 1 for normal
+    deviations and 3 k - 1 when only k of many blocks lost anything.
+
+    None when there are fewer than two blocks, or when the statistic is undefined on all blocks or
+    without one of them: a loss that lies in one block has no interval.
+
+    Args:
+        sums: ``(k, n_blocks)``.
+        statistic: of ``(k, ...)``, vectorised over what follows.
+        confidence: of the interval.
+
+    Raises:
+        ValueError: sums that are not finite or have another number of axes, or a confidence
+            outside (0, 1).
+    """
+    found = as_floats(sums, "sums")
+    if found.ndim != 2:
+        raise ValueError(f"sums have shape {found.shape}; expected (k, n_blocks)")
+    return jackknife_many(found[:, np.newaxis], statistic, confidence)[0]
+
+
+def jackknife_many(
+    sums: ArrayLike, statistic: Statistic, confidence: float = 0.95
+) -> list[Interval | None]:
+    """Return `jackknife` of each covariate.
+
+    Args:
+        sums: ``(k, n_covariates, n_blocks)``.
+        statistic: of ``(k, ...)``, vectorised over what follows.
+        confidence: of the intervals.
+
+    Raises:
+        ValueError: as `jackknife`.
+    """
+    found = as_floats(sums, "sums")
+    if found.ndim != 3:
+        raise ValueError(f"sums have shape {found.shape}; expected (k, n_covariates, n_blocks)")
+    _half(0.0, 1.0, confidence)
+    n = found.shape[2]
+    if n < 2:
+        return [None] * found.shape[1]
+    total = found.sum(axis=2)
+    value = statistic(total)
+    without = statistic(total[:, :, np.newaxis] - found)
+    good = np.isfinite(value) & np.isfinite(without).all(axis=1)
+    results: list[Interval | None] = []
+    for c in range(found.shape[1]):
+        if not good[c]:
+            results.append(None)
+            continue
+        away = without[c] - without[c].mean()
+        squares = float(away @ away)
+        error = math.sqrt((n - 1) / n * squares)
+        fourth = float(((away / np.abs(away).max()) ** 4).sum()) if squares > 0 else 0.0
+        spread = squares / float(np.abs(away).max()) ** 2 if squares > 0 else 0.0
+        freedom = max(1.0, min(n - 1.0, 3 * spread**2 / fourth - 1)) if fourth > 0 else n - 1.0
+        half = _half(error, freedom, confidence)
+        at = float(value[c])
+        results.append(Interval(at, at - half, at + half, error, n, freedom, confidence))
+    return results
+
+
+def smd(sums: Floats) -> Floats:
+    """Return the standardised mean difference: (mean of lost - mean of all) / sd of all.
+
+    ``(lx / n_lost - sx / n) / sqrt(sxx / n - (sx / n)²)`` (Cohen 1988, with the deviation of all
+    rows). NaN without a lost token or without variation. Centre covariates that lie far from 0
+    before they are summed: the variance is a difference of sums, and below 1e-10 of the mean square
+    it counts as none.
+
+    Args:
+        sums: ``(5, ...)``: n, sx, sxx over all tokens; n_lost, lx over the lost ones. For rows with
+            weights w, put sum w and sum w x in place of the last two.
+    """
+    n, sx, sxx, n_lost, lx = sums
+    mean = _ratio(sx, n)
+    return _ratio(_ratio(lx, n_lost) - mean, _deviation(n, mean, sxx))
+
+
+def smd_of_stored(sums: Floats) -> Floats:
+    """Return (mean of stored - mean of all) / sd of all: what a mean over the dataset is off by.
+
+    Equals ``-π / (1 - π)`` times `smd`, π the share lost. NaN without a stored token or without
+    variation; 0 when nothing was lost.
+
+    Args:
+        sums: ``(5, ...)``, as `smd`.
+    """
+    n, sx, sxx, n_lost, lx = sums
+    mean = _ratio(sx, n)
+    # Not mean of stored less mean of all: that would cancel when little was lost.
+    return _ratio(_ratio(n_lost * mean - lx, n - n_lost), _deviation(n, mean, sxx))
+
+
+def loss_rate(sums: Floats) -> Floats:
+    """Return the share lost of ``(2, ...)``: n, n_lost. NaN without a token."""
+    return _ratio(sums[1], sums[0])
+
+
+def _deviation(n: Floats, mean: Floats, sxx: Floats) -> Floats:
+    square = _ratio(sxx, n)
+    variance = square - mean**2
+    with np.errstate(invalid="ignore"):
+        found = variance > 1e-10 * square
+    return np.asarray(np.sqrt(np.where(found, variance, 0.0)), np.float64)
+
+
+def _ratio(top: ArrayLike, bottom: ArrayLike) -> Floats:
+    """Return top / bottom, NaN where bottom is not above rounding."""
+    a, b = np.broadcast_arrays(np.asarray(top, np.float64), np.asarray(bottom, np.float64))
+    found = np.full(b.shape, np.nan)
+    np.divide(a, b, out=found, where=b > 1e-12)
+    return found
+
+
+def _half(error: float, freedom: float, confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}; expected a number between 0 and 1")
+    return student_quantile((1 + confidence) / 2, freedom) * error
