@@ -1,0 +1,469 @@
+"""Results of audits, as they could be: one for every verdict, a hostile one, an enormous one.
+
+No dataset stands behind them; the report's tests draw them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from actds_validators.audits.result import (
+    Accounting,
+    Association,
+    Audit,
+    Bound,
+    BoundPoint,
+    CapturedShift,
+    Covariate,
+    Coverage,
+    CoverageCell,
+    Difference,
+    Drift,
+    DriftMeasure,
+    Estimate,
+    Finding,
+    Group,
+    Lag,
+    Level,
+    Limits,
+    Loss,
+    Mechanism,
+    Missingness,
+    Number,
+    Occupancy,
+    Queues,
+    Stall,
+    Stratum,
+    TracePoint,
+    Verdict,
+    WaterfallStep,
+    Weighting,
+)
+
+COVARIATES: list[tuple[str, str, str, Group]] = [
+    ("load", "load, last 8 steps", "tokens/step", "system"),
+    ("batch_size", "tokens in the step", "tokens", "system"),
+    ("time", "time in the run", "s", "system"),
+    ("prompt_length", "prompt length", "tokens", "content"),
+    ("position", "position", "tokens", "content"),
+    ("decode", "generated (decode)", "", "content"),
+    ("source", "source: synthetic/long-context-code", "", "content"),
+    ("rarity", "token rarity", "nats", "content"),
+    ("norm", "row norm, resid_post.10", "", "values"),
+    ("projection_0", "projection 0, resid_post.10", "", "values"),
+]
+CLASSES = ("special", "system", "user", "assistant", "template", "code")
+BANDS = ((0, 16), (16, 64), (64, 256), (256, 1024), (1024, 4096))
+
+Case = tuple[Level, str, float, str, Number, list[str], list[str]]
+CASES: dict[str, Case] = {
+    "negligible": (
+        "PASS",
+        "negligible",
+        0.0003,
+        "0.03 % of the computed tokens were lost: no mean over rows can be off by more than 0.0173 "
+        "standard deviations, whatever the reason.",
+        Number(name="worst-case bias of any mean", value=0.0173, limit=0.02, unit="sd", ok=True),
+        [],
+        [],
+    ),
+    "uncorrelated": (
+        "PASS",
+        "uncorrelated",
+        0.012,
+        "1.2 % of the computed tokens were lost, in 212 independent events, and every content "
+        "covariate of the lost tokens is equal to all within 0.1 standard deviations.",
+        Number(
+            name="largest SMD of a content covariate", value=0.041, limit=0.1, unit="sd", ok=True
+        ),
+        [],
+        [],
+    ),
+    "load": (
+        "WARN",
+        "goes with load",
+        0.021,
+        "2.1 % of the computed tokens were lost, more of them under load; content covariates are "
+        "equal within 0.1 standard deviations.",
+        Number(name="adjusted p, load of the last 8 steps", value=0.0041, limit=0.05, ok=False),
+        [],
+        [
+            "Write weights: actds audit PATH --weights weights.parquet, and hand them to the loader.",
+            "Harvest again with policy block, or with a faster disk: actds plan says how fast.",
+        ],
+    ),
+    "heavy": (
+        "FAIL",
+        "heavy",
+        0.31,
+        "31 % of the computed tokens were lost, and which ones goes with load and with prompt "
+        "length: the dataset is not a sample of what was served.",
+        Number(
+            name="share of computed tokens lost", value=0.31, limit=0.05, unit="share", ok=False
+        ),
+        [],
+        [
+            "Do not train on this dataset as it is.",
+            "Harvest again with policy block; at this load it slows the engine by about half.",
+            "If that cannot be done, train with weights and say so: "
+            "actds audit PATH --weights weights.parquet",
+        ],
+    ),
+    "few": (
+        "INCONCLUSIVE",
+        "too few events",
+        0.006,
+        "0.6 % of the computed tokens were lost in 7 independent events: too few to tell whether "
+        "the loss goes with content.",
+        Number(name="independent loss events", value=7, limit=30, ok=False),
+        ["7 independent loss events of 30", "an SMD below 0.42 would not be found with power 0.8"],
+        ["Harvest about 5 times as many steps, or treat the loss as going with content."],
+    ),
+    "unexplained": (
+        "FAIL",
+        "accounting",
+        0.004,
+        "The census does not add up: 3,201 positions have neither a row nor a reason.",
+        Number(name="unexplained positions", value=3201, limit=0, unit="positions", ok=False),
+        [],
+        ["Run actds validate PATH --level full and mend what it names before any audit."],
+    ),
+}
+
+
+def audit(name: str = "load", seed: int = 0, **changes: Any) -> Audit:
+    """Return the result of a case of ``CASES``, complete but for what the case rules out."""
+    level, kind, loss, sentence, deciding, lacks, steps = CASES[name]
+    rng = np.random.default_rng(seed)
+    found = name == "unexplained"
+    parts: dict[str, Any] = {
+        "actds": "0.1.0",
+        "path": "/data/acts/smollm2-harvest",
+        "dataset": "0192f0c1-5a3e-7c11-9d57-6f2a3c9e10aa",
+        "digest": "9f2c" * 16,
+        "seal": 3,
+        "runs": ["run-0192f0c1"],
+        "policies": ["drop_newest"],
+        "limits": Limits(),
+        "verdict": Verdict(
+            level=level,
+            kind=kind,
+            sentence=sentence,
+            deciding=deciding,
+            numbers=[deciding, *_numbers(loss)],
+            lacks=lacks,
+            next_steps=steps,
+        ),
+        "accounting": accounting(loss, found=found),
+        "coverage": None if found else coverage(rng, loss),
+        "missingness": None if found else missingness(rng, loss, strong=name in ("load", "heavy")),
+        "mechanism": None if found else mechanism(rng, rejected=name in ("load", "heavy")),
+        "queues": None if found else queues(rng, loss),
+        "weighting": weighting() if name in ("load", "heavy") else None,
+        "drift": [drift("numeric drift"), drift("population shift")] if name == "heavy" else [],
+        "duration_s": 3.21,
+        "peak_nbytes": 212 << 20,
+    }
+    return Audit(**{**parts, **changes})
+
+
+def _numbers(loss: float) -> list[Number]:
+    bias = math.sqrt(loss / (1 - loss))
+    return [
+        Number(name="unexplained positions", value=0, limit=0, unit="positions", ok=True),
+        Number(name="references without a row", value=0.0, limit=0.01, unit="share", ok=True),
+        Number(name="share lost", value=loss, limit=0.05, unit="share", ok=loss <= 0.05),
+        Number(name="worst-case bias", value=bias, limit=0.02, unit="sd", ok=bias <= 0.02),
+        Number(name="effective rows", value=1_182_114.4, unit="rows"),
+    ]
+
+
+def accounting(loss: float, *, found: bool = False) -> Accounting:
+    positions, reused, filtered, aborted = 2_000_000, 520_000, 60_000, 1_200
+    computed = positions - reused - filtered
+    dropped = max(0, round(computed * loss) - aborted)
+    captured = computed - dropped - aborted
+    steps = [
+        ("positions", None, positions),
+        ("cache_ref", None, reused),
+        ("filtered", "not_selected", filtered),
+        ("dropped", "queue_full", dropped * 3 // 4),
+        ("dropped", "dma_backpressure", dropped - dropped * 3 // 4),
+        ("aborted", "client_abort", aborted),
+        ("captured", None, captured),
+    ]
+    finding = Finding(
+        code="E401",
+        place="runs/run-0192f0c1 request 17 positions [40, 3241)",
+        got="neither a row nor a span",
+        expected="every position accounted for",
+        severity="error",
+    )
+    return Accounting(
+        positions=positions,
+        computed=computed,
+        captured=captured,
+        cache_ref=reused,
+        dropped=dropped,
+        aborted=aborted,
+        filtered=filtered,
+        recomputed=311,
+        unresolved=0,
+        requests=4_120,
+        steps=40_000,
+        loss_share=(dropped + aborted) / computed,
+        waterfall=[
+            WaterfallStep(name=n, reason=r, n_positions=k, share=k / positions) for n, r, k in steps
+        ],
+        findings=[finding] if found else [],
+    )
+
+
+def coverage(rng: np.random.Generator, loss: float) -> Coverage:
+    cells = []
+    for c, token_class in enumerate(CLASSES):
+        for b, (low, high) in enumerate(BANDS):
+            total = int(rng.integers(2_000, 90_000)) if (c, b) != (0, 4) else 0
+            reused = int(total * max(0.0, 0.8 - 0.2 * b) * (0.9 if c < 2 else 0.4))
+            lost = int((total - reused) * min(1.0, loss * 1.5))
+            filtered = int(total * 0.03)
+            computed = total - reused - lost - filtered
+            served = computed / (computed + reused) if computed + reused else None
+            cells.append(
+                CoverageCell(
+                    token_class=token_class,
+                    low=low,
+                    high=high,
+                    computed=computed,
+                    reused=reused,
+                    lost=lost,
+                    filtered=filtered,
+                    served_once=served,
+                )
+            )
+    shifts = [
+        CapturedShift(
+            variable=name,
+            total_variation=0.21,
+            jensen_shannon=0.19,
+            weighted_total_variation=0.012,
+            weighted_jensen_shannon=0.02,
+        )
+        for name in ("token class", "position", "token id")
+    ]
+    return Coverage(
+        cells=cells,
+        classes_from="the chat template of the tokenizer",
+        reused_share=0.26,
+        repeated_prefixes=61_220,
+        largest_multiplicity=812,
+        mean_multiplicity=1.37,
+        shifts=shifts,
+    )
+
+
+def _estimate(value: float, half: float) -> Estimate:
+    return Estimate(value=value, low=value - half, high=value + half)
+
+
+def missingness(rng: np.random.Generator, loss: float, *, strong: bool) -> Missingness:
+    differences = []
+    for n, (name, label, unit, group) in enumerate(COVARIATES):
+        value = float(rng.normal(0, 0.03)) + (0.34 / (n + 1) if strong else 0)
+        half = 0.05 + 0.02 * float(rng.random())
+        stored = -value * loss / (1 - loss)
+        rates = [max(0.0, loss * (1 + value * (k - 4) * 0.6)) for k in range(8)]
+        differences.append(
+            Difference(
+                covariate=Covariate(name=name, label=label, unit=unit, group=group),
+                mean_all=12.5 * (n + 1),
+                sd_all=3.0,
+                mean_lost=12.5 * (n + 1) + 3 * value,
+                smd=_estimate(value, half),
+                equivalence=_estimate(value, half * 0.84),
+                before_weighting=_estimate(stored, half / 3),
+                after_weighting=_estimate(stored / 8, half / 3),
+                total_variation=min(1.0, abs(value)),
+                jensen_shannon=min(1.0, abs(value) * 1.1),
+                strata=[
+                    Stratum(
+                        label=f"{2**k}–{2 ** (k + 1)}",
+                        low=2.0**k,
+                        high=2.0 ** (k + 1),
+                        n=30_000,
+                        n_lost=int(30_000 * min(1.0, rate)),
+                        rate=_estimate(min(1.0, rate), loss / 4),
+                    )
+                    for k, rate in enumerate(rates)
+                ],
+            )
+        )
+    shares = [10 ** (k / 10 - 5) for k in range(47)]
+    return Missingness(
+        differences=differences,
+        bound=Bound(
+            loss_share=loss,
+            bias=math.sqrt(loss / (1 - loss)),
+            curve=[BoundPoint(loss_share=s, bias=math.sqrt(s / (1 - s))) for s in shares],
+        ),
+        could_ask=["does the loss go with the values of the rows? (readouts are stored)"],
+        could_not_ask=["does the loss go with the entropy of the model? (no entropies recorded)"],
+    )
+
+
+def mechanism(rng: np.random.Generator, *, rejected: bool) -> Mechanism:
+    tests = []
+    for n, (name, label, unit, group) in enumerate(COVARIATES):
+        hit = rejected and n in (0, 3)
+        p = 0.0004 if hit else float(rng.uniform(0.05, 1))
+        tests.append(
+            Association(
+                name=("shift", "trend", "within", "change")[n % 4],
+                covariate=Covariate(name=name, label=label, unit=unit, group=group),
+                statistic=float(rng.normal()) + 4 * hit,
+                p=p,
+                adjusted_p=min(1.0, 10 * p),
+                rejected=hit,
+                n_units=999 if n % 4 == 0 else 212,
+                unit="shifts" if n % 4 == 0 else "blocks",
+                naive_p=p * 1e-9,
+            )
+        )
+    return Mechanism(
+        tests=tests,
+        n_events=212,
+        n_steps=40_000,
+        n_lost_steps=480,
+        n_partial_steps=3,
+        n_blocks=50,
+        block_steps=800,
+        detectable=0.081,
+    )
+
+
+def queues(rng: np.random.Generator, loss: float) -> Queues:
+    load = 90 + 60 * np.sin(np.arange(120) / 9) + rng.normal(0, 8, 120)
+    computed = (load * 90).astype(int)
+    rate = np.clip((load - 100) / 50, 0, 1) ** 2 * loss * 6
+    lost = np.minimum(computed, (computed * rate).astype(int))
+    trace = [
+        TracePoint(t_s=2.5 * k, seconds=2.5, computed=int(c), lost=int(x), load=float(w))
+        for k, (c, x, w) in enumerate(zip(computed, lost, load, strict=True))
+    ]
+    peaks = [2.5 * k for k in range(120) if rate[k] > 0.5 * rate.max()]
+    stages = (("staging", 4), ("ring", 64), ("pool", 3))
+    return Queues(
+        trace=trace,
+        stalls=[
+            Stall(stage="ring", n=len(peaks), seconds=31.4, marks_s=peaks),
+            Stall(stage="pool", n=6, seconds=2.2, marks_s=[20, 21, 80, 160, 161, 240]),
+        ],
+        occupancy=[
+            Occupancy(
+                stage=stage, depth=d, capacity=n, seconds=float(100 / (1 + d) + 30 * (d == n))
+            )
+            for stage, n in stages
+            for d in range(n + 1)
+        ],
+        lags=[
+            Lag(steps=k, correlation=0.5 * math.exp(-(((k - 12) / 10) ** 2)))
+            for k in range(-40, 41, 2)
+        ],
+        loss_by_load=[
+            Loss(
+                load=40 + 12 * k,
+                rate=_estimate(loss * k / 5, loss * 0.3),
+                fitted=loss * max(k - 1, 0) / 5,
+            )
+            for k in range(10)
+        ],
+    )
+
+
+def weighting() -> Weighting:
+    return Weighting(
+        n_cells=50,
+        n_rows=1_390_000,
+        effective_rows=1_182_114.4,
+        largest=4.1,
+        load_edges=[0, 55.5, 80, 110, 160],
+        complexity="rarity",
+        claim="MAR-consistent after weighting on load × token rarity",
+    )
+
+
+def drift(kind: str) -> Drift:
+    numeric = kind == "numeric drift"
+    names = (
+        ("relative L2", "1 - cosine") if numeric else ("log-variance ratio", "covariance distance")
+    )
+    measures = [
+        DriftMeasure(
+            hook=f"resid_post.{layer}",
+            name=name,
+            value=(0.012 if numeric else 0.34) * (1 + n) * (-1 if n and not numeric else 1),
+            floor=0.004 if numeric else 0.11,
+            p=0.001,
+            adjusted_p=0.004,
+            n=400,
+        )
+        for n, name in enumerate(names)
+        for layer in (10, 20)
+    ]
+    return Drift(
+        kind="numeric drift" if numeric else "population shift",
+        first="kernel_mode=default" if numeric else "phase=prefill",
+        second="kernel_mode=deterministic" if numeric else "phase=decode",
+        paired=numeric,
+        n_first=40_000,
+        n_second=39_100,
+        measures=measures,
+        sentence="Every measure lies above its floor.",
+    )
+
+
+HOSTILE = "</style></title><script>alert(1)</script>\"'&{{7*7}}{%raw%}\x1b[31m\u202e\x00]]>-->"
+
+
+def hostile() -> Audit:
+    """Return a complete result in which every free text is an attack."""
+
+    def poisoned(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: poisoned(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [poisoned(v, key) for v in value]
+        fixed = ("schema", "level", "severity", "group", "waterfall.name")
+        closed = key in fixed or (key == "kind" and value in ("numeric drift", "population shift"))
+        return value if closed or not isinstance(value, str) else f"{HOSTILE} {value}"
+
+    return Audit.model_validate(poisoned(audit("heavy").as_json()))
+
+
+def enormous(n: int = 3_000, text: str = "<&\x1b>\U000e0001" * 500) -> Audit:
+    """Return a result with ``n`` of everything that comes in lists, and texts without end."""
+
+    def grown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: grown(v) for k, v in value.items()}
+        if isinstance(value, list) and value:
+            return [grown(value[k % len(value)]) for k in range(min(n, len(value) * 600))]
+        return value
+
+    whole = audit("heavy")
+    free = {"label", "note", "unit", "hook", "place", "reason", "stage", "token_class", "variable"}
+
+    def wordy(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: wordy(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [wordy(v, key) for v in value]
+        long = key in free or key in ("runs", "policies", "next_steps", "lacks", "sentence")
+        return text + value if long and isinstance(value, str) else value
+
+    parts = wordy(whole.as_json())
+    sections = {k: grown(v) if isinstance(v, dict | list) else v for k, v in parts.items()}
+    return Audit.model_validate(sections)

@@ -1,0 +1,117 @@
+"""The parts on drift: measures of two sets of rows beside their floors.
+
+A family of charts of the report. Numeric drift (the same tokens computed twice) and population
+shift (other tokens) are two parts with words of their own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from actds_validators.audits.result import Drift, DriftMeasure
+from actds_validators.report.axes import Frame, axes, legend, span
+from actds_validators.report.parts import Part, Row, Table, first
+from actds_validators.report.svg import Picture
+from actds_validators.report.words import Sentence, count, number, p_value
+
+__all__ = ["drift_parts"]
+
+_MAX_PARTS, _MAX_MEASURES, _MAX_HOOKS = 3, 8, 8
+_WORDS = {
+    "numeric drift": (
+        "Numeric drift",
+        "The same tokens were computed twice, as {first} and as {second}: what differs is the "
+        "arithmetic.",
+    ),
+    "population shift": (
+        "Population shift",
+        "{first} and {second} are different tokens: what differs is the text that was served, "
+        "and the arithmetic only along with it.",
+    ),
+}
+
+
+def drift_parts(sections: list[Drift]) -> list[Part]:
+    """Return a part per comparison, numeric drift before population shift."""
+    parts = []
+    for kind in _WORDS:
+        some = [section for section in sections if section.kind == kind][:_MAX_PARTS]
+        parts += [_part(section, n) for n, section in enumerate(some)]
+    return parts
+
+
+def _part(section: Drift, n: int) -> Part:
+    title, words = _WORDS[section.kind]
+    name = f"{section.kind.replace(' ', '-')}-{n}"
+    first_words, second_words = section.first[:200], section.second[:200]
+    lead = (
+        f"{words.format(first=first_words, second=second_words)} {section.sentence} "
+        f"{count(section.n_first)} against {count(section.n_second)} rows, "
+        f"{'paired token by token' if section.paired else 'not paired'}. The floor is the same "
+        "measure between halves of one side, split by request."
+    )
+    some, more = first(section.measures)
+    rows = [
+        Row(
+            (
+                m.hook,
+                m.name,
+                number(m.value),
+                "-" if m.floor is None else number(m.floor),
+                _above(m),
+                "-" if m.p is None else p_value(m.p),
+                "-" if m.adjusted_p is None else p_value(m.adjusted_p),
+                f"{count(m.n)} {m.unit}",
+                m.note,
+            )
+        )
+        for m in some
+    ]
+    head = ("hook", "measure", "value", "floor", "value / floor", "p", "adjusted p", "rests on")
+    table = Table(f"{title}: measures", (*head, "note"), rows, frozenset({0, 1, 8}), more)
+    pictures = [drift_bars(section, name)] if section.measures else []
+    return Part(name, title, Sentence(lead), pictures, [table] if rows else [])
+
+
+def _above(m: DriftMeasure) -> str:
+    return "-" if not m.floor else f"{number(m.value / m.floor)} ×"
+
+
+def drift_bars(section: Drift, name: str) -> Picture:
+    """Return one panel a measure: the value and its floor, side by side per hook."""
+    panels: dict[str, list[DriftMeasure]] = defaultdict(list)
+    for measure in section.measures:
+        panels[measure.name].append(measure)
+    shown = [(label, members[:_MAX_HOOKS]) for label, members in panels.items()][:_MAX_MEASURES]
+    tops, y = [], 40.0
+    for _, members in shown:
+        tops.append(y)
+        y += 62 + 30 * len(members)
+    p = Picture(
+        f"{name}-bars",
+        f"{section.kind.capitalize()} beside its floor",
+        "Per measure and hook the value (striped) and below it the floor (plain): a value no "
+        "longer than its floor is no drift.",
+        760,
+        y + 4,
+    )
+    legend(p, 200, 16, [("lost", "value"), ("floor", "floor")])
+    for (label, members), top in zip(shown, tops, strict=True):
+        values = [v for m in members for v in (m.value, m.floor) if v is not None]
+        f = Frame(200, top + 16, 440, 30 * len(members), span(values), (0, 1))
+        p.text(200, top + 6, label, kind="bold")
+        axes(p, f, "", "", y_marks=[])
+        for n, m in enumerate(members):
+            at = f.top + 30 * n
+            p.text(f.left - 10, at + 19, m.hook, "end", room=185)
+            _bar(p, f, m.value, at + 4, "lost", f"{m.hook}, {label}: {number(m.value)}")
+            if m.floor is not None:
+                _bar(p, f, m.floor, at + 16, "floor", f"{m.hook}, floor: {number(m.floor)}")
+            floor = "no floor" if m.floor is None else number(m.floor)
+            p.text(f.right + 8, at + 19, f"{number(m.value)} / {floor}", room=112)
+    return p
+
+
+def _bar(p: Picture, f: Frame, value: float, y: float, kind: str, title: str) -> None:
+    low, high = sorted((f.x(0), f.x(value)))
+    p.box(low, y, max(high - low, 1.5), 10, kind, title)

@@ -1,0 +1,80 @@
+"""The part on mechanism: the family of tests, and what decides in it.
+
+From the result's section of the same name; tables only.
+"""
+
+from __future__ import annotations
+
+from actds_validators.audits.result import Association, Limits, Mechanism
+from actds_validators.report.parts import Part, Row, Table, first
+from actds_validators.report.words import Sentence, count, number, p_value
+
+__all__ = ["mechanism_part", "smallest_first"]
+
+
+def smallest_first(tests: list[Association]) -> list[Association]:
+    """Return the tests, rejected ones first, then by adjusted p."""
+    return sorted(tests, key=lambda t: (not t.rejected, t.adjusted_p, t.p))
+
+
+def mechanism_part(section: Mechanism, limits: Limits) -> Part:
+    """Return the part on what the loss goes with."""
+    lead = (
+        f"{count(section.n_events)} independent loss events in {count(section.n_steps)} steps: "
+        f"{count(section.n_lost_steps)} steps lost tokens, {count(section.n_partial_steps)} of "
+        "them only some. Tokens of a step are lost together, so each test counts steps, blocks or "
+        f"requests, never tokens. One family of {count(len(section.tests))} tests, false discovery "
+        f"rate {number(limits.fdr)} after Benjamini and Hochberg."
+    )
+    some, more = first(smallest_first(section.tests))
+    rows = [
+        Row(
+            (
+                "associated" if t.rejected else "not rejected",
+                t.name,
+                t.covariate.label,
+                t.covariate.group,
+                number(t.statistic),
+                p_value(t.p),
+                p_value(t.adjusted_p),
+                f"{count(t.n_units)} {t.unit}",
+                "-" if t.naive_p is None else f"({p_value(t.naive_p)})",
+                t.note,
+            ),
+            "bad" if t.rejected else "",
+        )
+        for t in some
+    ]
+    head = (
+        "result",
+        "test",
+        "covariate",
+        "kind",
+        "statistic",
+        "p",
+        "adjusted p",
+        "units",
+        "naive p (not deciding)",
+        "note",
+    )
+    notes = []
+    if section.detectable is not None:
+        notes.append(
+            Sentence(
+                f"With so many events a difference of {number(section.detectable)} standard "
+                "deviations would be found with power 0.8."
+            )
+        )
+    if any(t.naive_p is not None for t in section.tests):
+        notes.append(
+            Sentence(
+                "The naive p stands in brackets: a test over tokens as if each were lost by "
+                "itself. It rejects harmless bursts nearly always, and nothing here rests on it."
+            )
+        )
+    caption = (
+        f"Tests, the smallest adjusted p first (blocks of {count(section.block_steps)} steps, "
+        f"{count(section.n_blocks)} of them)"
+    )
+    tables = [Table(caption, head, rows, frozenset({0, 1, 2, 3, 9}), more)] if rows else []
+    return Part("mechanism", "Mechanism", Sentence(lead), (), tables, notes)

@@ -1,0 +1,147 @@
+"""The part on time and queues: trace, stalls, occupancy, loss against load, lags.
+
+A family of charts of the report; from the result's section of the same name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from actds_validators.audits.result import Lag, Loss, Occupancy, Queues
+from actds_validators.report.axes import Frame, axes, span
+from actds_validators.report.parts import Part, Row, Table, first
+from actds_validators.report.svg import Picture
+from actds_validators.report.trace import capture_trace, lowest
+from actds_validators.report.words import Sentence, count, number, percent, seconds
+
+__all__ = ["queues_part"]
+
+_MAX_POINTS, _MAX_LAGS, _MAX_STAGES, _MAX_DEPTHS = 40, 201, 6, 32
+
+
+def queues_part(section: Queues) -> Part:
+    """Return the part on time and queues."""
+    lead = "When tokens were lost, how full the queues of the writer stood, and how the loss goes "
+    lead += "with the load (moving average of the tokens per step)."
+    if section.trace:
+        lead += f" In the worst part of the trace {lowest(section.trace)} were stored."
+    pictures = []
+    if section.trace:
+        pictures.append(capture_trace(section))
+    if section.loss_by_load:
+        pictures.append(loss_against_load(section.loss_by_load))
+    if section.occupancy:
+        pictures.append(occupancy(section.occupancy))
+    if section.lags:
+        pictures.append(lag_plot(section.lags))
+    some, more = first(section.stalls)
+    rows = [
+        Row((s.stage, count(s.n), seconds(s.seconds), seconds(s.seconds / s.n) if s.n else "-"))
+        for s in some
+    ]
+    tables = [Table("Stalls", ("stage", "stalls", "waited", "mean wait"), rows, more=more)]
+    notes = [] if rows else [Sentence("No stall was recorded.")]
+    return Part(
+        "queues", "Time and queues", Sentence(lead), pictures, tables if rows else [], notes
+    )
+
+
+def loss_against_load(points: list[Loss]) -> Picture:
+    """Return the share lost per decile of load with intervals, and the isotonic fit."""
+    shown = sorted(points, key=lambda point: point.load)[:_MAX_POINTS]
+    p = Picture(
+        "loss-by-load",
+        "Loss against load",
+        "Per decile of load the share of computed tokens lost, with its interval; the dashed line "
+        "is the isotonic fit, which may only rise.",
+        760,
+        292,
+    )
+    top = min(1.0, max(max(s.rate.value, s.rate.high, s.fitted) for s in shown) * 1.1) or 0.01
+    loads = [s.load for s in shown]
+    f = Frame(90, 38, 640, 196, span(loads, zero=False), (0, top))
+    axes(p, f, "load, tokens per step", "share lost", y_text=percent, left=64)
+    p.dot(100, 14, "mark lost-mark")
+    p.text(112, 18, "decile, with interval")
+    p.line(272, 14, 302, 14, "curve dashed")
+    p.text(310, 18, "isotonic fit")
+    p.path([(f.x(s.load), f.y(s.fitted)) for s in shown], "curve dashed")
+    for s in shown:
+        said = f"load {number(s.load)}: {percent(s.rate.value)} lost"
+        said += f", interval {percent(s.rate.low)} to {percent(s.rate.high)}"
+        x = f.x(s.load)
+        p.line(x, f.y(s.rate.low), x, f.y(s.rate.high), "whisker lost-line", said)
+        p.dot(x, f.y(s.rate.value), "mark lost-mark", said)
+    return p
+
+
+def occupancy(rows: list[Occupancy]) -> Picture:
+    """Return one histogram a stage: the share of the time that its queue stood at each depth."""
+    stages: dict[str, list[Occupancy]] = defaultdict(list)
+    for row in rows:
+        stages[row.stage].append(row)
+    shown = list(stages.items())[:_MAX_STAGES]
+    lines = -(-len(shown) // 3)
+    p = Picture(
+        "occupancy",
+        "Queue occupancy",
+        "Per stage of the writer the share of the time at each depth of its queue; the last bar "
+        "of a full queue is striped.",
+        760,
+        18 + 218 * lines,
+    )
+    for n, (stage, members) in enumerate(shown):
+        capacity = max(1, *(m.capacity for m in members))
+        deepest = max(capacity, *(m.depth for m in members))
+        width = -(-(deepest + 1) // _MAX_DEPTHS)
+        bins: dict[int, float] = defaultdict(float)
+        for m in members:
+            bins[m.depth // width] += m.seconds
+        total = sum(bins.values()) or 1.0
+        n_bins = deepest // width + 1
+        f = Frame(70 + 240 * (n % 3), 36 + 218 * (n // 3), 170, 120, (0, n_bins), (0, 1))
+        p.text(f.left, f.top - 12, f"{stage}, capacity {count(capacity)}", kind="bold", room=180)
+        marks = sorted({0, n_bins // 2, n_bins - 1})
+        axes(
+            p,
+            f,
+            "depth, entries",
+            "share of time" if n % 3 == 0 else "",
+            x_marks=[(k + 0.5, count(k * width)) for k in marks],
+            y_marks=[(0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %")],
+            left=52,
+        )
+        for k, spent in sorted(bins.items()):
+            full = (k + 1) * width > capacity
+            label = f"{k * width}" if width == 1 else f"{k * width}–{(k + 1) * width - 1}"
+            said = f"{stage}, depth {label}: {percent(spent / total)} of the time"
+            x, y = f.x(k), f.y(spent / total)
+            p.box(
+                x + 0.5, y, f.width / n_bins - 1, f.bottom - y, "lost" if full else "stored", said
+            )
+    return p
+
+
+def lag_plot(lags: list[Lag]) -> Picture:
+    """Return the correlation of the load with the loss some steps later."""
+    ordered = sorted(lags, key=lambda lag: lag.steps)
+    step = -(-len(ordered) // _MAX_LAGS)
+    shown = ordered[::step]
+    p = Picture(
+        "lags",
+        "Load against loss, by lag",
+        "The correlation of the load with the share lost some steps later. A peak right of nought "
+        "says how long a queue takes to fill.",
+        760,
+        262,
+    )
+    values = [lag.correlation for lag in shown]
+    f = Frame(90, 18, 640, 186, span([lag.steps for lag in shown], zero=False), span(values))
+    axes(p, f, "lag, steps (loss after load)", "correlation", left=64)
+    p.line(f.left, f.y(0), f.right, f.y(0), "axis")
+    for lag in shown:
+        x, y = f.x(lag.steps), f.y(lag.correlation)
+        said = f"{lag.steps:+d} steps: correlation {lag.correlation:.3f}"
+        p.line(x, f.y(0), x, y, "whisker stored-line", said)
+        p.dot(x, y, "mark stored-mark", said, 2.5)
+    return p

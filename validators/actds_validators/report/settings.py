@@ -1,0 +1,75 @@
+"""The parts on the numbers that decided, on the weights, and on the audit itself.
+
+From the result's verdict, weighting, limits and heads; tables only.
+"""
+
+from __future__ import annotations
+
+from actds.page import human_nbytes
+from actds_validators.audits.result import Audit, Limits, Number, Verdict, Weighting
+from actds_validators.report.parts import Part, Row, Table, Tone, first
+from actds_validators.report.words import Sentence, count, kept, measured, number, seconds
+
+__all__ = ["check_part", "settings_part", "weights_part"]
+
+
+def check_part(verdict: Verdict) -> Part:
+    """Return the table of every number that was held against a limit."""
+    numbers = [verdict.deciding, *(n for n in verdict.numbers if n != verdict.deciding)]
+    some, more = first(numbers)
+    rows = [_row(n, deciding=n is verdict.deciding) for n in some]
+    head = ("number", "value", "limit", "")
+    table = Table("Checks: every number with its limit", head, rows, frozenset({0, 3}), more)
+    lead = "Every number that was held against a limit; the first one decided."
+    return Part("checks", "Checks", Sentence(lead), (), [table])
+
+
+def _row(n: Number, *, deciding: bool) -> Row:
+    tone: Tone = {True: "good", False: "bad", None: "dim"}[n.ok]  # type: ignore[assignment]
+    words = kept(n) + (", decided" if deciding else "")
+    return Row((n.name, measured(n.value, n.unit), measured(n.limit, n.unit), words), tone)
+
+
+def weights_part(section: Weighting) -> Part:
+    """Return the part on inverse-probability weights."""
+    by = f"load × {section.complexity}" if section.complexity else "load"
+    lead = f"Inverse-probability weights per cell of {by}. {section.claim}."
+    share = section.effective_rows / section.n_rows if section.n_rows else 0.0
+    edges = ", ".join(number(edge) for edge in section.load_edges[:40])
+    rows = [
+        Row(("weighted rows", count(section.n_rows))),
+        Row(("effective rows, (Σw)² / Σw²", number(round(section.effective_rows, 1)))),
+        Row(("effective share", measured(share, "share"))),
+        Row(("largest weight", number(section.largest))),
+        Row(("cells", count(section.n_cells))),
+        Row(("edges of load, tokens per step", Sentence(edges) or "-")),
+    ]
+    return Part("weights", "Weights", Sentence(lead), (), [Table("Weights", ("", ""), rows)])
+
+
+def settings_part(audit: Audit) -> Part:
+    """Return the part on settings and digests."""
+    lead = "What was audited, with which settings; the same settings and seed give these numbers."
+    peak = "not measured" if audit.peak_nbytes is None else human_nbytes(audit.peak_nbytes)
+    runs, more = first(audit.runs, 20)
+    rows = [
+        Row(("path", Sentence(audit.path))),
+        Row(("dataset", audit.dataset)),
+        Row(("digest", audit.digest)),
+        Row(("seal", "not sealed" if audit.seal is None else str(audit.seal))),
+        Row(("runs", Sentence(", ".join(runs + ([more] if more else []))))),
+        Row(("overflow policies", Sentence(", ".join(audit.policies[:20]) or "none recorded"))),
+        Row(("actds", audit.actds)),
+        Row(("schema", audit.schema_)),
+        Row(("audit took", f"{seconds(audit.duration_s)}, peak memory {peak}")),
+    ]
+    limits = [
+        Row((name, number(getattr(audit.limits, name)), Sentence(field.description or "")))
+        for name, field in Limits.model_fields.items()
+    ]
+    words = frozenset({0, 1})
+    tables = [
+        Table("Dataset", ("", ""), rows, words),
+        Table("Settings", ("setting", "value", "meaning"), limits, frozenset({0, 2})),
+    ]
+    return Part("settings", "Settings and digests", Sentence(lead), (), tables)

@@ -1,0 +1,202 @@
+"""The terminal page of an audit: the verdict, what decided, what to do; the tables of the page.
+
+After the audit; the same facts as ``audit.json``, the worst first. Knows the result only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from actds_validators.audits.result import Audit, Difference, Drift, Estimate, Mechanism, Number
+from actds_validators.report.accounting import balance
+from actds_validators.report.mechanism import smallest_first
+from actds_validators.report.missingness import worst_first
+from actds_validators.report.words import (
+    Sentence,
+    against,
+    clean,
+    count,
+    estimate,
+    kept,
+    many,
+    measured,
+    number,
+    p_value,
+    percent,
+)
+from actds_validators.report_text import Line, Style
+
+__all__ = ["render"]
+
+_MARKS = {True: "✓", False: "✗", None: "-"}
+_STYLES: dict[str, Style] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "INCONCLUSIVE": "warn"}
+_MAX_ROWS, _MAX_TOP, _MAX_COLUMN = 25, 8, 44
+
+
+def render(audit: Audit) -> Iterator[Line]:
+    """Yield the page, line by line; no line holds a control character."""
+    for line in _page(audit):
+        yield Line(clean(Sentence(line.text)), line.style)
+
+
+def _page(audit: Audit) -> Iterator[Line]:
+    verdict = audit.verdict
+    kind = f" ({verdict.kind})" if verdict.kind else ""
+    yield Line(f"{verdict.level}{kind} {audit.path}", _STYLES[verdict.level])
+    yield Line(verdict.sentence)
+    d = verdict.deciding
+    held = f"; {against(d)}, {kept(d)}" if d.limit is not None else ""
+    yield Line(f"Decided by: {d.name} {measured(d.value, d.unit)}{held}", "title")
+    for lack in verdict.lacks[:_MAX_TOP]:
+        yield Line(f"  short: {lack}", "warn")
+    yield Line("")
+    yield Line(f"Accounting: {balance(audit.accounting)}", "title")
+    yield from _accounting(audit)
+    yield from _numbers(verdict.numbers)
+    if audit.missingness is not None:
+        yield from _differences(audit.missingness.differences)
+    if audit.mechanism is not None:
+        yield from _tests(audit.mechanism)
+    yield from _weights(audit)
+    for drift in audit.drift:
+        yield from _drift(drift)
+    if verdict.next_steps:
+        yield Line("")
+        yield Line("Next", "title")
+        for n, step in enumerate(verdict.next_steps[:_MAX_TOP], 1):
+            yield Line(f"  {n}. {step}")
+
+
+def _accounting(audit: Audit) -> Iterator[Line]:
+    section = audit.accounting
+    for step in section.waterfall:
+        if step.name in ("dropped", "aborted", "filtered") and step.n_positions:
+            why = step.reason or "no reason given"
+            said = f"{count(step.n_positions)} {step.name} ({percent(step.share)}): {why}"
+            yield Line(f"  {said}", "plain" if step.name == "filtered" else "warn")
+    if section.unresolved:
+        lost = many(section.unresolved, "cache reference")
+        yield Line(f"  {lost} without a stored row behind (E410)", "warn")
+    for finding in section.findings[:_MAX_ROWS]:
+        said = f"{finding.got}; expected {finding.expected}"
+        style: Style = "bad" if finding.severity == "error" else "warn"
+        yield Line(f"  {finding.severity} {finding.code} {finding.place}: {said}", style)
+    more = len(section.findings) - _MAX_ROWS
+    if more > 0:
+        yield Line(f"  and {more:,} more findings; --json lists them all", "warn")
+
+
+def _numbers(numbers: Sequence[Number]) -> Iterator[Line]:
+    if not numbers:
+        return
+    yield Line("")
+    yield Line("Checks", "title")
+    cells = [
+        (_MARKS[n.ok], n.name, measured(n.value, n.unit), measured(n.limit, n.unit), kept(n))
+        for n in numbers[:_MAX_ROWS]
+    ]
+    styles: dict[str, Style] = {"✓": "good", "✗": "bad", "-": "dim"}
+    head = ("", "number", "value", "limit", "")
+    yield from _table(head, cells, [styles[cell[0]] for cell in cells], {0, 1, 4})
+    yield from _more(len(numbers), _MAX_ROWS)
+
+
+def _differences(differences: Sequence[Difference]) -> Iterator[Line]:
+    if not differences:
+        return
+    yield Line("")
+    yield Line("Largest differences of lost against all, standard deviations of all", "title")
+    cells = [
+        (
+            d.covariate.label,
+            d.covariate.group,
+            estimate(d.smd),
+            _or_dash(d.before_weighting),
+            _or_dash(d.after_weighting),
+        )
+        for d in worst_first(differences)[:_MAX_TOP]
+    ]
+    head = ("covariate", "kind", "SMD [95 %]", "stored", "stored, weighted")
+    yield from _table(head, cells, ["plain"] * len(cells), {0, 1})
+    yield from _more(len(differences), _MAX_TOP)
+
+
+def _or_dash(value: Estimate | None) -> str:
+    return "-" if value is None else number(value.value)
+
+
+def _tests(section: Mechanism) -> Iterator[Line]:
+    yield Line("")
+    n_rejected = sum(test.rejected for test in section.tests)
+    events = many(section.n_events, "independent loss event")
+    tests = many(len(section.tests), "test")
+    yield Line(f"What the loss goes with: {n_rejected} of {tests} rejected, {events}", "title")
+    cells = [
+        (
+            test.name,
+            test.covariate.label,
+            test.covariate.group,
+            p_value(test.p),
+            p_value(test.adjusted_p),
+            f"{count(test.n_units)} {test.unit}",
+        )
+        for test in smallest_first(section.tests)
+        if test.rejected
+    ]
+    if cells:
+        head = ("test", "covariate", "kind", "p", "adjusted p", "units")
+        shown = cells[:_MAX_TOP]
+        yield from _table(head, shown, ["bad"] * len(shown), {0, 1, 2})
+        yield from _more(len(cells), _MAX_TOP)
+
+
+def _weights(audit: Audit) -> Iterator[Line]:
+    if audit.weighting is None:
+        return
+    w = audit.weighting
+    share = percent(w.effective_rows / w.n_rows) if w.n_rows else "-"
+    yield Line("")
+    yield Line(
+        f"Weights: {count(w.n_rows)} rows stand for {w.effective_rows:,.0f} ({share}), the "
+        f"largest weight is {number(w.largest)}; {w.claim}"
+    )
+
+
+def _drift(section: Drift) -> Iterator[Line]:
+    yield Line("")
+    title = f"{section.kind.capitalize()}, {section.first} against {section.second}"
+    yield Line(f"{title}: {section.sentence}", "title")
+    cells = [
+        (m.hook, m.name, number(m.value), "-" if m.floor is None else number(m.floor))
+        for m in section.measures[:_MAX_TOP]
+    ]
+    if cells:
+        head = ("hook", "measure", "value", "floor")
+        yield from _table(head, cells, ["plain"] * len(cells), {0, 1})
+        yield from _more(len(section.measures), _MAX_TOP)
+
+
+def _table(
+    head: tuple[str, ...],
+    rows: Sequence[tuple[str, ...]],
+    styles: Sequence[Style],
+    left: set[int],
+) -> Iterator[Line]:
+    """Yield aligned columns; a cell of any length is cut to the room of a column."""
+    cut = [tuple(_cut(clean(cell)) for cell in row) for row in [head, *rows]]
+    widths = [max(len(row[column]) for row in cut) for column in range(len(head))]
+    for row, style in zip(cut, ["dim", *styles], strict=True):
+        cells = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield Line("  " + "  ".join(cells).rstrip(), style)
+
+
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= _MAX_COLUMN else cell[: _MAX_COLUMN - 1] + "…"
+
+
+def _more(n: int, room: int) -> Iterator[Line]:
+    if n > room:
+        yield Line(f"  and {n - room:,} more; --json lists them all", "dim")

@@ -1,0 +1,118 @@
+"""Numbers and names as words: one way to write a share, a count, a p-value, an interval.
+
+Under every chart and table of the report; knows the result's models and nothing that draws.
+"""
+
+from __future__ import annotations
+
+from actds.page import printable
+from actds_validators.audits.result import Estimate, Number
+
+__all__ = [
+    "GROUPS",
+    "Sentence",
+    "against",
+    "clean",
+    "count",
+    "estimate",
+    "kept",
+    "many",
+    "measured",
+    "number",
+    "p_value",
+    "percent",
+    "seconds",
+    "short",
+]
+
+GROUPS = {"system": "System", "content": "Content", "values": "Values"}
+_MAX_WORD, _MAX_SENTENCE = 120, 1200
+
+
+class Sentence(str):
+    """Text that may be longer than a label."""
+
+    __slots__ = ()
+
+
+def clean(text: str) -> str:
+    """Return text without control characters, cut where it is longer than any honest one."""
+    room = _MAX_SENTENCE if isinstance(text, Sentence) else _MAX_WORD
+    # Cut first: a megabyte of control characters need not be spelt out.
+    seen = printable(text[: room + 1])
+    return seen if len(seen) <= room else seen[: room - 1] + "…"
+
+
+def count(n: int) -> str:
+    """Return a count with separators."""
+    return f"{n:,}"
+
+
+def many(n: int, noun: str) -> str:
+    """Return a count with its noun."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def number(value: float) -> str:
+    """Return a number with four digits; a whole one as it is."""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 1e4:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
+    return f"{value:.4g}"
+
+
+def short(value: float) -> str:
+    """Return a number in the room of a cell, with k, M or G."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent; a part is never rounded to nothing or to all."""
+    value = 100 * share
+    if 0 < value < 0.01:
+        return "< 0.01 %"
+    if 99.99 < value < 100:
+        return "> 99.99 %"
+    return f"{value:.3g} %" if abs(value) < 99.95 else f"{value:.2f} %"
+
+
+def p_value(p: float) -> str:
+    """Return a p-value with two digits."""
+    return "< 0.0001" if p < 0.0001 else f"{p:.2g}"
+
+
+def seconds(value: float) -> str:
+    """Return a time with a unit that fits."""
+    if value == 0:
+        return "0 s"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
+
+
+def estimate(value: Estimate) -> str:
+    """Return an estimate with its interval."""
+    return f"{number(value.value)} [{number(value.low)}, {number(value.high)}]"
+
+
+def measured(value: float | None, unit: str) -> str:
+    """Return a value with its unit; shares in per cent."""
+    if value is None:
+        return "-"
+    if unit in ("share", "%"):
+        return percent(value if unit == "share" else value / 100)
+    return f"{number(value)} {unit}".rstrip()
+
+
+def against(held: Number) -> str:
+    """Return what a number was held against, in words."""
+    return "no limit" if held.limit is None else f"limit {measured(held.limit, held.unit)}"
+
+
+def kept(held: Number) -> str:
+    """Return whether a number kept its limit."""
+    return {True: "kept", False: "not kept", None: "not judged"}[held.ok]
