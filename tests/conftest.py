@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from s3_server import BUCKET, s3_environment, s3_server
 from synthetic import make_dataset
 
 
@@ -31,3 +33,20 @@ def copy_dataset(dataset_path: Path, tmp_path: Path) -> Callable[[], Path]:
         return Path(shutil.copytree(dataset_path, tmp_path / f"copy-{next(numbers)}"))
 
     return copy
+
+
+@pytest.fixture(scope="module")
+def s3_port() -> Iterator[int]:
+    """Yield the port of an S3 server of this module alone."""
+    pytest.importorskip("obstore", reason="needs the extra actds[s3]")
+    pytest.importorskip("moto", reason="needs moto's S3 server")
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def s3_root(s3_port: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Return a location of this test alone, with the environment that a person would set."""
+    s3_environment(monkeypatch, s3_port)
+    digest = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]
+    return f"s3://{BUCKET}/{digest}/dataset"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
 
 START_TIMEOUT_S = 60
 BUCKET = "harvest"
@@ -54,6 +57,16 @@ def s3_server() -> Iterator[int]:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def s3_environment(patch: pytest.MonkeyPatch, port: int) -> None:
+    """Set the environment that a person would set for the server, and no other of its kind."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        patch.delenv(name)
+    patch.setenv("AWS_ACCESS_KEY_ID", "test")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    patch.setenv("AWS_REGION", "us-east-1")
+    patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
 
 
 def _await(port: int) -> None:

@@ -47,18 +47,25 @@ class SyntheticEngine:
     Only the model is missing: what its hooks would leave is written into their buffers.
     """
 
-    def __init__(self, pipeline: Pipeline, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        device: str = "cpu",
+        hooks: tuple[HookSpec, ...] = HOOKS,
+        max_rows: int = MAX_ROWS,
+    ) -> None:
         link = pipeline.link
+        self.hooks, d_model = hooks, hooks[0].d_model
         self.scheduler = link.connect("census", "scheduler")
         self.readouts = Readouts.from_field(link.readouts, "readouts")
         self.probes = np.load(link.probes_path) if link.probes_path else None
         width = self.readouts.width if self.readouts else 0
         self.buffers = HookBuffers(
-            torch.zeros(len(HOOKS), MAX_ROWS, D_MODEL, dtype=torch.bfloat16, device=device),
-            torch.zeros(len(HOOKS), dtype=torch.int64, device=device),
-            torch.zeros(len(HOOKS), MAX_ROWS, width, device=device),
+            torch.zeros(len(hooks), max_rows, d_model, dtype=torch.bfloat16, device=device),
+            torch.zeros(len(hooks), dtype=torch.int64, device=device),
+            torch.zeros(len(hooks), max_rows, width, device=device),
         )
-        self.stages = Stages(link, self.buffers, HOOKS, MAX_ROWS)
+        self.stages = Stages(link, self.buffers, hooks, max_rows)
         self.drops: list[int] = []
         tell = self.stages._handover._on_drop
 
@@ -96,31 +103,41 @@ class SyntheticEngine:
 
     def row_bits(self, number: int, positions: np.ndarray) -> np.ndarray:
         """Return the rows of a step, uint16 ``(n_hooks, n, d_model)``: each says whose it is."""
-        values = (number * 100 + positions + 1)[None, :, None] + np.arange(len(HOOKS))[
-            :, None, None
-        ]
-        return np.broadcast_to(values, (len(HOOKS), len(positions), D_MODEL)).astype(np.uint16)
+        n_hooks, d_model = len(self.hooks), self.hooks[0].d_model
+        values = (number * 100 + positions + 1)[None, :, None] + np.arange(n_hooks)[:, None, None]
+        return np.broadcast_to(values, (n_hooks, len(positions), d_model)).astype(np.uint16)
 
-    def step(self, number: int, start: int, stop: int, left_out: LeftOut = EVERYTHING) -> None:
+    def step(
+        self,
+        number: int,
+        start: int,
+        stop: int,
+        left_out: LeftOut = EVERYTHING,
+        prompt_len: int = PROMPT_LEN,
+    ) -> None:
         one, n = np.array([number], np.int64), stop - start
         self.scheduler.send(
             StepScheduled(self.n_steps, 1, one, one * 0 + start, one * 0 + n, (), 0, 1, (), 0.1)
         )
         positions = np.arange(start, stop)
-        bits = self.row_bits(number, positions)
-        self.buffers.rows[:, :n].view(torch.int16).copy_(torch.from_numpy(bits.view(np.int16)))
-        self.buffers.seen.fill_(n)
-        if self.readouts is not None:
-            packed = matrix(self.readouts, self.probes, len(HOOKS), D_MODEL)
-            for hook in range(len(HOOKS)):
-                rows = self.buffers.rows[hook, :n].float().cpu().numpy()
-                self.buffers.readouts[hook, :n] = torch.from_numpy(compute(rows, packed[hook]))
+        self.leave(number, positions)
         ids = torch.from_numpy(positions).to(self.buffers.rows.device)
         step = Step(
-            self.n_steps, one, one * 0 + n, one * 0 + PROMPT_LEN, (left_out,), (), 5, "eager"
+            self.n_steps, one, one * 0 + n, one * 0 + prompt_len, (left_out,), (), 5, "eager"
         )
         self.stages.hand_over(step, ids, ids)
         self.n_steps += 1
+
+    def leave(self, number: int, positions: np.ndarray) -> None:
+        """Leave in the buffers what the hooks of a model would."""
+        bits, n = self.row_bits(number, positions), len(positions)
+        self.buffers.rows[:, :n].view(torch.int16).copy_(torch.from_numpy(bits.view(np.int16)))
+        self.buffers.seen.fill_(n)
+        if self.readouts is not None:
+            packed = matrix(self.readouts, self.probes, len(self.hooks), self.hooks[0].d_model)
+            for hook in range(len(self.hooks)):
+                rows = self.buffers.rows[hook, :n].float().cpu().numpy()
+                self.buffers.readouts[hook, :n] = torch.from_numpy(compute(rows, packed[hook]))
 
     def drain(self, pipeline: Pipeline) -> None:
         """Wait until the writer has taken every step."""
@@ -140,20 +157,25 @@ def pipeline_for(
     readouts: Readouts | None = None,
     probes: bytes | None = None,
     lane_nbytes: int = 1 << 20,
+    hooks: tuple[HookSpec, ...] = HOOKS,
+    ring_nbytes: int = RING_NBYTES,
+    rows_per_shard: int = 40,
+    run: str = "r-test",
+    resume: bool = False,
 ) -> Pipeline:
-    assert not is_taken(out)
+    assert resume or not is_taken(out)
     settings = WriterSettings(
-        root=str(out), dataset=secrets.token_hex(16), run="r-test", resume=False, started_ns=1,
-        software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=40,
+        root=str(out), dataset=secrets.token_hex(16), run=run, resume=resume, started_ns=1,
+        software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard,
         order="permuted", seed=3, n_threads=1, readouts=readouts.as_field() if readouts else NONE,
     )  # fmt: skip
     lock = hold(out)
     try:
         pipeline = Pipeline(
-            tuple((h.kind, h.layer) for h in HOOKS),
+            tuple((h.kind, h.layer) for h in hooks),
             None,
             policy,
-            RING_NBYTES,
+            ring_nbytes,
             settings,
             os.getpid(),
             lock,

@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 pytest.importorskip("obstore", reason="needs the extra actds[s3]")
 pytest.importorskip("moto", reason="needs moto's S3 server")
 
-from s3_server import BUCKET, Exchange, proxy, s3_server
+from s3_server import Exchange, proxy
 from synthetic_engine import (
     D_MODEL,
     GENERATED,
@@ -39,23 +38,14 @@ from actds_writers.messages import ClientFacts
 Environment = pytest.MonkeyPatch
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with s3_server() as port:
-        yield port
+@pytest.fixture
+def server(s3_port: int) -> int:
+    return s3_port
 
 
 @pytest.fixture
-def root(server: int, monkeypatch: Environment, request: pytest.FixtureRequest) -> str:
-    """Return a location of this test alone, with the environment that a person would set."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    point_to(monkeypatch, server)
-    digest = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]
-    return f"s3://{BUCKET}/{digest}/dataset"
+def root(s3_root: str) -> str:
+    return s3_root
 
 
 def point_to(monkeypatch: Environment, port: int) -> None:

@@ -30,8 +30,9 @@ _WORDS = {
 def recover(path: str, clear: bool, as_json: bool) -> None:
     """Recover a dataset whose harvest was killed or lost its power.
 
-    PATH is the dataset's folder. Keeps every acknowledged row, accounts for all others as
-    aborted, ends what is open and seals the dataset. Refuses while a process still writes it.
+    PATH is the dataset's folder or its s3:// location. Keeps every acknowledged row, accounts for
+    all others as aborted, ends what is open and seals the dataset. Refuses while a process still
+    writes the folder; an object store has no lock, and a process that writes there is ended.
     """
     from actds_writers.recover import recover as run
 
