@@ -23,6 +23,7 @@ __all__ = [
     "Statistic",
     "block_sums",
     "blocks",
+    "difference_sums",
     "jackknife",
     "jackknife_many",
     "loss_rate",
@@ -253,6 +254,32 @@ def smd_of_stored(sums: Floats) -> Floats:
     mean = _ratio(sx, n)
     # Not mean of stored less mean of all: that would cancel when little was lost.
     return _ratio(_ratio(n_lost * mean - lx, n - n_lost), _deviation(n, mean, sxx))
+
+
+def difference_sums(
+    blocks: Blocks,
+    n: ArrayLike,
+    sx: ArrayLike,
+    sxx: ArrayLike,
+    n_lost: ArrayLike,
+    lx: ArrayLike,
+) -> Floats:
+    """Return the sums ``(5, n_covariates, n_blocks)`` that `smd` takes, over blocks.
+
+    Args:
+        blocks: of `blocks`.
+        n: ``(n_steps,)`` or ``(n_covariates, n_steps)``, computed tokens, or those with a value.
+        sx: ``(n_covariates, n_steps)``, sums of the covariates.
+        sxx: ``(n_covariates, n_steps)``, sums of their squares.
+        n_lost: ``(n_steps,)`` or ``(n_covariates, n_steps)``, lost tokens.
+        lx: ``(n_covariates, n_steps)``, sums over the lost ones.
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
+    parts = [block_sums(v, blocks.labels, blocks.n_blocks) for v in (n, sx, sxx, n_lost, lx)]
+    shape = np.broadcast_shapes(*(np.atleast_2d(part).shape for part in parts))
+    return np.stack([np.broadcast_to(part, shape) for part in parts])
 
 
 def loss_rate(sums: Floats) -> Floats:
