@@ -40,6 +40,7 @@ from actds_validators.audits.result import (
     TracePoint,
     Verdict,
     WaterfallStep,
+    WeightCell,
     Weighting,
 )
 
@@ -91,7 +92,7 @@ CASES: dict[str, Case] = {
         Number(name="adjusted p, load of the last 8 steps", value=0.0041, limit=0.05, ok=False),
         [],
         [
-            "Write weights: actds audit PATH --weights weights.parquet, and hand them to the loader.",
+            "Write weights and hand them to the loader: actds audit PATH --weights FILE.parquet",
             "Harvest again with policy block, or with a faster disk: actds plan says how fast.",
         ],
     ),
@@ -385,12 +386,24 @@ def queues(rng: np.random.Generator, loss: float) -> Queues:
 
 def weighting() -> Weighting:
     return Weighting(
-        n_cells=50,
+        n_cells=25,
         n_rows=1_390_000,
         effective_rows=1_182_114.4,
         largest=4.1,
-        load_edges=[0, 55.5, 80, 110, 160],
-        complexity="rarity",
+        complexity="token rarity",
+        cells=[
+            WeightCell(
+                load_low=30.0 * k,
+                load_high=30.0 * (k + 1),
+                label=f"{2 * n}–{2 * n + 2} nats",
+                n=27_800,
+                n_lost=27_800 * k * (n + 5) // 50,
+                rate=k * (n + 5) / 50,
+                weight=1 / (1 - k * (n + 5) / 50),
+            )
+            for k in range(5)
+            for n in range(5)
+        ],
         claim="MAR-consistent after weighting on load × token rarity",
     )
 
@@ -450,7 +463,7 @@ def enormous(n: int = 3_000, text: str = "<&\x1b>\U000e0001" * 500) -> Audit:
         if isinstance(value, dict):
             return {k: grown(v) for k, v in value.items()}
         if isinstance(value, list) and value:
-            return [grown(value[k % len(value)]) for k in range(min(n, len(value) * 600))]
+            return [value[k % len(value)] for k in range(n)]
         return value
 
     whole = audit("heavy")

@@ -75,7 +75,7 @@ def waterfall(steps: list[WaterfallStep]) -> Picture:
         "From all positions of all requests to the rows that are stored; each step takes away "
         "what it names.",
         760,
-        88 + 30 * len(shown),
+        76 + 30 * len(shown),
     )
     items = [("all", "all"), ("reused", "cache reference"), ("filtered", "filtered")]
     legend(p, 200, 16, [*items, ("lost", "lost"), ("stored", "stored")])

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from actds_validators.audits.result import Drift, DriftMeasure
 from actds_validators.report.axes import Frame, axes, legend, span
-from actds_validators.report.parts import Part, Row, Table, first
+from actds_validators.report.parts import Part, Row, Table, first, without_empty_last
 from actds_validators.report.svg import Picture
 from actds_validators.report.words import Sentence, count, number, p_value
 
@@ -67,8 +67,19 @@ def _part(section: Drift, n: int) -> Part:
         )
         for m in some
     ]
-    head = ("hook", "measure", "value", "floor", "value / floor", "p", "adjusted p", "rests on")
-    table = Table(f"{title}: measures", (*head, "note"), rows, frozenset({0, 1, 8}), more)
+    head = (
+        "hook",
+        "measure",
+        "value",
+        "floor",
+        "value / floor",
+        "p",
+        "adjusted p",
+        "rests on",
+        "note",
+    )
+    head, rows = without_empty_last(head, rows)
+    table = Table(f"{title}: measures", head, rows, frozenset({0, 1, 8}), more)
     pictures = [drift_bars(section, name)] if section.measures else []
     return Part(name, title, Sentence(lead), pictures, [table] if rows else [])
 

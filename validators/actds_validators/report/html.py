@@ -19,7 +19,8 @@ from actds_validators.report.mechanism import mechanism_part
 from actds_validators.report.missingness import missingness_part
 from actds_validators.report.parts import Absent, Part
 from actds_validators.report.queues import queues_part
-from actds_validators.report.settings import check_part, settings_part, weights_part
+from actds_validators.report.settings import check_part, settings_part
+from actds_validators.report.weights import weights_part
 from actds_validators.report.words import Sentence, against, clean, kept, measured
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ From the result's section of the same name; tables only.
 from __future__ import annotations
 
 from actds_validators.audits.result import Association, Limits, Mechanism
-from actds_validators.report.parts import Part, Row, Table, first
+from actds_validators.report.parts import Part, Row, Table, first, without_empty_last
 from actds_validators.report.words import Sentence, count, number, p_value
 
 __all__ = ["mechanism_part", "smallest_first"]
@@ -30,7 +30,7 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
     rows = [
         Row(
             (
-                "associated" if t.rejected else "not rejected",
+                "yes" if t.rejected else "no",
                 t.name,
                 t.covariate.label,
                 t.covariate.group,
@@ -45,8 +45,8 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         )
         for t in some
     ]
-    head = (
-        "result",
+    head: tuple[str, ...] = (
+        "rejected",
         "test",
         "covariate",
         "kind",
@@ -57,6 +57,7 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         "naive p (not deciding)",
         "note",
     )
+    head, rows = without_empty_last(head, rows)
     notes = []
     if section.detectable is not None:
         notes.append(

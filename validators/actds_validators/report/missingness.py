@@ -18,6 +18,7 @@ from actds_validators.audits.result import (
 )
 from actds_validators.report.axes import Frame, axes, ticks
 from actds_validators.report.parts import Part, Row, Table, first
+from actds_validators.report.shades import shade, shade_scale
 from actds_validators.report.svg import Picture
 from actds_validators.report.words import (
     GROUPS,
@@ -33,11 +34,10 @@ from actds_validators.report.words import (
 __all__ = ["missingness_part", "worst_first"]
 
 _MAX_FOREST, _MAX_HEAT, _MAX_STRATA = 40, 24, 10
-_SHADES = 7
 _SERIES = (
     ("smd", "lost against all", "lost"),
     ("before_weighting", "stored against all", "stored"),
-    ("after_weighting", "stored against all, weighted", "reused"),
+    ("after_weighting", "stored, weighted", "reused"),
 )
 
 
@@ -114,7 +114,7 @@ def forest(differences: list[Difference], limits: Limits) -> Picture:
         760,
         96 + height,
     )
-    f = Frame(210, 44, 450, height, _forest_range(shown, limits), (0, 1))
+    f = Frame(236, 44, 430, height, _forest_range(shown, limits), (0, 1))
     _forest_legend(p, series)
     low, high = f.x(-limits.equivalence), f.x(limits.equivalence)
     p.box(low, f.top, high - low, f.height, "band", f"±{number(limits.equivalence)}: equal")
@@ -130,27 +130,27 @@ def forest(differences: list[Difference], limits: Limits) -> Picture:
         p.text(12, y + 17, GROUPS[group], kind="bold")
         y += 24
         for d in members:
-            p.text(f.left - 10, y + line / 2 + 4, d.covariate.label, "end", room=190)
+            p.text(f.left - 10, y + line / 2 + 4, d.covariate.label, "end", room=214)
             for k, (name, words, kind) in enumerate(series):
-                value: Estimate | None = getattr(d, name)
-                if value is not None:
+                found: Estimate | None = getattr(d, name)
+                if found is not None:
                     inner = d.equivalence if name == "smd" else None
                     at = y + 12 + 13 * k
-                    _whisker(p, f, at, value, inner, kind, f"{d.covariate.label}, {words}")
+                    _whisker(p, f, at, found, inner, kind, f"{d.covariate.label}, {words}")
             y += line
     return p
 
 
 def _forest_legend(p: Picture, series: Sequence[tuple[str, str, str]]) -> None:
-    x = 210.0
+    x = 236.0
     for _, words, kind in series:
         _mark(p, x + 6, 12, kind, "")
         p.text(x + 18, 16, words)
         x += 34 + 7.4 * len(words)
-    p.box(210, 25, 14, 11, "band")
-    p.text(230, 35, "counts as equal")
-    p.line(366, 24, 366, 37, "limit")
-    p.text(374, 35, "serious")
+    p.box(236, 25, 14, 11, "band")
+    p.text(256, 35, "counts as equal")
+    p.line(392, 24, 392, 37, "limit")
+    p.text(400, 35, "serious")
 
 
 def _mark(p: Picture, x: float, y: float, kind: str, title: str) -> None:
@@ -201,22 +201,22 @@ def heat_map(differences: list[Difference]) -> Picture:
         760,
         62 + 42 * len(shown) + (18 if more else 0),
     )
-    _scale(p, top)
+    shade_scale(p, 220, top)
     for row, d in enumerate(shown):
         y = 48.0 + 42 * row
-        p.text(180, y + 15, d.covariate.label, "end", room=175)
-        p.text(180, y + 30, _unit(d.covariate), "end", "dim", room=175)
+        p.text(210, y + 15, d.covariate.label, "end", room=206)
+        p.text(210, y + 30, _unit(d.covariate), "end", "dim", room=206)
         columns = d.strata[:_MAX_STRATA]
-        width = 560.0 / len(columns)
+        width = 536.0 / len(columns)
         for column, s in enumerate(columns):
-            x = 190 + width * column
-            shade = 0 if top <= 0 else min(_SHADES - 1, int(s.rate.value / top * _SHADES))
+            x = 220 + width * column
+            step = shade(s.rate.value, top)
             title = (
                 f"{clean(s.label)}: {percent(s.rate.value)} of {count(s.n)} lost, interval "
                 f"{percent(s.rate.low)} to {percent(s.rate.high)}"
             )
-            p.box(x, y, width - 2, 38, f"shade{shade}", title)
-            ink = f"ink{shade}"
+            p.box(x, y, width - 2, 38, f"shade{step}", title)
+            ink = f"ink{step}"
             p.text(x + width / 2 - 1, y + 15, s.label, "middle", ink, room=width - 6)
             p.text(x + width / 2 - 1, y + 31, percent(s.rate.value), "middle", ink, room=width - 6)
     if more:
@@ -226,13 +226,6 @@ def heat_map(differences: list[Difference]) -> Picture:
 
 def _unit(covariate: Covariate) -> str:
     return f"{covariate.group}, {covariate.unit}" if covariate.unit else covariate.group
-
-
-def _scale(p: Picture, top: float) -> None:
-    p.text(190, 20, "share lost: 0 %")
-    for shade in range(_SHADES):
-        p.box(300 + 26 * shade, 9, 26, 13, f"shade{shade}")
-    p.text(300 + 26 * _SHADES + 8, 20, percent(top))
 
 
 def bound_curve(bound: Bound, limits: Limits) -> Picture:
@@ -255,7 +248,7 @@ def bound_curve(bound: Bound, limits: Limits) -> Picture:
         f,
         "share of computed tokens lost",
         "bias, standard deviations",
-        x_marks=[(k, percent(10.0**k)) for k in _decades(f.x_range)],
+        x_marks=[(k, f"{100 * 10.0**k:g} %") for k in _decades(f.x_range)],
         y_marks=[(k, f"{10.0**k:g}") for k in _decades(f.y_range)],
         left=60,
     )
@@ -263,11 +256,11 @@ def bound_curve(bound: Bound, limits: Limits) -> Picture:
     y = f.y(math.log10(limits.negligible_bias))
     p.line(f.left, y, f.right, y, "limit", "negligible below")
     words = f"negligible below {number(limits.negligible_bias)}"
-    p.text(f.right - 6, y + 15, words, "end", "dim")
+    p.text(f.right - 6, y + 15, words, "end", "dim halo")
     if limits.max_loss > 0:
         x = f.x(math.log10(limits.max_loss))
         p.line(x, f.top, x, f.bottom, "limit", "heavy loss beyond")
-        p.text(x - 6, f.top + 12, f"heavy beyond {percent(limits.max_loss)}", "end", "dim")
+        p.text(x - 6, f.bottom - 8, f"heavy beyond {percent(limits.max_loss)}", "end", "dim halo")
     said = f"this dataset: {percent(bound.loss_share)} lost, bias at most {number(bound.bias)}"
     if bound.loss_share <= 0 or bound.bias <= 0:
         p.text(f.left + 8, f.top + 32, "this dataset: nothing lost, no bias", kind="bold")
@@ -277,7 +270,7 @@ def bound_curve(bound: Bound, limits: Limits) -> Picture:
     if x < f.left + f.width / 2:
         p.text(x + 12, min(y + 22, f.bottom - 6), said, kind="bold halo")
     else:
-        p.text(x - 12, max(y - 10, f.top + 30), said, "end", "bold halo")
+        p.text(x - 12, max(y - 12, f.top + 12), said, "end", "bold halo")
     return p
 
 

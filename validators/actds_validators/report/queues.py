@@ -88,7 +88,7 @@ def occupancy(rows: list[Occupancy]) -> Picture:
         "Per stage of the writer the share of the time at each depth of its queue; the last bar "
         "of a full queue is striped.",
         760,
-        18 + 218 * lines,
+        4 + 208 * lines,
     )
     for n, (stage, members) in enumerate(shown):
         capacity = max(1, *(m.capacity for m in members))
@@ -99,7 +99,7 @@ def occupancy(rows: list[Occupancy]) -> Picture:
             bins[m.depth // width] += m.seconds
         total = sum(bins.values()) or 1.0
         n_bins = deepest // width + 1
-        f = Frame(70 + 240 * (n % 3), 36 + 218 * (n // 3), 170, 120, (0, n_bins), (0, 1))
+        f = Frame(70 + 240 * (n % 3), 36 + 208 * (n // 3), 170, 120, (0, n_bins), (0, 1))
         p.text(f.left, f.top - 12, f"{stage}, capacity {count(capacity)}", kind="bold", room=180)
         marks = sorted({0, n_bins // 2, n_bins - 1})
         axes(

@@ -1,16 +1,16 @@
-"""The parts on the numbers that decided, on the weights, and on the audit itself.
+"""The parts on the numbers that decided and on the audit itself.
 
-From the result's verdict, weighting, limits and heads; tables only.
+From the result's verdict, limits and heads; tables only.
 """
 
 from __future__ import annotations
 
 from actds.page import human_nbytes
-from actds_validators.audits.result import Audit, Limits, Number, Verdict, Weighting
+from actds_validators.audits.result import Audit, Limits, Number, Verdict
 from actds_validators.report.parts import Part, Row, Table, Tone, first
-from actds_validators.report.words import Sentence, count, kept, measured, number, seconds
+from actds_validators.report.words import Sentence, kept, measured, number, seconds
 
-__all__ = ["check_part", "settings_part", "weights_part"]
+__all__ = ["check_part", "settings_part"]
 
 
 def check_part(verdict: Verdict) -> Part:
@@ -28,23 +28,6 @@ def _row(n: Number, *, deciding: bool) -> Row:
     tone: Tone = {True: "good", False: "bad", None: "dim"}[n.ok]  # type: ignore[assignment]
     words = kept(n) + (", decided" if deciding else "")
     return Row((n.name, measured(n.value, n.unit), measured(n.limit, n.unit), words), tone)
-
-
-def weights_part(section: Weighting) -> Part:
-    """Return the part on inverse-probability weights."""
-    by = f"load × {section.complexity}" if section.complexity else "load"
-    lead = f"Inverse-probability weights per cell of {by}. {section.claim}."
-    share = section.effective_rows / section.n_rows if section.n_rows else 0.0
-    edges = ", ".join(number(edge) for edge in section.load_edges[:40])
-    rows = [
-        Row(("weighted rows", count(section.n_rows))),
-        Row(("effective rows, (Σw)² / Σw²", number(round(section.effective_rows, 1)))),
-        Row(("effective share", measured(share, "share"))),
-        Row(("largest weight", number(section.largest))),
-        Row(("cells", count(section.n_cells))),
-        Row(("edges of load, tokens per step", Sentence(edges) or "-")),
-    ]
-    return Part("weights", "Weights", Sentence(lead), (), [Table("Weights", ("", ""), rows)])
 
 
 def settings_part(audit: Audit) -> Part:

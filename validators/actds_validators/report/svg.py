@@ -17,7 +17,7 @@ Tag = Literal["line", "rect", "circle", "polyline", "polygon", "text"]
 Anchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]
 FONT_PX = 12.0
-_EM = 0.62  # mean width of a letter in the widest common sans serif
+_EM = 0.6  # mean width of a letter in the widest common sans serif
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def percent(share: float) -> str:
         return "< 0.01 %"
     if 99.99 < value < 100:
         return "> 99.99 %"
-    return f"{value:.3g} %" if abs(value) < 99.95 else f"{value:.2f} %"
+    return f"{value:.2f} %" if 99.95 <= value < 100 else f"{value:.3g} %"
 
 
 def p_value(p: float) -> str:
@@ -96,7 +96,11 @@ def seconds(value: float) -> str:
 
 def estimate(value: Estimate) -> str:
     """Return an estimate with its interval."""
-    return f"{number(value.value)} [{number(value.low)}, {number(value.high)}]"
+    return f"{_thousandths(value.value)} [{_thousandths(value.low)}, {_thousandths(value.high)}]"
+
+
+def _thousandths(value: float) -> str:
+    return short(value) if 0 < abs(value) < 0.001 or abs(value) >= 100 else f"{value:.3f}"
 
 
 def measured(value: float | None, unit: str) -> str:
