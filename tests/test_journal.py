@@ -56,6 +56,7 @@ MESSAGES = st.one_of(
     st.builds(
         StepExecuted, COUNTS, COUNTS, st.none() | TEXTS, st.none() | COUNTS, COUNTS, COUNTS,
         st.none() | COUNTS, st.none() | st.floats(0, 1e9), st.none() | COUNTS,
+        st.none() | COUNTS,
     ),
     st.builds(StepLost, COUNTS, TEXTS),
     st.builds(RequestFinished, COUNTS, COUNTS, TEXTS, COUNTS, TEXTS),

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from synthetic_engine import SyntheticEngine, pipeline_for
-from test_progress import COUNTED, NOW, WRITTEN, snapshot
+from test_progress import COUNTED, NOW, WITH_LANE, WRITTEN, snapshot
 
 import actds
 from actds.errors import ActdsError
@@ -89,6 +89,17 @@ def test_every_metric_has_the_value_of_the_snapshot() -> None:
     assert len(LATENCY_BUCKETS_S) + 1 == sum(
         name == "actds_commit_latency_seconds_bucket" for name, _ in samples
     )
+
+
+def test_the_lane_of_readouts_is_a_stage_of_its_own_where_there_is_one() -> None:
+    samples = served(snapshot(WITH_LANE, dataclasses.replace(COUNTED, lane_depth=304)))
+    lane = (("stage", "readouts"),)
+    assert samples["actds_queue_depth", lane] == 304
+    assert samples["actds_queue_fill_ratio", lane] == pytest.approx(0.95)
+    assert samples["actds_stage_bytes_total", lane] == 8_000_000
+    assert samples["actds_stalls_total", lane] == 7
+    assert samples["actds_stall_seconds_total", lane] == 2.5
+    assert not [key for key in served(NOW) if key[1] == lane]
 
 
 def test_what_nobody_knows_yet_has_no_sample() -> None:

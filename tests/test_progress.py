@@ -143,6 +143,28 @@ def test_screen_says_all_there_is_to_know() -> None:
     ]
 
 
+WITH_LANE = dataclasses.replace(
+    WRITTEN,
+    stages=(
+        *WRITTEN.stages,
+        StageState("readouts", 3, None, 32_000_000, 1e5, 7, 2_500_000_000, moved_nbytes=8_000_000),
+    ),
+)
+
+
+def test_the_lane_of_readouts_is_a_line_of_the_screen_with_its_waits() -> None:
+    counted = dataclasses.replace(COUNTED, lane_depth=304)
+    now = snapshot(WITH_LANE, counted)
+    assert now.lane == Stage("readouts", 8_000_000, 304, None, 0.95, 7, 2.5)
+    line = "readouts  ##########  95% 304 steps      0.40 MB/s taken  7 stalls 2.5 s"
+    lines = screen(now).splitlines()
+    assert lines[7] == line.replace("0.40 MB", " 400 kB")
+    earlier = dataclasses.replace(now, elapsed_s=10.0, lane=Stage("readouts", 3_000_000))
+    assert " 500 kB/s taken" in screen(now, earlier)
+    assert not any(line.startswith("readouts") for line in screen(NOW).splitlines())
+    assert snapshot(WITH_LANE).lane.depth == 3  # the writer's word, while the census has none
+
+
 def test_screen_is_loud_about_losses_and_a_writer_that_waits() -> None:
     lost = dataclasses.replace(COUNTED, dropped={"queue_full": 1_200, "dma_backpressure": 34})
     text = format_screen(snapshot(dataclasses.replace(WRITTEN, t_ns=-395 * SECOND), lost))

@@ -25,6 +25,7 @@ from actds_validators.validate import validate
 from actds_writers.link import Policy
 from actds_writers.messages import ClientFacts, LeftOut
 from actds_writers.probes import plan_readouts, read_probes
+from actds_writers.snapshot import take_snapshot
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 PLANNED = Readouts(8, seed=5)
@@ -122,11 +123,19 @@ def test_a_full_lane_makes_the_engine_wait_and_loses_no_readout(tmp_path: Path) 
         engine.close()
         pipeline.finish("finished")
         wake.join()
+        pipeline.poll()
+        lane = take_snapshot(
+            pipeline.written, pipeline.counted, elapsed_s=1.0, requests_done=60, requests_total=60
+        ).lane
     seal(open_store(out))
     dataset = actds.open(out)
     assert errors(out) == []
     assert dataset.readouts().num_rows == 60 * N_POSITIONS * len(HOOKS)
-    assert "readouts" in dataset.stalls()["stage"].to_pylist()
+    waits = [row for row in dataset.stalls().to_pylist() if row["stage"] == "readouts"]
+    assert waits and lane is not None
+    assert lane.n_stalls == len(waits)
+    assert lane.stall_s == pytest.approx(sum(row["duration_ns"] for row in waits) / 1e9)
+    assert lane.nbytes == 60 * N_POSITIONS * len(HOOKS) * PLANNED.width * 4
 
 
 def test_what_the_rules_leave_out_leaves_no_readouts(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ class Census:
         self._last: StepScheduled | None = None
         self._staging_depth: int | None = None
         self._ring_depth: int | None = None
+        self._lane_depth: int | None = None
         self._lost: dict[int, str] = {}
         self._dropped: Counter[str] = Counter()
         self._recomputed_tokens = 0
@@ -102,6 +103,7 @@ class Census:
             last_step=self._last.step if self._last else NO_STEP,
             dropped_tokens=sum(self._dropped.values()),
             staging_depth=self._staging_depth,
+            lane_depth=self._lane_depth,
             queried_tokens=self._queried_tokens,
             recomputed_tokens=self._recomputed_tokens,
             dropped=dict(self._dropped),
@@ -198,6 +200,7 @@ class Census:
     def _executed(self, message: StepExecuted) -> None:
         self._staging_depth = message.queue_depth_stage1
         self._ring_depth = message.queue_depth_stage2
+        self._lane_depth = message.queue_depth_readouts
         names = ("duration_ns", "kernel_mode", "padded_tokens", "disk_write_latency_p99",
                  "compression_backlog_bytes", "queue_depth_stage1", "queue_depth_stage2",
                  "queue_depth_stage3")  # fmt: skip

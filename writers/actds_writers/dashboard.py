@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from actds_writers.snapshot import Snapshot, Stage
+from actds_writers.snapshot import LANE, Snapshot, Stage
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -25,8 +25,8 @@ WIDTH = 79
 LABEL_WIDTH, QUEUE_WIDTH, GAUGE_WIDTH, RATE_WIDTH = 10, 13, 10, 11
 SILENT_S = 3.0
 """A writer that has said nothing for so long is waiting for something, most likely the disk."""
-WAITS = {"staging": "step", "ring": "step", "pool": "shard"}
-LEAVES = {"staging": "captured", "ring": "taken", "pool": "committed"}
+WAITS = {"staging": "step", "ring": "step", "pool": "shard", LANE: "step"}
+LEAVES = {"staging": "captured", "ring": "taken", "pool": "committed", LANE: "taken"}
 
 
 def format_seconds(seconds: float) -> str:
@@ -114,6 +114,9 @@ def format_screen(
     _line(screen, "rows", f"{now.rows:,} captured   {now.commits.n_rows:,} durable")
     for index, stage in enumerate(now.stages):
         _stage(screen, stage, before.stages[index] if before else Stage(stage.name), seconds)
+    if now.lane is not None:
+        earlier = before.lane if before else None
+        _stage(screen, now.lane, earlier or Stage(LANE), seconds)
     _line(screen, "disk", _disk(now, before, seconds))
     _line(screen, "commits", _commits(now))
     if now.writer_silent_s is not None and now.writer_silent_s > SILENT_S:

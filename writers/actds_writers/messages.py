@@ -327,7 +327,11 @@ class RequestFinished:
 
 @dataclass(frozen=True)
 class StepExecuted:
-    """The model ran a step and its rows were handed over."""
+    """The model ran a step and its rows were handed over.
+
+    Args:
+        queue_depth_readouts: steps in the lane of readouts, ``None`` without one.
+    """
 
     step: int
     duration_ns: int
@@ -338,6 +342,7 @@ class StepExecuted:
     queue_depth_stage3: int | None
     disk_write_latency_p99: float | None
     compression_backlog_bytes: int | None
+    queue_depth_readouts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -420,6 +425,7 @@ class StageState:
         capacity: entries that it holds at most.
         capacity_nbytes: bytes that it holds, where entries differ in size.
         entry_nbytes: mean bytes of an entry there.
+        moved_nbytes: bytes taken out of it, where nothing else counts them: the readouts' lane.
     """
 
     stage: str
@@ -429,6 +435,7 @@ class StageState:
     entry_nbytes: float = 0.0
     n_stalls: int = 0
     stall_ns: int = 0
+    moved_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -443,7 +450,7 @@ class Progress:
         ring_nbytes: bytes taken out of the ring.
         backlog_nbytes: bytes of the buffers that wait or are being encoded.
         commits: what is durable.
-        stages: the queues.
+        stages: the queues, that of the readouts' lane among them where there is one.
         memory_nbytes: what worker and writer hold at most for capture, ``None`` if not known.
         t_ns: wall clock of the message.
     """
@@ -480,6 +487,7 @@ class CensusProgress:
     dropped_tokens: int
     connected: bool = False
     staging_depth: int | None = None
+    lane_depth: int | None = None
     queried_tokens: int = 0
     recomputed_tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)

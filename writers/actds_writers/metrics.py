@@ -149,7 +149,7 @@ def _tokens(now: Snapshot) -> Iterator[Metric]:
 def _stages(now: Snapshot) -> Iterator[Metric]:
     nbytes = CounterMetricFamily(
         "actds_stage_bytes",
-        "Bytes that left a stage: captured, taken out of the ring, committed; files of the disk.",
+        "Bytes that left a stage: captured, taken out of ring or lane, committed; files on disk.",
         labels=["stage"],
     )
     stalls = CounterMetricFamily(
@@ -165,7 +165,7 @@ def _stages(now: Snapshot) -> Iterator[Metric]:
     fill = GaugeMetricFamily(
         "actds_queue_fill_ratio", "How full a stage's queue is, 0 to 1.", labels=["stage"]
     )
-    for stage in now.stages:
+    for stage in (*now.stages, *([now.lane] if now.lane else [])):
         label = [stage.name]
         nbytes.add_metric(label, stage.nbytes)
         stalls.add_metric(label, stage.n_stalls)

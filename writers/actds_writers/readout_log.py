@@ -22,9 +22,17 @@ from actds.readouts import Readouts
 from actds.shard import commit_part
 from actds.store import Store
 from actds_writers import ring
-from actds_writers.messages import HookSpec, IntArray, ReadoutsFree, Stall, StepReadouts
+from actds_writers.messages import (
+    HookSpec,
+    IntArray,
+    ReadoutsFree,
+    StageState,
+    Stall,
+    StepReadouts,
+)
 from actds_writers.sizing import READOUT_PART_NBYTES as PART_NBYTES
 
+STAGE = "readouts"
 LANE_TIMEOUT_S = 60.0
 
 
@@ -65,7 +73,9 @@ class ReadoutLog:
         self._before_commit = before_commit
         self._store, self._chain, self._run = store, chain, run
         self._hooks, self._readouts = [hook.name for hook in hooks], readouts
-        self._memory = ring.attach(Path(lane[0]), lane[1])
+        self._memory, self._lane_nbytes = ring.attach(Path(lane[0]), lane[1]), lane[1]
+        self._depth: int | None = None
+        self._n_taken = self._stall_ns = 0
         self._pending: list[_Piece] = []
         self._pending_nbytes = 0
         self._n_parts = 0
@@ -73,6 +83,7 @@ class ReadoutLog:
         self._changed = threading.Condition()
         self._last_step = -1
         self._ended = False
+        self.nbytes = 0
         self.stalls: list[Stall] = []
         self.error: ActdsError | None = None
 
@@ -82,8 +93,12 @@ class ReadoutLog:
         values = ring.view(self._memory, message.offset, shape, np.uint32).view(np.float32).copy()
         piece = _Piece(message.step, message.requests, message.positions, message.token_ids, values)
         with self._changed:
+            self._depth = message.depth - 1
+            self._n_taken += 1
+            self.nbytes += message.nbytes
             if message.stall is not None:
                 self.stalls.append(message.stall)
+                self._stall_ns += message.stall.duration_ns
             if self.error is None and values.size:
                 self._pending.append(piece)
                 self._pending_nbytes += values.nbytes + 3 * message.positions.nbytes
@@ -95,6 +110,20 @@ class ReadoutLog:
                 self._commit()
             except ActdsError as error:
                 self.error = error
+
+    @property
+    def state(self) -> StageState:
+        """Return the lane's queue, and how long the engine waited for room in it."""
+        with self._changed:
+            return StageState(
+                STAGE,
+                depth=self._depth,
+                capacity_nbytes=self._lane_nbytes,
+                entry_nbytes=self.nbytes / max(1, self._n_taken),
+                moved_nbytes=self.nbytes,
+                n_stalls=len(self.stalls),
+                stall_ns=self._stall_ns,
+            )
 
     def end(self) -> None:
         """Note that the lane has ended."""

@@ -11,19 +11,21 @@ from dataclasses import dataclass, field
 
 from actds_writers.messages import CensusProgress, CommitTotals, Progress, StageState
 
-__all__ = ["STAGES", "Snapshot", "Stage", "take_snapshot"]
+__all__ = ["LANE", "STAGES", "Snapshot", "Stage", "take_snapshot"]
 
 STAGES = ("staging", "ring", "pool")
+LANE = "readouts"
+"""The lane of the readouts, a queue beside the stages."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the three stages.
+    """One of the three stages, or the lane of the readouts beside them.
 
     Args:
-        name: ``staging``, ``ring`` or ``pool``.
+        name: ``staging``, ``ring``, ``pool`` or ``readouts``.
         nbytes: bytes that have left it since the start: copied by the hooks, taken out of the
-            ring, made durable.
+            ring, made durable; taken out of the lane.
         depth: entries in its queue, None where not known yet.
         capacity: entries that the queue holds at most, None where not known yet.
         fill: how full the queue is, 0 to 1, by bytes where entries differ in size.
@@ -58,6 +60,7 @@ class Snapshot:
         row_nbytes: bytes of one row over all hooks.
         dropped: rows lost to an overflow policy, by reason.
         stages: staging, ring and pool.
+        lane: the lane of the readouts, None without readouts or before the first word of it.
         backlog_nbytes: bytes that wait to be encoded.
         commits: what is durable.
         memory_nbytes: bound of all stages together, None where not known.
@@ -78,6 +81,7 @@ class Snapshot:
     row_nbytes: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     stages: tuple[Stage, Stage, Stage] = (Stage("staging"), Stage("ring"), Stage("pool"))
+    lane: Stage | None = None
     backlog_nbytes: int = 0
     commits: CommitTotals = field(default_factory=CommitTotals)
     memory_nbytes: int | None = None
@@ -126,6 +130,7 @@ def take_snapshot(
         _stage(queues.get(name, StageState(name)), moved, depth)
         for name, moved, depth in zip(STAGES, nbytes, newest, strict=True)
     )
+    lane = queues.get(LANE)
     return Snapshot(
         elapsed_s=elapsed_s,
         requests_done=requests_done,
@@ -140,6 +145,7 @@ def take_snapshot(
         row_nbytes=w.row_nbytes,
         dropped=dict(c.dropped),
         stages=(staging, ring, pool),
+        lane=_stage(lane, lane.moved_nbytes, c.lane_depth) if lane else None,
         backlog_nbytes=w.backlog_nbytes,
         commits=w.commits,
         memory_nbytes=w.memory_nbytes,

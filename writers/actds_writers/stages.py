@@ -368,6 +368,7 @@ class Stages:
                 queue_depth_stage3=queues.queue_depth_stage3 if queues else None,
                 disk_write_latency_p99=queues.disk_write_latency_p99 if queues else None,
                 compression_backlog_bytes=queues.compression_backlog_bytes if queues else None,
+                queue_depth_readouts=self.lane.depth if self.lane else None,
             )
         )
 

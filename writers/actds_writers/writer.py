@@ -30,6 +30,7 @@ from actds_writers.messages import (
     Fact,
     HookSpec,
     RingFree,
+    StageState,
     Stall,
     StepDropped,
     StepRows,
@@ -106,6 +107,11 @@ class Writer:
     def committer(self) -> Committer:
         """Return the committer, for meters and its error."""
         return self._committer
+
+    def stages(self) -> tuple[StageState, ...]:
+        """Return the queues of all stages, and that of the readouts where there are any."""
+        lane = () if self.readouts is None else (self.readouts.state,)
+        return (*self.meters.states(), *lane)
 
     @property
     def row_nbytes(self) -> int:

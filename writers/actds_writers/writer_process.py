@@ -165,7 +165,7 @@ class WriterProcess:
             ring_nbytes=meters.ring_nbytes,
             backlog_nbytes=committer.backlog_nbytes,
             commits=committer.meter.totals,
-            stages=meters.states(),
+            stages=writer.stages(),
             memory_nbytes=writer.memory_nbytes,
             t_ns=time.time_ns(),
         )
