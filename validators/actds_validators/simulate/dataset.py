@@ -243,7 +243,7 @@ class _Run:
                     if name != "phase"
                 }
                 shard_rows = ShardRows(
-                    hooks={HOOK: piece.bits[piece.stored[which]]},
+                    hooks={HOOK: piece.rows.bits[piece.stored[which]]},
                     dtypes={HOOK: "bfloat16"},
                     tokens=columns,
                     phase="prefill" if phase == "prefill" else "decode",

@@ -179,11 +179,10 @@ def _events(scenario: Scenario, n_steps: int, rng: np.random.Generator) -> Bools
 
 
 def covariates(
-    scenario: Scenario,
     computed: Computed,
     rows: Rows,
-    prompt: npt.NDArray[np.int64],
-    n_tokens: npt.NDArray[np.int64],
+    prompt: npt.NDArray[Any],
+    n_tokens: npt.NDArray[Any],
 ) -> dict[str, npt.NDArray[Any]]:
     """Return a number per computed row for every covariate, ``(n_computed,)`` each."""
     found: dict[str, npt.NDArray[Any]] = {
@@ -195,7 +194,7 @@ def covariates(
         "rarity": computed.rarity,
         "norm": rows.readouts[:, 0],
     }
-    for k in range(scenario.n_projections):
+    for k in range(rows.readouts.shape[1] - 1):
         found[f"projection_{k}"] = rows.readouts[:, 1 + k]
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow as pa
 from actds_validators.simulate import assemble
 from actds_validators.simulate.content import (
     Computed,
+    Rows,
     compute_tokens,
     make_rows,
     place,
@@ -50,11 +52,10 @@ class Simulated:
         tokens: the stored rows, by request and position.
         readouts: of every computed row in the order of ``computed``; ``None`` without them.
         computed: every computed row, stored or lost, by request and position.
-        bits: its values, bfloat16 bit patterns, uint16 ``(n_computed, d_model)``.
+        rows: its values and readouts.
         stored: which computed rows ``tokens`` holds, int64 ``(n_stored,)``.
         lost: which computed rows were lost, bool ``(n_computed,)``.
-        covariates: a number per computed row for each covariate of the truth.
-        truth: what is known because it was simulated.
+        probability: of each to be lost, float64 ``(n_computed,)``.
         disk_rows_per_s: speed of the disk.
     """
 
@@ -69,12 +70,30 @@ class Simulated:
     tokens: pa.Table
     readouts: pa.Table | None
     computed: Computed
-    bits: npt.NDArray[np.uint16]
+    rows: Rows
     stored: npt.NDArray[np.int64]
     lost: npt.NDArray[np.bool_]
-    covariates: dict[str, npt.NDArray[Any]]
-    truth: Truth
+    probability: npt.NDArray[np.float64]
     disk_rows_per_s: float
+
+    @cached_property
+    def covariates(self) -> dict[str, npt.NDArray[Any]]:
+        """Return a number per computed row for each covariate of the truth."""
+        prompt = self.requests["prompt_len"].to_numpy()
+        n_tokens = self.steps["batch_tokens"].to_numpy()
+        return covariates(self.computed, self.rows, prompt, n_tokens)
+
+    @cached_property
+    def truth(self) -> Truth:
+        """Return what is known because it was simulated."""
+        return tell_truth(
+            self.scenario,
+            self.computed,
+            self.lost,
+            self.probability,
+            self.covariates,
+            len(self.steps),
+        )
 
 
 def simulate(scenario: Scenario, seed: int) -> Simulated:
@@ -106,7 +125,6 @@ def simulate(scenario: Scenario, seed: int) -> Simulated:
     lost, p = draw_losses(scenario, computed, rows, plan.n_tokens, pipeline, rngs[4])
     cancelled = (rngs[4].random(len(plan.prompt)) < scenario.cancel_share) & (plan.generated > 1)
     codes = assemble.dispositions(computed, positions, plan, lost, pipeline, cancelled)
-    by_name = covariates(scenario, computed, rows, plan.prompt, plan.n_tokens)
     steps = assemble.step_table(scenario, plan, computed, codes, pipeline)
     tokens, stored = assemble.token_table(plan, positions, computed, codes)
     return Simulated(
@@ -121,11 +139,10 @@ def simulate(scenario: Scenario, seed: int) -> Simulated:
         tokens=tokens,
         readouts=assemble.readout_table(computed, rows) if scenario.readouts else None,
         computed=computed,
-        bits=rows.bits,
+        rows=rows,
         stored=stored,
         lost=lost,
-        covariates=by_name,
-        truth=tell_truth(scenario, computed, lost, p, by_name, len(plan.n_tokens)),
+        probability=p,
         disk_rows_per_s=pipeline.disk_rows_per_s,
     )
 

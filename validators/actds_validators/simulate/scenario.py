@@ -85,9 +85,9 @@ class Scenario:
     n_events: int = 3
     n_steps: int = 40_000
     mean_batch_tokens: float = 30.0
-    max_batch_tokens: int = 64
+    max_batch_tokens: int = 96
     max_num_seqs: int = 48
-    burst_factor: float = 5.0
+    burst_factor: float = 3.0
     quiet_s: float = 3.0
     busy_s: float = 0.8
     burst_content: float = 0.0
@@ -153,9 +153,10 @@ _ALL = [
         "the disk is too slow for bursts; the engine waits, nothing is lost",
         policy="block",
         disk_rows_per_s=2_600.0,
-        pool_rows=2048,
-        rows_per_shard=512,
-        ring_slots=32,
+        pool_rows=768,
+        rows_per_shard=256,
+        ring_slots=16,
+        staging_slots=4,
     ),
     Scenario("mcar_steps", "whole steps are lost at random", "mcar_steps"),
     Scenario(
