@@ -25,7 +25,7 @@ from actds_validators.audits.drift_numeric import (
     numeric_measures,
     usable,
 )
-from actds_validators.audits.drift_pairs import Prefixes, pair, repeats
+from actds_validators.audits.drift_pairs import Prefixes, distinct, pair, repeats
 from actds_validators.audits.drift_population import measure_populations, population_measures
 from actds_validators.audits.drift_selection import COLUMNS, Column, Found, Requests, Selection
 from actds_validators.audits.result import Drift, DriftMeasure, Limits
@@ -74,6 +74,13 @@ class _Sides:
             self.requests[side],
             drawn[self.cluster(side, np.arange(n))],
         )
+
+    def prefixes(self, side: int, found: Found) -> Prefixes:
+        """Return the token ids of the requests that rows of a side belong to."""
+        requests = self.requests[side]
+        wanted = np.zeros(len(requests), np.bool_)
+        wanted[found.request] = True
+        return Prefixes(self.selections[side].dataset, self.shards[side], requests, wanted)
 
     def read(self, side: int, hook: str, row: Ints) -> Rows:
         """Return rows of a hook as float32 ``(n, d_model)``."""
@@ -222,15 +229,7 @@ def _numeric(sides: _Sides) -> tuple[list[Drift], float]:
         return [], 0.0
     sample = select.draw(sides.counts * both, sides.rows, sides.limits.seed)
     found = [sides.find(side, sample) for side in (0, 1)]
-    prefixes = [
-        Prefixes(
-            sides.selections[side].dataset,
-            sides.shards[side],
-            sides.requests[side],
-            np.bincount(found[side].request, minlength=len(sides.requests[side])) > 0,
-        )
-        for side in (0, 1)
-    ]
+    prefixes = [sides.prefixes(side, found[side]) for side in (0, 1)]
     pairs = pair((found[0], prefixes[0]), (found[1], prefixes[1]), sides.match)
     if not len(pairs[0]):
         return [], 0.0
@@ -238,9 +237,10 @@ def _numeric(sides: _Sides) -> tuple[list[Drift], float]:
         len(pairs[0]) / len(rows) * float(counts[both].sum() / counts.sum())
         for rows, counts in zip(found, sides.counts, strict=True)
     )
-    request = found[0].request[pairs[0]]
+    once = distinct(found[0].take(pairs[0]), prefixes[0])
+    request = found[0].request[pairs[0][once]]
     kept = select.thinned(request, sample.quota[0], sides.limits.seed)
-    chosen = [rows.take(which[kept]) for rows, which in zip(found, pairs, strict=True)]
+    chosen = [rows.take(which[once][kept]) for rows, which in zip(found, pairs, strict=True)]
     repeated = [
         tuple(which[: sides.rows] for which in repeats(rows, prefix))
         for rows, prefix in zip(found, prefixes, strict=True)
@@ -252,6 +252,7 @@ def _numeric(sides: _Sides) -> tuple[list[Drift], float]:
             (sides.read(0, hook, chosen[0].row), sides.read(1, hook, chosen[1].row)),
             chosen[0].request,
             _row_floor(sides, hook, found, repeated),
+            _repeats_words(int((~once).sum())),
         )
         for hook in sides.hooks
     ]
@@ -309,19 +310,25 @@ def _population(sides: _Sides) -> list[Drift]:
     """Return the comparison of the two sides as populations."""
     seed = sides.limits.seed
     sample = select.draw(sides.counts, sides.rows, seed)
-    found, request = [], []
+    found, clusters, n_repeated = [], [], 0
     for side in (0, 1):
         rows = sides.find(side, sample)
-        cluster = sides.cluster(side, rows.request)
-        kept = select.thinned(cluster, sample.quota[side], seed + side)
-        found.append(rows.take(kept))
-        request.append(cluster[kept])
+        once = distinct(rows, sides.prefixes(side, rows))
+        n_repeated += int((~once).sum())
+        found.append(rows.take(once))
+        clusters.append(sides.cluster(side, found[side].request))
+    counts = np.stack([np.bincount(own, minlength=sides.counts.shape[1]) for own in clusters])
+    quota = select.balanced(np.minimum(counts, sample.quota))
+    for side in (0, 1):
+        kept = select.thinned(clusters[side], quota[side], seed + side)
+        found[side], clusters[side] = found[side].take(kept), clusters[side][kept]
     hooks = [
         measure_populations(
             hook,
             (sides.read(0, hook, found[0].row), sides.read(1, hook, found[1].row)),
-            (request[0], request[1]),
+            (clusters[0], clusters[1]),
             sides.limits,
+            _repeats_words(n_repeated),
         )
         for hook in sides.hooks
     ]
@@ -339,6 +346,10 @@ def _population(sides: _Sides) -> list[Drift]:
             sentence=_population_sentence(sides, measures),
         )
     ]
+
+
+def _repeats_words(n: int) -> str:
+    return f"; each prefix counts once, {n} repeats of one left out" if n else ""
 
 
 def _coarser(sides: _Sides, hook: str) -> str:

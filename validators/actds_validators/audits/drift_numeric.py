@@ -51,7 +51,7 @@ class PairedHook:
         hook: its name.
         dtype: coarser of the two types the rows are stored in.
         n_pairs: pairs that were measured.
-        n_left_out: pairs with a value that is not finite, or a zero row.
+        left_out: words for pairs that were not measured, empty if none.
         relative_l2: per pair.
         cosine_distance: per pair.
         means: relative shift per request and channel ``(n_requests, d_model)``.
@@ -61,7 +61,7 @@ class PairedHook:
     hook: str
     dtype: str
     n_pairs: int
-    n_left_out: int
+    left_out: str
     relative_l2: Floats
     cosine_distance: Floats
     means: Floats
@@ -79,6 +79,7 @@ def measure_pairs(
     rows: tuple[Rows, Rows],
     request: npt.NDArray[np.int64],
     floor: RowFloor | None,
+    left_out: str = "",
 ) -> PairedHook:
     """Return the distances of paired rows.
 
@@ -88,10 +89,14 @@ def measure_pairs(
         rows: the two computations of each token ``(n_pairs, d_model)``.
         request: request of each pair.
         floor: distances within one regime.
+        left_out: words for pairs that are left out already.
     """
     fine = usable(rows[0]) & usable(rows[1])
     first, second, request = rows[0][fine], rows[1][fine], request[fine]
     d_model = rows[0].shape[1]
+    n_broken = int((~fine).sum())
+    if n_broken:
+        left_out += f"; {n_broken} pairs with a value that is not finite, or a zero row, left out"
     means = np.empty((0, d_model))
     if len(first):
         means = paired.request_means(paired.relative_shift(first, second), request)
@@ -99,7 +104,7 @@ def measure_pairs(
         hook,
         dtype,
         len(first),
-        int((~fine).sum()),
+        left_out,
         paired.relative_l2(first, second),
         paired.cosine_distance(first, second),
         means,
@@ -127,11 +132,6 @@ def numeric_measures(hooks: list[PairedHook], limits: Limits) -> list[DriftMeasu
 
 
 def _row_measures(hook: PairedHook) -> list[DriftMeasure]:
-    left_out = (
-        f"; {hook.n_left_out} pairs with a value that is not finite, or a zero row, left out"
-        if hook.n_left_out
-        else ""
-    )
     floor = hook.floor
     origin = f"floor: {floor.words}" if floor else "no floor: no token was computed twice before"
     rounding = f"rounding to {hook.dtype} alone moves a row by about {_ROUNDING[hook.dtype]}"
@@ -154,7 +154,7 @@ def _row_measures(hook: PairedHook) -> list[DriftMeasure]:
             floor=measure(values(floor)) if floor else None,
             n=hook.n_pairs,
             unit="rows",
-            note=note + left_out,
+            note=note + hook.left_out,
         )
         for name, values, measure, note in told
     ]

@@ -13,7 +13,7 @@ from actds.dataset import Dataset
 from actds.shard import Shard
 from actds_validators.audits.drift_selection import Found, Requests, Selection, find_rows
 
-__all__ = ["Prefixes", "pair", "repeats"]
+__all__ = ["Prefixes", "distinct", "pair", "repeats"]
 
 Ints = npt.NDArray[np.int64]
 _MULTIPLIER, _MASK = 6364136223846793005, 2**64 - 1
@@ -41,24 +41,24 @@ class Prefixes:
         looked_up = wanted.copy()
         looked_up[references[:, 3]] = True
         found = find_rows(Selection(dataset, ""), shards, requests, looked_up)
+        length = np.where(looked_up, requests.n_fed, 0)
+        np.maximum.at(length, found.request, found.position + 1)
+        np.maximum.at(length, references[:, 0], references[:, 2])
         self._start = np.zeros(len(requests) + 1, np.int64)
-        np.cumsum(np.where(looked_up, requests.n_fed, 0), out=self._start[1:])
+        np.cumsum(length, out=self._start[1:])
         self._ids = np.full(int(self._start[-1]), -1, np.int64)
-        inside = found.position < requests.n_fed[found.request]
-        at = self._start[found.request] + found.position
-        self._ids[at[inside]] = found.token_id[inside]
+        self._ids[self._start[found.request] + found.position] = found.token_id
         for request, start, stop, origin in references.tolist():
-            stop = min(stop, int(requests.n_fed[request]), int(requests.n_fed[origin]))
-            if stop > start:
-                self.of(request)[start:stop] = self.of(origin)[start:stop]
+            known = self.of(origin)[start:stop]
+            self.of(request)[start : start + len(known)] = known
 
     def of(self, request: int) -> Ints:
-        """Return the token ids of a request ``(n_fed,)``, -1 where no row tells."""
+        """Return the token ids of a request from position 0, -1 where no row tells."""
         return self._ids[self._start[request] : self._start[request + 1]]
 
-    def digest(self, request: int) -> str | None:
-        """Return the SHA-256 of all its token ids, if the census has it."""
-        return self._requests.token_digest[request]
+    def digest(self, request: int) -> tuple[str | None, int]:
+        """Return the SHA-256 of a request's token ids, if the census has it, and of how many."""
+        return self._requests.token_digest[request], int(self._requests.n_fed[request])
 
 
 def pair(
@@ -102,15 +102,7 @@ def repeats(found: Found, prefixes: Prefixes) -> tuple[Ints, Ints]:
         Two arrays ``(n_pairs,)`` of indices: of each prefix the first row, and the next one, of
         another request.
     """
-    hashes = np.zeros(len(found), np.uint64)
-    known = np.zeros(len(found), np.bool_)
-    order = np.argsort(found.request, kind="stable")
-    requests, starts = np.unique(found.request[order], return_index=True)
-    for request, rows in zip(requests.tolist(), np.split(order, starts[1:]), strict=True):
-        chain = _chain(prefixes.of(request))
-        inside = rows[found.position[rows] < len(chain)]
-        hashes[inside] = chain[found.position[inside]]
-        known[inside] = True
+    hashes, known = _hashes(found, prefixes)
     rows = np.flatnonzero(known)
     _, first, which = np.unique(hashes[rows], return_index=True, return_inverse=True)
     later = np.setdiff1d(np.arange(len(rows)), first)
@@ -122,14 +114,44 @@ def repeats(found: Found, prefixes: Prefixes) -> tuple[Ints, Ints]:
     return one[same], other[same]
 
 
+def distinct(found: Found, prefixes: Prefixes) -> npt.NDArray[np.bool_]:
+    """Return which rows to keep so that each prefix counts once ``(n,)``.
+
+    Requests that share a system prompt hold the same values there: as units of a test they would
+    not be independent. A row whose prefix is not known in full is kept.
+    """
+    hashes, kept = _hashes(found, prefixes)
+    kept = ~kept
+    known = np.flatnonzero(~kept)
+    kept[known[np.unique(hashes[known], return_index=True)[1]]] = True
+    return kept
+
+
+def _hashes(
+    found: Found, prefixes: Prefixes
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+    """Return a hash of each row's prefix, and whether all of its tokens are known."""
+    hashes = np.zeros(len(found), np.uint64)
+    known = np.zeros(len(found), np.bool_)
+    order = np.argsort(found.request, kind="stable")
+    requests, starts = np.unique(found.request[order], return_index=True)
+    for request, rows in zip(requests.tolist(), np.split(order, starts[1:]), strict=True):
+        chain = _chain(prefixes.of(request))
+        inside = rows[found.position[rows] < len(chain)]
+        hashes[inside] = chain[found.position[inside]]
+        known[inside] = True
+    return hashes, known
+
+
 def _common_prefix(ours: Prefixes, one: int, theirs: Prefixes, other: int) -> int:
     """Return how many positions from 0 are known to hold the same tokens."""
     left, right = ours.of(one), theirs.of(other)
-    if ours.digest(one) is not None and ours.digest(one) == theirs.digest(other):
-        return min(len(left), len(right))
+    digest, n_digested = ours.digest(one)
+    # A digest ends before a last token that was fed and whose successor was not sampled.
+    same = n_digested if digest and ours.digest(one) == theirs.digest(other) else 0
     n = min(len(left), len(right))
-    unlike = np.flatnonzero((left[:n] != right[:n]) | (left[:n] < 0))
-    return int(unlike[0]) if len(unlike) else n
+    unlike = np.flatnonzero((left[same:n] != right[same:n]) | (left[same:n] < 0))
+    return same + int(unlike[0]) if len(unlike) else n
 
 
 def _chain(ids: Ints) -> npt.NDArray[np.uint64]:

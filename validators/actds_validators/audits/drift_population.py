@@ -56,7 +56,11 @@ def population_measures(hooks: list[PopulationHook]) -> list[DriftMeasure]:
 
 
 def measure_populations(
-    hook: str, rows: tuple[Rows, Rows], request: tuple[Ints, Ints], limits: Limits
+    hook: str,
+    rows: tuple[Rows, Rows],
+    request: tuple[Ints, Ints],
+    limits: Limits,
+    left_out: str = "",
 ) -> PopulationHook:
     """Return the two-sample measures of a hook.
 
@@ -65,6 +69,7 @@ def measure_populations(
         rows: rows of the two sides ``(n, d_model)`` each.
         request: request of each row; the same number on both sides is one request.
         limits: gives the seed.
+        left_out: words for rows that are left out already.
     """
     everything = np.concatenate(rows)
     who = np.concatenate(request)
@@ -76,7 +81,8 @@ def measure_populations(
         return PopulationHook(hook, [])
     norm = np.linalg.norm(everything, axis=1)
     outlier = norm > _OUTLIER * np.median(norm)
-    left_out = f"; {n_broken} rows with a value that is not finite left out" if n_broken else ""
+    if n_broken:
+        left_out += f"; {n_broken} rows with a value that is not finite left out"
     judge = _Judge(hook, limits.seed, left_out)
     told = [_outliers(judge, outlier, two.make_units(who, second), second)]
     calm = ~outlier

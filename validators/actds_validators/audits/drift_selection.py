@@ -25,6 +25,7 @@ __all__ = [
     "Requests",
     "Sample",
     "Selection",
+    "balanced",
     "count_rows",
     "draw",
     "find_rows",
@@ -251,8 +252,7 @@ def draw(counts: Ints, rows: int, seed: int) -> Sample:
         rows: rows that a side has at most.
         seed: of the draw.
     """
-    both = counts.min(axis=0)
-    quota = np.where(both > 0, both, counts)
+    quota = balanced(counts)
     n_there = int((quota.sum(axis=0) > 0).sum())
     drawn = _walk(quota, rows, seed)
     enough = min(MIN_REQUESTS, n_there)
@@ -261,6 +261,12 @@ def draw(counts: Ints, rows: int, seed: int) -> Sample:
         drawn = _walk(capped, rows, seed)
         return Sample(np.where(drawn, capped, 0), int(drawn.sum()), bool((capped < quota).any()))
     return Sample(np.where(drawn, quota, 0), int(drawn.sum()), False)
+
+
+def balanced(counts: Ints) -> Ints:
+    """Return counts ``(2, n_clusters)`` with the smaller one on both sides, unless it is 0."""
+    both = counts.min(axis=0)
+    return np.where(both > 0, both, counts)
 
 
 def thinned(cluster: Ints, quota: Ints, seed: int) -> Ints:
