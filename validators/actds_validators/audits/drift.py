@@ -19,7 +19,6 @@ from actds.errors import ActdsError
 from actds.shard import Shard
 from actds_validators.audits import drift_selection as select
 from actds_validators.audits.drift_numeric import (
-    PairedHook,
     RowFloor,
     measure_pairs,
     numeric_measures,
@@ -28,7 +27,12 @@ from actds_validators.audits.drift_numeric import (
 from actds_validators.audits.drift_pairs import Prefixes, distinct, pair, repeats
 from actds_validators.audits.drift_population import measure_populations, population_measures
 from actds_validators.audits.drift_selection import COLUMNS, Column, Found, Requests, Selection
-from actds_validators.audits.result import Drift, DriftMeasure, Limits
+from actds_validators.audits.drift_words import (
+    numeric_sentence,
+    population_sentence,
+    repeats_words,
+)
+from actds_validators.audits.result import Drift, Limits
 from actds_validators.statistics import paired
 
 __all__ = ["COLUMNS", "Column", "Selection", "drift", "drift_against", "drift_by"]
@@ -37,7 +41,7 @@ Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 
 N_ROWS = 20_000
-_MAX_VALUES = 1 << 26  # of a side and hook: 256 MiB of float32
+_MAX_VALUES = 1 << 25  # of a side and hook: 128 MiB of float32
 _MAX_GROUPS = 8
 _ALL = 0.95  # share of rows with a partner above which the two sides are the same tokens
 _MIN_REPEATS = 20
@@ -252,7 +256,7 @@ def _numeric(sides: _Sides) -> tuple[list[Drift], float]:
             (sides.read(0, hook, chosen[0].row), sides.read(1, hook, chosen[1].row)),
             chosen[0].request,
             _row_floor(sides, hook, found, repeated),
-            _repeats_words(int((~once).sum())),
+            repeats_words(int((~once).sum())),
         )
         for hook in sides.hooks
     ]
@@ -266,7 +270,7 @@ def _numeric(sides: _Sides) -> tuple[list[Drift], float]:
         n_first=n,
         n_second=n,
         measures=measures,
-        sentence=_numeric_sentence(sides, hooks, measures, share),
+        sentence=numeric_sentence(first, second, hooks, measures, share),
     )
     return [told], share
 
@@ -328,7 +332,7 @@ def _population(sides: _Sides) -> list[Drift]:
             (sides.read(0, hook, found[0].row), sides.read(1, hook, found[1].row)),
             (clusters[0], clusters[1]),
             sides.limits,
-            _repeats_words(n_repeated),
+            repeats_words(n_repeated),
         )
         for hook in sides.hooks
     ]
@@ -343,67 +347,12 @@ def _population(sides: _Sides) -> list[Drift]:
             n_first=len(found[0]),
             n_second=len(found[1]),
             measures=measures,
-            sentence=_population_sentence(sides, measures),
+            sentence=population_sentence(first, second, measures, sides.limits),
         )
     ]
-
-
-def _repeats_words(n: int) -> str:
-    return f"; each prefix counts once, {n} repeats of one left out" if n else ""
 
 
 def _coarser(sides: _Sides, hook: str) -> str:
     """Return the coarser of the types that the two sides store."""
     types = {selection.dataset.hooks[hook].dtype for selection in sides.selections}
     return next(name for name in ("bfloat16", "float16", "float32") if name in types)
-
-
-def _numeric_sentence(
-    sides: _Sides, hooks: list[PairedHook], measures: list[DriftMeasure], share: float
-) -> str:
-    first, second = (selection.name for selection in sides.selections)
-    means = [one for one in measures if one.name == "relative L2, mean"]
-    if not means:
-        return f"No pair of rows of {first} and {second} could be compared: none is finite."
-    worst = max(means, key=lambda one: one.value)
-    floor = "no floor is known" if worst.floor is None else f"the floor is {worst.floor:.2g}"
-    n = max(hook.n_pairs for hook in hooks)
-    shifted = [
-        f"{round(one.value * sides.selections[0].dataset.hooks[one.hook].d_model)} channels of "
-        f"{one.hook}"
-        for one in measures
-        if one.name == "channels shifted" and one.value
-    ]
-    channels = f"; shifted on average: {', '.join(shifted)}" if shifted else ""
-    tested = any(one.name == "channels shifted" for one in measures)
-    none = "; no channel is shifted on average" if tested and not shifted else ""
-    what = "are equal" if worst.value == 0 else f"differ by {worst.value:.2g} of their norm"
-    return (
-        f"{n:,} tokens with the same prefix were computed in {first} and in {second}: their rows "
-        f"{what} ({worst.hook}; {floor}){channels}{none}. {share:.0%} of the rows have such a "
-        "partner."
-    )
-
-
-def _population_sentence(sides: _Sides, measures: list[DriftMeasure]) -> str:
-    first, second = sides.selections
-    areas = [one for one in measures if one.name == "classifier AUC"]
-    if not areas:
-        return f"{first.name} and {second.name} could not be compared: too few finite rows."
-    one = max(areas, key=lambda area: area.value)
-    p = one.adjusted_p
-    floor = "" if one.floor is None else f", floor {one.floor:.2f}"
-    if p is None:
-        said = f"too few requests to test (AUC {one.value:.2f}{floor})"
-    elif p <= sides.limits.fdr:
-        said = f"a classifier tells their rows apart (AUC {one.value:.2f}{floor}, p {p:.2g})"
-    else:
-        said = f"no classifier told their rows apart (AUC {one.value:.2f}{floor}, p {p:.2g})"
-    why = {
-        "phase": "Prompt text and generated text are other tokens by construction",
-        "kernel_mode": "Steps of one kernel mode hold other tokens than those of another",
-    }.get(first.column or "", "The tokens are not the same")
-    return (
-        f"{first.name} against {second.name}, {one.hook}: {said}. {why}: this compares "
-        "populations and does not show a numerical difference."
-    )

@@ -40,6 +40,7 @@ __all__ = [
     "TracePoint",
     "Verdict",
     "WaterfallStep",
+    "WeightCell",
     "Weighting",
 ]
 
@@ -349,6 +350,18 @@ class Queues(Section):
 # weights, drift, verdict ----------------------------------------------------------------------
 
 
+class WeightCell(Section):
+    """Steps of like load, tokens of like complexity."""
+
+    load_low: float
+    load_high: float
+    label: str = Field(description="range of the complexity")
+    n: int = Field(description="computed tokens")
+    n_lost: int
+    rate: Share = Field(description="share lost, shrunk to the common one")
+    weight: float = Field(description="of a stored row of the cell")
+
+
 class Weighting(Section):
     """What inverse-probability weights would change."""
 
@@ -356,8 +369,8 @@ class Weighting(Section):
     n_rows: int
     effective_rows: float = Field(description="(sum w)^2 / sum w^2")
     largest: float
-    load_edges: list[float]
-    complexity: str | None = Field(description="covariate that cuts the other way, null if none")
+    complexity: str = Field(description="covariate that cuts the other way")
+    cells: list[WeightCell]
     claim: str = Field(description="MAR-consistent after weighting, or why not")
 
 

@@ -1,0 +1,149 @@
+"""Accounting: what became of every position, in sums that grow with requests and steps only.
+
+First section of the audit. ``actds validate`` accounts position by position; here sums of positions
+and of their squares stand for the sets, so that a hundred million rows need no memory. Imports
+`sources` and the result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from actds_validators.audits.result import Accounting, Finding, WaterfallStep
+from actds_validators.audits.sources import RunSource
+
+__all__ = ["account_run", "accounting"]
+
+MAX_FINDINGS = 20
+Counts = Counter[tuple[str, str | None]]
+
+_SPAN = "sum((stop - start)::hugeint) n, sum((stop::hugeint * stop) - start::hugeint * start) sq"
+_ROW = "count(*) n, sum(2 * position::hugeint + 1) sq"
+# Each: code, what differs, left query, right query, key. Equal sums of positions and of squares
+# over the same key are equal sets but for cancellations that no fault makes by chance.
+_CHECKS = (
+    (
+        "E404",
+        "census/{run}/spans request",
+        f"select request k, {_SPAN} from spans group by request",
+        "select request k, max(stop)::hugeint n, max(stop)::hugeint * max(stop) sq "
+        "from spans group by request",
+        "spans that partition the request's positions",
+    ),
+    (
+        "E406",
+        "shards (run {run}) rows of request",
+        f"select request k, {_ROW} from tokens group by request",
+        f"select request k, {_SPAN} from spans where disposition = 'captured' group by request",
+        "the census' captured positions",
+    ),
+    (
+        "E408",
+        "losses/{run} drops of request",
+        f"select request k, {_SPAN} from drops group by request",
+        f"select request k, {_SPAN} from spans where disposition = 'dropped' group by request",
+        "the census' dropped positions",
+    ),
+    (
+        "E412",
+        "shards (run {run}) rows of step",
+        "select step k, count(*) n, 0 sq from tokens group by step",
+        "select step k, captured_tokens n, 0 sq from steps where captured_tokens > 0",
+        "the census' captured_tokens",
+    ),
+    (
+        "E408",
+        "losses/{run} drops of step",
+        "select step k, sum((stop - start)::hugeint) n, 0 sq from drops group by step",
+        "select step k, dropped_tokens n, 0 sq from steps where dropped_tokens > 0",
+        "the census' dropped_tokens",
+    ),
+    (
+        "E409",
+        "census/{run}/steps step",
+        "select step k, batch_tokens n, 0 sq from steps",
+        "select step k, captured_tokens + dropped_tokens + aborted_tokens + filtered_tokens "
+        "+ recomputed_tokens n, 0 sq from steps",
+        "the sum of what became of them",
+    ),
+)
+
+
+def account_run(source: RunSource) -> tuple[Counts, Counter[str], list[Finding]]:
+    """Return positions by disposition and reason, other counts, and what does not add up."""
+    spans: Counts = Counter()
+    for disposition, reason, n in source.rows(
+        "select disposition, reason, sum((stop - start)::hugeint) from spans group by all"
+    ):
+        spans[disposition, reason] += int(n)
+    [requests, steps, recomputed] = source.one(
+        "select (select count(*) from requests), (select count(*) from steps), "
+        "(select coalesce(sum(recomputed_tokens), 0) from steps)"
+    )
+    [unresolved] = source.one(
+        "with served as (select ref_request, start, stop from spans where disposition = "
+        "'cache_ref'), kept as (select request, start, stop from spans where disposition = "
+        "'captured') select (select coalesce(sum((stop - start)::hugeint), 0) from served) - "
+        "coalesce(sum(greatest(0, least(s.stop, k.stop)::bigint "
+        "- greatest(s.start, k.start)::bigint)), 0) "
+        "from served s join kept k on s.ref_request = k.request"
+    )
+    counts = Counter(
+        requests=int(requests),
+        steps=int(steps),
+        recomputed=int(recomputed),
+        unresolved=int(unresolved),
+    )
+    return spans, counts, [f for check in _CHECKS for f in _differing(source, *check)]
+
+
+def accounting(spans: Counts, counts: Counter[str], findings: list[Finding]) -> Accounting:
+    """Return the section over all runs."""
+    total = sum(spans.values())
+    by = Counter[str]()
+    for (disposition, _), n in spans.items():
+        by[disposition] += n
+    computed = by["captured"] + by["dropped"] + by["aborted"]
+    waterfall = [WaterfallStep(name="positions", n_positions=total, share=1.0 if total else 0.0)]
+    for name in ("cache_ref", "filtered", "aborted", "dropped", "captured"):
+        for (disposition, reason), n in sorted(spans.items(), key=lambda item: str(item[0])):
+            if disposition == name and n:
+                waterfall.append(
+                    WaterfallStep(name=name, reason=reason, n_positions=n, share=n / total)
+                )
+    return Accounting(
+        positions=total,
+        computed=computed,
+        captured=by["captured"],
+        cache_ref=by["cache_ref"],
+        dropped=by["dropped"],
+        aborted=by["aborted"],
+        filtered=by["filtered"],
+        recomputed=counts["recomputed"],
+        unresolved=counts["unresolved"],
+        requests=counts["requests"],
+        steps=counts["steps"],
+        loss_share=(by["dropped"] + by["aborted"]) / computed if computed else 0.0,
+        waterfall=waterfall,
+        findings=findings,
+    )
+
+
+def _differing(
+    source: RunSource, code: str, place: str, left: str, right: str, expected: str
+) -> list[Finding]:
+    rows = source.rows(
+        f"select coalesce(l.k, r.k) k, coalesce(l.n, 0), coalesce(r.n, 0) from ({left}) l "
+        f"full join ({right}) r on l.k = r.k where coalesce(l.n, 0) <> coalesce(r.n, 0) "
+        f"or coalesce(l.sq, 0) <> coalesce(r.sq, 0) order by k limit {MAX_FINDINGS}"
+    )
+    return [
+        Finding(
+            code=code,
+            place=f"{place.format(run=source.run)} {key}",
+            got=f"{got} tokens" if got != wanted else f"{got} tokens, at other positions",
+            expected=f"{wanted}, {expected}",
+            severity="error",
+        )
+        for key, got, wanted in rows
+    ]

@@ -1,0 +1,174 @@
+"""Mechanism: what the losses go with, tested in one family.
+
+Fifth stage of the audit. No test takes tokens for independent draws: between steps losses are moved
+along the run, within steps they are clustered by request. Imports the statistics and the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from actds_validators.audits.result import Association, Covariate, Limits, Mechanism
+from actds_validators.audits.series import LOAD_STEPS, SYSTEM, Series
+from actds_validators.audits.tokens import CovariateSums
+from actds_validators.statistics.change import change
+from actds_validators.statistics.equivalence import detectable
+from actds_validators.statistics.family import benjamini_hochberg
+from actds_validators.statistics.jackknife import Interval
+from actds_validators.statistics.naive import naive_chi_square, naive_z
+from actds_validators.statistics.shift import circular_shift
+from actds_validators.statistics.trend import Trend, trend
+from actds_validators.statistics.within import Within
+
+__all__ = ["TIME", "Mechanisms", "family", "load_trends", "mechanism"]
+
+TIME = Covariate(name="time", label="time in the run", unit="s", group="system")
+MIN_WITHIN_REQUESTS = 10
+
+
+@dataclass(frozen=True)
+class Mechanisms:
+    """What the tests said, and the trends that the report draws."""
+
+    tests: list[Association]
+    trends: dict[str, Trend]
+
+
+@dataclass(frozen=True)
+class _Found:
+    name: str
+    covariate: Covariate
+    statistic: float
+    p: float
+    n_units: int
+    unit: str
+    naive_p: float | None
+    note: str = ""
+
+
+def load_trends(series: Series, limits: Limits) -> dict[str, Trend]:
+    """Return the isotonic trend of the loss over each moving average of the load."""
+    found = {}
+    for n in LOAD_STEPS:
+        load = series.system[f"load_{n}"][0] / series.computed
+        one = trend(series.run, series.computed, series.lost, load, seed=limits.seed)
+        if one is not None:
+            found[f"load_{n}"] = one
+    return found
+
+
+def family(
+    sums: list[CovariateSums],
+    series: Series,
+    within: Iterable[tuple[Covariate, Within]],
+    trends: dict[str, Trend],
+    limits: Limits,
+) -> list[Association]:
+    """Return every test, adjusted over all of them.
+
+    Args:
+        sums: of every covariate: system, content, values.
+        series: of the losses.
+        within: tests of selection within steps.
+        trends: of `load_trends`.
+        limits: rate and seed.
+    """
+    found = [*_shifts(sums, series, limits), *_trends(trends), *_changes(series, limits)]
+    for covariate, one in within:
+        if one.n_requests >= MIN_WITHIN_REQUESTS:
+            found.append(
+                _Found("within", covariate, one.t, one.p, one.n_requests, "requests", None)
+            )
+    adjusted = benjamini_hochberg([f.p for f in found])
+    return [
+        Association(
+            name=f.name,
+            covariate=f.covariate,
+            statistic=f.statistic,
+            p=f.p,
+            adjusted_p=float(q),
+            rejected=bool(q <= limits.fdr),
+            n_units=f.n_units,
+            unit=f.unit,
+            naive_p=f.naive_p,
+            note=f.note,
+        )
+        for f, q in zip(found, adjusted, strict=True)
+    ]
+
+
+def mechanism(series: Series, tests: list[Association], intervals: list[Interval]) -> Mechanism:
+    """Return the section.
+
+    Args:
+        series: of the losses.
+        tests: of `family`.
+        intervals: of the differences, in the order of importance: the widest says what is found.
+    """
+    error = max((i.error for i in intervals), default=0.0)
+    return Mechanism(
+        tests=tests,
+        n_events=series.n_events,
+        n_steps=series.n_steps,
+        n_lost_steps=series.n_lost_steps,
+        n_partial_steps=series.n_partial_steps,
+        n_blocks=series.blocks.n_blocks,
+        block_steps=series.blocks.steps * series.steps_per_tick,
+        detectable=detectable(error) if intervals else None,
+    )
+
+
+def _shifts(sums: list[CovariateSums], series: Series, limits: Limits) -> list[_Found]:
+    found = []
+    for one in sums:
+        total = one.sums[0].sum()
+        variance = one.sums[1].sum() / max(one.n.sum(), 1) - (total / max(one.n.sum(), 1)) ** 2
+        if one.n.sum() <= 0 or variance <= 1e-12 * max(1.0, one.sums[1].sum() / one.n.sum()):
+            continue
+        test = circular_shift(
+            series.run, series.computed, series.lost, one.sums[0], weight=one.n, seed=limits.seed
+        )
+        if test is None:
+            continue
+        five = np.array([one.n.sum(), *one.sums[:2].sum(axis=1), one.n_lost.sum(),
+                         one.sums[2].sum()])  # fmt: skip
+        found.append(
+            _Found(
+                "shift",
+                one.covariate,
+                float(test.difference[0]) / float(np.sqrt(variance)),
+                float(test.p[0]),
+                max(1, int(test.n_effective[0])),
+                "shifts",
+                naive_z(five),
+            )
+        )
+    return found
+
+
+def _trends(trends: dict[str, Trend]) -> list[_Found]:
+    return [
+        _Found(
+            "trend",
+            Covariate(name=name, label=SYSTEM[name][0], unit=SYSTEM[name][1], group="system"),
+            one.statistic,
+            one.p,
+            max(1, int(one.n_effective)),
+            "shifts",
+            naive_chi_square(one.n, one.n_lost),
+            f"{one.direction} over {len(one.rate)} groups of load",
+        )
+        for name, one in trends.items()
+    ]
+
+
+def _changes(series: Series, limits: Limits) -> list[_Found]:
+    found = change(series.computed, series.lost, series.run, seed=limits.seed)
+    if found is None or not found.long_enough:
+        return []
+    at = float(series.t_s[min(found.at, series.n_ticks - 1)])
+    note = f"{found.before:.2%} lost before {at:.0f} s, {found.after:.2%} after"
+    return [_Found("change", TIME, found.statistic, found.p, found.n_blocks, "blocks", None, note)]

@@ -1,0 +1,181 @@
+"""Missingness: per covariate, how what was lost differs from what there was.
+
+Fourth stage of the audit: sums to estimates with intervals. Imports the statistics and the result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from actds_validators.audits.result import (
+    Bound,
+    BoundPoint,
+    Covariate,
+    Difference,
+    Estimate,
+    Missingness,
+    Stratum,
+)
+from actds_validators.audits.series import SYSTEM, Series
+from actds_validators.audits.tokens import Bands, CovariateSums
+from actds_validators.statistics.bound import worst_case
+from actds_validators.statistics.distances import jensen_shannon, total_variation
+from actds_validators.statistics.jackknife import (
+    Blocks,
+    Interval,
+    difference_sums,
+    jackknife_many,
+    loss_rate,
+    smd,
+    smd_of_stored,
+)
+from actds_validators.statistics.runs import Floats
+
+__all__ = ["bound", "differences", "estimate", "missingness", "strata", "system_sums"]
+
+CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+
+
+def estimate(interval: Interval | None) -> Estimate | None:
+    """Return an interval as the result has it."""
+    if interval is None:
+        return None
+    return Estimate(
+        value=interval.value,
+        low=interval.low,
+        high=interval.high,
+        confidence=interval.confidence,
+    )
+
+
+def system_sums(series: Series) -> list[CovariateSums]:
+    """Return the covariates of the serving system, which need no token."""
+    return [
+        CovariateSums(
+            Covariate(name=name, label=label, unit=unit, group="system"),
+            series.computed,
+            series.system[name],
+            series.lost,
+        )
+        for name, (label, unit) in SYSTEM.items()
+    ]
+
+
+def block_totals(blocks: Blocks, sums: list[CovariateSums]) -> Floats:
+    """Return n, sx, sxx, n_lost and lx over blocks, ``(5, n_covariates, n_blocks)``."""
+    return difference_sums(
+        blocks,
+        np.stack([s.n for s in sums]),
+        np.stack([s.sums[0] for s in sums]),
+        np.stack([s.sums[1] for s in sums]),
+        np.stack([s.n_lost for s in sums]),
+        np.stack([s.sums[2] for s in sums]),
+    )
+
+
+def differences(
+    sums: list[CovariateSums], blocks: Blocks, bands: dict[str, Bands]
+) -> list[Difference]:
+    """Return the difference of every covariate that varies and of which something was lost.
+
+    Args:
+        sums: of the covariates.
+        blocks: of the jackknife.
+        bands: computed and lost tokens by bands, by covariate name, where there are any.
+    """
+    if not sums:
+        return []
+    totals = block_totals(blocks, sums)
+    found = []
+    lost_against_all = jackknife_many(totals, smd)
+    stored_against_all = jackknife_many(totals, smd_of_stored)
+    for k, one in enumerate(sums):
+        interval = lost_against_all[k]
+        if interval is None:
+            continue
+        n, sx, sxx, n_lost, lx = totals[:, k].sum(axis=1)
+        banded = bands.get(one.covariate.name)
+        found.append(
+            Difference(
+                covariate=one.covariate,
+                mean_all=sx / n,
+                sd_all=float(np.sqrt(max(0.0, sxx / n - (sx / n) ** 2))),
+                mean_lost=lx / n_lost,
+                smd=_known(interval),
+                equivalence=estimate(interval.at(0.9)),
+                before_weighting=estimate(stored_against_all[k]),
+                total_variation=_distance(total_variation, banded),
+                jensen_shannon=_distance(jensen_shannon, banded),
+                strata=strata(banded) if banded else [],
+            )
+        )
+    return found
+
+
+def strata(bands: Bands) -> list[Stratum]:
+    """Return the loss rate of each band, with its interval over blocks."""
+    sums = np.stack([bands.n.T, bands.lost.T])
+    rates = jackknife_many(sums, loss_rate)
+    found = []
+    for k, label in enumerate(bands.labels):
+        n, n_lost = float(bands.n[:, k].sum()), float(bands.lost[:, k].sum())
+        if not n:
+            continue
+        edges = bands.edges[k] if bands.edges else None
+        rate = estimate(rates[k]) or Estimate(value=n_lost / n, low=0.0, high=1.0)
+        found.append(
+            Stratum(
+                label=label,
+                low=edges[0] if edges else None,
+                high=edges[1] if edges else None,
+                n=int(n),
+                n_lost=int(n_lost),
+                rate=Estimate(value=rate.value, low=max(0.0, rate.low), high=min(1.0, rate.high)),
+            )
+        )
+    return found
+
+
+def bound(loss_share: float) -> Bound:
+    """Return the worst case of a share of loss, and the curve it lies on."""
+    share = min(loss_share, 1 - 1e-9)
+    return Bound(
+        loss_share=loss_share,
+        bias=worst_case(share),
+        curve=[BoundPoint(loss_share=s, bias=worst_case(s)) for s in CURVE],
+    )
+
+
+def missingness(
+    found: list[Difference], loss_share: float, *, has_values: bool, has_ids: bool
+) -> Missingness:
+    """Return the section: differences, the bound, and which questions could be asked."""
+    asked = ["whether losses go with the load, the batch and the time"]
+    asked.append("whether losses go with position, length, phase and source")
+    not_asked = []
+    ids = "whether losses go with the tokens themselves (rarity, special tokens)"
+    values = "whether losses go with the values of the rows, which is what MNAR means"
+    if has_ids:
+        asked.append(ids)
+    else:
+        not_asked.append(f"{ids}: the ids of lost tokens are only known with readouts")
+    if has_values:
+        asked.append(values)
+    else:
+        not_asked.append(f"{values}: the run has no readouts, so lost rows left no trace")
+    return Missingness(
+        differences=found, bound=bound(loss_share), could_ask=asked, could_not_ask=not_asked
+    )
+
+
+def _known(interval: Interval) -> Estimate:
+    found = estimate(interval)
+    assert found is not None
+    return found
+
+
+def _distance(measure: object, bands: Bands | None) -> float | None:
+    if bands is None or not callable(measure):
+        return None
+    found = measure(bands.lost.sum(axis=0), bands.n.sum(axis=0))
+    return None if found is None else float(found)

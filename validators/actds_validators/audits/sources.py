@@ -1,0 +1,159 @@
+"""Sources: the tables of a dataset as DuckDB sees them, one run at a time.
+
+First stage of the audit. Every file is hashed against its ledger entry before DuckDB opens it.
+Imports the format room and DuckDB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from actds import layout, tables
+from actds.catalog import Catalog
+from actds.errors import ActdsError
+from actds.shard import TOKENS
+from actds.store import LocalStore, file_sha256
+from actds.tables import TableName
+
+__all__ = ["MEMORY_LIMIT", "N_THREADS", "RunSource", "arrow_source", "catalog_source", "connect"]
+
+MEMORY_LIMIT = "600MB"
+N_THREADS = 2
+RUN_TABLES: tuple[TableName, ...] = (
+    "tokens",
+    "requests",
+    "steps",
+    "spans",
+    "drops",
+    "stalls",
+    "occupancy",
+    "readouts",
+)
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """One run: a relation per table in a connection of its own.
+
+    Args:
+        run: the run.
+        connection: DuckDB, with views named as the tables.
+        hooks: hooks with readouts, in the order of the dataset.
+        n_projections: projections per readout.
+    """
+
+    run: str
+    connection: duckdb.DuckDBPyConnection
+    hooks: tuple[str, ...] = ()
+    n_projections: int = 0
+
+    def rows(self, sql: str) -> list[tuple[Any, ...]]:
+        """Return the rows of a query."""
+        return self.connection.execute(sql).fetchall()
+
+    def one(self, sql: str) -> tuple[Any, ...]:
+        """Return the only row of a query."""
+        [row] = self.rows(sql)
+        return row
+
+    def columns(self, sql: str) -> dict[str, npt.NDArray[Any]]:
+        """Return the columns of a query as numpy arrays; null is NaN in a float column."""
+        found = self.connection.execute(sql).fetchnumpy()
+        return {
+            name: np.ma.filled(column.astype(np.float64), np.nan)
+            if isinstance(column, np.ma.MaskedArray) and column.mask.any()
+            else np.asarray(column)
+            for name, column in found.items()
+        }
+
+
+@contextmanager
+def connect() -> Iterator[duckdb.DuckDBPyConnection]:
+    """Yield a connection to an empty database in memory, bounded and without extensions."""
+    settings: dict[str, str | bool | int | float | list[str]] = {
+        "memory_limit": MEMORY_LIMIT,
+        "threads": str(N_THREADS),
+        "autoinstall_known_extensions": "false",
+        "autoload_known_extensions": "false",
+        "preserve_insertion_order": "false",
+    }
+    connection = duckdb.connect(":memory:", config=settings)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+@contextmanager
+def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
+    """Yield the tables of one run of a dataset.
+
+    Files on a local disk are read in place, those of an object store as a whole.
+
+    Raises:
+        ActdsError: E202 a file's digest; what ``Catalog.table`` raises.
+    """
+    with connect() as connection:
+        for name in RUN_TABLES:
+            if name == "tokens":
+                _, shards = catalog.row_sets(run)[0] if catalog.row_sets(run) else ([], [])
+                entries = [
+                    (f"{layout.shard_dir(s.name)}/{TOKENS}", e.sha256)
+                    for s in shards
+                    for e in s.manifest.files
+                    if e.path == TOKENS
+                ]
+            else:
+                parts = catalog.parts.get((run, name), [])
+                entries = [(part.file.path, part.file.sha256) for part in parts]
+            if isinstance(catalog.store, LocalStore) and entries:
+                paths = []
+                for path, sha256 in entries:
+                    _check(catalog, path, sha256)
+                    paths.append(str(catalog.store.local_path(path)))
+                connection.read_parquet(paths).create_view(name)
+            elif name == "tokens":
+                found = [shard.tokens() for shard in shards] if entries else []
+                _register(connection, name, pa.concat_tables([tables.empty(name), *found]))
+            else:
+                _register(connection, name, catalog.table(name, run))
+        yield _source(run, connection)
+
+
+@contextmanager
+def arrow_source(run: str, found: Mapping[str, pa.Table]) -> Iterator[RunSource]:
+    """Yield tables that are in memory; one that is missing is empty."""
+    with connect() as connection:
+        for name in RUN_TABLES:
+            _register(connection, name, found.get(name, tables.empty(name)))
+        yield _source(run, connection)
+
+
+def _register(connection: duckdb.DuckDBPyConnection, name: str, table: pa.Table) -> None:
+    connection.register(f"{name}_arrow", table)
+    connection.execute(f"create view {name} as select * from {name}_arrow")
+
+
+def _check(catalog: Catalog, path: str, expected: str) -> None:
+    got = file_sha256(catalog.store, path)
+    if got != expected:
+        raise ActdsError(
+            "E202", path, got=f"SHA-256 {got[:16]}…", expected=f"{expected[:16]}…, as committed"
+        )
+
+
+def _source(run: str, connection: duckdb.DuckDBPyConnection) -> RunSource:
+    hooks = [
+        row[0]
+        for row in connection.execute("select distinct hook from readouts order by hook").fetchall()
+    ]
+    first = connection.execute("select len(projections) from readouts limit 1").fetchone()
+    return RunSource(run, connection, tuple(hooks), int(first[0]) if first else 0)

@@ -1,0 +1,276 @@
+"""Tokens: one pass over the rows and losses of a run, down to sums per tick and per block.
+
+Third stage of the audit. What is summed are the covariates of every computed token, over all and
+over the lost ones. Imports `sources` and `series`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from actds_validators.audits.result import Covariate
+from actds_validators.audits.series import Series
+from actds_validators.audits.sources import RunSource
+
+__all__ = [
+    "Bands",
+    "CovariateSums",
+    "Tokens",
+    "banded",
+    "prepare",
+    "token_sums",
+    "value_sums",
+    "values_of",
+    "within_cells",
+]
+
+MAX_SOURCES = 8
+RARITY_BANDS = 8
+Floats = npt.NDArray[np.float64]
+Columns = dict[str, npt.NDArray[np.float64]]
+
+CONTENT = {
+    "position": ("position in the request", "log2 tokens", "log2(position + 1)"),
+    "prompt_len": ("prompt length of the request", "log2 tokens", "log2(prompt_len + 1)"),
+    "request_len": ("length of the request", "log2 tokens", "log2(request_len + 1)"),
+    "prefill": ("prefill, against decode", "share", "(position < prompt_len)::double"),
+    "special": ("special token", "share", "special::double"),
+    "rarity": ("rarity of the token", "bits", "rarity"),
+}
+"""Content covariates: label, unit, and expression over a computed token."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What is known of the computed tokens of a run, after `prepare`.
+
+    Args:
+        covariates: content covariates, with their expressions.
+        has_ids: whether the token ids of lost tokens are known.
+        has_losses: whether the run dropped anything.
+    """
+
+    covariates: dict[str, tuple[Covariate, str]]
+    has_ids: bool
+    has_losses: bool
+
+
+@dataclass(frozen=True)
+class CovariateSums:
+    """One covariate over the series.
+
+    Args:
+        covariate: which.
+        n: tokens that have a value, ``(n_ticks,)``.
+        sums: ``(3, n_ticks)``: x and its square over all computed tokens, x over the lost ones.
+        n_lost: lost tokens that have a value, ``(n_ticks,)``.
+    """
+
+    covariate: Covariate
+    n: Floats
+    sums: Floats
+    n_lost: Floats
+
+
+@dataclass
+class Bands:
+    """Computed and lost tokens of each block by the bands of a variable.
+
+    Args:
+        labels: of the bands, in order.
+        n: computed tokens ``(n_blocks, n_bands)``.
+        lost: lost ones.
+        edges: low and high of each band, ``None`` for classes.
+    """
+
+    labels: list[str]
+    n: Floats
+    lost: Floats
+    edges: list[tuple[float, float] | None] = field(default_factory=list)
+
+
+def prepare(source: RunSource, sources: list[str], *, has_ids: bool) -> Tokens:
+    """Make the views ``stored`` and ``gone``: computed tokens with everything that is known.
+
+    Args:
+        source: the run, with the table ``step_tick`` and, for ids, ``vocabulary``.
+        sources: prompt sources that get a covariate each.
+        has_ids: whether the readouts name the ids of lost tokens.
+    """
+    run = source.connection
+    run.execute(
+        "create temp table asked as select request, prompt_len::int prompt_len, "
+        "(prompt_len + greatest(generated_len, 1) - 1)::int request_len, source from requests"
+    )
+    n_lost = int(source.one("select coalesce(sum(stop - start), 0) from drops")[0])
+    run.execute(
+        "create temp table lost_rows as select step, request, "
+        "unnest(range(start::bigint, stop::bigint))::uinteger as position from drops"
+    )
+    run.execute(
+        "create temp table gone_rows as select l.*, r.token_id from lost_rows l left join ("
+        "select request, position, token_id from readouts "
+        "where hook = (select min(hook) from readouts)) r using (request, position)"
+        if has_ids and n_lost
+        else "create temp table gone_rows as select *, null::uinteger token_id from lost_rows"
+    )
+    rare = "vocabulary.rarity" if has_ids else "null::double"
+    marked = "coalesce(vocabulary.special, false)" if has_ids else "null::boolean"
+    words = "left join vocabulary using (token_id)" if has_ids else ""
+    for view, rows in (("stored", "tokens"), ("gone", "gone_rows")):
+        run.execute(
+            f"create view {view} as select t.step, t.request, t.position, k.tick, k.block, "
+            f"k.partial, k.load, asked.prompt_len, asked.request_len, asked.source, "
+            f"{rare} rarity, {marked} special "
+            f"from {rows} t join step_tick k using (step) join asked using (request) {words}"
+        )
+    covariates = {
+        name: (Covariate(name=name, label=label, unit=unit, group="content"), expression)
+        for name, (label, unit, expression) in CONTENT.items()
+        if has_ids or name not in ("rarity", "special")
+    }
+    for number, name in enumerate(sources[:MAX_SOURCES]):
+        covariates[f"source_{number}"] = (
+            Covariate(name=f"source:{name}", label=f"from {name}", unit="share", group="content"),
+            f"coalesce(source = {_quoted(name)}, false)::double",
+        )
+    return Tokens(covariates, has_ids, n_lost > 0)
+
+
+def token_sums(source: RunSource, tokens: Tokens, series: Series) -> list[CovariateSums]:
+    """Return the sums of every content covariate over the ticks of the whole series."""
+    columns = ", ".join(
+        f"count({e}) as n_{k}, sum({e}) as x_{k}, sum(({e}) * ({e})) as xx_{k}"
+        for k, (_, e) in enumerate(tokens.covariates.values())
+    )
+    stored = _per_tick(source, f"select tick, {columns} from stored group by tick", series)
+    gone = _per_tick(source, f"select tick, {columns} from gone group by tick", series)
+    return [
+        CovariateSums(
+            covariate,
+            stored[f"n_{k}"] + gone[f"n_{k}"],
+            np.stack(
+                [stored[f"x_{k}"] + gone[f"x_{k}"], stored[f"xx_{k}"] + gone[f"xx_{k}"],
+                 gone[f"x_{k}"]]
+            ),
+            gone[f"n_{k}"],
+        )
+        for k, (covariate, _) in enumerate(tokens.covariates.values())
+    ]  # fmt: skip
+
+
+def values_of(source: RunSource) -> Iterator[tuple[Covariate, str, str]]:
+    """Yield the readouts as covariates, with their hook and expression over a readout."""
+    for hook in source.hooks:
+        names = {"norm": "norm::double"}
+        for k in range(source.n_projections):
+            names[f"projection {k}"] = f"projections[{k + 1}]::double"
+        for name, expression in names.items():
+            yield (
+                Covariate(
+                    name=f"{hook} {name}",
+                    label=f"{name} at {hook}",
+                    unit="activation units",
+                    group="values",
+                ),
+                hook,
+                expression,
+            )
+
+
+def value_sums(source: RunSource, series: Series) -> Iterator[CovariateSums]:
+    """Yield the sums of the readouts: norm and projections of every hook."""
+    for hook, group in groupby(values_of(source), key=lambda value: value[1]):
+        values = list(group)
+        columns = ", ".join(
+            f"count({e}) as n_{k}, sum({e}) as x_{k}, sum(({e}) * ({e})) as xx_{k}"
+            for k, (_, _, e) in enumerate(values)
+        )
+        rows = f"readouts join step_tick using (step) where hook = {_quoted(hook)}"
+        every = _per_tick(source, f"select tick, {columns} from {rows} group by tick", series)
+        gone = _per_tick(
+            source,
+            f"select tick, {columns} from (select readouts.*, tick from {rows}) v "
+            "semi join lost_rows using (request, position) group by tick",
+            series,
+        )
+        for k, (covariate, _, _) in enumerate(values):
+            yield CovariateSums(
+                covariate,
+                every[f"n_{k}"],
+                np.stack([every[f"x_{k}"], every[f"xx_{k}"], gone[f"x_{k}"]]),
+                gone[f"n_{k}"],
+            )
+
+
+def banded(
+    source: RunSource, expression: str, n_blocks: int
+) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+    """Return band numbers, and computed and lost tokens ``(n_blocks, n_bands)`` of each.
+
+    Args:
+        source: the run, prepared.
+        expression: whole number of a token's band; tokens where it is null are left out.
+        n_blocks: blocks of the series.
+    """
+    found = [
+        source.columns(
+            f"select block, ({expression})::bigint band, count(*) n from {view} "
+            f"where ({expression}) is not null group by block, band"
+        )
+        for view in ("stored", "gone")
+    ]
+    numbers = np.unique(np.concatenate([f["band"] for f in found])).astype(np.int64)
+    counts = []
+    for f in found:
+        table = np.zeros((n_blocks, len(numbers)))
+        table[f["block"].astype(int), np.searchsorted(numbers, f["band"])] = f["n"]
+        counts.append(table)
+    return numbers, counts[0] + counts[1], counts[1]
+
+
+def within_cells(source: RunSource, expression: str, hook: str | None = None) -> Columns:
+    """Return step, request, n, sx, n_lost and lx of the cells of partially lost steps.
+
+    Args:
+        source: the run, prepared.
+        expression: the covariate over a computed token, or over a readout.
+        hook: whose readouts; ``None`` for a content covariate.
+    """
+    rows = (
+        f"select step, request, ({expression}) x, false as lost from stored where partial "
+        f"union all select step, request, ({expression}) x, true as lost from gone where partial"
+    )
+    if hook is not None:
+        rows = (
+            f"select r.step, r.request, ({expression}) x, l.request is not null lost "
+            "from readouts r join step_tick k using (step) left join lost_rows l "
+            "on r.request = l.request and r.position = l.position "
+            f"where k.partial and r.hook = {_quoted(hook)}"
+        )
+    return source.columns(
+        "select step::bigint step, request::bigint request, count(x)::double n, "
+        "coalesce(sum(x), 0)::double sx, count(x) filter (lost)::double n_lost, "
+        f"coalesce(sum(x) filter (lost), 0)::double lx from ({rows}) "
+        "group by step, request having count(x) > 0"
+    )
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _per_tick(source: RunSource, sql: str, series: Series) -> dict[str, Floats]:
+    found = source.columns(sql)
+    tick = found.pop("tick").astype(np.int64)
+    columns = {}
+    for name, values in found.items():
+        dense = np.zeros(series.n_ticks)
+        dense[tick] = np.nan_to_num(values.astype(np.float64))
+        columns[name] = dense
+    return columns

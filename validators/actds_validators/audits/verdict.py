@@ -1,0 +1,324 @@
+"""Verdict: what a person may conclude, and every number that decided it.
+
+Last stage of the audit. Rules in order, the first that applies; imports the result alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actds_validators.audits.result import (
+    Accounting,
+    Association,
+    Difference,
+    Limits,
+    Mechanism,
+    Missingness,
+    Number,
+    Verdict,
+)
+from actds_validators.statistics.bound import loss_that_allows
+
+__all__ = ["Evidence", "judge"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that a verdict rests on.
+
+    Args:
+        accounting: the section.
+        missingness: the section, ``None`` when nothing was lost.
+        mechanism: the section, ``None`` when nothing was lost.
+        blocks_long_enough: whether blocks are long against the bursts of losses.
+    """
+
+    accounting: Accounting
+    missingness: Missingness | None
+    mechanism: Mechanism | None
+    blocks_long_enough: bool = True
+
+
+def judge(evidence: Evidence, limits: Limits) -> Verdict:
+    """Return the verdict.
+
+    In order: positions that nobody accounts for FAIL; a loss whose worst case is negligible
+    passes, whatever it goes with; a heavy loss FAILs; a loss that goes with content or values
+    FAILs when the stored rows may be off by a serious amount and else WARNs; one that goes with
+    the load or the time WARNs; one that goes with nothing passes when its equivalence is proven
+    on every content covariate by enough events, and is else INCONCLUSIVE.
+
+    Spec: 0.1 section 14.6.
+    """
+    numbers = _numbers(evidence, limits)
+    unexplained = [f for f in evidence.accounting.findings if f.severity == "error"]
+    if unexplained:
+        return _unaccounted(len(unexplained), numbers)
+    share = evidence.accounting.loss_share
+    bias, loss = numbers["bias"], numbers["loss"]
+    if bias.ok:
+        return _negligible(share, bias, numbers)
+    if not loss.ok:
+        return Verdict(
+            level="FAIL",
+            kind="heavy",
+            sentence=f"{share:.2%} of the computed tokens are lost, more than {loss.limit:.2%}: "
+            f"a mean over the rows may be off by up to {bias.value:.2f} standard deviations.",
+            deciding=loss,
+            numbers=list(numbers.values()),
+            next_steps=[
+                "Harvest again with --overflow block, or with a faster disk (actds plan).",
+                "Or train with --weights, and say that you did.",
+            ],
+        )
+    mechanism, missing = evidence.mechanism, evidence.missingness
+    if mechanism is None or missing is None:
+        return _too_little(evidence, limits, numbers, ["no step of the census has the losses"])
+    rejected = [t for t in mechanism.tests if t.rejected]
+    content = [t for t in rejected if t.covariate.group != "system"]
+    if content:
+        return _dependent(content, missing, limits, numbers)
+    if rejected:
+        return _system(rejected, share, limits, numbers)
+    lacks = _lacks(evidence, mechanism, missing, limits)
+    if lacks:
+        return _too_little(evidence, limits, numbers, lacks)
+    return Verdict(
+        level="PASS",
+        kind="uncorrelated",
+        sentence=f"{share:.2%} of the computed tokens are lost, in {mechanism.n_events} separate "
+        f"events, and the lost ones equal all within {limits.equivalence:g} standard deviations "
+        f"on every {_asked(missing)}.",
+        deciding=numbers["difference"],
+        numbers=list(numbers.values()),
+        next_steps=_advice(missing),
+    )
+
+
+def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
+    found = {}
+    n_errors = sum(f.severity == "error" for f in evidence.accounting.findings)
+    found["unexplained"] = Number(
+        name="places that do not add up", value=n_errors, limit=0, ok=n_errors == 0
+    )
+    share = evidence.accounting.loss_share
+    found["loss"] = Number(
+        name="share of computed tokens lost", value=share, limit=limits.max_loss,
+        ok=share <= limits.max_loss,
+    )  # fmt: skip
+    allowed = loss_that_allows(limits.negligible_bias)
+    bias = (share / (1 - share)) ** 0.5 if share < 1 else 1e9
+    found["bias"] = Number(
+        name="most that any mean can be off", value=bias, limit=limits.negligible_bias,
+        unit="standard deviations", ok=share <= allowed,
+    )  # fmt: skip
+    if evidence.accounting.cache_ref:
+        unresolved = evidence.accounting.unresolved / evidence.accounting.cache_ref
+        found["unresolved"] = Number(
+            name="cache references without a stored row", value=unresolved,
+            limit=limits.max_unresolved, ok=unresolved <= limits.max_unresolved,
+        )  # fmt: skip
+    if evidence.mechanism is not None:
+        m = evidence.mechanism
+        found["events"] = Number(
+            name="independent loss events", value=m.n_events, limit=limits.min_events,
+            ok=m.n_events >= limits.min_events,
+        )  # fmt: skip
+        smallest = min((t.adjusted_p for t in m.tests), default=1.0)
+        found["p"] = Number(
+            name="smallest adjusted p of the family", value=smallest, limit=limits.fdr,
+            ok=smallest > limits.fdr,
+        )  # fmt: skip
+        if m.detectable is not None:
+            found["detectable"] = Number(
+                name="smallest difference that would be found", value=m.detectable,
+                limit=limits.equivalence, unit="standard deviations",
+                ok=m.detectable <= limits.equivalence,
+            )  # fmt: skip
+    if evidence.missingness is not None:
+        worst = _farthest(evidence.missingness.differences)
+        if worst is not None and worst.equivalence is not None:
+            far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
+            found["difference"] = Number(
+                name=f"farthest end of an equivalence interval ({worst.covariate.label})",
+                value=far, limit=limits.equivalence, unit="standard deviations",
+                ok=far < limits.equivalence,
+            )  # fmt: skip
+    return found
+
+
+def _unaccounted(n: int, numbers: dict[str, Number]) -> Verdict:
+    return Verdict(
+        level="FAIL",
+        kind="unaccounted",
+        sentence=f"{n} places do not add up: rows, losses and census disagree, so nothing that "
+        "is estimated from them means anything.",
+        deciding=numbers["unexplained"],
+        numbers=list(numbers.values()),
+        next_steps=["Run actds validate, which says what is wrong position by position."],
+    )
+
+
+def _negligible(share: float, bias: Number, numbers: dict[str, Number]) -> Verdict:
+    unresolved = numbers.get("unresolved")
+    if unresolved is not None and not unresolved.ok:
+        return Verdict(
+            level="WARN",
+            kind="unresolved",
+            sentence=f"{unresolved.value:.2%} of the cache references point to rows that are not "
+            "stored: what was served there cannot be put back by weights.",
+            deciding=unresolved,
+            numbers=list(numbers.values()),
+            next_steps=["Harvest with an empty prefix cache, or leave those prompts out."],
+        )
+    if not share:
+        sentence = "Nothing that was computed is lost: the rows are all that there was to store."
+    else:
+        sentence = (
+            f"{share:.4%} of the computed tokens are lost; whatever they were, no mean over the "
+            f"rows is off by more than {bias.value:.3f} standard deviations."
+        )
+    return Verdict(
+        level="PASS",
+        kind="complete" if not share else "negligible",
+        sentence=sentence,
+        deciding=bias,
+        numbers=list(numbers.values()),
+        next_steps=["Train on it."],
+    )
+
+
+def _dependent(
+    content: list[Association],
+    missing: Missingness,
+    limits: Limits,
+    numbers: dict[str, Number],
+) -> Verdict:
+    first = min(content, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
+    by_name = {d.covariate.name: d for d in missing.differences}
+    worst = max(
+        (_stored_off(by_name[t.covariate.name]) for t in content if t.covariate.name in by_name),
+        default=0.0,
+    )
+    is_serious = worst > limits.serious
+    groups = sorted({t.covariate.group for t in content})
+    what = " and ".join({"content": "content", "values": "the values"}[g] for g in groups)
+    effect = Number(
+        name="most that a tested mean of the stored rows is off",
+        value=worst, limit=limits.serious, unit="standard deviations", ok=not is_serious,
+    )  # fmt: skip
+    return Verdict(
+        level="FAIL" if is_serious else "WARN",
+        kind="values-dependent" if "values" in groups else "content-dependent",
+        sentence=f"Losses go with {what} ({first.covariate.label}, adjusted p "
+        f"{first.adjusted_p:.2g}): the stored rows are a selection, off by up to {worst:.3f} "
+        "standard deviations on what was tested.",
+        deciding=effect,
+        numbers=[*numbers.values(), effect],
+        next_steps=[
+            "Look at the differences: do they touch what you study?",
+            "Weights (--weights) mend what goes with load and complexity; they cannot mend losses "
+            "that go with the values.",
+            "Harvest again with --overflow block to be rid of the question.",
+        ],
+    )
+
+
+def _system(
+    rejected: list[Association], share: float, limits: Limits, numbers: dict[str, Number]
+) -> Verdict:
+    first = min(rejected, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
+    return Verdict(
+        level="WARN",
+        kind="load-dependent",
+        sentence=f"Losses ({share:.2%}) go with {first.covariate.label} (adjusted p "
+        f"{first.adjusted_p:.2g}), and with no content that was tested: busy times are "
+        "under-represented.",
+        deciding=numbers["p"],
+        numbers=list(numbers.values()),
+        next_steps=[
+            "Train with --weights: inverse-probability weights by load and complexity.",
+            "Or harvest again with --overflow block, or with larger rings (actds plan).",
+        ],
+    )
+
+
+def _lacks(
+    evidence: Evidence, mechanism: Mechanism, missing: Missingness, limits: Limits
+) -> list[str]:
+    lacks = []
+    if mechanism.n_events < limits.min_events:
+        lacks.append(f"{mechanism.n_events} independent loss events, of {limits.min_events} needed")
+    if not evidence.blocks_long_enough:
+        lacks.append("the run is too short against its bursts of losses for honest intervals")
+    asked = [d for d in missing.differences if d.covariate.group != "system"]
+    if not asked:
+        lacks.append("no content covariate has an interval")
+    wide = [
+        d.covariate.label
+        for d in asked
+        if d.equivalence is None
+        or not (-limits.equivalence < d.equivalence.low < d.equivalence.high < limits.equivalence)
+    ]
+    if wide:
+        more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
+        lacks.append(
+            f"equivalence within {limits.equivalence:g} is not proven for "
+            f"{', '.join(wide[:3])}{more}"
+        )
+    return lacks
+
+
+def _too_little(
+    evidence: Evidence, limits: Limits, numbers: dict[str, Number], lacks: list[str]
+) -> Verdict:
+    share = evidence.accounting.loss_share
+    deciding = next(
+        (
+            numbers[n]
+            for n in ("events", "difference", "bias")
+            if n in numbers and not numbers[n].ok
+        ),
+        numbers["loss"],
+    )
+    return Verdict(
+        level="INCONCLUSIVE",
+        kind="too-little-evidence",
+        sentence=f"{share:.2%} of the computed tokens are lost. No test finds a pattern, and "
+        "nothing proves that there is none.",
+        deciding=deciding,
+        numbers=list(numbers.values()),
+        lacks=lacks,
+        next_steps=[
+            "Harvest longer, with the same settings, or without loss (--overflow block).",
+            f"Or show that a bias of {numbers['bias'].value:.2f} standard deviations, the worst "
+            "case, does not matter to you.",
+        ],
+    )
+
+
+def _asked(missing: Missingness) -> str:
+    has_values = any(d.covariate.group == "values" for d in missing.differences)
+    return "content covariate and readout" if has_values else "content covariate that was tested"
+
+
+def _advice(missing: Missingness) -> list[str]:
+    if any(d.covariate.group == "values" for d in missing.differences):
+        return ["Train on it."]
+    return [
+        "Train on it, if what you study is not the values themselves: without readouts nobody can "
+        "say whether losses go with them."
+    ]
+
+
+def _farthest(found: list[Difference]) -> Difference | None:
+    asked = [d for d in found if d.covariate.group != "system" and d.equivalence is not None]
+    return max(
+        asked,
+        key=lambda d: max(abs(d.equivalence.low), abs(d.equivalence.high)) if d.equivalence else 0,
+        default=None,
+    )
+
+
+def _stored_off(difference: Difference) -> float:
+    return abs(difference.before_weighting.value) if difference.before_weighting else 0.0
