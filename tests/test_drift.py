@@ -159,7 +159,7 @@ def test_a_shifted_channel_is_found_in_it_and_in_no_other(
     largest = measure(one, "largest channel shift")
     assert largest.note.startswith("channel 3,") and largest.floor is not None
     assert largest.value > 3 * largest.floor
-    assert "1 channels of resid_post.0" in one.sentence
+    assert "shifted on average: 1 channel of resid_post.0." in one.sentence
 
 
 def test_a_few_wrong_rows_are_outliers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
