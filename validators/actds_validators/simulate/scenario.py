@@ -127,8 +127,12 @@ class Scenario:
             "the policy block loses nothing": not injected or self.policy != "block",
             "rate must lie in [0, 1)": self.rate is None or 0 <= self.rate < 1,
             "an injected loss needs a rate": not injected or self.rate is not None,
-            "d_model and n_projections must be at least 1": (
-                self.d_model >= 1 and self.n_projections >= 1
+            "d_model, n_projections, n_events and burst_steps must be at least 1": (
+                min(self.d_model, self.n_projections, self.n_events, self.burst_steps) >= 1
+            ),
+            "bursts of that rate leave no gap": (
+                self.mechanism != "mcar_bursts"
+                or (self.rate or 0.0) * (self.burst_steps + 1) <= self.burst_steps
             ),
         }
         for rule, kept in rules.items():
