@@ -61,8 +61,8 @@ def change(
     """Return whether the loss rate changed in time.
 
     The statistic is the CUSUM ``max_b |sum_{i<=b} (lost_i - rate n_i)|`` (Page 1954; Ploberger &
-    Krämer 1992) over blocks of `jackknife.blocks`, long against the correlation of the loss, 8 to 50 of
-    them. Its p comes from permutations of the blocks, exact when they are exchangeable (Kirch 2007,
+    Krämer 1992) over 8 to 50 blocks of `jackknife.blocks`, long against the correlation of the
+    loss. Its p comes from permutations of the blocks, exact when they are exchangeable (Kirch 2007,
     block permutation for change points). Kolmogorov's limit needs many blocks that lost something:
     with a long-run variance and ten bursts it rejected in 0 to 1 % of harmless runs at 5 %, so its
     p is returned for comparison alone.

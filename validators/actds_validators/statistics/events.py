@@ -1,6 +1,6 @@
 """How many independent losses there were, and over how many steps one loss knows of the next.
 
-Imports numpy and `runs`.
+Imports `runs`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 
 from actds_validators.statistics.runs import Floats, as_floats, slices
 
@@ -55,7 +56,7 @@ def correlation_steps(series: ArrayLike, run: ArrayLike) -> float:
     for part in parts:
         centred = x[part] - x[part].mean()
         n = len(centred)
-        size = 1 << (2 * n - 1).bit_length()
+        size = next_fast_len(2 * n - 1, real=True)
         power = np.abs(np.fft.rfft(centred, size)) ** 2
         covariance[:n] += np.fft.irfft(power, size)[:n]
     if longest < 2 or covariance[0] <= 1e-18 * max(1.0, float(x @ x)):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 from scipy.signal import lfilter  # type: ignore[import-untyped]
 
 from actds_validators.statistics.runs import Floats, Ints, as_floats, slices
@@ -80,7 +81,7 @@ def lag_correlation(
     for part in slices(run):
         a, b = x[part] - x[part].mean(), y[part] - y[part].mean()
         n, reach = len(a), min(max_lag, len(a) - 1)
-        size = 1 << (2 * n - 1).bit_length()
+        size = next_fast_len(2 * n - 1, real=True)
         crossed = np.fft.irfft(np.conj(np.fft.rfft(a, size)) * np.fft.rfft(b, size), size)
         sums[max_lag - reach : max_lag + reach + 1] += np.roll(crossed, reach)[: 2 * reach + 1]
         squares += a @ a, b @ b

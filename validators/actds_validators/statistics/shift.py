@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 
-from actds_validators.statistics.events import integrated_time
+from actds_validators.statistics.events import correlation_steps
 from actds_validators.statistics.runs import Floats, as_floats, slices
 
-__all__ = ["Shift", "Shifted", "circular_shift", "loss_share", "shifted_sums"]
+__all__ = ["Shift", "circular_shift", "effective_shifts", "loss_share", "shifted_sums"]
 
 N_DRAWS = 2000
 """Random tuples of shifts, where there are several runs."""
@@ -30,9 +30,9 @@ class Shift:
         difference: ``(n_covariates,)``, mean of what the lost steps held less the mean of all,
             about each run's own mean, in the covariate's unit; its size is the statistic.
         p: ``(n_covariates,)``.
-        n_effective: ``(n_covariates,)``, effectively independent shifts: shifts over the
-            correlation time of the statistic along the shift. A p below ``1 / n_effective`` may
-            come, but an effect that lasts as long as the correlation cannot count on one.
+        n_effective: ``(n_covariates,)``, effectively independent shifts (`effective_shifts`). A
+            p below ``1 / n_effective`` may come, but an effect that lasts as long as the
+            correlation cannot count on one.
         n_shifts: shifts compared with, the observed one among them.
         minimal_p: the smallest p possible, ``1 / n_shifts``.
     """
@@ -42,19 +42,6 @@ class Shift:
     n_effective: Floats
     n_shifts: int
     minimal_p: float
-
-
-@dataclass(frozen=True)
-class Shifted:
-    """Sums of values over the steps under moved losses.
-
-    Args:
-        sums: ``(n_values, n_shifts)``; the first shift is none.
-        n_effective: ``(n_values,)``, effectively independent shifts.
-    """
-
-    sums: Floats
-    n_effective: Floats
 
 
 def circular_shift(
@@ -112,11 +99,12 @@ def circular_shift(
     parts = slices(run)
     if all(np.ptp(share[part]) == 0 for part in parts):
         return None
-    top = shifted_sums(run, share, _about_mean(values, weights, parts), n_draws=n_draws, seed=seed)
+    away = _about_mean(values, weights, parts)
+    top = shifted_sums(run, share, away, n_draws=n_draws, seed=seed)
     bottom = shifted_sums(run, share, weights, n_draws=n_draws, seed=seed)
     found = np.divide(
-        top.sums, bottom.sums,
-        out=np.zeros_like(top.sums), where=bottom.sums > 1e-9 * weights.max(initial=1.0),
+        top, bottom,
+        out=np.zeros_like(top), where=bottom > 1e-9 * weights.max(initial=1.0),
     )  # fmt: skip
     size = np.abs(found)
     # Sums by Fourier transform: equal ones differ by rounding.
@@ -125,7 +113,7 @@ def circular_shift(
     return Shift(
         difference=found[:, 0].copy(),
         p=reached.sum(axis=1) / n_shifts,
-        n_effective=np.minimum(top.n_effective, n_shifts),
+        n_effective=np.minimum(effective_shifts(run, share, away), n_shifts),
         n_shifts=n_shifts,
         minimal_p=1 / n_shifts,
     )
@@ -153,8 +141,10 @@ def shifted_sums(
     n_draws: int = N_DRAWS,
     seed: int = 0,
     every: bool = True,
-) -> Shifted:
-    """Return ``sum_s share[s+k] values[s]`` for shifts k, each run shifted by itself.
+) -> Floats:
+    """Return ``sum_s share[s+k] values[s]``, ``(n_values, n_shifts)``, each run shifted by itself.
+
+    The first shift is none.
 
     Args:
         run: ``(n_steps,)``, label of the run.
@@ -166,38 +156,47 @@ def shifted_sums(
     """
     parts = slices(run)
     if len(parts) == 1 and (every or len(share) <= n_draws + 1):
-        sums, effective = _all_shifts(share, values)
-        return Shifted(sums, effective)
+        return _all_shifts(share, values)
     random = np.random.default_rng(seed)
     total = np.zeros((len(values), n_draws + 1))
-    effective = np.ones(len(values))
     for part in parts:
         drawn = random.integers(0, part.stop - part.start, n_draws)
-        if not share[part].any():
-            continue
-        sums, own = _all_shifts(share[part], values[:, part])
-        total += sums[:, np.concatenate([[0], drawn])]
-        effective = np.minimum(effective * own, n_draws + 1.0)
-    return Shifted(total, effective)
+        if share[part].any():
+            sums = _all_shifts(share[part], values[:, part])
+            total += sums[:, np.concatenate([[0], drawn])]
+    return total
 
 
-def _all_shifts(share: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Return the sums ``(n_values, n_shifts)`` at every shift, and the independent ones."""
+def effective_shifts(run: ArrayLike, share: Floats, values: Floats) -> Floats:
+    """Return how many shifts of each value are effectively independent, at least 1.
+
+    The sums of `shifted_sums` go together along the shift over about the correlation times of both
+    series added: their autocovariance is the convolution of the two. The steps of a run over that
+    time, multiplied over the runs in which the share varies.
+
+    Args:
+        run: ``(n_steps,)``, label of the run.
+        share: ``(n_steps,)``, what is moved.
+        values: ``(n_values, n_steps)``, what stays.
+    """
+    own = correlation_steps(share, run)
+    times = np.array([own + correlation_steps(row, run) - 1 for row in values])
+    found = np.ones(len(values))
+    for part in slices(run):
+        if np.ptp(share[part]) > 0:
+            # The cap only keeps the product of many runs finite.
+            found = np.minimum(found * np.maximum(1.0, (part.stop - part.start) / times), 1e15)
+    return found
+
+
+def _all_shifts(share: Floats, values: Floats) -> Floats:
     n = len(share)
     if n > _SHORT:
-        # Empty steps, at most 2 %, close the circle: transforms of prime length take 5 times as long.
+        # Empty steps, at most 2 %, close the circle: a prime length takes 5 times as long.
         n = next_fast_len(n)
     spectrum = np.conj(np.fft.rfft(values, n, axis=1))
     spectrum *= np.fft.rfft(share, n)
-    sums = np.fft.irfft(spectrum, n, axis=1)
-    # The sums themselves are a circular series along the shift: their correlation time.
-    spectrum[:, 0] = 0.0
-    covariance = np.fft.irfft(spectrum.real**2 + spectrum.imag**2, n, axis=1)
-    effective = np.ones(len(values))
-    for at, row in enumerate(covariance):
-        if row[0] > 1e-18 * max(1.0, float(np.abs(sums[at]).max()) ** 2):
-            effective[at] = max(1.0, n / integrated_time(row[: n // 2 + 1] / row[0]))
-    return sums, effective
+    return np.asarray(np.fft.irfft(spectrum, n, axis=1), np.float64)
 
 
 def _about_mean(values: Floats, weights: Floats, parts: list[slice]) -> Floats:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from actds_validators.statistics.runs import Floats, Ints, as_floats
-from actds_validators.statistics.shift import loss_share, shifted_sums
+from actds_validators.statistics.shift import effective_shifts, loss_share, shifted_sums
 
 __all__ = ["Trend", "isotonic", "load_groups", "trend"]
 
@@ -29,7 +29,7 @@ class Trend:
         p: by circular shifts of the losses against the load.
         n_effective: effectively independent shifts, as in `shift.Shift`.
         n_shifts: shifts compared with, the observed one among them.
-        groups: ``(n_steps,)``, group of each step.
+        groups: ``(n_steps,)``, group of each step; 0 for those without a token.
         load: ``(n_groups,)``, mean load of the computed tokens.
         n: ``(n_groups,)``, computed tokens.
         n_lost: ``(n_groups,)``, lost tokens.
@@ -142,18 +142,22 @@ def trend(
     x = as_floats(load, "load", computed.shape)
     if not len(x) or _constant(share, run):
         return None
-    groups = load_groups(x, n_groups)
+    held = computed > 0
+    groups = np.zeros(len(x), np.int64)
+    groups[held] = load_groups(x[held], n_groups)
     mass = np.bincount(groups, weights=computed).astype(np.float64)
     gone = np.bincount(groups, weights=as_floats(lost, "lost")).astype(np.float64)
-    if len(mass) < 2 or np.any(mass <= 0):
+    if len(mass) < 2:
         return None
     inside = np.where(groups == np.arange(len(mass))[:, np.newaxis], computed, 0.0)
     moved = shifted_sums(run, share, inside, n_draws=n_draws, seed=seed, every=False)
-    rates = np.maximum(moved.sums.T, 0.0) / mass
+    rates = np.maximum(moved.T, 0.0) / mass
     mean = (rates * mass).sum(axis=1, keepdims=True) / mass.sum()
     rising = isotonic(rates, mass)
     falling = -isotonic(-rates, mass)
-    scale = mass / mass.sum() / np.maximum(mean, 1e-300) ** 2
+    # A shift may put all losses on steps without a token: nothing to explain, but rounding.
+    some = mean > 1e-9 * mean[0]
+    scale = np.where(some, mass / mass.sum() / np.where(some, mean, 1.0) ** 2, 0.0)
     up = ((rising - mean) ** 2 * scale).sum(axis=1)
     down = ((falling - mean) ** 2 * scale).sum(axis=1)
     size = np.maximum(up, down)
@@ -164,7 +168,7 @@ def trend(
         statistic=float(size[0]),
         explained=min(1.0, float(size[0]) / total) if total > 1e-18 else 0.0,
         p=float(np.mean(size >= size[0] * (1 - 1e-9) - 1e-15)),
-        n_effective=float(min(moved.n_effective.min(), len(size))),
+        n_effective=float(min(effective_shifts(run, share, x[np.newaxis])[0], len(size))),
         n_shifts=len(size),
         groups=groups,
         load=np.bincount(groups, weights=computed * x) / mass,
