@@ -41,7 +41,7 @@ Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 
 N_ROWS = 20_000
-_MAX_VALUES = 1 << 25  # of a side and hook: 128 MiB of float32
+_MAX_VALUES = 1 << 24  # of a side and hook: 64 MiB of float32
 _MAX_GROUPS = 8
 _ALL = 0.95  # share of rows with a partner above which the two sides are the same tokens
 _MIN_REPEATS = 20
