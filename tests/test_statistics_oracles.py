@@ -578,3 +578,11 @@ def test_weights_put_back_what_cells_lost() -> None:
     assert weights * stored / stored.sum() == pytest.approx(n / n.sum())
     shrunken = inverse_probability(n, lost, strength=1e12)
     assert shrunken == pytest.approx(np.ones(3))
+
+
+def test_within_takes_two_requests_in_many_steps_for_one_observation() -> None:
+    # The same one of two is lost in every step: one draw, not fifty, and t is 1 whatever it holds.
+    step, request = np.repeat(np.arange(50), 2), np.tile([3, 8], 50)
+    found = within(step, request, np.tile([1.0, 5.0], 50), request == 8)
+    assert found is not None
+    assert (found.t, found.difference, found.freedom) == (pytest.approx(1), pytest.approx(4), 1)
