@@ -23,6 +23,7 @@ from actds_validators.simulate import (
     write_tables,
 )
 from actds_validators.simulate.__main__ import main
+from actds_validators.simulate.content import _of_norm
 from actds_validators.simulate.pipeline import DiskStalls, Pipeline
 from actds_validators.validate import validate
 
@@ -173,6 +174,11 @@ def test_tokens_and_values_go_with_their_request() -> None:
     ids, times = np.unique(run.computed.token_id, return_counts=True)
     top = np.sort(times[ids >= 3])[::-1]
     assert top[0] > 5 * top[30] > 0
+
+
+def test_a_row_without_a_direction_has_its_norm_all_the_same() -> None:
+    rows = _of_norm(np.array([[0, 0, 0, 0], [0, 3, 0, 4]], np.float32), np.float32([6, 10]))
+    assert rows.tolist() == [[3, 3, 3, 3], [0, 6, 0, 8]]
 
 
 def test_readouts_are_those_of_every_computed_row() -> None:
