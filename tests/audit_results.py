@@ -443,40 +443,30 @@ HOSTILE = "</style></title><script>alert(1)</script>\"'&{{7*7}}{%raw%}\x1b[31m\u
 
 def hostile() -> Audit:
     """Return a complete result in which every free text is an attack."""
-
-    def poisoned(value: Any, key: str = "") -> Any:
-        if isinstance(value, dict):
-            return {k: poisoned(v, k) for k, v in value.items()}
-        if isinstance(value, list):
-            return [poisoned(v, key) for v in value]
-        fixed = ("schema", "level", "severity", "group", "waterfall.name")
-        closed = key in fixed or (key == "kind" and value in ("numeric drift", "population shift"))
-        return value if closed or not isinstance(value, str) else f"{HOSTILE} {value}"
-
-    return Audit.model_validate(poisoned(audit("heavy").as_json()))
+    return Audit.model_validate(_prefixed(audit("heavy").as_json(), f"{HOSTILE} "))
 
 
-def enormous(n: int = 3_000, text: str = "<&\x1b>\U000e0001" * 500) -> Audit:
+def enormous(n: int = 1_000, text: str = "<&\x1b>\U000e0001" * 80) -> Audit:
     """Return a result with ``n`` of everything that comes in lists, and texts without end."""
+    parts = _prefixed(audit("heavy").as_json(), text)
+    return Audit.model_validate({k: _grown(v, n) for k, v in parts.items()})
 
-    def grown(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: grown(v) for k, v in value.items()}
-        if isinstance(value, list) and value:
-            return [value[k % len(value)] for k in range(n)]
-        return value
 
-    whole = audit("heavy")
-    free = {"label", "note", "unit", "hook", "place", "reason", "stage", "token_class", "variable"}
+def _prefixed(value: Any, text: str, key: str = "") -> Any:
+    """Return the value with the text before every string that is free."""
+    if isinstance(value, dict):
+        return {k: _prefixed(v, text, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_prefixed(v, text, key) for v in value]
+    fixed = key in ("schema", "level", "severity", "group")
+    fixed = fixed or (key == "kind" and value in ("numeric drift", "population shift"))
+    return value if fixed or not isinstance(value, str) else text + value
 
-    def wordy(value: Any, key: str = "") -> Any:
-        if isinstance(value, dict):
-            return {k: wordy(v, k) for k, v in value.items()}
-        if isinstance(value, list):
-            return [wordy(v, key) for v in value]
-        long = key in free or key in ("runs", "policies", "next_steps", "lacks", "sentence")
-        return text + value if long and isinstance(value, str) else value
 
-    parts = wordy(whole.as_json())
-    sections = {k: grown(v) if isinstance(v, dict | list) else v for k, v in parts.items()}
-    return Audit.model_validate(sections)
+def _grown(value: Any, n: int) -> Any:
+    """Return the value with ``n`` entries in every list, the lists of those entries aside."""
+    if isinstance(value, dict):
+        return {k: _grown(v, n) for k, v in value.items()}
+    if isinstance(value, list) and value:
+        return [value[k % len(value)] for k in range(n)]
+    return value

@@ -57,7 +57,7 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(prefix="actds-browser-")
         self._next = 0
         self._buffer = b""
-        self._events: list[dict[str, Any]] = []
+        self._loaded: set[tuple[str, str]] = set()
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         self._in, self._out = ours_in, ours_out
@@ -81,6 +81,7 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def __enter__(self) -> Browser:
         return self
@@ -132,12 +133,10 @@ class Browser:
         )
         features = [{"name": name, "value": value} for name, value in media]
         self.call("Emulation.setEmulatedMedia", media="", features=features)
-        self.call("Page.navigate", url="about:blank")
         self.console.clear()
         self.requests.clear()
-        self._events.clear()
-        self.call("Page.navigate", url=path.as_uri())
-        while not any(e["method"] == "Page.loadEventFired" for e in self._events):
+        loader = self.call("Page.navigate", url=path.as_uri())["loaderId"]
+        while ("load", loader) not in self._loaded:
             self._hear(self._read())
         self.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
 
@@ -174,9 +173,10 @@ class Browser:
         return found
 
     def _hear(self, event: dict[str, Any]) -> None:
-        self._events.append({"method": "", **event})
         method, said = event.get("method"), event.get("params", {})
-        if method == "Log.entryAdded":
+        if method == "Page.lifecycleEvent":
+            self._loaded.add((said["name"], said["loaderId"]))
+        elif method == "Log.entryAdded":
             self.console.append(f"{said['entry']['level']}: {said['entry']['text']}")
         elif method == "Runtime.consoleAPICalled":
             self.console.append(f"{said['type']}: {said['args']}")

@@ -48,7 +48,7 @@ def accounting_part(section: Accounting) -> Part:
             "bad" if section.unresolved else "",
         ),
     ]
-    tables = [Table("What was counted", ("quantity", "number"), rows), *_findings(section)]
+    tables = [*_findings(section), Table("What was counted", ("quantity", "number"), rows)]
     pictures = [waterfall(section.waterfall)] if section.waterfall else []
     return Part("accounting", "Accounting", Sentence(lead), pictures, tables)
 
@@ -80,7 +80,7 @@ def waterfall(steps: list[WaterfallStep]) -> Picture:
     items = [("all", "all"), ("reused", "cache reference"), ("filtered", "filtered")]
     legend(p, 200, 16, [*items, ("lost", "lost"), ("stored", "stored")])
     whole = max(1, max(step.n_positions for step in steps))
-    f = Frame(200, 30, 420, 30 * len(shown), (0, whole), (0, 1))
+    f = Frame(200, 30, 400, 30 * len(shown), (0, whole), (0, 1))
     axes(p, f, f"positions{', ' + more if more else ''}", "", x_text=short, y_marks=[])
     left = next((s.n_positions for s in steps if s.name == "positions"), whole)
     for n, step in enumerate(shown):
@@ -96,7 +96,7 @@ def waterfall(steps: list[WaterfallStep]) -> Picture:
         # A step too thin to see still shows as a line.
         start, width = f.x(low), max(f.x(high) - f.x(low), 1.5 if step.n_positions else 0)
         p.box(start, y + 6, width, 18, _KINDS.get(step.name, "lost"), f"{label}: {said}")
-        p.text(f.right + 10, y + 19, said, room=125)
+        p.text(f.right + 10, y + 19, said, room=148)
         if n + 1 < len(shown) and shown[n + 1].name != "captured":
             edge = f.x(left)
             p.line(edge, y + 24, edge, y + 36, "link")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from actds_validators.report.svg import Picture
+from actds_validators.report.svg import Picture, text_width
 from actds_validators.report.words import short
 
 __all__ = ["Frame", "axes", "legend", "span", "ticks"]
@@ -115,4 +115,4 @@ def legend(p: Picture, x: float, y: float, items: Sequence[tuple[str, str]]) -> 
     for kind, words in items:
         p.box(x, y - 10, 14, 11, kind)
         p.text(x + 20, y, words)
-        x += 20 + 7.4 * len(words) + 14
+        x += 20 + text_width(words) + 14

@@ -11,11 +11,11 @@ from actds_validators.audits.result import Coverage, CoverageCell
 from actds_validators.report.axes import legend
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.svg import Picture
-from actds_validators.report.words import Sentence, count, number, percent, short
+from actds_validators.report.words import Sentence, clean, count, number, percent, short
 
 __all__ = ["coverage_part"]
 
-_MAX_CLASSES, _MAX_BANDS = 14, 10
+_MAX_CLASSES, _MAX_BANDS = 12, 10
 _STATES = ("computed", "reused", "lost", "filtered")
 _KINDS = {"computed": "stored", "reused": "reused", "lost": "lost", "filtered": "filtered"}
 _NAMES = {"computed": "computed and stored", "reused": "reused from the cache"}
@@ -80,7 +80,7 @@ def coverage_map(cells: list[CoverageCell]) -> Picture:
         p.text(left - 10, y + 20, name, "end", room=120)
         for column in range(len(bands)):
             counts, share = columns[column], once[name][column]
-            place = f"{name}, positions {bands[column][0]}–{bands[column][1] - 1}"
+            place = f"{clean(name, 40)}, positions {bands[column][0]}–{bands[column][1] - 1}"
             _cell(p, left + width * column, y, width - 4, counts, share, place)
     p.text(left + 310, 52.0 + 52 * len(grid) + 12, "position in the request, tokens", "middle")
     return p

@@ -16,7 +16,7 @@ from actds_validators.report.words import Sentence, count, number, p_value
 
 __all__ = ["drift_parts"]
 
-_MAX_PARTS, _MAX_MEASURES, _MAX_HOOKS = 3, 8, 8
+_MAX_PARTS, _MAX_MEASURES, _MAX_HOOKS, _MAX_TABLE = 2, 8, 8, 40
 _WORDS = {
     "numeric drift": (
         "Numeric drift",
@@ -50,7 +50,7 @@ def _part(section: Drift, n: int) -> Part:
         f"{'paired token by token' if section.paired else 'not paired'}. The floor is the same "
         "measure between halves of one side, split by request."
     )
-    some, more = first(section.measures)
+    some, more = first(section.measures, _MAX_TABLE)
     rows = [
         Row(
             (
@@ -67,7 +67,7 @@ def _part(section: Drift, n: int) -> Part:
         )
         for m in some
     ]
-    head = (
+    head: tuple[str, ...] = (
         "hook",
         "measure",
         "value",

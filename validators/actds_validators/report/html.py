@@ -88,7 +88,7 @@ def _absent(audit: Audit) -> list[Absent]:
     """Return the sections that the result lacks, each with the reason that the result shows."""
     unexplained = any(finding.severity == "error" for finding in audit.accounting.findings)
     lost = audit.accounting.dropped + audit.accounting.aborted > 0
-    absent = []
+    reasons: dict[str, list[str]] = {}
     for name, (title, why) in _ABSENT.items():
         if getattr(audit, name):
             continue
@@ -96,8 +96,8 @@ def _absent(audit: Audit) -> list[Absent]:
             why = "the accounting does not add up, and no estimate stands on such a census"
         elif lost and name in _STATISTICS:
             why = "the result does not hold it, although tokens were lost"
-        absent.append(Absent(title, Sentence(f"Left out: {why}.")))
-    return absent
+        reasons.setdefault(f"Left out: {why}.", []).append(title)
+    return [Absent(", ".join(titles), Sentence(why)) for why, titles in reasons.items()]
 
 
 @cache

@@ -19,7 +19,7 @@ from actds_validators.audits.result import (
 from actds_validators.report.axes import Frame, axes, ticks
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.shades import shade, shade_scale
-from actds_validators.report.svg import Picture
+from actds_validators.report.svg import Picture, text_width
 from actds_validators.report.words import (
     GROUPS,
     Sentence,
@@ -33,7 +33,7 @@ from actds_validators.report.words import (
 
 __all__ = ["missingness_part", "worst_first"]
 
-_MAX_FOREST, _MAX_HEAT, _MAX_STRATA = 40, 24, 10
+_MAX_FOREST, _MAX_HEAT, _MAX_STRATA = 40, 18, 10
 _SERIES = (
     ("smd", "lost against all", "lost"),
     ("before_weighting", "stored against all", "stored"),
@@ -146,7 +146,7 @@ def _forest_legend(p: Picture, series: Sequence[tuple[str, str, str]]) -> None:
     for _, words, kind in series:
         _mark(p, x + 6, 12, kind, "")
         p.text(x + 18, 16, words)
-        x += 34 + 7.4 * len(words)
+        x += 34 + text_width(words)
     p.box(236, 25, 14, 11, "band")
     p.text(256, 35, "counts as equal")
     p.line(392, 24, 392, 37, "limit")
@@ -163,9 +163,9 @@ def _whisker(
 ) -> None:
     title = f"{place}: {estimate(value)}"
     low, high = f.x_range
-    p.line(f.x(value.low), y, f.x(value.high), y, f"whisker {kind}-line", title)
+    p.line(f.x(value.low), y, f.x(value.high), y, f"whisker {kind}-line")
     if inner is not None:
-        p.line(f.x(inner.low), y, f.x(inner.high), y, f"thick {kind}-line", title)
+        p.line(f.x(inner.low), y, f.x(inner.high), y, f"thick {kind}-line")
     for end, beyond, step in ((f.left, value.low < low, 6), (f.right, value.high > high, -6)):
         if beyond:
             p.polygon([(end, y), (end + step, y - 4), (end + step, y + 4)], f"mark {kind}-mark")
@@ -212,7 +212,7 @@ def heat_map(differences: list[Difference]) -> Picture:
             x = 220 + width * column
             step = shade(s.rate.value, top)
             title = (
-                f"{clean(s.label)}: {percent(s.rate.value)} of {count(s.n)} lost, interval "
+                f"{clean(s.label, 50)}: {percent(s.rate.value)} of {count(s.n)} lost, interval "
                 f"{percent(s.rate.low)} to {percent(s.rate.high)}"
             )
             p.box(x, y, width - 2, 38, f"shade{step}", title)

@@ -14,7 +14,7 @@ from actds_validators.report.words import Sentence
 
 __all__ = ["MAX_ROWS", "Absent", "Part", "Row", "Table", "first", "without_empty_last"]
 
-MAX_ROWS = 60
+MAX_ROWS = 50
 """Rows of a table or a chart; ``audit.json`` holds them all."""
 
 Tone = Literal["", "good", "bad", "warn", "dim"]

@@ -17,7 +17,14 @@ Tag = Literal["line", "rect", "circle", "polyline", "polygon", "text"]
 Anchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]
 FONT_PX = 12.0
-_EM = 0.6  # mean width of a letter in the widest common sans serif
+MAX_TITLE = 140  # bytes
+# Widths of letters of the widest common sans serif (DejaVu Sans), in em, rounded up.
+_WIDTHS = (
+    (0.42, frozenset(" ijltfrI.,:;|!'()[]-/\\`")),
+    (0.9, frozenset("<>=+~#&GOQHNwDU±×")),
+    (1.05, frozenset("@%MWm…")),
+)
+_LOWER, _OTHER, _FULL, _BOLD = 0.645, 0.74, 1.1, 1.13
 
 
 @dataclass(frozen=True)
@@ -54,21 +61,21 @@ class Picture:
     ) -> None:
         """Write words at a place; cut with an ellipsis where they are wider than the room."""
         edge = {"start": self.width - x, "end": x, "middle": 2 * min(x, self.width - x)}[anchor]
-        seen = fit(words, min(edge, room) if room is not None else edge)
+        seen = fit(words, min(edge, room) if room is not None else edge, bold="bold" in kind)
         title = words if seen != words else ""
         place: tuple[tuple[str, float | str], ...] = (("x", x), ("y", y), ("text-anchor", anchor))
-        self.shapes.append(Shape("text", (*place, ("class", kind)), text=seen, title=title))
+        self._add("text", (*place, ("class", kind)), text=seen, title=title)
 
     def turned(self, x: float, y: float, words: str, room: float) -> None:
         """Write words from below to above, centred at a place."""
         move = f"translate({x:.1f} {y:.1f}) rotate(-90)"
         attributes = (("transform", move), ("text-anchor", "middle"))
-        self.shapes.append(Shape("text", attributes, text=fit(words, room)))
+        self._add("text", attributes, text=fit(words, room))
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str, title: str = "") -> None:
         """Draw a line."""
         at = (("x1", x1), ("y1", y1), ("x2", x2), ("y2", y2), ("class", kind))
-        self.shapes.append(Shape("line", at, title=title))
+        self._add("line", at, title=title)
 
     def box(
         self, x: float, y: float, width: float, height: float, kind: str, title: str = ""
@@ -77,12 +84,12 @@ class Picture:
         if width <= 0 or height <= 0:
             return
         at = (("x", x), ("y", y), ("width", width), ("height", height), ("class", kind))
-        self.shapes.append(Shape("rect", at, title=title))
+        self._add("rect", at, title=title)
 
     def dot(self, x: float, y: float, kind: str, title: str = "", radius: float = 4) -> None:
         """Draw a dot."""
         at = (("cx", x), ("cy", y), ("r", radius), ("class", kind))
-        self.shapes.append(Shape("circle", at, title=title))
+        self._add("circle", at, title=title)
 
     def square(self, x: float, y: float, kind: str, title: str = "") -> None:
         """Draw a square mark."""
@@ -95,23 +102,42 @@ class Picture:
     def path(self, points: Sequence[Point], kind: str, title: str = "") -> None:
         """Draw a line through points."""
         if len(points) > 1:
-            self.shapes.append(Shape("polyline", (("class", kind),), tuple(points), title=title))
+            self._add("polyline", (("class", kind),), tuple(points), title=title)
 
     def polygon(self, points: Sequence[Point], kind: str, title: str = "") -> None:
         """Draw an area."""
-        self.shapes.append(Shape("polygon", (("class", kind),), tuple(points), title=title))
+        self._add("polygon", (("class", kind),), tuple(points), title=title)
+
+    def _add(
+        self,
+        tag: Tag,
+        attributes: tuple[tuple[str, float | str], ...],
+        points: tuple[Point, ...] = (),
+        text: str = "",
+        title: str = "",
+    ) -> None:
+        self.shapes.append(Shape(tag, attributes, points, text, clean(title, MAX_TITLE)))
 
 
-def text_width(words: str, size: float = FONT_PX) -> float:
+def text_width(words: str, *, bold: bool = False) -> float:
     """Return about how wide words are in pixels, rather more than less."""
-    return sum((1.1 if ord(letter) > 0x2E80 else _EM) * size for letter in words)
+    return sum(_em(letter) for letter in words) * FONT_PX * (_BOLD if bold else 1)
 
 
-def fit(words: str, room: float) -> str:
+def _em(letter: str) -> float:
+    for width, letters in _WIDTHS:
+        if letter in letters:
+            return width
+    if letter.islower() or letter.isdigit() or letter in '_{}*$?"':
+        return _LOWER
+    return _FULL if ord(letter) > 0x2E80 else _OTHER
+
+
+def fit(words: str, room: float, *, bold: bool = False) -> str:
     """Return printable words, cut with an ellipsis where they are wider than the room."""
     words = clean(words)
-    if text_width(words) <= room:
+    if text_width(words, bold=bold) <= room:
         return words
-    while words and text_width(words + "…") > room:
+    while words and text_width(words + "…", bold=bold) > room:
         words = words[:-1]
     return words.rstrip() + "…" if words else ""

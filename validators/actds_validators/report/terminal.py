@@ -58,7 +58,7 @@ def _page(audit: Audit) -> Iterator[Line]:
     if audit.mechanism is not None:
         yield from _tests(audit.mechanism)
     yield from _weights(audit)
-    for drift in audit.drift:
+    for drift in audit.drift[:_MAX_TOP]:
         yield from _drift(drift)
     if verdict.next_steps:
         yield Line("")
@@ -69,11 +69,13 @@ def _page(audit: Audit) -> Iterator[Line]:
 
 def _accounting(audit: Audit) -> Iterator[Line]:
     section = audit.accounting
-    for step in section.waterfall:
-        if step.name in ("dropped", "aborted", "filtered") and step.n_positions:
-            why = step.reason or "no reason given"
-            said = f"{count(step.n_positions)} {step.name} ({percent(step.share)}): {why}"
-            yield Line(f"  {said}", "plain" if step.name == "filtered" else "warn")
+    names = ("dropped", "aborted", "filtered")
+    gone = [step for step in section.waterfall if step.name in names and step.n_positions]
+    for step in gone[:_MAX_ROWS]:
+        why = step.reason or "no reason given"
+        said = f"{count(step.n_positions)} {step.name} ({percent(step.share)}): {why}"
+        yield Line(f"  {said}", "plain" if step.name == "filtered" else "warn")
+    yield from _more(len(gone), _MAX_ROWS)
     if section.unresolved:
         lost = many(section.unresolved, "cache reference")
         yield Line(f"  {lost} without a stored row behind (E410)", "warn")

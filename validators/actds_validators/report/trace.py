@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from actds_validators.audits.result import Queues, Stall, TracePoint
 from actds_validators.report.axes import Frame, axes, legend
 from actds_validators.report.svg import Picture
-from actds_validators.report.words import count, many, number, percent, seconds
+from actds_validators.report.words import clean, count, many, number, percent, seconds
 
 __all__ = ["capture_trace", "lowest"]
 
@@ -96,11 +96,11 @@ def _stalls(p: Picture, f: Frame, stages: list[Stall]) -> None:
     for n, stall in enumerate(stages):
         y = f.top + 24 * n
         p.text(f.left - 10, y + 16, stall.stage, "end", room=80)
-        p.line(f.left, y + 12, f.right, y + 12, "grid")
-        said = f"{stall.stage}: {many(stall.n, 'stall')}, {seconds(stall.seconds)}"
+        said = f"{many(stall.n, 'stall')}, {seconds(stall.seconds)}"
+        p.line(f.left, y + 12, f.right, y + 12, "grid", f"{clean(stall.stage, 60)}: {said}")
         for at in stall.marks_s[:_MAX_MARKS]:
             if f.x_range[0] <= at <= f.x_range[1]:
-                p.line(f.x(at), y + 4, f.x(at), y + 20, "rug", said)
+                p.line(f.x(at), y + 4, f.x(at), y + 20, "rug")
 
 
 def _bins(trace: list[TracePoint]) -> list[_Bin]:

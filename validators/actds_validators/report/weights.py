@@ -9,7 +9,7 @@ from actds_validators.audits.result import WeightCell, Weighting
 from actds_validators.report.parts import Part, Row, Table
 from actds_validators.report.shades import shade, shade_scale
 from actds_validators.report.svg import Picture
-from actds_validators.report.words import Sentence, count, measured, number, percent, short
+from actds_validators.report.words import Sentence, clean, count, measured, number, percent, short
 
 __all__ = ["weights_part"]
 
@@ -66,7 +66,7 @@ def weight_map(section: Weighting) -> Picture:
 
 def _cell(p: Picture, x: float, y: float, width: float, cell: WeightCell, top: float) -> None:
     said = (
-        f"load {short(cell.load_low)} to {short(cell.load_high)}, {cell.label[:80]}: "
+        f"load {short(cell.load_low)} to {short(cell.load_high)}, {clean(cell.label, 50)}: "
         f"{count(cell.n_lost)} of {count(cell.n)} lost, weight {number(cell.weight)}"
     )
     step = shade(cell.rate, top)

@@ -26,7 +26,8 @@ __all__ = [
 ]
 
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
-_MAX_WORD, _MAX_SENTENCE = 120, 1200
+_MAX_WORD, _MAX_SENTENCE = 120, 1200  # bytes
+_ESCAPED = frozenset("<>&\"'")
 
 
 class Sentence(str):
@@ -35,12 +36,23 @@ class Sentence(str):
     __slots__ = ()
 
 
-def clean(text: str) -> str:
-    """Return text without control characters, cut where it is longer than any honest one."""
-    room = _MAX_SENTENCE if isinstance(text, Sentence) else _MAX_WORD
+def clean(text: str, room: int | None = None) -> str:
+    """Return text without control characters, cut where it is longer than any honest one.
+
+    Args:
+        text: anybody's.
+        room: bytes that it may take in the page, escaped; by default those of a label, or of a
+            ``Sentence``.
+    """
+    if room is None:
+        room = _MAX_SENTENCE if isinstance(text, Sentence) else _MAX_WORD
     # Cut first: a megabyte of control characters need not be spelt out.
     seen = printable(text[: room + 1])
-    return seen if len(seen) <= room else seen[: room - 1] + "…"
+    kept = used = 0
+    for letter in seen:
+        used += 5 if letter in _ESCAPED else len(letter.encode("utf-8", "replace"))
+        kept += used <= room
+    return seen if used <= room else seen[:kept] + "…"
 
 
 def count(n: int) -> str:

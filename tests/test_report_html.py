@@ -1,0 +1,222 @@
+"""The page of an audit: what it says first, what it holds, what no text and no number can do."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import audit_results
+import pytest
+from audit_results import CASES, audit, enormous, hostile
+
+from actds_validators.audits.result import Audit
+from actds_validators.report.html import MARKS, render
+from actds_validators.report.words import percent
+
+MAX_NBYTES = 1_000_000
+SECTIONS = ("checks", "accounting", "coverage", "missingness", "mechanism", "queues", "weights")
+PICTURES = (
+    "waterfall",
+    "coverage-map",
+    "forest",
+    "heat-map",
+    "bound",
+    "trace",
+    "loss-by-load",
+    "occupancy",
+    "lags",
+    "weight-map",
+    "numeric-drift-0-bars",
+    "population-shift-0-bars",
+)
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Page(HTMLParser):
+    """Tags with their attributes in order, and the text; refuses tags that do not nest."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(source)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def ids(self) -> list[str]:
+        return [a["id"] or "" for _, a in self.tags if "id" in a]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verdict_deciding_number_and_next_steps_come_before_everything_else(name: str) -> None:
+    result = audit(name)
+    source = render(result)
+    page = html.unescape(re.sub(r"<[^>]+>", " ", source[source.index("<body") :]))
+    head, rest = page.split("Every number that was held", 1)
+    assert result.verdict.sentence in head
+    assert f"{MARKS[result.verdict.level]}  {result.verdict.level}" in head
+    assert f"Decided by: {result.verdict.deciding.name}" in head
+    assert all(step in head for step in (*result.verdict.next_steps, *result.verdict.lacks))
+    assert result.verdict.sentence not in rest
+
+
+def test_a_complete_result_has_every_section_and_every_picture() -> None:
+    ids = Page(render(audit("heavy"))).ids()
+    assert set(SECTIONS) | {"settings", "numeric-drift-0", "population-shift-0"} <= set(ids)
+    assert {f"{name}-title" for name in PICTURES} <= set(ids)
+    assert "absent" not in ids
+    assert len(ids) == len(set(ids))
+
+
+def test_every_picture_has_a_title_and_a_description() -> None:
+    page = Page(render(audit("heavy")))
+    named = [a["aria-labelledby"] for tag, a in page.tags if tag == "svg" and "role" in a]
+    assert len(named) == len(PICTURES)
+    assert all(set((label or "").split()) <= set(page.ids()) for label in named)
+
+
+def test_a_section_that_is_missing_is_left_out_and_says_why() -> None:
+    source = render(audit("unexplained"))
+    assert not {"coverage", "missingness", "mechanism", "queues"} & set(Page(source).ids())
+    assert "Coverage, Missingness, Mechanism, Time and queues, Weights" in source
+    assert "the accounting does not add up" in source
+    nothing = render(audit("negligible", missingness=None, accounting=audit_results.accounting(0)))
+    assert "no token was lost" not in nothing  # 1,200 were aborted
+    assert "although tokens were lost" in nothing
+
+
+def test_numbers_stand_in_the_check_table_beside_their_limits() -> None:
+    source = render(audit("heavy"))
+    row = next(r for r in source.split("<tr") if "share lost" in r)
+    assert ">31 %</td>" in row and ">5 %</td>" in row and "not kept" in row
+
+
+def test_naive_p_is_marked_as_not_deciding() -> None:
+    source = render(audit("load"))
+    assert "naive p (not deciding)" in source
+    assert "(&lt; 0.0001)" in source
+    assert "nothing here rests on it" in source
+
+
+@pytest.mark.parametrize("make", [lambda: audit("heavy"), hostile, enormous])
+def test_page_runs_and_fetches_nothing(make: Any) -> None:
+    source = render(make())
+    page = Page(source)
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "form", "use", "base"}
+    for _, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on") or name == "style"]
+        assert not {"src", "srcset", "action", "xlink:href"} & set(attributes)
+        assert (attributes.get("href") or "#").startswith("#")
+    assert "url(" not in source.replace("url(#stripes)", "").replace("url(#dots)", "")
+
+
+def test_policy_allows_the_one_style_sheet_and_nothing_else() -> None:
+    source = render(audit("heavy"))
+    style = source[source.index("<style>") + 7 : source.index("</style>")]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    metas = [a for tag, a in Page(source).tags if tag == "meta"]
+    policy = next(a["content"] for a in metas if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy == (
+        f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def test_hostile_text_is_shown_and_does_nothing() -> None:
+    source = render(hostile())
+    plain, page = Page(render(audit("heavy"))), Page(source)
+    known = {tag for tag, _ in plain.tags}
+    assert {tag for tag, _ in page.tags} <= known
+    assert "{{7*7}}" in "".join(page.text)
+    assert all(c.isprintable() or c == "\n" for c in source)
+    assert "\\x1b[31m\\u202e\\x00" in source
+
+
+def test_page_stays_under_a_megabyte_whatever_the_result_holds() -> None:
+    result = enormous()
+    assert len(json.dumps(result.as_json())) > 10 * MAX_NBYTES
+    source = render(result)
+    assert len(source.encode()) < MAX_NBYTES
+    assert "more, all in audit.json" in source
+
+
+def test_same_result_gives_the_same_page() -> None:
+    assert render(audit("heavy")) == render(audit("heavy"))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-9, 1e9, 1e300])
+def test_numbers_of_any_size_are_drawn_inside_the_picture(scale: float) -> None:
+    source = render(_scaled(audit("heavy"), scale))
+    assert not re.search(r"\b(nan|inf)\b", source)
+    for picture in re.findall(r"<svg viewBox.*?</svg>", source, re.S):
+        width, height = map(float, re.findall(r'viewBox="0 0 (\S+) (\S+)"', picture)[0])
+        for x in re.findall(r' (?:x|x1|x2|cx)="([^"]+)"', picture):
+            assert 0 <= float(x) <= width
+        for y in re.findall(r' (?:y|y1|y2|cy)="([^"]+)"', picture):
+            assert 0 <= float(y) <= height
+
+
+def _scaled(result: Audit, scale: float) -> Audit:
+    """Multiply every number that is no share and no count."""
+    free = {"value", "low", "high", "mean_all", "mean_lost", "sd_all", "load", "bias", "statistic"}
+    free |= {"floor", "t_s", "seconds", "load_low", "load_high", "weight", "limit", "fitted"}
+    free |= {"marks_s", "largest", "effective_rows", "correlation", "detectable"}
+
+    def walk(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: walk(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [walk(v, key) for v in value]
+        return value * scale if key in free and isinstance(value, float) else value
+
+    parts = walk(result.as_json())
+    for cell in parts["coverage"]["cells"]:  # positions are whole
+        cell["low"], cell["high"] = int(cell["low"]), int(cell["high"])
+    return Audit.model_validate(parts)
+
+
+def test_sections_without_a_single_entry_are_drawn_without_pictures() -> None:
+    def emptied(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: emptied(v, k) for k, v in value.items()}
+        return [] if isinstance(value, list) else value
+
+    ids = Page(render(Audit.model_validate(emptied(audit("heavy").as_json())))).ids()
+    assert {"coverage", "missingness", "mechanism", "queues", "weights"} <= set(ids)
+    assert not {"forest-title", "trace-title", "coverage-map-title"} & set(ids)
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.0, "0 %"),
+        (1e-6, "< 0.01 %"),
+        (0.31, "31 %"),
+        (0.99951, "99.95 %"),
+        (math.nextafter(1, 0), "> 99.99 %"),
+        (1.0, "100 %"),
+    ],
+)
+def test_a_part_is_never_rounded_to_nothing_or_to_all(share: float, words: str) -> None:
+    assert percent(share) == words
