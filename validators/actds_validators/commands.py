@@ -48,11 +48,12 @@ def validate(path: str, level: str, as_json: bool, strict: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.as_json(strict=strict), indent=2, sort_keys=True))
     else:
-        _print(render(result, strict=strict))
+        print_lines(render(result, strict=strict))
     sys.exit(result.exit_code(strict=strict))
 
 
-def _print(lines: Iterator[Line]) -> None:
+def print_lines(lines: Iterator[Line]) -> None:
+    """Print the lines of a page, in colour on a terminal."""
     if not sys.stdout.isatty():
         for line in lines:
             click.echo(line.text)

@@ -58,8 +58,9 @@ from actds_validators.audits.tokens import (
 from actds_validators.audits.verdict import Evidence, judge
 from actds_validators.audits.weights import (
     Cells,
-    count_cells,
+    cell_expression,
     empty_cells,
+    fill_cells,
     weigh,
     weighted_totals,
     weighting,
@@ -112,7 +113,10 @@ class Audited:
 
 
 def audit(
-    path: str | Path, limits: Limits | None = None, progress: Progress = lambda what: None
+    path: str | Path,
+    limits: Limits | None = None,
+    progress: Progress = lambda what: None,
+    weights: Path | None = None,
 ) -> Audited:
     """Audit a dataset: what was captured against what existed.
 
@@ -120,6 +124,7 @@ def audit(
         path: the dataset.
         limits: settings; those of the spec by default.
         progress: told what is being done.
+        weights: where to write the weights of the stored rows, if anywhere.
 
     Raises:
         ActdsError: E306 not sealed; E401, E403 without provenance; E202 a file that changed; what
@@ -207,9 +212,12 @@ def audit_sources(
     progress("differences")
     content, values = _sums(prepared, series)
     everything = [*system_sums(series), *content, *values]
-    found = differences(everything, series.blocks, banding.read(prepared, series))
+    cells = empty_cells(series, has_ids=has_ids)
+    bands, in_cells = banding.read(prepared, series, cell_expression(cells))
+    found = differences(everything, series.blocks, bands)
     progress("weights")
-    cells = _cells(prepared, series, has_ids=has_ids)
+    fill_cells(cells, in_cells)
+    cells = weigh(cells, float(series.lost.sum()) / max(1, series.n_events))
     found = _after_weighting(found, content, prepared, cells, series)
     progress("tests")
     tests = family(everything, series, _within(prepared, series), trends, limits)
@@ -283,13 +291,6 @@ def _add(found: dict[str, CovariateSums], one: CovariateSums) -> None:
             one.covariate, before.n + one.n, before.sums + one.sums, before.n_lost + one.n_lost
         )
     found[one.covariate.name] = one
-
-
-def _cells(prepared: list[tuple[RunSource, Tokens]], series: Series, *, has_ids: bool) -> Cells:
-    cells = empty_cells(series, has_ids=has_ids)
-    for source, _ in prepared:
-        count_cells(source, cells)
-    return weigh(cells, float(series.lost.sum()) / max(1, series.n_events))
 
 
 def _after_weighting(

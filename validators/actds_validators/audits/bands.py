@@ -14,7 +14,7 @@ from actds_validators.audits.tokens import Bands, Floats, Tokens, banded
 
 __all__ = ["read"]
 
-_LOG2 = {"position": "position", "prompt_len": "prompt_len", "request_len": "request_len"}
+_LENGTHS = ("position", "prompt_len", "request_len")
 _CLASSES = {
     "prefill": ("(position < prompt_len)::int", ("decode", "prefill")),
     "special": ("special::int", ("ordinary", "special")),
@@ -22,48 +22,50 @@ _CLASSES = {
 MAX_BITS = 24
 
 
-def read(prepared: list[tuple[RunSource, Tokens]], series: Series) -> dict[str, Bands]:
-    """Return computed and lost tokens by bands, by covariate name.
+def read(
+    prepared: list[tuple[RunSource, Tokens]], series: Series, cell: str
+) -> tuple[dict[str, Bands], dict[int, tuple[int, int]]]:
+    """Return computed and lost tokens by bands, by covariate name, and by cell.
 
     Args:
         prepared: the runs.
         series: for the blocks.
+        cell: the number of a token's cell.
     """
-    names = {name for _, tokens in prepared for name in tokens.covariates}
-    found = {}
-    for name in sorted(names):
-        if name in _LOG2:
-            expression = f"floor(log2({_LOG2[name]} + 1))::int"
-        elif name == "rarity":
-            expression = f"least(floor(rarity), {MAX_BITS})::int"
-        elif name in _CLASSES:
-            expression = _CLASSES[name][0]
-        else:
-            continue
-        bands = _added(prepared, expression, series.blocks.n_blocks)
-        numbers = list(bands)
-        counts = [np.stack(column, axis=1) for column in zip(*bands.values(), strict=True)]
-        if not numbers:
-            continue
-        edges = [_edges(name, k) for k in numbers]
-        found[name] = Bands([_label(name, k) for k in numbers], counts[0], counts[1], edges)
-    return found
-
-
-def _added(
-    prepared: list[tuple[RunSource, Tokens]], expression: str, n_blocks: int
-) -> dict[int, tuple[Floats, Floats]]:
-    total: dict[int, tuple[Floats, Floats]] = {}
+    names = sorted({name for _, tokens in prepared for name in tokens.covariates})
+    wanted = {name: e for name in names if (e := _expression(name)) is not None}
+    n_blocks = series.blocks.n_blocks
+    counts: dict[str, dict[int, Floats]] = {name: {} for name in wanted}
+    cells: dict[int, tuple[int, int]] = {}
     for source, _ in prepared:
-        numbers, n, lost = banded(source, expression, n_blocks)
-        for column, number in enumerate(numbers.tolist()):
-            before = total.get(number, (np.zeros(n_blocks), np.zeros(n_blocks)))
-            total[number] = before[0] + n[:, column], before[1] + lost[:, column]
-    return dict(sorted(total.items()))
+        found, in_cells = banded(source, wanted, cell, n_blocks)
+        for name, (numbers, table) in found.items():
+            for k, number in enumerate(numbers):
+                before = counts[name].get(number, np.zeros((2, n_blocks)))
+                counts[name][number] = before + table[:, :, k]
+        for number, (n, lost) in in_cells.items():
+            had = cells.get(number, (0, 0))
+            cells[number] = had[0] + n, had[1] + lost
+    return {name: _bands(name, counted) for name, counted in counts.items() if counted}, cells
+
+
+def _expression(name: str) -> str | None:
+    if name in _LENGTHS:
+        return f"floor(log2({name} + 1))"
+    if name == "rarity":
+        return f"least(floor(rarity), {MAX_BITS})"
+    return _CLASSES[name][0] if name in _CLASSES else None
+
+
+def _bands(name: str, counted: dict[int, Floats]) -> Bands:
+    numbers = sorted(counted)
+    table = np.stack([counted[number] for number in numbers], axis=2)
+    edges = [_edges(name, number) for number in numbers]
+    return Bands([_label(name, number) for number in numbers], table[0], table[1], edges)
 
 
 def _edges(name: str, k: int) -> tuple[float, float] | None:
-    if name in _LOG2:
+    if name in _LENGTHS:
         return float(2**k - 1), float(2 ** (k + 1) - 2)
     return (float(k), float(k + 1)) if name == "rarity" else None
 

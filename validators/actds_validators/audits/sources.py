@@ -99,7 +99,7 @@ def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
     Files on a local disk are read in place, those of an object store as a whole.
 
     Raises:
-        ActdsError: E202 a file's digest; what ``Catalog.table`` raises.
+        ActdsError: E202 a file that changed; E109 and E206 no table of the spec; what ``Catalog.table`` raises.
     """
     with connect() as connection:
         for name in RUN_TABLES:
@@ -119,6 +119,7 @@ def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
                 for path, sha256 in entries:
                     _check(catalog, path, sha256)
                     paths.append(str(catalog.store.local_path(path)))
+                    tables.from_parquet(name, paths[-1], path, columns=[])  # its form alone
                 connection.read_parquet(paths).create_view(name)
             elif name == "tokens":
                 found = [shard.tokens() for shard in shards] if entries else []

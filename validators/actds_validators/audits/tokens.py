@@ -33,6 +33,7 @@ MAX_SOURCES = 8
 RARITY_BANDS = 8
 Floats = npt.NDArray[np.float64]
 Columns = dict[str, npt.NDArray[np.float64]]
+Banded = tuple[list[int], Floats]
 
 CONTENT = {
     "position": ("position in the request", "log2 tokens", "log2(position + 1)"),
@@ -209,29 +210,53 @@ def value_sums(source: RunSource, series: Series) -> Iterator[CovariateSums]:
 
 
 def banded(
-    source: RunSource, expression: str, n_blocks: int
-) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
-    """Return band numbers, and computed and lost tokens ``(n_blocks, n_bands)`` of each.
+    source: RunSource, bands: dict[str, str], cell: str, n_blocks: int
+) -> tuple[dict[str, Banded], dict[int, tuple[int, int]]]:
+    """Return computed and lost tokens by bands, and by cell, in one pass over the rows.
 
     Args:
         source: the run, prepared.
-        expression: whole number of a token's band; tokens where it is null are left out.
+        bands: by name, the whole number of a token's band; tokens where it is null are left out.
+        cell: whole number of a token's cell.
         n_blocks: blocks of the series.
+
+    Returns:
+        Band numbers with counts ``(2, n_blocks, n_bands)`` by name, and computed and lost tokens
+        by cell.
     """
-    found = [
-        source.columns(
-            f"select block, ({expression})::bigint band, count(*) n from {view} "
-            f"where ({expression}) is not null group by block, band"
-        )
-        for view in ("stored", "gone")
-    ]
-    numbers = np.unique(np.concatenate([f["band"] for f in found])).astype(np.int64)
-    counts = []
-    for f in found:
-        table = np.zeros((n_blocks, len(numbers)))
-        table[f["block"].astype(int), np.searchsorted(numbers, f["band"])] = f["n"]
-        counts.append(table)
-    return numbers, counts[0] + counts[1], counts[1]
+    names = list(bands)
+    keys = ", ".join(f"b_{k}" for k in range(len(names)))
+    columns = ", ".join(f"({e})::bigint as b_{k}" for k, e in enumerate(bands.values()))
+    sets = ", ".join(["(cell)", *(f"(block, b_{k})" for k in range(len(names)))])
+    counts: dict[str, list[list[tuple[int, int, int]]]] = {name: [[], []] for name in names}
+    cells: dict[int, tuple[int, int]] = {}
+    for lost, view in enumerate(("stored", "gone")):
+        for *values, block, at, n, in_set in source.rows(
+            f"select {keys}, block, cell, count(*), grouping(cell, {keys}) from "
+            f"(select block, {columns}, ({cell})::bigint as cell from {view}) "
+            f"group by grouping sets ({sets})"
+        ):
+            if not in_set >> len(names) & 1:
+                before = cells.get(at, (0, 0))
+                cells[at] = before[0] + n, before[1] + n * lost
+                continue
+            k = next(k for k in range(len(names)) if not in_set >> (len(names) - 1 - k) & 1)
+            if values[k] is not None:
+                counts[names[k]][lost].append((values[k], block, n))
+    return {name: _dense(both[0], both[1], n_blocks) for name, both in counts.items()}, cells
+
+
+def _dense(
+    stored: list[tuple[int, int, int]], gone: list[tuple[int, int, int]], n_blocks: int
+) -> Banded:
+    numbers = sorted({band for band, _, _ in stored} | {band for band, _, _ in gone})
+    column = {band: k for k, band in enumerate(numbers)}
+    table = np.zeros((2, n_blocks, len(numbers)))
+    for band, block, n in stored:
+        table[0, block, column[band]] += n
+    for band, block, n in gone:
+        table[:, block, column[band]] += n
+    return numbers, table
 
 
 def within_cells(source: RunSource, expression: str, hook: str | None = None) -> Columns:

@@ -27,8 +27,8 @@ from actds_validators.statistics.weighting import (
 __all__ = [
     "Cells",
     "cell_expression",
-    "count_cells",
     "empty_cells",
+    "fill_cells",
     "weigh",
     "weighted_totals",
     "weighting",
@@ -85,14 +85,11 @@ def cell_expression(cells: Cells) -> str:
     return f"({load}) * {cells.shape[1]} + ({other})"
 
 
-def count_cells(source: RunSource, cells: Cells) -> None:
-    """Count a run's tokens into the cells."""
-    for view, counts in (("stored", (cells.n,)), ("gone", (cells.n, cells.lost))):
-        for cell, n in source.rows(
-            f"select {cell_expression(cells)} cell, count(*) from {view} group by cell"
-        ):
-            for table in counts:
-                table.reshape(-1)[int(cell)] += int(n)
+def fill_cells(cells: Cells, counts: dict[int, tuple[int, int]]) -> None:
+    """Count computed and lost tokens into the cells, by the number of `cell_expression`."""
+    for cell, (n, lost) in counts.items():
+        cells.n.reshape(-1)[cell] += n
+        cells.lost.reshape(-1)[cell] += lost
 
 
 def weigh(cells: Cells, event_tokens: float) -> Cells:

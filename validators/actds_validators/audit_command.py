@@ -1,0 +1,162 @@
+"""The command ``actds audit``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from actds_validators.commands import print_lines
+
+if TYPE_CHECKING:
+    from actds_validators.audits.result import Audit, Limits
+
+FAIL_ON = ("fail", "inconclusive", "warn", "never")
+_FAILING = {
+    "fail": {"FAIL"},
+    "inconclusive": {"FAIL", "INCONCLUSIVE"},
+    "warn": {"FAIL", "INCONCLUSIVE", "WARN"},
+    "never": set[str](),
+}
+COLUMNS = ("phase", "kernel_mode", "run", "source")
+
+
+def _limit_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each limit that a person may want to move."""
+    for name, words in (
+        ("negligible-bias", "Worst-case bias that is negligible, in standard deviations."),
+        ("max-loss", "Share of computed tokens above which a loss is heavy."),
+        ("equivalence", "Standardised mean difference that counts as equal."),
+        ("serious", "Standardised bias of the stored rows that fails."),
+        ("fdr", "False discovery rate of the tests."),
+    ):
+        command = click.option(f"--{name}", type=float, help=f"{words}")(command)
+    command = click.option(
+        "--min-events", type=int, help="Independent loss events needed for 'uncorrelated'."
+    )(command)
+    return click.option("--seed", type=int, help="Seed of random shifts and splits.")(command)
+
+
+@click.command()
+@click.argument("path", metavar="PATH")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the report.")
+@click.option(
+    "--json",
+    "json_out",
+    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    help="Write the result (actds.audit/1); - prints it instead of the page.",
+)
+@click.option(
+    "--weights",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write inverse-probability weights, one per stored row.",
+)
+@click.option("--against", metavar="OTHER", help="Compare the values with those of this dataset.")
+@click.option(
+    "--by", type=click.Choice(COLUMNS), multiple=True, help="Compare the values by this column."
+)
+@click.option(
+    "--rows", type=click.IntRange(100), default=20_000, show_default=True,
+    help="Rows a side that --against and --by read.",
+)  # fmt: skip
+@click.option(
+    "--fail-on",
+    type=click.Choice(FAIL_ON),
+    default="fail",
+    show_default=True,
+    help="The mildest verdict that ends with code 1.",
+)
+@click.option("--strict", is_flag=True, help="As --fail-on warn.")
+@_limit_options
+def audit(
+    path: str,
+    html: Path | None,
+    json_out: Path | None,
+    weights: Path | None,
+    against: str | None,
+    by: tuple[str, ...],
+    rows: int,
+    fail_on: str,
+    strict: bool,
+    **limits: Any,
+) -> None:
+    """Estimate what a dataset lost, and whether it matters.
+
+    PATH is the dataset's folder, sealed and valid (actds validate). The audit compares what was
+    captured with what was computed and served, and ends in PASS, WARN, FAIL or INCONCLUSIVE with
+    the number that decided. It reads tables only; --against and --by read rows as well. Exit codes:
+    0, or 1 by --fail-on; 2 usage; 3 not readable.
+    """
+    from actds_validators.audits.audit import audit as run_audit
+    from actds_validators.report import html as page
+    from actds_validators.report import terminal
+
+    chosen = _limits(limits)
+    result = run_audit(path, chosen, _progress(), weights=weights).result
+    drift = _drift(path, against, by, rows, result.limits)
+    if drift:
+        result = result.model_copy(update={"drift": drift})
+    text = json.dumps(result.as_json(), indent=2, sort_keys=True)
+    to_stdout = json_out is not None and str(json_out) == "-"
+    if json_out is not None and not to_stdout:
+        json_out.write_text(text + "\n", encoding="utf-8")
+    if html is not None:
+        html.write_text(page.render(result), encoding="utf-8")
+    if to_stdout:
+        click.echo(text)
+    else:
+        print_lines(terminal.render(result))
+        for what, out in (("report", html), ("result", json_out), ("weights", weights)):
+            if out is not None:
+                click.echo(f"{what}: {out}")
+    sys.exit(exit_code(result, "warn" if strict else fail_on))
+
+
+def exit_code(result: Audit, fail_on: str) -> int:
+    """Return 1 when the verdict is among those that fail, else 0."""
+    return int(result.verdict.level in _FAILING[fail_on])
+
+
+def _limits(given: dict[str, Any]) -> Limits:
+    from pydantic import ValidationError
+
+    from actds.errors import ActdsError
+    from actds_validators.audits.result import Limits
+
+    try:
+        return Limits(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]).replace("_", "-")
+        raise ActdsError(
+            "E009", f"--{name}", got=str(first["input"]), expected=str(first["msg"]).lower()
+        ) from None
+
+
+def _drift(
+    path: str, against: str | None, by: tuple[str, ...], rows: int, limits: Limits
+) -> list[Any]:
+    """Return the sections on values, none when nothing was asked for."""
+    if against is None and not by:
+        return []
+    import actds
+    from actds_validators.audits.drift import drift_against, drift_by
+
+    dataset = actds.open(path)
+    found = []
+    if against is not None:
+        found += drift_against(dataset, actds.open(against), limits, rows=rows)
+    for column in by:
+        found += drift_by(dataset, column, limits, rows=rows)  # type: ignore[arg-type]
+    return found
+
+
+def _progress() -> Callable[[str], None]:
+    """Return what says on a terminal what is being done."""
+    if not sys.stderr.isatty():
+        return lambda what: None
+    return lambda what: click.echo(f"{what} …", err=True)
