@@ -71,7 +71,7 @@ def harvest(out: Path, model: Path, prompts: Path, *options: str, **extra: str) 
     return validated(out)
 
 
-def validated(path: Path) -> Dataset:
+def validated(path: Path | str) -> Dataset:
     """Return a dataset that ``actds validate`` finds clean at its deepest level."""
     done = subprocess.run(
         [sys.executable, "-m", "actds", "validate", str(path), "--level", "deep"],

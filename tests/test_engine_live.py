@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harvest import validated
+from test_live_start import LANE, scrape
 
 import actds
+from actds.catalog import Catalog
 from actds.errors import ActdsError
 from actds.lock import lock_dataset
 from actds.seal import seal
-from actds.store import open_store
+from actds.store import local_folder, open_store
 
 pytest.importorskip("vllm")
 from server import Server
@@ -37,6 +42,7 @@ RULES: dict[str, Any] = {
     ],
 }
 N_REQUESTS = 24
+HIDDEN, N_PROBES = 64, 3
 SHARED = "The quick brown fox jumps over the lazy dog. "  # more than a KV block
 
 
@@ -62,12 +68,19 @@ def burst(server: Server) -> dict[str, dict[str, Any]]:
         return dict(pool.map(one, range(N_REQUESTS)))
 
 
-def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(tmp_path: Path) -> None:
-    out, model = tmp_path / "acts", make_tiny_model(
-        tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True
-    )  # fmt: skip
+@pytest.fixture(params=["folder", "object-store"])
+def out(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "acts")
+    return str(request.getfixturevalue("s3_root"))
+
+
+def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(out: str, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
+    np.save(tmp_path / "probes.npy", np.random.default_rng(1).normal(size=(N_PROBES, HIDDEN)))
+    capture = {"probes": str(tmp_path / "probes.npy"), "metrics_port": 0}
     server = Server(
-        model, tmp_path / "log", {"out": str(out), "hooks": "resid_post:0,2", **RULES},
+        model, tmp_path / "log", {"out": out, "hooks": "resid_post:0,2", **capture, **RULES},
         "--enforce-eager", "--max-model-len", "512", "--max-num-batched-tokens", "512",
         "--distributed-executor-backend", "uni", "--shutdown-timeout", "120",
     )  # fmt: skip
@@ -75,6 +88,7 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(tmp_path: Path)
         seen = burst(server)
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
         server.post("/v1/chat/completions", chat, {"X-Request-Id": "private-chat"})
+        _check_metrics(server)
         long: dict[str, Any] = {"prompt": "on and on", "max_tokens": 200, "ignore_eos": True}
         under_way = threading.Thread(
             target=lambda: _try(server, long, {"X-Request-Id": "late"}), daemon=True
@@ -85,7 +99,7 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(tmp_path: Path)
         under_way.join()
     finally:
         server.kill()
-    _wait_until_free(out)
+    _wait_until_ended(out)
     seal(open_store(out))
     dataset = validated(out)
 
@@ -100,6 +114,24 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(tmp_path: Path)
     assert record["capture.sampling"].value == SamplingRules.model_validate(RULES).describe()
     assert record["prompts.source"].origin == "unknown"
     assert {s["disposition"] for s in dataset.spans().to_pylist()} >= {"captured", "filtered"}
+    readouts = dataset.readouts()
+    assert readouts.num_rows >= 2 * dataset.n_rows  # those of a row that is not stored as well
+    assert {len(probes) for probes in readouts["probes"].to_pylist()} == {N_PROBES}
+
+
+def _check_metrics(server: Server) -> None:
+    """Check what the port that the log names says of the traffic up to now."""
+    found = re.search(r"metrics at http://127\.0\.0\.1:(\d+)/metrics", server.log.read_text())
+    assert found is not None
+    deadline = time.monotonic() + 60
+    while (samples := scrape(int(found[1])))["actds_requests_finished_total", ()] <= N_REQUESTS:
+        assert time.monotonic() < deadline, samples
+        time.sleep(0.1)
+    n_rows = samples["actds_rows_total", (("stage", "ring"),)]
+    assert samples["actds_scheduled_tokens_total", ()] > n_rows > 0  # the rules leave some out
+    readout_nbytes = 4 * 2 * (1 + 8 + N_PROBES)
+    assert samples["actds_stage_bytes_total", LANE] % readout_nbytes == 0
+    assert samples["actds_stage_bytes_total", LANE] > 0
 
 
 def _compare(
@@ -145,13 +177,18 @@ def _try(server: Server, body: dict[str, Any], headers: dict[str, str]) -> None:
         server.post("/v1/completions", body, headers)
 
 
-def _wait_until_free(out: Path) -> None:
-    """Wait until writer and census have ended; they may outlive the server."""
-    for _ in range(600):
-        try:
-            lock_dataset(out)
-        except ActdsError:
-            time.sleep(0.1)
-        else:
+def _wait_until_ended(out: str) -> None:
+    """Wait until writer and census have closed their chains; they may outlive the server."""
+    deadline = time.monotonic() + 60
+    while True:
+        catalog = Catalog.read(open_store(out))
+        if {chain.state for chain in catalog.chains.values()} == {"closed"}:
+            break
+        assert time.monotonic() < deadline, "the dataset is still being written"
+        time.sleep(0.1)
+    folder = local_folder(out)
+    while folder is not None:
+        with contextlib.suppress(ActdsError):
+            os.close(lock_dataset(folder))
             return
-    raise AssertionError("the dataset is still being written")
+        time.sleep(0.1)

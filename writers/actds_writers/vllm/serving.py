@@ -150,6 +150,7 @@ def _destination(out: str) -> str:
     try:
         folder = local_folder(out)
         if folder is None:
+            open_store(out)  # no request yet: whether it is a URI, and what it needs is installed
             return out
         folder = folder.expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +165,10 @@ def _destination(out: str) -> str:
             expected="a folder that can be made, or a dataset",
         ) from None
     except ActdsError as error:
-        raise ActdsError("E017", place, got=error.got, expected=error.expected) from None
+        advice = error.next_step if error.code == "E011" else None
+        raise ActdsError(
+            "E017", place, got=f"{out}: {error.got}", expected=error.expected, next_step=advice
+        ) from None
     if foreign:
         raise ActdsError(
             "E017",
