@@ -84,7 +84,7 @@ class Limits(Section):
         default=0.02,
         gt=0,
         description="a loss is negligible when no mean can be off by more than this, in standard "
-        "deviations of the stored rows",
+        "deviations of all rows",
     )
     max_loss: Share = Field(
         default=0.05, description="share of computed tokens above which a loss is heavy (FAIL)"

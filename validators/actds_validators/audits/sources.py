@@ -99,7 +99,8 @@ def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
     Files on a local disk are read in place, those of an object store as a whole.
 
     Raises:
-        ActdsError: E202 a file that changed; E109 and E206 no table of the spec; what ``Catalog.table`` raises.
+        ActdsError: E202 a file that changed; E109 and E206 no table of the spec; what
+            ``Catalog.table`` raises.
     """
     with connect() as connection:
         for name in RUN_TABLES:

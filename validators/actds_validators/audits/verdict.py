@@ -103,7 +103,7 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
     )
     share = evidence.accounting.loss_share
     found["loss"] = Number(
-        name="share of computed tokens lost", value=share, limit=limits.max_loss,
+        name="share of computed tokens lost", value=share, limit=limits.max_loss, unit="share",
         ok=share <= limits.max_loss,
     )  # fmt: skip
     allowed = loss_that_allows(limits.negligible_bias)
@@ -116,7 +116,7 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         unresolved = evidence.accounting.unresolved / evidence.accounting.cache_ref
         found["unresolved"] = Number(
             name="cache references without a stored row", value=unresolved,
-            limit=limits.max_unresolved, ok=unresolved <= limits.max_unresolved,
+            limit=limits.max_unresolved, unit="share", ok=unresolved <= limits.max_unresolved,
         )  # fmt: skip
     if evidence.mechanism is not None:
         m = evidence.mechanism
