@@ -72,13 +72,14 @@ $(DEMO)/prompts.jsonl: examples/make_prompts.py | $(STAMP)
 	@mkdir -p $(DEMO)
 	$(BIN)/python examples/make_prompts.py $@
 
-demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, validate and train on a small real model (CPU)
+demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, validate, train on and audit a small real model (CPU)
 	rm -rf $(DEMO)/acts
 	OMP_NUM_THREADS=$(DEMO_THREADS) $(BIN)/actds write $(DEMO)/acts --model $(DEMO)/model \
 	  --prompts $(DEMO)/prompts.jsonl $(DEMO_ARGS) $(DEMO_ENGINE) $(DEMO_NUMERICS)
 	$(BIN)/actds validate $(DEMO)/acts
 	$(BIN)/actds info $(DEMO)/acts
 	$(BIN)/python examples/train_sae.py $(DEMO)/acts
+	$(BIN)/actds audit $(DEMO)/acts --html $(DEMO)/audit.html
 
 test: $(STAMP) $(DEMO)/model/config.json ## run every test, the real engine on the CPU included
 	$(BIN)/python -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=15 $(TEST_ARGS)
@@ -104,7 +105,7 @@ cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under press
 	PYTHONPATH=.:writers:validators $(CUDA_PYTHON) benchmarks/bench_cuda.py
 
 clean: ## remove what the demo and the tools made; .venv and the demo model stay
-	rm -rf $(DEMO)/acts $(DEMO)/prompts.jsonl build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(DEMO)/acts $(DEMO)/audit.html $(DEMO)/prompts.jsonl build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -20,6 +20,7 @@ from actds import schema, tables
 from actds.arrays import array_metadata, group_metadata
 from actds.errors import CODES
 from actds.schema import v0_1
+from actds_validators.audits.result import Limits
 
 SPEC = Path(__file__).resolve().parent / "0.1"
 MINIMAL = SPEC / "vectors" / "valid" / "minimal"
@@ -123,6 +124,7 @@ def _fill(match: re.Match[str]) -> str:
         "table": _table,
         "errors": _errors,
         "example": _example,
+        "limits": _limits,
     }[match["kind"]]
     lines = make(match["name"]) if match["name"] else make()  # type: ignore[operator]
     return match[1] + "\n" + "\n".join(lines) + "\n\n" + match[4]
@@ -215,6 +217,14 @@ def _errors() -> list[str]:
         for code, entry in sorted(CODES.items())
     ]
     return _markdown(["code", "family", "title", "meaning", "next step", "section"], rows)
+
+
+def _limits() -> list[str]:
+    rows = [
+        [f"`{name}`", f"{field.default:g}", str(field.description)]
+        for name, field in Limits.model_fields.items()
+    ]
+    return _markdown(["limit", "default", "meaning"], rows)
 
 
 def _example(name: str) -> list[str]:
