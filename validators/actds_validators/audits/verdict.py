@@ -213,7 +213,7 @@ def _dependent(
         sentence=f"Losses go with {what} ({first.covariate.label}, adjusted p "
         f"{first.adjusted_p:.2g}): the stored rows are a selection, off by up to {worst:.3f} "
         "standard deviations on what was tested.",
-        deciding=effect,
+        deciding=effect if is_serious else numbers["p"],
         numbers=[*numbers.values(), effect],
         next_steps=[
             "Look at the differences: do they touch what you study?",
