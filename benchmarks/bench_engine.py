@@ -6,11 +6,16 @@ One engine per variant stays up for the whole benchmark; rounds go round robin, 
 requests, the prefix cache emptied before. CPU seconds are those of the engine's process; the
 writer's own stand beside them. Naive hooks are Python functions that copy and ``np.save``, which
 only an eager engine calls.
+
+*Inside* is the share of the round that the engine's own thread spent in hooks, worker and scheduler
+calls of the capture, by the clock around each call: what two engines that differ by chance cannot
+hide. It does not see what other threads cost, and in a compiled engine not the ops either.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -49,6 +54,40 @@ class Variant:
     n_probes: int = 0
     naive: bool = False
     in_memory: bool = False
+
+
+class Inside:
+    """Seconds that the engine's thread spends in calls of the capture."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, call: Any) -> Any:
+        """Return a call whose time is counted."""
+
+        @functools.wraps(call)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return wrapped
+
+    def watch(self, *, hooks: bool) -> None:
+        """Count scheduler and worker calls, and the hooks unless they are compiled."""
+        from actds_writers import capture
+        from actds_writers.vllm.scheduler import SchedulerWitness
+        from actds_writers.vllm.worker import WorkerCapture
+
+        for owner, names in (
+            (SchedulerWitness, ("arrived", "scheduled", "finished")),
+            (WorkerCapture, ("before_step", "after_step")),
+            (capture, ("_forward_hook",) if hooks else ()),
+        ):
+            for name in names:
+                setattr(owner, name, self.timed(getattr(owner, name)))
 
 
 VARIANTS = {
@@ -141,19 +180,23 @@ def serve(options: argparse.Namespace) -> None:
     }
     requests = prompts(options)
     memory = "/dev/shm" if variant.in_memory else None
+    inside = Inside()
+    inside.watch(hooks=not options.compiled)
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        engine, pipeline = start(options.model, variant, arguments, Path(folder) / "acts")
+        engine, pipeline = start(options.model, variant, arguments, Path(folder) / "acts", inside)
         print("RESULT {}", flush=True)
         for _ in sys.stdin:
             engine._engine.reset_prefix_cache()
             began, cpu = time.perf_counter(), time.process_time()
             writer = children_cpu(pipeline)
+            inside.seconds = 0.0
             n_tokens = one_round(engine, requests, options.max_tokens)
             wall = time.perf_counter() - began
             found = {
                 "tokens_per_s": n_tokens / wall,
                 "engine_cpu_s": time.process_time() - cpu,
                 "writer_cpu_s": children_cpu(pipeline) - writer,
+                "inside": inside.seconds / wall,
             }
             print(f"RESULT {json.dumps(found)}", flush=True)
         engine.shutdown()
@@ -162,7 +205,9 @@ def serve(options: argparse.Namespace) -> None:
             pipeline.__exit__()
 
 
-def start(model: Path, variant: Variant, arguments: dict[str, Any], out: Path) -> tuple[Any, Any]:
+def start(
+    model: Path, variant: Variant, arguments: dict[str, Any], out: Path, inside: Inside
+) -> tuple[Any, Any]:
     """Return an engine, with a pipeline when it captures."""
     from actds_writers.pipeline import Pipeline
     from actds_writers.plan import WriteOptions, make_plan
@@ -173,7 +218,7 @@ def start(model: Path, variant: Variant, arguments: dict[str, Any], out: Path) -
     if variant.hooks is None or variant.naive:
         engine = engines.Engine(model, arguments, None, temperature=0.0, seed=0)
         if variant.naive:
-            add_naive_hooks(engine, variant, out)
+            add_naive_hooks(engine, variant, out, inside)
         return engine, None
     source, probes = out.parent / "prompts.jsonl", None
     source.write_text('{"prompt": "x"}\n')
@@ -210,7 +255,7 @@ def probe_matrix(n_probes: int, model: Path) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(d_model, n_probes)).astype(np.float32)
 
 
-def add_naive_hooks(engine: Any, variant: Variant, out: Path) -> None:
+def add_naive_hooks(engine: Any, variant: Variant, out: Path, inside: Inside) -> None:
     """Hook decoder layers as one does in a notebook: copy out, compute, save, at every step."""
     import torch
 
@@ -243,7 +288,7 @@ def add_naive_hooks(engine: Any, variant: Variant, out: Path) -> None:
         return hook
 
     for layer in wanted:
-        layers[layer].register_forward_hook(save(layer))
+        layers[layer].register_forward_hook(inside.timed(save(layer)))
 
 
 def prompts(options: argparse.Namespace) -> list[list[int]]:
@@ -291,8 +336,8 @@ def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespac
         f"{mode}, {options.dtype}, batch {options.batch}, {options.rounds} rounds, medians; "
         "ratios are per round, with their range",
         "",
-        "| capture | tokens/s | ratio to none | range | engine CPU ratio | writer CPU s |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| capture | tokens/s | ratio to none | range | engine CPU ratio | writer CPU s | inside |",
+        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for name, rounds in results.items():
         label = VARIANTS[name].label
@@ -300,9 +345,11 @@ def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespac
         ratios = sorted(s / b for s, b in zip(speed, base, strict=True))
         engine = statistics.median(r["engine_cpu_s"] / c for r, c in zip(rounds, cpu, strict=True))
         writer = statistics.median(r["writer_cpu_s"] for r in rounds)
+        inside = statistics.median(r["inside"] for r in rounds)
         lines.append(
             f"| {label} | {statistics.median(speed):.0f} | {statistics.median(ratios):.3f} | "
-            f"{ratios[0]:.2f}-{ratios[-1]:.2f} | {engine:.3f} | {writer:.2f} |"
+            f"{ratios[0]:.2f}-{ratios[-1]:.2f} | {engine:.3f} | {writer:.2f} | "
+            f"{inside:.2%} |"
         )
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     return "\n".join([*lines, "", f"largest process: {peak:.0f} MiB"])
