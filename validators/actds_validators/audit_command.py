@@ -55,6 +55,11 @@ def _limit_options(command: Callable[..., None]) -> Callable[..., None]:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write inverse-probability weights, one per stored row.",
 )
+@click.option(
+    "--classes",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Token classes for the coverage map: Parquet with request, start, stop, class.",
+)
 @click.option("--against", metavar="OTHER", help="Compare the values with those of this dataset.")
 @click.option(
     "--by", type=click.Choice(COLUMNS), multiple=True, help="Compare the values by this column."
@@ -77,6 +82,7 @@ def audit(
     html: Path | None,
     json_out: Path | None,
     weights: Path | None,
+    classes: Path | None,
     against: str | None,
     by: tuple[str, ...],
     rows: int,
@@ -96,7 +102,7 @@ def audit(
     from actds_validators.report import terminal
 
     chosen = _limits(limits)
-    result = run_audit(path, chosen, _progress(), weights=weights).result
+    result = run_audit(path, chosen, _progress(), weights, classes).result
     drift = _drift(path, against, by, rows, result.limits)
     if drift:
         result = result.model_copy(update={"drift": drift})

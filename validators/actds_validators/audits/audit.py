@@ -23,6 +23,7 @@ from actds.store import open_store
 from actds_validators.audits import bands as banding
 from actds_validators.audits.accounting import account_run, accounting
 from actds_validators.audits.coverage import CoverageCounts, coverage, read_coverage
+from actds_validators.audits.labels import labels_of, read_labels
 from actds_validators.audits.mechanism import family, load_trends, mechanism
 from actds_validators.audits.missingness import (
     block_totals,
@@ -117,6 +118,7 @@ def audit(
     limits: Limits | None = None,
     progress: Progress = lambda what: None,
     weights: Path | None = None,
+    classes: Path | None = None,
 ) -> Audited:
     """Audit a dataset: what was captured against what existed.
 
@@ -125,6 +127,7 @@ def audit(
         limits: settings; those of the spec by default.
         progress: told what is being done.
         weights: where to write the weights of the stored rows, if anywhere.
+        classes: Parquet file of token classes by request and positions, as `labels.read_labels`.
 
     Raises:
         ActdsError: E306 not sealed; E401, E403 without provenance; E202 a file that changed; what
@@ -134,6 +137,7 @@ def audit(
     """
     began = time.monotonic()
     chosen = limits or Limits()
+    labels = None if classes is None else read_labels(classes)
     catalog = Catalog.read(open_store(path))
     if not catalog.is_sealed:
         raise ActdsError("E306", str(path), got="no seal of the present ledger", expected="a seal")
@@ -141,7 +145,7 @@ def audit(
     with ExitStack() as stack:
         progress("hashing and opening tables")
         sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
-        found = audit_sources(sources, chosen, progress)
+        found = audit_sources(sources, chosen, progress, labels)
     policies = {
         str(record.fields["capture.overflow_policy"].value) for record in catalog.runs.values()
     }
@@ -168,7 +172,10 @@ def audit(
 
 
 def audit_sources(
-    sources: list[RunSource], limits: Limits, progress: Progress = lambda what: None
+    sources: list[RunSource],
+    limits: Limits,
+    progress: Progress = lambda what: None,
+    labels: pa.Table | None = None,
 ) -> Sections:
     """Return the sections of some runs.
 
@@ -176,6 +183,7 @@ def audit_sources(
         sources: the runs, in order.
         limits: settings.
         progress: told what is being done.
+        labels: of `labels.read_labels`, if somebody gave token classes.
     """
     progress("accounting")
     spans: Counter[tuple[str, str | None]] = Counter()
@@ -203,10 +211,12 @@ def audit_sources(
         prepared.append((source, prepare(source, named, has_ids=has_ids)))
         read_queues(source, series, queue_counts)
         progress(f"coverage of {source.run}")
-        read_coverage(source, covered)
+        if labels is not None:
+            source.connection.register("labels", labels_of(labels, source.run))
+        read_coverage(source, covered, labelled=labels is not None)
     trends = load_trends(series, limits) if series.lost.any() else {}
     waits = queues(series, queue_counts, trends)
-    seen = coverage(covered)
+    seen = coverage(covered, labelled=labels is not None)
     if not series.lost.any():
         return Sections(account, seen, None, None, waits, None, Evidence(account, None, None), None)
     progress("differences")

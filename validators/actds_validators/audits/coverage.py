@@ -24,6 +24,7 @@ CLASSES_FROM = (
     "special: the tokenizer's special tokens; shared prefix: prompt positions that were served "
     "more than once (system prompts, templates); prompt and generated: the others, by phase"
 )
+LABELS_FROM = "given labels, and for what they leave out"
 _BAND = "floor(log2(position + 1))::int"
 N_RARITY = 24
 
@@ -43,12 +44,13 @@ class CoverageCounts:
     largest: int = 1
 
 
-def read_coverage(source: RunSource, counts: CoverageCounts) -> None:
+def read_coverage(source: RunSource, counts: CoverageCounts, *, labelled: bool = False) -> None:
     """Add a run.
 
     Args:
         source: the run, with the table ``vocabulary`` and the views of `tokens.prepare`.
         counts: what to add to.
+        labelled: whether there is a table ``labels`` with classes that somebody gave.
     """
     run = source.connection
     run.execute(
@@ -56,12 +58,13 @@ def read_coverage(source: RunSource, counts: CoverageCounts) -> None:
         "ref_request as request, unnest(range(start::bigint, stop::bigint))::uinteger as position "
         "from spans where disposition = 'cache_ref' and ref_request is not null) group by all"
     )
-    word = (
+    word = _class(
         "case when v.special then 'special' when r.n is not null then 'shared prefix' "
-        "when t.phase = 'prefill' then 'prompt' else 'generated' end"
+        "when t.phase = 'prefill' then 'prompt' else 'generated' end",
+        labelled=labelled,
     )
     rows = (
-        "tokens t left join reused r using (request, position) "
+        f"{_labelled('tokens', labelled=labelled)} left join reused r using (request, position) "
         "left join vocabulary v using (token_id)"
     )
     for name, band, rare, stored, reused, repeated, largest in source.rows(
@@ -84,30 +87,51 @@ def read_coverage(source: RunSource, counts: CoverageCounts) -> None:
         "group by all"
     ):
         counts.cells[NOWHERE, int(band)][1] += int(n)
+    by_phase = "case when position < prompt_len then 'prompt' else 'generated' end"
+    word = _class(f"case when special then 'special' else {by_phase} end", labelled=labelled)
     for name, band, rare, n in source.rows(
-        "select case when special then 'special' when position < prompt_len then 'prompt' "
-        f"else 'generated' end class, {_BAND} band, least(floor(rarity), {N_RARITY})::int rare, "
-        "count(*) from gone group by all"
+        f"select {word} class, {_BAND} band, least(floor(rarity), {N_RARITY})::int rare, count(*) "
+        f"from {_labelled('gone', labelled=labelled)} group by all"
     ):
         counts.cells[name, int(band)][2] += int(n)
         if rare is not None:
             counts.rarity[int(rare)][2] += int(n)
+    word = _class(by_phase, labelled=labelled)
     for disposition, slot in (("aborted", 2), ("filtered", 3)):
+        positions = (
+            "(select request, unnest(range(start::bigint, stop::bigint))::uinteger as position "
+            f"from spans where disposition = '{disposition}')"
+        )
         for name, band, n in source.rows(
-            "select case when position < prompt_len then 'prompt' else 'generated' end class, "
-            f"{_BAND} band, count(*) from (select request, "
-            "unnest(range(start::bigint, stop::bigint))::uinteger as position from spans "
-            f"where disposition = '{disposition}') join asked using (request) group by all"
+            f"select {word} class, {_BAND} band, count(*) "
+            f"from {_labelled(positions, labelled=labelled)} join asked using (request) "
+            "group by all"
         ):
             counts.cells[name, int(band)][slot] += int(n)
 
 
-def coverage(counts: CoverageCounts) -> Coverage | None:
+def _labelled(rows: str, *, labelled: bool) -> str:
+    """Return rows as ``t`` with the label, if any, that begins last before their position."""
+    if not labelled:
+        return f"{rows} t"
+    return (
+        f"{rows} t asof left join labels l on t.request = l.label_request and t.position >= l.start"
+    )
+
+
+def _class(otherwise: str, *, labelled: bool) -> str:
+    if not labelled:
+        return otherwise
+    return f"case when l.stop > t.position then l.class else {otherwise} end"
+
+
+def coverage(counts: CoverageCounts, *, labelled: bool = False) -> Coverage | None:
     """Return the section, ``None`` when nothing is stored."""
     if not counts.stored:
         return None
     cells = []
-    for name in CLASSES:
+    given = sorted({name for name, _ in counts.cells} - set(CLASSES))
+    for name in (*given, *CLASSES):
         for (word, band), (stored, reused, lost, filtered) in sorted(counts.cells.items()):
             if word == name:
                 served = stored + reused
@@ -133,7 +157,7 @@ def coverage(counts: CoverageCounts) -> Coverage | None:
     ]
     return Coverage(
         cells=cells,
-        classes_from=CLASSES_FROM,
+        classes_from=f"{LABELS_FROM}; {CLASSES_FROM}" if labelled else CLASSES_FROM,
         reused_share=1 - counts.stored / counts.served,
         repeated_prefixes=counts.repeated,
         largest_multiplicity=counts.largest,
