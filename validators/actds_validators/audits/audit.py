@@ -50,6 +50,7 @@ from actds_validators.audits.sources import RunSource, catalog_source
 from actds_validators.audits.tokens import (
     CovariateSums,
     Tokens,
+    open_lines,
     prepare,
     token_sums,
     value_sums,
@@ -66,6 +67,7 @@ from actds_validators.audits.weights import (
     weighted_totals,
     weighting,
 )
+from actds_validators.audits.weights_file import write_weights
 from actds_validators.statistics.jackknife import jackknife_many, smd
 from actds_validators.statistics.runs import Floats
 from actds_validators.statistics.within import Within
@@ -146,6 +148,10 @@ def audit(
         progress("hashing and opening tables")
         sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
         found = audit_sources(sources, chosen, progress, labels)
+        if weights is not None:
+            progress("writing weights")
+            claim = found.weighting.claim if found.weighting else "nothing was lost"
+            write_weights(weights, catalog, sources, found.cells, claim)
     policies = {
         str(record.fields["capture.overflow_policy"].value) for record in catalog.runs.values()
     }
@@ -195,10 +201,15 @@ def audit_sources(
         counts += others
         findings += wrong
     account = accounting(spans, counts, findings)
+    if any(finding.severity == "error" for finding in findings):
+        # Nothing that is estimated from tables that disagree means anything.
+        return _nothing_but(account)
     steps = [read_steps(source) for source in sources]
     series = make_series(steps, limits.n_blocks)
     if series is None:
-        return Sections(account, None, None, None, None, None, Evidence(account, None, None), None)
+        return _nothing_but(account)
+    for source in sources:
+        open_lines(source)
     has_ids = all(_knows_ids(source) for source in sources)
     vocabulary, named = _vocabulary(sources), _sources(sources)
     queue_counts, covered = QueueCounts(), CoverageCounts()
@@ -239,6 +250,10 @@ def audit_sources(
     return Sections(account, seen, missing, mech, waits, weighting(cells), evidence, cells)
 
 
+def _nothing_but(account: Accounting) -> Sections:
+    return Sections(account, None, None, None, None, None, Evidence(account, None, None), None)
+
+
 def _knows_ids(source: RunSource) -> bool:
     """Return whether the ids of every computed token of a run are known."""
     return bool(source.hooks) or not source.one("select count(*) from drops")[0]
@@ -251,7 +266,7 @@ def _vocabulary(sources: list[RunSource]) -> pa.Table:
     for source in sources:
         rows = "tokens"
         if source.hooks:
-            rows = "(select token_id from readouts where hook = (select min(hook) from readouts))"
+            rows = "(select token_id from lines where hook = (select min(hook) from readouts))"
         for token, count in source.rows(f"select token_id, count(*) from {rows} group by all"):
             n[int(token)] += int(count)
         special.update(
