@@ -152,6 +152,13 @@ CODES: dict[str, Code] = {
         "Correct the named key of --additional-config; see docs/live.md.",
         "12.1",
     ),
+    "E018": Code(
+        "usage",
+        "bad weights",
+        "The weights file is not one of this dataset, or does not weigh each stored row once.",
+        "Make it again from the dataset as it is now: actds audit --weights FILE.",
+        "10.4",
+    ),
     "E101": Code(
         "structure",
         "not a dataset",

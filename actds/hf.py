@@ -19,7 +19,8 @@ from actds.dataset import Dataset
 from actds.dataset import open as open_dataset
 from actds.errors import ActdsError
 from actds.loader import select_hooks, select_shards
-from actds.pool import PROVENANCE_COLUMNS, open_array
+from actds.pool import PROVENANCE_COLUMNS, WEIGHT, open_array
+from actds.row_weights import RowWeights, read_row_weights
 from actds.schema.v0_1 import Hook
 from actds.shard import Shard
 from actds.tables import SCHEMAS
@@ -38,6 +39,7 @@ def load_dataset(
     phase: Literal["prefill", "decode"] | None = None,
     columns: Sequence[str] | None = None,
     batched_chunks: bool = False,
+    weights: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     i_accept_unsealed: bool = False,
     i_accept_unprovenanced: bool = False,
@@ -62,13 +64,15 @@ def load_dataset(
             token_id, phase and step.
         batched_chunks: streaming only: one example per chunk, with tensors ``(n, d_model)`` and
             numpy columns ``(n,)``. Many times faster.
+        weights: path of a weights file (section 10.4); each example has a float32 ``weight``.
         cache_dir: map-style only: where the Arrow files stand; the ``datasets`` cache when None.
         i_accept_unsealed: read a dataset that is not sealed.
         i_accept_unprovenanced: read a dataset whose provenance is missing.
 
     Raises:
         ActdsError: E011 without the package ``datasets``; E014 when an argument selects nothing;
-            E306, E401 and others when the dataset is refused.
+            E018 when the weights file is not one of this dataset; E306, E401 and others when the
+            dataset is refused.
     """
     try:
         import datasets
@@ -83,6 +87,9 @@ def load_dataset(
     chosen = select_hooks(dataset, hooks)
     shards = select_shards(dataset, chosen, phase)
     names = select_columns(chosen, columns)
+    row_weights = None if weights is None else read_row_weights(weights, dataset)
+    if row_weights and WEIGHT in (*names, *(hook.name for hook in chosen)):
+        raise ActdsError("E014", "hooks", got=f"{WEIGHT!r}", expected="hooks without it")
     if not streaming:
         if batched_chunks:
             raise ActdsError(
@@ -90,7 +97,7 @@ def load_dataset(
             )
         from actds.hf_arrow import map_style
 
-        return map_style(dataset.digest, shards, chosen, names, cache_dir)
+        return map_style(dataset.digest, shards, chosen, names, cache_dir, row_weights)
     return datasets.IterableDataset.from_generator(
         examples,
         gen_kwargs={
@@ -102,6 +109,7 @@ def load_dataset(
             "columns": names,
             "batched_chunks": batched_chunks,
             "accept": accept,
+            "weights": row_weights and (os.fspath(row_weights.path), row_weights.sha256),
         },
     )
 
@@ -156,6 +164,23 @@ def _open(path: str, digest: str, accept: tuple[bool, bool]) -> Dataset:
     return dataset
 
 
+@functools.lru_cache(maxsize=8)
+def _open_weights(
+    file: str, sha256: str, path: str, digest: str, accept: tuple[bool, bool]
+) -> RowWeights:
+    """Return the weights file of a dataset, checked once per process."""
+    weights = read_row_weights(file, _open(path, digest, accept))
+    if weights.sha256 != sha256:
+        raise ActdsError(
+            "E018",
+            file,
+            got=f"SHA-256 {weights.sha256}",
+            expected=f"{sha256}, as when it was loaded",
+            next_step="The file changed after load_dataset: load it again.",
+        )
+    return weights
+
+
 def examples(
     shards: list[str],
     path: str,
@@ -164,31 +189,38 @@ def examples(
     columns: tuple[str, ...],
     batched_chunks: bool,
     accept: tuple[bool, bool],
+    weights: tuple[str, str] | None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the examples of shards; what ``datasets`` calls, in any process."""
     dataset = _open(path, digest, accept)
+    row_weights = _open_weights(*weights, path, digest, accept) if weights else None
     by_name = {shard.name: shard for shard in dataset.shards}
     chosen = [dataset.hooks[name] for name in hooks]
     for name in shards:
-        for chunk in _chunks(by_name[name], chosen, columns):
+        for chunk in _chunks(by_name[name], chosen, columns, row_weights):
             if batched_chunks:
                 yield chunk
                 continue
             n_rows = len(chunk[hooks[0]])
             values = {key: chunk[key].tolist() for key in columns}
+            if row_weights:
+                # As float32: a DataLoader makes float64 of Python's floats.
+                values[WEIGHT] = list(chunk[WEIGHT])
             for row in range(n_rows):
                 # A view would keep its whole chunk alive in a shuffle buffer.
                 example = {hook: chunk[hook][row].clone() for hook in hooks}
-                yield example | {key: values[key][row] for key in columns}
+                yield example | {key: value[row] for key, value in values.items()}
 
 
 def _chunks(
-    shard: Shard, hooks: Sequence[Hook], columns: Sequence[str]
+    shard: Shard, hooks: Sequence[Hook], columns: Sequence[str], weights: RowWeights | None
 ) -> Iterator[dict[str, Any]]:
     """Yield fresh tensors ``(n, d_model)`` and columns ``(n,)``, a chunk of rows at a time."""
     readers = {hook.name: open_array(shard, hook) for hook in hooks}
     try:
         tokens = shard_columns(shard, columns)
+        if weights:
+            tokens[WEIGHT] = weights.of_shards([shard.name])[shard.name]
         step = max(reader.rows_per_chunk for reader in readers.values())
         for start in range(0, shard.n_rows, step):
             stop = min(start + step, shard.n_rows)

@@ -21,7 +21,8 @@ from datasets.table import MemoryMappedTable, concat_tables
 
 from actds import canonical
 from actds.arrays import ArrayReader, to_torch
-from actds.pool import open_array
+from actds.pool import WEIGHT, open_array
+from actds.row_weights import RowWeights
 from actds.schema.v0_1 import Hook
 from actds.shard import Shard
 from actds.tables import SCHEMAS
@@ -95,6 +96,7 @@ def map_style(
     hooks: Sequence[Hook],
     columns: Sequence[str],
     cache_dir: str | os.PathLike[str] | None,
+    weights: RowWeights | None = None,
 ) -> datasets.Dataset:
     """Return a map-style dataset over Arrow files, which are written where they are not there.
 
@@ -104,6 +106,7 @@ def map_style(
         hooks: hooks of the selection.
         columns: provenance columns.
         cache_dir: where the files stand; the ``datasets`` cache when None.
+        weights: row weights, which become a column.
     """
     key = canonical.dump(
         {
@@ -113,6 +116,7 @@ def map_style(
             "shards": [[shard.name, shard.manifest.root] for shard in shards],
             "version": _CACHE_VERSION,
         }
+        | ({"weights": weights.sha256} if weights else {})
     )
     fingerprint = hashlib.sha256(key).hexdigest()[:32]
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "actds" / fingerprint
@@ -121,7 +125,7 @@ def map_style(
     for shard in shards:
         file = folder / f"{shard.name}.arrow"
         if not file.exists():
-            _write(file, shard, hooks, columns)
+            _write(file, shard, hooks, columns, weights)
         tables.append(MemoryMappedTable.from_file(str(file)))
     dataset = datasets.Dataset(
         concat_tables(tables),
@@ -132,15 +136,23 @@ def map_style(
     return dataset.with_format("actds")
 
 
-def _schema(hooks: Sequence[Hook], columns: Sequence[str]) -> pa.Schema:
+def _schema(hooks: Sequence[Hook], columns: Sequence[str], weights: RowWeights | None) -> pa.Schema:
     fields = [pa.field(h.name, pa.list_(_ITEM_TYPES[h.dtype], h.d_model)) for h in hooks]
     types = {"run": pa.string()} | {f.name: f.type for f in SCHEMAS["tokens"]}
-    return pa.schema(fields + [pa.field(name, types[name]) for name in columns])
+    fields += [pa.field(name, types[name]) for name in columns]
+    return pa.schema([*fields, pa.field(WEIGHT, pa.float32())] if weights else fields)
 
 
-def _write(file: Path, shard: Shard, hooks: Sequence[Hook], columns: Sequence[str]) -> None:
+def _write(
+    file: Path,
+    shard: Shard,
+    hooks: Sequence[Hook],
+    columns: Sequence[str],
+    weights: RowWeights | None,
+) -> None:
     """Write one shard as an Arrow stream that appears whole or not at all."""
-    schema = _schema(hooks, columns)
+    schema = _schema(hooks, columns, weights)
+    weight = weights.of_shards([shard.name])[shard.name] if weights else None
     readers = {hook.name: open_array(shard, hook) for hook in hooks}
     stored = [name for name in columns if name != "run"]
     tokens = shard.tokens(stored) if stored else None
@@ -156,6 +168,8 @@ def _write(file: Path, shard: Shard, hooks: Sequence[Hook], columns: Sequence[st
                         values.append(pa.repeat(pa.scalar(shard.run, pa.string()), n))
                     else:
                         values.append(tokens[name].slice(start, n).combine_chunks())
+                if weight is not None:
+                    values.append(pa.array(weight[start : start + n]))
                 writer.write_table(pa.table(values, schema=schema))
         os.replace(temporary, file)
     finally:

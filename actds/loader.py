@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from math import gcd
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -17,6 +18,7 @@ from actds.dataset import Dataset
 from actds.dataset import open as open_dataset
 from actds.errors import ActdsError
 from actds.pool import Batch, Pipeline, Selection, n_batches
+from actds.row_weights import read_row_weights
 from actds.sampling_order import ORDER_VERSION, Geometry, Pieces, order_key
 from actds.schema.v0_1 import Hook
 from actds.shard import Shard
@@ -31,6 +33,8 @@ __all__ = ["Loader", "select_hooks", "select_shards"]
 _LANES = 8
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 _STATE_VERSION = 1
+MULTIPLICITY = "multiplicity"
+_WEIGHTS = "'multiplicity', the path of a weights file, or one of each"
 
 
 class Loader(Iterator[Any]):
@@ -40,9 +44,10 @@ class Loader(Iterator[Any]):
     rule); of several hooks a dict of such tensors by hook, whose rows belong together. Tensors are
     fresh memory in every batch: they may be kept and written into.
 
-    The order is a pure function of dataset digest, seed, epoch, phase, weights, ``batch``,
-    ``lanes`` and ``window_rows``. Threads, hooks, ``rank`` and ``world`` do not change it: the
-    batches of all ranks of a step, joined in rank order, are the same for every world size.
+    The order is a pure function of dataset digest, seed, epoch, phase, multiplicity, ``batch``,
+    ``lanes`` and ``window_rows``. Threads, hooks, a weights file, ``rank`` and ``world`` do not
+    change it: the batches of all ranks of a step, joined in rank order, are the same for every
+    world size.
 
     Every row of the selection is seen exactly once per epoch; with ``weights="multiplicity"``
     exactly as often as it was served, once plus once per prefix-cache hit. With ``drop_last`` the
@@ -50,7 +55,13 @@ class Loader(Iterator[Any]):
     other ones in each epoch. Without it they make one short batch, of which a rank may have
     no row; all ranks still have the same number of batches.
 
-    Memory: two windows of ``window_rows / world`` rows per hook, and a few batches.
+    With a weights file (section 10.4) batches are ``(batch, rows)``, and ``rows["weight"]`` is
+    float32 ``(n,)``: what each row counts for in a loss or a mean. Neither the rows nor how often
+    they come change. Together with multiplicity, a row comes as often as it was served, each time
+    with its weight: their product.
+
+    Memory: two windows of ``window_rows / world`` rows per hook, a few batches, and 4 bytes for
+    each row of the selection with a weights file.
 
     The loader is its own iterator and ends after ``epochs``; ``close()`` it, leave its ``with``
     block or drop it, and its threads end.
@@ -61,14 +72,15 @@ class Loader(Iterator[Any]):
         batch: rows of a batch over all ranks; each rank gets ``batch / world`` of them.
         phase: ``prefill`` or ``decode``; None takes both.
         window_rows: rows that are held and shuffled together, over all ranks.
-        weights: None, or ``multiplicity`` for the served distribution.
+        weights: ``multiplicity`` for the served distribution, the path of a weights file, or a
+            pair of both; None for neither.
         seed: seed of the order, at least 0.
         rank: this process, from 0.
         world: number of processes; it divides ``lanes``.
         epochs: passes over the data; None never ends.
         threads: threads that read and decode, beside the one that makes batches.
         provenance: yield ``(batch, rows)``, with ``rows`` a dict of numpy columns run, request,
-            position, token_id, phase and step.
+            position, token_id, phase and step; and weight, with a weights file.
         drop_last: leave out the short batch at the end of an epoch.
         lanes: parallel streams that a batch is drawn from; it divides ``batch``. The greatest
             common divisor of ``batch`` and 8 when None.
@@ -76,8 +88,9 @@ class Loader(Iterator[Any]):
         i_accept_unprovenanced: read a dataset whose provenance is missing.
 
     Raises:
-        ActdsError: E014 when an argument selects nothing or cannot be used; E306, E401 and others
-            when the dataset is refused; while iterating, E104 and E2xx when data is damaged.
+        ActdsError: E014 when an argument selects nothing or cannot be used; E018 when the weights
+            file is not one of this dataset; E306, E401 and others when the dataset is refused;
+            while iterating, E104 and E2xx when data is damaged.
     """
 
     def __init__(
@@ -88,7 +101,7 @@ class Loader(Iterator[Any]):
         batch: int = 4096,
         phase: Literal["prefill", "decode"] | None = None,
         window_rows: int = 65536,
-        weights: Literal["multiplicity"] | None = None,
+        weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
@@ -113,8 +126,7 @@ class Loader(Iterator[Any]):
             _check_int(name, value, low)
         lanes = gcd(batch, _LANES) if lanes is None else lanes
         _check_lanes(batch, lanes, rank, world)
-        if weights not in (None, "multiplicity"):
-            raise _bad("weights", repr(weights), "None or 'multiplicity'")
+        served, file = _split_weights(weights)
         if isinstance(source, Dataset):
             dataset = source
         else:
@@ -129,8 +141,11 @@ class Loader(Iterator[Any]):
         piece_rows = max(
             chunk_rows(hook.d_model, _ITEMSIZE[hook.dtype]) for hook in dataset.hooks.values()
         )
-        counts = _counts(dataset, shards, weights)
-        geometry = Geometry(batch, lanes, window_rows, piece_rows, phase, weights)
+        counts = _counts(dataset, shards, served)
+        geometry = Geometry(batch, lanes, window_rows, piece_rows, phase, served)
+        row_weights = None if file is None else read_row_weights(file, dataset)
+        by_shard = row_weights.of_shards([s.name for s in shards]) if row_weights else {}
+        self._weights_sha256 = row_weights.sha256 if row_weights else None
         per_rank = lanes // world
         self._digest, self._seed = dataset.digest, seed
         self._selection = Selection(
@@ -142,6 +157,7 @@ class Loader(Iterator[Any]):
             key=order_key(dataset.digest, seed),
             lanes=range(rank * per_rank, (rank + 1) * per_rank),
             provenance=provenance,
+            weights=[by_shard[shard.name] for shard in shards] if row_weights else None,
         )
         self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
         first = self._selection.order(0)
@@ -241,7 +257,7 @@ class Loader(Iterator[Any]):
         """Go on from a state: the next batch is the one that would have come next.
 
         Raises:
-            ActdsError: E014 when the state is of another dataset, seed or geometry.
+            ActdsError: E014 when the state is of another dataset, seed, geometry or weights file.
         """
         mine = self._identity()
         for key, value in mine.items():
@@ -265,6 +281,7 @@ class Loader(Iterator[Any]):
             "seed": self._seed,
             "geometry": self._selection.geometry.as_dict(),
             "shards": canonical.digest(canonical.dump([s.name for s in self._selection.shards])),
+            "weights_sha256": self._weights_sha256,
         }
 
 
@@ -320,6 +337,23 @@ def _counts(
         request, position = (tokens[name].to_numpy() for name in ("request", "position"))
         counts.append(served_counts(shard.run, request, position, served))
     return counts
+
+
+def _split_weights(
+    weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+) -> tuple[str | None, Path | None]:
+    """Return ``multiplicity`` if it is asked for, and the weights file if one is."""
+    if weights is None:
+        return None, None
+    given = list(weights) if isinstance(weights, list | tuple) else [weights]
+    files = [
+        Path(one) for one in given if isinstance(one, str | os.PathLike) and one != MULTIPLICITY
+    ]
+    if not given or len(files) > 1 or len(given) != len(files) + (MULTIPLICITY in given):
+        raise _bad("weights", repr(weights)[:200], _WEIGHTS)
+    if files and not files[0].is_file():
+        raise _bad("weights", f"no file {str(files[0])!r}", _WEIGHTS)
+    return MULTIPLICITY if MULTIPLICITY in given else None, files[0] if files else None
 
 
 def _check_int(name: str, value: object, low: int) -> None:

@@ -19,7 +19,15 @@ from actds.schema.v0_1 import Hook
 from actds.shard import Shard
 from actds.tables import PHASES
 
-__all__ = ["PROVENANCE_COLUMNS", "Batch", "Pipeline", "Selection", "n_batches", "open_array"]
+__all__ = [
+    "PROVENANCE_COLUMNS",
+    "WEIGHT",
+    "Batch",
+    "Pipeline",
+    "Selection",
+    "n_batches",
+    "open_array",
+]
 
 Bits = npt.NDArray[Any]
 Counts = npt.NDArray[np.uint32]
@@ -29,6 +37,8 @@ TOKEN_COLUMNS = ("request", "position", "token_id", "step")
 """Columns that are read from the token table; run and phase are the shard's."""
 PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
 """Columns that go with a batch."""
+WEIGHT = "weight"
+"""The column of the row weights."""
 
 _MAX_OPEN_ARRAYS = 64  # files: a dataset may have more shards than a process may open
 _MAX_TOKEN_ROWS = 1 << 23
@@ -48,6 +58,7 @@ class Selection:
         key: the Philox key of dataset and seed.
         lanes: the lanes of this rank.
         provenance: whether the token columns are read too.
+        weights: row weights per shard, float32 ``(n_rows,)`` each; None without.
     """
 
     shards: Sequence[Shard]
@@ -58,6 +69,13 @@ class Selection:
     key: tuple[int, int]
     lanes: range
     provenance: bool
+    weights: Sequence[npt.NDArray[np.float32]] | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns that go with a batch."""
+        columns = PROVENANCE_COLUMNS if self.provenance else ()
+        return columns if self.weights is None else (*columns, WEIGHT)
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -77,7 +95,7 @@ class Batch:
         epoch: epoch of the next batch.
         step: number of the next batch in that epoch.
         acts: bit patterns ``(n, d_model)`` per hook.
-        rows: token columns, each of shape (n,), or None.
+        rows: token columns and row weights, each of shape (n,); None when neither is asked for.
     """
 
     epoch: int
@@ -193,7 +211,7 @@ class _Loaded:
         self.reads.clear()
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """Return a token column of the whole window; its pieces are joined once."""
+        """Return a column of the whole window; its pieces are joined once."""
         if len(self.rows) > 1:
             parts = self.rows
             self.rows = [{key: np.concatenate([p[key] for p in parts]) for key in parts[0]}]
@@ -269,6 +287,8 @@ class _Windows:
         if self._selection.provenance:
             tokens = self._files.tokens(shard)
             window.rows[number] = {name: column[a:b] for name, column in tokens.items()}
+        if self._selection.weights is not None:
+            window.rows[number][WEIGHT] = self._selection.weights[shard][a:b]
 
 
 class _Lane:
@@ -303,7 +323,7 @@ class _Lane:
         acts: dict[str, Bits],
         parts: dict[str, list[npt.NDArray[Any]]] | None,
     ) -> None:
-        """Fill arrays of ``n`` rows with the next entries; append their token columns."""
+        """Fill arrays of ``n`` rows with the next entries; append their columns."""
         done = 0
         while done < n:
             window = self._loaded[0]
@@ -445,8 +465,8 @@ class Pipeline:
             for hook in self._selection.hooks
         }
         parts: dict[str, list[npt.NDArray[Any]]] | None = None
-        if self._selection.provenance:
-            parts = {name: [] for name in PROVENANCE_COLUMNS}
+        if self._selection.columns:
+            parts = {name: [] for name in self._selection.columns}
         at = 0
         for lane, n in zip(lanes, sizes, strict=True):
             lane.take(n, {name: out[at : at + n] for name, out in acts.items()}, parts)
@@ -455,10 +475,13 @@ class Pipeline:
 
     def _columns(self, parts: dict[str, list[npt.NDArray[Any]]]) -> Columns:
         # The rank of a short last batch may have no row at all.
-        none = [np.empty(0, np.int64)]
-        columns = {name: np.concatenate(part or none) for name, part in parts.items()}
-        columns["run"] = np.array(self._selection.runs)[columns["run"]]
-        columns["phase"] = np.array(PHASES)[columns["phase"]]
+        columns = {
+            name: np.concatenate(part or [np.empty(0, np.float32 if name == WEIGHT else np.int64)])
+            for name, part in parts.items()
+        }
+        if self._selection.provenance:
+            columns["run"] = np.array(self._selection.runs)[columns["run"]]
+            columns["phase"] = np.array(PHASES)[columns["phase"]]
         return columns
 
 

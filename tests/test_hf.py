@@ -17,6 +17,7 @@ import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
 from synthetic import make_dataset
+from weights_files import drawn_weights, write_weights_file
 
 import actds
 from actds.arrays import from_torch
@@ -72,6 +73,95 @@ def test_a_stream_of_chunks_gives_the_same_rows(path: Path, truth: list[tuple[An
     assert set(chunks[0]) == {HOOKS[1], "position"}
     assert [row.tobytes() for row in rows] == [row[1] for row in truth]
     assert positions.tolist() == [row[4] for row in truth]
+
+
+@pytest.fixture(scope="module")
+def weights(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dataset = actds.open(path)
+    file = tmp_path_factory.mktemp("weights") / "weights.parquet"
+    return write_weights_file(file, dataset, drawn_weights(dataset))
+
+
+@pytest.fixture(scope="module")
+def stored_weights(path: Path) -> np.ndarray[Any, Any]:
+    """Return the weight of every row, in the order of the shards."""
+    dataset = actds.open(path)
+    drawn = drawn_weights(dataset)
+    return np.concatenate([drawn[shard.name] for shard in dataset.shards])
+
+
+def test_examples_of_a_stream_come_with_their_weights(
+    path: Path, weights: Path, truth: list[tuple[Any, ...]], stored_weights: np.ndarray[Any, Any]
+) -> None:
+    stream = actds.load_dataset(path, streaming=True, weights=weights)
+    examples = list(stream)
+    assert [told(example) for example in examples] == truth
+    assert [example["weight"] for example in examples] == stored_weights.tolist()
+    chunks = list(
+        actds.load_dataset(path, streaming=True, batched_chunks=True, columns=[], weights=weights)
+    )
+    assert set(chunks[0]) == {*HOOKS, "weight"}
+    assert all(chunk["weight"].dtype == np.float32 for chunk in chunks)
+    assert np.array_equal(np.concatenate([chunk["weight"] for chunk in chunks]), stored_weights)
+    again = actds.load_dataset(path, streaming=True, weights=str(weights))
+    for number, _ in enumerate(stream, 1):
+        if number == 77:
+            break
+    again.load_state_dict(stream.state_dict())
+    assert [example["weight"] for example in again] == stored_weights[77:].tolist()
+
+
+def test_data_loader_workers_keep_weights_beside_their_rows(
+    path: Path, weights: Path, truth: list[tuple[Any, ...]], stored_weights: np.ndarray[Any, Any]
+) -> None:
+    stream = actds.load_dataset(path, streaming=True, hooks=HOOKS[0], columns=[], weights=weights)
+    loader = torch.utils.data.DataLoader(stream.shuffle(seed=1), batch_size=16, num_workers=2)
+    batches = list(loader)
+    assert all(batch["weight"].dtype == torch.float32 for batch in batches)
+    served = [
+        (row.tobytes(), weight)
+        for batch in batches
+        for row, weight in zip(from_torch(batch[HOOKS[0]]), batch["weight"].tolist(), strict=True)
+    ]
+    expected = list(zip((row[0] for row in truth), stored_weights.tolist(), strict=True))
+    assert served != expected
+    assert sorted(served) == sorted(expected)
+
+
+def test_map_style_rows_come_with_their_weights_and_another_file_is_another_cache(
+    path: Path,
+    weights: Path,
+    truth: list[tuple[Any, ...]],
+    stored_weights: np.ndarray[Any, Any],
+    tmp_path: Path,
+) -> None:
+    rows = actds.load_dataset(path, cache_dir=tmp_path, weights=weights)
+    assert rows[:]["weight"].dtype == torch.float32
+    assert np.array_equal(rows[:]["weight"].numpy(), stored_weights)
+    shuffled = [(told(e), e["weight"].item()) for e in rows.shuffle(seed=0)]
+    assert sorted(shuffled) == sorted(zip(truth, stored_weights.tolist(), strict=True))
+    dataset = actds.open(path)
+    drawn = drawn_weights(dataset, seed=1)
+    file = write_weights_file(tmp_path / "w.parquet", dataset, drawn)
+    others = actds.load_dataset(path, cache_dir=tmp_path, weights=file)
+    expected = np.concatenate([drawn[shard.name] for shard in dataset.shards])
+    assert np.array_equal(others[:]["weight"].numpy(), expected)
+    assert "weight" not in actds.load_dataset(path, cache_dir=tmp_path).column_names
+
+
+def test_refuses_weights_of_another_dataset_or_that_changed(
+    path: Path, weights: Path, tmp_path: Path
+) -> None:
+    other = make_dataset(tmp_path / "acts", n_requests=4)
+    for streaming in (True, False):
+        with pytest.raises(actds.ActdsError, match="E018"):
+            actds.load_dataset(other, streaming=streaming, weights=weights, cache_dir=tmp_path)
+    dataset = actds.open(other)
+    file = write_weights_file(tmp_path / "w.parquet", dataset, drawn_weights(dataset))
+    stream = actds.load_dataset(other, streaming=True, weights=file)
+    write_weights_file(file, dataset, drawn_weights(dataset, seed=1))
+    with pytest.raises(actds.ActdsError, match=r"E018 .*as when it was loaded"):
+        list(stream)
 
 
 def test_nodes_share_the_stream_by_shards(path: Path, truth: list[tuple[Any, ...]]) -> None:

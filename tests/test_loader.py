@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from synthetic import make_dataset
+from weights_files import drawn_weights, write_weights_file
 
 import actds
 from actds.arrays import from_torch
@@ -36,6 +37,24 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dataset(path: Path) -> actds.Dataset:
     return actds.open(path)
+
+
+@pytest.fixture(scope="module")
+def weights(dataset: actds.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("weights") / "weights.parquet"
+    return write_weights_file(file, dataset, drawn_weights(dataset))
+
+
+@pytest.fixture(scope="module")
+def weight_of(dataset: actds.Dataset, weights: Path) -> dict[Key, float]:
+    """Return the weight of each row by (run, request, position)."""
+    drawn, found = drawn_weights(dataset), {}
+    for shard in dataset.shards:
+        tokens = shard.tokens().to_pydict()
+        for i, weight in enumerate(drawn[shard.name].tolist()):
+            found[shard.run, tokens["request"][i], tokens["position"][i]] = weight
+    assert len(set(found.values())) > 0.9 * len(found)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +207,123 @@ def test_multiplicity_serves_every_row_as_often_as_the_engine_did(
     assert seen == {key: n for key, n in expected.items() if truth[key][1] == "prefill"}
 
 
+@pytest.mark.parametrize("window_rows, lanes", [(1, 1), (128, 4), (65536, 8)])
+def test_every_row_comes_with_its_own_weight(
+    path: Path,
+    weights: Path,
+    weight_of: dict[Key, float],
+    truth: dict[Key, tuple[Any, ...]],
+    window_rows: int,
+    lanes: int,
+) -> None:
+    loader = actds.Loader(
+        path,
+        HOOKS[0],
+        batch=40,
+        weights=weights,
+        window_rows=window_rows,
+        lanes=lanes,
+        provenance=True,
+        drop_last=False,
+        epochs=2,
+    )
+    seen: Counter[Key] = Counter()
+    for acts, rows in loader:
+        assert rows["weight"].dtype == np.float32 and rows["weight"].shape == (len(acts),)
+        assert rows["weight"].tolist() == [weight_of[key] for key in keys(rows)]
+        values = from_torch(acts)
+        assert [truth[key][3] for key in keys(rows)] == [row.tobytes() for row in values]
+        seen.update(keys(rows))
+    assert seen == dict.fromkeys(truth, 2)
+
+
+def test_weights_come_without_provenance_and_leave_order_and_rows_alone(
+    path: Path, weights: Path
+) -> None:
+    plain = [bits(batch) for batch in actds.Loader(path, HOOKS[0], batch=64)]
+    weighted = list(actds.Loader(path, HOOKS[0], batch=64, weights=str(weights)))
+    assert [bits(acts) for acts, _ in weighted] == plain
+    assert all(list(rows) == ["weight"] for _, rows in weighted)
+    kept = [rows["weight"].copy() for _, rows in weighted]
+    for _, rows in weighted:
+        rows["weight"].fill(np.nan)
+    again = [rows["weight"] for _, rows in actds.Loader(path, HOOKS[0], batch=64, weights=weights)]
+    assert all(np.array_equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def test_weights_go_on_with_their_rows_on_another_world_size(
+    dataset: actds.Dataset, weights: Path, weight_of: dict[Key, float]
+) -> None:
+    options: dict[str, Any] = {
+        "hooks": HOOKS[0],
+        "batch": 96,
+        "window_rows": 128,
+        "epochs": 2,
+        "weights": weights,
+        "provenance": True,
+        "drop_last": False,
+        "seed": 11,
+    }
+    with actds.Loader(dataset, **options) as loader:
+        whole = [rows["weight"].tolist() for _, rows in loader]
+    with actds.Loader(dataset, **options) as loader:
+        for _ in range(3):
+            next(loader)
+        state = json.loads(json.dumps(loader.state_dict()))
+    # Of eight ranks some have no row of the short last batch.
+    for world in (2, 8):
+        steps: list[list[float]] = [[] for _ in whole[3:]]
+        for rank in range(world):
+            part = actds.Loader(dataset, rank=rank, world=world, threads=3, **options)
+            part.load_state_dict(state)
+            for step, (_, rows) in zip(steps, part, strict=True):
+                assert rows["weight"].dtype == np.float32
+                assert rows["weight"].tolist() == [weight_of[key] for key in keys(rows)]
+                step += rows["weight"].tolist()
+        assert steps == whole[3:]
+
+
+def test_multiplicity_and_a_weights_file_multiply(
+    path: Path, weights: Path, weight_of: dict[Key, float]
+) -> None:
+    def served(asked: Any) -> list[tuple[Key, float | None]]:
+        options: dict[str, Any] = {"batch": 32, "provenance": True, "drop_last": False}
+        found: list[tuple[Key, float | None]] = []
+        for _, rows in actds.Loader(path, HOOKS[0], weights=asked, **options):
+            values = rows["weight"].tolist() if "weight" in rows else [None] * len(rows["run"])
+            found += zip(keys(rows), values, strict=True)
+        return found
+
+    counted = served("multiplicity")
+    assert max(Counter(key for key, _ in counted).values()) > 1
+    for both in (["multiplicity", weights], (str(weights), "multiplicity")):
+        assert served(both) == [(key, weight_of[key]) for key, _ in counted]
+
+
+def test_a_phase_takes_its_part_of_the_weights(
+    path: Path, weights: Path, weight_of: dict[Key, float]
+) -> None:
+    loader = actds.Loader(path, batch=16, phase="decode", weights=weights, provenance=True)
+    for _, rows in loader:
+        assert rows["weight"].tolist() == [weight_of[key] for key in keys(rows)]
+
+
+def test_refuses_a_weights_file_of_another_dataset_and_a_state_of_another_file(
+    path: Path, dataset: actds.Dataset, weights: Path, tmp_path: Path
+) -> None:
+    other = make_dataset(tmp_path / "acts", n_requests=6)
+    with pytest.raises(actds.ActdsError, match="E018"):
+        actds.Loader(other, batch=16, weights=weights)
+    state = actds.Loader(path, batch=32, weights=weights).state_dict()
+    file = write_weights_file(tmp_path / "w", dataset, drawn_weights(dataset, seed=1))
+    for asked in (file, None):
+        with pytest.raises(actds.ActdsError, match="E014 state weights_sha256"):
+            actds.Loader(path, batch=32, weights=asked).load_state_dict(state)
+    # A state from before there were weights files.
+    del state["weights_sha256"]
+    actds.Loader(path, batch=32).load_state_dict(state)
+
+
 def test_a_trainer_may_keep_batches_and_write_into_them(path: Path) -> None:
     clean = [bits(batch) for batch in actds.Loader(path, HOOKS[0], batch=32, epochs=2)]
     kept = []
@@ -224,6 +360,10 @@ def test_a_phase_is_read_alone(path: Path, truth: dict[Key, tuple[Any, ...]]) ->
         ({"hooks": [HOOKS[0], HOOKS[0]]}, "hooks"),
         ({"phase": "both"}, "phase"),
         ({"weights": "served"}, "weights"),
+        ({"weights": 2.5}, "weights"),
+        ({"weights": []}, "weights"),
+        ({"weights": ["multiplicity", "multiplicity"]}, "weights"),
+        ({"weights": [Path("a"), Path("b")]}, "weights"),
         ({"batch": 0}, "batch"),
         ({"batch": 10**6}, "batch"),
         ({"batch": 2.5}, "batch"),
