@@ -1,0 +1,178 @@
+"""The weights file: the weights of the cells, row by row, for a loader.
+
+Last stage of the audit. Each row gets its cell from the expression with which the cells were
+counted. Imports the format room, the sources and the cells.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actds.catalog import Catalog
+from actds.errors import ActdsError
+from actds.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
+from actds.shard import Shard
+from actds.store import LocalStore
+from actds_validators.audits.sources import RunSource
+from actds_validators.audits.weights import Cells, cell_expression
+
+__all__ = ["write_weights"]
+
+
+def write_weights(
+    out: str | Path,
+    catalog: Catalog,
+    sources: list[RunSource],
+    cells: Cells | None,
+    claim: str,
+) -> int:
+    """Write the weight of every stored row, and return the number of rows.
+
+    The file appears whole or not at all; one that is there already is replaced. About a million
+    rows are in memory at a time, or those of the largest shard.
+
+    Args:
+        out: a local path outside the dataset.
+        catalog: the dataset.
+        sources: its runs, with the tables ``step_tick`` and, for ids, ``vocabulary``.
+        cells: with their weights; ``None`` when nothing was dropped, and every weight is 1.
+        claim: what the weights mend, in words.
+
+    Raises:
+        ActdsError: E009 a path inside the dataset; E412 rows of an unknown step; E503 the disk
+            refuses; what ``Shard.tokens`` raises.
+
+    Spec: 0.1 section 10.4.
+    """
+    path = Path(out)
+    store = catalog.store
+    if isinstance(store, LocalStore) and path.resolve().is_relative_to(store.root.resolve()):
+        raise ActdsError("E009", str(path), got="a path inside the dataset", expected="one outside")
+    words = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dataset": catalog.genesis.dataset,
+        "digest": catalog.digest,
+        "claim": claim,
+    }
+    n_rows = 0
+    with _new_file(path) as file:
+        file.add_key_value_metadata({f"actds.{key}": value for key, value in words.items()})
+        for table in _in_groups(_tables(catalog, sources, cells)):
+            file.write_table(table, row_group_size=GROUP_ROWS)
+            n_rows += table.num_rows
+    return n_rows
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[pq.ParquetWriter]:
+    """Yield a writer to a temporary file, which takes its name at the end."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with pq.ParquetWriter(
+            temporary,
+            SCHEMA,
+            compression="zstd",
+            store_schema=False,
+            write_page_checksum=True,
+            use_dictionary=["shard", "weight"],
+            column_encoding={"row": "DELTA_BINARY_PACKED"},
+        ) as writer:
+            yield writer
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ActdsError(
+            "E503",
+            str(path),
+            got=error.strerror or str(error),
+            expected="a file that can be written",
+            next_step="Free space, or give another path.",
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _tables(catalog: Catalog, sources: list[RunSource], cells: Cells | None) -> Iterator[pa.Table]:
+    """Yield the file piece by piece, sorted by shard and row."""
+    of_run = {source.run: source for source in sources}
+    shards = sorted(
+        (Shard(catalog.store, manifest) for manifest in catalog.shards), key=lambda s: s.name
+    )
+    for run, group in groupby(shards, key=lambda shard: shard.run):
+        for some in _batches(group):
+            yield _table(some, _weights(of_run[run], some, cells))
+
+
+def _batches(shards: Iterator[Shard]) -> Iterator[list[Shard]]:
+    """Yield shards together, so many that a query is worth its start."""
+    held: list[Shard] = []
+    n_rows = 0
+    for shard in shards:
+        if held and n_rows + shard.n_rows > GROUP_ROWS:
+            yield held
+            held, n_rows = [], 0
+        held.append(shard)
+        n_rows += shard.n_rows
+    yield held
+
+
+def _weights(
+    source: RunSource, shards: list[Shard], cells: Cells | None
+) -> npt.NDArray[np.float32]:
+    """Return the weights of the rows of shards, one shard behind the other."""
+    n_rows = sum(shard.n_rows for shard in shards)
+    if cells is None or cells.weights is None:
+        return np.ones(n_rows, np.float32)
+    by_id = cells.complexity == "rarity"
+    columns = ["step", "token_id"] if by_id else ["step", "position"]
+    tokens = pa.concat_tables([shard.tokens(columns) for shard in shards])
+    tokens = tokens.append_column("number", pa.array(np.arange(n_rows, dtype=np.int64)))
+    source.connection.register("weighed", tokens)
+    found = source.columns(
+        f"select number, {cell_expression(cells)} as cell from weighed join step_tick using (step)"
+        + (" left join vocabulary using (token_id)" if by_id else "")
+    )
+    source.connection.unregister("weighed")
+    if len(found["number"]) != n_rows:
+        raise ActdsError(
+            "E412",
+            f"shards/{shards[0].name} to {shards[-1].name}",
+            got=f"{len(found['number'])} of {n_rows} rows whose step computed something",
+            expected="every row",
+        )
+    weights = np.empty(n_rows, np.float32)
+    weights[found["number"]] = cells.weights.reshape(-1)[found["cell"]]
+    return weights
+
+
+def _table(shards: list[Shard], weights: npt.NDArray[np.float32]) -> pa.Table:
+    sizes = [shard.n_rows for shard in shards]
+    names = pa.array([shard.name for shard in shards], pa.string())
+    number = np.repeat(np.arange(len(shards)), sizes)
+    row = np.concatenate([np.arange(n, dtype=np.uint32) for n in sizes])
+    return pa.table([names.take(pa.array(number)), row, weights], schema=SCHEMA)
+
+
+def _in_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Yield tables joined to row groups that are full, all but the last."""
+    held: list[pa.Table] = []
+    n_rows = 0
+    for table in tables:
+        held.append(table)
+        n_rows += table.num_rows
+        if n_rows >= GROUP_ROWS:
+            joined, rest = pa.concat_tables(held), n_rows % GROUP_ROWS
+            yield joined.slice(0, n_rows - rest)
+            held, n_rows = [joined.slice(n_rows - rest)], rest
+    if n_rows:
+        yield pa.concat_tables(held)
