@@ -53,7 +53,7 @@ def _expression(name: str) -> str | None:
     if name in _LENGTHS:
         return f"floor(log2({name} + 1))"
     if name == "rarity":
-        return f"least(floor(rarity), {MAX_BITS})"
+        return f"case when rarity is not null then least(floor(rarity), {MAX_BITS}) end"
     return _CLASSES[name][0] if name in _CLASSES else None
 
 

@@ -68,15 +68,16 @@ def read_coverage(source: RunSource, counts: CoverageCounts, *, labelled: bool =
         "left join vocabulary v using (token_id)"
     )
     for name, band, rare, stored, reused, repeated, largest in source.rows(
-        f"select {word} class, {_BAND} band, least(floor(v.rarity), {N_RARITY})::int rare, "
+        f"select {word} class, {_BAND} band, {_bits('v.rarity')} rare, "
         "count(*), coalesce(sum(r.n), 0), count(r.n), coalesce(max(r.n), 0) "
         f"from {rows} group by all"
     ):
         cell = counts.cells[name, int(band)]
         cell[0] += int(stored)
         cell[1] += int(reused)
-        for slot, n in enumerate((stored, stored + reused, stored + reused)):
-            counts.rarity[int(rare)][slot] += int(n)
+        if rare is not None:
+            for slot, n in enumerate((stored, stored + reused, stored + reused)):
+                counts.rarity[int(rare)][slot] += int(n)
         counts.stored += int(stored)
         counts.served += int(stored) + int(reused)
         counts.repeated += int(repeated)
@@ -90,7 +91,7 @@ def read_coverage(source: RunSource, counts: CoverageCounts, *, labelled: bool =
     by_phase = "case when position < prompt_len then 'prompt' else 'generated' end"
     word = _class(f"case when special then 'special' else {by_phase} end", labelled=labelled)
     for name, band, rare, n in source.rows(
-        f"select {word} class, {_BAND} band, least(floor(rarity), {N_RARITY})::int rare, count(*) "
+        f"select {word} class, {_BAND} band, {_bits('rarity')} rare, count(*) "
         f"from {_labelled('gone', labelled=labelled)} group by all"
     ):
         counts.cells[name, int(band)][2] += int(n)
@@ -164,6 +165,11 @@ def coverage(counts: CoverageCounts, *, labelled: bool = False) -> Coverage | No
         mean_multiplicity=counts.served / counts.stored,
         shifts=shifts,
     )
+
+
+def _bits(rarity: str) -> str:
+    """Return SQL of the rarity in whole bits; ``least`` alone would take 24 for an unknown one."""
+    return f"case when {rarity} is not null then least(floor({rarity}), {N_RARITY})::int end"
 
 
 def _by(counts: CoverageCounts, axis: int) -> Floats:

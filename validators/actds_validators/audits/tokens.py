@@ -22,6 +22,7 @@ __all__ = [
     "CovariateSums",
     "Tokens",
     "banded",
+    "open_lines",
     "prepare",
     "token_sums",
     "value_sums",
@@ -95,28 +96,58 @@ class Bands:
     edges: list[tuple[float, float] | None] = field(default_factory=list)
 
 
-def prepare(source: RunSource, sources: list[str], *, has_ids: bool) -> Tokens:
-    """Make the views ``stored`` and ``gone``: computed tokens with everything that is known.
+def open_lines(source: RunSource) -> None:
+    """Make ``lost_rows``, every dropped token, and ``lines``, one readout per token and hook.
 
-    Args:
-        source: the run, with the table ``step_tick`` and, for ids, ``vocabulary``.
-        sources: prompt sources that get a covariate each.
-        has_ids: whether the readouts name the ids of lost tokens.
+    A row that a preemption made the engine compute again has several readouts, and an aborted one
+    may have some. Of the requests that had either, only the lines of stored and of dropped rows
+    stay, each at its own step.
+
+    Spec: 0.1 section 7.8.
     """
     run = source.connection
-    run.execute(
-        "create temp table asked as select request, prompt_len::int prompt_len, "
-        "(prompt_len + greatest(generated_len, 1) - 1)::int request_len, source from requests"
-    )
-    n_lost = int(source.one("select coalesce(sum(stop - start), 0) from drops")[0])
     run.execute(
         "create temp table lost_rows as select step, request, "
         "unnest(range(start::bigint, stop::bigint))::uinteger as position from drops"
     )
     run.execute(
+        "create temp table odd as select request from requests where n_preemptions > 0 "
+        "union select request from spans where disposition = 'aborted'"
+    )
+    if not source.hooks or not source.one("select count(*) from odd")[0]:
+        run.execute("create view lines as select * from readouts")
+        return
+    run.execute(
+        "create temp table odd_rows as select step, request, position from ("
+        "select step, request, position from tokens union all from lost_rows) "
+        "semi join odd using (request)"
+    )
+    run.execute(
+        "create view lines as select r.* from readouts r "
+        "left join odd o on r.request = o.request left join odd_rows k "
+        "on r.step = k.step and r.request = k.request and r.position = k.position "
+        "where o.request is null or k.request is not null"
+    )
+
+
+def prepare(source: RunSource, sources: list[str], *, has_ids: bool) -> Tokens:
+    """Make the views ``stored`` and ``gone``: computed tokens with everything that is known.
+
+    Args:
+        source: the run, after `open_lines`, with ``step_tick`` and, for ids, ``vocabulary``.
+        sources: prompt sources that get a covariate each.
+        has_ids: whether the readouts name the ids of lost tokens.
+    """
+    run = source.connection
+    run.execute(
+        "create temp table asked as select request, prompt_len::bigint prompt_len, "
+        "prompt_len::bigint + greatest(generated_len, 1) - 1 request_len, source from requests"
+    )
+    [n_lost] = source.one("select count(*) from lost_rows")
+    run.execute(
         "create temp table gone_rows as select l.*, r.token_id from lost_rows l left join ("
-        "select request, position, token_id from readouts "
-        "where hook = (select min(hook) from readouts)) r using (request, position)"
+        "select step, request, position, token_id from lines "
+        "where hook = (select min(hook) from readouts)) r using (step, request, position)"
         if has_ids and n_lost
         else "create temp table gone_rows as select *, null::uinteger token_id from lost_rows"
     )
@@ -192,12 +223,12 @@ def value_sums(source: RunSource, series: Series) -> Iterator[CovariateSums]:
             f"count({e}) as n_{k}, sum({e}) as x_{k}, sum(({e}) * ({e})) as xx_{k}"
             for k, (_, _, e) in enumerate(values)
         )
-        rows = f"readouts join step_tick using (step) where hook = {_quoted(hook)}"
+        rows = f"lines join step_tick using (step) where hook = {_quoted(hook)}"
         every = _per_tick(source, f"select tick, {columns} from {rows} group by tick", series)
         gone = _per_tick(
             source,
-            f"select tick, {columns} from (select readouts.*, tick from {rows}) v "
-            "semi join lost_rows using (request, position) group by tick",
+            f"select tick, {columns} from (select lines.*, tick from {rows}) v "
+            "semi join lost_rows using (step, request, position) group by tick",
             series,
         )
         for k, (covariate, _, _) in enumerate(values):
@@ -274,8 +305,8 @@ def within_cells(source: RunSource, expression: str, hook: str | None = None) ->
     if hook is not None:
         rows = (
             f"select r.step, r.request, ({expression}) x, l.request is not null lost "
-            "from readouts r join step_tick k using (step) left join lost_rows l "
-            "on r.request = l.request and r.position = l.position "
+            "from lines r join step_tick k using (step) left join lost_rows l "
+            "on r.step = l.step and r.request = l.request and r.position = l.position "
             f"where k.partial and r.hook = {_quoted(hook)}"
         )
     return source.columns(
