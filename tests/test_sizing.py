@@ -28,6 +28,7 @@ from actds_writers import readout_log, ring, sizing
 from actds_writers.assembly import SpecialTokens
 from actds_writers.buffers import TOKEN_COLUMNS
 from actds_writers.capacity import MIB, capacity
+from actds_writers.dashboard import format_nbytes
 from actds_writers.load_profile import _overhead, read_profile, windows
 from actds_writers.machine import DEFAULTS, Machine, Rate, machine, measure
 from actds_writers.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
@@ -379,6 +380,16 @@ def test_the_mean_decides_the_exit_code() -> None:
     assert "none is large enough" in slow.output
     facts = json.loads(run(*MODEL, *RATE, "--disk-gbps", 0.001, "--json").output)
     assert facts["ring"]["nbytes"] is None and not facts["fits_mean"]
+
+
+def test_the_census_of_all_tokens_is_stated_beside_the_bound() -> None:
+    facts = json.loads(run(*MODEL, *RATE, "--tokens", 10**9, "--json").output)
+    load = facts["load"]
+    requests, steps = 1e9 / load["tokens_per_request"], 1e9 / load["tokens_per_step"]
+    wanted = 300 * requests + 40 * steps + 3e9
+    assert facts["memory"]["census_nbytes"] == pytest.approx(wanted)
+    page = run(*MODEL, *RATE, "--tokens", 10**9).output
+    assert f"{format_nbytes(wanted)} more for the census" in page
 
 
 def test_a_given_ring_is_judged() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,17 +24,13 @@ from actds_writers.messages import (
     StepLost,
     StepScheduled,
 )
+from actds_writers.request_log import Request, RequestLog
 from actds_writers.spans import ABORTED, CACHE_REF, CAPTURED, Pieces, span_table
+from actds_writers.step_log import StepLog
 
 NO_STEP = -1
-
-
-@dataclass
-class _Request:
-    arrived: RequestArrived
-    finished: RequestFinished | None = None
-    first_token_ns: int | None = None
-    n_preemptions: int = 0
+RUNNING, NO_REQUEST = -1, -2
+"""In place of the sampled tokens of a request that has not ended, and of one that never came."""
 
 
 @dataclass
@@ -73,12 +68,14 @@ class Census:
     TAKES = (RequestArrived, StepScheduled, StepExecuted, StepLost, RequestFinished)
 
     def __init__(self) -> None:
-        self._requests: dict[int, _Request] = {}
-        self._steps: dict[int, dict[str, Any]] = {}
+        self._requests = RequestLog()
+        self._steps = StepLog()
         self._pieces = Pieces()
         self._high_water = _Growing(0)
         self._prompt_len = _Growing(0)
         self._cached = _Growing(-1)
+        self._generated = _Growing(NO_REQUEST)
+        self._left_out: dict[str, dict[int, str]] = {"prefill": {}, "decode": {}}
         self._scheduled_tokens = 0
         self._queried_tokens = 0
         self._hit_tokens = 0
@@ -111,7 +108,7 @@ class Census:
 
     def has_scheduled(self, step: int) -> bool:
         """Return whether the scheduler has told of a step."""
-        return "t_ns" in self._steps.get(step, {})
+        return self._steps.get(step, "t_ns") is not None
 
     def observe(self, message: object) -> None:
         """Take one message of scheduler or worker."""
@@ -125,16 +122,25 @@ class Census:
         takers[self.TAKES.index(type(message))](message)
 
     def _arrived(self, message: RequestArrived) -> None:
-        self._requests[message.request] = _Request(message)
-        self._prompt_len.reach(message.request + 1)[message.request] = message.prompt_len
-        self._high_water.reach(message.request + 1)
-        self._cached.reach(message.request + 1)
+        number = message.request
+        self._requests.arrive(message)
+        self._prompt_len.reach(number + 1)[number] = message.prompt_len
+        self._generated.reach(number + 1)[number] = RUNNING
+        self._high_water.reach(number + 1)
+        self._cached.reach(number + 1)
+        for phase, reason in (
+            ("prefill", message.left_out.prefill),
+            ("decode", message.left_out.decode),
+        ):
+            if reason is not None:
+                self._left_out[phase][number] = reason
 
     def _scheduled(self, message: StepScheduled) -> None:
         for reference in message.references:
             self._refer(reference, message.step)
-        for request in message.preempted:
-            self._requests[request].n_preemptions += 1
+        for number in message.preempted:
+            if (request := self._requests.running(number)) is not None:
+                request.n_preemptions += 1
         who, start = message.requests, message.starts
         stop = start + message.n_tokens
         high, cached = self._high_water.values, self._cached.values
@@ -143,16 +149,18 @@ class Census:
         new = np.clip(high[who], start, stop)
         high[who] = np.maximum(high[who], stop)
         self._pieces.add(who, new, stop, CAPTURED, message.step)
-        for request in who[(start >= prompt) & (new < stop)].tolist():
-            if self._requests[request].first_token_ns is None:
-                self._requests[request].first_token_ns = message.t_ns
+        for number in who[(start >= prompt) & (new < stop)].tolist():
+            request = self._requests.running(number)
+            if request is not None and request.first_token_ns is None:
+                request.first_token_ns = message.t_ns
         n_prefill = int(np.clip(np.minimum(stop, prompt) - start, 0, None).sum())
         n_tokens = int(message.n_tokens.sum())
         self._scheduled_tokens += n_tokens
         self._recomputed_tokens += int((new - start).sum())
         self._last = message
         # Worker and scheduler speak through two sockets; either may come first.
-        self._steps.setdefault(message.step, {}).update(
+        self._steps.put(
+            message.step,
             {
                 "t_ns": message.t_ns,
                 "batch_tokens": n_tokens,
@@ -167,7 +175,7 @@ class Census:
                 "n_preempted": len(message.preempted),
                 "kv_usage": message.kv_usage,
                 "cache_hit_ratio": self._hit_tokens / max(self._queried_tokens, 1),
-            }
+            },
         )
         if message.step in self._lost:
             self._count_drop(message.step)
@@ -205,18 +213,19 @@ class Census:
                  "compression_backlog_bytes", "queue_depth_stage1", "queue_depth_stage2",
                  "queue_depth_stage3")  # fmt: skip
         executed = {name: getattr(message, name) for name in names}
-        self._steps.setdefault(message.step, {}).update(executed)
+        self._steps.put(message.step, executed)
 
     def _lose(self, message: StepLost) -> None:
         self._lost[message.step] = message.reason
-        if "new_tokens" in self._steps.get(message.step, {}):
-            self._count_drop(message.step)
+        self._count_drop(message.step)
 
     def _count_drop(self, step: int) -> None:
-        self._dropped[self._lost[step]] += self._steps[step]["new_tokens"]
+        # A step that the scheduler has not told of yet is counted when it does.
+        self._dropped[self._lost[step]] += self._steps.get(step, "new_tokens") or 0
 
     def _finished(self, message: RequestFinished) -> None:
-        self._requests[message.request].finished = message
+        self._requests.end(message)
+        self._generated.values[message.request] = message.generated_len
         self._n_finished += 1
 
     def tables(
@@ -243,11 +252,10 @@ class Census:
             acknowledged,
             lost_reason,
             dropped,
-            self._left_out(),
+            self._left_out,
             unlogged=frozenset(self._lost) - logged_drops,
         )
-        for number, request in self._requests.items():
-            self._owe(pieces, number, request)
+        self._owe(pieces)
         spans = span_table(pieces)
         steps = self._step_table(pieces)
         requests = self._request_table(client)
@@ -259,68 +267,60 @@ class Census:
         }
         return CensusTables(requests, steps, spans, totals)
 
-    def _left_out(self) -> dict[str, dict[int, str]]:
-        """Return, per phase, the reason by request of those that a sampling rule leaves out."""
-        found: dict[str, dict[int, str]] = {"prefill": {}, "decode": {}}
-        for number, request in self._requests.items():
-            rule = request.arrived.left_out
-            if rule.prefill is not None:
-                found["prefill"][number] = rule.prefill
-            if rule.decode is not None:
-                found["decode"][number] = rule.decode
-        return found
-
-    def _owe(self, pieces: Pieces, number: int, request: _Request) -> None:
-        """Add the positions that a request owes and that were never computed."""
-        high = int(self._high_water.values[number])
-        length, generated = request.arrived.prompt_len, _generated(request, high)
-        due = max(length + generated - 1 if generated else length, high)
-        if high < due:
-            one = np.ones(1, np.int64)
-            reason = "engine_ended" if request.finished is None else "request_aborted"
-            pieces.add(one * number, one * high, one * due, ABORTED, NO_STEP, reason=reason)
+    def _owe(self, pieces: Pieces) -> None:
+        """Add the positions that requests owe and that were never computed."""
+        numbers = np.flatnonzero(self._generated.values != NO_REQUEST)
+        told, length = self._generated.values[numbers], self._prompt_len.values[numbers]
+        high = self._high_water.values[numbers]
+        generated = _generated(told, high, length)
+        due = np.maximum(np.where(generated > 0, length + generated - 1, length), high)
+        for ended, reason in (
+            (told != RUNNING, "request_aborted"),
+            (told == RUNNING, "engine_ended"),
+        ):
+            pieces.add(numbers[ended], high[ended], due[ended], ABORTED, NO_STEP, reason=reason)
 
     def _step_table(self, pieces: Pieces) -> pa.Table:
-        numbers = np.array(sorted(n for n, s in self._steps.items() if "t_ns" in s), np.int64)
+        numbers, known = self._steps.table("t_ns")
         columns: dict[str, object] = {"step": numbers}
         by_step = pieces.tokens_by_step(numbers)
         for name in tables.SCHEMAS["steps"].names[1:]:
-            disposition = name.removesuffix("_tokens")
-            if disposition in by_step:
-                columns[name] = by_step[disposition]
-            else:
-                columns[name] = [self._steps[int(n)].get(name) for n in numbers]
+            columns[name] = by_step.get(name.removesuffix("_tokens"), known[name])
         return tables.build("steps", columns)
 
     def _request_table(self, client: ClientFacts) -> pa.Table:
         prompts = {prompt.key: prompt for prompt in client.prompts}
-        rows = [
-            _request_row(
-                number,
-                request,
-                high=int(self._high_water.values[number]),
-                cached=int(self._cached.values[number]),
-                prompt=prompts.get(request.arrived.external_id),
-                engine_cached=client.engine_cached.get(request.arrived.external_id),
-            )
-            for number, request in sorted(self._requests.items())
-        ]
+        parts = [tables.empty("requests")]
+        for batch in self._requests.batches():
+            rows = [
+                _request_row(
+                    request,
+                    high=int(self._high_water.values[request.arrived.request]),
+                    cached=int(self._cached.values[request.arrived.request]),
+                    prompt=prompts.get(request.arrived.external_id),
+                    engine_cached=client.engine_cached.get(request.arrived.external_id),
+                )
+                for request in batch
+            ]
+            parts.append(_rows_table(rows))
+        told = pa.concat_tables(parts).sort_by("request")
         skipped = [prompt for prompt in client.prompts if prompt.skip is not None]
-        rows += [_skipped_row(len(rows) + i, prompt) for i, prompt in enumerate(skipped)]
-        names = tables.SCHEMAS["requests"].names
-        return tables.build("requests", {name: [row.get(name) for row in rows] for name in names})
+        rows = [_skipped_row(told.num_rows + i, prompt) for i, prompt in enumerate(skipped)]
+        return pa.concat_tables([told, _rows_table(rows)]).combine_chunks()
 
 
-def _generated(request: _Request, high_water: int) -> int:
+def _rows_table(rows: list[dict[str, object]]) -> pa.Table:
+    names = tables.SCHEMAS["requests"].names
+    return tables.build("requests", {name: [row.get(name) for row in rows] for name in names})
+
+
+def _generated(told: np.ndarray, high_water: np.ndarray, prompt_len: np.ndarray) -> np.ndarray:
     """Return the sampled tokens; of a request that never ended, those that were fed."""
-    if request.finished is not None:
-        return request.finished.generated_len
-    return max(high_water - request.arrived.prompt_len, 0)
+    return np.where(told == RUNNING, np.maximum(high_water - prompt_len, 0), told)
 
 
 def _request_row(
-    number: int,
-    request: _Request,
+    request: Request,
     *,
     high: int,
     cached: int,
@@ -329,14 +329,15 @@ def _request_row(
 ) -> dict[str, object]:
     arrived, finished = request.arrived, request.finished
     reason, why = _finish_reason(finished)
+    fed = max(high - arrived.prompt_len, 0)
     return {
-        "request": number,
+        "request": arrived.request,
         "external_id": prompt.external_id if prompt else arrived.external_id,
         "internal_id": arrived.internal_id,
         "source": prompt.source if prompt else None,
         "source_row": prompt.source_row if prompt else None,
         "prompt_len": arrived.prompt_len,
-        "generated_len": _generated(request, high),
+        "generated_len": finished.generated_len if finished else fed,
         "cached_tokens": max(cached, 0),
         "engine_cached_tokens": engine_cached,
         "n_preemptions": request.n_preemptions,

@@ -14,7 +14,7 @@ from typing import Any
 from actds_writers.capacity import MIB, Capacity
 from actds_writers.dashboard import format_nbytes, format_seconds
 from actds_writers.machine import Machine
-from actds_writers.sizing import Overhead
+from actds_writers.sizing import Load, Overhead, census_nbytes
 
 __all__ = ["as_json", "page", "write_options"]
 
@@ -119,6 +119,7 @@ def as_json(
             "shared_nbytes": memory.shared_nbytes,
             "writer_nbytes": memory.writer_nbytes,
             "nbytes": memory.nbytes,
+            "census_nbytes": _census_nbytes(found.load, n_tokens),
         },
         "stalls": [
             {name: _finite(value) for name, value in asdict(stall).items()}
@@ -190,6 +191,8 @@ def _needs(found: Capacity, overhead: Overhead, n_tokens: int) -> list[str]:
               f"{format_nbytes(memory.device_nbytes)} device + "
               f"{format_nbytes(memory.shared_nbytes)} shared + "
               f"{format_nbytes(memory.writer_nbytes)} writer"),
+        _line("", f"{format_nbytes(_census_nbytes(load, n_tokens))} more for the census, little "
+              "by little"),
     ]  # fmt: skip
     slow = min((r for r in (load.prefill, load.decode) if r > 0), default=0.0)
     if slow:
@@ -199,6 +202,11 @@ def _needs(found: Capacity, overhead: Overhead, n_tokens: int) -> list[str]:
                   f"for up to {format_seconds(seconds)}")
         )  # fmt: skip
     return lines
+
+
+def _census_nbytes(load: Load, n_tokens: int) -> float:
+    n_requests, n_steps = n_tokens / load.tokens_per_request, n_tokens / load.tokens_per_step
+    return census_nbytes(n_requests, n_steps, n_tokens)
 
 
 def _stalls(found: Capacity) -> list[str]:

@@ -20,6 +20,7 @@ __all__ = [
     "Overhead",
     "Sizes",
     "Stalled",
+    "census_nbytes",
     "memory_bound",
     "peak_queue",
     "rows_per_shard",
@@ -39,6 +40,10 @@ N_BUFFERS = 3
 TOKEN_COLUMNS_NBYTES = 28
 READOUT_PART_NBYTES = 32 << 20
 """Readouts in memory at most before a part is committed, beside the part being written."""
+
+CENSUS_REQUEST_NBYTES, CENSUS_STEP_NBYTES, CENSUS_TOKEN_NBYTES = 300, 40, 3
+"""What the census keeps of a request that ended, of a step and of a token, packed, to the end of
+the run; a test holds it to that."""
 
 BUFFER_BUDGET_NBYTES = 4 << 30
 """Memory of all shard buffers together, when the number of rows per shard is not given."""
@@ -145,8 +150,8 @@ class MemoryBound:
 def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
     """Return the memory of all stages.
 
-    Beside it there are the interpreters, the tables of the census, which grow with requests and
-    steps, and the page cache.
+    Beside it there are the interpreters, the census, which grows as ``census_nbytes`` says, and the
+    page cache.
     """
     g, rows = geometry, sizes.max_step_rows
     step_nbytes = _up(g.row_nbytes * rows, ALIGNMENT)
@@ -167,6 +172,22 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
         buffers=N_BUFFERS * capacity * (g.row_nbytes + TOKEN_COLUMNS_NBYTES),
         encode=2 * capacity * g.hook_nbytes,
         readouts=2 * READOUT_PART_NBYTES if g.n_readouts else 0,
+    )
+
+
+def census_nbytes(n_requests: float, n_steps: float, n_tokens: float) -> float:
+    """Return what a census has grown by while it runs, at most; packed, to the end of the run.
+
+    Args:
+        n_requests: requests that have ended.
+        n_steps: steps.
+        n_tokens: computed tokens; each may be a piece of its own, and an entry of 32 bytes stands
+            for every prefix block of a prompt, of 16 tokens or more.
+    """
+    return (
+        CENSUS_REQUEST_NBYTES * n_requests
+        + CENSUS_STEP_NBYTES * n_steps
+        + CENSUS_TOKEN_NBYTES * n_tokens
     )
 
 
