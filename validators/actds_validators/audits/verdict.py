@@ -57,7 +57,7 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     share = evidence.accounting.loss_share
     bias, loss = numbers["bias"], numbers["loss"]
     if bias.ok:
-        return _negligible(share, bias, numbers)
+        return _negligible(evidence.accounting, bias, numbers)
     if not loss.ok:
         return Verdict(
             level="FAIL",
@@ -91,7 +91,7 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
         f"on every {_asked(missing)}.",
         deciding=numbers["difference"],
         numbers=list(numbers.values()),
-        next_steps=_advice(missing),
+        next_steps=[*_advice(missing), *_on_reuse(evidence.accounting)],
     )
 
 
@@ -159,7 +159,8 @@ def _unaccounted(n: int, numbers: dict[str, Number]) -> Verdict:
     )
 
 
-def _negligible(share: float, bias: Number, numbers: dict[str, Number]) -> Verdict:
+def _negligible(account: Accounting, bias: Number, numbers: dict[str, Number]) -> Verdict:
+    share = account.loss_share
     unresolved = numbers.get("unresolved")
     if unresolved is not None and not unresolved.ok:
         return Verdict(
@@ -184,7 +185,7 @@ def _negligible(share: float, bias: Number, numbers: dict[str, Number]) -> Verdi
         sentence=sentence,
         deciding=bias,
         numbers=list(numbers.values()),
-        next_steps=["Train on it."],
+        next_steps=["Train on it.", *_on_reuse(account)],
     )
 
 
@@ -308,6 +309,16 @@ def _advice(missing: Missingness) -> list[str]:
     return [
         "Train on it, if what you study is not the values themselves: without readouts nobody can "
         "say whether losses go with them."
+    ]
+
+
+def _on_reuse(account: Accounting) -> list[str]:
+    if not account.cache_ref:
+        return []
+    reused = account.cache_ref / max(1, account.positions)
+    return [
+        f"{reused:.0%} of the positions were served from the prefix cache: to weigh rows as they "
+        'were served, load with weights="multiplicity".'
     ]
 
 
