@@ -1,0 +1,270 @@
+"""Verdicts: what harvests of known truth get, and every rule and border of the judge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from audit_results import COVARIATES
+from audit_tokens import audited, tables_of
+
+from actds_validators.audits.missingness import bound
+from actds_validators.audits.result import (
+    Accounting,
+    Association,
+    Covariate,
+    Difference,
+    Estimate,
+    Finding,
+    Group,
+    Limits,
+    Mechanism,
+    Missingness,
+    Verdict,
+)
+from actds_validators.audits.verdict import Evidence, judge
+from actds_validators.simulate import SCENARIOS, simulate
+
+LIMITS = Limits()
+
+
+def verdict_of(name: str, seed: int, limits: Limits = LIMITS, **changes: Any) -> Verdict:
+    run = simulate(replace(SCENARIOS[name], **changes), seed)
+    return judge(audited(tables_of(run), limits=limits).evidence, limits)
+
+
+# harvests -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "block"])
+def test_a_harvest_that_lost_nothing_is_complete(name: str) -> None:
+    found = verdict_of(name, 1, n_steps=800)
+    assert (found.level, found.kind) == ("PASS", "complete")
+    assert found.deciding.value == 0 and found.deciding.limit == LIMITS.negligible_bias
+
+
+def test_a_tiny_loss_is_negligible_though_it_goes_with_the_values() -> None:
+    found = verdict_of("negligible", 1, n_steps=1500)
+    assert (found.level, found.kind) == ("PASS", "negligible")
+    assert 0 < found.deciding.value <= LIMITS.negligible_bias
+
+
+def test_a_fifth_is_heavy() -> None:
+    found = verdict_of("heavy", 1, n_steps=800)
+    assert (found.level, found.kind) == ("FAIL", "heavy")
+    assert found.deciding.value > found.deciding.limit == LIMITS.max_loss  # type: ignore[operator]
+
+
+def test_a_loss_at_random_is_uncorrelated_only_where_equivalence_is_proven() -> None:
+    changes = {"n_steps": 4000, "rate": 0.04}
+    short = verdict_of("mcar_steps", 1, **changes)
+    assert (short.level, short.kind) == ("INCONCLUSIVE", "too-little-evidence")
+    assert len(short.lacks) == 1 and short.lacks[0].startswith("equivalence within 0.1 is not pr")
+    wide = Limits(equivalence=0.5)
+    proven = verdict_of("mcar_steps", 1, wide, **changes)
+    assert (proven.level, proven.kind) == ("PASS", "uncorrelated")
+    assert proven.deciding.limit == 0.5 and 0.1 < proven.deciding.value < 0.5
+
+
+def test_few_events_are_too_few() -> None:
+    found = verdict_of("few_events", 2, n_steps=4000, rate=0.02)
+    assert (found.level, found.kind) == ("INCONCLUSIVE", "too-little-evidence")
+    assert found.deciding.name == "independent loss events" and found.deciding.value <= 3
+    assert "3 independent loss events, of 30 needed" in found.lacks
+
+
+def test_a_loss_under_load_warns() -> None:
+    found = verdict_of("mar_load", 3, n_steps=6000, rate=0.04)
+    assert (found.level, found.kind) == ("WARN", "load-dependent")
+    assert found.deciding.value < LIMITS.fdr and found.deciding.ok is False
+    assert "busy times" in found.sentence
+
+
+def test_a_queue_that_overflows_warns_of_the_content_that_comes_with_the_load() -> None:
+    found = verdict_of("queue", 3, n_steps=12_000, rate=0.03, readouts=False)
+    assert (found.level, found.kind) == ("WARN", "content-dependent")
+    assert found.numbers[-1].value < LIMITS.serious
+    assert "--weights" in " ".join(found.next_steps)
+
+
+@pytest.mark.parametrize("name", ["mnar_content", "mnar_projection", "mnar_steps"])
+def test_a_loss_by_value_is_told_and_fails_when_it_is_serious(name: str) -> None:
+    changes = {"n_steps": 3000, "rate": 0.03}
+    found = verdict_of(name, 4, **changes)
+    assert (found.level, found.kind) == ("WARN", "values-dependent")
+    effect = found.numbers[-1]
+    assert 0 < effect.value < LIMITS.serious and effect.limit == LIMITS.serious
+    strict = verdict_of(name, 4, Limits(serious=effect.value * 0.99), **changes)
+    assert (strict.level, strict.kind) == ("FAIL", "values-dependent")
+    assert strict.deciding.value == pytest.approx(effect.value)
+
+
+def test_without_readouts_a_loss_by_value_cannot_be_told() -> None:
+    found = audited(tables_of(simulate(
+        replace(SCENARIOS["mnar_projection"], n_steps=2000, rate=0.03, readouts=False), 4
+    )))  # fmt: skip
+    assert found.missingness is not None
+    assert any("MNAR" in question for question in found.missingness.could_not_ask)
+    assert not any(d.covariate.group == "values" for d in found.missingness.differences)
+
+
+# the judge ------------------------------------------------------------------------------------
+
+
+def account(n_lost: int, n: int = 10_000, **others: Any) -> Accounting:
+    told: dict[str, Any] = {
+        "positions": n, "computed": n, "captured": n - n_lost, "cache_ref": 0, "dropped": n_lost,
+        "aborted": 0, "filtered": 0, "recomputed": 0, "unresolved": 0, "requests": 10, "steps": 100,
+        "loss_share": n_lost / n, "waterfall": [], "findings": [], **others,
+    }  # fmt: skip
+    return Accounting(**told)
+
+
+def covariate(group: Group) -> Covariate:
+    name, label, unit, of = next(c for c in COVARIATES if c[3] == group)
+    return Covariate(name=name, label=label, unit=unit, group=of)
+
+
+def difference(
+    group: Group, low: float = -0.05, high: float = 0.05, bias: float = 0.01
+) -> Difference:
+    return Difference(
+        covariate=covariate(group), mean_all=0.0, sd_all=1.0, mean_lost=(low + high) / 2,
+        smd=Estimate(value=(low + high) / 2, low=low - 0.01, high=high + 0.01),
+        equivalence=Estimate(value=(low + high) / 2, low=low, high=high, confidence=0.9),
+        before_weighting=Estimate(value=bias, low=bias - 0.01, high=bias + 0.01),
+    )  # fmt: skip
+
+
+def association(group: Group, p: float, *, rejected: bool) -> Association:
+    return Association(
+        name="shift", covariate=covariate(group), statistic=1.0, p=p, adjusted_p=p,
+        rejected=rejected, n_units=50, unit="shifts",
+    )  # fmt: skip
+
+
+def evidence(
+    n_lost: int = 200,
+    tests: tuple[Association, ...] = (),
+    found: tuple[Difference, ...] = (difference("content"), difference("values")),
+    n_events: int = 30,
+    detectable: float | None = 0.05,
+    *,
+    long_enough: bool = True,
+    **others: Any,
+) -> Evidence:
+    return Evidence(
+        account(n_lost, **others),
+        Missingness(differences=list(found), bound=bound(n_lost / 10_000), could_ask=[],
+                    could_not_ask=[]),
+        Mechanism(
+            tests=[association("system", 0.4, rejected=False), *tests], n_events=n_events,
+            n_steps=100, n_lost_steps=40, n_partial_steps=0, n_blocks=20, block_steps=5,
+            detectable=detectable,
+        ),
+        long_enough,
+    )  # fmt: skip
+
+
+def kind(given: Evidence, limits: Limits = LIMITS) -> tuple[str, str]:
+    found = judge(given, limits)
+    assert found.deciding in found.numbers and found.sentence and found.next_steps
+    assert bool(found.lacks) == (found.level == "INCONCLUSIVE")
+    assert all(n.limit is not None and n.ok is not None for n in found.numbers)
+    assert len({n.name for n in found.numbers}) == len(found.numbers)
+    return found.level, found.kind
+
+
+ERROR = Finding(code="E406", place="here", got="1", expected="2", severity="error")
+REJECTED = {group: association(group, 0.001, rejected=True)
+            for group in ("system", "content", "values")}  # fmt: skip
+
+
+def test_what_does_not_add_up_fails_whatever_else_there_is() -> None:
+    assert kind(evidence(findings=[ERROR])) == ("FAIL", "unaccounted")
+    assert kind(evidence(0, findings=[ERROR])) == ("FAIL", "unaccounted")
+    noted = ERROR.model_copy(update={"severity": "warning"})
+    assert kind(evidence(0, findings=[noted])) == ("PASS", "complete")
+
+
+def test_negligible_ends_where_the_worst_case_does() -> None:
+    # sqrt(s / (1 - s)) = 0.02 at s = 0.0004 / 1.0004.
+    n = 10_004
+    assert kind(evidence(4, n=n)) == ("PASS", "negligible")
+    assert math.sqrt(4 / 10_000) == LIMITS.negligible_bias
+    assert kind(evidence(5, n=n))[1] != "negligible"
+    assert kind(evidence(4, tests=(REJECTED["values"],), n=n)) == ("PASS", "negligible")
+
+
+def test_references_without_a_row_warn_beyond_their_limit() -> None:
+    assert kind(evidence(0, cache_ref=1000, unresolved=10)) == ("PASS", "complete")
+    assert kind(evidence(0, cache_ref=1000, unresolved=11)) == ("WARN", "unresolved")
+    assert kind(evidence(2, cache_ref=1000, unresolved=11)) == ("WARN", "unresolved")
+
+
+def test_heavy_begins_above_the_limit() -> None:
+    assert kind(evidence(500))[1] == "uncorrelated"
+    assert kind(evidence(501)) == ("FAIL", "heavy")
+    assert kind(evidence(10_000)) == ("FAIL", "heavy")
+    assert kind(evidence(501, tests=(REJECTED["values"],))) == ("FAIL", "heavy")
+    assert kind(evidence(501), Limits(max_loss=0.06))[1] == "uncorrelated"
+
+
+def test_a_rejected_test_decides_by_its_group() -> None:
+    assert kind(evidence(tests=(REJECTED["system"],))) == ("WARN", "load-dependent")
+    assert kind(evidence(tests=(REJECTED["content"],))) == ("WARN", "content-dependent")
+    assert kind(evidence(tests=(REJECTED["system"], REJECTED["content"]))) == (
+        "WARN", "content-dependent")  # fmt: skip
+    assert kind(evidence(tests=tuple(REJECTED.values()))) == ("WARN", "values-dependent")
+
+
+def test_dependence_fails_when_what_was_rejected_is_seriously_off() -> None:
+    serious = LIMITS.serious
+
+    def values(bias: float) -> tuple[Difference, ...]:
+        return (difference("content", bias=0.9), difference("values", bias=bias))
+
+    asked = (REJECTED["values"],)
+    assert kind(evidence(tests=asked, found=values(-serious))) == ("WARN", "values-dependent")
+    assert kind(evidence(tests=asked, found=values(-serious - 0.01))) == (
+        "FAIL", "values-dependent")  # fmt: skip
+    both = (REJECTED["values"], REJECTED["content"])
+    assert kind(evidence(tests=both, found=values(0.0))) == ("FAIL", "values-dependent")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (evidence(n_events=29), "29 independent loss events, of 30 needed"),
+        (evidence(long_enough=False), "too short against its bursts"),
+        (evidence(found=()), "no content covariate has an interval"),
+        (evidence(found=(difference("system"),)), "no content covariate has an interval"),
+        (evidence(found=(difference("values", high=0.1),)), "not proven for row norm"),
+        (evidence(found=(difference("content", low=-0.1),)), "not proven for prompt length"),
+    ],
+)
+def test_inconclusive_says_what_is_short(given: Evidence, words: str) -> None:
+    assert kind(given) == ("INCONCLUSIVE", "too-little-evidence")
+    [lack] = judge(given, LIMITS).lacks
+    assert words in lack
+
+
+def test_the_system_needs_no_equivalence() -> None:
+    found = (difference("content"), difference("system", high=3.0))
+    assert kind(evidence(found=found)) == ("PASS", "uncorrelated")
+
+
+def test_a_loss_that_no_step_shows_is_inconclusive() -> None:
+    aborted = Evidence(account(200, dropped=0, aborted=200), None, None)
+    assert kind(aborted) == ("INCONCLUSIVE", "too-little-evidence")
+    assert kind(Evidence(account(0, n=1, positions=0, computed=0, captured=0), None, None)) == (
+        "PASS", "complete")  # fmt: skip
+
+
+def test_every_limit_is_held_against_a_number() -> None:
+    found = judge(evidence(cache_ref=1000, tests=(REJECTED["content"],)), LIMITS)
+    limits = {n.limit for n in found.numbers}
+    assert limits >= {LIMITS.negligible_bias, LIMITS.max_loss, LIMITS.equivalence, LIMITS.serious,
+                      LIMITS.min_events, LIMITS.fdr, LIMITS.max_unresolved}  # fmt: skip
