@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from actds_validators.audits.sources import RunSource
-from actds_validators.statistics.events import count_events
+from actds_validators.statistics.events import correlation_steps, count_events
 from actds_validators.statistics.jackknife import Blocks, blocks
 from actds_validators.statistics.load import ewma
 
@@ -170,7 +170,7 @@ def make_series(runs: list[RunSteps], n_blocks: int) -> Series | None:
         blocks=blocks(len(labels), labels, share, n_blocks, min(20, n_blocks)),
         offsets=np.cumsum([0, *(len(s) for s in starts)]),
         steps_per_tick=width,
-        n_events=count_events(lost, labels) if lost.any() else 0,
+        n_events=_events(lost, share, labels),
         n_steps=n_steps,
         n_lost_steps=sum(int((r.lost > 0).sum()) for r in runs),
         n_partial_steps=sum(int(((r.lost > 0) & (r.lost < r.computed)).sum()) for r in runs),
@@ -193,6 +193,19 @@ def register(source: RunSource, steps: RunSteps, series: Series) -> None:
     source.connection.register("step_tick_arrow", table)
     source.connection.execute("create temp table step_tick as select * from step_tick_arrow")
     source.connection.unregister("step_tick_arrow")
+
+
+def _events(lost: Floats, share: Floats, labels: Ints) -> int:
+    """Return the independent loss events.
+
+    Where most ticks lose something there are no gaps to count: then as many as there are
+    correlation times.
+    """
+    if not lost.any():
+        return 0
+    if np.count_nonzero(lost) <= len(lost) / 2:
+        return count_events(lost, labels)
+    return max(1, int(len(lost) / correlation_steps(share, labels)))
 
 
 def _sums(run: RunSteps, x: Floats) -> Floats:
