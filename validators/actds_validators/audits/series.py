@@ -6,6 +6,7 @@ and the statistics of load, blocks and events.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -198,14 +199,16 @@ def register(source: RunSource, steps: RunSteps, series: Series) -> None:
 def _events(lost: Floats, share: Floats, labels: Ints) -> int:
     """Return the independent loss events.
 
+    The correlation is that of the share lost: lost tokens go with the size of the steps as well.
     Where most ticks lose something there are no gaps to count: then as many as there are
     correlation times.
     """
     if not lost.any():
         return 0
+    time = correlation_steps(share, labels)
     if np.count_nonzero(lost) <= len(lost) / 2:
-        return count_events(lost, labels)
-    return max(1, int(len(lost) / correlation_steps(share, labels)))
+        return count_events(lost, labels, math.ceil(time))
+    return max(1, int(len(lost) / time))
 
 
 def _sums(run: RunSteps, x: Floats) -> Floats:
