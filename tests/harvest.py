@@ -40,14 +40,14 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, **ENGINE_ENVIRONMENT, **extra}
 
 
-def command(out: Path, model: Path, prompts: Path, *options: str) -> list[str]:
+def command(out: Path | str, model: Path, prompts: Path, *options: str) -> list[str]:
     """Return the command line of a harvest."""
     arguments = ["--model", str(model), "--prompts", str(prompts), *options]
     return [sys.executable, "-m", "actds", "write", str(out), *arguments]
 
 
 def run(
-    out: Path, model: Path, prompts: Path, *options: str, **extra: str
+    out: Path | str, model: Path, prompts: Path, *options: str, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a harvest to its end, whatever that is."""
     return subprocess.run(
@@ -59,12 +59,14 @@ def run(
     )
 
 
-def harvest_alone(out: Path, model: Path, prompts: Path, *options: str, **extra: str) -> Dataset:
+def harvest_alone(
+    out: Path | str, model: Path, prompts: Path, *options: str, **extra: str
+) -> Dataset:
     """Run a harvest whose engine lives in the command's own process."""
     return harvest(out, model, prompts, *options, *ALONE, **ONE_PROCESS, **extra)
 
 
-def harvest(out: Path, model: Path, prompts: Path, *options: str, **extra: str) -> Dataset:
+def harvest(out: Path | str, model: Path, prompts: Path, *options: str, **extra: str) -> Dataset:
     """Run a harvest that must succeed, and validate what it wrote."""
     done = run(out, model, prompts, *options, **extra)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -16,6 +16,7 @@ from tiny import make_random_model
 
 import actds
 from actds.errors import ActdsError
+from actds.store import open_store
 
 pytestmark = pytest.mark.engine
 
@@ -151,6 +152,34 @@ def test_ctrl_c_seals_and_resume_completes(model: Path, prompts: Path, tmp_path:
     whole = h.harvest(out, model, many, *options, "--resume")
     served = [r for r in whole.requests().to_pylist() if r["finish_reason"] != "abort"]
     assert sorted(r["source_row"] for r in served) == list(range(60))
+
+
+def test_a_killed_harvest_onto_an_object_store_is_resumed(
+    model: Path, prompts: Path, s3_root: str, tmp_path: Path
+) -> None:
+    many = tmp_path / "many.jsonl"
+    many.write_text(prompts.read_text() * 4)
+    options = (*OPTIONS, "--rows-per-shard", "64", "--engine", "max_num_seqs=2")
+    process = subprocess.Popen(
+        h.command(s3_root, model, many, *options), env=h.environment(), stderr=subprocess.DEVNULL
+    )
+    store = open_store(s3_root)
+    while not store.list("shards") and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()  # the engine is in it; writer and census find themselves alone
+    assert process.wait() == -signal.SIGKILL
+    taken = h.run(s3_root, model, many, *options)
+    assert "E008" in taken.stderr
+    whole = h.harvest(s3_root, model, many, *options, "--resume")
+    assert len(whole.runs) == 2
+    served = [r for r in whole.requests(run=True).to_pylist() if r["finish_reason"] == "length"]
+    lost = {
+        (s["run"], s["request"])
+        for s in whole.spans(run=True).to_pylist()
+        if s["disposition"] == "aborted"
+    }
+    complete = [r["source_row"] for r in served if (r["run"], r["request"]) not in lost]
+    assert sorted(complete) == list(range(40))
 
 
 def refused(model: Path, prompts: Path, tmp_path: Path, *options: str) -> ActdsError:
