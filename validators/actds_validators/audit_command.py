@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,7 @@ def audit(
     the number that decided. It reads tables only; --against and --by read rows as well. Exit codes:
     0, or 1 by --fail-on; 2 usage; 3 not readable.
     """
+    _need_extra(("duckdb", "scipy", "jinja2") if html else ("duckdb", "scipy"))
     from actds_validators.audits.audit import audit as run_audit
     from actds_validators.report import html as page
     from actds_validators.report import terminal
@@ -120,6 +122,21 @@ def audit(
             if out is not None:
                 click.echo(f"{what}: {out}")
     sys.exit(exit_code(result, "warn" if strict else fail_on))
+
+
+def _need_extra(packages: tuple[str, ...]) -> None:
+    """Raise E011 when a package of the extra is not installed."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        from actds.errors import ActdsError
+
+        raise ActdsError(
+            "E011",
+            "actds audit",
+            got=f"the package {missing[0]} is not installed",
+            expected="the extra actds[audit]",
+            next_step='pip install "actds[audit]"',
+        )
 
 
 def exit_code(result: Audit, fail_on: str) -> int:

@@ -148,10 +148,11 @@ def coverage(counts: CoverageCounts, *, labelled: bool = False) -> Coverage | No
                         served_once=stored / served if served else None,
                     )
                 )
+    rarity = [n for _, n in sorted(counts.rarity.items())]
     triples = {
         "token class": _by(counts, 0),
         "position band": _by(counts, 1),
-        "rarity of the token": np.array(list(counts.rarity.values()), np.float64).T,
+        "rarity of the token": np.array(rarity, np.float64).T,
     }
     shifts = [
         shift for name, triple in triples.items() if (shift := _shift(name, triple)) is not None
@@ -175,7 +176,7 @@ def _bits(rarity: str) -> str:
 def _by(counts: CoverageCounts, axis: int) -> Floats:
     """Return stored, weighted and existing positions ``(3, n)`` by class (0) or band (1)."""
     found: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for key, (stored, reused, lost, _filtered) in counts.cells.items():
+    for key, (stored, reused, lost, _filtered) in sorted(counts.cells.items()):
         known = key[0] != NOWHERE
         found[key[axis]][0] += stored
         found[key[axis]][1] += stored + (reused if known else 0)

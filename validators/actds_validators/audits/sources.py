@@ -6,9 +6,11 @@ Imports the format room and DuckDB.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import duckdb
@@ -78,18 +80,20 @@ class RunSource:
 @contextmanager
 def connect() -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a connection to an empty database in memory, bounded and without extensions."""
-    settings: dict[str, str | bool | int | float | list[str]] = {
-        "memory_limit": MEMORY_LIMIT,
-        "threads": str(N_THREADS),
-        "autoinstall_known_extensions": "false",
-        "autoload_known_extensions": "false",
-        "preserve_insertion_order": "false",
-    }
-    connection = duckdb.connect(":memory:", config=settings)
-    try:
-        yield connection
-    finally:
-        connection.close()
+    with TemporaryDirectory(prefix="actds-audit-") as spill:
+        settings: dict[str, str | bool | int | float | list[str]] = {
+            "memory_limit": MEMORY_LIMIT,
+            "threads": str(N_THREADS),
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+            "preserve_insertion_order": "false",
+            "temp_directory": spill,  # by default a folder in the working directory
+        }
+        connection = duckdb.connect(":memory:", config=settings)
+        try:
+            yield connection
+        finally:
+            connection.close()
 
 
 @contextmanager
@@ -121,7 +125,7 @@ def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
                     _check(catalog, path, sha256)
                     paths.append(str(catalog.store.local_path(path)))
                     tables.from_parquet(name, paths[-1], path, columns=[])  # its form alone
-                connection.read_parquet(paths).create_view(name)
+                connection.read_parquet([_literal(p) for p in paths]).create_view(name)
             elif name == "tokens":
                 found = [shard.tokens() for shard in shards] if entries else []
                 _register(connection, name, pa.concat_tables([tables.empty(name), *found]))
@@ -142,6 +146,11 @@ def arrow_source(run: str, found: Mapping[str, pa.Table]) -> Iterator[RunSource]
 def _register(connection: duckdb.DuckDBPyConnection, name: str, table: pa.Table) -> None:
     connection.register(f"{name}_arrow", table)
     connection.execute(f"create view {name} as select * from {name}_arrow")
+
+
+def _literal(path: str) -> str:
+    """Return a path that DuckDB does not take for a pattern."""
+    return re.sub(r"([*?\[])", r"[\1]", path)
 
 
 def _check(catalog: Catalog, path: str, expected: str) -> None:

@@ -199,10 +199,10 @@ def token_sums(source: RunSource, tokens: Tokens, series: Series) -> list[Covari
 def values_of(source: RunSource) -> Iterator[tuple[Covariate, str, str]]:
     """Yield the readouts as covariates, with their hook and expression over a readout."""
     for hook in source.hooks:
-        names = {"norm": "norm::double"}
+        names = {"norm": "norm"}
         for k in range(source.n_projections):
-            names[f"projection {k}"] = f"projections[{k + 1}]::double"
-        for name, expression in names.items():
+            names[f"projection {k}"] = f"projections[{k + 1}]"
+        for name, value in names.items():
             yield (
                 Covariate(
                     name=f"{hook} {name}",
@@ -211,7 +211,7 @@ def values_of(source: RunSource) -> Iterator[tuple[Covariate, str, str]]:
                     group="values",
                 ),
                 hook,
-                expression,
+                f"case when isfinite({value}) then {value}::double end",
             )
 
 

@@ -1,0 +1,143 @@
+"""The command: what it prints and writes, how it ends, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from click.testing import CliRunner, Result
+
+from actds.cli import cli
+from actds_validators.audits.result import Audit
+from actds_validators.simulate import SCENARIOS, simulate, write_dataset
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["audit", *(str(arg) for arg in args)], prog_name="actds")
+
+
+def made(path: Path, name: str, seed: int = 1, **changes: object) -> Path:
+    options = {"n_steps": 300, **changes}
+    return write_dataset(simulate(replace(SCENARIOS[name], **options), seed), path)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a dataset for each verdict."""
+    root = tmp_path_factory.mktemp("command")
+    return {
+        "PASS": made(root / "pass", "none", n_steps=150),
+        "WARN": made(root / "warn", "mnar_projection", n_steps=1500, rate=0.04),
+        "INCONCLUSIVE": made(root / "inconclusive", "mcar_steps", rate=0.03, readouts=False),
+        "FAIL": made(root / "fail", "heavy", n_steps=150),
+    }
+
+
+def test_json_on_stdout_is_the_result_and_nothing_else(datasets: dict[str, Path]) -> None:
+    told = run(datasets["INCONCLUSIVE"], "--json", "-", "--fail-on", "never")
+    assert told.exit_code == 0 and told.stderr == ""
+    document = json.loads(told.stdout)
+    assert document["schema"] == "actds.audit/1" and document["seal"] == 1
+    jsonschema.validate(document, Audit.model_json_schema(by_alias=True))
+    assert Audit.model_validate(document).as_json() == document
+    assert document["verdict"]["level"] == "INCONCLUSIVE" and document["verdict"]["lacks"]
+
+
+def test_files_are_written_where_told_and_the_page_says_so(
+    datasets: dict[str, Path], tmp_path: Path
+) -> None:
+    html, out = tmp_path / "report.html", tmp_path / "audit.json"
+    told = run(datasets["FAIL"], "--html", html, "--json", out)
+    assert told.exit_code == 1
+    assert sorted(tmp_path.iterdir()) == [out, html]
+    page = html.read_text(encoding="utf-8")
+    verdict = Audit.model_validate_json(out.read_text(encoding="utf-8")).verdict
+    assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
+    assert verdict.level == "FAIL" and verdict.level in told.stdout
+    assert str(html) in told.stdout and str(out) in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "failing"),
+    [
+        ((), {"FAIL"}),
+        (("--fail-on", "inconclusive"), {"FAIL", "INCONCLUSIVE"}),
+        (("--fail-on", "warn"), {"FAIL", "INCONCLUSIVE", "WARN"}),
+        (("--strict",), {"FAIL", "INCONCLUSIVE", "WARN"}),
+        (("--fail-on", "never"), set()),
+    ],
+)
+def test_the_exit_code_is_that_of_the_verdict(
+    datasets: dict[str, Path], arguments: tuple[str, ...], failing: set[str]
+) -> None:
+    for level, path in datasets.items():
+        told = run(path, *arguments)
+        assert level in told.stdout
+        assert told.exit_code == int(level in failing), (level, arguments, told.output)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--max-loss", "2"), ("--fdr", "0"), ("--min-events", "1"), ("--equivalence", "-1"),
+     ("--seed", "-1"), ("--negligible-bias", "0"), ("--serious", "nan")],
+)  # fmt: skip
+def test_a_limit_out_of_range_is_refused_by_name(
+    datasets: dict[str, Path], arguments: tuple[str, str]
+) -> None:
+    told = run(datasets["PASS"], *arguments)
+    assert told.exit_code == 2 and told.stdout == ""
+    assert told.stderr.startswith(f"E009 {arguments[0]}: ")
+
+
+def test_a_limit_moves_the_verdict_and_stands_in_the_result(datasets: dict[str, Path]) -> None:
+    told = run(datasets["FAIL"], "--max-loss", "0.9", "--json", "-")
+    document = json.loads(told.stdout)
+    assert document["limits"]["max_loss"] == 0.9 and document["verdict"]["kind"] != "heavy"
+
+
+def test_phases_and_another_dataset_are_compared_by_value(
+    datasets: dict[str, Path], tmp_path: Path
+) -> None:
+    other = made(tmp_path / "other", "none", n_steps=150)
+    told = run(datasets["PASS"], "--by", "phase", "--against", other, "--rows", 500, "--json", "-")
+    assert told.exit_code == 0, told.output
+    drift = json.loads(told.stdout)["drift"]
+    assert {one["kind"] for one in drift} >= {"population shift", "numeric drift"}
+    [same] = [one for one in drift if one["kind"] == "numeric drift"]
+    assert same["paired"] and max(abs(m["value"]) for m in same["measures"]) < 1e-6
+
+
+def test_what_is_no_dataset_is_not_readable(tmp_path: Path) -> None:
+    told = run(tmp_path / "nowhere")
+    assert told.exit_code == 3 and told.stdout == ""
+    assert "Traceback" not in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "needed"),
+    [("duckdb", (), True), ("scipy", (), True), ("jinja2", ("--html", "r.html"), True),
+     ("jinja2", (), False)],
+)  # fmt: skip
+def test_a_missing_extra_is_named(
+    datasets: dict[str, Path],
+    tmp_path: Path,
+    package: str,
+    arguments: tuple[str, ...],
+    needed: bool,
+) -> None:
+    script = f"import sys; sys.modules[{package!r}] = None; from actds.cli import main; main()"
+    command = [sys.executable, "-c", script, "audit", str(datasets["PASS"]), *arguments]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "Traceback" not in told.stderr
+    if not needed:
+        assert told.returncode == 0, told.stderr
+        return
+    assert told.returncode == 2 and told.stdout == ""
+    assert told.stderr.startswith(f"E011 actds audit: the package {package} is not installed")
+    assert 'pip install "actds[audit]"' in told.stderr
+    assert list(tmp_path.iterdir()) == []
