@@ -50,8 +50,10 @@ def read(
 
 
 def _expression(name: str) -> str | None:
+    if name == "position":
+        return "floor(log2(position + 1))"
     if name in _LENGTHS:
-        return f"floor(log2({name} + 1))"
+        return name.replace("_len", "_band")
     if name == "rarity":
         return f"case when rarity is not null then least(floor(rarity), {MAX_BITS}) end"
     return _CLASSES[name][0] if name in _CLASSES else None

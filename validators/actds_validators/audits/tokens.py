@@ -18,6 +18,7 @@ from actds_validators.audits.series import Series
 from actds_validators.audits.sources import RunSource
 
 __all__ = [
+    "MAY_BE_NULL",
     "Bands",
     "CovariateSums",
     "Tokens",
@@ -38,13 +39,15 @@ Banded = tuple[list[int], Floats]
 
 CONTENT = {
     "position": ("position in the request", "log2 tokens", "log2(position + 1)"),
-    "prompt_len": ("prompt length of the request", "log2 tokens", "log2(prompt_len + 1)"),
-    "request_len": ("length of the request", "log2 tokens", "log2(request_len + 1)"),
+    "prompt_len": ("prompt length of the request", "log2 tokens", "prompt_log"),
+    "request_len": ("length of the request", "log2 tokens", "request_log"),
     "prefill": ("prefill, against decode", "share", "(position < prompt_len)::double"),
     "special": ("special token", "share", "special::double"),
     "rarity": ("rarity of the token", "bits", "rarity"),
 }
 """Content covariates: label, unit, and expression over a computed token."""
+MAY_BE_NULL = "rarity"
+"""The only one of them that a token may lack."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,10 @@ def prepare(source: RunSource, sources: list[str], *, has_ids: bool) -> Tokens:
     """
     run = source.connection
     run.execute(
-        "create temp table asked as select request, prompt_len::bigint prompt_len, "
-        "prompt_len::bigint + greatest(generated_len, 1) - 1 request_len, source from requests"
+        "create temp table asked as select *, log2(prompt_len + 1) prompt_log, "
+        "log2(request_len + 1) request_log, floor(prompt_log)::int prompt_band, "
+        "floor(request_log)::int request_band from (select request, prompt_len::bigint prompt_len, "
+        "prompt_len::bigint + greatest(generated_len, 1) - 1 request_len, source from requests)"
     )
     [n_lost] = source.one("select count(*) from lost_rows")
     run.execute(
@@ -157,7 +162,7 @@ def prepare(source: RunSource, sources: list[str], *, has_ids: bool) -> Tokens:
     for view, rows in (("stored", "tokens"), ("gone", "gone_rows")):
         run.execute(
             f"create view {view} as select t.step, t.request, t.position, k.tick, k.block, "
-            f"k.partial, k.load, asked.prompt_len, asked.request_len, asked.source, "
+            f"k.partial, k.load, asked.* exclude (request), "
             f"{rare} rarity, {marked} special "
             f"from {rows} t join step_tick k using (step) join asked using (request) {words}"
         )
@@ -177,8 +182,9 @@ def prepare(source: RunSource, sources: list[str], *, has_ids: bool) -> Tokens:
 def token_sums(source: RunSource, tokens: Tokens, series: Series) -> list[CovariateSums]:
     """Return the sums of every content covariate over the ticks of the whole series."""
     columns = ", ".join(
-        f"count({e}) as n_{k}, sum({e}) as x_{k}, sum(({e}) * ({e})) as xx_{k}"
-        for k, (_, e) in enumerate(tokens.covariates.values())
+        f"count({e if name == MAY_BE_NULL else '*'}) as n_{k}, sum({e}) as x_{k}, "
+        f"sum(({e}) * ({e})) as xx_{k}"
+        for k, (name, (_, e)) in enumerate(tokens.covariates.items())
     )
     stored = _per_tick(source, f"select tick, {columns} from stored group by tick", series)
     gone = _per_tick(source, f"select tick, {columns} from gone group by tick", series)

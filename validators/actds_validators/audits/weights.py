@@ -16,7 +16,7 @@ import numpy.typing as npt
 from actds_validators.audits.result import WeightCell, Weighting
 from actds_validators.audits.series import Series
 from actds_validators.audits.sources import RunSource
-from actds_validators.audits.tokens import Tokens
+from actds_validators.audits.tokens import MAY_BE_NULL, Tokens
 from actds_validators.statistics.runs import Floats
 from actds_validators.statistics.weighting import (
     effective_rows,
@@ -112,9 +112,8 @@ def weighted_totals(
     assert cells.weights is not None
     values = ", ".join(f"({k}, {w!r})" for k, w in enumerate(cells.weights.reshape(-1).tolist()))
     columns = ", ".join(
-        f"coalesce(sum(w) filter (({e}) is not null), 0) as w_{k}, "
-        f"coalesce(sum(w * ({e})), 0) as wx_{k}"
-        for k, (_, e) in enumerate(tokens.covariates.values())
+        f"coalesce(sum(w){_where(name, e)}, 0) as w_{k}, coalesce(sum(w * ({e})), 0) as wx_{k}"
+        for k, (name, (_, e)) in enumerate(tokens.covariates.items())
     )
     found = source.columns(
         f"select block, {columns} from (select *, {cell_expression(cells)} as cell from stored) s "
@@ -165,6 +164,10 @@ def weighting(cells: Cells) -> Weighting | None:
         cells=listed,
         claim=claim,
     )
+
+
+def _where(name: str, expression: str) -> str:
+    return f" filter (({expression}) is not null)" if name == MAY_BE_NULL else ""
 
 
 def _bucket(name: str, edges: tuple[float, ...]) -> str:
