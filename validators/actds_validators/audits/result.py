@@ -262,7 +262,7 @@ class Missingness(Section):
 class Association(Section):
     """One test of the family."""
 
-    name: str = Field(description="shift, trend, within or change")
+    name: str = Field(description="shift, event, trend, within or change")
     covariate: Covariate
     statistic: float
     p: Share

@@ -22,12 +22,13 @@ __all__ = ["LOAD_STEPS", "MAX_TICKS", "RunSteps", "Series", "make_series", "read
 
 MAX_TICKS = 1 << 17
 """Longest series; a longer run is looked at several steps at a time."""
-LOAD_STEPS = (8, 64)
+LOAD_STEPS = (8, 32, 128)
 """Time constants of the load, in steps."""
 SYSTEM = {
     "batch_tokens": ("tokens in the step", "tokens"),
     "load_8": ("tokens per step, last 8 steps", "tokens"),
-    "load_64": ("tokens per step, last 64 steps", "tokens"),
+    "load_32": ("tokens per step, last 32 steps", "tokens"),
+    "load_128": ("tokens per step, last 128 steps", "tokens"),
     "requests": ("requests in the step", "requests"),
     "waiting": ("requests waiting", "requests"),
     "max_seq_len": ("longest context of the step", "tokens"),

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 
-from actds_validators.statistics.runs import Floats, as_floats, slices
+from actds_validators.statistics.runs import Floats, Ints, as_floats, slices
 
-__all__ = ["correlation_steps", "count_events", "integrated_time"]
+__all__ = ["correlation_steps", "count_events", "integrated_time", "one_per_event"]
 
 _WINDOW = 5.0
 """Sokal's c: the sum stops at the first lag of at least c correlation times."""
@@ -79,13 +79,36 @@ def count_events(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> int
     Raises:
         ValueError: a gap below 1, a value that is not finite, or shapes that differ.
     """
+    return len(_events(as_floats(lost, "lost"), run, gap))
+
+
+def one_per_event(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> Floats:
+    """Return the series divided by its sum over each event, so that every event weighs 1.
+
+    Args:
+        lost: ``(n_steps,)``, as for `count_events`.
+        run: ``(n_steps,)``, label of the run.
+        gap: as for `count_events`.
+
+    Raises:
+        ValueError: as `count_events`.
+    """
     x = as_floats(lost, "lost")
+    found = np.zeros_like(x)
+    for at in _events(x, run, gap):
+        found[at] = x[at] / x[at].sum()
+    return found
+
+
+def _events(x: Floats, run: ArrayLike, gap: int | None) -> list[Ints]:
+    """Return the lost steps of each event."""
     if gap is None:
         gap = math.ceil(correlation_steps(x, run))
     if gap < 1:
         raise ValueError(f"gap is {gap}; expected at least 1 step")
-    found = 0
+    found: list[Ints] = []
     for part in slices(run):
-        at = np.flatnonzero(x[part] > 0)
-        found += int(len(at) > 0) + int(np.sum(np.diff(at) > gap))
+        at = part.start + np.flatnonzero(x[part] > 0)
+        if len(at):
+            found += np.split(at, np.flatnonzero(np.diff(at) > gap) + 1)
     return found
