@@ -45,7 +45,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench crash cuda clean distclean
+.PHONY: help install demo test lint bench calibrate crash cuda clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -94,6 +94,9 @@ bench: $(STAMP) $(DEMO)/model/config.json ## run the benchmarks, each of which p
 	@set -e; for bench in benchmarks/bench_*.py; do \
 	  test -e "$$bench" || { echo "make bench: no benchmark yet"; break; }; \
 	  echo "== $$bench"; $(BIN)/python "$$bench"; done
+
+calibrate: $(STAMP) ## audit 2400 simulated runs of known truth, and write their table (hours)
+	$(BIN)/python benchmarks/calibrate_audit.py --out benchmarks/results/calibration.md $(CALIBRATE_ARGS)
 
 crash: $(STAMP) ## kill and cut power 572 times, recover each time (half an hour; root for the power cuts)
 	$(BIN)/python tests/crash/soak.py --kills 500 --power-cuts 52 --engine-kills 20
