@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from statsmodels.stats.proportion import proportion_confint
+from test_statistics_calibration import MOST, share
+from test_statistics_calibration import harmless as harmless_bursts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -28,6 +30,7 @@ from calibrate_audit import (
 )
 
 from actds_validators.statistics.events import count_events, one_per_event
+from actds_validators.statistics.shift import circular_shift
 
 SMALL: dict[str, Any] = {"mean_batch_tokens": 12.0, "max_batch_tokens": 32, "max_num_seqs": 24}
 
@@ -94,6 +97,16 @@ def test_every_event_weighs_the_same_however_long_it_was() -> None:
 def test_heavy_loss_fails_and_negligible_loss_passes() -> None:
     assert [(r["level"], r["kind"]) for r in runs("heavy", 1)] == [("FAIL", "heavy")]
     assert [(r["level"], r["kind"]) for r in runs("negligible", 1)] == [("PASS", "negligible")]
+
+
+@pytest.mark.parametrize("n_runs", [1, 4])
+def test_events_that_weigh_the_same_are_rejected_at_the_level_of_the_test(n_runs: int) -> None:
+    p = []
+    for seed, s in enumerate(harmless_bursts(n_runs)):
+        lost = s.n * one_per_event(s.lost / s.n, s.run)
+        p.append(circular_shift(s.run, s.n, lost, s.sx, n_draws=500, seed=seed).p[0])
+    assert 0.015 <= share(p) <= MOST
+    assert 0.4 < share(p, 0.5) < 0.6
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 10), (3, 40), (200, 200)])
