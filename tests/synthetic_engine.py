@@ -81,6 +81,7 @@ class SyntheticEngine:
         facts.append(Fact("capture.readouts", link.readouts, "declared"))
         self.stages.introduce(tuple(facts))
         self.n_steps = 0
+        self.finished: tuple[int, ...] = ()
 
     @property
     def stalls(self) -> int:
@@ -123,8 +124,16 @@ class SyntheticEngine:
         self.leave(number, positions)
         ids = torch.from_numpy(positions).to(self.buffers.rows.device)
         step = Step(
-            self.n_steps, one, one * 0 + n, one * 0 + prompt_len, (left_out,), (), 5, "eager"
+            self.n_steps,
+            one,
+            one * 0 + n,
+            one * 0 + prompt_len,
+            (left_out,),
+            self.finished,
+            5,
+            "eager",
         )
+        self.finished = ()
         self.stages.hand_over(step, ids, ids)
         self.n_steps += 1
 
