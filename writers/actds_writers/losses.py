@@ -5,16 +5,11 @@ Beside stage 3, inside the writer process: the writer-side witness of every loss
 
 from __future__ import annotations
 
-from typing import Any
-
-from actds import tables
 from actds.ledger import Chain
-from actds.shard import commit_part
 from actds.store import Store
 from actds_writers.assembly import Interval
 from actds_writers.messages import StepDropped
-
-ROWS_PER_PART = 1_000_000
+from actds_writers.table_log import TableLog
 
 
 class DropLog:
@@ -24,7 +19,7 @@ class DropLog:
     """
 
     def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []
+        self._log = TableLog("drops")
         self._n_events = 0
         self.n_tokens = 0
 
@@ -50,14 +45,10 @@ class DropLog:
             "max_seq_len": int(dropped.rows.positions.max()) + 1,
             **state,
         }
-        self._rows += [{**event, **interval._asdict()} for interval in intervals]
+        self._log.add({**event, **interval._asdict()} for interval in intervals)
         self._n_events += bool(intervals)
         self.n_tokens += n_tokens
 
     def commit(self, store: Store, chain: Chain, run: str) -> None:
         """Commit the log in parts; nothing when there was no drop."""
-        names = tables.SCHEMAS["drops"].names
-        for n, first in enumerate(range(0, len(self._rows), ROWS_PER_PART)):
-            rows = self._rows[first : first + ROWS_PER_PART]
-            columns: dict[str, object] = {name: [row[name] for row in rows] for name in names}
-            commit_part(store, chain, "drops", run, n, tables.build("drops", columns))
+        self._log.commit(store, chain, run)

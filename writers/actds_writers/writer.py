@@ -9,17 +9,16 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
-from actds import layout, schema, tables
+from actds import layout, schema
 from actds.errors import ActdsError
 from actds.ledger import Chain
 from actds.readouts import Readouts
 from actds.schema.v0_1 import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
-from actds.shard import commit_part
 from actds.store import Store
 from actds_writers import ring
 from actds_writers.assembly import Assembly
@@ -41,6 +40,7 @@ from actds_writers.meters import Meters
 from actds_writers.readout_log import ReadoutLog
 from actds_writers.settings import WriterSettings
 from actds_writers.sizing import Geometry, Sizes, memory_bound
+from actds_writers.table_log import TableLog
 
 PHASES = ("prefill", "decode")
 SPARE_BUFFERS = 1
@@ -94,7 +94,7 @@ class Writer:
         self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
         self.meters = Meters(hello, self.row_nbytes, self._committer.occupancy)
         self._assembly = Assembly(settings.tokens)
-        self._stalls: list[Stall] = []
+        self._stalls = TableLog("stalls")
         self._losses = DropLog()
         self.last_step = -1
 
@@ -124,7 +124,7 @@ class Writer:
         After the disk has failed the rows are discarded, so that the engine can end; nothing
         of them was acknowledged, and the census calls them aborted.
         """
-        self._stalls += message.stalls
+        self._stalls.add(map(asdict, message.stalls))
         self.meters.step(message)
         if self.error is None:
             self._take(message)
@@ -146,7 +146,7 @@ class Writer:
         return self._taken(None)
 
     def _log_loss(self, message: StepDropped) -> None:
-        self._stalls += message.rows.stalls
+        self._stalls.add(map(asdict, message.rows.stalls))
         self.meters.step(message.rows)
         self.last_step = message.rows.step
         taken = self._taken(None)
@@ -174,15 +174,12 @@ class Writer:
             raise self.error
         if self.readouts is not None:
             self.readouts.finish()
-            self._stalls += self.readouts.stalls
+            self._stalls.add(map(asdict, self.readouts.stalls))
         if self.last_step >= 0:
             self._before_commit(self.last_step)
         self._losses.commit(self._store, self._chain, self._settings.run)
         self.meters.commit(self._store, self._chain, self._settings.run)
-        if self._stalls:
-            commit_part(
-                self._store, self._chain, "stalls", self._settings.run, 0, _stalls(self._stalls)
-            )
+        self._stalls.commit(self._store, self._chain, self._settings.run)
         totals = {"rows": self._committer.n_rows, "dropped_tokens": self._losses.n_tokens}
         if reason == "finished":
             # A writer that was cut off has not seen every step that the scheduler has.
@@ -209,7 +206,7 @@ class Writer:
         buffer = self._committer.spare()
         if waits:
             stall = Stall("pool", began_ns, time.monotonic_ns() - began, depth, step)
-            self._stalls.append(stall)
+            self._stalls.add([asdict(stall)])
             self.meters.stalled(stall)
         return buffer
 
@@ -289,16 +286,3 @@ def _genesis(store: Store, settings: WriterSettings, found: tuple[HookSpec, ...]
             expected=", ".join(f"{h.name} {h.dtype}" for h in present.hooks),
         )
     return present.dataset
-
-
-def _stalls(stalls: list[Stall]) -> pa.Table:
-    return tables.build(
-        "stalls",
-        {
-            "stage": [s.stage for s in stalls],
-            "t_ns": [s.t_ns for s in stalls],
-            "duration_ns": [s.duration_ns for s in stalls],
-            "depth": [s.depth for s in stalls],
-            "step": [s.step for s in stalls],
-        },
-    )
