@@ -46,6 +46,7 @@ class Cells:
 
     Args:
         load_edges: inner edges of the load, rising.
+        load_max: largest load.
         complexity: ``rarity`` or, where lost tokens have no ids, ``position``.
         edges: inner edges of the complexity.
         n: computed tokens ``(n_loads, n_complexities)``.
@@ -55,6 +56,7 @@ class Cells:
     """
 
     load_edges: tuple[float, ...]
+    load_max: float
     complexity: str
     edges: tuple[float, ...]
     n: Floats
@@ -76,7 +78,7 @@ def empty_cells(series: Series, *, has_ids: bool) -> Cells:
     edges = tuple(float(e) for e in np.unique(series.load[order][at].astype(np.float32)))
     name, inner = ("rarity", RARITY_EDGES) if has_ids else ("position", POSITION_EDGES)
     shape = len(edges) + 1, len(inner) + 1
-    return Cells(edges, name, inner, np.zeros(shape), np.zeros(shape))
+    return Cells(edges, float(series.load.max()), name, inner, np.zeros(shape), np.zeros(shape))
 
 
 def cell_expression(cells: Cells) -> str:
@@ -132,11 +134,7 @@ def weighting(cells: Cells) -> Weighting | None:
     if cells.weights is None or cells.rates is None:
         return None
     stored = cells.n - cells.lost
-    last = max(cells.load_edges, default=0.0)
-    lows, highs = (
-        (0.0, *cells.load_edges),
-        (*cells.load_edges, last),
-    )
+    lows, highs = (0.0, *cells.load_edges), (*cells.load_edges, cells.load_max)
     listed = [
         WeightCell(
             load_low=lows[i],
