@@ -35,7 +35,7 @@ def _limit_options(command: Callable[..., None]) -> Callable[..., None]:
         ("serious", "Standardised bias of the stored rows that fails."),
         ("fdr", "False discovery rate of the tests."),
     ):
-        command = click.option(f"--{name}", type=float, help=f"{words}")(command)
+        command = click.option(f"--{name}", type=float, help=words)(command)
     command = click.option(
         "--min-events", type=int, help="Independent loss events needed for 'uncorrelated'."
     )(command)

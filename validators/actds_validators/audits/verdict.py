@@ -1,12 +1,13 @@
 """Verdict: what a person may conclude, and every number that decided it.
 
-Last stage of the audit. Rules in order, the first that applies; imports the result alone.
+Last stage of the audit. Rules in order, the first that applies. Imports the result and the bound.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from actds_validators.audits.missingness import bound
 from actds_validators.audits.result import (
     Accounting,
     Association,
@@ -107,7 +108,7 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         ok=share <= limits.max_loss,
     )  # fmt: skip
     allowed = loss_that_allows(limits.negligible_bias)
-    bias = (share / (1 - share)) ** 0.5 if share < 1 else 1e9
+    bias = bound(share).bias
     found["bias"] = Number(
         name="most that any mean can be off", value=bias, limit=limits.negligible_bias,
         unit="standard deviations", ok=share <= allowed,

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from actds import canonical, layout, schema
+import pyarrow as pa
+
+from actds import canonical, layout, schema, tables
 from actds.accounting import TOTALS
 from actds.catalog import CENSUS_TABLES, heads_root
 from actds.errors import ActdsError
@@ -37,6 +39,7 @@ from actds.schema.v0_1 import (
 )
 from actds.shard import file_names, files_root
 from actds.store import Store
+from actds.tables import TableName
 
 CheckName = Literal["ledger", "structure", "integrity", "provenance", "accounting", "values"]
 _SEAL_NAME = re.compile(r"seal/([0-9]{4,8})\.json")
@@ -133,6 +136,19 @@ class Inventory:
         """Return the runs that committed a row or a part, in the order of the chains' ids."""
         with_data = {manifest.run for manifest in self.shards} | {run for run, _ in self.parts}
         return sorted(with_data)
+
+    def sound_table(self, run: str, name: TableName) -> pa.Table | None:
+        """Return a table of a run, all parts one after the other; None when one is unsound.
+
+        Raises:
+            ActdsError: as ``read`` and ``tables.from_parquet``.
+        """
+        parts = [tables.empty(name)]
+        for _, body in self.parts.get((run, name), []):
+            if body.file.path in self.unsound:
+                return None
+            parts.append(tables.from_parquet(name, self.read(body.file.path), body.file.path))
+        return pa.concat_tables(parts)
 
     def read(self, path: str) -> bytes:
         """Return the bytes of a pinned file, when they are what was committed.

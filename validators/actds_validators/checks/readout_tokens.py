@@ -81,23 +81,18 @@ def _note(inventory: Inventory, run: str, hook: str, lines: tuple[Ints, Ints], w
 
 def _check_digests(inventory: Inventory, run: str, known: tuple[Ints, Ints]) -> None:
     """Compare the tokens of every request of which all are known with the census' digest."""
-    census: dict[str, pa.Table] = {}
-    for name in ("requests", "spans"):
-        parts = [tables.empty(name)]
-        for _, body in inventory.parts.get((run, name), []):
-            if body.file.path in inventory.unsound:
-                return
-            data = inventory.read(body.file.path)
-            parts.append(tables.from_parquet(name, data, body.file.path))
-        census[name] = pa.concat_tables(parts)
+    requests_read = inventory.sound_table(run, "requests")
+    spans_read = inventory.sound_table(run, "spans")
+    if requests_read is None or spans_read is None:
+        return
     keys, ids = known
-    spans = census["spans"].filter(pc.is_valid(census["spans"]["ref_request"]))
+    spans = spans_read.filter(pc.is_valid(spans_read["ref_request"]))
     references: dict[int, list[tuple[int, int, int]]] = {}
     names = ("request", "start", "stop", "ref_request")
     for request, *span in zip(*(spans[name].to_pylist() for name in names), strict=True):
         references.setdefault(request, []).append((span[0], span[1], span[2]))
     names = ("request", "prompt_len", "generated_len", "token_digest")
-    columns = (census["requests"][name].to_pylist() for name in names)
+    columns = (requests_read[name].to_pylist() for name in names)
     for request, prompt_len, generated_len, digest in zip(*columns, strict=True):
         length = prompt_len + max(generated_len - 1, 0)
         if digest is None or not 0 < length <= len(keys):

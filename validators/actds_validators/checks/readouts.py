@@ -255,17 +255,12 @@ def _check_losses_covered(inventory: Inventory, run: str, mine: RunReadouts) -> 
 
 def _check_computed(inventory: Inventory, run: str, mine: RunReadouts) -> None:
     """No readout stands twice, or belongs to a step or a position that nobody computed."""
-    census: dict[str, pa.Table] = {}
-    for name in ("steps", "spans"):
-        parts = [tables.empty(name)]
-        for _, body in inventory.parts.get((run, name), []):
-            if body.file.path in inventory.unsound:
-                return
-            data = inventory.read(body.file.path)
-            parts.append(tables.from_parquet(name, data, body.file.path))
-        census[name] = pa.concat_tables(parts)
-    steps = census["steps"]["step"].to_numpy()
-    spans = census["spans"].filter(pc.is_valid(census["spans"]["step"]))
+    steps_read = inventory.sound_table(run, "steps")
+    spans_read = inventory.sound_table(run, "spans")
+    if steps_read is None or spans_read is None:
+        return
+    steps = steps_read["step"].to_numpy()
+    spans = spans_read.filter(pc.is_valid(spans_read["step"]))
     request = spans["request"].to_numpy().astype(np.int64)
     computed = np.zeros(int(request.max(initial=-1)) + 1, np.int64)
     np.maximum.at(computed, request, spans["stop"].to_numpy().astype(np.int64))
