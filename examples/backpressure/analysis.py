@@ -2,25 +2,26 @@
 
 Drops take whole steps and come in bursts, so tokens are no independent draws and a p-value over
 tokens would call any loss significant. The unit here is the burst: intervals come from a jackknife
-that leaves out one burst at a time, p-values from shifting the losses along the run.
+that leaves out one burst at a time, p-values from shifting the losses along the run. Both are the
+audit's, from ``actds_validators.statistics``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import actds
+from actds_validators.statistics import jackknife
+from actds_validators.statistics.load import ewma
+from actds_validators.statistics.shift import circular_shift
 
 N_DECILES = 10
 LOAD_STEPS = 8
 """Steps over which the recent load is averaged, exponentially."""
-SHIFT_MARGIN = 0.02
-"""Share of the run below which a shift is no shift."""
 COVARIATES = {
     "batch_tokens": "tokens in the step",
     "recent_load": f"tokens per step, last {LOAD_STEPS} steps",
@@ -43,7 +44,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Stratum:
-    """The loss rate among the tokens of a range."""
+    """The loss rate among the tokens of a range; an interval of 0 to 1 where one burst has them."""
 
     low: float
     high: float
@@ -53,10 +54,13 @@ class Stratum:
 
 @dataclass(frozen=True)
 class Difference:
-    """Standardised mean difference of lost against all, and the p-value of a circular shift."""
+    """Standardised mean difference of lost against all, and the p-value of a circular shift.
 
-    smd: Estimate
-    p: float
+    None where there is none to estimate: nothing was lost, or within one burst only.
+    """
+
+    smd: Estimate | None
+    p: float | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,6 @@ class Run:
         n_steps: steps of the run.
         n_drops: dropped steps.
         stalls: number and seconds of stalls by stage.
-        occupancy: seconds at each depth, by stage.
     """
 
     tokens: dict[str, np.ndarray]
@@ -81,7 +84,6 @@ class Run:
     n_steps: int
     n_drops: int
     stalls: dict[str, tuple[int, float]]
-    occupancy: dict[str, dict[int, float]] = field(default_factory=dict)
 
     @property
     def n_bursts(self) -> int:
@@ -93,7 +95,8 @@ def read(path: Path) -> Run:
     """Return the run of a dataset.
 
     Raises:
-        ValueError: rows, drop log and census do not name the same number of positions.
+        ValueError: rows, drop log and census do not name the same number of positions, or there are
+            fewer than two bursts.
     """
     dataset = actds.open(path)
     requests = {n: c.to_numpy() for n, c in _columns(dataset.requests(), (
@@ -108,6 +111,8 @@ def read(path: Path) -> Run:
     steps = {name: values[order] for name, values in steps.items()}
     at = np.searchsorted(steps["step"], where["step"])
     starts, stops = _bursts(requests["arrival_ns"], requests["finish_ns"])
+    if len(starts) < 2:
+        raise ValueError(f"{path}: one burst; expected at least two to compare")
     burst_of_step = np.clip(np.searchsorted(starts, steps["t_ns"], side="right") - 1, 0, None)
     batch = steps["batch_tokens"].astype(float)
     prompt_len = np.zeros(int(requests["request"].max()) + 1)
@@ -117,7 +122,7 @@ def read(path: Path) -> Run:
         "step": at,
         "burst": burst_of_step[at],
         "batch_tokens": batch[at],
-        "recent_load": _recent(batch, burst_of_step)[at],
+        "recent_load": ewma(batch, burst_of_step, LOAD_STEPS)[at],
         "burst_tokens": _since_burst(batch, burst_of_step)[at],
         "context": where["position"] + 1.0,
         "prompt_len": prompt_len[where["request"]],
@@ -138,7 +143,6 @@ def read(path: Path) -> Run:
         n_steps=len(batch),
         n_drops=len(set(dataset.drops()["step"].to_pylist())),
         stalls=stalls,
-        occupancy=_occupancy(dataset),
     )
 
 
@@ -147,7 +151,10 @@ def loss_rate(run: Run, mask: np.ndarray | None = None) -> Estimate:
     chosen = np.ones(len(run.tokens["lost"]), bool) if mask is None else mask
     lost = _by_burst(run, (run.tokens["lost"] & chosen).astype(float))
     all_ = _by_burst(run, chosen.astype(float))
-    return _jackknife(np.stack([lost, all_]), lambda sums: sums[0] / max(sums[1], 1.0))
+    sums = np.stack([all_, lost])
+    found = _estimate(sums, jackknife.loss_rate)
+    # None: without its only burst there is no token to ask about.
+    return found or Estimate(float(jackknife.loss_rate(sums.sum(axis=1))), 0.0, 1.0)
 
 
 def strata(run: Run, covariate: str) -> list[Stratum]:
@@ -170,20 +177,34 @@ def strata(run: Run, covariate: str) -> list[Stratum]:
 def difference(run: Run, covariate: str) -> Difference:
     """Return how far the lost tokens lie from all tokens, in standard deviations of all."""
     x, lost = run.tokens[covariate], run.tokens["lost"].astype(float)
-    sums = np.stack([_by_burst(run, v) for v in (np.ones_like(x), x, x * x, lost, lost * x)])
-    return Difference(_jackknife(sums, _smd), _circular_shift(run, x))
+    x = x - x.mean()  # the variance is a difference of sums
+    sums = [_by_burst(run, v) for v in (np.ones_like(x), x, x * x, lost, lost * x)]
+    smd = _estimate(np.stack(sums), jackknife.smd)
+    n, n_lost, held = (_by_step(run, v) for v in (np.ones_like(x), lost, x))
+    shift = circular_shift(np.zeros(run.n_steps), n, n_lost, held)
+    return Difference(smd, None if shift is None else float(shift.p[0]))
 
 
 def relative_speed(run: Run, base: Run) -> Estimate:
     """Return tokens per busy second relative to another run of the same bursts."""
     n = min(run.n_bursts, base.n_bursts)
     sums = np.stack([r[:n] for r in (run.burst_tokens, run.busy_s, base.burst_tokens, base.busy_s)])
-    return _jackknife(sums, lambda s: (s[0] / s[1]) / (s[2] / s[3]))
+    found = _estimate(sums, lambda s: (s[0] / s[1]) / (s[2] / s[3]))
+    assert found is not None  # at least two bursts, each of which took time
+    return found
 
 
 def speed(run: Run) -> Estimate:
     """Return tokens per busy second: while at least one request was there."""
-    return _jackknife(np.stack([run.burst_tokens, run.busy_s]), lambda s: s[0] / s[1])
+    found = _estimate(np.stack([run.burst_tokens, run.busy_s]), lambda s: s[0] / s[1])
+    assert found is not None  # as above
+    return found
+
+
+def _estimate(sums: np.ndarray, statistic: jackknife.Statistic) -> Estimate | None:
+    """Return a statistic of sums over bursts with its interval; None where it has none."""
+    found = jackknife.jackknife(sums, statistic)
+    return None if found is None else Estimate(found.value, found.low, found.high)
 
 
 def _columns(table: Any, names: tuple[str, ...]) -> list[tuple[str, Any]]:
@@ -219,8 +240,8 @@ def _agree(dataset: actds.Dataset, lost: np.ndarray) -> None:
 
 def _norms(dataset: actds.Dataset, where: dict[str, np.ndarray]) -> np.ndarray | None:
     """Return the last hook's norm of every computed token, lost ones too; None without readouts."""
-    table = dataset.readouts() if hasattr(dataset, "readouts") else None
-    if table is None or not table.num_rows:
+    table = dataset.readouts()
+    if not table.num_rows:
         return None
     hooks = np.array(table["hook"].to_pylist())
     chosen = hooks == sorted(set(hooks))[-1]
@@ -234,15 +255,6 @@ def _norms(dataset: actds.Dataset, where: dict[str, np.ndarray]) -> np.ndarray |
     return norm[order][at].astype(float)
 
 
-def _occupancy(dataset: actds.Dataset) -> dict[str, dict[int, float]]:
-    table = dataset.occupancy() if hasattr(dataset, "occupancy") else None
-    found: dict[str, dict[int, float]] = {}
-    for row in table.to_pylist() if table is not None else []:
-        depths = found.setdefault(row["stage"], {})
-        depths[row["depth"]] = depths.get(row["depth"], 0.0) + row["duration_ns"] / 1e9
-    return found
-
-
 def _bursts(arrival: np.ndarray, finish: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return beginnings and ends of the intervals in which some request was there."""
     order = np.argsort(arrival)
@@ -251,18 +263,6 @@ def _bursts(arrival: np.ndarray, finish: np.ndarray) -> tuple[np.ndarray, np.nda
     starts = arrival[first]
     last = np.concatenate([np.flatnonzero(first)[1:] - 1, [len(arrival) - 1]])
     return starts, finish[last]
-
-
-def _recent(batch: np.ndarray, burst: np.ndarray) -> np.ndarray:
-    """Return the exponentially weighted mean of the steps before and with each one."""
-    keep = 1 - 1 / LOAD_STEPS
-    found, level = np.empty_like(batch), 0.0
-    for n, value in enumerate(batch):
-        if n and burst[n] != burst[n - 1]:
-            level = 0.0  # the pause between two bursts
-        level = keep * level + (1 - keep) * value
-        found[n] = level
-    return found
 
 
 def _since_burst(batch: np.ndarray, burst: np.ndarray) -> np.ndarray:
@@ -275,50 +275,5 @@ def _by_burst(run: Run, values: np.ndarray) -> np.ndarray:
     return np.bincount(run.tokens["burst"], weights=values, minlength=run.n_bursts)
 
 
-def _smd(sums: np.ndarray) -> float:
-    n, x, xx, n_lost, lost_x = sums
-    spread = np.sqrt(max(xx / n - (x / n) ** 2, 0.0))
-    return float((lost_x / n_lost - x / n) / spread) if n_lost and spread else 0.0
-
-
-def _jackknife(sums: np.ndarray, statistic: Callable[[np.ndarray], float]) -> Estimate:
-    """Return a statistic of sums over bursts, with an interval from leaving each burst out."""
-    n = sums.shape[1]
-    total = sums.sum(axis=1)
-    value = float(statistic(total))
-    left_out = np.array([statistic(total - sums[:, k]) for k in range(n)])
-    error = float(np.sqrt((n - 1) / n * ((left_out - left_out.mean()) ** 2).sum()))
-    half = _student(n - 1) * error
-    return Estimate(value, value - half, value + half)
-
-
-def _student(freedom: int) -> float:
-    """Return the 97.5 % point of Student's t (Cornish and Fisher's expansion; 1e-3 from 5 on)."""
-    z, v = 1.959964, max(freedom, 2)
-    return (
-        z
-        + (z**3 + z) / (4 * v)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    )
-
-
-def _circular_shift(run: Run, x: np.ndarray) -> float:
-    """Return how often losses moved along the run lie as far from all tokens as they do.
-
-    Both series keep their bursts; only where one lies against the other is changed.
-    """
-    n = run.n_steps
-    weight = np.bincount(run.tokens["step"], minlength=n).astype(float)
-    mean = np.bincount(run.tokens["step"], weights=x, minlength=n) / np.maximum(weight, 1)
-    lost = np.bincount(run.tokens["step"], weights=run.tokens["lost"], minlength=n)
-    share = lost / np.maximum(weight, 1)
-    overall = (weight * mean).sum() / weight.sum()
-    # All shifts at once: sums over steps of share[s + k] * value[s], by Fourier transform.
-    spectrum = np.fft.rfft(share)
-    top = np.fft.irfft(spectrum * np.conj(np.fft.rfft(weight * (mean - overall))), n)
-    bottom = np.fft.irfft(spectrum * np.conj(np.fft.rfft(weight)), n)
-    shifted = np.abs(top / np.maximum(bottom, 1e-9))
-    margin = max(1, int(SHIFT_MARGIN * n))
-    others = shifted[margin : n - margin]
-    return float((1 + np.sum(others >= shifted[0] - 1e-12)) / (1 + len(others)))
+def _by_step(run: Run, values: np.ndarray) -> np.ndarray:
+    return np.bincount(run.tokens["step"], weights=values, minlength=run.n_steps)

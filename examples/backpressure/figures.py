@@ -1,136 +1,64 @@
-"""Pictures by hand: SVG that reads in light and in dark, in colours that the colour-blind tell
+"""The four pictures, drawn with the shapes and axes of the audit's report.
+
+Files of their own: SVG that reads in light and in dark, in colours that the colour-blind tell
 apart (Okabe and Ito). Knows numbers and labels only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from html import escape
+from xml.etree import ElementTree
 
 import numpy as np
 
+from actds_validators.report.axes import Frame, axes, legend, ticks
+from actds_validators.report.svg import Picture, Shape
+from actds_validators.report.words import percent, short
+
 STYLE = """
-text{font:12px system-ui,sans-serif;fill:#24292f}.small{font-size:11px}.bold{font-weight:600}
+text{font:12px system-ui,sans-serif;fill:#24292f}.dim{fill:#57606a}.bold{font-weight:600}
 .back{fill:#fff}.axis{stroke:#57606a;fill:none}.grid{stroke:#d8dee4;fill:none}
 .c0{fill:#0072b2;stroke:#0072b2}.c1{fill:#d55e00;stroke:#d55e00}.c2{fill:#009e73;stroke:#009e73}
-.c3{fill:#8c959f;stroke:#8c959f}.bar{stroke:none}.line{fill:none;stroke-width:1.5}
-.whisker{stroke-width:1.5}.band{fill:#8c959f;opacity:.18;stroke:none}
-@media(prefers-color-scheme:dark){text{fill:#e6edf3}.back{fill:#0d1117}.axis{stroke:#9198a1}
-.grid{stroke:#30363d}.c0{fill:#56b4e9;stroke:#56b4e9}.c1{fill:#e69f00;stroke:#e69f00}
-.c2{fill:#2fc79b;stroke:#2fc79b}.c3{fill:#848d97;stroke:#848d97}}
+.c3{fill:#8c959f;stroke:#8c959f}.bar{stroke:none}.whisker{stroke-width:1.5}
+.band{fill:#8c959f;opacity:.18;stroke:none}
+@media(prefers-color-scheme:dark){text{fill:#e6edf3}.dim{fill:#9198a1}.back{fill:#0d1117}
+.axis{stroke:#9198a1}.grid{stroke:#30363d}.c0{fill:#56b4e9;stroke:#56b4e9}
+.c1{fill:#e69f00;stroke:#e69f00}.c2{fill:#2fc79b;stroke:#2fc79b}.c3{fill:#848d97;stroke:#848d97}}
 """
 
-
-@dataclass
-class Picture:
-    """An SVG document under construction."""
-
-    width: int
-    height: int
-    title: str
-    parts: list[str] = field(default_factory=list)
-
-    def text(self, x: float, y: float, words: str, anchor: str = "start", kind: str = "") -> None:
-        """Write words at a place."""
-        self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">'
-            f"{escape(words)}</text>"
-        )
-
-    def turned(self, x: float, y: float, words: str) -> None:
-        """Write words from below to above, centred."""
-        self.parts.append(
-            f'<text transform="translate({x:.1f} {y:.1f}) rotate(-90)" text-anchor="middle" '
-            f'class="small">{escape(words)}</text>'
-        )
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
-        """Draw a line."""
-        self.parts.append(
-            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
-        )
-
-    def box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
-        """Draw a filled box."""
-        self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" '
-            f'height="{max(height, 0):.1f}" class="{kind}"/>'
-        )
-
-    def dot(self, x: float, y: float, kind: str) -> None:
-        """Draw a dot."""
-        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" class="{kind}"/>')
-
-    def svg(self) -> str:
-        """Return the document."""
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-            f'width="{self.width}" height="{self.height}" role="img">'
-            f"<title>{escape(self.title)}</title><style>{STYLE}</style>"
-            f'<rect width="100%" height="100%" class="back"/>{"".join(self.parts)}</svg>\n'
-        )
+Point = tuple[float, float, float]
+"""A value and its interval."""
+Panel = tuple[str, Sequence[tuple[str, Point]]]
+"""Label of an axis, and its points with their labels."""
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A plotting area; ``x`` and ``y`` map values to places."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-    x_range: tuple[float, float]
-    y_range: tuple[float, float]
-
-    def x(self, value: float) -> float:
-        """Return the place of a value on the horizontal axis."""
-        low, high = self.x_range
-        return self.left + (value - low) / (high - low) * self.width
-
-    def y(self, value: float) -> float:
-        """Return the place of a value on the vertical axis."""
-        low, high = self.y_range
-        return self.top + self.height - (value - low) / (high - low) * self.height
-
-
-def ticks(low: float, high: float, n: int = 5) -> list[float]:
-    """Return round numbers between two values."""
-    raw = (high - low) / max(n, 1)
-    power = 10.0 ** np.floor(np.log10(raw))
-    step = power * min((m for m in (1, 2, 2.5, 5, 10) if m * power >= raw), default=10)
-    first = np.ceil(low / step - 1e-9) * step
-    # Adding nought turns the minus zero of floating point into a plain one.
-    return [round(float(v), 9) + 0.0 for v in np.arange(first, high + step * 1e-6, step)]
+def document(p: Picture) -> str:
+    """Return a picture as an SVG file of its own."""
+    size = {"width": _written(p.width), "height": _written(p.height)}
+    box = f"0 0 {size['width']} {size['height']}"
+    root = ElementTree.Element(
+        "svg", {"xmlns": "http://www.w3.org/2000/svg", "viewBox": box, **size, "role": "img"}
+    )
+    for tag, words in (("title", p.title), ("desc", p.description), ("style", STYLE)):
+        ElementTree.SubElement(root, tag).text = words
+    ElementTree.SubElement(root, "rect", {"class": "back", "width": "100%", "height": "100%"})
+    for shape in p.shapes:
+        attributes = {name: _written(value) for name, value in shape.attributes if value != ""}
+        if shape.points:
+            places = (f"{_written(x)},{_written(y)}" for x, y in shape.points)
+            attributes["points"] = " ".join(places)
+        element = ElementTree.SubElement(root, shape.tag, attributes)
+        if shape.title:
+            ElementTree.SubElement(element, "title").text = shape.title
+            element[0].tail = shape.text
+        else:
+            element.text = shape.text
+    return ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def axes(
-    p: Picture,
-    f: Frame,
-    x_label: str,
-    y_label: str,
-    *,
-    y_text: Callable[[float], str] = lambda v: f"{v:g}",
-    x_ticks: Sequence[tuple[float, str]] | None = None,
-) -> None:
-    """Draw grid, axes, ticks and labels."""
-    for value in ticks(*f.y_range, 4):
-        p.line(f.left, f.y(value), f.left + f.width, f.y(value), "grid")
-        p.text(f.left - 6, f.y(value) + 4, y_text(value), "end", "small")
-    marks = x_ticks if x_ticks is not None else [(v, f"{v:g}") for v in ticks(*f.x_range, 6)]
-    for value, words in marks:
-        p.line(f.x(value), f.top + f.height, f.x(value), f.top + f.height + 4, "axis")
-        p.text(f.x(value), f.top + f.height + 16, words, "middle", "small")
-    p.line(f.left, f.top + f.height, f.left + f.width, f.top + f.height, "axis")
-    p.line(f.left, f.top, f.left, f.top + f.height, "axis")
-    p.text(f.left + f.width / 2, f.top + f.height + 32, x_label, "middle", "small")
-    if y_label:
-        p.turned(f.left - 44, f.top + f.height / 2, y_label)
-
-
-def percent(value: float) -> str:
-    """Return a share in per cent."""
-    return f"{100 * value:.0f} %"
+def _written(value: float | str) -> str:
+    """Return a number to a tenth of a pixel."""
+    return value if isinstance(value, str) else f"{value:.1f}".removesuffix(".0")
 
 
 def timeline(
@@ -143,11 +71,14 @@ def timeline(
         seconds: how much of the run to show.
         bin_s: width of a bar.
     """
-    p = Picture(760, 46 + 130 * len(rows) + 20, "Stored and lost tokens along the run")
-    p.box(64, 12, 11, 11, "c0 bar")
-    p.text(80, 22, "stored", kind="small")
-    p.box(134, 12, 11, 11, "c1 bar")
-    p.text(150, 22, "lost", kind="small")
+    p = Picture(
+        "timeline",
+        "Stored and lost tokens along the runs",
+        "One panel a policy: tokens a second, the lost ones on top of the stored ones.",
+        760,
+        66 + 130 * len(rows),
+    )
+    legend(p, 64, 22, [("c0 bar", "stored"), ("c1 bar", "lost")])
     edges = np.arange(0, seconds + bin_s, bin_s)
     counted = [
         [np.histogram(t[lost == flag], edges)[0] / bin_s for flag in (False, True)]
@@ -162,92 +93,107 @@ def timeline(
         for k, edge in enumerate(edges[:-1]):
             x, width = f.x(edge), f.x(bin_s) - f.x(0) - 0.4
             low, high = f.y(kept[k]), f.y(kept[k] + gone[k])
-            p.box(x, low, width, f.y(0) - low, "c0 bar")
+            p.box(x, low, width, f.bottom - low, "c0 bar")
             p.box(x, high, width, low - high, "c1 bar")
-    return p.svg()
+    return document(p)
 
 
-Points = Sequence[tuple[str, float, float, float]]
-"""Label, value and its interval."""
-
-
-def rates(grid: Sequence[tuple[str, float, Sequence[tuple[str, Points]]]]) -> str:
+def rates(grid: Sequence[tuple[str, float, Sequence[Panel]]]) -> str:
     """Return loss rates with intervals: one row of panels a policy.
 
     Args:
-        grid: name of the policy, its overall loss, and per panel its axis label and points.
+        grid: name of the policy, its overall loss, and its panels.
     """
-    p = Picture(880, 30 + 236 * len(grid), "Loss rate by stratum")
-    tops = [hi for _, _, panels in grid for _, points in panels for *_, hi in points]
+    p = Picture(
+        "loss_rates",
+        "Loss rates by batch, context length and phase",
+        "One row a policy: the share of tokens lost with its interval; the grey line is the share "
+        "over all tokens.",
+        880,
+        30 + 236 * len(grid),
+    )
+    tops = [high for *_, panels in grid for _, points in panels for _, (_, _, high) in points]
     top = min(1.0, max([0.05, *tops]) * 1.05)
     for n, (name, overall, panels) in enumerate(grid):
-        y = 40 + 236 * n
+        y = 40.0 + 236 * n
         p.text(64, y - 16, name, kind="bold")
         left = 64.0
         for k, (label, points) in enumerate(panels):
             width = 120.0 if len(points) <= 2 else 280.0
             f = Frame(left, y, width, 140, (-0.6, len(points) - 0.4), (0, top))
-            marks = [(float(i), words) for i, (words, *_) in enumerate(points)]
-            axes(p, f, "", "share lost" if k == 0 else "", y_text=percent, x_ticks=[])
-            for value, words in marks:
-                _slanted(p, f.x(value) + 4, f.top + f.height + 14, words, len(points) > 2)
-            p.text(f.left + f.width / 2, f.top + f.height + 62, label, "middle", "small")
-            p.line(f.left, f.y(overall), f.left + f.width, f.y(overall), "c3 whisker")
-            for i, (_, value, low, high) in enumerate(points):
+            axes(p, f, "", "share lost" if k == 0 else "", x_marks=[], y_text=percent)
+            p.text(f.left + f.width / 2, f.bottom + 62, label, "middle")
+            p.line(f.left, f.y(overall), f.right, f.y(overall), "c3 whisker")
+            for i, (words, (value, low, high)) in enumerate(points):
                 x = f.x(i)
-                p.line(x, f.y(max(low, 0)), x, f.y(max(0, min(high, top))), "c1 whisker")
-                p.dot(x, f.y(min(max(value, 0), top)), "c1")
+                if len(points) > 2:
+                    _slanted(p, x + 4, f.bottom + 14, words)
+                else:
+                    p.text(x, f.bottom + 16, words, "middle", "dim")
+                p.line(x, f.y(low), x, f.y(high), "c1 whisker")
+                p.dot(x, f.y(value), "c1")
             left += width + 52
-    return p.svg()
+    return document(p)
 
 
-def _slanted(p: Picture, x: float, y: float, words: str, slant: bool) -> None:
-    if not slant:
-        p.text(x - 4, y + 2, words, "middle", "small")
-        return
-    p.parts.append(
-        f'<text transform="translate({x:.1f} {y:.1f}) rotate(-38)" text-anchor="end" '
-        f'class="small">{escape(words)}</text>'
-    )
+def _slanted(p: Picture, x: float, y: float, words: str) -> None:
+    move = f"translate({x:.1f} {y:.1f}) rotate(-38)"
+    attributes = (("transform", move), ("text-anchor", "end"), ("class", "dim"))
+    p.shapes.append(Shape("text", attributes, text=words))
 
 
 def forest(
-    labels: Sequence[str], series: Sequence[tuple[str, Sequence[tuple[float, float, float]]]],
-    x_label: str, *, around: float, band: float | None, x_text: Callable[[float], str],
-) -> str:  # fmt: skip
+    name: str,
+    title: str,
+    labels: Sequence[str],
+    series: Sequence[tuple[str, Sequence[Point | None]]],
+    x_label: str,
+    *,
+    around: float,
+    band: float | None = None,
+    x_text: Callable[[float], str] = short,
+) -> str:
     """Return intervals side by side, one line per label and one colour per series.
 
     Args:
+        name: of the picture.
+        title: of the picture.
         labels: one a line.
-        series: name, and value with interval per label.
+        series: name, and value with interval per label, None for none.
         x_label: what the axis shows.
         around: value of no difference.
         band: half width of what counts as negligible, None for no band.
         x_text: words of a tick.
     """
     line = 16 * len(series) + 14
-    p = Picture(760, 84 + line * len(labels), x_label)
-    ends = [v for _, values in series for point in values for v in point] + [around]
+    p = Picture(
+        name,
+        title,
+        f"{x_label}: values with 95 % intervals." + (" Grey: negligible." if band else ""),
+        760,
+        84 + line * len(labels),
+    )
+    ends = [v for _, values in series for point in values for v in point or ()] + [around]
     low, high = min(ends), max(ends)
     pad = (high - low) * 0.06 or 1.0
     f = Frame(230, 34, 500, line * len(labels), (low - pad, high + pad), (0, 1))
     if band is not None:
         p.box(f.x(around - band), f.top, f.x(around + band) - f.x(around - band), f.height, "band")
-    marks = ticks(*f.x_range, 6)
-    for value in marks:
-        p.line(f.x(value), f.top, f.x(value), f.top + f.height, "grid")
-        p.text(f.x(value), f.top + f.height + 16, x_text(value), "middle", "small")
-    p.line(f.x(around), f.top, f.x(around), f.top + f.height, "axis")
-    p.text(f.left + f.width / 2, f.top + f.height + 36, x_label, "middle", "small")
-    for k, (name, _) in enumerate(series if len(series) > 1 else []):
-        p.dot(f.left + 130 * k + 6, 16, f"c{k}")
-        p.text(f.left + 130 * k + 15, 20, name, kind="small")
+    marks = [(value, x_text(value)) for value in ticks(*f.x_range, 6)]
+    for value, _ in marks:
+        p.line(f.x(value), f.top, f.x(value), f.bottom, "grid")
+    axes(p, f, x_label, "", x_marks=marks, y_marks=[])
+    p.line(f.x(around), f.top, f.x(around), f.bottom, "axis")
+    if len(series) > 1:
+        legend(p, f.left, 20, [(f"c{k} bar", words) for k, (words, _) in enumerate(series)])
     for n, label in enumerate(labels):
         middle = f.top + line * (n + 0.5)
-        p.text(f.left - 10, middle + 4, label, "end", "small")
+        p.text(f.left - 10, middle + 4, label, "end")
         for k, (_, values) in enumerate(series):
-            value, left, right = values[n]
+            point = values[n]
+            if point is None:
+                continue
             y = middle + 16 * (k - (len(series) - 1) / 2)
-            p.line(f.x(left), y, f.x(right), y, f"c{k} whisker")
-            p.dot(f.x(value), y, f"c{k}")
-    return p.svg()
+            p.line(f.x(point[1]), y, f.x(point[2]), y, f"c{k} whisker")
+            p.dot(f.x(point[0]), y, f"c{k}")
+    return document(p)

@@ -20,7 +20,9 @@ from analysis import (
     speed,
     strata,
 )
-from figures import forest, percent, rates, timeline
+from figures import Point, forest, rates, timeline
+
+from actds_validators.report.words import percent
 
 DROPPING = ("drop_oldest", "drop_newest")
 NEGLIGIBLE = 0.1
@@ -64,11 +66,15 @@ def write_page(folder: Path, setting: Setting, arms: list[Arm]) -> None:
         "loss_rates.svg": _rates(runs, layers, phases),
         "differences.svg": _forest(names, found),
         "speed.svg": forest(
-            list(speeds), [("", [_triple(e) for e in speeds.values()])],
+            "speed",
+            "Engine speed under each policy",
+            list(speeds),
+            [("", [_triple(e) for e in speeds.values()])],
             "tokens per busy second, relative to the first plain run",
-            around=1.0, band=None, x_text=percent,
+            around=1.0,
+            x_text=percent,
         ),
-    }  # fmt: skip
+    }
     for name, picture in pictures.items():
         (folder / name).write_text(picture)
     text = _page(setting, runs, speeds, found, layers, phases)
@@ -95,7 +101,7 @@ def _phases(run: Run) -> dict[str, Estimate]:
     return {"prefill": loss_rate(run, prefill), "decode": loss_rate(run, ~prefill)}
 
 
-def _triple(e: Estimate) -> tuple[float, float, float]:
+def _triple(e: Estimate) -> Point:
     return e.value, e.low, e.high
 
 
@@ -119,29 +125,34 @@ def _rates(
     grid = []
     for policy in DROPPING:
         panels = [
-            (words, [(_label(s), *_triple(s.rate)) for s in layers[policy][name]])
+            (words, [(_label(s), _triple(s.rate)) for s in layers[policy][name]])
             for name, words in (
                 ("batch_tokens", "tokens in the step (deciles)"),
                 ("context", "context length in tokens (deciles)"),
             )
         ]
-        panels.append(("phase", [(n, *_triple(e)) for n, e in phases[policy].items()]))
+        panels.append(("phase", [(n, _triple(e)) for n, e in phases[policy].items()]))
         grid.append((policy, loss_rate(runs[policy]).value, panels))
     return rates(grid)
 
 
 def _forest(names: list[str], found: dict[str, dict[str, Difference]]) -> str:
     return forest(
+        "differences",
+        "Standardised differences of the lost tokens",
         [COVARIATES[n] for n in names],
-        [(p, [_triple(found[p][n].smd) for n in names]) for p in DROPPING],
+        [(p, [_triple(e) if (e := found[p][n].smd) else None for n in names]) for p in DROPPING],
         "lost minus all, in standard deviations of all",
-        around=0.0, band=NEGLIGIBLE, x_text=lambda v: f"{v:g}",
-    )  # fmt: skip
+        around=0.0,
+        band=NEGLIGIBLE,
+    )
 
 
 def verdict(d: Difference) -> str:
     """Return what an interval allows to say."""
     e = d.smd
+    if e is None:
+        return "not settled"
     if min(abs(e.low), abs(e.high)) > NEGLIGIBLE and e.low * e.high > 0:
         return "higher" if e.value > 0 else "lower"
     if max(abs(e.low), abs(e.high)) < NEGLIGIBLE:
@@ -224,7 +235,8 @@ def _page(
         "| what | policy | SMD | p (shift) | the lost tokens' mean is |",
         "| --- | --- | --- | --- | --- |",
         *(
-            f"| {COVARIATES[name]} | `{p}` | {_interval(d.smd)} | {d.p:.3f} | {verdict(d)} |"
+            f"| {COVARIATES[name]} | `{p}` | {_interval(d.smd) if d.smd else 'none'} | "
+            f"{'none' if d.p is None else f'{d.p:.3f}'} | {verdict(d)} |"
             for name in found[DROPPING[0]]
             for p in DROPPING
             for d in (found[p][name],)
@@ -249,7 +261,7 @@ def _summary(
     said = []
     for p in DROPPING:
         words = [
-            f"{COVARIATES[n]} {verdict(d)} (SMD {d.smd.value:+.2f})"
+            f"{COVARIATES[n]} {verdict(d)} ({f'SMD {d.smd.value:+.2f}' if d.smd else 'no SMD'})"
             for n, d in found[p].items()
             if n in ("batch_tokens", "context", "prefill")
         ]

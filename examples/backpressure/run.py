@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    if why := unavailable():
+    if not args.again and (why := unavailable()):
         print(f"The experiment cannot run here: {why}.", file=sys.stderr)
         return 2
     setting_file = args.out / "setting.json"
