@@ -67,7 +67,14 @@ CASES: dict[str, Case] = {
         0.0003,
         "0.03 % of the computed tokens were lost: no mean over rows can be off by more than 0.0173 "
         "standard deviations, whatever the reason.",
-        Number(name="worst-case bias of any mean", value=0.0173, limit=0.02, unit="sd", ok=True),
+        Number(
+            name="worst-case bias of any mean",
+            value=0.0173,
+            must="at most",
+            limit=0.02,
+            unit="sd",
+            ok=True,
+        ),
         [],
         [],
     ),
@@ -78,7 +85,12 @@ CASES: dict[str, Case] = {
         "1.2 % of the computed tokens were lost, in 212 independent events, and every content "
         "covariate of the lost tokens is equal to all within 0.1 standard deviations.",
         Number(
-            name="largest SMD of a content covariate", value=0.041, limit=0.1, unit="sd", ok=True
+            name="largest SMD of a content covariate",
+            value=0.041,
+            must="at most",
+            limit=0.1,
+            unit="sd",
+            ok=True,
         ),
         [],
         [],
@@ -89,7 +101,13 @@ CASES: dict[str, Case] = {
         0.021,
         "2.1 % of the computed tokens were lost, more of them under load; content covariates are "
         "equal within 0.1 standard deviations.",
-        Number(name="adjusted p, load of the last 8 steps", value=0.0041, limit=0.05, ok=False),
+        Number(
+            name="adjusted p, load of the last 8 steps",
+            value=0.0041,
+            must="above",
+            limit=0.05,
+            ok=False,
+        ),
         [],
         [
             "Write weights and hand them to the loader: actds audit PATH --weights FILE.parquet",
@@ -103,7 +121,12 @@ CASES: dict[str, Case] = {
         "31 % of the computed tokens were lost, and which ones goes with load and with prompt "
         "length: the dataset is not a sample of what was served.",
         Number(
-            name="share of computed tokens lost", value=0.31, limit=0.05, unit="share", ok=False
+            name="share of computed tokens lost",
+            value=0.31,
+            must="at most",
+            limit=0.05,
+            unit="share",
+            ok=False,
         ),
         [],
         [
@@ -119,7 +142,7 @@ CASES: dict[str, Case] = {
         0.006,
         "0.6 % of the computed tokens were lost in 7 independent events: too few to tell whether "
         "the loss goes with content.",
-        Number(name="independent loss events", value=7, limit=30, ok=False),
+        Number(name="independent loss events", value=7, must="at least", limit=30, ok=False),
         ["7 independent loss events of 30", "an SMD below 0.42 would not be found with power 0.8"],
         ["Harvest about 5 times as many steps, or treat the loss as going with content."],
     ),
@@ -128,7 +151,14 @@ CASES: dict[str, Case] = {
         "accounting",
         0.004,
         "The census does not add up: 3,201 positions have neither a row nor a reason.",
-        Number(name="unexplained positions", value=3201, limit=0, unit="positions", ok=False),
+        Number(
+            name="unexplained positions",
+            value=3201,
+            must="at most",
+            limit=0,
+            unit="positions",
+            ok=False,
+        ),
         [],
         ["Run actds validate PATH --level full and mend what it names before any audit."],
     ),
@@ -174,10 +204,33 @@ def audit(name: str = "load", seed: int = 0, **changes: Any) -> Audit:
 def _numbers(loss: float) -> list[Number]:
     bias = math.sqrt(loss / (1 - loss))
     return [
-        Number(name="unexplained positions", value=0, limit=0, unit="positions", ok=True),
-        Number(name="references without a row", value=0.0, limit=0.01, unit="share", ok=True),
-        Number(name="share lost", value=loss, limit=0.05, unit="share", ok=loss <= 0.05),
-        Number(name="worst-case bias", value=bias, limit=0.02, unit="sd", ok=bias <= 0.02),
+        Number(
+            name="unexplained positions",
+            value=0,
+            must="at most",
+            limit=0,
+            unit="positions",
+            ok=True,
+        ),
+        Number(
+            name="references without a row",
+            value=0.0,
+            must="at most",
+            limit=0.01,
+            unit="share",
+            ok=True,
+        ),
+        Number(
+            name="share lost", value=loss, must="at most", limit=0.05, unit="share", ok=loss <= 0.05
+        ),
+        Number(
+            name="worst-case bias",
+            value=bias,
+            must="at most",
+            limit=0.02,
+            unit="sd",
+            ok=bias <= 0.02,
+        ),
         Number(name="effective rows", value=1_182_114.4, unit="rows"),
     ]
 
@@ -458,7 +511,7 @@ def _prefixed(value: Any, text: str, key: str = "") -> Any:
         return {k: _prefixed(v, text, k) for k, v in value.items()}
     if isinstance(value, list):
         return [_prefixed(v, text, key) for v in value]
-    fixed = key in ("schema", "level", "severity", "group")
+    fixed = key in ("schema", "level", "severity", "group", "must")
     fixed = fixed or (key == "kind" and value in ("numeric drift", "population shift"))
     return value if fixed or not isinstance(value, str) else text + value
 

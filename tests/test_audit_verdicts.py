@@ -22,6 +22,7 @@ from actds_validators.audits.result import (
     Limits,
     Mechanism,
     Missingness,
+    Number,
     Verdict,
 )
 from actds_validators.audits.verdict import Evidence, judge
@@ -168,9 +169,20 @@ def evidence(
     )  # fmt: skip
 
 
+def lies_right(number: Number) -> bool:
+    """Return whether a number lies on its side of its limit, by its own words."""
+    value, limit = number.value, number.limit
+    assert value is not None and limit is not None
+    if math.isclose(value, limit, rel_tol=1e-12):  # of a root at its limit the last digit is off
+        return number.must in ("at most", "at least")
+    return (value < limit) == (number.must in ("at most", "below"))
+
+
 def kind(given: Evidence, limits: Limits = LIMITS) -> tuple[str, str]:
     found = judge(given, limits)
     assert found.deciding in found.numbers and found.sentence and found.next_steps
+    assert lies_right(found.deciding) == (found.level == "PASS")
+    assert [n.ok for n in found.numbers] == [lies_right(n) for n in found.numbers]
     assert bool(found.lacks) == (found.level == "INCONCLUSIVE")
     assert all(n.limit is not None and n.ok is not None for n in found.numbers)
     assert len({n.name for n in found.numbers}) == len(found.numbers)
@@ -261,6 +273,36 @@ def test_a_loss_that_no_step_shows_is_inconclusive() -> None:
     assert kind(aborted) == ("INCONCLUSIVE", "too-little-evidence")
     assert kind(Evidence(account(0, n=1, positions=0, computed=0, captured=0), None, None)) == (
         "PASS", "complete")  # fmt: skip
+
+
+def test_every_number_says_on_which_side_of_its_limit_it_has_to_lie() -> None:
+    found = judge(evidence(cache_ref=1000, tests=(REJECTED["content"],)), LIMITS)
+    assert {n.name.split(" (")[0]: n.must for n in found.numbers} == {
+        "places that do not add up": "at most",
+        "share of computed tokens lost": "at most",
+        "most that any mean can be off": "at most",
+        "cache references without a stored row": "at most",
+        "independent loss events": "at least",
+        "smallest adjusted p of the family": "above",
+        "smallest difference that would be found": "at most",
+        "farthest end of an equivalence interval": "below",
+        "most that a tested mean of the stored rows is off": "at most",
+    }
+
+
+@pytest.mark.parametrize(("p", "rejected"), [(0.05, True), (0.0501, False)])
+def test_a_p_at_the_rate_is_rejected_and_lies_on_the_wrong_side(p: float, rejected: bool) -> None:
+    given = evidence(tests=(association("system", p, rejected=rejected),))
+    assert kind(given)[1] == ("load-dependent" if rejected else "uncorrelated")
+    [number] = [n for n in judge(given, LIMITS).numbers if n.name.startswith("smallest adjusted")]
+    assert number.ok is not rejected
+
+
+def test_a_limit_without_a_side_is_no_number() -> None:
+    with pytest.raises(ValueError, match="stand together"):
+        Number(name="x", value=1.0, limit=2.0, ok=True)
+    with pytest.raises(ValueError, match="stand together"):
+        Number(name="x", value=1.0, must="at most")
 
 
 def test_every_limit_is_held_against_a_number() -> None:

@@ -15,7 +15,7 @@ import audit_results
 import pytest
 from audit_results import CASES, audit, enormous, hostile
 
-from actds_validators.audits.result import Audit
+from actds_validators.audits.result import Audit, Must, Number
 from actds_validators.report.html import MARKS, render
 from actds_validators.report.words import percent
 
@@ -109,7 +109,25 @@ def test_a_section_that_is_missing_is_left_out_and_says_why() -> None:
 def test_numbers_stand_in_the_check_table_beside_their_limits() -> None:
     source = render(audit("heavy"))
     row = next(r for r in source.split("<tr") if "share lost" in r)
-    assert ">31 %</td>" in row and ">5 %</td>" in row and "not kept" in row
+    assert ">31 %</td>" in row and ">≤ 5 %</td>" in row and "not kept" in row
+    assert "limit ≤ 5 %, not kept" in source[: source.index("<main>")]
+
+
+@pytest.mark.parametrize(
+    ("must", "sign"), [("at most", "≤"), ("below", "&lt;"), ("at least", "≥"), ("above", "&gt;")]
+)
+def test_check_table_says_on_which_side_of_its_limit_a_number_has_to_lie(
+    must: Must, sign: str
+) -> None:
+    result = audit("few")
+    held = Number(name="what is held", value=0.5, must=must, limit=0.25, ok=False)
+    verdict = result.verdict.model_copy(update={"numbers": [held]})
+    source = render(audit("few", verdict=verdict))
+    row = next(r for r in source.split("<tr") if "what is held" in r)
+    assert f">{sign} 0.25</td>" in row
+    free = Number(name="what is free", value=0.5)
+    source = render(audit("few", verdict=verdict.model_copy(update={"numbers": [free]})))
+    assert ">-</td>" in next(r for r in source.split("<tr") if "what is free" in r)
 
 
 def test_naive_p_is_marked_as_not_deciding() -> None:

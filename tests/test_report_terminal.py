@@ -20,6 +20,15 @@ def test_first_lines_say_verdict_sentence_and_deciding_number(name: str) -> None
     assert all(any(lack in line for line in lines) for lack in verdict.lacks)
 
 
+def test_numbers_stand_with_the_side_of_their_limit() -> None:
+    lines = [line.text for line in render(audit("few"))]
+    assert lines[2] == "Decided by: independent loss events 7; limit ≥ 30, not kept"
+    checks = lines[lines.index("Checks") :]
+    assert any("✗" in line and "≥ 30" in line for line in checks)
+    assert any("share lost" in line and "≤ 5 %" in line for line in checks)
+    assert any(line.split()[-5:-2] == ["1,182,114", "rows", "-"] for line in checks)
+
+
 def test_accounting_adds_up_on_the_page_and_names_each_reason() -> None:
     text = "\n".join(line.text for line in render(audit("heavy")))
     assert (

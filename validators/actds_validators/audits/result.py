@@ -6,9 +6,9 @@ models' base.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
     "SCHEMA",
@@ -31,6 +31,7 @@ __all__ = [
     "Loss",
     "Mechanism",
     "Missingness",
+    "Must",
     "Number",
     "Occupancy",
     "Queues",
@@ -49,6 +50,8 @@ SCHEMA = "actds.audit/1"
 Group = Literal["system", "content", "values"]
 """What a covariate describes: the serving system at the time, the tokens, or the rows' values."""
 Level = Literal["PASS", "WARN", "FAIL", "INCONCLUSIVE"]
+Must = Literal["at most", "below", "at least", "above"]
+"""On which side of its limit a number has to lie."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -72,9 +75,18 @@ class Number(Section):
 
     name: str = Field(description="what it is, in words")
     value: float
+    must: Must | None = Field(
+        default=None, description="on which side of the limit it has to lie, null if none"
+    )
     limit: float | None = Field(default=None, description="what it was held against")
     unit: str = Field(default="", description="1 stands as an empty string")
     ok: bool | None = Field(default=None, description="whether it kept the limit, null if none")
+
+    @model_validator(mode="after")
+    def _limit_has_a_side(self) -> Self:
+        if (self.must is None) != (self.limit is None):
+            raise ValueError(f"{self.name}: a limit and its side stand together or not at all")
+        return self
 
 
 class Limits(Section):

@@ -5,6 +5,8 @@ Last stage of the audit. Rules in order, the first that applies. Imports the res
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from actds_validators.audits.missingness import bound
@@ -15,12 +17,20 @@ from actds_validators.audits.result import (
     Limits,
     Mechanism,
     Missingness,
+    Must,
     Number,
     Verdict,
 )
 from actds_validators.statistics.bound import loss_that_allows
 
 __all__ = ["Evidence", "judge"]
+
+_SIDES: dict[Must, Callable[[float, float], bool]] = {
+    "at most": operator.le,
+    "below": operator.lt,
+    "at least": operator.ge,
+    "above": operator.gt,
+}
 
 
 @dataclass(frozen=True)
@@ -99,53 +109,51 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
 def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
     found = {}
     n_errors = sum(f.severity == "error" for f in evidence.accounting.findings)
-    found["unexplained"] = Number(
-        name="places that do not add up", value=n_errors, limit=0, ok=n_errors == 0
-    )
+    found["unexplained"] = _held("places that do not add up", n_errors, "at most", 0)
     share = evidence.accounting.loss_share
-    found["loss"] = Number(
-        name="share of computed tokens lost", value=share, limit=limits.max_loss, unit="share",
-        ok=share <= limits.max_loss,
-    )  # fmt: skip
+    found["loss"] = _held(
+        "share of computed tokens lost", share, "at most", limits.max_loss, "share"
+    )
     allowed = loss_that_allows(limits.negligible_bias)
-    bias = bound(share).bias
-    found["bias"] = Number(
-        name="most that any mean can be off", value=bias, limit=limits.negligible_bias,
-        unit="standard deviations", ok=share <= allowed,
+    found["bias"] = _held(
+        "most that any mean can be off", bound(share).bias, "at most", limits.negligible_bias,
+        "standard deviations", ok=share <= allowed,  # of a root at its limit the last digit is off
     )  # fmt: skip
     if evidence.accounting.cache_ref:
         unresolved = evidence.accounting.unresolved / evidence.accounting.cache_ref
-        found["unresolved"] = Number(
-            name="cache references without a stored row", value=unresolved,
-            limit=limits.max_unresolved, unit="share", ok=unresolved <= limits.max_unresolved,
+        found["unresolved"] = _held(
+            "cache references without a stored row", unresolved, "at most", limits.max_unresolved,
+            "share",
         )  # fmt: skip
     if evidence.mechanism is not None:
         m = evidence.mechanism
-        found["events"] = Number(
-            name="independent loss events", value=m.n_events, limit=limits.min_events,
-            ok=m.n_events >= limits.min_events,
-        )  # fmt: skip
+        found["events"] = _held(
+            "independent loss events", m.n_events, "at least", limits.min_events
+        )
         smallest = min((t.adjusted_p for t in m.tests), default=1.0)
-        found["p"] = Number(
-            name="smallest adjusted p of the family", value=smallest, limit=limits.fdr,
-            ok=smallest > limits.fdr,
-        )  # fmt: skip
+        found["p"] = _held("smallest adjusted p of the family", smallest, "above", limits.fdr)
         if m.detectable is not None:
-            found["detectable"] = Number(
-                name="smallest difference that would be found", value=m.detectable,
-                limit=limits.equivalence, unit="standard deviations",
-                ok=m.detectable <= limits.equivalence,
+            found["detectable"] = _held(
+                "smallest difference that would be found", m.detectable, "at most",
+                limits.equivalence, "standard deviations",
             )  # fmt: skip
     if evidence.missingness is not None:
         worst = _farthest(evidence.missingness.differences)
         if worst is not None and worst.equivalence is not None:
             far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
-            found["difference"] = Number(
-                name=f"farthest end of an equivalence interval ({worst.covariate.label})",
-                value=far, limit=limits.equivalence, unit="standard deviations",
-                ok=far < limits.equivalence,
+            found["difference"] = _held(
+                f"farthest end of an equivalence interval ({worst.covariate.label})", far, "below",
+                limits.equivalence, "standard deviations",
             )  # fmt: skip
     return found
+
+
+def _held(
+    name: str, value: float, must: Must, limit: float, unit: str = "", *, ok: bool | None = None
+) -> Number:
+    """Return a number held against a limit; ``ok`` where rounding asks for another comparison."""
+    kept = _SIDES[must](value, limit) if ok is None else ok
+    return Number(name=name, value=value, must=must, limit=limit, unit=unit, ok=kept)
 
 
 def _unaccounted(n: int, numbers: dict[str, Number]) -> Verdict:
@@ -202,13 +210,13 @@ def _dependent(
         (_stored_off(by_name[t.covariate.name]) for t in content if t.covariate.name in by_name),
         default=0.0,
     )
-    is_serious = worst > limits.serious
     groups = sorted({t.covariate.group for t in content})
     what = " and ".join({"content": "content", "values": "the values"}[g] for g in groups)
-    effect = Number(
-        name="most that a tested mean of the stored rows is off",
-        value=worst, limit=limits.serious, unit="standard deviations", ok=not is_serious,
+    effect = _held(
+        "most that a tested mean of the stored rows is off", worst, "at most", limits.serious,
+        "standard deviations",
     )  # fmt: skip
+    is_serious = not effect.ok
     return Verdict(
         level="FAIL" if is_serious else "WARN",
         kind="values-dependent" if "values" in groups else "content-dependent",

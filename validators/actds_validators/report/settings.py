@@ -8,7 +8,7 @@ from __future__ import annotations
 from actds.page import human_nbytes
 from actds_validators.audits.result import Audit, Limits, Number, Verdict
 from actds_validators.report.parts import Part, Row, Table, Tone, first
-from actds_validators.report.words import Sentence, kept, measured, number, seconds
+from actds_validators.report.words import Sentence, kept, limit_of, measured, number, seconds
 
 __all__ = ["check_part", "settings_part"]
 
@@ -27,7 +27,7 @@ def check_part(verdict: Verdict) -> Part:
 def _row(n: Number, *, deciding: bool) -> Row:
     tone: Tone = {True: "good", False: "bad", None: "dim"}[n.ok]  # type: ignore[assignment]
     words = kept(n) + (", decided" if deciding else "")
-    return Row((n.name, measured(n.value, n.unit), measured(n.limit, n.unit), words), tone)
+    return Row((n.name, measured(n.value, n.unit), limit_of(n), words), tone)
 
 
 def settings_part(audit: Audit) -> Part:

@@ -18,6 +18,7 @@ from actds_validators.report.words import (
     count,
     estimate,
     kept,
+    limit_of,
     many,
     measured,
     number,
@@ -94,7 +95,7 @@ def _numbers(numbers: Sequence[Number]) -> Iterator[Line]:
     yield Line("")
     yield Line("Checks", "title")
     cells = [
-        (_MARKS[n.ok], n.name, measured(n.value, n.unit), measured(n.limit, n.unit), kept(n))
+        (_MARKS[n.ok], n.name, measured(n.value, n.unit), limit_of(n), kept(n))
         for n in numbers[:_MAX_ROWS]
     ]
     styles: dict[str, Style] = {"✓": "good", "✗": "bad", "-": "dim"}

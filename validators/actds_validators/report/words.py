@@ -6,16 +6,18 @@ Under every chart and table of the report; knows the result's models and nothing
 from __future__ import annotations
 
 from actds.page import printable
-from actds_validators.audits.result import Estimate, Number
+from actds_validators.audits.result import Estimate, Must, Number
 
 __all__ = [
     "GROUPS",
+    "SIDES",
     "Sentence",
     "against",
     "clean",
     "count",
     "estimate",
     "kept",
+    "limit_of",
     "many",
     "measured",
     "number",
@@ -25,6 +27,7 @@ __all__ = [
     "short",
 ]
 
+SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
 _MAX_WORD, _MAX_SENTENCE = 120, 1200  # bytes
 _ESCAPED = frozenset("<>&\"'")
@@ -124,9 +127,15 @@ def measured(value: float | None, unit: str) -> str:
     return f"{number(value)} {unit}".rstrip()
 
 
+def limit_of(held: Number) -> str:
+    """Return a number's limit with the side on which the number has to lie."""
+    limit = measured(held.limit, held.unit)
+    return f"{SIDES[held.must]} {limit}" if held.must else limit
+
+
 def against(held: Number) -> str:
     """Return what a number was held against, in words."""
-    return "no limit" if held.limit is None else f"limit {measured(held.limit, held.unit)}"
+    return "no limit" if held.limit is None else f"limit {limit_of(held)}"
 
 
 def kept(held: Number) -> str:
