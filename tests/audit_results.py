@@ -27,6 +27,7 @@ from actds_validators.audits.result import (
     Finding,
     Group,
     Lag,
+    LagBand,
     Level,
     Limits,
     Loss,
@@ -426,6 +427,7 @@ def queues(rng: np.random.Generator, loss: float) -> Queues:
             Lag(steps=k, correlation=0.5 * math.exp(-(((k - 12) / 10) ** 2)))
             for k in range(-40, 41, 2)
         ],
+        lag_band=LagBand(low=-0.07, high=0.11, n_shifts=40_000, n_effective=412.5),
         loss_by_load=[
             Loss(
                 load=40 + 12 * k,

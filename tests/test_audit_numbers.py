@@ -342,6 +342,9 @@ def test_trace_lags_stalls_and_occupancy_are_those_of_the_tables(case: Case) -> 
             a, b = (v[steps["run"] == k] for v in away)
             total += a[: len(a) - h] @ b[h:] if h >= 0 else a[-h:] @ b[:h]
         assert lag.correlation == pytest.approx(total / scale, **CLOSE)
+    band = queues.lag_band
+    assert band is not None and -1 <= band.low < 0 < band.high <= 1 and band.confidence == 0.95
+    assert 1 <= band.n_effective <= band.n_shifts
     stalls = pd.concat([run["stalls"].to_pandas() for run in case.runs])
     told = {s.stage: (s.n, s.seconds) for s in queues.stalls}
     assert set(told) == set(stalls["stage"])

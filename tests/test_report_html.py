@@ -130,6 +130,24 @@ def test_check_table_says_on_which_side_of_its_limit_a_number_has_to_lie(
     assert ">-</td>" in next(r for r in source.split("<tr") if "what is free" in r)
 
 
+def test_lag_plot_draws_the_band_of_unrelated_series_around_nought() -> None:
+    source = render(audit("load"))
+    picture = next(s for s in source.split("<svg") if 'id="lags-title"' in s)
+    said = "<title>band of chance: -0.070 to 0.110</title>"
+    box = next(tag for tag in picture.split("<rect") if said in tag)
+    y, height = (float(re.findall(rf' {name}="([^"]+)"', box)[0]) for name in ("y", "height"))
+    nought = re.findall(r'<circle cx="[^"]+" cy="([^"]+)"[^>]*><title>[+-]40 steps', picture)
+    assert len(nought) == 2 and 'class="band"' in box
+    assert all(y < float(place) < y + height for place in nought)
+    peak = re.findall(r'cy="([^"]+)"[^>]*><title>\+12 steps', picture)
+    assert float(peak[0]) < y
+    assert "95 % of the correlations of unrelated series" in source
+    assert "about 412 independent ones" in source
+    assert audit("load").queues is not None
+    bare = audit("load").queues.model_copy(update={"lag_band": None})  # type: ignore[union-attr]
+    assert "unrelated series" not in render(audit("load", queues=bare))
+
+
 def test_naive_p_is_marked_as_not_deciding() -> None:
     source = render(audit("load"))
     assert "naive p (not deciding)" in source

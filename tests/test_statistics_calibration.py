@@ -15,7 +15,7 @@ from scipy.signal import lfilter
 from actds_validators.statistics.change import change
 from actds_validators.statistics.family import benjamini_hochberg
 from actds_validators.statistics.jackknife import blocks, difference_sums, jackknife_many, smd
-from actds_validators.statistics.load import ewma
+from actds_validators.statistics.load import ewma, lag_correlation
 from actds_validators.statistics.naive import naive_chi_square, naive_z
 from actds_validators.statistics.shift import circular_shift
 from actds_validators.statistics.trend import trend
@@ -209,3 +209,48 @@ def test_selection_of_high_values_within_steps_is_found() -> None:
     found = [within(*partial_steps(seed, effect=1.0)) for seed in range(30)]
     assert share([f.p for f in found]) > 0.9
     assert all(f.difference > 0 for f in found)
+
+
+@pytest.mark.parametrize(
+    ("n_runs", "time", "burst"), [(1, 20.0, 10), (1, 100.0, 10), (1, 20.0, 40), (4, 20.0, 10)]
+)
+def test_band_of_the_lags_holds_unrelated_series(n_runs: int, time: float, burst: int) -> None:
+    inside, white = [], []
+    for seed in range(N_SERIES):
+        series = burst_series(seed, time=time, burst=burst, n_runs=n_runs)
+        load = (series.sx / series.n)[0]
+        found = lag_correlation(load, series.lost / series.n, series.run, 64, n_draws=300)
+        if found is not None:
+            inside.append(
+                np.mean((found.low <= found.correlation) & (found.correlation <= found.high))
+            )
+            white.append(np.mean(np.abs(found.correlation) <= 1.96 / np.sqrt(N_STEPS)))
+    # Lags of a series go together: the error of the mean is that between series, at most 0.6 %.
+    assert len(inside) > 0.95 * N_SERIES
+    assert np.std(inside) / np.sqrt(len(inside)) < 0.006
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.017)
+    assert np.mean(white) < 0.6  # what ±1.96 / sqrt(n) holds
+
+
+def test_band_of_the_lags_is_left_where_losses_follow_the_load() -> None:
+    above: dict[float, list[bool]] = {0.0: [], 1.0: []}
+    for effect, told in above.items():
+        for seed in range(100):
+            series = burst_series(seed, effect=effect)
+            load = (series.sx / series.n)[0]
+            found = lag_correlation(load, series.lost / series.n, series.run, 5)
+            assert found is not None
+            told.append(bool(found.correlation[-1] > found.high))  # half a burst later
+    assert np.mean(above[0.0]) <= 0.07 and np.mean(above[1.0]) > 0.7
+
+
+def test_band_of_the_lags_depends_on_the_seed_alone() -> None:
+    series = burst_series(1, n_runs=4)
+    load, share = (series.sx / series.n)[0], series.lost / series.n
+    first, same, other = (
+        lag_correlation(load, share, series.run, 8, n_draws=200, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first is not None and same is not None and other is not None
+    assert (first.low, first.high) == (same.low, same.high) != (other.low, other.high)
+    with pytest.raises(ValueError, match="confidence"):
+        lag_correlation(load, share, series.run, 8, confidence=1.0)

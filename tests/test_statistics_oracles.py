@@ -524,6 +524,12 @@ def test_lag_correlation_is_that_of_statsmodels_and_finds_the_lag() -> None:
     expected = ccf(loss, load, adjusted=False)[:11]
     assert found.correlation[10:] == pytest.approx(expected, abs=1e-9)
     assert found.lags[found.correlation.argmax()] == 4
+    # The band is that of every circular shift of the loss: 12 of 500 lie outside at either end.
+    a, b = load - load.mean(), loss - loss.mean()
+    every = np.sort([np.roll(b, k) @ a for k in range(500)]) / np.sqrt((a @ a) * (b @ b))
+    assert (found.low, found.high) == pytest.approx((every[12], every[-13]))
+    assert found.n_shifts == 500 and 1 <= found.n_effective < 500
+    assert found.correlation.max() > 2 * found.high
     # Pairs of two runs do not count.
     run = np.arange(500) // 2
     apart = lag_correlation(load, loss, run, 3)

@@ -14,6 +14,7 @@ from actds_validators.audits.missingness import estimate
 from actds_validators.audits.result import (
     Estimate,
     Lag,
+    LagBand,
     Loss,
     Occupancy,
     Queues,
@@ -76,8 +77,16 @@ def read_queues(source: RunSource, series: Series, counts: QueueCounts) -> None:
         )
 
 
-def queues(series: Series, counts: QueueCounts, trends: dict[str, Trend]) -> Queues:
-    """Return the section."""
+def queues(series: Series, counts: QueueCounts, trends: dict[str, Trend], seed: int = 0) -> Queues:
+    """Return the section.
+
+    Args:
+        series: of the losses.
+        counts: of `read_queues`.
+        trends: of the loss over the load.
+        seed: of the random shifts behind the band of the lags, where there are several runs.
+    """
+    lags, band = _lags(series, seed)
     return Queues(
         trace=_trace(series),
         stalls=[
@@ -94,7 +103,8 @@ def queues(series: Series, counts: QueueCounts, trends: dict[str, Trend]) -> Que
             for stage, depths in sorted(counts.occupancy.items())
             for (depth, capacity), seconds in sorted(depths.items())[:MAX_DEPTHS]
         ],
-        lags=_lags(series),
+        lags=lags,
+        lag_band=band,
         loss_by_load=_loss_by_load(series, trends),
     )
 
@@ -120,16 +130,22 @@ def _trace(series: Series) -> list[TracePoint]:
     ]
 
 
-def _lags(series: Series) -> list[Lag]:
-    found = lag_correlation(
-        series.computed, series.share, series.run, min(MAX_LAG, max(0, series.n_ticks // 4))
-    )
+def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
+    reach = min(MAX_LAG, max(0, series.n_ticks // 4))
+    found = lag_correlation(series.computed, series.share, series.run, reach, seed=seed)
     if found is None:
-        return []
-    return [
+        return [], None
+    lags = [
         Lag(steps=int(lag) * series.steps_per_tick, correlation=float(value))
         for lag, value in zip(found.lags, found.correlation, strict=True)
     ]
+    return lags, LagBand(
+        low=found.low,
+        high=found.high,
+        confidence=found.confidence,
+        n_shifts=found.n_shifts,
+        n_effective=found.n_effective,
+    )
 
 
 def _loss_by_load(series: Series, trends: dict[str, Trend]) -> list[Loss]:

@@ -27,6 +27,7 @@ __all__ = [
     "Estimate",
     "Finding",
     "Lag",
+    "LagBand",
     "Limits",
     "Loss",
     "Mechanism",
@@ -341,6 +342,16 @@ class Lag(Section):
     correlation: float
 
 
+class LagBand(Section):
+    """Where the correlation at any one lag lies when the load and the loss are unrelated."""
+
+    low: float
+    high: float
+    confidence: Share = Field(default=0.95, description="pointwise: of each lag by itself")
+    n_shifts: int = Field(description="circular shifts of the losses that it is the range of")
+    n_effective: float = Field(description="effectively independent ones of them")
+
+
 class Loss(Section):
     """Loss against load: one point a decile."""
 
@@ -356,6 +367,7 @@ class Queues(Section):
     stalls: list[Stall]
     occupancy: list[Occupancy]
     lags: list[Lag]
+    lag_band: LagBand | None = Field(default=None, description="null without a lag")
     loss_by_load: list[Loss]
 
 

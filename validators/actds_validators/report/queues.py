@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from actds_validators.audits.result import Lag, Loss, Occupancy, Queues
-from actds_validators.report.axes import Frame, axes, span
+from actds_validators.audits.result import Lag, LagBand, Loss, Occupancy, Queues
+from actds_validators.report.axes import Frame, axes, legend, span
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.svg import Picture
 from actds_validators.report.trace import capture_trace, lowest
-from actds_validators.report.words import Sentence, count, number, percent, seconds
+from actds_validators.report.words import Sentence, count, many, number, percent, seconds
 
 __all__ = ["queues_part"]
 
@@ -33,7 +33,7 @@ def queues_part(section: Queues) -> Part:
     if section.occupancy:
         pictures.append(occupancy(section.occupancy))
     if section.lags:
-        pictures.append(lag_plot(section.lags))
+        pictures.append(lag_plot(section.lags, section.lag_band))
     some, more = first(section.stalls)
     rows = [
         Row((s.stage, count(s.n), seconds(s.seconds), seconds(s.seconds / s.n) if s.n else "-"))
@@ -122,21 +122,30 @@ def occupancy(rows: list[Occupancy]) -> Picture:
     return p
 
 
-def lag_plot(lags: list[Lag]) -> Picture:
-    """Return the correlation of the load with the loss some steps later."""
+def lag_plot(lags: list[Lag], band: LagBand | None) -> Picture:
+    """Return the correlation of the load with the loss some steps later, over what is chance."""
     ordered = sorted(lags, key=lambda lag: lag.steps)
     step = -(-len(ordered) // _MAX_LAGS)
     shown = ordered[::step]
-    p = Picture(
-        "lags",
-        "Load against loss, by lag",
-        "The correlation of the load with the share lost some steps later. A peak right of nought "
-        "says how long a queue takes to fill.",
-        760,
-        262,
-    )
-    values = [lag.correlation for lag in shown]
-    f = Frame(90, 18, 640, 186, span([lag.steps for lag in shown], zero=False), span(values))
+    said = "The correlation of the load with the share lost some steps later. A peak right of "
+    said += "nought says how long a queue takes to fill."
+    if band is not None:
+        said += (
+            f" At each lag by itself {percent(band.confidence)} of the correlations of unrelated "
+            f"series of this kind lie in the band (circular shifts, about "
+            f"{many(max(1, int(band.n_effective)), 'independent one')}): some lags lie outside by "
+            "chance, neighbours together. The tests, not this plot, decide."
+        )
+    p = Picture("lags", "Load against loss, by lag", said, 760, 288 if band else 262)
+    ends = [band.low, band.high] if band else []
+    values = span([lag.correlation for lag in shown] + ends)
+    top = 44 if band else 18
+    f = Frame(90, top, 640, 186, span([lag.steps for lag in shown], zero=False), values)
+    if band is not None:
+        words = f"{percent(band.confidence)} of unrelated series, at each lag"
+        legend(p, f.left, 22, [("band", words)])
+        ends_said = f"band of chance: {band.low:.3f} to {band.high:.3f}"
+        p.box(f.left, f.y(band.high), f.width, f.y(band.low) - f.y(band.high), "band", ends_said)
     axes(p, f, "lag, steps (loss after load)", "correlation", left=64)
     p.line(f.left, f.y(0), f.right, f.y(0), "axis")
     for lag in shown:
