@@ -1,69 +1,63 @@
 """Bands: loss rates by ranges of a covariate, and the distributions that they make.
 
-Beside the tokens' pass. Lengths and positions fall in powers of two, rarity in bits, phases and
-sources in classes. Imports `tokens` and `series`.
+After the tokens' pass. Lengths and positions fall in powers of two, rarity in bits, phases and
+classes of tokens in two. Imports the sums of `tokens`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
+import numpy.typing as npt
 
-from actds_validators.audits.series import Series
-from actds_validators.audits.sources import RunSource
-from actds_validators.audits.tokens import Bands, Floats, Tokens, banded
+from actds_validators.audits.lookup import MAX_BITS, NO_BITS
+from actds_validators.audits.tokens import TokenSums
 
-__all__ = ["read"]
+__all__ = ["Bands", "bands_of"]
 
+Floats = npt.NDArray[np.float64]
 _LENGTHS = ("position", "prompt_len", "request_len")
-_CLASSES = {
-    "prefill": ("(position < prompt_len)::int", ("decode", "prefill")),
-    "special": ("special::int", ("ordinary", "special")),
-}
-MAX_BITS = 24
+_CLASSES = {"prefill": ("decode", "prefill"), "special": ("ordinary", "special")}
 
 
-def read(
-    prepared: list[tuple[RunSource, Tokens]], series: Series, cell: str
-) -> tuple[dict[str, Bands], dict[int, tuple[int, int]]]:
-    """Return computed and lost tokens by bands, by covariate name, and by cell.
+@dataclass
+class Bands:
+    """Computed and lost tokens of each block by the bands of a variable.
 
     Args:
-        prepared: the runs.
-        series: for the blocks.
-        cell: the number of a token's cell.
+        labels: of the bands, in order.
+        n: computed tokens ``(n_blocks, n_bands)``.
+        lost: lost ones.
+        edges: low and high of each band, ``None`` for classes.
     """
-    names = sorted({name for _, tokens in prepared for name in tokens.covariates})
-    wanted = {name: e for name in names if (e := _expression(name)) is not None}
-    n_blocks = series.blocks.n_blocks
-    counts: dict[str, dict[int, Floats]] = {name: {} for name in wanted}
-    cells: dict[int, tuple[int, int]] = {}
-    for source, _ in prepared:
-        found, in_cells = banded(source, wanted, cell, n_blocks)
-        for name, (numbers, table) in found.items():
-            for k, number in enumerate(numbers):
-                before = counts[name].get(number, np.zeros((2, n_blocks)))
-                counts[name][number] = before + table[:, :, k]
-        for number, (n, lost) in in_cells.items():
-            had = cells.get(number, (0, 0))
-            cells[number] = had[0] + n, had[1] + lost
-    return {name: _bands(name, counted) for name, counted in counts.items() if counted}, cells
+
+    labels: list[str]
+    n: Floats
+    lost: Floats
+    edges: list[tuple[float, float] | None] = field(default_factory=list)
 
 
-def _expression(name: str) -> str | None:
-    if name == "position":
-        return "floor(log2(position + 1))"
-    if name in _LENGTHS:
-        return name.replace("_len", "_band")
-    if name == "rarity":
-        return f"case when rarity is not null then least(floor(rarity), {MAX_BITS}) end"
-    return _CLASSES[name][0] if name in _CLASSES else None
+def bands_of(sums: TokenSums) -> dict[str, Bands]:
+    """Return computed and lost tokens by bands, by covariate name; bands of no token are left out.
 
-
-def _bands(name: str, counted: dict[int, Floats]) -> Bands:
-    numbers = sorted(counted)
-    table = np.stack([counted[number] for number in numbers], axis=2)
-    edges = [_edges(name, number) for number in numbers]
-    return Bands([_label(name, number) for number in numbers], table[0], table[1], edges)
+    Args:
+        sums: of all runs.
+    """
+    found = {}
+    for name, (stored, lost) in sums.bands.items():
+        computed = stored + lost
+        numbers = [
+            int(k) for k in np.flatnonzero(computed.sum(axis=0)) if k < NO_BITS or name != "rarity"
+        ]
+        if numbers:
+            found[name] = Bands(
+                [_label(name, k) for k in numbers],
+                computed[:, numbers],
+                lost[:, numbers],
+                [_edges(name, k) for k in numbers],
+            )
+    return found
 
 
 def _edges(name: str, k: int) -> tuple[float, float] | None:
@@ -74,7 +68,7 @@ def _edges(name: str, k: int) -> tuple[float, float] | None:
 
 def _label(name: str, k: int) -> str:
     if name in _CLASSES:
-        return _CLASSES[name][1][k]
+        return _CLASSES[name][k]
     edges = _edges(name, k)
     assert edges is not None
     if name == "rarity":

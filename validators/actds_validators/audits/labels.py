@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
 
-__all__ = ["labels_of", "read_labels"]
+__all__ = ["Labels", "class_words", "labels_of", "read_labels"]
 
 COLUMNS = {
     "request": pa.uint32(),
@@ -50,11 +52,49 @@ def read_labels(path: Path) -> pa.Table:
     return found
 
 
-def labels_of(labels: pa.Table, run: str) -> pa.Table:
-    """Return the labels of a run, as the coverage joins them."""
+class Labels:
+    """The labels of one run, asked row by row.
+
+    Args:
+        table: as `read_labels` returns it, of one run.
+        words: names of all classes; a label's code is its place among them.
+    """
+
+    def __init__(self, table: pa.Table, words: tuple[str, ...]) -> None:
+        self.words = words
+        request, start, stop = (
+            table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
+        )
+        order = np.lexsort((start, request))
+        self._keys = ((request << 32) | start)[order]
+        self._request, self._stop = request[order], stop[order]
+        code = {word: k for k, word in enumerate(words)}
+        codes = [code[word] for word in table["class"].to_pylist()]
+        self._code = np.array(codes, np.int64)[order]
+
+    def of(
+        self, request: npt.NDArray[np.int64], position: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the code of the class of each position, -1 for one without a label."""
+        if not len(self._keys):
+            return np.full(len(request), -1, np.int64)
+        at = np.searchsorted(self._keys, (request << 32) | position, side="right") - 1
+        labelled, at = at >= 0, np.maximum(at, 0)
+        labelled &= (self._request[at] == request) & (position < self._stop[at])
+        return np.where(labelled, self._code[at], -1)
+
+
+def class_words(labels: pa.Table) -> tuple[str, ...]:
+    """Return the names of all classes."""
+    return tuple(sorted(labels["class"].unique().to_pylist()))
+
+
+def labels_of(labels: pa.Table, run: str) -> Labels:
+    """Return the labels of a run."""
+    words = class_words(labels)
     if "run" in labels.column_names:
-        labels = labels.filter(pc.equal(labels["run"], run)).drop_columns("run")
-    return labels.rename_columns(["label_request", "start", "stop", "class"])
+        labels = labels.filter(pc.equal(labels["run"], run))
+    return Labels(labels, words)
 
 
 def _bad(path: Path, got: str) -> ActdsError:

@@ -13,7 +13,7 @@ import numpy as np
 
 from actds_validators.audits.result import Association, Covariate, Limits, Mechanism
 from actds_validators.audits.series import LOAD_STEPS, SYSTEM, Series
-from actds_validators.audits.tokens import CovariateSums
+from actds_validators.audits.sums import CovariateSums
 from actds_validators.statistics.change import change
 from actds_validators.statistics.equivalence import detectable
 from actds_validators.statistics.events import one_per_event

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from actds_validators.audits.bands import Bands
 from actds_validators.audits.result import (
     Bound,
     BoundPoint,
@@ -17,7 +18,7 @@ from actds_validators.audits.result import (
     Stratum,
 )
 from actds_validators.audits.series import SYSTEM, Series
-from actds_validators.audits.tokens import Bands, CovariateSums
+from actds_validators.audits.sums import CovariateSums
 from actds_validators.statistics.bound import worst_case
 from actds_validators.statistics.distances import jensen_shannon, total_variation
 from actds_validators.statistics.jackknife import (

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from actds_validators.audits.sources import RunSource
 from actds_validators.statistics.events import correlation_steps, count_events
 from actds_validators.statistics.jackknife import Blocks, blocks
 from actds_validators.statistics.load import ewma
 
-__all__ = ["LOAD_STEPS", "MAX_TICKS", "RunSteps", "Series", "make_series", "read_steps", "register"]
+__all__ = ["LOAD_STEPS", "MAX_TICKS", "RunSteps", "Series", "make_series", "read_steps"]
 
 MAX_TICKS = 1 << 17
 """Longest series; a longer run is looked at several steps at a time."""
@@ -177,24 +176,6 @@ def make_series(runs: list[RunSteps], n_blocks: int) -> Series | None:
         n_lost_steps=sum(int((r.lost > 0).sum()) for r in runs),
         n_partial_steps=sum(int(((r.lost > 0) & (r.lost < r.computed)).sum()) for r in runs),
     )
-
-
-def register(source: RunSource, steps: RunSteps, series: Series) -> None:
-    """Let the run's connection know tick, block and load of each step: the table ``step_tick``."""
-    index = series.runs.index(steps.run)
-    tick = series.offsets[index] + np.arange(len(steps.step)) // series.steps_per_tick
-    table = pa.table(
-        {
-            "step": steps.step.astype(np.uint64),
-            "tick": tick.astype(np.int32),
-            "block": series.blocks.labels[tick].astype(np.int32),
-            "partial": (steps.lost > 0) & (steps.lost < steps.computed),
-            "load": steps.covariates["load_8"].astype(np.float32),
-        }
-    )
-    source.connection.register("step_tick_arrow", table)
-    source.connection.execute("create temp table step_tick as select * from step_tick_arrow")
-    source.connection.unregister("step_tick_arrow")
 
 
 def _events(lost: Floats, share: Floats, labels: Ints) -> int:

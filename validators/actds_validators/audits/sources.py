@@ -1,6 +1,6 @@
-"""Sources: the tables of a dataset as DuckDB sees them, one run at a time.
+"""Sources: the tables of a dataset, one run at a time: for DuckDB, and as parts to be read in turn.
 
-First stage of the audit. Every file is hashed against its ledger entry before DuckDB opens it.
+First stage of the audit. Every file is hashed against its ledger entry before anything opens it.
 Imports the format room and DuckDB.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,6 +17,7 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from actds import layout, tables
 from actds.catalog import Catalog
@@ -25,10 +26,19 @@ from actds.shard import TOKENS
 from actds.store import LocalStore, file_sha256
 from actds.tables import TableName
 
-__all__ = ["MEMORY_LIMIT", "N_THREADS", "RunSource", "arrow_source", "catalog_source", "connect"]
+__all__ = [
+    "MEMORY_LIMIT",
+    "N_THREADS",
+    "Part",
+    "RunSource",
+    "arrow_source",
+    "catalog_source",
+    "connect",
+]
 
-MEMORY_LIMIT = "600MB"
+MEMORY_LIMIT = "400MB"
 N_THREADS = 2
+BATCH_ROWS = 1 << 16
 RUN_TABLES: tuple[TableName, ...] = (
     "tokens",
     "requests",
@@ -39,6 +49,31 @@ RUN_TABLES: tuple[TableName, ...] = (
     "occupancy",
     "readouts",
 )
+PARTED: tuple[TableName, ...] = ("tokens", "readouts")
+"""Tables that grow with the tokens."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a table: one file, or what is in memory instead.
+
+    Args:
+        n_rows: number of rows.
+        path: Parquet file on a local disk; ``None`` for rows in memory.
+        table: the rows in memory.
+    """
+
+    n_rows: int
+    path: str | None = None
+    table: pa.Table | None = None
+
+    def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """Yield some columns of the rows, in order, a few ten thousand rows at a time."""
+        if self.path is not None:
+            with pq.ParquetFile(self.path) as file:
+                yield from file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
+        elif self.table is not None:
+            yield from self.table.select(columns).to_batches(max_chunksize=BATCH_ROWS)
 
 
 @dataclass(frozen=True)
@@ -50,12 +85,14 @@ class RunSource:
         connection: DuckDB, with views named as the tables.
         hooks: hooks with readouts, in the order of the dataset.
         n_projections: projections per readout.
+        parts: the tables ``tokens`` and ``readouts`` in parts: a shard or a ledger entry each.
     """
 
     run: str
     connection: duckdb.DuckDBPyConnection
     hooks: tuple[str, ...] = ()
     n_projections: int = 0
+    parts: Mapping[TableName, tuple[Part, ...]] = field(default_factory=dict)
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
         """Return the rows of a query."""
@@ -106,6 +143,7 @@ def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
         ActdsError: E202 a file that changed; E109 and E206 no table of the spec; what
             ``Catalog.table`` raises.
     """
+    parts: dict[TableName, tuple[Part, ...]] = {}
     with connect() as connection:
         for name in RUN_TABLES:
             if name == "tokens":
@@ -117,8 +155,8 @@ def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
                     if e.path == TOKENS
                 ]
             else:
-                parts = catalog.parts.get((run, name), [])
-                entries = [(part.file.path, part.file.sha256) for part in parts]
+                committed = catalog.parts.get((run, name), [])
+                entries = [(part.file.path, part.file.sha256) for part in committed]
             if isinstance(catalog.store, LocalStore) and entries:
                 paths = []
                 for path, sha256 in entries:
@@ -126,21 +164,35 @@ def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
                     paths.append(str(catalog.store.local_path(path)))
                     tables.from_parquet(name, paths[-1], path, columns=[])  # its form alone
                 connection.read_parquet([_literal(p) for p in paths]).create_view(name)
-            elif name == "tokens":
+                if name in PARTED:
+                    rows = [pq.read_metadata(local).num_rows for local in paths]
+                    parts[name] = tuple(
+                        Part(n, path=local) for local, n in zip(paths, rows, strict=True)
+                    )
+                continue
+            if name == "tokens":
                 found = [shard.tokens() for shard in shards] if entries else []
-                _register(connection, name, pa.concat_tables([tables.empty(name), *found]))
+                parts[name] = tuple(Part(t.num_rows, table=t) for t in found)
+                table = pa.concat_tables([tables.empty(name), *found])
             else:
-                _register(connection, name, catalog.table(name, run))
-        yield _source(run, connection)
+                table = catalog.table(name, run)
+                if name in PARTED:
+                    parts[name] = (Part(table.num_rows, table=table),)
+            _register(connection, name, table)
+        yield _source(run, connection, parts)
 
 
 @contextmanager
 def arrow_source(run: str, found: Mapping[str, pa.Table]) -> Iterator[RunSource]:
     """Yield tables that are in memory; one that is missing is empty."""
+    parts: dict[TableName, tuple[Part, ...]] = {}
     with connect() as connection:
         for name in RUN_TABLES:
-            _register(connection, name, found.get(name, tables.empty(name)))
-        yield _source(run, connection)
+            table = found.get(name, tables.empty(name))
+            _register(connection, name, table)
+            if name in PARTED:
+                parts[name] = (Part(table.num_rows, table=table),)
+        yield _source(run, connection, parts)
 
 
 def _register(connection: duckdb.DuckDBPyConnection, name: str, table: pa.Table) -> None:
@@ -161,10 +213,14 @@ def _check(catalog: Catalog, path: str, expected: str) -> None:
         )
 
 
-def _source(run: str, connection: duckdb.DuckDBPyConnection) -> RunSource:
+def _source(
+    run: str,
+    connection: duckdb.DuckDBPyConnection,
+    parts: Mapping[TableName, tuple[Part, ...]],
+) -> RunSource:
     hooks = [
         row[0]
         for row in connection.execute("select distinct hook from readouts order by hook").fetchall()
     ]
     first = connection.execute("select len(projections) from readouts limit 1").fetchone()
-    return RunSource(run, connection, tuple(hooks), int(first[0]) if first else 0)
+    return RunSource(run, connection, tuple(hooks), int(first[0]) if first else 0, parts)

@@ -1,338 +1,354 @@
-"""Tokens: one pass over the rows and losses of a run, down to sums per tick and per block.
+"""Tokens: one pass over the rows and losses of a run, down to sums per tick, block, cell and band.
 
-Third stage of the audit. What is summed are the covariates of every computed token, over all and
-over the lost ones. Imports `sources` and `series`.
+Fourth stage of the audit, after the lookup. What is summed are the covariates of every computed
+token, over the stored and over the lost ones; every part's sums are numbers of their own, added in
+the order of the parts. Imports `lookup`, `sources` and the sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from actds_validators.audits.cell_sums import CellSums, cell_sums, joined, no_cells
+from actds_validators.audits.class_counts import N_BANDS, N_BITS, ClassCounts, position_band
+from actds_validators.audits.intervals import explode
+from actds_validators.audits.lookup import Lookup
 from actds_validators.audits.result import Covariate
-from actds_validators.audits.series import Series
-from actds_validators.audits.sources import RunSource
+from actds_validators.audits.sources import Part
+from actds_validators.audits.words import column
 
-__all__ = [
-    "MAY_BE_NULL",
-    "Bands",
-    "CovariateSums",
-    "Tokens",
-    "banded",
-    "open_lines",
-    "prepare",
-    "token_sums",
-    "value_sums",
-    "values_of",
-    "within_cells",
-]
+__all__ = ["BANDED", "CellEdges", "TokenPass", "TokenSums", "content_covariates", "lost_pieces"]
 
-MAX_SOURCES = 8
-RARITY_BANDS = 8
 Floats = npt.NDArray[np.float64]
-Columns = dict[str, npt.NDArray[np.float64]]
-Banded = tuple[list[int], Floats]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 CONTENT = {
-    "position": ("position in the request", "log2 tokens", "log2(position + 1)"),
-    "prompt_len": ("prompt length of the request", "log2 tokens", "prompt_log"),
-    "request_len": ("length of the request", "log2 tokens", "request_log"),
-    "prefill": ("prefill, against decode", "share", "(position < prompt_len)::double"),
-    "special": ("special token", "share", "special::double"),
-    "rarity": ("rarity of the token", "bits", "rarity"),
+    "position": ("position in the request", "log2 tokens"),
+    "prompt_len": ("prompt length of the request", "log2 tokens"),
+    "request_len": ("length of the request", "log2 tokens"),
+    "prefill": ("prefill, against decode", "share"),
+    "special": ("special token", "share"),
+    "rarity": ("rarity of the token", "bits"),
 }
-"""Content covariates: label, unit, and expression over a computed token."""
-MAY_BE_NULL = "rarity"
-"""The only one of them that a token may lack."""
+"""Content covariates: label and unit."""
+NEED_IDS = ("special", "rarity")
+BANDED = {
+    "position": N_BANDS,
+    "prompt_len": N_BANDS,
+    "request_len": N_BANDS,
+    "prefill": 2,
+    "special": 2,
+    "rarity": N_BITS,
+}
+"""Covariates with a loss rate by band, and the number of their bands."""
+SOURCE = "source:"
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """What is known of the computed tokens of a run, after `prepare`.
-
-    Args:
-        covariates: content covariates, with their expressions.
-        has_ids: whether the token ids of lost tokens are known.
-        has_losses: whether the run dropped anything.
-    """
-
-    covariates: dict[str, tuple[Covariate, str]]
-    has_ids: bool
-    has_losses: bool
-
-
-@dataclass(frozen=True)
-class CovariateSums:
-    """One covariate over the series.
+def content_covariates(sources: tuple[str, ...], *, has_ids: bool) -> dict[str, Covariate]:
+    """Return the content covariates by name.
 
     Args:
-        covariate: which.
-        n: tokens that have a value, ``(n_ticks,)``.
-        sums: ``(3, n_ticks)``: x and its square over all computed tokens, x over the lost ones.
-        n_lost: lost tokens that have a value, ``(n_ticks,)``.
-    """
-
-    covariate: Covariate
-    n: Floats
-    sums: Floats
-    n_lost: Floats
-
-
-@dataclass
-class Bands:
-    """Computed and lost tokens of each block by the bands of a variable.
-
-    Args:
-        labels: of the bands, in order.
-        n: computed tokens ``(n_blocks, n_bands)``.
-        lost: lost ones.
-        edges: low and high of each band, ``None`` for classes.
-    """
-
-    labels: list[str]
-    n: Floats
-    lost: Floats
-    edges: list[tuple[float, float] | None] = field(default_factory=list)
-
-
-def open_lines(source: RunSource) -> None:
-    """Make ``lost_rows``, every dropped token, and ``lines``, one readout per token and hook.
-
-    A row that a preemption made the engine compute again has several readouts, and an aborted one
-    may have some. Of the requests that had either, only the lines of stored and of dropped rows
-    stay, each at its own step.
-
-    Spec: 0.1 section 7.8.
-    """
-    run = source.connection
-    run.execute(
-        "create temp table lost_rows as select step, request, "
-        "unnest(range(start::bigint, stop::bigint))::uinteger as position from drops"
-    )
-    run.execute(
-        "create temp table odd as select request from requests where n_preemptions > 0 "
-        "union select request from spans where disposition = 'aborted'"
-    )
-    if not source.hooks or not source.one("select count(*) from odd")[0]:
-        run.execute("create view lines as select * from readouts")
-        return
-    run.execute(
-        "create temp table odd_rows as select step, request, position from ("
-        "select step, request, position from tokens union all from lost_rows) "
-        "semi join odd using (request)"
-    )
-    run.execute(
-        "create view lines as select r.* from readouts r "
-        "left join odd o on r.request = o.request left join odd_rows k "
-        "on r.step = k.step and r.request = k.request and r.position = k.position "
-        "where o.request is null or k.request is not null"
-    )
-
-
-def prepare(source: RunSource, sources: list[str], *, has_ids: bool) -> Tokens:
-    """Make the views ``stored`` and ``gone``: computed tokens with everything that is known.
-
-    Args:
-        source: the run, after `open_lines`, with ``step_tick`` and, for ids, ``vocabulary``.
         sources: prompt sources that get a covariate each.
-        has_ids: whether the readouts name the ids of lost tokens.
+        has_ids: whether the ids of lost tokens are known.
     """
-    run = source.connection
-    run.execute(
-        "create temp table asked as select *, log2(prompt_len + 1) prompt_log, "
-        "log2(request_len + 1) request_log, floor(prompt_log)::int prompt_band, "
-        "floor(request_log)::int request_band from (select request, prompt_len::bigint prompt_len, "
-        "prompt_len::bigint + greatest(generated_len, 1) - 1 request_len, source from requests)"
-    )
-    [n_lost] = source.one("select count(*) from lost_rows")
-    run.execute(
-        "create temp table gone_rows as select l.*, r.token_id from lost_rows l left join ("
-        "select step, request, position, token_id from lines "
-        "where hook = (select min(hook) from readouts)) r using (step, request, position)"
-        if has_ids and n_lost
-        else "create temp table gone_rows as select *, null::uinteger token_id from lost_rows"
-    )
-    rare = "vocabulary.rarity" if has_ids else "null::double"
-    marked = "coalesce(vocabulary.special, false)" if has_ids else "null::boolean"
-    words = "left join vocabulary using (token_id)" if has_ids else ""
-    for view, rows in (("stored", "tokens"), ("gone", "gone_rows")):
-        run.execute(
-            f"create view {view} as select t.step, t.request, t.position, k.tick, k.block, "
-            f"k.partial, k.load, asked.* exclude (request), "
-            f"{rare} rarity, {marked} special "
-            f"from {rows} t join step_tick k using (step) join asked using (request) {words}"
-        )
-    covariates = {
-        name: (Covariate(name=name, label=label, unit=unit, group="content"), expression)
-        for name, (label, unit, expression) in CONTENT.items()
-        if has_ids or name not in ("rarity", "special")
+    found = {
+        name: Covariate(name=name, label=label, unit=unit, group="content")
+        for name, (label, unit) in CONTENT.items()
+        if has_ids or name not in NEED_IDS
     }
-    for number, name in enumerate(sources[:MAX_SOURCES]):
-        covariates[f"source_{number}"] = (
-            Covariate(name=f"source:{name}", label=f"from {name}", unit="share", group="content"),
-            f"coalesce(source = {_quoted(name)}, false)::double",
-        )
-    return Tokens(covariates, has_ids, n_lost > 0)
+    for word in sources:
+        name = f"{SOURCE}{word}"
+        found[name] = Covariate(name=name, label=f"from {word}", unit="share", group="content")
+    return found
 
 
-def token_sums(source: RunSource, tokens: Tokens, series: Series) -> list[CovariateSums]:
-    """Return the sums of every content covariate over the ticks of the whole series."""
-    columns = ", ".join(
-        f"count({e if name == MAY_BE_NULL else '*'}) as n_{k}, sum({e}) as x_{k}, "
-        f"sum(({e}) * ({e})) as xx_{k}"
-        for k, (name, (_, e)) in enumerate(tokens.covariates.items())
-    )
-    stored = _per_tick(source, f"select tick, {columns} from stored group by tick", series)
-    gone = _per_tick(source, f"select tick, {columns} from gone group by tick", series)
-    return [
-        CovariateSums(
-            covariate,
-            stored[f"n_{k}"] + gone[f"n_{k}"],
-            np.stack(
-                [stored[f"x_{k}"] + gone[f"x_{k}"], stored[f"xx_{k}"] + gone[f"xx_{k}"],
-                 gone[f"x_{k}"]]
-            ),
-            gone[f"n_{k}"],
-        )
-        for k, (covariate, _) in enumerate(tokens.covariates.values())
-    ]  # fmt: skip
-
-
-def values_of(source: RunSource) -> Iterator[tuple[Covariate, str, str]]:
-    """Yield the readouts as covariates, with their hook and expression over a readout."""
-    for hook in source.hooks:
-        names = {"norm": "norm"}
-        for k in range(source.n_projections):
-            names[f"projection {k}"] = f"projections[{k + 1}]"
-        for name, value in names.items():
-            yield (
-                Covariate(
-                    name=f"{hook} {name}",
-                    label=f"{name} at {hook}",
-                    unit="activation units",
-                    group="values",
-                ),
-                hook,
-                f"case when isfinite({value}) then {value}::double end",
-            )
-
-
-def value_sums(source: RunSource, series: Series) -> Iterator[CovariateSums]:
-    """Yield the sums of the readouts: norm and projections of every hook."""
-    for hook, group in groupby(values_of(source), key=lambda value: value[1]):
-        values = list(group)
-        columns = ", ".join(
-            f"count({e}) as n_{k}, sum({e}) as x_{k}, sum(({e}) * ({e})) as xx_{k}"
-            for k, (_, _, e) in enumerate(values)
-        )
-        rows = f"lines join step_tick using (step) where hook = {_quoted(hook)}"
-        every = _per_tick(source, f"select tick, {columns} from {rows} group by tick", series)
-        gone = _per_tick(
-            source,
-            f"select tick, {columns} from (select lines.*, tick from {rows}) v "
-            "semi join lost_rows using (step, request, position) group by tick",
-            series,
-        )
-        for k, (covariate, _, _) in enumerate(values):
-            yield CovariateSums(
-                covariate,
-                every[f"n_{k}"],
-                np.stack([every[f"x_{k}"], every[f"xx_{k}"], gone[f"x_{k}"]]),
-                gone[f"n_{k}"],
-            )
-
-
-def banded(
-    source: RunSource, bands: dict[str, str], cell: str, n_blocks: int
-) -> tuple[dict[str, Banded], dict[int, tuple[int, int]]]:
-    """Return computed and lost tokens by bands, and by cell, in one pass over the rows.
+@dataclass(frozen=True)
+class CellEdges:
+    """Cells of load by complexity.
 
     Args:
-        source: the run, prepared.
-        bands: by name, the whole number of a token's band; tokens where it is null are left out.
-        cell: whole number of a token's cell.
-        n_blocks: blocks of the series.
-
-    Returns:
-        Band numbers with counts ``(2, n_blocks, n_bands)`` by name, and computed and lost tokens
-        by cell.
+        load: inner edges of the load, rising.
+        complexity: ``rarity`` or, where lost tokens have no ids, ``position``.
+        edges: inner edges of the complexity.
     """
-    names = list(bands)
-    keys = ", ".join(f"b_{k}" for k in range(len(names)))
-    columns = ", ".join(f"({e})::bigint as b_{k}" for k, e in enumerate(bands.values()))
-    sets = ", ".join(["(cell)", *(f"(block, b_{k})" for k in range(len(names)))])
-    counts: dict[str, list[list[tuple[int, int, int]]]] = {name: [[], []] for name in names}
-    cells: dict[int, tuple[int, int]] = {}
-    for lost, view in enumerate(("stored", "gone")):
-        for *values, block, at, n, in_set in source.rows(
-            f"select {keys}, block, cell, count(*), grouping(cell, {keys}) from "
-            f"(select block, {columns}, ({cell})::bigint as cell from {view}) "
-            f"group by grouping sets ({sets})"
-        ):
-            if not in_set >> len(names) & 1:
-                before = cells.get(at, (0, 0))
-                cells[at] = before[0] + n, before[1] + n * lost
-                continue
-            k = next(k for k in range(len(names)) if not in_set >> (len(names) - 1 - k) & 1)
-            if values[k] is not None:
-                counts[names[k]][lost].append((values[k], block, n))
-    return {name: _dense(both[0], both[1], n_blocks) for name, both in counts.items()}, cells
+
+    load: tuple[float, ...]
+    complexity: str
+    edges: tuple[float, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the number of loads and of complexities."""
+        return len(self.load) + 1, len(self.edges) + 1
+
+    def of(self, lookup: Lookup, step: Ints, position: Ints, token: Ints) -> Ints:
+        """Return the cell of each row, ``load * n_complexities + complexity``.
+
+        Args:
+            lookup: of the run.
+            step: places of the steps.
+            position: positions; used where the complexity is the position.
+            token: places of the token ids; used where it is the rarity.
+        """
+        load = np.searchsorted(np.array(self.load, np.float32), lookup.load, side="right")
+        if self.complexity == "rarity":
+            other = lookup.vocabulary.buckets(self.edges)[token]
+        else:
+            other = np.searchsorted(np.array(self.edges), position, side="right")
+        found: Ints = (load * self.shape[1])[step] + other
+        return found
 
 
-def _dense(
-    stored: list[tuple[int, int, int]], gone: list[tuple[int, int, int]], n_blocks: int
-) -> Banded:
-    numbers = sorted({band for band, _, _ in stored} | {band for band, _, _ in gone})
-    column = {band: k for k, band in enumerate(numbers)}
-    table = np.zeros((2, n_blocks, len(numbers)))
-    for band, block, n in stored:
-        table[0, block, column[band]] += n
-    for band, block, n in gone:
-        table[:, block, column[band]] += n
-    return numbers, table
-
-
-def within_cells(source: RunSource, expression: str, hook: str | None = None) -> Columns:
-    """Return step, request, n, sx, n_lost and lx of the cells of partially lost steps.
+class TokenSums:
+    """Sums over some tokens of a run, the first axis saying whether they were lost.
 
     Args:
-        source: the run, prepared.
-        expression: the covariate over a computed token, or over a readout.
-        hook: whose readouts; ``None`` for a content covariate.
+        names: covariates, in order.
+        n_ticks: length of the series.
+        n_blocks: blocks of the jackknife.
+        n_cells: of load and complexity.
+        classes: names of token classes that somebody gave.
     """
-    rows = (
-        f"select step, request, ({expression}) x, false as lost from stored where partial "
-        f"union all select step, request, ({expression}) x, true as lost from gone where partial"
-    )
-    if hook is not None:
-        rows = (
-            f"select r.step, r.request, ({expression}) x, l.request is not null lost "
-            "from lines r join step_tick k using (step) left join lost_rows l "
-            "on r.step = l.step and r.request = l.request and r.position = l.position "
-            f"where k.partial and r.hook = {_quoted(hook)}"
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        n_ticks: int,
+        n_blocks: int,
+        n_cells: int,
+        classes: tuple[str, ...],
+    ) -> None:
+        self.names = names
+        self.low, self.high = n_ticks, 0
+        self.n = np.zeros((2, n_ticks))
+        self.known = np.zeros((2, n_ticks))
+        self.x = np.zeros((2, len(names), n_ticks))
+        self.xx = np.zeros((2, len(names), n_ticks))
+        self.bands = {
+            name: np.zeros((2, n_blocks, BANDED[name])) for name in names if name in BANDED
+        }
+        self.cell_n = np.zeros((2, n_blocks, n_cells))
+        self.cell_known = np.zeros((n_blocks, n_cells))
+        self.cell_x = np.zeros((len(names), n_blocks, n_cells))
+        self.classes = ClassCounts(classes)
+        self.within: list[CellSums] = []
+
+    def cut(self) -> TokenSums:
+        """Return the same without the ticks that nothing fell into: `add` knows where they are."""
+        self.low = min(self.low, self.high)
+        for name in ("n", "known", "x", "xx"):
+            setattr(self, name, getattr(self, name)[..., self.low : self.high].copy())
+        self.within = [joined(self.within)] if self.within else []
+        return self
+
+    def add(self, other: TokenSums) -> None:
+        """Add what `cut` returned."""
+        for name in ("n", "known", "x", "xx"):
+            getattr(self, name)[..., other.low : other.high] += getattr(other, name)
+        for name, counts in other.bands.items():
+            self.bands[name] += counts
+        self.cell_n += other.cell_n
+        self.cell_known += other.cell_known
+        self.cell_x += other.cell_x
+        self.classes.add(other.classes)
+        self.within += other.within
+
+    def take_within(self) -> CellSums:
+        """Return the sums by step and request, and forget them: another run has other steps."""
+        parts, self.within = self.within, []
+        return joined(parts) if parts else no_cells(len(self.names))
+
+
+@dataclass(frozen=True)
+class TokenPass:
+    """Sums one part of the table ``tokens``, or some of the lost positions.
+
+    Args:
+        lookup: of the run.
+        names: content covariates.
+        cells: of the weights; ``None`` where nothing was lost: then classes alone are counted.
+    """
+
+    lookup: Lookup
+    names: tuple[str, ...]
+    cells: CellEdges | None
+
+    def sums(self) -> TokenSums:
+        """Return sums of nothing."""
+        shape = self.cells.shape if self.cells else (0, 0)
+        labels = self.lookup.labels
+        return TokenSums(
+            self.names if self.cells else (),
+            self.lookup.n_ticks if self.cells else 0,
+            self.lookup.n_blocks,
+            shape[0] * shape[1],
+            labels.words if labels else (),
         )
-    return source.columns(
-        "select step::bigint step, request::bigint request, count(x)::double n, "
-        "coalesce(sum(x), 0)::double sx, count(x) filter (lost)::double n_lost, "
-        f"coalesce(sum(x) filter (lost), 0)::double lx from ({rows}) "
-        "group by step, request having count(x) > 0"
+
+    def __call__(self, piece: Part | range) -> TokenSums:
+        """Return the sums of stored rows, or of a range of lost positions."""
+        sums = self.sums()
+        lost = isinstance(piece, range)
+        for rows in self._lost(piece) if isinstance(piece, range) else self._stored(piece):
+            _add_classes(sums.classes, rows, lost=lost)
+            if self.cells is not None:
+                _add(sums, rows, self.cells, int(lost))
+        return sums.cut()
+
+    def _stored(self, part: Part) -> Iterator[_Rows]:
+        for batch in part.batches(["request", "position", "token_id", "step"]):
+            step = self.lookup.steps.of(column(batch, "step"))
+            request = self.lookup.requests.of(column(batch, "request"))
+            position, token = column(batch, "position"), column(batch, "token_id")
+            token = self.lookup.vocabulary.places(token)
+            known = (step >= 0) & (request >= 0)
+            if not known.all():
+                step, request, position, token = (
+                    values[known] for values in (step, request, position, token)
+                )
+            yield _Rows(self.lookup, step, request, position, token)
+
+    def _lost(self, piece: range) -> Iterator[_Rows]:
+        losses = self.lookup.losses
+        some = slice(piece.start, piece.stop)
+        for which, position in explode(losses.start[some], losses.stop[some]):
+            step, request = losses.step[some][which], losses.request[some][which]
+            ids = self.lookup.lost_ids[losses.find(step, request, position)]
+            yield _Rows(self.lookup, step, request, position, self.lookup.vocabulary.places(ids))
+
+
+def lost_pieces(lookup: Lookup, size: int = 1 << 18) -> list[range]:
+    """Return the lost positions in pieces for `TokenPass`, of about so many positions each."""
+    lengths = lookup.losses.stop - lookup.losses.start
+    if not len(lengths):
+        return []
+    number = (np.cumsum(lengths) - lengths) // size
+    firsts = np.flatnonzero(np.diff(number, prepend=-1))
+    return [range(int(a), int(b)) for a, b in zip(firsts, [*firsts[1:], len(lengths)], strict=True)]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows with what the lookup knows of them; every array is a place in the lookup."""
+
+    lookup: Lookup
+    step: Ints
+    request: Ints
+    position: Ints
+    token: Ints
+
+    @cached_property
+    def prefill(self) -> Bools:
+        return self.position < self.lookup.prompt_len[self.request]
+
+    @cached_property
+    def special(self) -> Bools:
+        return self.lookup.vocabulary.special(self.token)
+
+    @cached_property
+    def bits(self) -> Ints:
+        return self.lookup.vocabulary.bits(self.token)
+
+    @cached_property
+    def band(self) -> Ints:
+        return position_band(self.position)
+
+    def value(self, name: str) -> Floats:
+        """Return a covariate, NaN where a row has none."""
+        lookup = self.lookup
+        if name == "position":
+            at: Floats = np.log2(self.position + 1.0)
+            return at
+        if name == "prompt_len":
+            return lookup.prompt_log[self.request]
+        if name == "request_len":
+            return lookup.request_log[self.request]
+        if name == "rarity":
+            return lookup.vocabulary.rarity(self.token)
+        if name.startswith(SOURCE):
+            number = lookup.sources.index(name.removeprefix(SOURCE))
+            flag = lookup.source[self.request] == number
+        else:
+            flag = self.prefill if name == "prefill" else self.special
+        found: Floats = flag.astype(np.float64)
+        return found
+
+    def band_of(self, name: str) -> Ints:
+        """Return the band of each row in the covariate."""
+        if name == "position":
+            return self.band
+        if name == "prompt_len":
+            return self.lookup.prompt_band[self.request]
+        if name == "request_len":
+            return self.lookup.request_band[self.request]
+        if name == "rarity":
+            return self.bits
+        return (self.prefill if name == "prefill" else self.special).astype(np.int64)
+
+
+def _add_classes(counts: ClassCounts, rows: _Rows, *, lost: bool) -> None:
+    lookup = rows.lookup
+    number = lookup.requests.numbers(rows.request)
+    served = None if lost else lookup.servings.of(number, rows.position)
+    counts.count(
+        special=rows.special,
+        prefill=rows.prefill,
+        served=served,
+        label=lookup.labels.of(number, rows.position) if lookup.labels else None,
+        band=rows.band,
+        bits=rows.bits,
     )
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
-def _per_tick(source: RunSource, sql: str, series: Series) -> dict[str, Floats]:
-    found = source.columns(sql)
-    tick = found.pop("tick").astype(np.int64)
-    columns = {}
-    for name, values in found.items():
-        dense = np.zeros(series.n_ticks)
-        dense[tick] = np.nan_to_num(values.astype(np.float64))
-        columns[name] = dense
-    return columns
+def _add(sums: TokenSums, rows: _Rows, edges: CellEdges, lost: int) -> None:
+    lookup = rows.lookup
+    if not len(rows.step):
+        return
+    ticks = lookup.tick[rows.step]
+    low = int(ticks.min())
+    tick = ticks - low
+    n = np.bincount(tick)
+    here = slice(low, low + len(n))
+    sums.low, sums.high = min(sums.low, here.start), max(sums.high, here.stop)
+    sums.n[lost, here] += n
+    block = lookup.block[rows.step]
+    cell = edges.of(lookup, rows.step, rows.position, rows.token)
+    shape = sums.cell_n.shape[1:]
+    at = block * shape[1] + cell
+    sums.cell_n[lost] += np.bincount(at, minlength=shape[0] * shape[1]).reshape(shape)
+    inside = np.flatnonzero(lookup.within[rows.step])
+    values = []
+    for k, name in enumerate(sums.names):
+        x = rows.value(name)
+        if len(inside):
+            values.append(x[inside])
+        ticked, celled = tick, at
+        if name == "rarity":
+            known = ~np.isnan(x)
+            if not known.all():
+                x, ticked, celled = x[known], tick[known], at[known]
+            sums.known[lost, here] += np.bincount(ticked, minlength=len(n))
+            if not lost:
+                counted = np.bincount(celled, minlength=shape[0] * shape[1])
+                sums.cell_known += counted.reshape(shape)
+        total = np.bincount(ticked, weights=x, minlength=len(n))
+        sums.x[lost, k, here] += total
+        if name in CONTENT and name not in ("prefill", "special"):
+            total = np.bincount(ticked, weights=x * x, minlength=len(n))
+        sums.xx[lost, k, here] += total  # the square of a share's 0 or 1 is itself
+        if not lost:
+            total = np.bincount(celled, weights=x, minlength=shape[0] * shape[1])
+            sums.cell_x[k] += total.reshape(shape)
+        if name in BANDED:
+            width = BANDED[name]
+            counted = np.bincount(block * width + rows.band_of(name), minlength=shape[0] * width)
+            sums.bands[name][lost] += counted.reshape(shape[0], width)
+    if len(inside):
+        gone = np.full(len(inside), bool(lost))
+        sums.within.append(cell_sums(rows.step[inside], rows.request[inside], values, gone))

@@ -1,13 +1,12 @@
 """Weights: what would make the stored rows stand for all that were computed.
 
 The remedy of the audit: inverse-probability weights by cells of load and complexity, shrunk to the
-common loss rate. They mend what goes with load and complexity, and nothing else. Imports the
-tokens' pass, the statistics and the result.
+common loss rate. They mend what goes with load and complexity, and nothing else. Imports the sums
+of the tokens' pass, the statistics and the result.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,8 +14,7 @@ import numpy.typing as npt
 
 from actds_validators.audits.result import WeightCell, Weighting
 from actds_validators.audits.series import Series
-from actds_validators.audits.sources import RunSource
-from actds_validators.audits.tokens import MAY_BE_NULL, Tokens
+from actds_validators.audits.tokens import CellEdges, TokenSums
 from actds_validators.statistics.runs import Floats
 from actds_validators.statistics.weighting import (
     effective_rows,
@@ -26,9 +24,8 @@ from actds_validators.statistics.weighting import (
 
 __all__ = [
     "Cells",
-    "cell_expression",
-    "empty_cells",
-    "fill_cells",
+    "cell_edges",
+    "counted_cells",
     "weigh",
     "weighted_totals",
     "weighting",
@@ -45,53 +42,36 @@ class Cells:
     """The cells: load by complexity.
 
     Args:
-        load_edges: inner edges of the load, rising.
+        edges: of load and complexity.
         load_max: largest load.
-        complexity: ``rarity`` or, where lost tokens have no ids, ``position``.
-        edges: inner edges of the complexity.
         n: computed tokens ``(n_loads, n_complexities)``.
         lost: lost ones.
         rates: share lost, shrunk; ``None`` before `weigh`.
         weights: of a stored row; ``None`` before `weigh` or when nothing is stored.
     """
 
-    load_edges: tuple[float, ...]
+    edges: CellEdges
     load_max: float
-    complexity: str
-    edges: tuple[float, ...]
     n: Floats
     lost: Floats
     rates: Floats | None = None
     weights: Floats | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return the number of loads and of complexities."""
-        return len(self.load_edges) + 1, len(self.edges) + 1
 
-
-def empty_cells(series: Series, *, has_ids: bool) -> Cells:
-    """Return the cells of a series, nothing counted: deciles of the load over tokens."""
+def cell_edges(series: Series, *, has_ids: bool) -> CellEdges:
+    """Return the edges of a series' cells: deciles of the load over tokens."""
     order = np.argsort(series.load, kind="stable")
     reached = np.cumsum(series.computed[order]) / series.computed.sum()
     at = np.searchsorted(reached, np.arange(1, N_LOADS) / N_LOADS)
-    edges = tuple(float(e) for e in np.unique(series.load[order][at].astype(np.float32)))
+    load = tuple(float(e) for e in np.unique(series.load[order][at].astype(np.float32)))
     name, inner = ("rarity", RARITY_EDGES) if has_ids else ("position", POSITION_EDGES)
-    shape = len(edges) + 1, len(inner) + 1
-    return Cells(edges, float(series.load.max()), name, inner, np.zeros(shape), np.zeros(shape))
+    return CellEdges(load, name, inner)
 
 
-def cell_expression(cells: Cells) -> str:
-    """Return the SQL of a token's cell, ``load * n_complexities + complexity``."""
-    load, other = _bucket("load", cells.load_edges), _bucket(cells.complexity, cells.edges)
-    return f"({load}) * {cells.shape[1]} + ({other})"
-
-
-def fill_cells(cells: Cells, counts: dict[int, tuple[int, int]]) -> None:
-    """Count computed and lost tokens into the cells, by the number of `cell_expression`."""
-    for cell, (n, lost) in counts.items():
-        cells.n.reshape(-1)[cell] += n
-        cells.lost.reshape(-1)[cell] += lost
+def counted_cells(edges: CellEdges, series: Series, sums: TokenSums) -> Cells:
+    """Return the cells with their computed and lost tokens."""
+    stored, lost = (sums.cell_n[k].sum(axis=0).reshape(edges.shape) for k in (0, 1))
+    return Cells(edges, float(series.load.max()), stored + lost, lost)
 
 
 def weigh(cells: Cells, event_tokens: float) -> Cells:
@@ -107,26 +87,15 @@ def weigh(cells: Cells, event_tokens: float) -> Cells:
     return replace(cells, rates=shrunken_rates(n, lost), weights=inverse_probability(n, lost))
 
 
-def weighted_totals(
-    source: RunSource, tokens: Tokens, cells: Cells, n_blocks: int
-) -> dict[str, Floats]:
+def weighted_totals(sums: TokenSums, cells: Cells) -> dict[str, Floats]:
     """Return sums of w and w x of the stored rows over blocks, ``(2, n_blocks)`` a covariate."""
     assert cells.weights is not None
-    values = ", ".join(f"({k}, {w!r})" for k, w in enumerate(cells.weights.reshape(-1).tolist()))
-    columns = ", ".join(
-        f"coalesce(sum(w){_where(name, e)}, 0) as w_{k}, coalesce(sum(w * ({e})), 0) as wx_{k}"
-        for k, (name, (_, e)) in enumerate(tokens.covariates.items())
-    )
-    found = source.columns(
-        f"select block, {columns} from (select *, {cell_expression(cells)} as cell from stored) s "
-        f"join (values {values}) weighed(cell, w) using (cell) group by block"
-    )
-    block = found["block"].astype(int)
-    sums: dict[str, Floats] = defaultdict(lambda: np.zeros((2, n_blocks)))
-    for k, (covariate, _) in enumerate(tokens.covariates.values()):
-        sums[covariate.name][0, block] += found[f"w_{k}"]
-        sums[covariate.name][1, block] += found[f"wx_{k}"]
-    return dict(sums)
+    weights = cells.weights.reshape(-1)
+    known = {"rarity": sums.cell_known}
+    return {
+        name: np.stack([known.get(name, sums.cell_n[0]) @ weights, sums.cell_x[k] @ weights])
+        for k, name in enumerate(sums.names)
+    }
 
 
 def weighting(cells: Cells) -> Weighting | None:
@@ -134,7 +103,7 @@ def weighting(cells: Cells) -> Weighting | None:
     if cells.weights is None or cells.rates is None:
         return None
     stored = cells.n - cells.lost
-    lows, highs = (0.0, *cells.load_edges), (*cells.load_edges, cells.load_max)
+    lows, highs = (0.0, *cells.edges.load), (*cells.edges.load, cells.load_max)
     listed = [
         WeightCell(
             load_low=lows[i],
@@ -145,8 +114,8 @@ def weighting(cells: Cells) -> Weighting | None:
             rate=float(cells.rates[i, j]),
             weight=float(cells.weights[i, j]),
         )
-        for i in range(cells.shape[0])
-        for j in range(cells.shape[1])
+        for i in range(cells.n.shape[0])
+        for j in range(cells.n.shape[1])
         if cells.n[i, j]
     ]
     empty = int(((stored == 0) & (cells.n > 0)).sum())
@@ -158,24 +127,16 @@ def weighting(cells: Cells) -> Weighting | None:
         n_rows=int(stored.sum()),
         effective_rows=effective_rows(cells.weights.reshape(-1), stored.reshape(-1)),
         largest=float(cells.weights.max()),
-        complexity=cells.complexity,
+        complexity=cells.edges.complexity,
         cells=listed,
         claim=claim,
     )
 
 
-def _where(name: str, expression: str) -> str:
-    return f" filter (({expression}) is not null)" if name == MAY_BE_NULL else ""
-
-
-def _bucket(name: str, edges: tuple[float, ...]) -> str:
-    """Return SQL that counts the edges at or below a value; null counts none."""
-    return " + ".join(["0", *(f"(coalesce({name}, 0) >= {edge!r})::int" for edge in edges)])
-
-
 def _label(cells: Cells, j: int) -> str:
-    unit = "bits" if cells.complexity == "rarity" else "tokens"
-    low = cells.edges[j - 1] if j else 0
-    if j == len(cells.edges):
-        return f"{cells.complexity} from {low:g} {unit}"
-    return f"{cells.complexity} {low:g} to {cells.edges[j]:g} {unit}"
+    name, edges = cells.edges.complexity, cells.edges.edges
+    unit = "bits" if name == "rarity" else "tokens"
+    low = edges[j - 1] if j else 0
+    if j == len(edges):
+        return f"{name} from {low:g} {unit}"
+    return f"{name} {low:g} to {edges[j]:g} {unit}"

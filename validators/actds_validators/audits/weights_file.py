@@ -1,14 +1,14 @@
 """The weights file: the weights of the cells, row by row, for a loader.
 
-Last stage of the audit. Each row gets its cell from the expression with which the cells were
-counted. Imports the format room, the sources and the cells.
+Last stage of the audit. Each row gets its cell as the cells were
+counted. Imports the format room, the lookup and the cells.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -23,8 +23,8 @@ from actds.errors import ActdsError
 from actds.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.shard import Shard
 from actds.store import LocalStore
-from actds_validators.audits.sources import RunSource
-from actds_validators.audits.weights import Cells, cell_expression
+from actds_validators.audits.lookup import Lookup
+from actds_validators.audits.weights import Cells
 
 __all__ = ["write_weights"]
 
@@ -32,7 +32,7 @@ __all__ = ["write_weights"]
 def write_weights(
     out: str | Path,
     catalog: Catalog,
-    sources: list[RunSource],
+    lookups: Mapping[str, Lookup],
     cells: Cells | None,
     claim: str,
 ) -> int:
@@ -44,7 +44,7 @@ def write_weights(
     Args:
         out: a local path outside the dataset.
         catalog: the dataset.
-        sources: its runs, with the tables ``step_tick`` and, for ids, ``vocabulary``.
+        lookups: of its runs, by name; none when nothing was dropped.
         cells: with their weights; ``None`` when nothing was dropped, and every weight is 1.
         claim: what the weights mend, in words.
 
@@ -68,7 +68,7 @@ def write_weights(
     n_rows = 0
     with _new_file(path) as file:
         file.add_key_value_metadata({f"actds.{key}": value for key, value in words.items()})
-        for table in _in_groups(_tables(catalog, sources, cells)):
+        for table in _in_groups(_tables(catalog, lookups, cells)):
             file.write_table(table, row_group_size=GROUP_ROWS)
             n_rows += table.num_rows
     return n_rows
@@ -102,19 +102,20 @@ def _new_file(path: Path) -> Iterator[pq.ParquetWriter]:
         temporary.unlink(missing_ok=True)
 
 
-def _tables(catalog: Catalog, sources: list[RunSource], cells: Cells | None) -> Iterator[pa.Table]:
+def _tables(
+    catalog: Catalog, lookups: Mapping[str, Lookup], cells: Cells | None
+) -> Iterator[pa.Table]:
     """Yield the file piece by piece, sorted by shard and row."""
-    of_run = {source.run: source for source in sources}
     shards = sorted(
         (Shard(catalog.store, manifest) for manifest in catalog.shards), key=lambda s: s.name
     )
     for run, group in groupby(shards, key=lambda shard: shard.run):
         for some in _batches(group):
-            yield _table(some, _weights(of_run[run], some, cells))
+            yield _table(some, _weights(lookups.get(run), some, cells))
 
 
 def _batches(shards: Iterator[Shard]) -> Iterator[list[Shard]]:
-    """Yield shards together, so many that a query is worth its start."""
+    """Yield shards together, up to a row group of rows."""
     held: list[Shard] = []
     n_rows = 0
     for shard in shards:
@@ -127,32 +128,27 @@ def _batches(shards: Iterator[Shard]) -> Iterator[list[Shard]]:
 
 
 def _weights(
-    source: RunSource, shards: list[Shard], cells: Cells | None
+    lookup: Lookup | None, shards: list[Shard], cells: Cells | None
 ) -> npt.NDArray[np.float32]:
     """Return the weights of the rows of shards, one shard behind the other."""
     n_rows = sum(shard.n_rows for shard in shards)
     if cells is None or cells.weights is None:
         return np.ones(n_rows, np.float32)
-    by_id = cells.complexity == "rarity"
-    columns = ["step", "token_id"] if by_id else ["step", "position"]
-    tokens = pa.concat_tables([shard.tokens(columns) for shard in shards])
-    tokens = tokens.append_column("number", pa.array(np.arange(n_rows, dtype=np.int64)))
-    source.connection.register("weighed", tokens)
-    found = source.columns(
-        f"select number, {cell_expression(cells)} as cell from weighed join step_tick using (step)"
-        + (" left join vocabulary using (token_id)" if by_id else "")
-    )
-    source.connection.unregister("weighed")
-    if len(found["number"]) != n_rows:
+    tokens = pa.concat_tables(
+        [shard.tokens(["step", "position", "token_id"]) for shard in shards]
+    ).combine_chunks()
+    numbers = {name: tokens[name].to_numpy().astype(np.int64) for name in tokens.column_names}
+    step = lookup.steps.of(numbers["step"]) if lookup else np.full(n_rows, -1, np.int64)
+    if lookup is None or step.min(initial=0) < 0:
         raise ActdsError(
             "E412",
             f"shards/{shards[0].name} to {shards[-1].name}",
-            got=f"{len(found['number'])} of {n_rows} rows whose step computed something",
+            got=f"{int((step >= 0).sum())} of {n_rows} rows whose step computed something",
             expected="every row",
         )
-    weights = np.empty(n_rows, np.float32)
-    weights[found["number"]] = cells.weights.reshape(-1)[found["cell"]]
-    return weights
+    token = lookup.vocabulary.places(numbers["token_id"])
+    cell = cells.edges.of(lookup, step, numbers["position"], token)
+    return cells.weights.reshape(-1)[cell].astype(np.float32)
 
 
 def _table(shards: list[Shard], weights: npt.NDArray[np.float32]) -> pa.Table:

@@ -1,0 +1,218 @@
+"""Lookup: what the audit knows of a step, a request and a token id, as arrays.
+
+Between the series and the tokens' pass: small tables against which rows are read. It travels to
+every worker of the pass. Imports `series`, `sources` and `intervals`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from actds_validators.audits.class_counts import N_BITS, position_band
+from actds_validators.audits.intervals import Index, Intervals, Servings
+from actds_validators.audits.labels import Labels
+from actds_validators.audits.run_rows import RunRows
+from actds_validators.audits.series import RunSteps, Series
+from actds_validators.audits.sources import RunSource
+
+__all__ = ["MAX_BITS", "NO_BITS", "N_BITS", "Lookup", "Vocabulary", "make_lookup"]
+
+MAX_SOURCES = 8
+MAX_BITS = N_BITS - 2
+NO_BITS = N_BITS - 1
+"""The band of a token whose rarity is unknown."""
+MAX_CELLS = 1 << 18
+"""Steps by requests at which selection within steps is looked at, at most."""
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Vocabulary:
+    """The token ids that were computed, over all runs.
+
+    Args:
+        ids: token ids, rising.
+        counts: how often each was computed.
+        special: whether the tokenizer calls it special.
+    """
+
+    def __init__(self, ids: Ints, counts: Floats, special: Bools) -> None:
+        self._index = Index(ids)
+        rarity = -np.log2(counts / max(1.0, float(counts.sum())))
+        self._rarity = np.append(rarity, np.nan)
+        self._special = np.append(special, False)
+        bits = np.minimum(np.floor(rarity), MAX_BITS).astype(np.int64)
+        self._bits = np.append(bits, NO_BITS)
+
+    def places(self, token_id: npt.NDArray[np.integer]) -> Ints:
+        """Return the place of each id, -1 (the last of each array) for an unknown one."""
+        return self._index.of(token_id)
+
+    def rarity(self, at: Ints) -> Floats:
+        """Return the surprise of each token in the run's own counts, in bits; NaN unknown."""
+        return self._rarity[at]
+
+    def special(self, at: Ints) -> Bools:
+        """Return whether each token is special; an unknown one is not."""
+        return self._special[at]
+
+    def bits(self, at: Ints) -> Ints:
+        """Return the rarity in whole bits, `MAX_BITS` for more, `NO_BITS` unknown."""
+        return self._bits[at]
+
+    def buckets(self, edges: tuple[float, ...]) -> Ints:
+        """Return for every place the edges at or below its rarity, 0 unknown."""
+        known = np.nan_to_num(self._rarity)
+        found: Ints = np.searchsorted(np.array(edges), known, side="right")
+        return found
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What is known of the steps, requests and token ids of one run.
+
+    Args:
+        run: the run.
+        steps: places of the steps that computed something, of which the arrays below speak.
+        tick: tick of the series, ``(n_steps,)``.
+        block: block of the jackknife, ``(n_steps,)``.
+        load: load of the step as the cells see it, ``(n_steps,)`` float32.
+        lossy: whether it lost a token, ``(n_steps,)``.
+        within: whether selection within it is looked at, ``(n_steps,)``.
+        requests: places of the requests, of which the arrays below speak.
+        prompt_len: tokens of the prompt, ``(n_requests,)``.
+        request_len: positions owed, ``(n_requests,)``.
+        source: number of the prompt source among `sources`, -1 another.
+        sources: names of the prompt sources.
+        vocabulary: of all runs.
+        has_ids: whether the ids of lost tokens are known.
+        losses: dropped positions.
+        excluded: positions whose readouts count for nothing.
+        lost_ids: token id of each dropped position, where known, else -1.
+        servings: of the prefix cache.
+        labels: token classes that somebody gave, if any.
+        n_ticks: length of the series.
+        n_blocks: blocks of the jackknife.
+    """
+
+    run: str
+    steps: Index
+    tick: Ints
+    block: Ints
+    load: npt.NDArray[np.float32]
+    lossy: Bools
+    within: Bools
+    requests: Index
+    prompt_len: Ints
+    request_len: Ints
+    source: Ints
+    sources: tuple[str, ...]
+    vocabulary: Vocabulary
+    has_ids: bool
+    losses: Intervals
+    excluded: Intervals
+    lost_ids: Ints
+    servings: Servings
+    labels: Labels | None
+    n_ticks: int
+    n_blocks: int
+
+    @cached_property
+    def prompt_log(self) -> Floats:
+        """Return log2 of one more than the prompt's length."""
+        found: Floats = np.log2(self.prompt_len + 1.0)
+        return found
+
+    @cached_property
+    def request_log(self) -> Floats:
+        """Return log2 of one more than the request's length."""
+        found: Floats = np.log2(self.request_len + 1.0)
+        return found
+
+    @cached_property
+    def prompt_band(self) -> Ints:
+        """Return the power of two of the prompt's length."""
+        return position_band(self.prompt_len)
+
+    @cached_property
+    def request_band(self) -> Ints:
+        """Return the power of two of the request's length."""
+        return position_band(self.request_len)
+
+
+def make_lookup(
+    source: RunSource,
+    steps: RunSteps,
+    series: Series,
+    rows: RunRows,
+    vocabulary: Vocabulary,
+    lost_ids: Ints,
+    sources: tuple[str, ...],
+    labels: Labels | None,
+    *,
+    has_ids: bool,
+) -> Lookup:
+    """Return the lookup of a run.
+
+    Args:
+        source: the run.
+        steps: its steps that computed something.
+        series: of all runs.
+        rows: of `read_rows`.
+        vocabulary: of all runs.
+        lost_ids: of the dropped positions, in the order of ``rows.losses``.
+        sources: prompt sources that get a covariate each; the first `MAX_SOURCES` do.
+        labels: token classes that somebody gave, if any.
+        has_ids: whether the ids of lost tokens are known.
+    """
+    index = series.runs.index(steps.run)
+    tick = series.offsets[index] + np.arange(len(steps.step)) // series.steps_per_tick
+    names = sources[:MAX_SOURCES]
+    code = {name: k for k, name in enumerate(names)}
+    return Lookup(
+        run=steps.run,
+        steps=rows.steps,
+        tick=tick,
+        block=series.blocks.labels[tick].astype(np.int64),
+        load=steps.covariates["load_8"].astype(np.float32),
+        lossy=steps.lost > 0,
+        within=_within(steps),
+        requests=rows.requests,
+        prompt_len=rows.prompt_len,
+        request_len=rows.request_len,
+        source=np.array([-1 if w is None else code.get(w, -1) for w in rows.source], np.int64),
+        sources=names,
+        vocabulary=vocabulary,
+        has_ids=has_ids,
+        losses=rows.losses,
+        lost_ids=lost_ids,
+        excluded=rows.excluded,
+        servings=_servings(source),
+        labels=labels,
+        n_ticks=series.n_ticks,
+        n_blocks=series.blocks.n_blocks,
+    )
+
+
+def _within(steps: RunSteps) -> Bools:
+    """Return which steps to look into: those that lost a part, evenly thinned to `MAX_CELLS`."""
+    partial = (steps.lost > 0) & (steps.lost < steps.computed)
+    n_cells = float(steps.covariates["requests"][partial].sum())
+    each = max(1, int(np.ceil(n_cells / MAX_CELLS)))
+    chosen = np.zeros(len(partial), bool)
+    chosen[np.flatnonzero(partial)[::each]] = True
+    return chosen
+
+
+def _servings(source: RunSource) -> Servings:
+    found = source.columns(
+        'select ref_request::bigint request, start::bigint "start", stop::bigint "stop" '
+        "from spans where disposition = 'cache_ref' and ref_request is not null"
+    )
+    return Servings(found["request"], found["start"], found["stop"])

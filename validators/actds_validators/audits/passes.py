@@ -1,0 +1,179 @@
+"""Passes: every row of every run read once or twice, part by part, on an engine.
+
+Third stage of the audit: words first, for a token's rarity is known when all are counted; then the
+tokens, then their readouts. Imports the passes, their sums and the engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from actds_validators.audits.cell_sums import CellSums
+from actds_validators.audits.coverage import CoverageCounts, read_spans
+from actds_validators.audits.engine import Engine
+from actds_validators.audits.labels import class_words, labels_of
+from actds_validators.audits.lookup import MAX_SOURCES, Lookup, Vocabulary, make_lookup
+from actds_validators.audits.result import Covariate
+from actds_validators.audits.run_rows import RunRows, read_rows
+from actds_validators.audits.series import RunSteps, Series
+from actds_validators.audits.sources import Part, RunSource
+from actds_validators.audits.tokens import (
+    CellEdges,
+    TokenPass,
+    TokenSums,
+    content_covariates,
+    lost_pieces,
+)
+from actds_validators.audits.values import ValuePass, ValueSums, value_covariates
+from actds_validators.audits.words import WordPass
+
+__all__ = ["Passed", "knows_ids", "pass_over"]
+
+Ints = npt.NDArray[np.int64]
+Within = tuple[Covariate, list[CellSums], int]
+
+
+@dataclass
+class Passed:
+    """What the rows of all runs add up to.
+
+    Args:
+        lookups: of each run, by its name.
+        covered: for the coverage map.
+        covariates: content covariates by name, in the order of the sums.
+        tokens: sums of the content covariates; ``None`` where nothing was lost.
+        value_covariates: of each hook.
+        values: sums of the readouts; ``None`` where nothing was lost or no run has readouts.
+        within: each covariate with the sums by step and request of each run, and its place there.
+    """
+
+    lookups: dict[str, Lookup]
+    covered: CoverageCounts
+    covariates: dict[str, Covariate]
+    tokens: TokenSums | None = None
+    value_covariates: list[list[Covariate]] = field(default_factory=list)
+    values: ValueSums | None = None
+    within: list[Within] = field(default_factory=list)
+
+
+def knows_ids(sources: list[RunSource]) -> bool:
+    """Return whether the ids of every computed token are known, those of lost ones as well."""
+    return all(s.hooks or not s.one("select count(*) from drops")[0] for s in sources)
+
+
+def pass_over(
+    sources: list[RunSource],
+    steps: list[RunSteps],
+    series: Series,
+    edges: CellEdges | None,
+    engine: Engine,
+    labels: pa.Table | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+    *,
+    has_ids: bool,
+) -> Passed:
+    """Read the rows of all runs.
+
+    Args:
+        sources: the runs.
+        steps: of each.
+        series: of all.
+        edges: of the weights' cells; ``None`` where nothing was lost: then coverage is all.
+        engine: where the parts are read.
+        labels: of `labels.read_labels`, if somebody gave token classes.
+        progress: told what is being done.
+        has_ids: of `knows_ids`.
+    """
+    runs = [
+        (source, own, read_rows(source, own))
+        for source, own in zip(sources, steps, strict=True)
+        if own.run in series.runs
+    ]
+    vocabulary, lost_ids = _words([(source, rows) for source, _, rows in runs], engine)
+    names = _sources([source for source, _, _ in runs])[:MAX_SOURCES]
+    covariates = content_covariates(names, has_ids=has_ids)
+    words = class_words(labels) if labels is not None else ()
+    found = Passed({}, CoverageCounts(words), covariates)
+    hooks = tuple(sorted({hook for source, _, _ in runs for hook in source.hooks}))
+    n_projections = max((source.n_projections for source, _, _ in runs), default=0)
+    token_parts: list[CellSums] = []
+    value_parts: list[list[CellSums]] = [[] for _ in hooks]
+    for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
+        lookup = make_lookup(
+            source,
+            own,
+            series,
+            rows,
+            vocabulary,
+            ids,
+            names,
+            None if labels is None else labels_of(labels, source.run),
+            has_ids=has_ids,
+        )
+        found.lookups[source.run] = lookup
+        progress(f"tokens of {source.run}")
+        read_spans(source, lookup, found.covered)
+        token_pass = TokenPass(lookup, tuple(covariates), edges)
+        found.tokens = found.tokens or token_pass.sums()
+        pieces: list[Part | range] = [*source.parts["tokens"], *lost_pieces(lookup)]
+        for sums in engine.map(token_pass, pieces):
+            found.tokens.add(sums)
+        token_parts.append(found.tokens.take_within())
+        if edges is not None and hooks:
+            progress(f"readouts of {source.run}")
+            value_pass = ValuePass(lookup, hooks, n_projections)
+            found.values = found.values or value_pass.sums()
+            for values in engine.map(value_pass, source.parts["readouts"]):
+                found.values.add(values)
+            for number, parts in enumerate(value_parts):
+                parts.append(found.values.take_within(number))
+    if found.tokens is not None:
+        found.covered.rows.add(found.tokens.classes)
+    if edges is None:
+        found.tokens = None
+        return found
+    found.value_covariates = [value_covariates(hook, n_projections) for hook in hooks]
+    found.within = [(c, token_parts, k) for k, c in enumerate(covariates.values())]
+    for values_of_hook, parts in zip(found.value_covariates, value_parts, strict=True):
+        found.within += [(c, parts, k) for k, c in enumerate(values_of_hook)]
+    return found
+
+
+def _words(runs: list[tuple[RunSource, RunRows]], engine: Engine) -> tuple[Vocabulary, list[Ints]]:
+    """Return the vocabulary of all runs, and the ids of each run's lost positions."""
+    counts: Counter[int] = Counter()
+    special: set[int] = set()
+    lost_ids = []
+    for source, rows in runs:
+        ids = np.full(rows.losses.n_positions, -1, np.int64)
+        for part in engine.map(WordPass(rows, None), source.parts["tokens"]):
+            special.update(part.special.tolist())
+            if not source.hooks:
+                counts.update(dict(zip(part.ids.tolist(), part.counts.tolist(), strict=True)))
+        if source.hooks:
+            for part in engine.map(WordPass(rows, source.hooks[0]), source.parts["readouts"]):
+                counts.update(dict(zip(part.ids.tolist(), part.counts.tolist(), strict=True)))
+                ids[part.lost] = part.lost_ids
+        lost_ids.append(ids)
+    known = np.array(sorted(counts), np.int64)
+    n = np.array([counts[token] for token in known.tolist()], np.float64)
+    marked = np.isin(known, np.fromiter(special, np.int64, len(special)))
+    return Vocabulary(known, n, marked), lost_ids
+
+
+def _sources(sources: list[RunSource]) -> tuple[str, ...]:
+    """Return the prompt sources, the most used first; none when there is only one."""
+    n: Counter[str] = Counter()
+    for source in sources:
+        for name, count in source.rows(
+            "select source, count(*) from requests where source is not null group by all "
+            "order by source"
+        ):
+            n[name] += int(count)
+    return tuple(name for name, _ in n.most_common()) if len(n) > 1 else ()
