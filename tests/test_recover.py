@@ -13,11 +13,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import pytest
 import zstandard
 from click.testing import CliRunner
-from synthetic_engine import D_MODEL, GENERATED, PROMPT_LEN, SyntheticEngine, pipeline_for
+from recovery import (
+    N_POSITIONS,
+    accounts,
+    check_a_stopped_writer_is_fenced,
+    check_values,
+    clean,
+    contents,
+    harvest_and_kill,
+    kill,
+    prompts,
+    serve_three_shards,
+    shard_records,
+)
+from synthetic_engine import SyntheticEngine, pipeline_for
 
 import actds
 from actds import canonical, layout
@@ -28,65 +40,20 @@ from actds.lock import lock_dataset
 from actds.readouts import Readouts
 from actds.seal import seal
 from actds.store import LocalStore
-from actds_validators.validate import validate
 from actds_writers import recover as recover_module
-from actds_writers.messages import ClientFacts, PromptFact
-from actds_writers.pipeline import Pipeline
+from actds_writers.messages import ClientFacts
 from actds_writers.recover import recover
 from actds_writers.resume import finished_rows
 
 if TYPE_CHECKING:
     from actds_writers.plan import Plan
 
-N_POSITIONS = PROMPT_LEN + GENERATED - 1
-
-
-def clean(path: Path, *, warnings: frozenset[str] = frozenset({"E105"})) -> actds.Dataset:
-    report = validate(path, level="deep")
-    assert not report.errors, report.errors
-    assert {finding.code for finding in report.warnings} <= warnings
-    return actds.open(path)
-
-
-def shards(path: Path) -> int:
-    """Return how many shards are acknowledged."""
-    records = path.glob("ledger/w-*/[0-9]*.json")
-    return sum(b'"type":"shard"' in record.read_bytes() for record in records)
-
-
-def kill(pipeline: Pipeline, *names: str) -> None:
-    for name in names:
-        os.kill(pipeline._processes[name].pid, signal.SIGKILL)
-    for name in names:
-        pipeline._processes[name].wait()
-
-
-def harvest_and_kill(
-    out: Path, names: tuple[str, ...], facts: ClientFacts | None = None, **options: object
-) -> int:
-    """Harvest until three shards are committed, then kill; return the requests served."""
-    pipeline = pipeline_for(out, **options)
-    try:
-        if facts is not None:
-            pipeline.tell_client_facts(facts)
-        engine = SyntheticEngine(pipeline)
-        number = 0
-        while shards(out) < 3:
-            engine.request(number)
-            number += 1
-        kill(pipeline, *names)
-        engine.close()
-    finally:
-        pipeline.__exit__()
-    return number
-
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a dataset whose writer and census were killed in the middle; read only."""
     out = tmp_path_factory.mktemp("killed") / "acts"
-    prompts = tuple(PromptFact(f"p{n}", f"name {n}", "source", n) for n in range(3))
-    harvest_and_kill(out, ("census", "writer"), ClientFacts(prompts))
+    harvest_and_kill(out, "census", "writer", facts=ClientFacts(prompts(3)))
     return out
 
 
@@ -95,18 +62,8 @@ def copy(killed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(killed, tmp_path / "acts"))
 
 
-def check_values(dataset: actds.Dataset) -> None:
-    for shard in dataset.shards:
-        tokens = shard.tokens(["request", "position"])
-        label = tokens["request"].to_numpy() * 100 + tokens["position"].to_numpy() + 1
-        for index, hook in enumerate(("resid_post.1", "resid_post.2")):
-            rows = shard.array(hook).read_all()
-            mine = (label + index).astype(np.uint16)
-            assert np.array_equal(rows, np.repeat(mine[:, None], D_MODEL, axis=1))
-
-
 def test_keeps_every_acknowledged_row_and_accounts_for_the_rest(copy: Path) -> None:
-    n_shards = shards(copy)
+    n_shards = len(shard_records(copy))
     found = recover(copy)
     [run] = found.runs
     assert run.outcome == "recovered"
@@ -119,10 +76,6 @@ def test_keeps_every_acknowledged_row_and_accounts_for_the_rest(copy: Path) -> N
     assert dataset.n_rows + run.totals["aborted"] > (run.totals["requests"] - 1) * N_POSITIONS
     assert set(dataset.requests()["external_id"].to_pylist()) >= {"name 0", "name 1", "name 2"}
     check_values(dataset)
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {f: (path / f).read_bytes() for f in LocalStore(path).list()}
 
 
 def test_a_second_recovery_changes_nothing(copy: Path) -> None:
@@ -193,11 +146,6 @@ def dies(path: Path, at: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def accounts(path: Path) -> tuple[object, ...]:
-    dataset = actds.open(path)
-    return (dataset.requests(), dataset.spans(), dataset.steps(), dataset.n_rows)
-
-
 def test_a_recovery_that_is_killed_anywhere_is_recovered_to_the_same(
     copy: Path, tmp_path: Path
 ) -> None:
@@ -218,10 +166,7 @@ def test_a_census_that_was_killed_alone_is_recovered(tmp_path: Path) -> None:
     pipeline = pipeline_for(out)
     try:
         engine = SyntheticEngine(pipeline)
-        number = 0
-        while shards(out) < 3:
-            engine.request(number)
-            number += 1
+        number = serve_three_shards(pipeline, engine, out)
         kill(pipeline, "census")
         with pytest.raises((ActdsError, OSError)):
             for later in range(number, 600):
@@ -237,7 +182,7 @@ def test_a_census_that_was_killed_alone_is_recovered(tmp_path: Path) -> None:
 
 def test_the_readouts_of_a_killed_run_agree_with_its_census(tmp_path: Path) -> None:
     out = tmp_path / "acts"
-    harvest_and_kill(out, ("writer", "census"), readouts=Readouts(2, 5))
+    harvest_and_kill(out, "writer", "census", readouts=Readouts(2, 5))
     recover(out)
     assert clean(out, warnings=frozenset({"E105", "E416"})).n_rows >= 120
 
@@ -254,8 +199,8 @@ def test_drops_that_nobody_logged_are_aborted(tmp_path: Path) -> None:
         for number in range(1, 60):
             engine.request(number)
         os.kill(writer, signal.SIGCONT)
-        before = shards(out)
-        while shards(out) < before + 3:
+        before = len(shard_records(out))
+        while len(shard_records(out)) < before + 3:
             number += 1
             engine.request(number)
             engine.drain(pipeline)
@@ -278,30 +223,7 @@ def test_a_zombie_writer_fails_its_late_commit(
     elsewhere.mkdir()
     # Locks do not reach other machines: these processes hold none on this one.
     monkeypatch.setattr("synthetic_engine.hold", lambda folder: lock_dataset(elsewhere))
-    pipeline = pipeline_for(out)
-    try:
-        engine = SyntheticEngine(pipeline)
-        number = 0
-        while shards(out) < 3:
-            engine.request(number)
-            number += 1
-        engine.drain(pipeline)
-        writer = pipeline._processes["writer"].pid
-        os.kill(writer, signal.SIGSTOP)
-        [run] = recover(out).runs
-        assert run.outcome == "recovered"
-        n_rows, before = clean(out).n_rows, contents(out)
-        os.kill(writer, signal.SIGCONT)
-        with pytest.raises(ActdsError, match="E308"):
-            for later in range(number, 600):
-                engine.request(later)
-                pipeline.poll()
-        engine.close()
-    finally:
-        pipeline.__exit__()
-    assert {path: data for path, data in contents(out).items() if path in before} == before
-    assert clean(out).n_rows == n_rows
-    assert [run.outcome for run in recover(out).runs] == ["accounted"]
+    check_a_stopped_writer_is_fenced(out)
 
 
 def test_refuses_while_a_process_is_alive(copy: Path) -> None:

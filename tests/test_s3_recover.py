@@ -3,80 +3,51 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
 from click.testing import CliRunner
+from recovery import (
+    N_POSITIONS,
+    accounts,
+    check_a_stopped_writer_is_fenced,
+    check_values,
+    clean,
+    contents,
+    harvest_and_kill,
+    prompts,
+    shard_records,
+)
 from s3_server import BUCKET, s3_environment
-from synthetic_engine import GENERATED, PROMPT_LEN, SyntheticEngine, pipeline_for
-from test_recover import accounts, check_values, kill
+from synthetic_engine import SyntheticEngine, pipeline_for
 
-import actds
 from actds.cli import cli
-from actds.errors import ActdsError
 from actds.readouts import Readouts
 from actds.seal import seal
 from actds.store import open_store
 from actds.store.s3 import S3Store
-from actds_validators.validate import validate
-from actds_writers.messages import ClientFacts, PromptFact
-from actds_writers.pipeline import Pipeline
+from actds_writers.messages import ClientFacts
 from actds_writers.recover import recover
 from actds_writers.resume import finished_rows
 
 if TYPE_CHECKING:
     from actds_writers.plan import Plan
 
-N_POSITIONS = PROMPT_LEN + GENERATED - 1
 N_PROMPTS = 30
-PROMPTS = tuple(PromptFact(f"p{n}", f"name {n}", "source", n) for n in range(N_PROMPTS))
-
-
-def commit_three_shards(pipeline: Pipeline, engine: SyntheticEngine) -> int:
-    """Serve requests until three shards are acknowledged; return how many were served."""
-    number = 0
-    while pipeline.written is None or pipeline.written.commits.n_shards < 3:
-        engine.request(number)
-        engine.drain(pipeline)
-        pipeline.poll()
-        number += 1
-    return number
-
-
-def harvest_and_kill(root: str, *names: str, readouts: Readouts | None = None) -> int:
-    """Harvest onto an object store, kill processes in the middle; return the requests served."""
-    pipeline = pipeline_for(root, readouts=readouts)
-    try:
-        pipeline.tell_client_facts(ClientFacts(PROMPTS))
-        engine = SyntheticEngine(pipeline)
-        n_requests = commit_three_shards(pipeline, engine)
-        kill(pipeline, *names)
-        engine.close()
-    finally:
-        pipeline.__exit__()
-    return n_requests
-
-
-def clean(root: str, *, warnings: frozenset[str] = frozenset({"E105"})) -> actds.Dataset:
-    report = validate(root, level="deep")
-    assert not report.errors, report.errors
-    assert {finding.code for finding in report.warnings} <= warnings
-    return actds.open(root)
-
-
-def contents(root: str) -> dict[str, bytes]:
-    store = open_store(root)
-    return {path: store.read(path) for path in store.list()}
+PROMPTS = prompts(N_PROMPTS)
 
 
 def acknowledged(root: str) -> int:
-    records = (data for path, data in contents(root).items() if path.startswith("ledger/w-"))
-    found = (json.loads(data) for data in records)
-    return sum(r["body"]["n_rows"] for r in found if r["type"] == "shard")
+    """Return how many rows are acknowledged."""
+    return sum(record["body"]["n_rows"] for record in shard_records(root))
+
+
+def harvest_onto_store_and_kill(root: str, *names: str, readouts: Readouts | None = None) -> None:
+    """Harvest onto an object store, and kill processes in the middle."""
+    facts = ClientFacts(PROMPTS)
+    harvest_and_kill(root, *names, facts=facts, drained=True, readouts=readouts)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +56,7 @@ def killed(s3_port: int) -> dict[str, bytes]:
     root = f"s3://{BUCKET}/killed"
     with pytest.MonkeyPatch.context() as patch:
         s3_environment(patch, s3_port)
-        harvest_and_kill(root, "census", "writer", readouts=Readouts(2, 5))
+        harvest_onto_store_and_kill(root, "census", "writer", readouts=Readouts(2, 5))
         return contents(root)
 
 
@@ -111,7 +82,7 @@ def test_recovery_keeps_every_row_that_the_store_acknowledged(copy: str) -> None
 
 
 def test_a_census_that_was_killed_alone_is_recovered(s3_root: str) -> None:
-    harvest_and_kill(s3_root, "census")
+    harvest_onto_store_and_kill(s3_root, "census")
     n_rows = acknowledged(s3_root)
     [run] = recover(s3_root).runs
     assert run.totals["captured"] == n_rows >= 120
@@ -169,27 +140,7 @@ def test_a_writer_that_lives_after_all_is_fenced_and_loses_nothing_that_was_ackn
     s3_root: str,
 ) -> None:
     """There is no lock to see it by: recovery ends it, as the documentation says."""
-    pipeline = pipeline_for(s3_root)
-    try:
-        engine = SyntheticEngine(pipeline)
-        number = commit_three_shards(pipeline, engine)
-        writer = pipeline._processes["writer"].pid
-        os.kill(writer, signal.SIGSTOP)
-        [run] = recover(s3_root).runs
-        assert run.outcome == "recovered"
-        n_rows, before = clean(s3_root).n_rows, contents(s3_root)
-        os.kill(writer, signal.SIGCONT)
-        with pytest.raises(ActdsError, match="E308"):
-            for later in range(number, 600):
-                engine.request(later)
-                pipeline.poll()
-        engine.close()
-    finally:
-        pipeline.__exit__()
-    after = contents(s3_root)
-    assert {path: after[path] for path in before} == before
-    assert clean(s3_root).n_rows == n_rows
-    assert [run.outcome for run in recover(s3_root).runs] == ["accounted"]
+    check_a_stopped_writer_is_fenced(s3_root, drained=True)
 
 
 def test_the_command_recovers_and_clears_an_object_store(copy: str) -> None:
