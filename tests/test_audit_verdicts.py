@@ -87,7 +87,10 @@ def test_a_queue_that_overflows_warns_of_the_content_that_comes_with_the_load() 
     found = verdict_of("queue", 3, n_steps=12_000, rate=0.03, readouts=False)
     assert (found.level, found.kind) == ("WARN", "content-dependent")
     assert found.numbers[-1].value < LIMITS.serious
-    assert "--weights" in " ".join(found.next_steps)
+    assert "prefill, against decode" in found.sentence
+    assert "can come from the load alone: steps of much prefill" in found.sentence
+    assert "No test among the tokens of one step could be made" in found.sentence
+    assert "selection" not in found.sentence and "--weights" in found.next_steps[0]
 
 
 @pytest.mark.parametrize("name", ["mnar_content", "mnar_projection", "mnar_steps"])
@@ -95,6 +98,10 @@ def test_a_loss_by_value_is_told_and_fails_when_it_is_serious(name: str) -> None
     changes = {"n_steps": 3000, "rate": 0.03}
     found = verdict_of(name, 4, **changes)
     assert (found.level, found.kind) == ("WARN", "values-dependent")
+    # Only the one that takes whole steps can come from the load.
+    whole = name == "mnar_steps"
+    assert ("even among the tokens of one step" in found.sentence) is not whole
+    assert ("of whole steps" in found.sentence) is whole
     effect = found.numbers[-1]
     assert 0 < effect.value < LIMITS.serious and effect.limit == LIMITS.serious
     strict = verdict_of(name, 4, Limits(serious=effect.value * 0.99), **changes)
@@ -139,9 +146,9 @@ def difference(
     )  # fmt: skip
 
 
-def association(group: Group, p: float, *, rejected: bool) -> Association:
+def association(group: Group, p: float, *, rejected: bool, name: str = "shift") -> Association:
     return Association(
-        name="shift", covariate=covariate(group), statistic=1.0, p=p, adjusted_p=p,
+        name=name, covariate=covariate(group), statistic=1.0, p=p, adjusted_p=p,
         rejected=rejected, n_units=50, unit="shifts",
     )  # fmt: skip
 
@@ -230,6 +237,37 @@ def test_a_rejected_test_decides_by_its_group() -> None:
     assert kind(evidence(tests=(REJECTED["system"], REJECTED["content"]))) == (
         "WARN", "content-dependent")  # fmt: skip
     assert kind(evidence(tests=tuple(REJECTED.values()))) == ("WARN", "values-dependent")
+
+
+WITHIN = {group: association(group, 0.002, rejected=True, name="within")
+          for group in ("content", "values")}  # fmt: skip
+KEPT = association("content", 0.4, rejected=False, name="within")
+LOAD, WHOLE, INSIDE = "from the load alone", "of whole steps", "even among the tokens of one step"
+
+
+@pytest.mark.parametrize(
+    ("tests", "words", "others"),
+    [
+        ([REJECTED["content"]], [LOAD, "No test among"], [WHOLE, INSIDE]),
+        ([REJECTED["content"], KEPT], [LOAD, "reject nothing"], ["No test among", INSIDE]),
+        ([REJECTED["content"], REJECTED["system"]], [LOAD], [WHOLE, INSIDE]),
+        ([WITHIN["content"]], [INSIDE, "0.002"], [LOAD, WHOLE]),
+        # The test within is named, though another has a smaller p.
+        ([REJECTED["content"], WITHIN["content"]], [INSIDE, "0.002"], [LOAD, WHOLE, "0.001"]),
+        ([REJECTED["content"], WITHIN["values"]], [INSIDE, "content and the values", "row norm"],
+         [LOAD]),
+        ([REJECTED["values"]], [WHOLE, "No test of the load"], [LOAD, INSIDE, "can be why"]),
+        ([REJECTED["values"], REJECTED["system"]], [WHOLE, "which can be why"], [LOAD, INSIDE]),
+    ],
+)  # fmt: skip
+def test_only_a_test_within_steps_tells_content_from_load(
+    tests: list[Association], words: list[str], others: list[str]
+) -> None:
+    given = evidence(tests=tuple(tests))
+    assert kind(given)[0] == "WARN"
+    sentence = judge(given, LIMITS).sentence
+    assert [w for w in words if w not in sentence] == []
+    assert [w for w in others if w in sentence] == []
 
 
 def test_dependence_fails_when_what_was_rejected_is_seriously_off() -> None:

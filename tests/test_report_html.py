@@ -148,6 +148,17 @@ def test_lag_plot_draws_the_band_of_unrelated_series_around_nought() -> None:
     assert "unrelated series" not in render(audit("load", queues=bare))
 
 
+def test_mechanism_says_which_tests_tell_content_from_load() -> None:
+    result = audit("load")
+    source = render(result)
+    assert "can come from the load, because steps of much prefill fill the queues" in source
+    assert "Here too few steps" not in source
+    assert result.mechanism is not None
+    between = [t for t in result.mechanism.tests if t.name != "within"]
+    alone = result.mechanism.model_copy(update={"tests": between})
+    assert "Here too few steps lost only some" in render(audit("load", mechanism=alone))
+
+
 def test_naive_p_is_marked_as_not_deciding() -> None:
     source = render(audit("load"))
     assert "naive p (not deciding)" in source

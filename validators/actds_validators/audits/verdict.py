@@ -88,7 +88,7 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     rejected = [t for t in mechanism.tests if t.rejected]
     content = [t for t in rejected if t.covariate.group != "system"]
     if content:
-        return _dependent(content, missing, limits, numbers)
+        return _dependent(mechanism, missing, limits, numbers)
     if rejected:
         return _system(rejected, share, limits, numbers)
     lacks = _lacks(evidence, mechanism, missing, limits)
@@ -199,19 +199,18 @@ def _negligible(account: Accounting, bias: Number, numbers: dict[str, Number]) -
 
 
 def _dependent(
-    content: list[Association],
+    mechanism: Mechanism,
     missing: Missingness,
     limits: Limits,
     numbers: dict[str, Number],
 ) -> Verdict:
-    first = min(content, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
+    content = [t for t in mechanism.tests if t.rejected and t.covariate.group != "system"]
     by_name = {d.covariate.name: d for d in missing.differences}
     worst = max(
         (_stored_off(by_name[t.covariate.name]) for t in content if t.covariate.name in by_name),
         default=0.0,
     )
-    groups = sorted({t.covariate.group for t in content})
-    what = " and ".join({"content": "content", "values": "the values"}[g] for g in groups)
+    with_values = any(t.covariate.group == "values" for t in content)
     effect = _held(
         "most that a tested mean of the stored rows is off", worst, "at most", limits.serious,
         "standard deviations",
@@ -219,19 +218,52 @@ def _dependent(
     is_serious = not effect.ok
     return Verdict(
         level="FAIL" if is_serious else "WARN",
-        kind="values-dependent" if "values" in groups else "content-dependent",
-        sentence=f"Losses go with {what} ({first.covariate.label}, adjusted p "
-        f"{first.adjusted_p:.2g}): the stored rows are a selection, off by up to {worst:.3f} "
-        "standard deviations on what was tested.",
+        kind="values-dependent" if with_values else "content-dependent",
+        sentence=f"{_dependence(mechanism, content)} On what was tested, the stored rows are off "
+        f"by up to {worst:.3f} standard deviations.",
         deciding=effect if is_serious else numbers["p"],
         numbers=[*numbers.values(), effect],
         next_steps=[
-            "Look at the differences: do they touch what you study?",
             "Weights (--weights) mend what goes with load and complexity; they cannot mend losses "
             "that go with the values.",
+            "Look at the differences: do they touch what you study?",
             "Harvest again with --overflow block to be rid of the question.",
         ],
     )
+
+
+def _dependence(mechanism: Mechanism, content: list[Association]) -> str:
+    """Return what the losses go with, and whether the load can be why.
+
+    Tokens of one step met the same load: only `within` tells content from it. The other tests
+    compare steps, and steps of much prefill bring load, phase, positions and lengths together.
+    """
+    within = [t for t in content if t.name == "within"]
+    first = min(within or content, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
+    named, p = first.covariate.label, f"adjusted p {first.adjusted_p:.2g}"
+    words = {"content": "content", "values": "the values"}
+    what = " and ".join(words[g] for g in sorted({t.covariate.group for t in content}))
+    if within:
+        return (
+            f"Losses go with {what}: {named} differs even among the tokens of one step ({p}), "
+            "which the load cannot cause."
+        )
+    if any(t.name == "within" for t in mechanism.tests):
+        inside = "Tests among the tokens of one step, which met the same load, reject nothing."
+    else:
+        inside = "No test among the tokens of one step could be made to tell content from load."
+    if what == "content":
+        return (
+            f"Losses go with what the steps held ({named}, {p}), which can come from the load "
+            f"alone: steps of much prefill fill the queues. {inside}"
+        )
+    with_load = any(t.rejected and t.covariate.group == "system" for t in mechanism.tests)
+    load = (
+        "They go with the load too, which can be why."
+        if with_load
+        else "No test of the load is rejected."
+    )
+    return f"Losses go with {what} of whole steps ({named}, {p}). {load} {inside}"
 
 
 def _system(

@@ -58,7 +58,7 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         "note",
     )
     head, rows = without_empty_last(head, rows)
-    notes = []
+    notes = [Sentence(_on_content(section.tests))] if section.tests else []
     if section.detectable is not None:
         notes.append(
             Sentence(
@@ -79,3 +79,16 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
     )
     tables = [Table(caption, head, rows, frozenset({0, 1, 2, 3, 9}), more)] if rows else []
     return Part("mechanism", "Mechanism", Sentence(lead), (), tables, notes)
+
+
+def _on_content(tests: list[Association]) -> str:
+    """Return which tests tell content from load."""
+    said = (
+        "Only the test within compares tokens of one step, which met the same load. The others "
+        "compare steps: what they find of phase, position and length can come from the load, "
+        "because steps of much prefill fill the queues (missing at random, given the load); what "
+        "they find of values can, in part."
+    )
+    if any(t.name == "within" for t in tests):
+        return said
+    return f"{said} Here too few steps lost only some of their tokens for a test within."
