@@ -88,7 +88,7 @@ def test_a_queue_that_overflows_warns_of_the_content_that_comes_with_the_load() 
     assert (found.level, found.kind) == ("WARN", "content-dependent")
     assert found.numbers[-1].value < LIMITS.serious
     assert "prefill, against decode" in found.sentence
-    assert "can come from the load alone: steps of much prefill" in found.sentence
+    assert "can come from the load alone: the mix of phases" in found.sentence
     assert "No test among the tokens of one step could be made" in found.sentence
     assert "selection" not in found.sentence and "--weights" in found.next_steps[0]
 

@@ -151,7 +151,7 @@ def test_lag_plot_draws_the_band_of_unrelated_series_around_nought() -> None:
 def test_mechanism_says_which_tests_tell_content_from_load() -> None:
     result = audit("load")
     source = render(result)
-    assert "can come from the load, because steps of much prefill fill the queues" in source
+    assert "can come from the load, with which the mix of tokens changes" in source
     assert "Here too few steps" not in source
     assert result.mechanism is not None
     between = [t for t in result.mechanism.tests if t.name != "within"]

@@ -23,6 +23,7 @@ def test_first_lines_say_verdict_sentence_and_deciding_number(name: str) -> None
 def test_numbers_stand_with_the_side_of_their_limit() -> None:
     lines = [line.text for line in render(audit("few"))]
     assert lines[2] == "Decided by: independent loss events 7; limit ≥ 30, not kept"
+    assert audit("few").as_json()["verdict"]["deciding"]["must"] == "at least"
     checks = lines[lines.index("Checks") :]
     assert any("✗" in line and "≥ 30" in line for line in checks)
     assert any("share lost" in line and "≤ 5 %" in line for line in checks)

@@ -236,7 +236,8 @@ def _dependence(mechanism: Mechanism, content: list[Association]) -> str:
     """Return what the losses go with, and whether the load can be why.
 
     Tokens of one step met the same load: only `within` tells content from it. The other tests
-    compare steps, and steps of much prefill bring load, phase, positions and lengths together.
+    compare steps, whose mix of phases, positions and lengths changes with the load: a queue that
+    prefill filled overflows some steps later, under drop_newest over more decode than usual.
     """
     within = [t for t in content if t.name == "within"]
     first = min(within or content, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
@@ -255,7 +256,7 @@ def _dependence(mechanism: Mechanism, content: list[Association]) -> str:
     if what == "content":
         return (
             f"Losses go with what the steps held ({named}, {p}), which can come from the load "
-            f"alone: steps of much prefill fill the queues. {inside}"
+            f"alone: the mix of phases, positions and lengths changes with it. {inside}"
         )
     with_load = any(t.rejected and t.covariate.group == "system" for t in mechanism.tests)
     load = (

@@ -85,9 +85,9 @@ def _on_content(tests: list[Association]) -> str:
     """Return which tests tell content from load."""
     said = (
         "Only the test within compares tokens of one step, which met the same load. The others "
-        "compare steps: what they find of phase, position and length can come from the load, "
-        "because steps of much prefill fill the queues (missing at random, given the load); what "
-        "they find of values can, in part."
+        "compare steps: what they find of phase, position and length can come from the load, with "
+        "which the mix of tokens changes (missing at random, given the load); what they find of "
+        "values can, in part."
     )
     if any(t.name == "within" for t in tests):
         return said
