@@ -14,6 +14,7 @@ import click
 from actds_validators.commands import print_lines
 
 if TYPE_CHECKING:
+    from actds_validators.audits.engine import EngineName
     from actds_validators.audits.result import Audit, Limits
 
 FAIL_ON = ("fail", "inconclusive", "warn", "never")
@@ -23,6 +24,7 @@ _FAILING = {
     "warn": {"FAIL", "INCONCLUSIVE", "WARN"},
     "never": set[str](),
 }
+ENGINES = ("threads", "ray")
 COLUMNS = ("phase", "kernel_mode", "run", "source")
 
 
@@ -77,6 +79,13 @@ def _limit_options(command: Callable[..., None]) -> Callable[..., None]:
     help="The mildest verdict that ends with code 1.",
 )
 @click.option("--strict", is_flag=True, help="As --fail-on warn.")
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="threads",
+    show_default=True,
+    help="Where the rows are read: the numbers are the same.",
+)
 @_limit_options
 def audit(
     path: str,
@@ -89,6 +98,7 @@ def audit(
     rows: int,
     fail_on: str,
     strict: bool,
+    engine: EngineName,
     **limits: Any,
 ) -> None:
     """Estimate what a dataset lost, and whether it matters.
@@ -104,7 +114,7 @@ def audit(
     from actds_validators.report import terminal
 
     chosen = _limits(limits)
-    result = run_audit(path, chosen, _progress(), weights, classes).result
+    result = run_audit(path, chosen, _progress(), weights, classes, engine).result
     drift = _drift(path, against, by, rows, result.limits)
     if drift:
         result = result.model_copy(update={"drift": drift})

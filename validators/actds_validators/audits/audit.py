@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from actds.store import open_store
 from actds_validators.audits.accounting import account_run, accounting
 from actds_validators.audits.bands import bands_of
 from actds_validators.audits.coverage import coverage
-from actds_validators.audits.engine import Engine, EngineName, make_engine
+from actds_validators.audits.engine import N_THREADS, Engine, EngineName, Threads, open_engine
 from actds_validators.audits.labels import read_labels
 from actds_validators.audits.lookup import Lookup
 from actds_validators.audits.mechanism import family, load_trends, mechanism
@@ -129,20 +130,20 @@ def audit(
         engine: ``threads`` of this process, or ``ray``: the same numbers from either.
 
     Raises:
-        ActdsError: E306 not sealed; E401, E403 without provenance; E202 a file that changed; what
-            ``Catalog.read`` raises.
+        ActdsError: E011 no Ray; E306 not sealed; E401, E403 without provenance; E202 a file that
+            changed; what ``Catalog.read`` raises.
 
     Spec: 0.1 section 14.
     """
     began = time.monotonic()
     chosen = limits or Limits()
     labels = None if classes is None else read_labels(classes)
-    runner = make_engine(engine)
     catalog = Catalog.read(open_store(path))
     if not catalog.is_sealed:
         raise ActdsError("E306", str(path), got="no seal of the present ledger", expected="a seal")
     check_provenance(catalog)
     with ExitStack() as stack:
+        runner = stack.enter_context(open_engine(engine))
         progress("hashing and opening tables")
         sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
         found = audit_sources(sources, chosen, progress, labels, runner)
@@ -195,11 +196,11 @@ def audit_sources(
     spans: Counter[tuple[str, str | None]] = Counter()
     counts: Counter[str] = Counter()
     findings = []
-    for source in sources:
-        dispositions, others, wrong = account_run(source)
-        spans += dispositions
-        counts += others
-        findings += wrong
+    with ThreadPoolExecutor(N_THREADS) as pool:
+        for dispositions, others, wrong in pool.map(account_run, sources):
+            spans += dispositions
+            counts += others
+            findings += wrong
     account = accounting(spans, counts, findings)
     if any(finding.severity == "error" for finding in findings):
         # Nothing that is estimated from tables that disagree means anything.
@@ -211,7 +212,7 @@ def audit_sources(
     has_ids = knows_ids(sources)
     edges = cell_edges(series, has_ids=has_ids) if series.lost.any() else None
     passed = pass_over(
-        sources, steps, series, edges, engine or make_engine("threads"), labels, progress,
+        sources, steps, series, edges, engine or Threads(), labels, progress,
         has_ids=has_ids,
     )  # fmt: skip
     queue_counts = QueueCounts()
@@ -220,7 +221,7 @@ def audit_sources(
             read_queues(source, series, queue_counts)
     seen = coverage(passed.covered, labelled=labels is not None)
     trends = load_trends(series, limits) if edges else {}
-    waits = queues(series, queue_counts, trends)
+    waits = queues(series, queue_counts, trends, limits.seed)
     if edges is None or passed.tokens is None:
         nothing = Evidence(account, None, None)
         return Sections(account, seen, None, None, waits, None, nothing, None, passed.lookups)

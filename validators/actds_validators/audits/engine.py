@@ -1,19 +1,21 @@
 """Engine: a function over the parts of a run, in threads of this process or in Ray's workers.
 
 Beside every pass. Results come in the order of the parts whatever the engine, so that sums of
-fractions are the same to the last bit. Imports nothing of the audit.
+fractions are the same to the last bit. Imports the format room's errors.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar
 
 from actds.errors import ActdsError
 
-__all__ = ["Engine", "EngineName", "make_engine"]
+__all__ = ["N_THREADS", "Engine", "EngineName", "Threads", "open_engine"]
 
 EngineName = Literal["threads", "ray"]
 N_THREADS = 2
@@ -47,34 +49,22 @@ class Threads:
 
 
 class Ray:
-    """Workers of a Ray cluster that sees the same files: the one in ``RAY_ADDRESS``, or its own."""
+    """Workers of a Ray cluster that sees the same files at the same paths."""
 
-    def __init__(self) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise ActdsError(
-                "E012",
-                "--engine ray",
-                got="no package ray",
-                expected="Ray",
-                next_step="pip install 'actds[ray]'",
-            ) from error
+    def __init__(self, ray: Any) -> None:
         self._ray = ray
-        if not ray.is_initialized():
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+        self._call = ray.remote(_call)
 
     def map(self, function: Callable[[P], R], parts: Sequence[P]) -> Iterator[R]:
         """Yield what the function returns, in the order of the parts."""
         ray = self._ray
         shared = ray.put(function)
-        call = ray.remote(_call)
         ahead = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
         waiting: deque[Any] = deque()
         for part in parts:
             if len(waiting) == ahead:
                 yield ray.get(waiting.popleft())
-            waiting.append(call.remote(shared, part))
+            waiting.append(self._call.remote(shared, part))
         while waiting:
             yield ray.get(waiting.popleft())
 
@@ -83,10 +73,35 @@ def _call(function: Callable[[P], R], part: P) -> R:
     return function(part)
 
 
-def make_engine(name: EngineName) -> Engine:
-    """Return an engine.
+@contextmanager
+def open_engine(name: EngineName) -> Iterator[Engine]:
+    """Yield an engine.
+
+    Ray is the cluster that this process is connected to or that ``RAY_ADDRESS`` names, else one of
+    this machine's cores, which ends with the context.
 
     Raises:
-        ActdsError: E012 Ray is not installed.
+        ActdsError: E011 Ray is not installed.
     """
-    return Ray() if name == "ray" else Threads()
+    if name == "threads":
+        yield Threads()
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ActdsError(
+            "E011",
+            "--engine ray",
+            got="the package ray is not installed",
+            expected="the extra actds[ray]",
+            next_step='pip install "actds[ray]"',
+        ) from error
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield Ray(ray)
+    finally:
+        if mine:
+            ray.shutdown()

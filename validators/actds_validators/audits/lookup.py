@@ -1,7 +1,7 @@
 """Lookup: what the audit knows of a step, a request and a token id, as arrays.
 
-Between the series and the tokens' pass: small tables against which rows are read. It travels to
-every worker of the pass. Imports `series`, `sources` and `intervals`.
+Part of the third stage, before the tokens' pass: small tables against which rows are read. It
+travels to every worker of the pass. Imports `series`, `run_rows` and `intervals`.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ def pass_over(
         for source, own in zip(sources, steps, strict=True)
         if own.run in series.runs
     ]
+    progress("counting token ids")
     vocabulary, lost_ids = _words([(source, rows) for source, _, rows in runs], engine)
     names = _sources([source for source, _, _ in runs])[:MAX_SOURCES]
     covariates = content_covariates(names, has_ids=has_ids)
@@ -147,24 +148,45 @@ def pass_over(
 
 def _words(runs: list[tuple[RunSource, RunRows]], engine: Engine) -> tuple[Vocabulary, list[Ints]]:
     """Return the vocabulary of all runs, and the ids of each run's lost positions."""
-    counts: Counter[int] = Counter()
-    special: set[int] = set()
+    counts, special = _Counts(), _Counts()
     lost_ids = []
     for source, rows in runs:
         ids = np.full(rows.losses.n_positions, -1, np.int64)
         for part in engine.map(WordPass(rows, None), source.parts["tokens"]):
-            special.update(part.special.tolist())
+            special.add(part.special, np.ones(len(part.special), np.int64))
             if not source.hooks:
-                counts.update(dict(zip(part.ids.tolist(), part.counts.tolist(), strict=True)))
+                counts.add(part.ids, part.counts)
         if source.hooks:
             for part in engine.map(WordPass(rows, source.hooks[0]), source.parts["readouts"]):
-                counts.update(dict(zip(part.ids.tolist(), part.counts.tolist(), strict=True)))
+                counts.add(part.ids, part.counts)
                 ids[part.lost] = part.lost_ids
         lost_ids.append(ids)
-    known = np.array(sorted(counts), np.int64)
-    n = np.array([counts[token] for token in known.tolist()], np.float64)
-    marked = np.isin(known, np.fromiter(special, np.int64, len(special)))
-    return Vocabulary(known, n, marked), lost_ids
+    known, n = counts.total()
+    return Vocabulary(known, n.astype(np.float64), np.isin(known, special.total()[0])), lost_ids
+
+
+class _Counts:
+    """Counts by number, added up a few parts at a time."""
+
+    def __init__(self) -> None:
+        self._numbers: list[Ints] = []
+        self._counts: list[Ints] = []
+
+    def add(self, numbers: Ints, counts: Ints) -> None:
+        self._numbers.append(numbers)
+        self._counts.append(counts)
+        if len(self._numbers) == 32:
+            numbers, counts = self.total()
+            self._numbers, self._counts = [numbers], [counts]
+
+    def total(self) -> tuple[Ints, Ints]:
+        """Return the numbers, rising, and how often each was counted."""
+        if not self._numbers:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        numbers, at = np.unique(np.concatenate(self._numbers), return_inverse=True)
+        counts = np.zeros(len(numbers), np.int64)
+        np.add.at(counts, at.reshape(-1), np.concatenate(self._counts))
+        return numbers, counts
 
 
 def _sources(sources: list[RunSource]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Run rows: the requests of a run, what it dropped, and which readouts speak of no row.
 
-Between the series and the tokens' pass. Imports `series`, `sources` and `intervals`.
+Part of the third stage, before the passes. Imports `series`, `sources` and `intervals`.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from actds.errors import ActdsError
 from actds.shard import TOKENS
 from actds.store import LocalStore, file_sha256
 from actds.tables import TableName
+from actds_validators.audits.engine import N_THREADS
 
 __all__ = [
     "MEMORY_LIMIT",
-    "N_THREADS",
     "Part",
     "RunSource",
     "arrow_source",
@@ -37,8 +37,7 @@ __all__ = [
 ]
 
 MEMORY_LIMIT = "400MB"
-N_THREADS = 2
-BATCH_ROWS = 1 << 16
+BATCH_ROWS = 1 << 15
 RUN_TABLES: tuple[TableName, ...] = (
     "tokens",
     "requests",

@@ -1,6 +1,6 @@
 """Tokens: one pass over the rows and losses of a run, down to sums per tick, block, cell and band.
 
-Fourth stage of the audit, after the lookup. What is summed are the covariates of every computed
+Part of the third stage, after the lookup. What is summed are the covariates of every computed
 token, over the stored and over the lost ones; every part's sums are numbers of their own, added in
 the order of the parts. Imports `lookup`, `sources` and the sums.
 """

@@ -1,7 +1,7 @@
 """Words: how often each token id was computed, and which ids the lost positions had.
 
-The first pass over the rows, before anything is known of how rare a token is. Imports `lookup`,
-`run_rows` and `sources`.
+Part of the third stage: the first pass over the rows, before anything is known of how rare a token
+is. Imports `run_rows` and `sources`.
 """
 
 from __future__ import annotations
