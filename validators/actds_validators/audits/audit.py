@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -77,25 +77,29 @@ class Sections:
     """What the audit of some runs found, without the dataset's name.
 
     Args:
-        accounting: always there.
-        missingness: ``None`` when nothing was dropped.
-        mechanism: ``None`` when nothing was dropped.
+        evidence: for the verdict; with the accounting, always there.
+        coverage: ``None`` when nothing is stored.
         queues: ``None`` without a step.
-        weighting: ``None`` when nothing was dropped.
-        evidence: for the verdict.
+        missingness: ``None`` when nothing was dropped, as what follows.
+        mechanism: what the losses go with.
+        weighting: what the weights are.
         cells: of the weights.
         lookups: of each run, by name: what the weights file is made with.
     """
 
-    accounting: Accounting
-    coverage: Coverage | None
-    missingness: Missingness | None
-    mechanism: Mechanism | None
-    queues: Queues | None
-    weighting: Weighting | None
     evidence: Evidence
-    cells: Cells | None
-    lookups: dict[str, Lookup]
+    coverage: Coverage | None = None
+    queues: Queues | None = None
+    missingness: Missingness | None = None
+    mechanism: Mechanism | None = None
+    weighting: Weighting | None = None
+    cells: Cells | None = None
+    lookups: dict[str, Lookup] = field(default_factory=dict)
+
+    @property
+    def accounting(self) -> Accounting:
+        """Return what became of every position."""
+        return self.evidence.accounting
 
 
 @dataclass(frozen=True)
@@ -204,11 +208,11 @@ def audit_sources(
     account = accounting(spans, counts, findings)
     if any(finding.severity == "error" for finding in findings):
         # Nothing that is estimated from tables that disagree means anything.
-        return _nothing_but(account)
+        return Sections(Evidence(account, None, None))
     steps = [read_steps(source) for source in sources]
     series = make_series(steps, limits.n_blocks)
     if series is None:
-        return _nothing_but(account)
+        return Sections(Evidence(account, None, None))
     has_ids = knows_ids(sources)
     edges = cell_edges(series, has_ids=has_ids) if series.lost.any() else None
     passed = pass_over(
@@ -224,7 +228,7 @@ def audit_sources(
     waits = queues(series, queue_counts, trends, limits.seed)
     if edges is None or passed.tokens is None:
         nothing = Evidence(account, None, None)
-        return Sections(account, seen, None, None, waits, None, nothing, None, passed.lookups)
+        return Sections(nothing, coverage=seen, queues=waits, lookups=passed.lookups)
     progress("differences")
     content = content_sums(passed.tokens, passed.covariates)
     values = value_sums(passed.values, passed.value_covariates) if passed.values else []
@@ -242,12 +246,15 @@ def audit_sources(
     mech = mechanism(series, tests, intervals)
     evidence = Evidence(account, missing, mech, series.blocks.long_enough)
     return Sections(
-        account, seen, missing, mech, waits, weighting(cells), evidence, cells, passed.lookups
+        evidence,
+        coverage=seen,
+        queues=waits,
+        missingness=missing,
+        mechanism=mech,
+        weighting=weighting(cells),
+        cells=cells,
+        lookups=passed.lookups,
     )
-
-
-def _nothing_but(account: Accounting) -> Sections:
-    return Sections(account, None, None, None, None, None, Evidence(account, None, None), None, {})
 
 
 def _after_weighting(

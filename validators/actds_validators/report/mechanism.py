@@ -20,7 +20,7 @@ def smallest_first(tests: list[Association]) -> list[Association]:
 def mechanism_part(section: Mechanism, limits: Limits) -> Part:
     """Return the part on what the loss goes with."""
     lead = (
-        f"{count(section.n_events)} independent loss events in {count(section.n_steps)} steps: "
+        f"Independent loss events: {count(section.n_events)}, in {count(section.n_steps)} steps; "
         f"{count(section.n_lost_steps)} steps lost tokens, {count(section.n_partial_steps)} of "
         "them only some. Tokens of a step are lost together, so each test counts steps, blocks or "
         f"requests, never tokens. One family of {count(len(section.tests))} tests, false discovery "
