@@ -40,6 +40,8 @@ def test_an_index_gives_the_place_of_each_number(low: int, high: int, data: st.D
     index = Index(ints(values))
     places = {value: place for place, value in enumerate(values)}
     assert index.of(ints(asked)).tolist() == [places.get(value, -1) for value in asked]
+    for value in {*values, *(value + 1 for value in values), low - 1}:  # alone, without one far off
+        assert index.of(ints([value])).tolist() == [places.get(value, -1)]
     assert index.numbers(index.of(ints(values))).tolist() == values and len(index) == len(values)
     narrow = [value for value in asked if 0 <= value <= TOP]
     found = index.of(np.array(narrow, np.uint32))
