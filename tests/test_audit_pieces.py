@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from actds_validators.audits.cell_sums import cell_sums, joined
 from actds_validators.audits.class_counts import CLASSES, N_BITS, ClassCounts, position_band
-from actds_validators.audits.intervals import Index, Intervals, Servings, explode
 from actds_validators.audits.labels import class_words, labels_of
+from actds_validators.audits.ranges import Index, Servings, StepRanges, explode
 
 TOP = 2**32 - 1
 Range = tuple[int, int, int, int]
@@ -64,7 +64,7 @@ def ranges(draw: Any, n_steps: int, base: int) -> list[Range]:
 def test_intervals_number_their_positions_end_to_end(base: int, data: st.DataObject) -> None:
     found = ranges(data.draw, 4, base)
     columns = [ints([one[k] for one in found]) for k in range(4)]
-    intervals = Intervals(*columns)
+    intervals = StepRanges(*columns)
     lines = [
         (step, request, position)
         for step, request, start, stop in sorted(found)

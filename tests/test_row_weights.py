@@ -24,8 +24,8 @@ from actds.row_weights import GROUP_ROWS, read_row_weights
 from actds.store import open_store
 from actds_validators.audits import weights_file
 from actds_validators.audits.audit import audit_sources
-from actds_validators.audits.intervals import Index
 from actds_validators.audits.lookup import Lookup
+from actds_validators.audits.ranges import Index
 from actds_validators.audits.result import Limits
 from actds_validators.audits.sources import catalog_source
 from actds_validators.audits.weights import Cells

@@ -129,7 +129,9 @@ def audit(
     else:
         print_lines(terminal.render(result))
         for what, out in (("report", html), ("result", json_out), ("weights", weights)):
-            if out is not None:
+            if what == "weights" and out is not None and not result.accounting.is_sound:
+                click.echo("weights: not written, for the dataset does not add up")
+            elif out is not None:
                 click.echo(f"{what}: {out}")
     sys.exit(exit_code(result, "warn" if strict else fail_on))
 

@@ -129,7 +129,8 @@ def audit(
         path: the dataset.
         limits: settings; those of the spec by default.
         progress: told what is being done.
-        weights: where to write the weights of the stored rows, if anywhere.
+        weights: where to write the weights of the stored rows, if anywhere; not written when
+            something does not add up.
         classes: Parquet file of token classes by request and positions, as `labels.read_labels`.
         engine: ``threads`` of this process, or ``ray``: the same numbers from either.
 
@@ -151,7 +152,7 @@ def audit(
         progress("hashing and opening tables")
         sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
         found = audit_sources(sources, chosen, progress, labels, runner)
-        if weights is not None:
+        if weights is not None and found.accounting.is_sound:
             progress("writing weights")
             claim = found.weighting.claim if found.weighting else "nothing was lost"
             write_weights(weights, catalog, found.lookups, found.cells, claim)
@@ -206,7 +207,7 @@ def audit_sources(
             counts += others
             findings += wrong
     account = accounting(spans, counts, findings)
-    if any(finding.severity == "error" for finding in findings):
+    if not account.is_sound:
         # Nothing that is estimated from tables that disagree means anything.
         return Sections(Evidence(account, None, None))
     steps = [read_steps(source) for source in sources]

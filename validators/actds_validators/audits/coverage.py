@@ -20,8 +20,8 @@ from actds_validators.audits.class_counts import (
     ClassCounts,
     position_band,
 )
-from actds_validators.audits.intervals import explode
 from actds_validators.audits.lookup import Lookup
+from actds_validators.audits.ranges import explode
 from actds_validators.audits.result import CapturedShift, Coverage, CoverageCell
 from actds_validators.audits.sources import RunSource
 from actds_validators.statistics.distances import jensen_shannon, total_variation

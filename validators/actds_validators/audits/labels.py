@@ -65,8 +65,9 @@ class Labels:
         request, start, stop = (
             table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
         )
-        order = np.lexsort((start, request))
-        self._keys = ((request << 32) | start)[order]
+        keys = (request << 32) | start  # below 0 for a request from 2^31 on, as in `of`
+        order = np.argsort(keys, kind="stable")
+        self._keys = keys[order]
         self._request, self._stop = request[order], stop[order]
         code = {word: k for k, word in enumerate(words)}
         codes = [code[word] for word in table["class"].to_pylist()]

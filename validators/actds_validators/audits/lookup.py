@@ -1,7 +1,7 @@
 """Lookup: what the audit knows of a step, a request and a token id, as arrays.
 
 Part of the third stage, before the tokens' pass: small tables against which rows are read. It
-travels to every worker of the pass. Imports `series`, `run_rows` and `intervals`.
+travels to every worker of the pass. Imports `series`, `run_rows` and `ranges`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from actds_validators.audits.class_counts import N_BITS, position_band
-from actds_validators.audits.intervals import Index, Intervals, Servings
 from actds_validators.audits.labels import Labels
+from actds_validators.audits.ranges import Index, Servings, StepRanges
 from actds_validators.audits.run_rows import RunRows
 from actds_validators.audits.series import RunSteps, Series
 from actds_validators.audits.sources import RunSource
 
-__all__ = ["MAX_BITS", "NO_BITS", "N_BITS", "Lookup", "Vocabulary", "make_lookup"]
+__all__ = ["MAX_BITS", "NO_BITS", "N_BITS", "Lookup", "Vocabulary", "make_lookup", "thinning"]
 
 MAX_SOURCES = 8
 MAX_BITS = N_BITS - 2
 NO_BITS = N_BITS - 1
 """The band of a token whose rarity is unknown."""
 MAX_CELLS = 1 << 18
-"""Steps by requests at which selection within steps is looked at, at most."""
+"""Steps by requests at which selection within steps is looked at, at most, over all runs."""
+MAX_SUMS = 1 << 23
+"""The same times the covariates: 32 bytes each."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -66,12 +68,6 @@ class Vocabulary:
         """Return the rarity in whole bits, `MAX_BITS` for more, `NO_BITS` unknown."""
         return self._bits[at]
 
-    def buckets(self, edges: tuple[float, ...]) -> Ints:
-        """Return for every place the edges at or below its rarity, 0 unknown."""
-        known = np.nan_to_num(self._rarity)
-        found: Ints = np.searchsorted(np.array(edges), known, side="right")
-        return found
-
 
 @dataclass(frozen=True)
 class Lookup:
@@ -94,7 +90,8 @@ class Lookup:
         has_ids: whether the ids of lost tokens are known.
         losses: dropped positions.
         excluded: positions whose readouts count for nothing.
-        lost_ids: token id of each dropped position, where known, else -1.
+        lost_ids: token id of each dropped position, -1 where its readout is missing; empty
+            without ids.
         servings: of the prefix cache.
         labels: token classes that somebody gave, if any.
         n_ticks: length of the series.
@@ -115,8 +112,8 @@ class Lookup:
     sources: tuple[str, ...]
     vocabulary: Vocabulary
     has_ids: bool
-    losses: Intervals
-    excluded: Intervals
+    losses: StepRanges
+    excluded: StepRanges
     lost_ids: Ints
     servings: Servings
     labels: Labels | None
@@ -157,6 +154,7 @@ def make_lookup(
     labels: Labels | None,
     *,
     has_ids: bool,
+    every: int,
 ) -> Lookup:
     """Return the lookup of a run.
 
@@ -170,6 +168,7 @@ def make_lookup(
         sources: prompt sources that get a covariate each; the first `MAX_SOURCES` do.
         labels: token classes that somebody gave, if any.
         has_ids: whether the ids of lost tokens are known.
+        every: of `thinning`.
     """
     index = series.runs.index(steps.run)
     tick = series.offsets[index] + np.arange(len(steps.step)) // series.steps_per_tick
@@ -182,7 +181,7 @@ def make_lookup(
         block=series.blocks.labels[tick].astype(np.int64),
         load=steps.covariates["load_8"].astype(np.float32),
         lossy=steps.lost > 0,
-        within=_within(steps),
+        within=_within(steps, every),
         requests=rows.requests,
         prompt_len=rows.prompt_len,
         request_len=rows.request_len,
@@ -200,13 +199,19 @@ def make_lookup(
     )
 
 
-def _within(steps: RunSteps) -> Bools:
-    """Return which steps to look into: those that lost a part, evenly thinned to `MAX_CELLS`."""
-    partial = (steps.lost > 0) & (steps.lost < steps.computed)
-    n_cells = float(steps.covariates["requests"][partial].sum())
-    each = max(1, int(np.ceil(n_cells / MAX_CELLS)))
-    chosen = np.zeros(len(partial), bool)
-    chosen[np.flatnonzero(partial)[::each]] = True
+def thinning(runs: list[RunSteps], n_covariates: int) -> int:
+    """Return n: every n-th of the steps that lost a part is looked into, to keep to the limits."""
+    n_cells = sum(float(run.covariates["requests"][_partial(run)].sum()) for run in runs)
+    return max(1, int(np.ceil(n_cells / min(MAX_CELLS, MAX_SUMS / n_covariates))))
+
+
+def _partial(steps: RunSteps) -> Bools:
+    return (steps.lost > 0) & (steps.lost < steps.computed)
+
+
+def _within(steps: RunSteps, every: int) -> Bools:
+    chosen = np.zeros(len(steps.step), bool)
+    chosen[np.flatnonzero(_partial(steps))[::every]] = True
     return chosen
 
 

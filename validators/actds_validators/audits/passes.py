@@ -18,7 +18,7 @@ from actds_validators.audits.cell_sums import CellSums
 from actds_validators.audits.coverage import CoverageCounts, read_spans
 from actds_validators.audits.engine import Engine
 from actds_validators.audits.labels import class_words, labels_of
-from actds_validators.audits.lookup import MAX_SOURCES, Lookup, Vocabulary, make_lookup
+from actds_validators.audits.lookup import MAX_SOURCES, Lookup, Vocabulary, make_lookup, thinning
 from actds_validators.audits.result import Covariate
 from actds_validators.audits.run_rows import RunRows, read_rows
 from actds_validators.audits.series import RunSteps, Series
@@ -96,7 +96,8 @@ def pass_over(
         if own.run in series.runs
     ]
     progress("counting token ids")
-    vocabulary, lost_ids = _words([(source, rows) for source, _, rows in runs], engine)
+    counted = [(source, rows) for source, _, rows in runs]
+    vocabulary, lost_ids = _words(counted, engine, has_ids=has_ids)
     names = _sources([source for source, _, _ in runs])[:MAX_SOURCES]
     covariates = content_covariates(names, has_ids=has_ids)
     words = class_words(labels) if labels is not None else ()
@@ -105,6 +106,8 @@ def pass_over(
     n_projections = max((source.n_projections for source, _, _ in runs), default=0)
     token_parts: list[CellSums] = []
     value_parts: list[list[CellSums]] = [[] for _ in hooks]
+    n_covariates = len(covariates) + len(hooks) * (1 + n_projections)
+    every = thinning([own for _, own, _ in runs], n_covariates)
     for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
         lookup = make_lookup(
             source,
@@ -116,6 +119,7 @@ def pass_over(
             names,
             None if labels is None else labels_of(labels, source.run),
             has_ids=has_ids,
+            every=every,
         )
         found.lookups[source.run] = lookup
         progress(f"tokens of {source.run}")
@@ -146,12 +150,14 @@ def pass_over(
     return found
 
 
-def _words(runs: list[tuple[RunSource, RunRows]], engine: Engine) -> tuple[Vocabulary, list[Ints]]:
+def _words(
+    runs: list[tuple[RunSource, RunRows]], engine: Engine, *, has_ids: bool
+) -> tuple[Vocabulary, list[Ints]]:
     """Return the vocabulary of all runs, and the ids of each run's lost positions."""
     counts, special = _Counts(), _Counts()
     lost_ids = []
     for source, rows in runs:
-        ids = np.full(rows.losses.n_positions, -1, np.int64)
+        ids = np.full(rows.losses.n_positions if has_ids else 0, -1, np.int64)
         for part in engine.map(WordPass(rows, None), source.parts["tokens"]):
             special.add(part.special, np.ones(len(part.special), np.int64))
             if not source.hooks:
@@ -159,7 +165,8 @@ def _words(runs: list[tuple[RunSource, RunRows]], engine: Engine) -> tuple[Vocab
         if source.hooks:
             for part in engine.map(WordPass(rows, source.hooks[0]), source.parts["readouts"]):
                 counts.add(part.ids, part.counts)
-                ids[part.lost] = part.lost_ids
+                if has_ids:
+                    ids[part.lost] = part.lost_ids
         lost_ids.append(ids)
     known, n = counts.total()
     return Vocabulary(known, n.astype(np.float64), np.isin(known, special.total()[0])), lost_ids

@@ -144,6 +144,11 @@ class WaterfallStep(Section):
 class Accounting(Section):
     """Census = captured + references + dropped + aborted + filtered."""
 
+    @property
+    def is_sound(self) -> bool:
+        """Return whether everything adds up."""
+        return all(finding.severity != "error" for finding in self.findings)
+
     positions: int = Field(description="positions of all requests")
     computed: int = Field(description="captured + dropped + aborted: what could have been stored")
     captured: int

@@ -1,6 +1,6 @@
 """Run rows: the requests of a run, what it dropped, and which readouts speak of no row.
 
-Part of the third stage, before the passes. Imports `series`, `sources` and `intervals`.
+Part of the third stage, before the passes. Imports `series`, `sources` and `ranges`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds_validators.audits.intervals import Index, Intervals
+from actds_validators.audits.ranges import Index, StepRanges
 from actds_validators.audits.series import RunSteps
 from actds_validators.audits.sources import RunSource
 
@@ -48,8 +48,8 @@ class RunRows:
     prompt_len: Ints
     request_len: Ints
     source: list[str | None]
-    losses: Intervals
-    excluded: Intervals
+    losses: StepRanges
+    excluded: StepRanges
 
 
 def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
@@ -74,12 +74,12 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
     )
 
 
-def _excluded(source: RunSource, steps: Index, requests: Index) -> Intervals:
+def _excluded(source: RunSource, steps: Index, requests: Index) -> StepRanges:
     """Return the positions of readouts that are of no stored and no dropped row."""
     run = source.connection
     if not source.hooks or not source.one(f"select count(*) from ({_ODD})")[0]:
         empty = np.zeros(0, np.int64)
-        return Intervals(empty, empty, empty, empty)
+        return StepRanges(empty, empty, empty, empty)
     run.execute(f"create or replace temp table odd as {_ODD}")
     kept = (
         "select step, request, position from tokens semi join odd using (request) union all "
@@ -97,9 +97,9 @@ def _excluded(source: RunSource, steps: Index, requests: Index) -> Intervals:
     )
 
 
-def _intervals(source: RunSource, sql: str, steps: Index, requests: Index) -> Intervals:
+def _intervals(source: RunSource, sql: str, steps: Index, requests: Index) -> StepRanges:
     """Return the ranges of a query that are of known steps and requests."""
     found = source.columns(sql)
     step, request = steps.of(found["step"]), requests.of(found["request"])
     known = (step >= 0) & (request >= 0)
-    return Intervals(step[known], request[known], found["start"][known], found["stop"][known])
+    return StepRanges(step[known], request[known], found["start"][known], found["stop"][known])

@@ -6,6 +6,7 @@ Imports the format room and DuckDB.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -160,7 +161,8 @@ def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
                 paths = []
                 for path, sha256 in entries:
                     _check(catalog, path, sha256)
-                    paths.append(str(catalog.store.local_path(path)))
+                    # A worker may run in another folder.
+                    paths.append(os.path.abspath(catalog.store.local_path(path)))
                     tables.from_parquet(name, paths[-1], path, columns=[])  # its form alone
                 connection.read_parquet([_literal(p) for p in paths]).create_view(name)
                 if name in PARTED:

@@ -57,9 +57,9 @@ def value_sums(sums: ValueSums, covariates: Sequence[Sequence[Covariate]]) -> li
     return [
         CovariateSums(
             covariate,
-            sums.n[hook],
+            sums.n[hook, k],
             np.stack([sums.x[hook, k], sums.xx[hook, k], sums.lost_x[hook, k]]),
-            sums.n_lost[hook],
+            sums.n_lost[hook, k],
         )
         for hook, values in enumerate(covariates)
         for k, covariate in enumerate(values)

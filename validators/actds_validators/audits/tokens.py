@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from actds_validators.audits.cell_sums import CellSums, cell_sums, joined, no_cells
 from actds_validators.audits.class_counts import N_BANDS, N_BITS, ClassCounts, position_band
-from actds_validators.audits.intervals import explode
 from actds_validators.audits.lookup import Lookup
+from actds_validators.audits.ranges import explode
 from actds_validators.audits.result import Covariate
 from actds_validators.audits.sources import Part
 from actds_validators.audits.words import column
@@ -96,12 +96,11 @@ class CellEdges:
             position: positions; used where the complexity is the position.
             token: places of the token ids; used where it is the rarity.
         """
-        load = np.searchsorted(np.array(self.load, np.float32), lookup.load, side="right")
-        if self.complexity == "rarity":
-            other = lookup.vocabulary.buckets(self.edges)[token]
-        else:
-            other = np.searchsorted(np.array(self.edges), position, side="right")
-        found: Ints = (load * self.shape[1])[step] + other
+        load = np.searchsorted(np.array(self.load, np.float32), lookup.load[step], side="right")
+        by_id = self.complexity == "rarity"
+        value = np.nan_to_num(lookup.vocabulary.rarity(token)) if by_id else position
+        other = np.searchsorted(np.array(self.edges), value, side="right")
+        found: Ints = load * self.shape[1] + other
         return found
 
 
@@ -219,8 +218,11 @@ class TokenPass:
         some = slice(piece.start, piece.stop)
         for which, position in explode(losses.start[some], losses.stop[some]):
             step, request = losses.step[some][which], losses.request[some][which]
-            ids = self.lookup.lost_ids[losses.find(step, request, position)]
-            yield _Rows(self.lookup, step, request, position, self.lookup.vocabulary.places(ids))
+            token = np.full(len(step), -1, np.int64)
+            if self.lookup.has_ids:
+                ids = self.lookup.lost_ids[losses.find(step, request, position)]
+                token = self.lookup.vocabulary.places(ids)
+            yield _Rows(self.lookup, step, request, position, token)
 
 
 def lost_pieces(lookup: Lookup, size: int = 1 << 18) -> list[range]:

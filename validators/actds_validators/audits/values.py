@@ -50,8 +50,8 @@ class ValueSums:
 
     def __init__(self, n_hooks: int, n_values: int, n_ticks: int) -> None:
         self.low, self.high = n_ticks, 0
-        self.n, self.n_lost = np.zeros((n_hooks, n_ticks)), np.zeros((n_hooks, n_ticks))
         shape = n_hooks, n_values, n_ticks
+        self.n, self.n_lost = np.zeros(shape), np.zeros(shape)
         self.x, self.xx, self.lost_x = (np.zeros(shape) for _ in range(3))
         self.within: list[list[CellSums]] = [[] for _ in range(n_hooks)]
 
@@ -80,7 +80,7 @@ class ValueSums:
 class ValuePass:
     """Sums one part of the table ``readouts``.
 
-    A readout that is not finite in every number counts for nothing.
+    A number that is not finite counts for nothing, as does one that a run does not have.
 
     Args:
         lookup: of the run.
@@ -106,7 +106,7 @@ class ValuePass:
             request = lookup.requests.of(column(batch, "request"))
             position = column(batch, "position")
             values = _values(batch, self.n_projections)
-            kept = (step >= 0) & (request >= 0) & np.isfinite(values).all(axis=0)
+            kept = (step >= 0) & (request >= 0)
             kept &= lookup.excluded.find(step, request, position) < 0
             lost = np.zeros(len(step), bool)
             at = np.flatnonzero(kept & lookup.lossy[step])
@@ -134,15 +134,18 @@ def _add(
     n = np.bincount(tick)
     here = slice(low, low + len(n))
     sums.low, sums.high = min(sums.low, here.start), max(sums.high, here.stop)
-    gone = np.flatnonzero(lost)
-    sums.n[hook, here] += n
-    sums.n_lost[hook, here] += np.bincount(tick[gone], minlength=len(n))
     for k, x in enumerate(values):
-        sums.x[hook, k, here] += np.bincount(tick, weights=x, minlength=len(n))
-        sums.xx[hook, k, here] += np.bincount(tick, weights=x * x, minlength=len(n))
-        if len(gone):
-            total = np.bincount(tick[gone], weights=x[gone], minlength=len(n))
-            sums.lost_x[hook, k, here] += total
+        at, gone, n_known = tick, lost, n
+        known = np.isfinite(x)
+        if not known.all():
+            x, at, gone = x[known], tick[known], lost[known]
+            n_known = np.bincount(at, minlength=len(n))
+        sums.n[hook, k, here] += n_known
+        sums.x[hook, k, here] += np.bincount(at, weights=x, minlength=len(n))
+        sums.xx[hook, k, here] += np.bincount(at, weights=x * x, minlength=len(n))
+        if gone.any():
+            sums.n_lost[hook, k, here] += np.bincount(at[gone], minlength=len(n))
+            sums.lost_x[hook, k, here] += np.bincount(at[gone], weights=x[gone], minlength=len(n))
     inside = np.flatnonzero(lookup.within[step])
     if len(inside):
         sums.within[hook].append(
@@ -151,7 +154,7 @@ def _add(
 
 
 def _values(batch: pa.RecordBatch, n_projections: int) -> Floats:
-    """Return norm and projections ``(1 + n_projections, n_rows)``; NaN beyond a short list."""
+    """Return norm and projections ``(1 + n_projections, n_rows)``; NaN where there is none."""
     found = np.full((1 + n_projections, batch.num_rows), np.nan)
     found[0] = batch["norm"].to_numpy(zero_copy_only=False)
     lists = batch["projections"]
@@ -161,4 +164,5 @@ def _values(batch: pa.RecordBatch, n_projections: int) -> Floats:
         at = ends[:-1] + k
         there = np.flatnonzero(at < ends[1:])
         found[1 + k, there] = flat[at[there]]
+    found[~np.isfinite(found)] = np.nan
     return found

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.errors import ActdsError
 from actds.tables import FLAG_SPECIAL
 from actds_validators.audits.run_rows import RunRows
 from actds_validators.audits.sources import Part
@@ -31,7 +32,7 @@ class WordCounts:
         ids: rising.
         counts: how often each was computed.
         special: ids that the tokenizer calls special.
-        lost: numbers of dropped positions, as ``Intervals.find`` has them.
+        lost: numbers of dropped positions, as ``StepRanges.find`` has them.
         lost_ids: their token ids.
     """
 
@@ -71,7 +72,8 @@ class WordPass:
                 step = self.rows.steps.of(column(mine, "step"))
                 request = self.rows.requests.of(column(mine, "request"))
                 position, token = column(mine, "position"), column(mine, "token_id")
-                kept = self.rows.excluded.find(step, request, position) < 0
+                kept = (step >= 0) & (request >= 0)
+                kept &= self.rows.excluded.find(step, request, position) < 0
                 ids.append(token[kept])
                 at = self.rows.losses.find(step, request, position)
                 lost.append(at[at >= 0])
@@ -83,7 +85,14 @@ class WordPass:
 
 
 def column(batch: pa.RecordBatch, name: str) -> Ints:
-    """Return a column of whole numbers without nulls."""
+    """Return a column of whole numbers.
+
+    Raises:
+        ActdsError: E109 a null.
+    """
+    if batch[name].null_count:
+        n = batch[name].null_count
+        raise ActdsError("E109", name, got=f"{n} nulls", expected="no null")
     found: Ints = batch[name].to_numpy(zero_copy_only=False).astype(np.int64)
     return found
 

@@ -1,4 +1,4 @@
-"""Intervals: ranges of positions, asked row by row without writing every position down.
+"""Ranges of positions, asked row by row without writing every position down.
 
 Beside the tokens' pass: what was lost, and what was served from the prefix cache. Pure numpy.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Index", "Intervals", "Servings", "explode"]
+__all__ = ["Index", "Servings", "StepRanges", "explode"]
 
 Ints = npt.NDArray[np.int64]
 MAX_TABLE = 1 << 16
@@ -57,7 +57,7 @@ class Index:
         return at if self._table is None else self._table[at].astype(np.int64)
 
 
-class Intervals:
+class StepRanges:
     """Half-open ranges of positions of a (step, request), disjoint within each.
 
     Args:
@@ -89,7 +89,7 @@ class Intervals:
             return np.full(len(step), -1, np.int64)
         pair = step * self._n_requests + request
         group = np.minimum(np.searchsorted(self._pairs, pair), len(self._pairs) - 1)
-        known = (self._pairs[group] == pair) & (request < self._n_requests)
+        known = (self._pairs[group] == pair) & (request >= 0) & (request < self._n_requests)
         at = np.searchsorted(self._keys, (group << 32) | position, side="right") - 1
         at = np.maximum(at, 0)
         known &= (self._group[at] == group) & (position >= self.start[at])
@@ -136,15 +136,15 @@ def explode(start: Ints, stop: Ints, size: int = BATCH_POSITIONS) -> Iterator[tu
     Args:
         start: first position of each range.
         stop: position after the last.
-        size: positions at a time, and up to a range more.
+        size: positions at a time at most.
     """
     ends = np.cumsum(stop - start)
-    first = 0
-    while first < len(ends):
-        done = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, done + size, side="right")))
-        lengths = (stop - start)[first:last]
-        which = np.repeat(np.arange(first, last), lengths)
-        before = np.repeat(np.cumsum(lengths) - lengths, lengths)
-        yield which, start[which] + np.arange(len(which)) - before
-        first = last
+    shift = start - (ends - (stop - start))
+    for done in range(0, int(ends[-1]) if len(ends) else 0, size):
+        at = np.arange(done, min(done + size, int(ends[-1])))
+        first, last = np.searchsorted(ends, at[[0, -1]], side="right")
+        which = np.repeat(
+            np.arange(first, last + 1),
+            np.diff(np.minimum(ends[first : last + 1], at[-1] + 1), prepend=done),
+        )
+        yield which, at + shift[which]
