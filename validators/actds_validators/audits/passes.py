@@ -124,20 +124,14 @@ def pass_over(
         found.lookups[source.run] = lookup
         progress(f"tokens of {source.run}")
         read_spans(source, lookup, found.covered)
-        token_pass = TokenPass(lookup, tuple(covariates), edges)
-        found.tokens = found.tokens or token_pass.sums()
-        pieces: list[Part | range] = [*source.parts["tokens"], *lost_pieces(lookup)]
-        for sums in engine.map(token_pass, pieces):
-            found.tokens.add(sums)
-        token_parts.append(found.tokens.take_within())
+        token_parts.append(_add_tokens(found, source, lookup, edges, engine))
         if edges is not None and hooks:
             progress(f"readouts of {source.run}")
             value_pass = ValuePass(lookup, hooks, n_projections)
-            found.values = found.values or value_pass.sums()
-            for values in engine.map(value_pass, source.parts["readouts"]):
-                found.values.add(values)
-            for number, parts in enumerate(value_parts):
-                parts.append(found.values.take_within(number))
+            for parts, cells in zip(
+                value_parts, _add_values(found, source, value_pass, engine), strict=True
+            ):
+                parts.append(cells)
     if found.tokens is not None:
         found.covered.rows.add(found.tokens.classes)
     if edges is None:
@@ -148,6 +142,28 @@ def pass_over(
     for values_of_hook, parts in zip(found.value_covariates, value_parts, strict=True):
         found.within += [(c, parts, k) for k, c in enumerate(values_of_hook)]
     return found
+
+
+def _add_tokens(
+    found: Passed, source: RunSource, lookup: Lookup, edges: CellEdges | None, engine: Engine
+) -> CellSums:
+    """Add the tokens of a run, stored and lost, and return their sums by step and request."""
+    token_pass = TokenPass(lookup, tuple(found.covariates), edges)
+    found.tokens = found.tokens or token_pass.sums()
+    pieces: list[Part | range] = [*source.parts["tokens"], *lost_pieces(lookup)]
+    for sums in engine.map(token_pass, pieces):
+        found.tokens.add(sums)
+    return found.tokens.take_within()
+
+
+def _add_values(
+    found: Passed, source: RunSource, value_pass: ValuePass, engine: Engine
+) -> list[CellSums]:
+    """Add the readouts of a run, and return their sums by step and request, hook by hook."""
+    found.values = found.values or value_pass.sums()
+    for sums in engine.map(value_pass, source.parts["readouts"]):
+        found.values.add(sums)
+    return [found.values.take_within(number) for number in range(len(value_pass.hooks))]
 
 
 def _words(
