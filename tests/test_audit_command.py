@@ -118,6 +118,23 @@ def test_what_is_no_dataset_is_not_readable(tmp_path: Path) -> None:
     assert "Traceback" not in told.stderr
 
 
+@pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
+def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read(
+    tmp_path: Path, option: str
+) -> None:
+    out = tmp_path / "none" / "file"
+    told = run(tmp_path / "no dataset", option, out)
+    assert told.exit_code == 4 and told.stdout == ""
+    assert told.stderr.startswith(f"E503 {out}: no folder {out.parent}")
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_file_that_cannot_be_written_is_named(datasets: dict[str, Path], option: str) -> None:
+    told = run(datasets["PASS"], option, "/dev/full")
+    assert told.exit_code == 4
+    assert told.stderr.startswith("E503 /dev/full: No space left on device")
+
+
 @pytest.mark.parametrize(
     ("package", "arguments", "needed"),
     [("duckdb", (), True), ("scipy", (), True), ("jinja2", ("--html", "r.html"), True),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from actds.errors import ActdsError
 from actds_validators.commands import print_lines
 
 if TYPE_CHECKING:
@@ -106,9 +107,11 @@ def audit(
     PATH is the dataset's folder, sealed and valid (actds validate). The audit compares what was
     captured with what was computed and served, and ends in PASS, WARN, FAIL or INCONCLUSIVE with
     the number that decided. It reads tables only; --against and --by read rows as well. Exit codes:
-    0, or 1 by --fail-on; 2 usage; 3 not readable.
+    0, or 1 by --fail-on; 2 usage; 3 not readable; 4 not writable.
     """
     _need_extra(("duckdb", "scipy", "jinja2") if html else ("duckdb", "scipy"))
+    to_stdout = json_out is not None and str(json_out) == "-"
+    _need_folders(html, None if to_stdout else json_out, weights)
     from actds_validators.audits.audit import audit as run_audit
     from actds_validators.report import html as page
     from actds_validators.report import terminal
@@ -119,11 +122,10 @@ def audit(
     if drift:
         result = result.model_copy(update={"drift": drift})
     text = json.dumps(result.as_json(), indent=2, sort_keys=True)
-    to_stdout = json_out is not None and str(json_out) == "-"
     if json_out is not None and not to_stdout:
-        json_out.write_text(text + "\n", encoding="utf-8")
+        _write(json_out, text + "\n")
     if html is not None:
-        html.write_text(page.render(result), encoding="utf-8")
+        _write(html, page.render(result))
     if to_stdout:
         click.echo(text)
     else:
@@ -140,8 +142,6 @@ def _need_extra(packages: tuple[str, ...]) -> None:
     """Raise E011 when a package of the extra is not installed."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        from actds.errors import ActdsError
-
         raise ActdsError(
             "E011",
             "actds audit",
@@ -149,6 +149,30 @@ def _need_extra(packages: tuple[str, ...]) -> None:
             expected="the extra actds[audit]",
             next_step='pip install "actds[audit]"',
         )
+
+
+def _need_folders(*outputs: Path | None) -> None:
+    """Raise E503 for a file that is asked for in a folder that is not there, before the audit."""
+    for out in outputs:
+        if out is not None and not out.parent.is_dir():
+            raise _unwritable(out, f"no folder {out.parent}")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error.strerror or str(error)) from error
+
+
+def _unwritable(path: Path, got: str) -> ActdsError:
+    return ActdsError(
+        "E503",
+        str(path),
+        got=got,
+        expected="a file that can be written",
+        next_step="Free space, or give another path.",
+    )
 
 
 def exit_code(result: Audit, fail_on: str) -> int:
@@ -159,7 +183,6 @@ def exit_code(result: Audit, fail_on: str) -> int:
 def _limits(given: dict[str, Any]) -> Limits:
     from pydantic import ValidationError
 
-    from actds.errors import ActdsError
     from actds_validators.audits.result import Limits
 
     try:
