@@ -64,6 +64,9 @@ def test_a_loss_at_random_is_uncorrelated_only_where_equivalence_is_proven() -> 
     assert (short.level, short.kind) == ("INCONCLUSIVE", "too-little-evidence")
     assert len(short.lacks) == 1 and short.lacks[0].startswith("equivalence within 0.1 is not pr")
     wide = Limits(equivalence=0.5)
+    nowhere = verdict_of("mcar_steps", 1, wide, **changes)  # lost prefixes that were served again
+    assert (nowhere.level, nowhere.kind) == ("WARN", "unresolved")
+    wide = Limits(equivalence=0.5, max_unresolved=1)
     proven = verdict_of("mcar_steps", 1, wide, **changes)
     assert (proven.level, proven.kind) == ("PASS", "uncorrelated")
     assert proven.deciding.limit == 0.5 and 0.1 < proven.deciding.value < 0.5
@@ -221,6 +224,8 @@ def test_references_without_a_row_warn_beyond_their_limit() -> None:
     assert kind(evidence(0, cache_ref=1000, unresolved=10)) == ("PASS", "complete")
     assert kind(evidence(0, cache_ref=1000, unresolved=11)) == ("WARN", "unresolved")
     assert kind(evidence(2, cache_ref=1000, unresolved=11)) == ("WARN", "unresolved")
+    assert kind(evidence(500, cache_ref=1000, unresolved=10)) == ("PASS", "uncorrelated")
+    assert kind(evidence(500, cache_ref=1000, unresolved=11)) == ("WARN", "unresolved")
 
 
 def test_heavy_begins_above_the_limit() -> None:

@@ -330,6 +330,13 @@ def test_refuses_a_dataset_that_went_on(tmp_path: Path) -> None:
         read_row_weights(file, actds.open(path))
 
 
+def test_refuses_a_parquet_file_of_something_else(by_id: Path, tmp_path: Path) -> None:
+    other = tmp_path / "classes.parquet"
+    pq.write_table(pa.table({"request": [1], "class": ["code"]}), other)
+    with pytest.raises(ActdsError, match=r"E018 .*classes\.parquet"):
+        read_row_weights(other, actds.open(by_id))
+
+
 def test_refuses_what_is_no_parquet_file_or_is_damaged(
     dataset: actds.Dataset, tmp_path: Path
 ) -> None:

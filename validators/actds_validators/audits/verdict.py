@@ -94,6 +94,9 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     lacks = _lacks(evidence, mechanism, missing, limits)
     if lacks:
         return _too_little(evidence, limits, numbers, lacks)
+    unresolved = numbers.get("unresolved")
+    if unresolved is not None and not unresolved.ok:
+        return _unresolved(unresolved, numbers)
     return Verdict(
         level="PASS",
         kind="uncorrelated",
@@ -168,19 +171,24 @@ def _unaccounted(n: int, numbers: dict[str, Number]) -> Verdict:
     )
 
 
+def _unresolved(unresolved: Number, numbers: dict[str, Number]) -> Verdict:
+    """Return what is said instead of a PASS where too many references have no row."""
+    return Verdict(
+        level="WARN",
+        kind="unresolved",
+        sentence=f"{unresolved.value:.2%} of the cache references point to rows that are not "
+        "stored: what was served there cannot be put back by weights.",
+        deciding=unresolved,
+        numbers=list(numbers.values()),
+        next_steps=["Harvest with an empty prefix cache, or leave those prompts out."],
+    )
+
+
 def _negligible(account: Accounting, bias: Number, numbers: dict[str, Number]) -> Verdict:
     share = account.loss_share
     unresolved = numbers.get("unresolved")
     if unresolved is not None and not unresolved.ok:
-        return Verdict(
-            level="WARN",
-            kind="unresolved",
-            sentence=f"{unresolved.value:.2%} of the cache references point to rows that are not "
-            "stored: what was served there cannot be put back by weights.",
-            deciding=unresolved,
-            numbers=list(numbers.values()),
-            next_steps=["Harvest with an empty prefix cache, or leave those prompts out."],
-        )
+        return _unresolved(unresolved, numbers)
     if not share:
         sentence = "Nothing that was computed is lost: the rows are all that there was to store."
     else:
