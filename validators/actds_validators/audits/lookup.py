@@ -19,7 +19,7 @@ from actds_validators.audits.run_rows import RunRows
 from actds_validators.audits.series import RunSteps, Series
 from actds_validators.audits.sources import RunSource
 
-__all__ = ["MAX_BITS", "NO_BITS", "N_BITS", "Lookup", "Vocabulary", "make_lookup", "thinning"]
+__all__ = ["MAX_BITS", "MAX_SOURCES", "NO_BITS", "Lookup", "Vocabulary", "make_lookup", "thinning"]
 
 MAX_SOURCES = 8
 MAX_BITS = N_BITS - 2
@@ -165,15 +165,14 @@ def make_lookup(
         rows: of `read_rows`.
         vocabulary: of all runs.
         lost_ids: of the dropped positions, in the order of ``rows.losses``.
-        sources: prompt sources that get a covariate each; the first `MAX_SOURCES` do.
+        sources: prompt sources that get a covariate each, `MAX_SOURCES` at most.
         labels: token classes that somebody gave, if any.
         has_ids: whether the ids of lost tokens are known.
         every: of `thinning`.
     """
     index = series.runs.index(steps.run)
     tick = series.offsets[index] + np.arange(len(steps.step)) // series.steps_per_tick
-    names = sources[:MAX_SOURCES]
-    code = {name: k for k, name in enumerate(names)}
+    code = {name: k for k, name in enumerate(sources)}
     return Lookup(
         run=steps.run,
         steps=rows.steps,
@@ -186,7 +185,7 @@ def make_lookup(
         prompt_len=rows.prompt_len,
         request_len=rows.request_len,
         source=np.array([-1 if w is None else code.get(w, -1) for w in rows.source], np.int64),
-        sources=names,
+        sources=sources,
         vocabulary=vocabulary,
         has_ids=has_ids,
         losses=rows.losses,

@@ -1,6 +1,7 @@
 """Ranges of positions, asked row by row without writing every position down.
 
-Beside the tokens' pass: what was lost, and what was served from the prefix cache. Pure numpy.
+Beside the tokens' pass: what was lost, and what was served from the prefix cache. Imports the
+format room's `intervals`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+
+from actds.intervals import index_in
 
 __all__ = ["Index", "Servings", "StepRanges", "explode"]
 
@@ -43,18 +46,11 @@ class Index:
     def of(self, numbers: npt.NDArray[np.integer]) -> Ints:
         """Return the place of each number, -1 where it is not in the list."""
         asked = numbers.astype(np.int64)
-        if not len(self._values) or not len(asked):
-            return np.full(len(asked), -1, np.int64)
-        if self._table is None and self._span != len(self._values):
-            at = np.minimum(np.searchsorted(self._values, asked), len(self._values) - 1)
-            return np.where(self._values[at] == asked, at, -1)
+        if self._table is None:
+            return index_in(self._values, asked)
         at = asked - self._low
-        if at.min() < 0 or at.max() >= self._span:
-            inside = (at >= 0) & (at < self._span)
-            at = np.where(inside, at, 0)
-            found = at if self._table is None else self._table[at].astype(np.int64)
-            return np.where(inside, found, -1)
-        return at if self._table is None else self._table[at].astype(np.int64)
+        inside = (at >= 0) & (at < self._span)
+        return np.where(inside, self._table[np.where(inside, at, 0)], -1).astype(np.int64)
 
 
 class StepRanges:

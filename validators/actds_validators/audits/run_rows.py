@@ -69,7 +69,7 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
         prompt_len=found["prompt_len"].to_numpy()[first],
         request_len=found["request_len"].to_numpy()[first],
         source=found["source"].take(first).to_pylist(),
-        losses=_intervals(source, f"select {_KEYS} from drops where stop > start", index, requests),
+        losses=_ranges(source, f"select {_KEYS} from drops where stop > start", index, requests),
         excluded=_excluded(source, index, requests),
     )
 
@@ -87,7 +87,7 @@ def _excluded(source: RunSource, steps: Index, requests: Index) -> StepRanges:
         "semi join odd using (request)"
     )
     odd = "select distinct step, request, position from readouts semi join odd using (request)"
-    return _intervals(
+    return _ranges(
         source,
         'select step::bigint step, request::bigint request, position::bigint "start", '
         f'position::bigint + 1 "stop" from ({odd}) anti join ({kept}) '
@@ -97,7 +97,7 @@ def _excluded(source: RunSource, steps: Index, requests: Index) -> StepRanges:
     )
 
 
-def _intervals(source: RunSource, sql: str, steps: Index, requests: Index) -> StepRanges:
+def _ranges(source: RunSource, sql: str, steps: Index, requests: Index) -> StepRanges:
     """Return the ranges of a query that are of known steps and requests."""
     found = source.columns(sql)
     step, request = steps.of(found["step"]), requests.of(found["request"])

@@ -1,7 +1,7 @@
 """The weights file: the weights of the cells, row by row, for a loader.
 
-Last stage of the audit. Each row gets its cell as the cells were
-counted. Imports the format room, the lookup and the cells.
+Last stage of the audit. Each row gets its cell as the cells were counted. Imports the format room,
+the lookup and the cells.
 """
 
 from __future__ import annotations
