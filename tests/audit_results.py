@@ -14,6 +14,7 @@ from actds_validators.audits.result import (
     Accounting,
     Association,
     Audit,
+    Balance,
     Bound,
     BoundPoint,
     CapturedShift,
@@ -458,6 +459,11 @@ def weighting() -> Weighting:
             )
             for k in range(5)
             for n in range(5)
+        ],
+        balance=[
+            Balance(group="system", before=0.083, after=0.004),
+            Balance(group="content", before=0.021, after=0.023),
+            Balance(group="values", before=0.04, after=0.012),
         ],
         claim="MAR-consistent after weighting on load × token rarity",
     )

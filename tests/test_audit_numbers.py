@@ -81,12 +81,18 @@ class Case:
         return {d.covariate.name: d for d in self.found.missingness.differences}
 
     @cached_property
-    def readouts(self) -> pd.DataFrame:
-        """Return the readouts with their token, block and loss beside them."""
+    def values(self) -> dict[str, np.ndarray]:
+        """Return norm and projections of every token, by covariate; none without readouts."""
+        if not self.ids:
+            return {}
         frames = [run["readouts"].to_pandas().assign(run=k) for k, run in enumerate(self.runs)]
         keys = ["run", "request", "position"]
-        mine = self.every[[*keys, "lost", "tick"]].assign(block=self.block)
-        return pd.concat(frames, ignore_index=True).merge(mine, on=keys)
+        lines = self.every[keys].merge(pd.concat(frames, ignore_index=True), on=keys, how="left")
+        assert len(lines) == len(self.every)  # one hook, every computed row
+        hook = lines["hook"].iloc[0]
+        parts = np.stack(lines["projections"].to_numpy()).astype(np.float64)
+        named = {f"{hook} projection {k}": parts[:, k] for k in range(parts.shape[1])}
+        return {f"{hook} norm": lines["norm"].to_numpy(np.float64), **named}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -146,21 +152,11 @@ def test_differences_are_those_of_the_tokens(case: Case) -> None:
 
 def test_differences_of_values_are_those_of_the_readouts(case: Case) -> None:
     values = {n: d for n, d in case.differences.items() if d.covariate.group == "values"}
-    if not case.ids:
-        assert values == {}
-        return
-    lines = case.readouts
-    assert len(lines) == len(case.every)  # one hook, every computed row
-    hook = lines["hook"].iloc[0]
-    columns = {f"{hook} norm": lines["norm"].to_numpy(np.float64)}
-    projections = np.stack(lines["projections"].to_numpy()).astype(np.float64)
-    columns |= {f"{hook} projection {k}": projections[:, k] for k in range(projections.shape[1])}
-    assert set(values) == set(columns)
-    lost, block = lines["lost"].to_numpy(bool), lines["block"].to_numpy()
-    for name, x in columns.items():
+    assert set(values) == set(case.values)
+    for name, x in case.values.items():
         assert values[name].mean_all == pytest.approx(x.mean(), **CLOSE)
-        assert values[name].mean_lost == pytest.approx(x[lost].mean(), **CLOSE)
-        _is_interval(values[name].smd, _smd, x, lost, block)
+        assert values[name].mean_lost == pytest.approx(x[case.lost].mean(), **CLOSE)
+        _is_interval(values[name].smd, _smd, x, case.lost, case.block)
 
 
 def test_strata_and_distances_are_those_of_the_bands(case: Case) -> None:
@@ -383,14 +379,20 @@ def test_weights_are_those_of_the_cells_row_by_row(case: Case) -> None:
     assert weighting.largest == pytest.approx(w.max())
     inverse = np.array([(1 - c.rate) * c.weight for c in weighting.cells])
     assert inverse == pytest.approx(inverse[0])
+    largest: dict[str, tuple[float, float]] = {}
     for name, found in case.differences.items():
-        if found.covariate.group != "content":
-            assert found.after_weighting is None
-            continue
-        x = case.x[name]
-        after = (np.average(x[~case.lost], weights=w) - x.mean()) / x.std()
-        assert found.after_weighting is not None
+        x = (case.x | case.values)[name]
+        before, after = (
+            (np.average(x[~case.lost], weights=of) - x.mean()) / x.std() for of in (None, w)
+        )
+        assert found.before_weighting is not None and found.after_weighting is not None
         assert found.after_weighting.value == pytest.approx(after, rel=1e-5, abs=1e-9), name
+        held = largest.get(found.covariate.group, (0.0, 0.0))
+        largest[found.covariate.group] = max(held[0], abs(before)), max(held[1], abs(after))
+    told = {b.group: (b.before, b.after) for b in weighting.balance}
+    assert set(told) == set(largest)
+    for group, pair in largest.items():
+        assert told[group] == pytest.approx(pair, rel=1e-5, abs=1e-9), group
 
 
 def test_what_could_be_asked_depends_on_the_readouts(case: Case) -> None:

@@ -14,6 +14,7 @@ from actds_validators.audits.missingness import bound
 from actds_validators.audits.result import (
     Accounting,
     Association,
+    Balance,
     Covariate,
     Difference,
     Estimate,
@@ -24,6 +25,7 @@ from actds_validators.audits.result import (
     Missingness,
     Number,
     Verdict,
+    Weighting,
 )
 from actds_validators.audits.verdict import Evidence, judge
 from actds_validators.simulate import SCENARIOS, simulate
@@ -112,6 +114,18 @@ def test_a_loss_by_value_is_told_and_fails_when_it_is_serious(name: str) -> None
     assert strict.deciding.value == pytest.approx(effect.value)
 
 
+def test_a_strong_selection_fails_at_the_default_limits() -> None:
+    changes = {"n_steps": 3000, "rate": 0.045}
+    mild = verdict_of("mnar_content", 4, **changes)
+    strong = verdict_of("mnar_content", 4, strength=3.0, **changes)
+    assert (mild.level, strong.level) == ("WARN", "FAIL")
+    assert strong.kind == "values-dependent"
+    assert strong.deciding.name == "most that a tested mean of the stored rows is off"
+    assert strong.deciding.value > LIMITS.serious > mild.numbers[-1].value  # type: ignore[operator]
+    # Below the share that is heavy, the worst case leaves room for it.
+    assert LIMITS.serious < bound(LIMITS.max_loss).bias
+
+
 def test_without_readouts_a_loss_by_value_cannot_be_told() -> None:
     found = audited(tables_of(simulate(
         replace(SCENARIOS["mnar_projection"], n_steps=2000, rate=0.03, readouts=False), 4
@@ -164,6 +178,7 @@ def evidence(
     detectable: float | None = 0.05,
     *,
     long_enough: bool = True,
+    balance: dict[Group, tuple[float, float]] | None = None,
     **others: Any,
 ) -> Evidence:
     return Evidence(
@@ -176,6 +191,11 @@ def evidence(
             detectable=detectable,
         ),
         long_enough,
+        None if balance is None else Weighting(
+            n_cells=1, n_rows=1, effective_rows=1, largest=1, complexity="rarity", cells=[],
+            balance=[Balance(group=g, before=b, after=a) for g, (b, a) in balance.items()],
+            claim="",
+        ),
     )  # fmt: skip
 
 
@@ -273,6 +293,52 @@ def test_only_a_test_within_steps_tells_content_from_load(
     sentence = judge(given, LIMITS).sentence
     assert [w for w in words if w not in sentence] == []
     assert [w for w in others if w in sentence] == []
+
+
+@pytest.mark.parametrize("groups", [("system",), ("content",), ("values",), ()])
+def test_weights_are_advised_where_they_bring_the_rows_nearer_and_nowhere_else(
+    groups: tuple[Group, ...],
+) -> None:
+    tests = tuple(REJECTED[group] for group in groups)
+    n_lost = 200 if groups else 600  # too many, without a test
+    better: dict[Group, tuple[float, float]] = {"system": (0.03, 0.002), "content": (0.01, 0.011)}
+    worse: dict[Group, tuple[float, float]] = {"system": (0.03, 0.03), "content": (0.01, 0.011)}
+
+    def advice(balance: dict[Group, tuple[float, float]] | None) -> list[str]:
+        steps = judge(evidence(n_lost, tests, balance=balance), LIMITS).next_steps
+        assert steps
+        return [step for step in steps if "weights" in step.lower()]
+
+    [step] = advice(better)
+    assert "system from 0.03 to 0.002, content from 0.01 to 0.011" in step
+    assert advice(worse) == advice(None) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "smd", "words"),
+    [
+        ("load_32", 0.4, "busy times are under-represented"),
+        ("load_32", -0.4, "quiet times are under-represented"),
+        ("waiting", 0.4, "above its mean are under-represented"),
+        ("waiting", -0.4, "below its mean are under-represented"),
+        ("time", 0.0, "its rate changed, 1 % lost before 3 s, 2 % after"),
+    ],
+)
+def test_a_loss_with_the_system_says_which_steps_are_fewer(
+    name: str, smd: float, words: str
+) -> None:
+    one = Covariate(name=name, label=f"the {name}", unit="", group="system")
+    test = association("system", 0.001, rejected=True).model_copy(update={"covariate": one})
+    if name == "time":
+        note = "1 % lost before 3 s, 2 % after"
+        test = test.model_copy(update={"name": "change", "note": note})
+    moved = difference("system", smd - 0.1, smd + 0.1).model_copy(update={"covariate": one})
+    found = (difference("content"), *([moved] if smd else []))
+    given = evidence(tests=(test,), found=found)
+    assert kind(given) == ("WARN", "load-dependent")
+    verdict = judge(given, LIMITS)
+    assert f"go with the {name}" in verdict.sentence and words in verdict.sentence
+    assert any("trace" in step for step in verdict.next_steps) == (name == "time")
 
 
 def test_dependence_fails_when_what_was_rejected_is_seriously_off() -> None:

@@ -26,7 +26,7 @@ from actds_validators.statistics.naive import naive_chi_square, naive_z
 from actds_validators.statistics.runs import slices
 from actds_validators.statistics.shift import circular_shift
 from actds_validators.statistics.trend import isotonic, trend
-from actds_validators.statistics.weighting import inverse_probability, shrunken_rates
+from actds_validators.statistics.weighting import inverse_probability, nested_rates, shrunken_rates
 from actds_validators.statistics.within import within
 
 
@@ -185,16 +185,29 @@ def test_empty_and_single_families() -> None:
 
 
 def test_weights_of_cells_without_a_stored_row() -> None:
-    found = inverse_probability([10, 5, 0], [2, 5, 0])
+    found = inverse_probability([10, 5, 0], [2, 5, 0], [0.2, 1, 0.5])
     assert found is not None
     assert found[1] == found[2] == 0
     assert found[0] == pytest.approx(1)
-    assert inverse_probability([10, 5], [10, 5]) is None
-    assert inverse_probability([10, 5], [0, 0]) == pytest.approx(np.ones(2))
+    assert inverse_probability([10, 5], [10, 5], [1, 1]) is None
+    assert inverse_probability([10, 5], [0, 0], [0, 0]) == pytest.approx(np.ones(2))
+    for rates in ([1, 0], [-0.1, 0]):
+        with pytest.raises(ValueError, match="rates must lie"):
+            inverse_probability([10, 5], [2, 0], rates)
     with pytest.raises(ValueError, match="no cell"):
         shrunken_rates([0, 0], [0, 0])
     with pytest.raises(ValueError, match="strength"):
         shrunken_rates([1, 1], [0, 1], strength=-1)
+
+
+def test_rates_of_rows_that_lost_nothing_or_everything() -> None:
+    n = np.array([[10.0, 20], [10, 20], [0, 0]])
+    lost = np.array([[0.0, 0], [10, 20], [0, 0]])
+    rates = nested_rates(n, lost)
+    assert np.isfinite(rates).all() and rates[0, 0] == rates[0, 1] < 0.5 < rates[1, 0]
+    assert rates[2] == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="no cell"):
+        nested_rates(n * 0, n * 0)
 
 
 def test_runs_are_stretches_of_equal_labels() -> None:

@@ -41,6 +41,7 @@ from actds_validators.statistics.trend import isotonic, load_groups, trend
 from actds_validators.statistics.weighting import (
     effective_rows,
     inverse_probability,
+    nested_rates,
     prior_strength,
     shrunken_rates,
 )
@@ -577,13 +578,44 @@ def test_shrunken_rates_lie_between_the_cells_and_the_whole() -> None:
 
 def test_weights_put_back_what_cells_lost() -> None:
     n, lost = np.array([100.0, 300, 600]), np.array([50.0, 30, 0])
-    weights = inverse_probability(n, lost, strength=0)
+    weights = inverse_probability(n, lost, lost / n)
     stored = n - lost
     assert weights is not None
     assert (weights * stored).sum() == pytest.approx(stored.sum())
     assert weights * stored / stored.sum() == pytest.approx(n / n.sum())
-    shrunken = inverse_probability(n, lost, strength=1e12)
-    assert shrunken == pytest.approx(np.ones(3))
+    assert inverse_probability(n, lost, np.full(3, 0.08)) == pytest.approx(np.ones(3))
+
+
+def test_rows_of_cells_share_the_strength_of_their_beta_binomial() -> None:
+    random = np.random.default_rng(3)
+    n = random.integers(20, 400, (400, 10))
+    p = random.beta(*(np.array([[1.0, 9.0], [27.0, 11.0]])[random.integers(0, 2, 400)].T * 2)
+                    [..., np.newaxis], (400, 10))  # fmt: skip
+    lost = random.binomial(n, p)
+    found = prior_strength(n, lost)  # of 20 and of 76
+    apart = [
+        prior_strength(n[few], lost[few]) for few in (p.mean(axis=1) < 0.4, p.mean(axis=1) > 0.4)
+    ]
+    assert apart == [pytest.approx(20, rel=0.15), pytest.approx(76, rel=0.15)]
+    assert apart[0] < found < apart[1]
+    one = n[:1], lost[:1]
+    assert prior_strength(*one) == pytest.approx(prior_strength(one[0][0], one[1][0]))
+
+
+def test_nested_rates_keep_what_differs_between_rows_of_small_cells() -> None:
+    # Rows lose 1, 5 and 20 in a hundred; their cells do not differ.
+    random = np.random.default_rng(4)
+    p = np.repeat([[0.01], [0.05], [0.2]], 6, axis=1)
+    n = np.full((3, 6), 200)
+    lost = random.binomial(n, p)
+    rates = nested_rates(n, lost)
+    flat = shrunken_rates(n, lost)
+    rows = shrunken_rates(n.sum(axis=1), lost.sum(axis=1))
+    raw = lost.sum(axis=1) / n.sum(axis=1)
+    common = lost.sum() / n.sum()
+    assert np.all(np.abs(rows - raw) < np.abs(raw - common) * 0.1)
+    assert np.all((rates - rows[:, np.newaxis]) * (lost / n - rates) >= -1e-15)  # drawn to the row
+    assert np.abs(rates - p).max() < np.abs(flat - p).max()
 
 
 def test_within_takes_two_requests_in_many_steps_for_one_observation() -> None:

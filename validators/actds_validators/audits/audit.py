@@ -52,7 +52,6 @@ from actds_validators.audits.result import (
 from actds_validators.audits.series import Series, make_series, read_steps
 from actds_validators.audits.sources import RunSource, catalog_source
 from actds_validators.audits.sums import CovariateSums, content_sums, value_sums
-from actds_validators.audits.tokens import TokenSums
 from actds_validators.audits.verdict import Evidence, judge
 from actds_validators.audits.weights import (
     Cells,
@@ -236,23 +235,23 @@ def audit_sources(
     everything = [*system_sums(series), *content, *values]
     found = differences(everything, series.blocks, bands_of(passed.tokens))
     progress("weights")
-    event_tokens = float(series.lost.sum()) / max(1, series.n_events)
-    cells = weigh(counted_cells(edges, series, passed.tokens), event_tokens)
-    found = _after_weighting(found, content, passed.tokens, cells, series)
+    cells = weigh(counted_cells(edges, series, passed.tokens))
+    found = _after_weighting(found, everything, passed, cells, series)
+    weighed = weighting(cells, found)
     progress("tests")
     tests = family(everything, series, _within(passed, series), trends, limits)
     missing = missingness(found, account.loss_share, has_values=bool(values), has_ids=has_ids)
     asked = [one for one in everything if one.covariate.group != "system"]
     intervals = [i for i in jackknife_many(block_totals(series.blocks, asked), smd) if i]
     mech = mechanism(series, tests, intervals)
-    evidence = Evidence(account, missing, mech, series.blocks.long_enough)
+    evidence = Evidence(account, missing, mech, series.blocks.long_enough, weighed)
     return Sections(
         evidence,
         coverage=seen,
         queues=waits,
         missingness=missing,
         mechanism=mech,
-        weighting=weighting(cells),
+        weighting=weighed,
         cells=cells,
         lookups=passed.lookups,
     )
@@ -260,21 +259,21 @@ def audit_sources(
 
 def _after_weighting(
     found: list[Difference],
-    content: list[CovariateSums],
-    sums: TokenSums,
+    everything: list[CovariateSums],
+    passed: Passed,
     cells: Cells,
     series: Series,
 ) -> list[Difference]:
     """Return the differences with those of the weighted rows beside them."""
-    if cells.weights is None or not content:
+    if cells.weights is None or passed.tokens is None:
         return found
-    weighted = weighted_totals(sums, cells)
-    totals = block_totals(series.blocks, content)
-    for k, one in enumerate(content):
+    weighted = weighted_totals(cells.weights, passed.tokens, passed.values, passed.value_covariates)
+    totals = block_totals(series.blocks, everything)
+    for k, one in enumerate(everything):
         totals[3:, k] = weighted[one.covariate.name]
     after = {
         one.covariate.name: estimate(interval)
-        for one, interval in zip(content, jackknife_many(totals, smd), strict=True)
+        for one, interval in zip(everything, jackknife_many(totals, smd), strict=True)
     }
     return [d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in found]
 

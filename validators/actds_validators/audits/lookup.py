@@ -79,6 +79,7 @@ class Lookup:
         tick: tick of the series, ``(n_steps,)``.
         block: block of the jackknife, ``(n_steps,)``.
         load: load of the step as the cells see it, ``(n_steps,)`` float32.
+        system: system covariates of the step, ``(n_steps,)`` each.
         lossy: whether it lost a token, ``(n_steps,)``.
         within: whether selection within it is looked at, ``(n_steps,)``.
         requests: places of the requests, of which the arrays below speak.
@@ -103,6 +104,7 @@ class Lookup:
     tick: Ints
     block: Ints
     load: npt.NDArray[np.float32]
+    system: dict[str, Floats]
     lossy: Bools
     within: Bools
     requests: Index
@@ -179,6 +181,7 @@ def make_lookup(
         tick=tick,
         block=series.blocks.labels[tick].astype(np.int64),
         load=steps.covariates["load_8"].astype(np.float32),
+        system=steps.covariates,
         lossy=steps.lost > 0,
         within=_within(steps, every),
         requests=rows.requests,

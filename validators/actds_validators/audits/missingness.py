@@ -164,6 +164,9 @@ def missingness(
         asked.append(values)
     else:
         not_asked.append(f"{values}: the run has no readouts, so lost rows left no trace")
+    not_asked.append(
+        "whether losses go with the model's entropy over the next token: no table records it"
+    )
     return Missingness(
         differences=found, bound=bound(loss_share), could_ask=asked, could_not_ask=not_asked
     )

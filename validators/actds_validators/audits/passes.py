@@ -127,7 +127,7 @@ def pass_over(
         token_parts.append(_add_tokens(found, source, lookup, edges, engine))
         if edges is not None and hooks:
             progress(f"readouts of {source.run}")
-            value_pass = ValuePass(lookup, hooks, n_projections)
+            value_pass = ValuePass(lookup, hooks, n_projections, edges)
             for parts, cells in zip(
                 value_parts, _add_values(found, source, value_pass, engine), strict=True
             ):

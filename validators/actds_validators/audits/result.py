@@ -15,6 +15,7 @@ __all__ = [
     "Accounting",
     "Association",
     "Audit",
+    "Balance",
     "Bound",
     "BoundPoint",
     "CapturedShift",
@@ -106,7 +107,10 @@ class Limits(Section):
         default=0.1, gt=0, description="standardised mean difference that counts as equal"
     )
     serious: float = Field(
-        default=0.25, gt=0, description="standardised mean difference that fails"
+        default=0.1,
+        gt=0,
+        description="bias of the stored rows, on a covariate with a rejected test, above which a "
+        "loss fails, in standard deviations of all rows",
     )
     min_events: int = Field(
         default=30, ge=2, description="independent loss events needed to call a loss uncorrelated"
@@ -387,8 +391,16 @@ class WeightCell(Section):
     label: str = Field(description="range of the complexity")
     n: int = Field(description="computed tokens")
     n_lost: int
-    rate: Share = Field(description="share lost, shrunk to the common one")
+    rate: Share = Field(description="share lost, shrunk to that of its load")
     weight: float = Field(description="of a stored row of the cell")
+
+
+class Balance(Section):
+    """How far the weights bring the stored rows to all, over a group of covariates."""
+
+    group: Group
+    before: float = Field(description="largest bias of a stored mean, in standard deviations")
+    after: float = Field(description="the same of the weighted rows")
 
 
 class Weighting(Section):
@@ -400,6 +412,7 @@ class Weighting(Section):
     largest: float
     complexity: str = Field(description="covariate that cuts the other way")
     cells: list[WeightCell]
+    balance: list[Balance] = Field(description="of each group of covariates that has any")
     claim: str = Field(description="MAR-consistent after weighting, or why not")
 
 

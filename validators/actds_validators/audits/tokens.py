@@ -19,6 +19,7 @@ from actds_validators.audits.class_counts import N_BANDS, N_BITS, ClassCounts, p
 from actds_validators.audits.lookup import Lookup
 from actds_validators.audits.ranges import explode
 from actds_validators.audits.result import Covariate
+from actds_validators.audits.series import SYSTEM
 from actds_validators.audits.sources import Part
 from actds_validators.audits.words import column
 
@@ -48,6 +49,8 @@ BANDED = {
 }
 """Covariates with a loss rate by band, and the number of their bands."""
 SOURCE = "source:"
+DENSE = 8
+"""Numbers are counted in an array of so many times their number at most, else sorted."""
 
 
 def content_covariates(sources: tuple[str, ...], *, has_ids: bool) -> dict[str, Covariate]:
@@ -86,6 +89,11 @@ class CellEdges:
     def shape(self) -> tuple[int, int]:
         """Return the number of loads and of complexities."""
         return len(self.load) + 1, len(self.edges) + 1
+
+    @property
+    def n_cells(self) -> int:
+        """Return the number of cells."""
+        return self.shape[0] * self.shape[1]
 
     def of(self, lookup: Lookup, step: Ints, position: Ints, token: Ints) -> Ints:
         """Return the cell of each row, ``load * n_complexities + complexity``.
@@ -135,6 +143,7 @@ class TokenSums:
         self.cell_n = np.zeros((2, n_blocks, n_cells))
         self.cell_known = np.zeros((n_blocks, n_cells))
         self.cell_x = np.zeros((len(names), n_blocks, n_cells))
+        self.cell_system = np.zeros((len(SYSTEM), n_blocks, n_cells))
         self.classes = ClassCounts(classes)
         self.within: list[CellSums] = []
 
@@ -152,9 +161,8 @@ class TokenSums:
             getattr(self, name)[..., other.low : other.high] += getattr(other, name)
         for name, counts in other.bands.items():
             self.bands[name] += counts
-        self.cell_n += other.cell_n
-        self.cell_known += other.cell_known
-        self.cell_x += other.cell_x
+        for name in ("cell_n", "cell_known", "cell_x", "cell_system"):
+            getattr(self, name)[...] += getattr(other, name)
         self.classes.add(other.classes)
         self.within += other.within
 
@@ -180,13 +188,12 @@ class TokenPass:
 
     def sums(self) -> TokenSums:
         """Return sums of nothing."""
-        shape = self.cells.shape if self.cells else (0, 0)
         labels = self.lookup.labels
         return TokenSums(
             self.names if self.cells else (),
             self.lookup.n_ticks if self.cells else 0,
             self.lookup.n_blocks,
-            shape[0] * shape[1],
+            self.cells.n_cells if self.cells else 0,
             labels.words if labels else (),
         )
 
@@ -324,6 +331,8 @@ def _add(sums: TokenSums, rows: _Rows, edges: CellEdges, lost: int) -> None:
     shape = sums.cell_n.shape[1:]
     at = block * shape[1] + cell
     sums.cell_n[lost] += np.bincount(at, minlength=shape[0] * shape[1]).reshape(shape)
+    if not lost:
+        _add_system(sums, rows, cell)
     inside = np.flatnonzero(lookup.within[rows.step])
     values = []
     for k, name in enumerate(sums.names):
@@ -354,3 +363,24 @@ def _add(sums: TokenSums, rows: _Rows, edges: CellEdges, lost: int) -> None:
     if len(inside):
         gone = np.full(len(inside), bool(lost))
         sums.within.append(cell_sums(rows.step[inside], rows.request[inside], values, gone))
+
+
+def _add_system(sums: TokenSums, rows: _Rows, cell: Ints) -> None:
+    """Add the system covariates of stored rows: once for all rows of a step and a cell."""
+    lookup, (n_blocks, n_cells) = rows.lookup, sums.cell_system.shape[1:]
+    pairs, n = _counted(rows.step * n_cells + cell)
+    step = pairs // n_cells
+    at = lookup.block[step] * n_cells + pairs % n_cells
+    for k, name in enumerate(SYSTEM):
+        total = np.bincount(at, weights=n * lookup.system[name][step], minlength=n_blocks * n_cells)
+        sums.cell_system[k] += total.reshape(n_blocks, n_cells)
+
+
+def _counted(numbers: Ints) -> tuple[Ints, Ints]:
+    """Return the numbers that there are, and how often each is."""
+    low = int(numbers.min())
+    if int(numbers.max()) - low > DENSE * len(numbers):
+        return np.unique(numbers, return_counts=True)
+    counts = np.bincount(numbers - low)
+    found = np.flatnonzero(counts)
+    return found + low, counts[found]

@@ -1,7 +1,8 @@
-"""Values: one pass over the readouts of a run, down to sums per tick.
+"""Values: one pass over the readouts of a run, down to sums per tick and cell.
 
 Beside the tokens' pass, and of the same form: norm and projections of every computed row, over all
-and over the lost ones. Imports `lookup`, `sources` and the sums.
+and over the lost ones; for the weights, over the stored ones by cell. Imports the tokens' cells,
+`lookup`, `sources` and the sums.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from actds_validators.audits.cell_sums import CellSums, cell_sums, joined, no_ce
 from actds_validators.audits.lookup import Lookup
 from actds_validators.audits.result import Covariate
 from actds_validators.audits.sources import Part
+from actds_validators.audits.tokens import CellEdges
 from actds_validators.audits.words import column
 
 __all__ = ["ValuePass", "ValueSums", "value_covariates"]
@@ -46,13 +48,20 @@ class ValueSums:
         n_hooks: hooks.
         n_values: of a readout: the norm and the projections.
         n_ticks: length of the series.
+        n_blocks: blocks of the jackknife.
+        n_cells: of load and complexity.
     """
 
-    def __init__(self, n_hooks: int, n_values: int, n_ticks: int) -> None:
+    def __init__(
+        self, n_hooks: int, n_values: int, n_ticks: int, n_blocks: int, n_cells: int
+    ) -> None:
         self.low, self.high = n_ticks, 0
         shape = n_hooks, n_values, n_ticks
         self.n, self.n_lost = np.zeros(shape), np.zeros(shape)
         self.x, self.xx, self.lost_x = (np.zeros(shape) for _ in range(3))
+        self.cell_n, self.cell_x = (
+            np.zeros((n_hooks, n_values, n_blocks, n_cells)) for _ in range(2)
+        )
         self.within: list[list[CellSums]] = [[] for _ in range(n_hooks)]
 
     def cut(self) -> ValueSums:
@@ -67,6 +76,8 @@ class ValueSums:
         """Add what `cut` returned."""
         for name in ("n", "n_lost", "x", "xx", "lost_x"):
             getattr(self, name)[..., other.low : other.high] += getattr(other, name)
+        self.cell_n += other.cell_n
+        self.cell_x += other.cell_x
         for mine, parts in zip(self.within, other.within, strict=True):
             mine += parts
 
@@ -86,20 +97,28 @@ class ValuePass:
         lookup: of the run.
         hooks: names of the hooks, in order.
         n_projections: of a readout.
+        cells: of the weights.
     """
 
     lookup: Lookup
     hooks: tuple[str, ...]
     n_projections: int
+    cells: CellEdges
 
     def sums(self) -> ValueSums:
         """Return sums of nothing."""
-        return ValueSums(len(self.hooks), 1 + self.n_projections, self.lookup.n_ticks)
+        return ValueSums(
+            len(self.hooks),
+            1 + self.n_projections,
+            self.lookup.n_ticks,
+            self.lookup.n_blocks,
+            self.cells.n_cells,
+        )
 
     def __call__(self, part: Part) -> ValueSums:
         """Return the sums of a part."""
         sums = self.sums()
-        columns = ["request", "position", "step", "hook", "norm", "projections"]
+        columns = ["request", "position", "token_id", "step", "hook", "norm", "projections"]
         for batch in part.batches(columns):
             lookup = self.lookup
             step = lookup.steps.of(column(batch, "step"))
@@ -111,23 +130,30 @@ class ValuePass:
             lost = np.zeros(len(step), bool)
             at = np.flatnonzero(kept & lookup.lossy[step])
             lost[at] = lookup.losses.find(step[at], request[at], position[at]) >= 0
+            token = lookup.vocabulary.places(column(batch, "token_id"))
+            cell = self.cells.of(lookup, step, position, token)
             for number, hook in enumerate(self.hooks):
                 mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
                 if len(mine):
-                    some = step[mine], request[mine], values[:, mine], lost[mine]
-                    _add(sums, lookup, number, *some)
+                    some = _Rows(step[mine], request[mine], cell[mine], values[:, mine], lost[mine])
+                    _add(sums, lookup, number, some)
+                    _add_cells(sums, lookup, number, some)
         return sums.cut()
 
 
-def _add(
-    sums: ValueSums,
-    lookup: Lookup,
-    hook: int,
-    step: Ints,
-    request: Ints,
-    values: Floats,
-    lost: npt.NDArray[np.bool_],
-) -> None:
+@dataclass(frozen=True)
+class _Rows:
+    """Readouts of one hook; steps and requests are places in the lookup."""
+
+    step: Ints
+    request: Ints
+    cell: Ints
+    values: Floats
+    lost: npt.NDArray[np.bool_]
+
+
+def _add(sums: ValueSums, lookup: Lookup, hook: int, rows: _Rows) -> None:
+    step, values, lost = rows.step, rows.values, rows.lost
     tick = lookup.tick[step]
     low = int(tick.min())
     tick = tick - low
@@ -149,8 +175,28 @@ def _add(
     inside = np.flatnonzero(lookup.within[step])
     if len(inside):
         sums.within[hook].append(
-            cell_sums(step[inside], request[inside], list(values[:, inside]), lost[inside])
+            cell_sums(step[inside], rows.request[inside], list(values[:, inside]), lost[inside])
         )
+
+
+def _add_cells(sums: ValueSums, lookup: Lookup, hook: int, rows: _Rows) -> None:
+    """Add the stored rows by block and cell."""
+    shape = sums.cell_n.shape[2:]
+    size = shape[0] * shape[1]
+    at = lookup.block[rows.step] * shape[1] + rows.cell
+    stored = ~rows.lost
+    if not stored.all():
+        at = at[stored]
+    n = np.bincount(at, minlength=size).reshape(shape)
+    for k, values in enumerate(rows.values):
+        x = values if stored.all() else values[stored]
+        known = np.isfinite(x)
+        here, n_known = at, n
+        if not known.all():
+            x, here = x[known], at[known]
+            n_known = np.bincount(here, minlength=size).reshape(shape)
+        sums.cell_n[hook, k] += n_known
+        sums.cell_x[hook, k] += np.bincount(here, weights=x, minlength=size).reshape(shape)
 
 
 def _values(batch: pa.RecordBatch, n_projections: int) -> Floats:

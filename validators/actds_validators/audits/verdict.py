@@ -20,6 +20,7 @@ from actds_validators.audits.result import (
     Must,
     Number,
     Verdict,
+    Weighting,
 )
 from actds_validators.statistics.bound import loss_that_allows
 
@@ -42,12 +43,14 @@ class Evidence:
         missingness: the section, ``None`` when nothing was lost.
         mechanism: the section, ``None`` when nothing was lost.
         blocks_long_enough: whether blocks are long against the bursts of losses.
+        weighting: the section, ``None`` when nothing was lost or stored.
     """
 
     accounting: Accounting
     missingness: Missingness | None
     mechanism: Mechanism | None
     blocks_long_enough: bool = True
+    weighting: Weighting | None = None
 
 
 def judge(evidence: Evidence, limits: Limits) -> Verdict:
@@ -79,7 +82,7 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
             numbers=list(numbers.values()),
             next_steps=[
                 "Harvest again with --overflow block, or with a faster disk (actds plan).",
-                "Or train with --weights, and say that you did.",
+                *_remedy(evidence.weighting, "Or train with --weights, and say that you did"),
             ],
         )
     mechanism, missing = evidence.mechanism, evidence.missingness
@@ -88,9 +91,9 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     rejected = [t for t in mechanism.tests if t.rejected]
     content = [t for t in rejected if t.covariate.group != "system"]
     if content:
-        return _dependent(mechanism, missing, limits, numbers)
+        return _dependent(evidence, mechanism, missing, limits, numbers)
     if rejected:
-        return _system(rejected, share, limits, numbers)
+        return _system(evidence, missing, rejected, numbers)
     lacks = _lacks(evidence, mechanism, missing, limits)
     if lacks:
         return _too_little(evidence, limits, numbers, lacks)
@@ -207,6 +210,7 @@ def _negligible(account: Accounting, bias: Number, numbers: dict[str, Number]) -
 
 
 def _dependent(
+    evidence: Evidence,
     mechanism: Mechanism,
     missing: Missingness,
     limits: Limits,
@@ -232,8 +236,11 @@ def _dependent(
         deciding=effect if is_serious else numbers["p"],
         numbers=[*numbers.values(), effect],
         next_steps=[
-            "Weights (--weights) mend what goes with load and complexity; they cannot mend losses "
-            "that go with the values.",
+            *_remedy(
+                evidence.weighting,
+                "Weights (--weights) mend what goes with load and complexity, not what goes with "
+                "the values",
+            ),
             "Look at the differences: do they touch what you study?",
             "Harvest again with --overflow block to be rid of the question.",
         ],
@@ -276,22 +283,64 @@ def _dependence(mechanism: Mechanism, content: list[Association]) -> str:
 
 
 def _system(
-    rejected: list[Association], share: float, limits: Limits, numbers: dict[str, Number]
+    evidence: Evidence,
+    missing: Missingness,
+    rejected: list[Association],
+    numbers: dict[str, Number],
 ) -> Verdict:
     first = min(rejected, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
+    share = evidence.accounting.loss_share
+    others = _asked(missing, "or")
     return Verdict(
         level="WARN",
         kind="load-dependent",
         sentence=f"Losses ({share:.2%}) go with {first.covariate.label} (adjusted p "
-        f"{first.adjusted_p:.2g}), and with no content that was tested: busy times are "
-        "under-represented.",
+        f"{first.adjusted_p:.2g}), and with no {others}: {_fewer(first, missing)}.",
         deciding=numbers["p"],
         numbers=list(numbers.values()),
         next_steps=[
-            "Train with --weights: inverse-probability weights by load and complexity.",
+            *_remedy(
+                evidence.weighting,
+                "Train with --weights: inverse-probability weights by load and complexity",
+            ),
+            *_when(rejected),
             "Or harvest again with --overflow block, or with larger rings (actds plan).",
         ],
     )
+
+
+def _fewer(test: Association, missing: Missingness) -> str:
+    """Return which steps are under-represented among the stored rows."""
+    if test.name == "change":
+        return f"its rate changed, {test.note}" if test.note else "its rate changed"
+    smd = next(
+        (d.smd.value for d in missing.differences if d.covariate == test.covariate),
+        test.statistic,
+    )
+    if test.covariate.name.startswith("load_"):
+        return f"{'busy' if smd > 0 else 'quiet'} times are under-represented"
+    side = "above" if smd > 0 else "below"
+    return f"steps where that is {side} its mean are under-represented"
+
+
+def _when(rejected: list[Association]) -> list[str]:
+    """Return what to do about a loss rate that changed in time, which no weight mends."""
+    if not any(t.name == "change" for t in rejected):
+        return []
+    return ["Look at the trace: what changed at that time? Weights do not mend it."]
+
+
+def _remedy(weighting: Weighting | None, words: str) -> list[str]:
+    """Return the step to train with weights, with what they do; none where they do nothing."""
+    if weighting is None:
+        return []
+    better = [b for b in weighting.balance if b.after < b.before]
+    if not better:
+        return []
+    changes = ", ".join(
+        f"{b.group} from {b.before:.2g} to {b.after:.2g}" for b in weighting.balance
+    )
+    return [f"{words}; the largest bias of a tested mean changes: {changes}."]
 
 
 def _lacks(
@@ -348,9 +397,10 @@ def _too_little(
     )
 
 
-def _asked(missing: Missingness) -> str:
+def _asked(missing: Missingness, both: str = "and") -> str:
     has_values = any(d.covariate.group == "values" for d in missing.differences)
-    return "content covariate and readout" if has_values else "content covariate that was tested"
+    other = f"{both} readout" if has_values else "that was tested"
+    return f"content covariate {other}"
 
 
 def _advice(missing: Missingness) -> list[str]:

@@ -1,25 +1,35 @@
 """Weights: what would make the stored rows stand for all that were computed.
 
-The remedy of the audit: inverse-probability weights by cells of load and complexity, shrunk to the
-common loss rate. They mend what goes with load and complexity, and nothing else. Imports the sums
-of the tokens' pass, the statistics and the result.
+The remedy of the audit: inverse-probability weights by cells of load and complexity; the rates of
+the cells are shrunk to those of their load, and these to the common one. They mend what goes with
+load and complexity, and nothing else. Imports the passes' sums, the statistics and the result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from actds_validators.audits.result import WeightCell, Weighting
-from actds_validators.audits.series import Series
+from actds_validators.audits.result import (
+    Balance,
+    Covariate,
+    Difference,
+    Group,
+    WeightCell,
+    Weighting,
+)
+from actds_validators.audits.series import SYSTEM, Series
 from actds_validators.audits.tokens import CellEdges, TokenSums
+from actds_validators.audits.values import ValueSums
 from actds_validators.statistics.runs import Floats
 from actds_validators.statistics.weighting import (
     effective_rows,
     inverse_probability,
-    shrunken_rates,
+    nested_rates,
 )
 
 __all__ = [
@@ -74,32 +84,47 @@ def counted_cells(edges: CellEdges, series: Series, sums: TokenSums) -> Cells:
     return Cells(edges, float(series.load.max()), stored + lost, lost)
 
 
-def weigh(cells: Cells, event_tokens: float) -> Cells:
-    """Return the cells with their weights.
+def weigh(cells: Cells) -> Cells:
+    """Return the counted cells with their rates and weights."""
+    rates = nested_rates(cells.n, cells.lost)
+    return replace(cells, rates=rates, weights=inverse_probability(cells.n, cells.lost, rates))
+
+
+def weighted_totals(
+    weights: Floats,
+    tokens: TokenSums,
+    values: ValueSums | None,
+    covariates: Sequence[Sequence[Covariate]],
+) -> dict[str, Floats]:
+    """Return sums of w and w x of the stored rows over blocks, ``(2, n_blocks)`` a covariate.
 
     Args:
-        cells: counted.
-        event_tokens: tokens of an independent loss event: so many tokens count as one draw when
-            the rates are shrunk.
+        weights: of the cells, any shape.
+        tokens: sums of the tokens' pass.
+        values: of the readouts, if there are any.
+        covariates: of each hook of the readouts.
     """
-    unit = max(1.0, event_tokens)
-    n, lost = cells.n / unit, cells.lost / unit
-    return replace(cells, rates=shrunken_rates(n, lost), weights=inverse_probability(n, lost))
+    w = weights.reshape(-1)
+    n = tokens.cell_n[0] @ w
+    known = {"rarity": tokens.cell_known @ w}
+    found = {name: np.stack([n, tokens.cell_system[k] @ w]) for k, name in enumerate(SYSTEM)}
+    for k, name in enumerate(tokens.names):
+        found[name] = np.stack([known.get(name, n), tokens.cell_x[k] @ w])
+    if values is not None:
+        for hook, of_hook in enumerate(covariates):
+            for k, one in enumerate(of_hook):
+                sums = values.cell_n[hook, k], values.cell_x[hook, k]
+                found[one.name] = np.stack([s @ w for s in sums])
+    return found
 
 
-def weighted_totals(sums: TokenSums, cells: Cells) -> dict[str, Floats]:
-    """Return sums of w and w x of the stored rows over blocks, ``(2, n_blocks)`` a covariate."""
-    assert cells.weights is not None
-    weights = cells.weights.reshape(-1)
-    known = {"rarity": sums.cell_known}
-    return {
-        name: np.stack([known.get(name, sums.cell_n[0]) @ weights, sums.cell_x[k] @ weights])
-        for k, name in enumerate(sums.names)
-    }
+def weighting(cells: Cells, differences: Sequence[Difference]) -> Weighting | None:
+    """Return the section, ``None`` without weights.
 
-
-def weighting(cells: Cells) -> Weighting | None:
-    """Return the section, ``None`` without weights."""
+    Args:
+        cells: with their weights.
+        differences: of the covariates, before and after weighting.
+    """
     if cells.weights is None or cells.rates is None:
         return None
     stored = cells.n - cells.lost
@@ -118,10 +143,13 @@ def weighting(cells: Cells) -> Weighting | None:
         for j in range(cells.n.shape[1])
         if cells.n[i, j]
     ]
+    held = cells.weights[stored > 0]
     empty = int(((stored == 0) & (cells.n > 0)).sum())
     claim = "MAR-consistent after weighting: true if losses go with load and complexity alone"
     if empty:
         claim = f"{empty} cells lost every row: no weight can stand for them"
+    elif np.ptp(held) < 1e-9:
+        claim = "every weight is 1: no load and no complexity lost more than chance"
     return Weighting(
         n_cells=len(listed),
         n_rows=int(stored.sum()),
@@ -129,8 +157,24 @@ def weighting(cells: Cells) -> Weighting | None:
         largest=float(cells.weights.max()),
         complexity=cells.edges.complexity,
         cells=listed,
+        balance=_balance(differences),
         claim=claim,
     )
+
+
+def _balance(differences: Sequence[Difference]) -> list[Balance]:
+    """Return the largest bias of each group of covariates, before and after weighting."""
+    found = []
+    for group in get_args(Group):
+        pairs = [
+            (abs(d.before_weighting.value), abs(d.after_weighting.value))
+            for d in differences
+            if d.covariate.group == group and d.before_weighting and d.after_weighting
+        ]
+        if pairs:
+            before, after = (max(side) for side in zip(*pairs, strict=True))
+            found.append(Balance(group=group, before=before, after=after))
+    return found
 
 
 def _label(cells: Cells, j: int) -> str:

@@ -46,8 +46,8 @@ def missingness_part(section: Missingness, limits: Limits) -> Part:
     lead = (
         "Standardised mean differences (SMD): how far the mean of the lost tokens lies from the "
         "mean of all computed tokens, in standard deviations of all, with intervals from a block "
-        f"jackknife. Within ±{number(limits.equivalence)} two means count as equal; beyond "
-        f"±{number(limits.serious)} the difference is serious."
+        f"jackknife. Within ±{number(limits.equivalence)} two means count as equal. Stored rows "
+        f"against all: that is their bias, and serious beyond ±{number(limits.serious)}."
     )
     pictures: list[Picture] = []
     if section.differences:
@@ -121,7 +121,8 @@ def forest(differences: list[Difference], limits: Limits) -> Picture:
     for value in ticks(*f.x_range, 6):
         p.line(f.x(value), f.top, f.x(value), f.bottom, "grid")
     for edge in (-limits.serious, limits.serious):
-        p.line(f.x(edge), f.top, f.x(edge), f.bottom, "limit", f"serious: {number(edge)}")
+        said = f"serious for stored rows: {number(edge)}"
+        p.line(f.x(edge), f.top, f.x(edge), f.bottom, "limit", said)
     p.line(f.x(0), f.top, f.x(0), f.bottom, "axis")
     label = f"SMD, standard deviations of all{'; ' + more if more else ''}"
     axes(p, f, label, "", y_marks=[])
@@ -150,7 +151,7 @@ def _forest_legend(p: Picture, series: Sequence[tuple[str, str, str]]) -> None:
     p.box(236, 25, 14, 11, "band")
     p.text(256, 35, "counts as equal")
     p.line(392, 24, 392, 37, "limit")
-    p.text(400, 35, "serious")
+    p.text(400, 35, "serious for stored rows")
 
 
 def _mark(p: Picture, x: float, y: float, kind: str, title: str) -> None:

@@ -163,6 +163,9 @@ def _weights(audit: Audit) -> Iterator[Line]:
         f"Weights: {count(w.n_rows)} rows stand for {w.effective_rows:,.0f} ({share}), the "
         f"largest weight is {number(w.largest)}; {w.claim}"
     )
+    for b in w.balance[:_MAX_TOP]:
+        change = f"{number(b.before)} to {number(b.after)} standard deviations"
+        yield Line(f"  largest bias of a stored mean, {b.group}: {change}")
 
 
 def _drift(section: Drift) -> Iterator[Line]:

@@ -13,12 +13,16 @@ from actds_validators.report.words import Sentence, clean, count, measured, numb
 
 __all__ = ["weights_part"]
 
-_MAX_LOADS, _MAX_LABELS = 10, 16
+_MAX_LOADS, _MAX_LABELS, _MAX_BALANCE = 10, 16, 3
 
 
 def weights_part(section: Weighting) -> Part:
     """Return the part on inverse-probability weights."""
-    lead = f"Inverse-probability weights per cell of load × {section.complexity}. {section.claim}."
+    lead = (
+        f"Inverse-probability weights per cell of load × {section.complexity}. {section.claim}. "
+        "The bias is how far a mean of the stored rows lies from that of all, in standard "
+        "deviations of all: the largest over each kind of covariate, before → after weighting."
+    )
     share = section.effective_rows / section.n_rows if section.n_rows else 0.0
     rows = [
         Row(("weighted rows", count(section.n_rows))),
@@ -26,6 +30,10 @@ def weights_part(section: Weighting) -> Part:
         Row(("effective share", measured(share, "share"))),
         Row(("largest weight", number(section.largest))),
         Row(("cells", count(section.n_cells))),
+        *(
+            Row((f"largest bias, {b.group}", f"{number(b.before)} → {number(b.after)}"))
+            for b in section.balance[:_MAX_BALANCE]
+        ),
     ]
     pictures = [weight_map(section)] if section.cells else []
     table = Table("What weighting costs", ("quantity", "number"), rows)

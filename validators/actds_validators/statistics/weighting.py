@@ -12,7 +12,13 @@ from numpy.typing import ArrayLike
 
 from actds_validators.statistics.runs import Floats, as_floats
 
-__all__ = ["effective_rows", "inverse_probability", "prior_strength", "shrunken_rates"]
+__all__ = [
+    "effective_rows",
+    "inverse_probability",
+    "nested_rates",
+    "prior_strength",
+    "shrunken_rates",
+]
 
 
 def effective_rows(weights: ArrayLike, rows: ArrayLike | None = None) -> float:
@@ -38,40 +44,45 @@ def effective_rows(weights: ArrayLike, rows: ArrayLike | None = None) -> float:
 def prior_strength(n: ArrayLike, n_lost: ArrayLike) -> float:
     """Return the tokens that the common loss rate counts for, beta-binomial method of moments.
 
-    With ``S = sum n (r - r̄)²`` over the g cells of rate r, ``N = sum n`` and r̄ the common rate,
-    ``E S = r̄ (1 - r̄) ((g - 1) (1 - ρ) + ρ (N - sum n² / N)) `` where ρ is the correlation of two
+    With ``S = sum n (r - r̄)² / (r̄ (1 - r̄))`` over the g cells of rate r, ``N = sum n`` and r̄ the
+    common rate, ``E S = (g - 1) (1 - ρ) + ρ (N - sum n² / N)`` where ρ is the correlation of two
     tokens of one cell (Kleinman 1973, with weights n); the strength is ``1 / ρ - 1``, the α + β of
-    the beta distribution. Infinite when cells differ by no more than chance, or fewer than two have
-    a token, or nothing or everything was lost.
+    the beta distribution. Several rows of cells, each with a common rate of its own, share one ρ:
+    both sides are summed over the rows. Infinite when cells differ by no more than chance, or no
+    row has two cells with a token and a part lost.
 
-    Losses come in bursts, so tokens of a cell go together and the strength is rather too small than
-    too large: divide both counts by the burst's tokens to count bursts.
+    A token counts as one draw. Losses come in bursts, so cells differ by more than their
+    propensities do, and the strength is rather too small than too large.
 
     Args:
-        n: ``(g,)``, computed tokens.
-        n_lost: ``(g,)``, lost ones.
+        n: ``(..., g)``, computed tokens.
+        n_lost: ``(..., g)``, lost ones.
 
     Raises:
         ValueError: shapes that differ, a value that is not finite, more lost than computed.
     """
     count, gone = _counts(n, n_lost)
-    held = count > 0
-    count, gone = count[held], gone[held]
-    total = float(count.sum())
-    common = float(gone.sum()) / total if total > 0 else 0.0
-    g = len(count)
-    if g < 2 or not 0 < common < 1:
+    total = count.sum(axis=-1, keepdims=True)
+    common = _ratio(gone.sum(axis=-1, keepdims=True), total)
+    free = (count > 0).sum(axis=-1) - 1
+    told = (free > 0) & (common > 0).all(axis=-1) & (common < 1).all(axis=-1)
+    scale = np.where(told[..., np.newaxis], common * (1 - common), 1.0)
+    spread = (count * (_ratio(gone, count) - common) ** 2 / scale).sum(axis=-1)
+    room = (total[..., 0] - _ratio((count**2).sum(axis=-1), total[..., 0]))[told].sum()
+    chance = float(free[told].sum())
+    if room <= chance:
         return math.inf
-    spread = float((count * (gone / count - common) ** 2).sum()) / (common * (1 - common))
-    room = total - float((count**2).sum()) / total
-    if room <= g - 1:
-        return math.inf
-    rho = (spread - (g - 1)) / (room - (g - 1))
+    rho = float((spread[told].sum() - chance) / (room - chance))
     return math.inf if rho <= 0 else max(0.0, 1 / rho - 1)
 
 
-def shrunken_rates(n: ArrayLike, n_lost: ArrayLike, strength: float | None = None) -> Floats:
-    """Return the loss rate of each cell, drawn to the common rate.
+def shrunken_rates(
+    n: ArrayLike,
+    n_lost: ArrayLike,
+    strength: float | None = None,
+    toward: ArrayLike | None = None,
+) -> Floats:
+    """Return the loss rate of each cell, drawn to a common rate.
 
     ``(n_lost + strength r̄) / (n + strength)``: the posterior mean of a beta-binomial model
     (empirical Bayes, Robbins 1956; Morris 1983), with `prior_strength` by default. A cell without a
@@ -81,6 +92,7 @@ def shrunken_rates(n: ArrayLike, n_lost: ArrayLike, strength: float | None = Non
         n: computed tokens of each cell, any shape.
         n_lost: lost ones.
         strength: tokens that the common rate counts for, at least 0, may be infinite.
+        toward: the common rates, of a shape that fits; that of all cells by default.
 
     Raises:
         ValueError: no token at all, shapes that differ, a value that is not finite, more lost than
@@ -89,42 +101,71 @@ def shrunken_rates(n: ArrayLike, n_lost: ArrayLike, strength: float | None = Non
     count, gone = _counts(n, n_lost)
     if count.sum() <= 0:
         raise ValueError("no cell has a token")
-    common = float(gone.sum() / count.sum())
-    prior = prior_strength(count.ravel(), gone.ravel()) if strength is None else strength
-    if not prior >= 0:
+    common = gone.sum() / count.sum() if toward is None else as_floats(toward, "toward")
+    found = np.broadcast_to(common, count.shape).astype(np.float64)
+    if strength is None:
+        flat = toward is None
+        strength = prior_strength(*((c.ravel() if flat else c) for c in (count, gone)))
+    if not strength >= 0:
         raise ValueError(f"strength is {strength}; expected at least 0")
-    if math.isinf(prior):
-        return np.full(count.shape, common)
-    mass = count + prior
-    found = np.full(count.shape, common)
-    np.divide(gone + prior * common, mass, out=found, where=mass > 0)
+    if math.isinf(strength):
+        return found
+    mass = count + strength
+    np.divide(gone + strength * found, mass, out=found, where=mass > 0)
     return found
 
 
-def inverse_probability(
-    n: ArrayLike, n_lost: ArrayLike, strength: float | None = None
-) -> Floats | None:
-    """Return the weight of a stored row of each cell, 1 in the mean over stored rows.
+def nested_rates(n: ArrayLike, n_lost: ArrayLike) -> Floats:
+    """Return the loss rate of each cell, drawn to its row's, which is drawn to the common one.
 
-    ``1 / (1 - rate)`` with the rate of `shrunken_rates` (Horvitz & Thompson 1952), divided by its
-    mean over the stored rows (Hájek 1971). 0 for a cell without a stored row: nothing can stand for
-    what it lost. None when no row is stored.
+    Two stages of `shrunken_rates`: what differs between rows is kept where cells alone are too
+    small to show it.
 
     Args:
-        n: computed tokens of each cell, any shape.
-        n_lost: lost ones.
-        strength: as `shrunken_rates`.
+        n: ``(n_rows, n_cells)``, computed tokens.
+        n_lost: ``(n_rows, n_cells)``, lost ones.
 
     Raises:
         ValueError: as `shrunken_rates`.
     """
     count, gone = _counts(n, n_lost)
+    rows = shrunken_rates(count.sum(axis=1), gone.sum(axis=1))
+    return shrunken_rates(count, gone, toward=rows[:, np.newaxis])
+
+
+def inverse_probability(n: ArrayLike, n_lost: ArrayLike, rates: ArrayLike) -> Floats | None:
+    """Return the weight of a stored row of each cell, 1 in the mean over stored rows.
+
+    ``1 / (1 - rate)`` (Horvitz & Thompson 1952), divided by its mean over the stored rows
+    (Hájek 1971). 0 for a cell without a stored row: nothing can stand for what it lost. None when
+    no row is stored.
+
+    The rates are those of the losses that happened, not those of a propensity: with them the
+    weighted rows of a cell stand for its computed ones (post-stratification, Holt & Smith 1979),
+    which is at least as precise as the true propensity (Hirano, Imbens & Ridder 2003).
+
+    Args:
+        n: computed tokens of each cell, any shape.
+        n_lost: lost ones.
+        rates: share lost of each cell, below 1 where a row is stored.
+
+    Raises:
+        ValueError: shapes that differ, a value that is not finite, more lost than computed, or a
+            rate outside [0, 1).
+    """
+    count, gone = _counts(n, n_lost)
+    rate = as_floats(rates, "rates", count.shape)
     stored = count - gone
     if stored.sum() <= 0:
         return None
-    kept = 1 - shrunken_rates(count, gone, strength)
-    weights = np.divide(1.0, kept, out=np.zeros(count.shape), where=stored > 0)
+    if np.any((rate < 0) | (rate >= 1) & (stored > 0)):
+        raise ValueError("rates must lie in [0, 1) where a row is stored")
+    weights = np.divide(1.0, 1 - rate, out=np.zeros(count.shape), where=stored > 0)
     return np.asarray(weights * (stored.sum() / (weights * stored).sum()), np.float64)
+
+
+def _ratio(part: Floats, whole: Floats) -> Floats:
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
 def _counts(n: ArrayLike, n_lost: ArrayLike) -> tuple[Floats, Floats]:
