@@ -1,6 +1,7 @@
 """Verdict: what a person may conclude, and every number that decided it.
 
-Last stage of the audit. Rules in order, the first that applies. Imports the result and the bound.
+Last stage of the audit. Rules in order, the first that applies. Imports the result, the bound and
+the words.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ from actds_validators.audits.result import (
     Number,
     Verdict,
     Weighting,
+)
+from actds_validators.audits.verdict_words import (
+    asked,
+    dependence,
+    fewer,
+    look_when,
+    on_reuse,
+    remedy,
+    training,
 )
 from actds_validators.statistics.bound import loss_that_allows
 
@@ -82,7 +92,7 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
             numbers=list(numbers.values()),
             next_steps=[
                 "Harvest again with --overflow block, or with a faster disk (actds plan).",
-                *_remedy(evidence.weighting, "Or train with --weights, and say that you did"),
+                *remedy(evidence.weighting, "Or train with --weights, and say that you did"),
             ],
         )
     mechanism, missing = evidence.mechanism, evidence.missingness
@@ -105,10 +115,10 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
         kind="uncorrelated",
         sentence=f"{share:.2%} of the computed tokens are lost, in {mechanism.n_events} separate "
         f"events, and the lost ones equal all within {limits.equivalence:g} standard deviations "
-        f"on every {_asked(missing)}.",
+        f"on every {asked(missing)}.",
         deciding=numbers["difference"],
         numbers=list(numbers.values()),
-        next_steps=[*_advice(missing), *_on_reuse(evidence.accounting)],
+        next_steps=[*training(missing), *on_reuse(evidence.accounting)],
     )
 
 
@@ -205,7 +215,7 @@ def _negligible(account: Accounting, bias: Number, numbers: dict[str, Number]) -
         sentence=sentence,
         deciding=bias,
         numbers=list(numbers.values()),
-        next_steps=["Train on it.", *_on_reuse(account)],
+        next_steps=["Train on it.", *on_reuse(account)],
     )
 
 
@@ -231,12 +241,12 @@ def _dependent(
     return Verdict(
         level="FAIL" if is_serious else "WARN",
         kind="values-dependent" if with_values else "content-dependent",
-        sentence=f"{_dependence(mechanism, content)} On what was tested, the stored rows are off "
+        sentence=f"{dependence(mechanism, content)} On what was tested, the stored rows are off "
         f"by up to {worst:.3f} standard deviations.",
         deciding=effect if is_serious else numbers["p"],
         numbers=[*numbers.values(), effect],
         next_steps=[
-            *_remedy(
+            *remedy(
                 evidence.weighting,
                 "Weights (--weights) mend what goes with load and complexity, not what goes with "
                 "the values",
@@ -247,41 +257,6 @@ def _dependent(
     )
 
 
-def _dependence(mechanism: Mechanism, content: list[Association]) -> str:
-    """Return what the losses go with, and whether the load can be why.
-
-    Tokens of one step met the same load: only `within` tells content from it. The other tests
-    compare steps, whose mix of phases, positions and lengths changes with the load: a queue that
-    prefill filled overflows some steps later, under drop_newest over more decode than usual.
-    """
-    within = [t for t in content if t.name == "within"]
-    first = min(within or content, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
-    named, p = first.covariate.label, f"adjusted p {first.adjusted_p:.2g}"
-    words = {"content": "content", "values": "the values"}
-    what = " and ".join(words[g] for g in sorted({t.covariate.group for t in content}))
-    if within:
-        return (
-            f"Losses go with {what}: {named} differs even among the tokens of one step ({p}), "
-            "which the load cannot cause."
-        )
-    if any(t.name == "within" for t in mechanism.tests):
-        inside = "Tests among the tokens of one step, which met the same load, reject nothing."
-    else:
-        inside = "No test among the tokens of one step could be made to tell content from load."
-    if what == "content":
-        return (
-            f"Losses go with what the steps held ({named}, {p}), which can come from the load "
-            f"alone: the mix of phases, positions and lengths changes with it. {inside}"
-        )
-    with_load = any(t.rejected and t.covariate.group == "system" for t in mechanism.tests)
-    load = (
-        "They go with the load too, which can be why."
-        if with_load
-        else "No test of the load is rejected."
-    )
-    return f"Losses go with {what} of whole steps ({named}, {p}). {load} {inside}"
-
-
 def _system(
     evidence: Evidence,
     missing: Missingness,
@@ -290,57 +265,23 @@ def _system(
 ) -> Verdict:
     first = min(rejected, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
     share = evidence.accounting.loss_share
-    others = _asked(missing, "or")
+    others = asked(missing, "or")
     return Verdict(
         level="WARN",
         kind="load-dependent",
         sentence=f"Losses ({share:.2%}) go with {first.covariate.label} (adjusted p "
-        f"{first.adjusted_p:.2g}), and with no {others}: {_fewer(first, missing)}.",
+        f"{first.adjusted_p:.2g}), and with no {others}: {fewer(first, missing)}.",
         deciding=numbers["p"],
         numbers=list(numbers.values()),
         next_steps=[
-            *_remedy(
+            *remedy(
                 evidence.weighting,
                 "Train with --weights: inverse-probability weights by load and complexity",
             ),
-            *_when(rejected),
+            *look_when(rejected),
             "Or harvest again with --overflow block, or with larger rings (actds plan).",
         ],
     )
-
-
-def _fewer(test: Association, missing: Missingness) -> str:
-    """Return which steps are under-represented among the stored rows."""
-    if test.name == "change":
-        return f"its rate changed, {test.note}" if test.note else "its rate changed"
-    smd = next(
-        (d.smd.value for d in missing.differences if d.covariate == test.covariate),
-        test.statistic,
-    )
-    if test.covariate.name.startswith("load_"):
-        return f"{'busy' if smd > 0 else 'quiet'} times are under-represented"
-    side = "above" if smd > 0 else "below"
-    return f"steps where that is {side} its mean are under-represented"
-
-
-def _when(rejected: list[Association]) -> list[str]:
-    """Return what to do about a loss rate that changed in time, which no weight mends."""
-    if not any(t.name == "change" for t in rejected):
-        return []
-    return ["Look at the trace: what changed at that time? Weights do not mend it."]
-
-
-def _remedy(weighting: Weighting | None, words: str) -> list[str]:
-    """Return the step to train with weights, with what they do; none where they do nothing."""
-    if weighting is None:
-        return []
-    better = [b for b in weighting.balance if b.after < b.before]
-    if not better:
-        return []
-    changes = ", ".join(
-        f"{b.group} from {b.before:.2g} to {b.after:.2g}" for b in weighting.balance
-    )
-    return [f"{words}; the largest bias of a tested mean changes: {changes}."]
 
 
 def _lacks(
@@ -351,12 +292,12 @@ def _lacks(
         lacks.append(f"{mechanism.n_events} independent loss events, of {limits.min_events} needed")
     if not evidence.blocks_long_enough:
         lacks.append("the run is too short against its bursts of losses for honest intervals")
-    asked = [d for d in missing.differences if d.covariate.group != "system"]
-    if not asked:
+    covariates = [d for d in missing.differences if d.covariate.group != "system"]
+    if not covariates:
         lacks.append("no content covariate has an interval")
     wide = [
         d.covariate.label
-        for d in asked
+        for d in covariates
         if d.equivalence is None
         or not (-limits.equivalence < d.equivalence.low < d.equivalence.high < limits.equivalence)
     ]
@@ -395,31 +336,6 @@ def _too_little(
             "case, does not matter to you.",
         ],
     )
-
-
-def _asked(missing: Missingness, both: str = "and") -> str:
-    has_values = any(d.covariate.group == "values" for d in missing.differences)
-    other = f"{both} readout" if has_values else "that was tested"
-    return f"content covariate {other}"
-
-
-def _advice(missing: Missingness) -> list[str]:
-    if any(d.covariate.group == "values" for d in missing.differences):
-        return ["Train on it."]
-    return [
-        "Train on it, if what you study is not the values themselves: without readouts nobody can "
-        "say whether losses go with them."
-    ]
-
-
-def _on_reuse(account: Accounting) -> list[str]:
-    if not account.cache_ref:
-        return []
-    reused = account.cache_ref / max(1, account.positions)
-    return [
-        f"{reused:.0%} of the positions were served from the prefix cache: to weigh rows as they "
-        'were served, load with weights="multiplicity".'
-    ]
 
 
 def _farthest(found: list[Difference]) -> Difference | None:
