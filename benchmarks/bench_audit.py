@@ -1,11 +1,12 @@
 """Cost of ``actds audit`` by tokens: seconds, memory and size of the report.
 
-    python benchmarks/bench_audit.py [--tokens 10000000 100000000] [--folder DIR] [--json]
+    python benchmarks/bench_audit.py [--tokens 1000000 10000000] [--readouts] [--folder DIR]
 
-Datasets come from the simulator (scenario ``large_batch``: full queues, no readouts) and stay in
-the folder, where a later call finds them; a token takes about 20 bytes, and writing 100 million
-takes minutes. The command runs in a process of its own; seconds, CPU seconds and the largest
-resident memory are those that the kernel counted for it (wait4), its start included.
+Datasets come from the simulator (scenario ``large_batch``: full queues; readouts of one hook where
+asked, norm and 8 projections) and stay in the folder, where a later call finds them; a token takes
+about 20 bytes, with readouts 60, and writing 100 million takes minutes. The command runs in a
+process of its own; seconds, CPU seconds and the largest resident memory are those that the kernel
+counted for it (wait4), its start included. ``--json`` prints the numbers for machines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench_codec import table
@@ -41,14 +42,16 @@ class Result:
     verdict: str
 
 
-def dataset(folder: Path, n_tokens: int) -> Path:
+def dataset(folder: Path, n_tokens: int, *, readouts: bool) -> Path:
     """Return a sealed dataset of about so many computed tokens, written where it is missing."""
-    path = folder / f"simulated-{n_tokens}"
+    path = folder / f"simulated-{n_tokens}{'-readouts' if readouts else ''}"
     if not (path / "written").exists():
         if path.exists():
             raise SystemExit(f"{path} was not written to its end; remove it")
         # Not here: what is started later would inherit the largest resident memory (ru_maxrss).
-        process = multiprocessing.get_context("spawn").Process(target=write, args=(path, n_tokens))
+        process = multiprocessing.get_context("spawn").Process(
+            target=write, args=(path, n_tokens, readouts)
+        )
         process.start()
         process.join()
         if process.exitcode:
@@ -56,9 +59,9 @@ def dataset(folder: Path, n_tokens: int) -> Path:
     return path / "dataset"
 
 
-def write(path: Path, n_tokens: int) -> None:
+def write(path: Path, n_tokens: int, readouts: bool) -> None:
     """Write the dataset, and beside it, when it is complete, a mark."""
-    from actds_validators.simulate import write_tables
+    from actds_validators.simulate import SCENARIOS, write_tables
 
     began, done = time.monotonic(), 0
 
@@ -68,7 +71,8 @@ def write(path: Path, n_tokens: int) -> None:
         said = f"{done / n_tokens:.0%} of {n_tokens:,} tokens, {time.monotonic() - began:.0f} s"
         print(said, file=sys.stderr, flush=True)
 
-    write_tables(path / "dataset", n_tokens, seed=SEED, progress=progress)
+    scenario = replace(SCENARIOS["large_batch"], readouts=readouts, n_projections=8)
+    write_tables(path / "dataset", n_tokens, scenario=scenario, seed=SEED, progress=progress)
     (path / "written").touch()
 
 
@@ -102,12 +106,13 @@ def measure(path: Path) -> Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1_000_000, 10_000_000])
+    parser.add_argument("--readouts", action="store_true", help="of one hook")
     parser.add_argument("--folder", type=Path, help="where datasets stay; temporary when absent")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
-        results = [measure(dataset(folder, n_tokens)) for n_tokens in args.tokens]
+        results = [measure(dataset(folder, n, readouts=args.readouts)) for n in args.tokens]
     rows = [asdict(result) for result in results]
     if args.json:
         print(json.dumps({"schema": "actds.bench_audit/1", "results": rows}))
