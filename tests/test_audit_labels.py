@@ -145,6 +145,8 @@ def test_labels_of_the_run_match_and_those_of_two_runs_do_not_overlap(
          "row 0: stop is 4294967296"),
         ({"request": [0], "start": [0], "stop": pa.array([2**63 + 1], pa.uint64()),
           "class": ["a"]}, "row 0: stop is 9223372036854775809"),
+        (pa.table([[0], [0], [1], ["a"], ["r"], ["r"]], [*COLUMNS, "run", "run"]),
+         "Multiple matches"),
         ({"request": [0], "start": [0], "stop": [1], "class": ["a"], "run": [4]},
          "run of type int64"),
     ],

@@ -238,9 +238,8 @@ def _limits(given: dict[str, Any]) -> Limits:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]).replace("_", "-")
-        raise ActdsError(
-            "E009", f"--{name}", got=str(first["input"]), expected=str(first["msg"]).lower()
-        ) from None
+        expected = str(first["msg"]).lower().removeprefix("input should be ")
+        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None
 
 
 def _progress() -> Callable[[str], None]:

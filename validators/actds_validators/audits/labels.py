@@ -66,9 +66,8 @@ def read_labels(path: Path) -> LabelFile:
         given.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         raise _bad(path, str(error).splitlines()[0][:200], _FILE) from None
-    for name in COLUMNS:
-        if given.column_names.count(name) != 1:
-            raise _bad(path, f"columns {', '.join(given.column_names)[:200]}", _FILE)
+    if not set(COLUMNS) <= set(given.column_names):
+        raise _bad(path, f"columns {', '.join(given.column_names)[:200]}", _FILE)
     if not given.num_rows:
         raise _bad(path, "no row", "a range at least")
     kinds = COLUMNS | ({"run": pa.string()} if "run" in given.column_names else {})
