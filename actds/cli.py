@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import click
 
 from actds import __version__
 from actds.errors import CODES, ActdsError, code_entry
+from actds.results import ResultCommand, result_schema
 
 __all__ = ["cli", "main"]
 
@@ -189,25 +192,43 @@ def explain(code: str | None, as_json: bool) -> None:
 def schema_command(name: str | None, folder: Path | None) -> None:
     """Print the JSON Schema of a document, or list the documents.
 
-    NAME is genesis, run, shard, ledger or seal.
+    NAME is a document of a dataset (genesis, run, shard, ledger, seal) or the result of a command
+    (audit: what actds audit --json writes).
     """
-    from actds.schema import DOCUMENTS, json_schema
-
-    if name is not None and name not in DOCUMENTS:
-        raise ActdsError(
-            "E009", "NAME", got=f"no document {name!r}", expected=f"one of {', '.join(DOCUMENTS)}"
-        )
+    schemas = _schemas(name)
+    if name is not None and name not in schemas:
+        known = ", ".join(_schemas())
+        raise ActdsError("E009", "NAME", got=f"no document {name!r}", expected=f"one of {known}")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        for one in DOCUMENTS if name is None else [name]:
-            text = json.dumps(json_schema(one), indent=2, sort_keys=True)
+        for one, (_, make) in schemas.items():
+            text = json.dumps(make(), indent=2, sort_keys=True)
             (folder / f"{one}.json").write_text(text + "\n", encoding="utf-8")
             click.echo(f"wrote {folder / f'{one}.json'}", err=True)
     elif name is not None:
-        _echo_json(json_schema(name))
+        _echo_json(schemas[name][1]())
     else:
-        for one, model in DOCUMENTS.items():
-            click.echo(f"{one:8}{(model.__doc__ or '').splitlines()[0]}")
+        for one, (words, _) in schemas.items():
+            click.echo(f"{one:8}{words}")
+
+
+def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]]:
+    """Return the first line on each document, and what makes its schema; of one or of all."""
+    from actds.schema import DOCUMENTS, json_schema
+
+    found: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {}
+    for one, model in DOCUMENTS.items():
+        if name in (None, one):
+            found[one] = (model.__doc__ or "").splitlines()[0], partial(json_schema, one)
+    for one, plugin in sorted(_plugins().items()):
+        if name not in (None, one) or one in found:
+            continue
+        command = _load(plugin)
+        if isinstance(command, ResultCommand):
+            result = command.result()
+            words = (result.__doc__ or "").splitlines()[0]
+            found[one] = words, partial(result_schema, result)
+    return found
 
 
 @cli.command("seal")

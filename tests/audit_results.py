@@ -18,6 +18,7 @@ from actds_validators.audits.result import (
     Bound,
     BoundPoint,
     CapturedShift,
+    ClassesFile,
     Covariate,
     Coverage,
     CoverageCell,
@@ -36,6 +37,8 @@ from actds_validators.audits.result import (
     Missingness,
     Number,
     Occupancy,
+    Options,
+    OtherDataset,
     Queues,
     Stall,
     Stratum,
@@ -180,6 +183,7 @@ def audit(name: str = "load", seed: int = 0, **changes: Any) -> Audit:
         "seal": 3,
         "runs": ["run-0192f0c1"],
         "policies": ["drop_newest"],
+        "options": options() if name == "heavy" else Options(),
         "limits": Limits(),
         "verdict": Verdict(
             level=level,
@@ -499,6 +503,22 @@ def drift(kind: str) -> Drift:
     )
 
 
+def options() -> Options:
+    return Options(
+        classes=ClassesFile(
+            path="/data/classes.parquet",
+            sha256="c1a5" * 16,
+            n_ranges=20_000,
+            n_matching=12_345,
+            n_labelled=1_234_567,
+            n_positions=2_000_001,
+        ),
+        by=["phase"],
+        against=OtherDataset(path="/data/other", dataset="other-1", digest="07e4" * 16),
+        rows=20_000,
+    )
+
+
 HOSTILE = "</style></title><script>alert(1)</script>\"'&{{7*7}}{%raw%}\x1b[31m\u202e\x00]]>-->"
 
 
@@ -519,7 +539,7 @@ def _prefixed(value: Any, text: str, key: str = "") -> Any:
         return {k: _prefixed(v, text, k) for k, v in value.items()}
     if isinstance(value, list):
         return [_prefixed(v, text, key) for v in value]
-    fixed = key in ("schema", "level", "severity", "group", "must")
+    fixed = key in ("schema", "level", "severity", "group", "must", "engine")
     fixed = fixed or (key == "kind" and value in ("numeric drift", "population shift"))
     return value if fixed or not isinstance(value, str) else text + value
 

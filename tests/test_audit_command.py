@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -9,12 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
+from synthetic import make_dataset
 
+import actds
 from actds.cli import cli
-from actds_validators.audits.result import Audit
+from actds.errors import ActdsError
+from actds_validators.audits.result import Audit, Limits
 from actds_validators.simulate import SCENARIOS, simulate, write_dataset
+
+SCHEMA = Path(__file__).parents[1] / "spec" / "0.1" / "schemas" / "audit.json"
 
 
 def run(*args: object) -> Result:
@@ -43,7 +51,7 @@ def test_json_on_stdout_is_the_result_and_nothing_else(datasets: dict[str, Path]
     assert told.exit_code == 0 and told.stderr == ""
     document = json.loads(told.stdout)
     assert document["schema"] == "actds.audit/1" and document["seal"] == 1
-    jsonschema.validate(document, Audit.model_json_schema(by_alias=True))
+    jsonschema.validate(document, json.loads(SCHEMA.read_bytes()))
     assert Audit.model_validate(document).as_json() == document
     assert document["verdict"]["level"] == "INCONCLUSIVE" and document["verdict"]["lacks"]
 
@@ -84,7 +92,8 @@ def test_the_exit_code_is_that_of_the_verdict(
 @pytest.mark.parametrize(
     "arguments",
     [("--max-loss", "2"), ("--fdr", "0"), ("--min-events", "1"), ("--equivalence", "-1"),
-     ("--seed", "-1"), ("--negligible-bias", "0"), ("--serious", "nan")],
+     ("--seed", "-1"), ("--negligible-bias", "0"), ("--serious", "nan"),
+     ("--max-unresolved", "-0.1"), ("--n-blocks", "9")],
 )  # fmt: skip
 def test_a_limit_out_of_range_is_refused_by_name(
     datasets: dict[str, Path], arguments: tuple[str, str]
@@ -100,6 +109,25 @@ def test_a_limit_moves_the_verdict_and_stands_in_the_result(datasets: dict[str, 
     assert document["limits"]["max_loss"] == 0.9 and document["verdict"]["kind"] != "heavy"
 
 
+def test_every_limit_is_an_option_with_its_meaning_and_its_default() -> None:
+    told = " ".join(run("--help").stdout.split())
+    for name, field in Limits.model_fields.items():
+        words = str(field.description)
+        kind = "INTEGER" if field.annotation is int else "FLOAT"
+        assert f"--{name.replace('_', '-')} {kind} {words[0].upper()}{words[1:]}." in told
+        assert f"{words[1:]}. [default: {field.default}]" in told, name
+
+
+def test_every_limit_that_is_given_stands_in_the_result(datasets: dict[str, Path]) -> None:
+    given = {
+        name: field.default + 1 if field.annotation is int else field.default / 2
+        for name, field in Limits.model_fields.items()
+    }
+    options = [word for name, n in given.items() for word in (f"--{name.replace('_', '-')}", n)]
+    told = run(datasets["PASS"], *options, "--json", "-")
+    assert json.loads(told.stdout)["limits"] == given
+
+
 def test_phases_and_another_dataset_are_compared_by_value(
     datasets: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -110,6 +138,105 @@ def test_phases_and_another_dataset_are_compared_by_value(
     assert {one["kind"] for one in drift} >= {"population shift", "numeric drift"}
     [same] = [one for one in drift if one["kind"] == "numeric drift"]
     assert same["paired"] and max(abs(m["value"]) for m in same["measures"]) < 1e-6
+
+
+def test_what_was_asked_for_stands_in_the_result(datasets: dict[str, Path], tmp_path: Path) -> None:
+    plain = json.loads(run(datasets["PASS"], "--json", "-").stdout)["options"]
+    assert plain == {
+        "engine": "threads", "classes": None, "by": [], "against": None, "rows": None
+    }  # fmt: skip
+    classes, other = tmp_path / "classes.parquet", actds.open(datasets["FAIL"])
+    table = {"request": [0, 999_999], "start": [0, 0], "stop": [1, 1], "class": ["a", "b"]}
+    pq.write_table(pa.table(table), classes)
+    told = run(
+        datasets["PASS"], "--classes", classes, "--against", datasets["FAIL"], "--by", "phase",
+        "--by", "phase", "--rows", 400, "--json", "-",
+    )  # fmt: skip
+    asked = json.loads(told.stdout)["options"]
+    named = asked.pop("classes")
+    assert named["path"] == str(classes)
+    assert named["sha256"] == hashlib.sha256(classes.read_bytes()).hexdigest()
+    assert (named["n_matching"], named["n_ranges"], named["n_labelled"]) == (1, 2, 1)
+    assert asked == {
+        "engine": "threads",
+        "by": ["phase"],
+        "against": {
+            "path": str(datasets["FAIL"]),
+            "dataset": other.catalog.genesis.dataset,
+            "digest": other.digest,
+        },
+        "rows": 400,
+    }
+
+
+def mistake(name: str, root: Path) -> tuple[list[object], str]:
+    """Return options with one mistake, and the beginning of what they are refused with."""
+    match name:
+        case "one value":
+            return ["--by", "run"], "E014 "
+        case "nowhere":
+            return ["--against", root / "nowhere"], "E1"
+        case "not sealed":
+            path = write_dataset(simulate(replace(SCENARIOS["none"], n_steps=50), 1), root / "open",
+                                 sealed=False)  # fmt: skip
+            return ["--against", path], "E306 "
+        case "other width":
+            return ["--against", made(root / "wide", "none", n_steps=50, d_model=12)], "E014 "
+        case _:
+            return ["--against", make_dataset(root / "hook", hooks=("resid_post.7",))], "E014 "
+
+
+@pytest.mark.parametrize(
+    "name", ["one value", "nowhere", "not sealed", "other width", "other hook"]
+)
+def test_what_cannot_be_compared_is_refused_before_the_audit(
+    datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    audited: list[object] = []
+    monkeypatch.setattr("actds_validators.audits.audit.audit", lambda *args: audited.append(args))
+    options, begin = mistake(name, tmp_path)
+    out = tmp_path / "weights.parquet"
+    told = run(datasets["PASS"], *options, "--weights", out)
+    assert told.stderr.startswith(begin), told.output
+    assert told.exit_code in (2, 3) and told.stdout == "" and not out.exists()
+    assert audited == []
+
+
+def test_a_comparison_that_fails_costs_no_verdict(
+    datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ActdsError("E202", "shards/x", got="other bytes", expected="those committed")
+
+    monkeypatch.setattr("actds_validators.audits.comparison.drift_against", fail)
+    html, out, weights = (tmp_path / name for name in ("a.html", "a.json", "w.parquet"))
+    told = run(
+        datasets["INCONCLUSIVE"], "--against", datasets["PASS"], "--by", "phase", "--rows", 400,
+        "--html", html, "--json", out, "--weights", weights,
+    )  # fmt: skip
+    assert "INCONCLUSIVE" in told.stdout and told.stderr.startswith("E202 shards/x: ")
+    assert told.exit_code == 3
+    result = Audit.model_validate_json(out.read_text(encoding="utf-8"))
+    assert result.verdict.level == "INCONCLUSIVE" and html.exists() and weights.exists()
+    assert [one.first for one in result.drift] == ["phase prefill"]
+
+
+@pytest.mark.parametrize("option", ["--html", "--weights"])
+def test_only_the_result_can_be_printed(
+    datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = run(datasets["PASS"].resolve(), option, "-")
+    assert told.exit_code == 2 and told.stdout == "" and list(tmp_path.iterdir()) == []
+    assert option in told.stderr and "only --json can print" in told.stderr
+
+
+@pytest.mark.parametrize("fail_on", ["never", "fail", "inconclusive"])
+def test_strict_and_another_fail_on_contradict(datasets: dict[str, Path], fail_on: str) -> None:
+    told = run(datasets["PASS"], "--strict", "--fail-on", fail_on)
+    assert told.exit_code == 2 and told.stdout == ""
+    assert f"--strict is --fail-on warn and contradicts --fail-on {fail_on}" in told.stderr
+    assert run(datasets["WARN"], "--strict", "--fail-on", "warn").exit_code == 1
 
 
 def test_what_is_no_dataset_is_not_readable(tmp_path: Path) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import actds
 from actds.errors import ActdsError
 from actds_validators.audits.audit import audit
-from actds_validators.audits.labels import read_labels
+from actds_validators.audits.labels import COLUMNS, read_labels
 from actds_validators.audits.result import Coverage
 from actds_validators.simulate import SCENARIOS, simulate, write_dataset
 
@@ -32,8 +34,6 @@ def by_class(coverage: Coverage | None, field: str) -> Counter[str]:
 
 
 def test_labels_move_positions_between_classes_and_lose_none(dataset: Path, tmp_path: Path) -> None:
-    import actds
-
     opened = actds.open(dataset)
     requests, tokens = opened.requests(), opened.tokens()
     ids = requests["request"].to_pylist()
@@ -55,6 +55,69 @@ def test_labels_move_positions_between_classes_and_lose_none(dataset: Path, tmp_
     assert by_class(labelled, "computed")["generated"] == by_class(plain, "computed")["generated"]
 
 
+def write(path: Path, rows: list[tuple[object, ...]], run: str | None = None) -> Path:
+    names = ("request", "start", "stop", "class")
+    table = {name: [row[k] for row in rows] for k, name in enumerate(names)}
+    if run is not None:
+        table["run"] = [run] * len(rows)
+    pq.write_table(pa.table(table), path)
+    return path
+
+
+def test_the_result_says_how_much_of_the_dataset_the_labels_name(
+    dataset: Path, tmp_path: Path
+) -> None:
+    requests = actds.open(dataset).requests()
+    prompt, generated = (requests[name].to_pylist()[:3] for name in ("prompt_len", "generated_len"))
+    length = [p + max(g, 1) - 1 for p, g in zip(prompt, generated, strict=True)]
+    ids = requests["request"].to_pylist()
+    rows = [
+        (ids[0], 0, 3, "system"),
+        (ids[0], 3, length[0], "user"),
+        (ids[1], length[1] - 2, 2**32 - 1, "user"),  # goes on beyond the end
+        (ids[2], length[2], length[2] + 9, "user"),  # begins at the end
+        (max(ids) + 1, 0, 5, "user"),
+    ]
+    path = write(tmp_path / "labels.parquet", rows)
+    result = audit(dataset, classes=path).result
+    told = result.options.classes
+    assert told is not None and result.coverage is not None
+    assert (told.path, told.sha256) == (str(path), sha256(path.read_bytes()).hexdigest())
+    assert (told.n_ranges, told.n_matching) == (5, 3)
+    assert (told.n_labelled, told.n_positions) == (length[0] + 2, result.accounting.positions)
+    seen = by_class(result.coverage, "computed") + by_class(result.coverage, "lost")
+    assert seen["system"] + seen["user"] <= told.n_labelled
+    words = "labels of labels.parquet: 3 of 5 ranges begin within a request of the dataset"
+    assert result.coverage.classes_from.startswith(words)
+    assert f"{told.n_labelled:,} of its {told.n_positions:,} positions" in (
+        result.coverage.classes_from
+    )
+
+
+@pytest.mark.parametrize(("request_", "run"), [(10**6, None), (0, "r-of-another")])
+def test_labels_of_no_request_of_the_dataset_are_refused(
+    dataset: Path, tmp_path: Path, request_: int, run: str | None
+) -> None:
+    path = write(tmp_path / "labels.parquet", [(request_, 0, 9, "a"), (request_, 9, 12, "b")], run)
+    with pytest.raises(ActdsError, match="none of 2 ranges") as caught:
+        audit(dataset, classes=path)
+    assert (caught.value.code, caught.value.place) == ("E009", f"--classes {path}")
+    assert f"request {request_}, positions 0 to 9" in caught.value.got
+
+
+def test_labels_of_the_run_match_and_those_of_two_runs_do_not_overlap(
+    dataset: Path, tmp_path: Path
+) -> None:
+    one, other = (
+        pa.table({"request": [0], "start": [0], "stop": [2], "class": ["a"], "run": [run]})
+        for run in ("r-simulated", "r-of-another")
+    )
+    path = tmp_path / "labels.parquet"
+    pq.write_table(pa.concat_tables([one, other]), path)
+    told = audit(dataset, classes=path).result.options.classes
+    assert told is not None and (told.n_matching, told.n_labelled) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("columns", "got"),
     [
@@ -63,14 +126,56 @@ def test_labels_move_positions_between_classes_and_lose_none(dataset: Path, tmp_
         ({"request": [None], "start": [0], "stop": [4], "class": ["user"]}, "null"),
         ({"request": [0] * 40, "start": [0] * 40, "stop": [4] * 40,
           "class": [f"c{k}" for k in range(40)]}, "40 classes"),
+        (pa.table({name: pa.array([], kind) for name, kind in COLUMNS.items()}), "no row"),
+        ({"request": [7, 3, 7], "start": [5, 0, 0], "stop": [9, 4, 6], "class": ["a", "b", "c"]},
+         r"row 2: request 7, positions 0 to 6 overlaps row 0: request 7, positions 5 to 9"),
+        ({"request": [7, 7], "start": [0, 0], "stop": [9, 9], "class": ["a", "a"],
+          "run": ["r", "r"]}, "row 1: run r, request 7, positions 0 to 9 overlaps row 0"),
+        ({"request": [0, 0], "start": [0, 1], "stop": [1, 2], "class": ["a", ""]},
+         "row 1: class is empty"),
+        ({"request": [0], "start": [0], "stop": [1], "class": [" "]}, "row 0: class is empty"),
+        ({"request": [0], "start": [0], "stop": [1], "class": [3]}, "class of type int64"),
+        ({"request": [0], "start": [0], "stop": [1], "class": [b"a"]}, "class of type binary"),
+        ({"request": [0.0], "start": [0], "stop": [1], "class": ["a"]}, "request of type double"),
+        ({"request": [0], "start": [0], "stop": [1.5], "class": ["a"]}, "stop of type double"),
+        ({"request": [0], "start": [False], "stop": [1], "class": ["a"]}, "start of type bool"),
+        ({"request": [0, -1], "start": [0, 0], "stop": [1, 1], "class": ["a", "a"]},
+         "row 1: request is -1"),
+        ({"request": [0], "start": [0], "stop": [2**32], "class": ["a"]},
+         "row 0: stop is 4294967296"),
+        ({"request": [0], "start": [0], "stop": pa.array([2**63 + 1], pa.uint64()),
+          "class": ["a"]}, "row 0: stop is 9223372036854775809"),
+        (pa.table([[0], [0], [1], ["a"], ["r"], ["r"]], [*COLUMNS, "run", "run"]),
+         "Multiple matches"),
+        ({"request": [0], "start": [0], "stop": [1], "class": ["a"], "run": [4]},
+         "run of type int64"),
     ],
 )  # fmt: skip
-def test_broken_labels_are_refused(tmp_path: Path, columns: dict[str, list], got: str) -> None:
+def test_broken_labels_are_refused(
+    tmp_path: Path, columns: dict[str, list] | pa.Table, got: str
+) -> None:
     path = tmp_path / "labels.parquet"
-    pq.write_table(pa.table(columns), path)
+    pq.write_table(columns if isinstance(columns, pa.Table) else pa.table(columns), path)
     with pytest.raises(ActdsError, match=got) as caught:
         read_labels(path)
-    assert caught.value.code == "E009"
+    assert (caught.value.code, caught.value.place) == ("E009", f"--classes {path}")
+
+
+def test_words_of_any_text_type_and_numbers_of_any_width_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "labels.parquet"
+    columns = {
+        "request": pa.array([1, 2**32 - 1], pa.uint64()),
+        "start": pa.array([0, 4], pa.int8()),
+        "stop": pa.array([4, 9], pa.uint16()),
+        "class": pa.array(["user", "code"]).dictionary_encode(),
+        "run": pa.array(["r", "r"], pa.large_string()),
+        "note": pa.array([None, 1.5]),
+    }
+    pq.write_table(pa.table(columns), path)
+    table = read_labels(path).table
+    assert table.column_names == [*COLUMNS, "run"]
+    assert table["request"].to_pylist() == [1, 2**32 - 1]
+    assert table["class"].to_pylist() == ["user", "code"]
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from audit_tokens import audited, changed, tables_of
+from audit_tokens import audited, changed, sources_of, tables_of
 from click.testing import CliRunner
 from forge import relink
 
@@ -75,6 +75,21 @@ def test_a_run_of_fewer_projections_keeps_its_values() -> None:
     assert len(names) == 2
     for name in names:
         assert some[name] == pytest.approx(both[name], rel=1e-9)
+
+
+def test_a_run_has_as_many_projections_as_its_longest_readout() -> None:
+    plain = made("none", 1)
+
+    def cut(frame: pd.DataFrame) -> pd.DataFrame:
+        first, *others = frame["projections"]
+        return frame.assign(projections=[first[:1], *others])
+
+    def none(frame: pd.DataFrame) -> pd.DataFrame:
+        return frame.iloc[:0]
+
+    for change, n in ((cut, SCENARIOS["none"].n_projections), (none, 0)):
+        with sources_of([changed(plain, "readouts", change)]) as [source]:
+            assert source.n_projections == n
 
 
 def test_a_projection_that_is_not_finite_leaves_the_norm() -> None:

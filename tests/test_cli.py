@@ -189,7 +189,7 @@ def test_every_code_can_be_explained() -> None:
 
 def test_schemas_are_printed_and_written(tmp_path: Path) -> None:
     assert run("schema", "--write", tmp_path / "s").exit_code == 0
-    for name in ("genesis", "run", "shard", "ledger", "seal"):
+    for name in ("genesis", "run", "shard", "ledger", "seal", "audit"):
         assert name in run("schema").output
         written = json.loads((tmp_path / "s" / f"{name}.json").read_text())
         assert written == json.loads(run("schema", name).output)

@@ -404,6 +404,17 @@ def test_long_requests_give_some_of_their_rows_so_that_there_are_enough() -> Non
     assert (np.diff(kept) > 0).all()
 
 
+@pytest.mark.parametrize("length", [50, 5000])
+def test_a_side_of_few_requests_gets_rows_however_many_the_other_has(length: int) -> None:
+    counts = np.full((2, 2000), length)
+    counts[1, 3:] = 0
+    for seed in range(5):
+        sample = select.draw(counts, 1000, seed=seed)
+        assert (sample.quota.sum(axis=1) > 0).all() and (sample.quota.sum(axis=1) <= 1000).all()
+        assert sample.n_requests >= select.MIN_REQUESTS // 2
+        assert (sample.quota[0, :3] == sample.quota[1, :3]).all()
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     first = made(tmp_path / "a", n_requests=12)
     other = made(tmp_path / "b", n_requests=12, hooks=("resid_post.1",))

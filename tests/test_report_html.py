@@ -267,3 +267,17 @@ def test_sections_without_a_single_entry_are_drawn_without_pictures() -> None:
 )
 def test_a_part_is_never_rounded_to_nothing_or_to_all(share: float, words: str) -> None:
     assert percent(share) == words
+
+
+def test_the_page_says_what_was_audited_with_which_options() -> None:
+    asked, plain = (
+        " ".join(" ".join(Page(render(audit(name))).text).split()) for name in ("heavy", "load")
+    )
+    for words in (
+        "/data/classes.parquet", "c1a5" * 16, "12,345 of 20,000", "1,234,567 of 2,000,001",
+        "values compared by phase", "/data/other", "other-1", "07e4" * 16, "rows a side at most",
+    ):  # fmt: skip
+        assert words in asked, words
+    for words in ("engine threads", "those of the tables", "no column", "no other dataset"):
+        assert words in plain, words
+    assert "rows a side at most" not in plain

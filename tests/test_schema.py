@@ -6,9 +6,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+from click.testing import CliRunner
 from synthetic import make_dataset
 
 from actds import canonical, schema
+from actds.cli import cli
 from actds.errors import ActdsError
 from actds.schema import DOCUMENTS
 
@@ -34,6 +36,24 @@ def test_published_schemas_are_those_of_the_code(name: str) -> None:
     assert json.loads((SCHEMAS / f"{name}.json").read_bytes()) == schema.json_schema(name), (
         REGENERATE
     )
+
+
+def test_the_schema_of_the_audit_is_printed_and_is_the_published_one() -> None:
+    told = CliRunner().invoke(cli, ["schema", "audit"])
+    published = json.loads((SCHEMAS / "audit.json").read_bytes())
+    assert told.exit_code == 0 and json.loads(told.stdout) == published, REGENERATE
+    jsonschema.Draft202012Validator.check_schema(published)
+    assert published["properties"]["schema"]["const"] == "actds.audit/1"
+    for part in (published, *published["$defs"].values()):
+        # Every field is always there, so that null is told from an older program's silence.
+        assert part["additionalProperties"] is False
+        assert sorted(part["required"]) == sorted(part["properties"])
+
+
+def test_every_published_schema_is_one_that_the_command_writes(tmp_path: Path) -> None:
+    assert CliRunner().invoke(cli, ["schema", "--write", str(tmp_path)]).exit_code == 0
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert written == {path.name: path.read_bytes() for path in SCHEMAS.iterdir()}, REGENERATE
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -279,3 +279,22 @@ def _events(run: Simulated) -> list[int]:
     lost = np.concatenate([[0], run.steps["dropped_tokens"].to_numpy() > 0, [0]]).astype(int)
     edges = np.flatnonzero(np.diff(lost))
     return [int(length) for length in edges[1::2] - edges[::2]]
+
+
+def test_the_command_says_the_truth_about_many_tokens_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = CliRunner().invoke(main, ["queue", str(tmp_path / "one"), "--tokens", "30000"])
+    assert one.exit_code == 0, one.output
+    assert {"smd", "bias", "loss_share", "kind"} <= json.loads(one.stdout).keys()
+    monkeypatch.setattr("actds_validators.simulate.dataset._TOKENS_PER_PIECE", 10_000)
+    out = tmp_path / "many"
+    told = CliRunner().invoke(
+        main, ["mcar_steps", str(out), "--tokens", "30000", "--rate", "0.1", "--seed", "4"]
+    )
+    truth = json.loads(told.stdout)
+    totals = validate(out, "standard").totals
+    assert truth["kind"] == "MCAR" and truth["whole_steps"] is True
+    assert truth["loss_share"] == pytest.approx(totals["dropped"] / totals["scheduled"])
+    assert truth["loss_share"] > 0 and truth["smd"] is truth["bias"] is None
+    assert "each of 3 pieces has its own" in truth["note"]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from actds.errors import ActdsError
+from actds.results import ResultCommand
 from actds_validators.commands import print_lines
 
 if TYPE_CHECKING:
@@ -29,25 +32,57 @@ ENGINES = ("threads", "ray")
 COLUMNS = ("phase", "kernel_mode", "run", "source")
 
 
-def _limit_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each limit that a person may want to move."""
-    for name, words in (
-        ("negligible-bias", "Worst-case bias that is negligible, in standard deviations."),
-        ("max-loss", "Share of computed tokens above which a loss is heavy."),
-        ("equivalence", "Standardised mean difference that counts as equal."),
-        ("serious", "Standardised bias of the stored rows that fails."),
-        ("fdr", "False discovery rate of the tests."),
-    ):
-        command = click.option(f"--{name}", type=float, help=words)(command)
-    command = click.option(
-        "--min-events", type=int, help="Independent loss events needed for 'uncorrelated'."
-    )(command)
-    return click.option("--seed", type=int, help="Seed of random shifts and splits.")(command)
+class _Audit(ResultCommand):
+    """The command with an option for each limit, made from the model when somebody asks."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters: those of the command, the limits, --help."""
+        params, n = super().get_params(ctx), len(self.params)
+        return [*params[:n], *_limit_options(), *params[n:]]
 
 
-@click.command()
+@cache
+def _limit_options() -> list[click.Option]:
+    """Return an option for each limit, named, typed and described as in the result."""
+    from actds_validators.audits.result import Limits
+
+    return [
+        click.Option(
+            [f"--{name.replace('_', '-')}", name],
+            type=click.INT if field.annotation is int else click.FLOAT,
+            default=field.default,
+            show_default=True,
+            help=_sentence(str(field.description)),
+        )
+        for name, field in Limits.model_fields.items()
+    ]
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def _result() -> type[Audit]:
+    from actds_validators.audits.result import Audit
+
+    return Audit
+
+
+def _no_dash(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse ``-``: of all outputs only the result can go to the terminal."""
+    if value is not None and str(value) == "-":
+        raise click.BadParameter("'-' is no file; only --json can print", ctx, param)
+    return value
+
+
+@click.command(cls=_Audit, result=_result)
 @click.argument("path", metavar="PATH")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the report.")
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_no_dash,
+    help="Write the report.",
+)
 @click.option(
     "--json",
     "json_out",
@@ -57,6 +92,7 @@ def _limit_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--weights",
     type=click.Path(dir_okay=False, path_type=Path),
+    callback=_no_dash,
     help="Write inverse-probability weights, one per stored row.",
 )
 @click.option(
@@ -87,8 +123,10 @@ def _limit_options(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="Where the rows are read: the numbers are the same.",
 )
-@_limit_options
+@click.pass_context
 def audit(
+    ctx: click.Context,
+    /,
     path: str,
     html: Path | None,
     json_out: Path | None,
@@ -109,18 +147,22 @@ def audit(
     the number that decided. It reads tables only; --against and --by read rows as well. Exit codes:
     0, or 1 by --fail-on; 2 usage; 3 not readable; 4 not writable.
     """
+    if strict and _is_given(ctx, "fail_on") and fail_on != "warn":
+        raise click.UsageError(f"--strict is --fail-on warn and contradicts --fail-on {fail_on}")
     _need_extra(("duckdb", "scipy", "jinja2") if html else ("duckdb", "scipy"))
     to_stdout = json_out is not None and str(json_out) == "-"
     _need_folders(html, None if to_stdout else json_out, weights)
     from actds_validators.audits.audit import audit as run_audit
+    from actds_validators.audits.comparison import open_comparison
     from actds_validators.report import html as page
     from actds_validators.report import terminal
 
     chosen = _limits(limits)
+    comparison = open_comparison(path, against, by, rows)
     result = run_audit(path, chosen, _progress(), weights, classes, engine).result
-    drift = _drift(path, against, by, rows, result.limits)
-    if drift:
-        result = result.model_copy(update={"drift": drift})
+    failed = None
+    if comparison is not None:
+        result, failed = comparison.added_to(result)
     text = json.dumps(result.as_json(), indent=2, sort_keys=True)
     if json_out is not None and not to_stdout:
         _write(json_out, text + "\n")
@@ -135,7 +177,13 @@ def audit(
                 click.echo("weights: not written, for the dataset does not add up")
             elif out is not None:
                 click.echo(f"{what}: {out}")
+    if failed is not None:
+        raise failed
     sys.exit(exit_code(result, "warn" if strict else fail_on))
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _need_extra(packages: tuple[str, ...]) -> None:
@@ -186,31 +234,12 @@ def _limits(given: dict[str, Any]) -> Limits:
     from actds_validators.audits.result import Limits
 
     try:
-        return Limits(**{name: value for name, value in given.items() if value is not None})
+        return Limits(**given)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]).replace("_", "-")
-        raise ActdsError(
-            "E009", f"--{name}", got=str(first["input"]), expected=str(first["msg"]).lower()
-        ) from None
-
-
-def _drift(
-    path: str, against: str | None, by: tuple[str, ...], rows: int, limits: Limits
-) -> list[Any]:
-    """Return the sections on values, none when nothing was asked for."""
-    if against is None and not by:
-        return []
-    import actds
-    from actds_validators.audits.drift import drift_against, drift_by
-
-    dataset = actds.open(path)
-    found = []
-    if against is not None:
-        found += drift_against(dataset, actds.open(against), limits, rows=rows)
-    for column in by:
-        found += drift_by(dataset, column, limits, rows=rows)  # type: ignore[arg-type]
-    return found
+        expected = str(first["msg"]).lower().removeprefix("input should be ")
+        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None
 
 
 def _progress() -> Callable[[str], None]:

@@ -25,7 +25,7 @@ from actds_validators.audits.accounting import account_run, accounting
 from actds_validators.audits.bands import bands_of
 from actds_validators.audits.coverage import coverage
 from actds_validators.audits.engine import N_THREADS, Engine, EngineName, Threads, open_engine
-from actds_validators.audits.labels import read_labels
+from actds_validators.audits.labels import match_labels, read_labels
 from actds_validators.audits.lookup import Lookup
 from actds_validators.audits.mechanism import family, load_trends, mechanism
 from actds_validators.audits.missingness import (
@@ -40,12 +40,14 @@ from actds_validators.audits.queues import QueueCounts, queues, read_queues
 from actds_validators.audits.result import (
     Accounting,
     Audit,
+    ClassesFile,
     Covariate,
     Coverage,
     Difference,
     Limits,
     Mechanism,
     Missingness,
+    Options,
     Queues,
     Weighting,
 )
@@ -134,8 +136,8 @@ def audit(
         engine: ``threads`` of this process, or ``ray``: the same numbers from either.
 
     Raises:
-        ActdsError: E011 no Ray; E306 not sealed; E401, E403 without provenance; E202 a file that
-            changed; what ``Catalog.read`` raises.
+        ActdsError: E009 classes that cannot be used; E011 no Ray; E306 not sealed; E401, E403
+            without provenance; E202 a file that changed; what ``Catalog.read`` raises.
 
     Spec: 0.1 section 14.
     """
@@ -150,7 +152,9 @@ def audit(
         runner = stack.enter_context(open_engine(engine))
         progress("hashing and opening tables")
         sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
-        found = audit_sources(sources, chosen, progress, labels, runner)
+        named = None if labels is None else match_labels(labels, sources)
+        table = None if labels is None else labels.table
+        found = audit_sources(sources, chosen, progress, table, runner, named)
         if weights is not None and found.accounting.is_sound:
             progress("writing weights")
             claim = found.weighting.claim if found.weighting else "nothing was lost"
@@ -166,6 +170,7 @@ def audit(
         seal=catalog.seal.n if catalog.seal else None,
         runs=catalog.run_ids,
         policies=sorted(policies),
+        options=Options(engine=engine, classes=named),
         limits=chosen,
         verdict=judge(found.evidence, chosen),
         accounting=found.accounting,
@@ -186,6 +191,7 @@ def audit_sources(
     progress: Progress = lambda what: None,
     labels: pa.Table | None = None,
     engine: Engine | None = None,
+    named: ClassesFile | None = None,
 ) -> Sections:
     """Return the sections of some runs.
 
@@ -193,8 +199,9 @@ def audit_sources(
         sources: the runs, in order.
         limits: settings.
         progress: told what is being done.
-        labels: of `labels.read_labels`, if somebody gave token classes.
+        labels: table of `labels.read_labels`, if somebody gave token classes.
         engine: where the rows are read; threads by default.
+        named: of `labels.match_labels`, with labels.
     """
     progress("accounting")
     spans: Counter[tuple[str, str | None]] = Counter()
@@ -223,7 +230,7 @@ def audit_sources(
     for source in sources:
         if source.run in series.runs:
             read_queues(source, series, queue_counts)
-    seen = coverage(passed.covered, labelled=labels is not None)
+    seen = coverage(passed.covered, named)
     trends = load_trends(series, limits) if edges else {}
     waits = queues(series, queue_counts, trends, limits.seed)
     if edges is None or passed.tokens is None:

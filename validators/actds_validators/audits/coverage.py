@@ -8,6 +8,7 @@ weights sees it once as well, however often it was served. Imports the counts of
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from actds_validators.audits.class_counts import (
 )
 from actds_validators.audits.lookup import Lookup
 from actds_validators.audits.ranges import explode
-from actds_validators.audits.result import CapturedShift, Coverage, CoverageCell
+from actds_validators.audits.result import CapturedShift, ClassesFile, Coverage, CoverageCell
 from actds_validators.audits.sources import RunSource
 from actds_validators.statistics.distances import jensen_shannon, total_variation
 from actds_validators.statistics.runs import Floats
@@ -35,7 +36,6 @@ CLASSES_FROM = (
     "special: the tokenizer's special tokens; shared prefix: prompt positions that were served "
     "more than once (system prompts, templates); prompt and generated: the others, by phase"
 )
-LABELS_FROM = "given labels, and for what they leave out"
 
 
 class CoverageCounts:
@@ -83,8 +83,13 @@ def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> Non
             slots[disposition] += kept.lost.sum(axis=2)
 
 
-def coverage(counts: CoverageCounts, *, labelled: bool = False) -> Coverage | None:
-    """Return the section, ``None`` when nothing is stored."""
+def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Coverage | None:
+    """Return the section, ``None`` when nothing is stored.
+
+    Args:
+        counts: of all runs.
+        labels: where the classes that somebody gave come from, if anybody did.
+    """
     rows = counts.rows
     stored, reused = int(rows.stored.sum()), int(rows.reused.sum())
     if not stored:
@@ -112,7 +117,7 @@ def coverage(counts: CoverageCounts, *, labelled: bool = False) -> Coverage | No
             for (word, band), (n, again, lost, filtered) in sorted(cells.items())
             if word == name
         ],
-        classes_from=f"{LABELS_FROM}; {CLASSES_FROM}" if labelled else CLASSES_FROM,
+        classes_from=f"{_labels_from(labels)}; {CLASSES_FROM}" if labels else CLASSES_FROM,
         reused_share=1 - stored / (stored + reused),
         repeated_prefixes=rows.repeated,
         largest_multiplicity=1 + rows.largest,
@@ -120,6 +125,14 @@ def coverage(counts: CoverageCounts, *, labelled: bool = False) -> Coverage | No
         shifts=[
             shift for name, triple in shifts.items() if (shift := _shift(name, triple)) is not None
         ],
+    )
+
+
+def _labels_from(labels: ClassesFile) -> str:
+    return (
+        f"labels of {Path(labels.path).name[:100]}: {labels.n_matching:,} of {labels.n_ranges:,} "
+        f"ranges begin within a request of the dataset, {labels.n_labelled:,} of its "
+        f"{labels.n_positions:,} positions have a label; of the others"
     )
 
 

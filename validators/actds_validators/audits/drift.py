@@ -35,7 +35,16 @@ from actds_validators.audits.drift_words import (
 from actds_validators.audits.result import Drift, Limits
 from actds_validators.statistics import paired
 
-__all__ = ["COLUMNS", "Column", "Selection", "drift", "drift_against", "drift_by"]
+__all__ = [
+    "COLUMNS",
+    "Column",
+    "Selection",
+    "common_hooks",
+    "drift",
+    "drift_against",
+    "drift_by",
+    "values_to_compare",
+]
 
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
@@ -127,6 +136,20 @@ def drift_by(
     Raises:
         ActdsError: E014 the column has fewer than two values; what reading raises.
     """
+    values = values_to_compare(dataset, column)
+    first, *others = (
+        Selection(dataset, f"{_WORDS[column]} {value}", column, value)
+        for value in values[:_MAX_GROUPS]
+    )
+    return [one for other in others for one in drift(first, other, limits, rows=rows)]
+
+
+def values_to_compare(dataset: Dataset, column: str) -> list[str]:
+    """Return the values of a column, those of most steps or requests first; no row is read.
+
+    Raises:
+        ActdsError: E014 no such column, or it has fewer than two values.
+    """
     if column not in COLUMNS:
         raise ActdsError(
             "E014", dataset.path, got=f"column {column!r}", expected=f"one of {', '.join(COLUMNS)}"
@@ -137,11 +160,31 @@ def drift_by(
         raise ActdsError(
             "E014", dataset.path, got=f"{_WORDS[column]}: {only}", expected="two values to compare"
         )
-    first, *others = (
-        Selection(dataset, f"{_WORDS[column]} {value}", column, value)
-        for value in values[:_MAX_GROUPS]
-    )
-    return [one for other in others for one in drift(first, other, limits, rows=rows)]
+    return values
+
+
+def common_hooks(first: Dataset, second: Dataset) -> list[str]:
+    """Return the hooks of equal width that two datasets have; no row is read.
+
+    Raises:
+        ActdsError: E014 they have none, or one of them has no rows of such a hook.
+    """
+    hooks = [
+        name
+        for name, hook in first.hooks.items()
+        if name in second.hooks and hook.d_model == second.hooks[name].d_model
+    ]
+    if not hooks:
+        got, expected = (
+            "hooks " + ", ".join(f"{name} of {hook.d_model}" for name, hook in d.hooks.items())
+            for d in (second, first)
+        )
+        raise ActdsError("E014", second.path, got=got, expected=f"one of {expected}")
+    for dataset in (first, second):
+        for hook in hooks:
+            if not len(dataset.array(hook)):
+                raise ActdsError("E014", dataset.path, got=f"no rows: {hook}", expected="rows")
+    return hooks
 
 
 def drift(
@@ -175,16 +218,9 @@ def _sides(first: Selection, second: Selection, limits: Limits, rows: int) -> li
     """Return the two sides for each group of hooks that share their shards."""
     one, other = first.dataset, second.dataset
     groups: dict[tuple[tuple[str, ...], ...], list[str]] = {}
-    for hook in one.hooks:
-        if hook in other.hooks and one.hooks[hook].d_model == other.hooks[hook].d_model:
-            key = tuple(tuple(s.name for s in d.shards_of(hook)) for d in (one, other))
-            groups.setdefault(key, []).append(hook)
-    if not groups:
-        got, expected = (
-            "hooks " + ", ".join(f"{name} of {hook.d_model}" for name, hook in d.hooks.items())
-            for d in (other, one)
-        )
-        raise ActdsError("E014", other.path, got=got, expected=f"one of {expected}")
+    for hook in common_hooks(one, other):
+        key = tuple(tuple(s.name for s in d.shards_of(hook)) for d in (one, other))
+        groups.setdefault(key, []).append(hook)
     requests = (Requests(one), Requests(other))
     sides = []
     for hooks in groups.values():

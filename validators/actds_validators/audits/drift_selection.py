@@ -256,11 +256,19 @@ def draw(counts: Ints, rows: int, seed: int) -> Sample:
     n_there = int((quota.sum(axis=0) > 0).sum())
     drawn = _walk(quota, rows, seed)
     enough = min(MIN_REQUESTS, n_there)
+    capped = quota
     if int(drawn.sum()) < enough:
         capped = np.minimum(quota, max(1, rows // enough))
         drawn = _walk(capped, rows, seed)
-        return Sample(np.where(drawn, capped, 0), int(drawn.sum()), bool((capped < quota).any()))
-    return Sample(np.where(drawn, quota, 0), int(drawn.sum()), False)
+    missed = quota.any(axis=1) & ~quota[:, drawn].any(axis=1)
+    if missed.any():
+        # Its few requests stand on the other side as well, which was full before they came: half
+        # of the room is theirs.
+        capped = np.minimum(quota, max(1, rows // (2 * enough)))
+        theirs = capped[missed].any(axis=0)
+        drawn = _walk(capped * theirs, max(1, rows // 2), seed)
+        drawn |= _walk(capped * ~theirs, rows // 2, seed)
+    return Sample(np.where(drawn, capped, 0), int(drawn.sum()), bool((capped < quota).any()))
 
 
 def balanced(counts: Ints) -> Ints:

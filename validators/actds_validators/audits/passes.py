@@ -86,7 +86,7 @@ def pass_over(
         series: of all.
         edges: of the weights' cells; ``None`` where nothing was lost: then coverage is all.
         engine: where the parts are read.
-        labels: of `labels.read_labels`, if somebody gave token classes.
+        labels: table of `labels.read_labels`, if somebody gave token classes.
         progress: told what is being done.
         has_ids: of `knows_ids`.
     """

@@ -19,6 +19,7 @@ __all__ = [
     "Bound",
     "BoundPoint",
     "CapturedShift",
+    "ClassesFile",
     "Covariate",
     "Coverage",
     "CoverageCell",
@@ -36,6 +37,8 @@ __all__ = [
     "Must",
     "Number",
     "Occupancy",
+    "Options",
+    "OtherDataset",
     "Queues",
     "Section",
     "Stall",
@@ -60,7 +63,12 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A part of the result: frozen, finite numbers only, no unknown fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        json_schema_serialization_defaults_required=True,
+    )
 
 
 class Estimate(Section):
@@ -457,6 +465,46 @@ class Verdict(Section):
     next_steps: list[str] = Field(default_factory=list)
 
 
+class ClassesFile(Section):
+    """The token classes that somebody gave, and how much of the dataset they name."""
+
+    path: str
+    sha256: str = Field(description="of the file")
+    n_ranges: int
+    n_matching: int = Field(description="ranges that begin within a request of the dataset")
+    n_labelled: int = Field(description="positions of the dataset that they name")
+    n_positions: int = Field(description="positions of all requests of the dataset")
+
+
+class OtherDataset(Section):
+    """The dataset that the values were compared with."""
+
+    path: str
+    dataset: str
+    digest: str
+
+
+class Options(Section):
+    """What the audit was asked for, beside its limits."""
+
+    engine: Literal["threads", "ray"] = Field(
+        default="threads", description="where the rows were read"
+    )
+    classes: ClassesFile | None = Field(
+        default=None, description="null when the classes are the tables' alone"
+    )
+    by: list[str] = Field(
+        default_factory=list, description="columns by which the values were to be compared"
+    )
+    against: OtherDataset | None = Field(
+        default=None, description="null when no other dataset was given"
+    )
+    rows: int | None = Field(
+        default=None,
+        description="rows a side to be read at most, null when no values were to be compared",
+    )
+
+
 class Audit(Section):
     """What ``actds audit`` says; the model of ``--json``."""
 
@@ -468,6 +516,7 @@ class Audit(Section):
     seal: int | None
     runs: list[str]
     policies: list[str] = Field(description="overflow policies of the runs")
+    options: Options = Field(default_factory=Options)
     limits: Limits
     verdict: Verdict
     accounting: Accounting

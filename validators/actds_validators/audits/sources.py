@@ -39,6 +39,8 @@ __all__ = [
 
 MEMORY_LIMIT = "400MB"
 BATCH_ROWS = 1 << 15
+LOOKED_AT = 10_000
+"""Readouts among which the longest says how many projections a run has; all should have as many."""
 RUN_TABLES: tuple[TableName, ...] = (
     "tokens",
     "requests",
@@ -84,7 +86,7 @@ class RunSource:
         run: the run.
         connection: DuckDB, with views named as the tables.
         hooks: hooks with readouts, in the order of the dataset.
-        n_projections: projections per readout.
+        n_projections: projections per readout, of the longest of the first ten thousand.
         parts: the tables ``tokens`` and ``readouts`` in parts: a shard or a ledger entry each.
     """
 
@@ -223,5 +225,8 @@ def _source(
         row[0]
         for row in connection.execute("select distinct hook from readouts order by hook").fetchall()
     ]
-    first = connection.execute("select len(projections) from readouts limit 1").fetchone()
-    return RunSource(run, connection, tuple(hooks), int(first[0]) if first else 0, parts)
+    longest = connection.execute(
+        f"select max(len(projections)) from (select projections from readouts limit {LOOKED_AT})"
+    ).fetchone()
+    n_projections = int(longest[0] or 0) if longest else 0
+    return RunSource(run, connection, tuple(hooks), n_projections, parts)

@@ -6,9 +6,9 @@ From the result's verdict, limits and heads; tables only.
 from __future__ import annotations
 
 from actds.page import human_nbytes
-from actds_validators.audits.result import Audit, Limits, Number, Verdict
+from actds_validators.audits.result import Audit, Limits, Number, Options, Verdict
 from actds_validators.report.parts import Part, Row, Table, Tone, first
-from actds_validators.report.words import Sentence, kept, limit_of, measured, number, seconds
+from actds_validators.report.words import Sentence, count, kept, limit_of, measured, number, seconds
 
 __all__ = ["check_part", "settings_part"]
 
@@ -53,6 +53,36 @@ def settings_part(audit: Audit) -> Part:
     words = frozenset({0, 1})
     tables = [
         Table("Dataset", ("", ""), rows, words),
+        Table("Options", ("", ""), _options(audit.options), words),
         Table("Settings", ("setting", "value", "meaning"), limits, frozenset({0, 2})),
     ]
     return Part("settings", "Settings and digests", Sentence(lead), (), tables)
+
+
+def _options(options: Options) -> list[Row]:
+    """Return what the audit was asked for, beside its limits."""
+    rows = [Row(("engine", options.engine))]
+    classes, other = options.classes, options.against
+    if classes is None:
+        rows.append(Row(("token classes", "those of the tables")))
+    else:
+        matching = f"{count(classes.n_matching)} of {count(classes.n_ranges)}"
+        labelled = f"{count(classes.n_labelled)} of {count(classes.n_positions)}"
+        rows += [
+            Row(("token classes", Sentence(classes.path))),
+            Row(("SHA-256 of their file", classes.sha256)),
+            Row(("ranges that begin within a request of the dataset", matching)),
+            Row(("positions that have a label", labelled)),
+        ]
+    rows.append(Row(("values compared by", Sentence(", ".join(options.by) or "no column"))))
+    if other is None:
+        rows.append(Row(("values compared with", "no other dataset")))
+    else:
+        rows += [
+            Row(("values compared with", Sentence(other.path))),
+            Row(("its dataset", other.dataset)),
+            Row(("its digest", other.digest)),
+        ]
+    if options.rows is not None:
+        rows.append(Row(("rows a side at most", count(options.rows))))
+    return rows

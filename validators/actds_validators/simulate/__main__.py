@@ -40,13 +40,40 @@ def main(
         chosen = replace(chosen, rate=rate)
     try:
         if tokens is not None:
-            write_tables(out, tokens, scenario=chosen, seed=seed)
-            return
-        simulated = simulate(replace(chosen, n_steps=steps or chosen.n_steps), seed)
-        write_dataset(simulated, out)
+            pieces = _Pieces()
+            write_tables(out, tokens, scenario=chosen, seed=seed, told=pieces.add)
+            told = pieces.summary()
+        else:
+            simulated = simulate(replace(chosen, n_steps=steps or chosen.n_steps), seed)
+            write_dataset(simulated, out)
+            told = _summary(simulated.truth)
     except ActdsError as error:
         raise click.ClickException(str(error)) from None
-    click.echo(json.dumps(_summary(simulated.truth), indent=2, sort_keys=True))
+    click.echo(json.dumps(told, indent=2, sort_keys=True))
+
+
+class _Pieces:
+    """What is known of the losses of a dataset that is simulated in pieces."""
+
+    def __init__(self) -> None:
+        self._n_pieces = self._n_computed = 0
+        self._n_lost = 0.0
+        self._first: dict[str, object] = {}
+
+    def add(self, truth: Truth) -> None:
+        """Add a piece."""
+        self._first = self._first or _summary(truth)
+        self._n_pieces += 1
+        self._n_computed += len(truth.row_probability)
+        self._n_lost += len(truth.row_probability) * truth.loss_share
+
+    def summary(self) -> dict[str, object]:
+        """Return the truth over all pieces; what several have each for themselves is null."""
+        if self._n_pieces == 1:
+            return self._first
+        why = f"null: each of {self._n_pieces} pieces has its own; --steps prints those of one run"
+        share = self._n_lost / self._n_computed
+        return {**self._first, "loss_share": share, "smd": None, "bias": None, "note": why}
 
 
 def _summary(truth: Truth) -> dict[str, object]:

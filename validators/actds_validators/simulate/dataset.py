@@ -33,6 +33,7 @@ from actds.seal import seal
 from actds.shard import ShardRows, commit_part, commit_shard
 from actds.store import LocalStore
 from actds_validators.simulate.assemble import HOOK, WALL_NS
+from actds_validators.simulate.losses import Truth
 from actds_validators.simulate.run import Simulated, simulate
 from actds_validators.simulate.scenario import SCENARIOS, Scenario
 
@@ -89,6 +90,7 @@ def write_tables(
     n_runs: int | None = None,
     sealed: bool = True,
     progress: Callable[[int], None] = lambda n_tokens: None,
+    told: Callable[[Truth], None] = lambda truth: None,
 ) -> Path:
     """Write a dataset of many tokens in bounded memory, and return its path.
 
@@ -106,6 +108,7 @@ def write_tables(
             100 bytes a row; ``None`` takes one for every ten million tokens.
         sealed: seal at the end.
         progress: called with the computed tokens of each piece that is written.
+        told: called with the truth about the losses of each piece.
 
     Raises:
         ActdsError: E309 when a dataset stands there; E503 when the disk refuses.
@@ -125,6 +128,7 @@ def write_tables(
             simulated = simulate(scenario, int(state[0]))
             writer.add(simulated)
             progress(len(simulated.lost))
+            told(simulated.truth)
             del simulated
         writer.close()
     if sealed:

@@ -1,0 +1,100 @@
+"""Comparison: the values audits that somebody asked for, checked before anything long begins.
+
+Beside the audit, for the command. Opens both datasets and looks at their hooks and columns at once;
+rows are read later, by `drift`. Imports the format room, `drift` and the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import actds
+from actds.dataset import Dataset
+from actds_validators.audits.drift import (
+    Column,
+    common_hooks,
+    drift_against,
+    drift_by,
+    values_to_compare,
+)
+from actds_validators.audits.result import Audit, Drift, Limits, OtherDataset
+
+__all__ = ["Comparison", "open_comparison"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Args:
+        dataset: the dataset audited.
+        against: path of the other one as it was given, ``None`` without.
+        other: the other one.
+        by: columns.
+        rows: rows a side that are read at most.
+    """
+
+    dataset: Dataset
+    against: str | None
+    other: Dataset | None
+    by: tuple[Column, ...]
+    rows: int
+
+    def added_to(self, result: Audit) -> tuple[Audit, Exception | None]:
+        """Return the result with the comparisons, and what the first one that failed raised.
+
+        The verdict rests on none of them, so that a failure takes nothing from the result.
+        """
+        sections: list[Drift] = []
+        failed: Exception | None = None
+        for compare in self._parts(result.limits):
+            try:
+                sections += compare()
+            except Exception as error:  # the caller raises it when the result is written
+                failed = failed or error
+        other = None
+        if self.other is not None and self.against is not None:
+            dataset = self.other.catalog.genesis.dataset
+            other = OtherDataset(path=self.against, dataset=dataset, digest=self.other.digest)
+        asked = {"by": list(self.by), "against": other, "rows": self.rows}
+        options = result.options.model_copy(update=asked)
+        return result.model_copy(update={"drift": sections, "options": options}), failed
+
+    def _parts(self, limits: Limits) -> list[Callable[[], list[Drift]]]:
+        dataset, other = self.dataset, self.other
+        parts: list[Callable[[], list[Drift]]] = []
+        if other is not None:
+            parts.append(partial(drift_against, dataset, other, limits, rows=self.rows))
+        for column in self.by:
+            parts.append(partial(drift_by, dataset, column, limits, rows=self.rows))
+        return parts
+
+
+def open_comparison(
+    path: str, against: str | None, by: tuple[str, ...], rows: int
+) -> Comparison | None:
+    """Return what is to be compared, ``None`` when nothing was asked for; no row is read.
+
+    Args:
+        path: the dataset audited.
+        against: another dataset, if any.
+        by: columns; one that is named twice counts once.
+        rows: rows a side that are read at most.
+
+    Raises:
+        ActdsError: E014 no hook in common, or nothing to compare in a column; what ``actds.open``
+            raises of either dataset.
+    """
+    if against is None and not by:
+        return None
+    dataset = actds.open(path)
+    other = None if against is None else actds.open(against)
+    if other is not None:
+        common_hooks(dataset, other)
+    for column in by:
+        values_to_compare(dataset, column)
+    columns = cast("tuple[Column, ...]", tuple(dict.fromkeys(by)))
+    return Comparison(dataset, against, other, columns, rows)
