@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -92,6 +93,21 @@ def test_no_table_and_no_picture_runs_out_of_the_page(
         assert browser.evaluate(SCROLLED) == []
     browser.open(page, width=600)  # the control: there they scroll within their box
     assert len(browser.evaluate(SCROLLED)) > 0
+
+
+@pytest.mark.parametrize("loss", [1e-7, 1e-5, 3e-4, 0.0057, 0.049, 0.31, 0.5, 0.9, 0.999])
+def test_words_of_the_bound_stand_whole_wherever_its_point_lies(
+    browser: Browser, tmp_path: Path, loss: float
+) -> None:
+    few = audit("few").missingness
+    assert few is not None
+    bound = few.bound.model_copy(update={"loss_share": loss, "bias": math.sqrt(loss / (1 - loss))})
+    missingness = few.model_copy(update={"bound": bound})
+    source = render(audit("few", missingness=missingness))
+    assert "…" not in source[source.index('id="bound-title"') :].partition("</svg>")[0]
+    browser.open(write(tmp_path / "page.html", source))
+    assert browser.evaluate(OUTSIDE) == []
+    assert browser.evaluate(COVERED) == []
 
 
 def test_every_section_is_seen_and_every_link_leads_to_one(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from actds_validators.audits.result import Bound, Limits
 from actds_validators.report.axes import Frame, axes
@@ -28,10 +29,10 @@ def bound_curve(bound: Bound, limits: Limits) -> Picture:
         WIDTH,
         312,
     )
-    points = sorted((c.loss_share, c.bias) for c in bound.curve if c.loss_share > 0 and c.bias > 0)
-    here = (bound.loss_share, bound.bias)
-    xs = [x for x, _ in [*points, here] if x > 0] + [1e-4, 0.5]
-    ys = [y for _, y in [*points, here] if y > 0] + [limits.negligible_bias, 1.0]
+    pairs = [*((c.loss_share, c.bias) for c in bound.curve), (bound.loss_share, bound.bias)]
+    points = sorted((x, y) for x, y in pairs if x > 0 and y > 0)
+    xs = [x for x, _ in pairs if x > 0] + [1e-4, 0.5]
+    ys = [y for _, y in pairs if y > 0] + [limits.negligible_bias, 1.0]
     f = Frame(90, 24, 740, 228, _log_range(xs), _log_range(ys))
     axes(
         p,
@@ -54,22 +55,41 @@ def bound_curve(bound: Bound, limits: Limits) -> Picture:
     x, y = f.x(math.log10(bound.loss_share)), f.y(math.log10(bound.bias))
     p.dot(x, y, "mark lost-mark", ", ".join(said), 6)
     width = max(text_width(words, bold=True) for words in said)
-    # Beside the point, off the curve, which rises from left to right, and off the limits' words.
-    places: tuple[tuple[float, float, Anchor], ...] = (
-        (x + 12, y + 22, "start"),
-        (x - 12, y - 22, "end"),
-        (x + 12, y - 22, "start"),
-        (x - 12, y + 22, "end"),
-    )
-    boxes = [(_box(at, top, width, anchor), at, top, anchor) for at, top, anchor in places]
-    inside = [b for b in boxes if b[0][0] >= f.left and b[0][2] <= f.right and b[0][1] >= 12]
-    inside = [b for b in inside if b[0][3] <= f.bottom - 2]
-    clear = [b for b in inside if not any(_meet(b[0], other) for other in words_at)]
-    best = [b for b in clear if not any(_meet(b[0], line) for line in lines_at)]
-    _, at, top, anchor = [*best, *clear, *inside, *boxes][0]
+    curve = [(f.x(math.log10(x)), f.y(math.log10(y))) for x, y in points]
+    pieces = [(a, d, c, b) for (a, b), (c, d) in pairwise(curve)]
+    at, low, anchor = _place(f, (x, y), width, ((words_at, 4), (pieces, 2), (lines_at, 1)))
     for n, words in enumerate(said):
-        p.text(at, top + 15 * n, words, anchor, "bold halo")
+        p.text(at, low + 15 * n, words, anchor, "bold halo")
     return p
+
+
+def _place(
+    f: Frame,
+    point: tuple[float, float],
+    width: float,
+    covered: Sequence[tuple[Sequence[Box], int]],
+) -> tuple[float, float, Anchor]:
+    """Return where two lines of text beside a point cover the least of what is drawn.
+
+    Args:
+        f: the area that they stay in.
+        point: that they belong to.
+        width: of the wider line.
+        covered: boxes of what is drawn, each kind with how much it matters.
+    """
+    x, y = point
+    sides: tuple[tuple[float, Anchor], ...] = ((x + 12, "start"), (x - 12, "end"))
+    best, least = (f.left + 8, f.top + 16, sides[0][1]), math.inf
+    for step in (22, 37, 52, 67, 82):
+        for low in (y + step, y - step):
+            for at, anchor in sides:
+                box = _box(at, low, width, anchor)
+                if box[0] < f.left or box[2] > f.right or box[1] < 2 or box[3] > f.bottom - 2:
+                    continue
+                cost = sum(k * any(_meet(box, b) for b in boxes) for boxes, k in covered)
+                if cost < least:
+                    best, least = (at, low, anchor), cost
+    return best
 
 
 def _limits(p: Picture, f: Frame, limits: Limits) -> tuple[list[Box], list[Box]]:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from actds_validators.audits.result import Coverage, CoverageCell
 from actds_validators.report.axes import legend
 from actds_validators.report.parts import Part, Row, Table, first
-from actds_validators.report.svg import WIDTH, Picture, split_range, text_width
+from actds_validators.report.svg import WIDTH, Picture, split_range
 from actds_validators.report.words import Sentence, clean, count, number, percent, short
 
 __all__ = ["coverage_part"]
@@ -76,10 +76,11 @@ def coverage_map(cells: list[CoverageCell]) -> Picture:
     legend(p, left, 16, [(_KINDS[s], _NAMES.get(s, s)) for s in _STATES])
     for column, (low, high) in enumerate(bands):
         words = f"{low:,}–{high - 1:,}" if high - 1 > low else f"{low:,}"
-        above, below = split_range(words) if text_width(words) > width - 6 else ("", words)
+        low_line, high_line = split_range(words, width - 4)
         middle = left + width * (column + 0.5) - 2
-        p.text(middle, 40, above, "middle", room=width - 4)
-        p.text(middle, 54, below, "middle", room=width - 4)
+        if high_line:
+            p.text(middle, 40, low_line, "middle", room=width - 4)
+        p.text(middle, 54, high_line or low_line, "middle", room=width - 4)
     for row, (name, columns) in enumerate(grid.items()):
         y = 66.0 + 52 * row
         p.text(left - 10, y + 13, name, "end", room=164)

@@ -23,6 +23,7 @@ from actds_validators.report.words import (
     Sentence,
     estimate,
     number,
+    short,
     signed,
 )
 
@@ -121,13 +122,14 @@ def forest(group: str, differences: list[Difference], limits: Limits) -> Picture
     _forest_legend(p, f, series)
     low, high = f.x(-limits.equivalence), f.x(limits.equivalence)
     p.box(low, f.top, high - low, f.height, "band", f"±{number(limits.equivalence)}: equal")
-    for value in ticks(*f.x_range, 6):
+    marks = [(value, short(value)) for value in ticks(*f.x_range, 6)]
+    for value, _ in marks:
         p.line(f.x(value), f.top, f.x(value), f.bottom, "grid")
     for edge in (-limits.serious, limits.serious):
         p.line(f.x(edge), f.top, f.x(edge), f.bottom, "limit", f"serious: {number(edge)}")
     p.line(f.x(0), f.top, f.x(0), f.bottom, "axis")
     label = f"SMD, standard deviations of all{'; ' + more if more else ''}"
-    axes(p, f, label, "", y_marks=[])
+    axes(p, f, label, "", x_marks=marks, y_marks=[])
     for row, d in enumerate(shown):
         y = f.top + line * row
         p.text(f.left - 10, y + line / 2 + 4, d.covariate.label, "end", room=256)

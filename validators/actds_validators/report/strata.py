@@ -14,7 +14,7 @@ from actds_validators.report.words import clean, count, percent
 __all__ = ["heat_map"]
 
 _MAX_ROWS, _MAX_STRATA = 18, 10
-_LEFT = 266.0
+_LEFT = 260.0
 
 
 def heat_map(differences: list[Difference]) -> Picture:
@@ -43,8 +43,8 @@ def heat_map(differences: list[Difference]) -> Picture:
     shade_scale(p, _LEFT, top)
     for d, row, y in zip(shown, names, tops, strict=True):
         middle = _LEFT - 10
-        p.text(middle, y + 15, d.covariate.label, "end", room=256)
-        p.text(middle, y + 30, _unit(d), "end", "dim", room=256)
+        p.text(middle, y + 15, d.covariate.label, "end", room=250)
+        p.text(middle, y + 30, _unit(d), "end", "dim", room=250)
         width = (WIDTH - 2 - _LEFT) / len(row)
         height = 52 if any(below for _, below in row) else 38
         for column, (s, lines) in enumerate(zip(d.strata, row, strict=False)):
@@ -61,7 +61,7 @@ def _stratum_names(d: Difference) -> list[tuple[str, str]]:
     if any(text_width(label) > room for label in labels):
         unit = f" {d.covariate.unit}"
         labels = [label.removesuffix(unit).replace(" to ", "–") for label in labels]
-    return [(n, "") if text_width(n) <= room else split_range(n) for n in labels]
+    return [split_range(name, room) for name in labels]
 
 
 def _stratum(

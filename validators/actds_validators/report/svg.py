@@ -26,7 +26,9 @@ _MAX_NUMBER = 40  # letters; more are no number that anybody drew
 _WIDTHS = (
     (0.37, frozenset(" ijl.,'|")),
     (0.42, frozenset("tfrI:;!()[]-/\\`")),
+    (0.52, frozenset("–")),
     (0.6, frozenset("ckvxyzs")),
+    (0.64, frozenset("0123456789")),
     (0.9, frozenset("<>=+~#&GOQHNwDU±×")),
     (1.05, frozenset("@%MWm…")),
 )
@@ -165,7 +167,7 @@ def _em(letter: str) -> float:
     for width, letters in _WIDTHS:
         if letter in letters:
             return width
-    if letter.islower() or letter.isdigit() or letter in '_{}*$?"':
+    if letter.islower() or letter in '_{}*$?"':
         return _LOWER
     return _FULL if ord(letter) > 0x2E80 else _OTHER
 
@@ -184,7 +186,12 @@ def fit(words: str, room: float, *, bold: bool = False) -> str:
     return words + "…" if words else ""
 
 
-def split_range(words: str) -> tuple[str, str]:
-    """Return a range of two numbers as two lines; the second is empty when it is none."""
+def split_range(words: str, room: float) -> tuple[str, str]:
+    """Return a range of two numbers as two lines where one of small type is wider than the room.
+
+    The second is empty where one line is enough, and for words that are no such range.
+    """
+    if text_width(words) * SMALL_PX / FONT_PX <= room:
+        return words, ""
     low, dash, high = words.partition("–")
     return (low + dash, high) if _is_number(low) and high[:1].isdigit() else (words, "")
