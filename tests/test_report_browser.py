@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from audit_results import CASES, audit, enormous, hostile
+from audit_results_wide import wide
 from browser import Browser, chromium
 
+from actds_validators.audits.result import Audit
 from actds_validators.report.html import render
 
 pytestmark = [
@@ -41,6 +44,14 @@ COVERED = """
 # What makes the page itself wider than the window.
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
+# Tables and pictures that do not fit in their box.
+SCROLLED = """
+[...document.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth)
+  .map(box => box.getAttribute("aria-label"))
+"""
+# Heights of the figures, with what is below them.
+FIGURES = "[...document.querySelectorAll('figure')].map(f => f.getBoundingClientRect().height)"
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -55,11 +66,11 @@ def write(path: Path, source: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", [*CASES, "hostile", "enormous"])
+@pytest.mark.parametrize("name", [*CASES, "wide", "hostile", "enormous"])
 def test_page_says_nothing_asks_nothing_and_fits(
     browser: Browser, tmp_path: Path, name: str
 ) -> None:
-    made = {"hostile": hostile, "enormous": enormous}
+    made = {"wide": wide, "hostile": hostile, "enormous": enormous}
     page = write(tmp_path / "page.html", render(made[name]() if name in made else audit(name)))
     for width in (900, 400):
         browser.open(page, width=width)
@@ -67,9 +78,36 @@ def test_page_says_nothing_asks_nothing_and_fits(
         assert browser.requests == [page.as_uri()]
         assert browser.evaluate(WIDER) == 0
         assert browser.evaluate(OUTSIDE) == []
-    if name in CASES:
+    if name in CASES or name == "wide":
         assert browser.evaluate(COVERED) == []
     assert browser.evaluate("document.querySelectorAll('script').length") == 0
+
+
+@pytest.mark.parametrize("name", ["load", "heavy", "unexplained", "wide"])
+def test_no_table_and_no_picture_runs_out_of_the_page(
+    browser: Browser, tmp_path: Path, name: str
+) -> None:
+    page = write(tmp_path / "page.html", render(wide() if name == "wide" else audit(name)))
+    for width in (985, 1400):  # a window of 1,000 pixels less its scroll bar
+        browser.open(page, width=width)
+        assert browser.evaluate(SCROLLED) == []
+    browser.open(page, width=600)  # the control: there they scroll within their box
+    assert len(browser.evaluate(SCROLLED)) > 0
+
+
+@pytest.mark.parametrize("loss", [1e-7, 1e-5, 3e-4, 0.0057, 0.049, 0.31, 0.5, 0.9, 0.999])
+def test_words_of_the_bound_stand_whole_wherever_its_point_lies(
+    browser: Browser, tmp_path: Path, loss: float
+) -> None:
+    few = audit("few").missingness
+    assert few is not None
+    bound = few.bound.model_copy(update={"loss_share": loss, "bias": math.sqrt(loss / (1 - loss))})
+    missingness = few.model_copy(update={"bound": bound})
+    source = render(audit("few", missingness=missingness))
+    assert "…" not in source[source.index('id="bound-title"') :].partition("</svg>")[0]
+    browser.open(write(tmp_path / "page.html", source))
+    assert browser.evaluate(OUTSIDE) == []
+    assert browser.evaluate(COVERED) == []
 
 
 def test_every_section_is_seen_and_every_link_leads_to_one(
@@ -127,10 +165,23 @@ def test_the_policy_stops_what_a_hole_would_let_in(browser: Browser, tmp_path: P
 
 def test_text_outside_its_picture_is_found(browser: Browser, tmp_path: Path) -> None:
     """The control: a text pushed over the edge, and one over another, are reported."""
-    outside = '<text x="755" y="20">far outside</text><text x="90" y="20">a</text>'
+    outside = '<text x="855" y="20">far outside</text><text x="90" y="20">a</text>'
     source = render(audit("load")).replace("</svg></div>", f"{outside}</svg></div>", 1)
     browser.open(write(tmp_path / "page.html", source))
     assert browser.evaluate(OUTSIDE) == ["Loss waterfall: far outside"]
     covered = '<text x="300" y="16">one</text><text x="300" y="16">two</text></svg></div>'
     browser.open(write(tmp_path / "page.html", source.replace("</svg></div>", covered, 1)))
     assert "one / two" in browser.evaluate(COVERED)
+
+
+@pytest.mark.parametrize("make", [wide, enormous])
+def test_every_figure_fits_on_a_printed_page(
+    browser: Browser, tmp_path: Path, make: Callable[[], Audit]
+) -> None:
+    browser.open(write(tmp_path / "page.html", render(make())), width=718)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    heights = browser.evaluate(FIGURES)
+    assert len(heights) > 10
+    assert max(heights) < 979  # A4 in width, Letter in height, with the margins of a browser
+    if make is wide:
+        assert browser.evaluate(WIDER) == 0

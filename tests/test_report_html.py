@@ -14,9 +14,13 @@ from typing import Any
 import audit_results
 import pytest
 from audit_results import CASES, audit, enormous, hostile
+from audit_results_wide import FLOOR_NOTE, LABELS, SHARES, wide
 
 from actds_validators.audits.result import Audit, Must, Number
+from actds_validators.report import words
+from actds_validators.report.forest import stored_bias
 from actds_validators.report.html import MARKS, render
+from actds_validators.report.svg import Picture, fit
 from actds_validators.report.words import percent
 
 MAX_NBYTES = 1_000_000
@@ -24,7 +28,10 @@ SECTIONS = ("checks", "accounting", "coverage", "missingness", "mechanism", "que
 PICTURES = (
     "waterfall",
     "coverage-map",
-    "forest",
+    "forest-system",
+    "forest-content",
+    "forest-values",
+    "stored-bias",
     "heat-map",
     "bound",
     "trace",
@@ -103,7 +110,23 @@ def test_a_section_that_is_missing_is_left_out_and_says_why() -> None:
     assert "the accounting does not add up" in source
     nothing = render(audit("negligible", missingness=None, accounting=audit_results.accounting(0)))
     assert "no token was lost" not in nothing  # 1,200 were aborted
-    assert "although tokens were lost" in nothing
+    assert "no token was dropped; those of aborted requests are counted" in nothing
+    dropped = render(audit("heavy", missingness=None))
+    assert "the result does not hold it, although tokens were dropped" in dropped
+
+
+def test_weights_are_missing_where_nothing_was_dropped_or_nothing_is_stored() -> None:
+    some = audit("few").accounting
+    said = "no token was dropped: every weight is 1"
+    for aborted in (0, 1_200):
+        none = some.model_copy(update={"dropped": 0, "aborted": aborted})
+        assert said in render(audit("few", accounting=none))
+    assert said not in render(audit("few"))
+    assert "although tokens were dropped" in render(audit("few"))
+    bare = some.model_copy(update={"captured": 0})
+    assert "no row is stored that a weight could be given to" in render(
+        audit("few", accounting=bare)
+    )
 
 
 def test_numbers_stand_in_the_check_table_beside_their_limits() -> None:
@@ -251,7 +274,7 @@ def test_sections_without_a_single_entry_are_drawn_without_pictures() -> None:
 
     ids = Page(render(Audit.model_validate(emptied(audit("heavy").as_json())))).ids()
     assert {"coverage", "missingness", "mechanism", "queues", "weights"} <= set(ids)
-    assert not {"forest-title", "trace-title", "coverage-map-title"} & set(ids)
+    assert not {"forest-system-title", "trace-title", "coverage-map-title"} & set(ids)
 
 
 @pytest.mark.parametrize(
@@ -273,11 +296,111 @@ def test_the_page_says_what_was_audited_with_which_options() -> None:
     asked, plain = (
         " ".join(" ".join(Page(render(audit(name))).text).split()) for name in ("heavy", "load")
     )
-    for words in (
+    for said in (
         "/data/classes.parquet", "c1a5" * 16, "12,345 of 20,000", "1,234,567 of 2,000,001",
         "values compared by phase", "/data/other", "other-1", "07e4" * 16, "rows a side at most",
     ):  # fmt: skip
-        assert words in asked, words
-    for words in ("engine threads", "those of the tables", "no column", "no other dataset"):
-        assert words in plain, words
+        assert said in asked, said
+    for said in ("engine threads", "those of the tables", "no column", "no other dataset"):
+        assert said in plain, said
     assert "rows a side at most" not in plain
+
+
+def _drawn(source: str) -> list[tuple[str, str]]:
+    """Return the texts of all pictures, each with its title, empty where it has none."""
+    found = re.findall(r"<text[^>]*>(?:<title>(.*?)</title>)?(.*?)</text>", source)
+    return [(html.unescape(text), html.unescape(title)) for title, text in found]
+
+
+@pytest.mark.parametrize("make", [wide, lambda: audit("heavy"), lambda: audit("few")])
+@pytest.mark.parametrize("scale", [1e-300, 1e-9, 1.0, 1e9, 1e300])
+def test_no_number_of_a_picture_is_cut(make: Any, scale: float) -> None:
+    drawn = _drawn(render(_scaled(make(), scale)))
+    assert len(drawn) > 200
+    assert [text for text, _ in drawn if any(c.isdigit() for c in text) and "…" in text] == []
+    assert [text for text, _ in drawn if text == "…"] == []
+
+
+def test_shares_of_narrow_cells_are_drawn_whole() -> None:
+    source = render(wide())
+    for name in ("heat-map", "weight-map", "coverage-map"):
+        picture = next(s for s in source.split("<svg") if f'id="{name}-title"' in s)
+        drawn = {text for text, _ in _drawn(picture)}
+        assert {percent(share) for share in SHARES} <= drawn
+
+
+def test_covariates_of_real_hooks_are_drawn_whole_and_longer_ones_keep_their_name() -> None:
+    source = render(wide())
+    for name in ("forest-values", "forest-content", "heat-map"):
+        picture = next(s for s in source.split("<svg") if f'id="{name}-title"' in s)
+        seen = [text for text, _ in _drawn(picture) if " at layers" in text]
+        assert seen and set(seen) <= set(LABELS)
+    picture = Picture("p", "t", "d", 860, 40)
+    label = f"{LABELS[1]}, of the model before its last step of training"
+    picture.text(250, 20, label, "end", room=240)
+    assert picture.shapes[0].title == label
+    assert label.startswith(picture.shapes[0].text.removesuffix("…"))
+
+
+@pytest.mark.parametrize("room", range(5, 130, 5))
+def test_a_text_is_cut_before_a_number_and_never_through_it(room: int) -> None:
+    seen = fit("layer 12,345.25 of -67", room)
+    assert not re.search(r"\d…", seen) or seen.startswith("layer 12,345.25")
+
+
+def test_nought_has_no_sign() -> None:
+    for said in (words.number, words.short, percent, words.thousandths, words.signed):
+        assert not said(-0.0).startswith(("-", "+"))
+        for value in (-1e-300, -4.9e-4, -0.0009999, -0.04, -1.0):
+            assert re.search(r"[1-9]", said(value)), (said, value)
+    for scale in (-0.0, -1e-300, -1e-5, 1e-5):
+        source = render(_scaled(audit("heavy"), scale))
+        texts = [*Page(source).text, *re.findall(r"<title>(.*?)</title>", source)]
+        assert [t for t in texts if re.search(r"(?<![\w.])-0(\.0*)?(?![.\w])", t)] == []
+        assert '"-0"' not in source
+
+
+def test_notes_stand_below_their_row_and_what_all_say_stands_once() -> None:
+    source = render(wide())
+    noted = re.findall(
+        r'<tr class="[a-z ]*noted">(.*?)</tr>\s*<tr class="[a-z ]*note">(.*?)</tr>', source, re.S
+    )
+    assert len(noted) == 5 + 4 + 4
+    for cells, note in noted:
+        n_columns = len(re.findall(r"<t[hd]", cells))
+        assert note.startswith(f'<td colspan="{n_columns}">')
+    assert sum("measure 0 of the channels</td>" in note for _, note in noted) == 2
+    said = html.unescape(source)
+    assert said.count(FLOOR_NOTE) == 2  # once a comparison
+    assert f"All measures: {FLOOR_NOTE}." in said
+
+
+def test_forest_of_any_number_of_covariates_fits_on_a_printed_page() -> None:
+    source = render(enormous())
+    pictures = [s for s in source.split("<svg") if re.search('id="(forest-|stored-bias)', s)]
+    assert len(pictures) == 4
+    for picture in pictures:
+        width, height = map(float, re.findall(r'viewBox="0 0 (\S+) (\S+)"', picture)[0])
+        assert height / width * 718 < 900  # a page of A4 or Letter holds 718 by 979 pixels
+        assert "more, all in audit.json" in picture
+        legend = "serious, with a rejected test" if "stored-bias" in picture else "counts as equal"
+        assert any(legend in text for text, _ in _drawn(picture))
+
+
+@pytest.mark.parametrize(("serious", "in_plot"), [(0.001, True), (0.9, False)])
+def test_bias_before_and_after_weighting_has_a_scale_of_its_own(
+    serious: float, in_plot: bool
+) -> None:
+    found = audit("heavy")
+    assert found.missingness is not None
+    limits = found.limits.model_copy(update={"serious": serious})
+    picture = stored_bias(found.missingness.differences, limits)
+    said = {shape.text for shape in picture.shapes if shape.tag == "text"}
+    limit = f"serious, with a rejected test: {'' if in_plot else 'beyond '}±{serious}"
+    assert limit + ("" if in_plot else ", not in the plot") in said
+    drawn = [s for s in picture.shapes if ("class", "limit") in s.attributes]
+    assert len(drawn) == (3 if in_plot else 0)  # two and the legend
+    for d in found.missingness.differences:
+        assert d.covariate.label in said
+        for one in (d.before_weighting, d.after_weighting):
+            assert one is None or words.signed(one.value, three=True) in said

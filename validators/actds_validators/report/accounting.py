@@ -8,7 +8,7 @@ from __future__ import annotations
 from actds_validators.audits.result import Accounting, WaterfallStep
 from actds_validators.report.axes import Frame, axes, legend
 from actds_validators.report.parts import Part, Row, Table, first
-from actds_validators.report.svg import Picture
+from actds_validators.report.svg import WIDTH, Picture
 from actds_validators.report.words import Sentence, count, many, percent, short
 
 __all__ = ["accounting_part", "balance"]
@@ -74,13 +74,13 @@ def waterfall(steps: list[WaterfallStep]) -> Picture:
         "Loss waterfall",
         "From all positions of all requests to the rows that are stored; each step takes away "
         "what it names.",
-        760,
+        WIDTH,
         76 + 30 * len(shown),
     )
     items = [("all", "all"), ("reused", "cache reference"), ("filtered", "filtered")]
-    legend(p, 200, 16, [*items, ("lost", "lost"), ("stored", "stored")])
+    legend(p, 230, 16, [*items, ("lost", "lost"), ("stored", "stored")])
     whole = max(1, max(step.n_positions for step in steps))
-    f = Frame(200, 30, 400, 30 * len(shown), (0, whole), (0, 1))
+    f = Frame(230, 30, 440, 30 * len(shown), (0, whole), (0, 1))
     axes(p, f, f"positions{', ' + more if more else ''}", "", x_text=short, y_marks=[])
     left = next((s.n_positions for s in steps if s.name == "positions"), whole)
     for n, step in enumerate(shown):
@@ -92,11 +92,12 @@ def waterfall(steps: list[WaterfallStep]) -> Picture:
         words = _WORDS.get(step.name, step.name)
         label = f"{words}: {step.reason}" if step.reason else words
         said = f"{count(step.n_positions)} ({percent(step.share)})"
-        p.text(f.left - 10, y + 19, label, "end", room=185)
+        p.text(f.left - 10, y + 19, label, "end", room=214)
         # A step too thin to see still shows as a line.
         start, width = f.x(low), max(f.x(high) - f.x(low), 1.5 if step.n_positions else 0)
         p.box(start, y + 6, width, 18, _KINDS.get(step.name, "lost"), f"{label}: {said}")
-        p.text(f.right + 10, y + 19, said, room=148)
+        brief = f"{short(step.n_positions)} ({percent(step.share)})"
+        p.text(f.right + 10, y + 19, said, shorter=[brief])
         if n + 1 < len(shown) and shown[n + 1].name != "captured":
             edge = f.x(left)
             p.line(edge, y + 24, edge, y + 36, "link")

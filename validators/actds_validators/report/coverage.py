@@ -10,7 +10,7 @@ from collections import defaultdict
 from actds_validators.audits.result import Coverage, CoverageCell
 from actds_validators.report.axes import legend
 from actds_validators.report.parts import Part, Row, Table, first
-from actds_validators.report.svg import Picture
+from actds_validators.report.svg import WIDTH, Picture, split_range
 from actds_validators.report.words import Sentence, clean, count, number, percent, short
 
 __all__ = ["coverage_part"]
@@ -68,21 +68,29 @@ def coverage_map(cells: list[CoverageCell]) -> Picture:
         "Each cell is split by what became of its positions: computed and stored, reused from the "
         "prefix cache, lost, filtered. Below: the number of positions, and the share of computed "
         "and reused that a row stands for when references are not followed.",
-        760,
-        76 + 52 * len(grid),
+        WIDTH,
+        90 + 52 * len(grid),
     )
-    left, width = 130.0, 620.0 / len(bands)
+    left = 176.0
+    width = (WIDTH - 8 - left) / len(bands)
     legend(p, left, 16, [(_KINDS[s], _NAMES.get(s, s)) for s in _STATES])
     for column, (low, high) in enumerate(bands):
-        p.text(left + width * (column + 0.5), 40, f"{low}–{high - 1}", "middle", room=width)
+        words = f"{low:,}–{high - 1:,}" if high - 1 > low else f"{low:,}"
+        low_line, high_line = split_range(words, width - 4)
+        middle = left + width * (column + 0.5) - 2
+        if high_line:
+            p.text(middle, 40, low_line, "middle", room=width - 4)
+        p.text(middle, 54, high_line or low_line, "middle", room=width - 4)
     for row, (name, columns) in enumerate(grid.items()):
-        y = 52.0 + 52 * row
-        p.text(left - 10, y + 20, name, "end", room=120)
+        y = 66.0 + 52 * row
+        p.text(left - 10, y + 13, name, "end", room=164)
         for column in range(len(bands)):
             counts, share = columns[column], once[name][column]
             place = f"{clean(name, 40)}, positions {bands[column][0]}–{bands[column][1] - 1}"
             _cell(p, left + width * column, y, width - 4, counts, share, place)
-    p.text(left + 310, 52.0 + 52 * len(grid) + 12, "position in the request, tokens", "middle")
+    p.text(
+        (left + WIDTH) / 2, 66.0 + 52 * len(grid) + 14, "position in the request, tokens", "middle"
+    )
     return p
 
 
@@ -102,7 +110,7 @@ def _cell(
         start += part
     p.text(x + width / 2, y + 29, short(total), "middle", room=width)
     if once is not None:
-        p.text(x + width / 2, y + 42, f"{100 * once:.0f} %", "middle", "dim", room=width)
+        p.text(x + width / 2, y + 42, percent(once), "middle", "dim", room=width)
 
 
 def _bands(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:

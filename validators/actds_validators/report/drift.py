@@ -10,8 +10,8 @@ from collections import defaultdict
 
 from actds_validators.audits.result import Drift, DriftMeasure
 from actds_validators.report.axes import Frame, axes, legend, span
-from actds_validators.report.parts import Part, Row, Table, first, without_empty_last
-from actds_validators.report.svg import Picture
+from actds_validators.report.parts import Part, Row, Table, first
+from actds_validators.report.svg import WIDTH, Picture
 from actds_validators.report.words import Sentence, count, number, p_value
 
 __all__ = ["drift_parts"]
@@ -51,6 +51,7 @@ def _part(section: Drift, n: int) -> Part:
         "measure between halves of one side, split by request."
     )
     some, more = first(section.measures, _MAX_TABLE)
+    common, own = _common([m.note for m in some])
     rows = [
         Row(
             (
@@ -62,12 +63,12 @@ def _part(section: Drift, n: int) -> Part:
                 "-" if m.p is None else p_value(m.p),
                 "-" if m.adjusted_p is None else p_value(m.adjusted_p),
                 f"{count(m.n)} {m.unit}",
-                m.note,
-            )
+            ),
+            note=note,
         )
-        for m in some
+        for m, note in zip(some, own, strict=True)
     ]
-    head: tuple[str, ...] = (
+    head = (
         "hook",
         "measure",
         "value",
@@ -76,12 +77,20 @@ def _part(section: Drift, n: int) -> Part:
         "p",
         "adjusted p",
         "rests on",
-        "note",
     )
-    head, rows = without_empty_last(head, rows)
-    table = Table(f"{title}: measures", head, rows, frozenset({0, 1, 8}), more)
+    table = Table(f"{title}: measures", head, rows, frozenset({0, 1}), more)
     pictures = [drift_bars(section, name)] if section.measures else []
-    return Part(name, title, Sentence(lead), pictures, [table] if rows else [])
+    notes = [Sentence(f"All measures: {common}.")] if common else []
+    return Part(name, title, Sentence(lead), pictures, [table] if rows else [], notes)
+
+
+def _common(notes: list[str]) -> tuple[str, list[str]]:
+    """Return what all notes say alike, and what is left of each."""
+    if len(notes) < 2:
+        return "", notes
+    said = [note.split("; ") for note in notes]
+    common = [word for word in dict.fromkeys(said[0]) if word and all(word in s for s in said)]
+    return "; ".join(common), ["; ".join(w for w in s if w not in common) for s in said]
 
 
 def _above(m: DriftMeasure) -> str:
@@ -103,26 +112,26 @@ def drift_bars(section: Drift, name: str) -> Picture:
         f"{section.kind.capitalize()} beside its floor",
         "Per measure and hook the value (striped) and below it the floor (plain): a value no "
         "longer than its floor is no drift.",
-        760,
+        WIDTH,
         y + 4,
     )
-    legend(p, 200, 16, [("lost", "value"), ("floor", "floor")])
+    legend(p, 220, 16, [("lost", "value"), ("floor", "floor")])
     for (label, members), top in zip(shown, tops, strict=True):
         values = [v for m in members for v in (m.value, m.floor) if v is not None]
-        f = Frame(200, top + 16, 440, 30 * len(members), span(values), (0, 1))
-        p.text(200, top + 6, label, kind="bold")
+        f = Frame(220, top + 16, 440, 30 * len(members), span(values), (0, 1))
+        p.text(220, top + 6, label, kind="bold")
         axes(p, f, "", "", y_marks=[])
         for n, m in enumerate(members):
             at = f.top + 30 * n
-            p.text(f.left - 10, at + 19, m.hook, "end", room=185)
+            p.text(f.left - 10, at + 19, m.hook, "end", room=206)
             _bar(p, f, m.value, at + 4, "lost", f"{m.hook}, {label}: {number(m.value)}")
             if m.floor is not None:
                 _bar(p, f, m.floor, at + 16, "floor", f"{m.hook}, floor: {number(m.floor)}")
             floor = "no floor" if m.floor is None else number(m.floor)
-            p.text(f.right + 8, at + 19, f"{number(m.value)} / {floor}", room=112)
+            p.text(f.right + 8, at + 19, f"{number(m.value)} / {floor}")
     return p
 
 
 def _bar(p: Picture, f: Frame, value: float, y: float, kind: str, title: str) -> None:
     low, high = sorted((f.x(0), f.x(value)))
-    p.box(low, y, max(high - low, 1.5), 10, kind, title)
+    p.box(low, y, max(high - low, 1.5 if value else 0), 10, kind, title)

@@ -11,7 +11,7 @@ import hashlib
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from actds_validators.audits.result import Audit
+from actds_validators.audits.result import Accounting, Audit
 from actds_validators.report.accounting import accounting_part
 from actds_validators.report.coverage import coverage_part
 from actds_validators.report.drift import drift_parts
@@ -36,10 +36,10 @@ _ABSENT = {
     "missingness": ("Missingness", "no token was lost, so nothing can differ"),
     "mechanism": ("Mechanism", "no token was lost, so there is nothing to test"),
     "queues": ("Time and queues", "the run records neither steps nor queues"),
-    "weighting": ("Weights", "no weights were asked for: actds audit --weights OUT.parquet"),
+    "weighting": ("Weights", "no token was dropped: every weight is 1"),
     "drift": ("Drift", "no other rows were named: actds audit --against OTHER, or --by COLUMN"),
 }
-_STATISTICS = ("missingness", "mechanism")
+_OF_LOSSES = ("missingness", "mechanism", "weighting")
 
 
 def render(audit: Audit) -> str:
@@ -87,17 +87,27 @@ def _parts(audit: Audit) -> list[Part]:
 def _absent(audit: Audit) -> list[Absent]:
     """Return the sections that the result lacks, each with the reason that the result shows."""
     unexplained = any(finding.severity == "error" for finding in audit.accounting.findings)
-    lost = audit.accounting.dropped + audit.accounting.aborted > 0
     reasons: dict[str, list[str]] = {}
     for name, (title, why) in _ABSENT.items():
         if getattr(audit, name):
             continue
         if unexplained and name != "drift":
             why = "the accounting does not add up, and no estimate stands on such a census"
-        elif lost and name in _STATISTICS:
-            why = "the result does not hold it, although tokens were lost"
+        elif name in _OF_LOSSES:
+            why = _without_losses(name, audit.accounting) or why
         reasons.setdefault(f"Left out: {why}.", []).append(title)
     return [Absent(", ".join(titles), Sentence(why)) for why, titles in reasons.items()]
+
+
+def _without_losses(name: str, account: Accounting) -> str:
+    """Return why a section on losses is missing; empty where nothing was lost."""
+    if account.dropped and name == "weighting" and not account.captured:
+        return "no row is stored that a weight could be given to"
+    if account.dropped:
+        return "the result does not hold it, although tokens were dropped"
+    if account.aborted and name != "weighting":
+        return "no token was dropped; those of aborted requests are counted, not compared"
+    return ""
 
 
 @cache
@@ -121,7 +131,7 @@ def _finalize(value: Any) -> Any:
     if hasattr(value, "__html__"):  # markup of the template itself
         return value
     if isinstance(value, float):
-        return f"{value:.1f}".removesuffix(".0")
+        return f"{round(value, 1) + 0.0:.1f}".removesuffix(".0")
     return clean(value) if isinstance(value, str) else value
 
 

@@ -6,7 +6,7 @@ From the result's section of the same name; tables only.
 from __future__ import annotations
 
 from actds_validators.audits.result import Association, Limits, Mechanism
-from actds_validators.report.parts import Part, Row, Table, first, without_empty_last
+from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.words import Sentence, count, number, p_value
 
 __all__ = ["mechanism_part", "smallest_first"]
@@ -39,13 +39,13 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
                 p_value(t.adjusted_p),
                 f"{count(t.n_units)} {t.unit}",
                 "-" if t.naive_p is None else f"({p_value(t.naive_p)})",
-                t.note,
             ),
             "bad" if t.rejected else "",
+            t.note,
         )
         for t in some
     ]
-    head: tuple[str, ...] = (
+    head = (
         "rejected",
         "test",
         "covariate",
@@ -55,9 +55,7 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         "adjusted p",
         "units",
         "naive p (not deciding)",
-        "note",
     )
-    head, rows = without_empty_last(head, rows)
     notes = [Sentence(_on_content(section.tests))] if section.tests else []
     if section.detectable is not None:
         notes.append(
@@ -77,7 +75,7 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         f"Tests, the smallest adjusted p first (blocks of {count(section.block_steps)} steps, "
         f"{count(section.n_blocks)} of them)"
     )
-    tables = [Table(caption, head, rows, frozenset({0, 1, 2, 3, 9}), more)] if rows else []
+    tables = [Table(caption, head, rows, frozenset(range(4)), more)] if rows else []
     return Part("mechanism", "Mechanism", Sentence(lead), (), tables, notes)
 
 

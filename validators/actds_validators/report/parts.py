@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 from actds_validators.report.svg import Picture
 from actds_validators.report.words import Sentence
 
-__all__ = ["MAX_ROWS", "Absent", "Part", "Row", "Table", "first", "without_empty_last"]
+__all__ = ["MAX_ROWS", "Absent", "Part", "Row", "Table", "first"]
 
 MAX_ROWS = 50
 """Rows of a table or a chart; ``audit.json`` holds them all."""
@@ -23,10 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; the tone only repeats what the words say."""
+    """A row of a table; the tone only repeats what the words say, a note stands below the cells."""
 
     cells: tuple[str, ...]
     tone: Tone = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,3 @@ def first(items: Sequence[T], room: int = MAX_ROWS) -> tuple[list[T], str]:
     """Return the first items and a sentence on those left out, empty when none is."""
     left = len(items) - room
     return list(items[:room]), f"and {left:,} more, all in audit.json" if left > 0 else ""
-
-
-def without_empty_last(head: tuple[str, ...], rows: list[Row]) -> tuple[tuple[str, ...], list[Row]]:
-    """Return a table's head and rows, less the last column where no row says anything there."""
-    if any(row.cells[-1] for row in rows):
-        return head, rows
-    return head[:-1], [Row(row.cells[:-1], row.tone) for row in rows]

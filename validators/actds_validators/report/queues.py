@@ -10,9 +10,18 @@ from collections import defaultdict
 from actds_validators.audits.result import Lag, LagBand, Loss, Occupancy, Queues
 from actds_validators.report.axes import Frame, axes, legend, span
 from actds_validators.report.parts import Part, Row, Table, first
-from actds_validators.report.svg import Picture
+from actds_validators.report.svg import WIDTH, Picture
 from actds_validators.report.trace import capture_trace, lowest
-from actds_validators.report.words import Sentence, count, many, number, percent, seconds
+from actds_validators.report.words import (
+    Sentence,
+    count,
+    many,
+    number,
+    percent,
+    seconds,
+    short,
+    thousandths,
+)
 
 __all__ = ["queues_part"]
 
@@ -54,12 +63,12 @@ def loss_against_load(points: list[Loss]) -> Picture:
         "Loss against load",
         "Per decile of load the share of computed tokens lost, with its interval; the dashed line "
         "is the isotonic fit, which may only rise.",
-        760,
+        WIDTH,
         292,
     )
     top = min(1.0, max(max(s.rate.value, s.rate.high, s.fitted) for s in shown) * 1.1) or 0.01
     loads = [s.load for s in shown]
-    f = Frame(90, 38, 640, 196, span(loads, zero=False), (0, top))
+    f = Frame(90, 38, 740, 196, span(loads, zero=False), (0, top))
     axes(p, f, "load, tokens per step", "share lost", y_text=percent, left=64)
     p.dot(100, 14, "mark lost-mark")
     p.text(112, 18, "decile, with interval")
@@ -87,8 +96,8 @@ def occupancy(rows: list[Occupancy]) -> Picture:
         "Queue occupancy",
         "Per stage of the writer the share of the time at each depth of its queue; the last bar "
         "of a full queue is striped.",
-        760,
-        4 + 208 * lines,
+        WIDTH,
+        4 + 222 * lines,
     )
     for n, (stage, members) in enumerate(shown):
         capacity = max(1, *(m.capacity for m in members))
@@ -99,15 +108,16 @@ def occupancy(rows: list[Occupancy]) -> Picture:
             bins[m.depth // width] += m.seconds
         total = sum(bins.values()) or 1.0
         n_bins = deepest // width + 1
-        f = Frame(70 + 240 * (n % 3), 36 + 208 * (n // 3), 170, 120, (0, n_bins), (0, 1))
-        p.text(f.left, f.top - 12, f"{stage}, capacity {count(capacity)}", kind="bold", room=180)
+        f = Frame(70 + 270 * (n % 3), 44 + 222 * (n // 3), 195, 120, (0, n_bins), (0, 1))
+        p.text(f.left, f.top - 26, stage, kind="bold", room=215)
+        p.text(f.left, f.top - 11, f"capacity {count(capacity)}", kind="dim", room=215)
         marks = sorted({0, n_bins // 2, n_bins - 1})
         axes(
             p,
             f,
             "depth, entries",
             "share of time" if n % 3 == 0 else "",
-            x_marks=[(k + 0.5, count(k * width)) for k in marks],
+            x_marks=[(k + 0.5, _depth(k * width)) for k in marks],
             y_marks=[(0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %")],
             left=52,
         )
@@ -120,6 +130,10 @@ def occupancy(rows: list[Occupancy]) -> Picture:
                 x + 0.5, y, f.width / n_bins - 1, f.bottom - y, "lost" if full else "stored", said
             )
     return p
+
+
+def _depth(entries: int) -> str:
+    return count(entries) if entries < 100_000 else short(entries)
 
 
 def lag_plot(lags: list[Lag], band: LagBand | None) -> Picture:
@@ -136,21 +150,21 @@ def lag_plot(lags: list[Lag], band: LagBand | None) -> Picture:
             f"{many(max(1, int(band.n_effective)), 'independent one')}): some lags lie outside by "
             "chance, neighbours together. The tests, not this plot, decide."
         )
-    p = Picture("lags", "Load against loss, by lag", said, 760, 288 if band else 262)
+    p = Picture("lags", "Load against loss, by lag", said, WIDTH, 288 if band else 262)
     ends = [band.low, band.high] if band else []
     values = span([lag.correlation for lag in shown] + ends)
     top = 44 if band else 18
-    f = Frame(90, top, 640, 186, span([lag.steps for lag in shown], zero=False), values)
+    f = Frame(90, top, 740, 186, span([lag.steps for lag in shown], zero=False), values)
     if band is not None:
         words = f"{percent(band.confidence)} of unrelated series, at each lag"
         legend(p, f.left, 22, [("band", words)])
-        ends_said = f"band of chance: {band.low:.3f} to {band.high:.3f}"
+        ends_said = f"band of chance: {thousandths(band.low)} to {thousandths(band.high)}"
         p.box(f.left, f.y(band.high), f.width, f.y(band.low) - f.y(band.high), "band", ends_said)
     axes(p, f, "lag, steps (loss after load)", "correlation", left=64)
     p.line(f.left, f.y(0), f.right, f.y(0), "axis")
     for lag in shown:
         x, y = f.x(lag.steps), f.y(lag.correlation)
-        said = f"{lag.steps:+d} steps: correlation {lag.correlation:.3f}"
+        said = f"{lag.steps:+d} steps: correlation {thousandths(lag.correlation)}"
         p.line(x, f.y(0), x, y, "whisker stored-line", said)
         p.dot(x, y, "mark stored-mark", said, 2.5)
     return p

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from actds_validators.audits.result import Audit, Difference, Drift, Estimate, Mechanism, Number
 from actds_validators.report.accounting import balance
+from actds_validators.report.forest import worst_first
 from actds_validators.report.mechanism import smallest_first
-from actds_validators.report.missingness import worst_first
 from actds_validators.report.words import (
     Sentence,
     against,

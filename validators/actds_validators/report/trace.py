@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from actds_validators.audits.result import Queues, Stall, TracePoint
 from actds_validators.report.axes import Frame, axes, legend
-from actds_validators.report.svg import Picture
+from actds_validators.report.svg import WIDTH, Picture
 from actds_validators.report.words import clean, count, many, number, percent, seconds
 
 __all__ = ["capture_trace", "lowest"]
@@ -40,27 +40,27 @@ def capture_trace(queues: Queues) -> Picture:
         "Capture-rate trace",
         "Along the run: stored and lost tokens a second, the share of computed tokens that was "
         "stored, the load, and when each stage of the writer stalled.",
-        760,
-        430 + 24 * max(1, len(stages)),
+        WIDTH,
+        442 + 24 * max(1, len(stages)),
     )
     around = (min(b.start_s for b in bins), max(b.end_s for b in bins))
-    legend(p, 90, 16, [("stored", "stored"), ("lost", "lost")])
+    legend(p, 110, 16, [("stored", "stored"), ("lost", "lost")])
     top = max(b.per_second for b in bins) * 1.05 or 1.0
-    rate = Frame(90, 28, 650, 120, around, (0, top))
+    rate = Frame(110, 28, 730, 120, around, (0, top))
     axes(p, rate, "", "tokens/s", x_marks=[], left=64)
     for b in bins:
         _bar(p, rate, b)
-    share = Frame(90, 172, 650, 90, around, (0, 1))
+    share = Frame(110, 172, 730, 90, around, (0, 1))
     marks = [(0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %")]
     axes(p, share, "", "share stored", x_marks=[], y_marks=marks, left=64)
     for piece in _steps(bins):
         p.path([(share.x(t), share.y(v)) for t, v in piece], "curve")
     rows = max(1, len(stages))
-    load = Frame(90, 286, 650, 70, around, (0, max(b.load for b in bins) * 1.1 or 1.0))
+    load = Frame(110, 298, 730, 70, around, (0, max(b.load for b in bins) * 1.1 or 1.0))
     axes(p, load, "", "load", x_marks=[], left=64)
     p.path([(load.x((b.start_s + b.end_s) / 2), load.y(b.load)) for b in bins], "curve dashed")
-    p.text(load.right - 4, load.top + 2, "moving average, tokens per step", "end", "dim halo")
-    rug = Frame(90, 370, 650, 24 * rows, around, (0, 1))
+    p.text(load.right - 4, load.top - 8, "moving average, tokens per step", "end", "dim")
+    rug = Frame(110, 382, 730, 24 * rows, around, (0, 1))
     axes(p, rug, "seconds since the first step", "", y_marks=[])
     _stalls(p, rug, stages)
     return p
@@ -95,7 +95,7 @@ def _stalls(p: Picture, f: Frame, stages: list[Stall]) -> None:
         p.text(f.left + 8, f.top + 16, "no stall recorded", kind="dim")
     for n, stall in enumerate(stages):
         y = f.top + 24 * n
-        p.text(f.left - 10, y + 16, stall.stage, "end", room=80)
+        p.text(f.left - 10, y + 16, stall.stage, "end", room=98)
         said = f"{many(stall.n, 'stall')}, {seconds(stall.seconds)}"
         p.line(f.left, y + 12, f.right, y + 12, "grid", f"{clean(stall.stage, 60)}: {said}")
         for at in stall.marks_s[:_MAX_MARKS]:

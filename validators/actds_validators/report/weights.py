@@ -81,4 +81,4 @@ def _cell(p: Picture, x: float, y: float, width: float, cell: WeightCell, top: f
     p.box(x, y, width, 38, f"shade{step}", said)
     middle = x + width / 2
     p.text(middle, y + 16, percent(cell.rate), "middle", f"ink{step}", room=width - 4)
-    p.text(middle, y + 31, f"× {cell.weight:.3g}", "middle", f"ink{step}", room=width - 4)
+    p.text(middle, y + 31, f"× {short(cell.weight)}", "middle", f"ink{step}", room=width - 4)

@@ -25,6 +25,8 @@ __all__ = [
     "percent",
     "seconds",
     "short",
+    "signed",
+    "thousandths",
 ]
 
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
@@ -79,17 +81,22 @@ def number(value: float) -> str:
 
 def short(value: float) -> str:
     """Return a number in the room of a cell, with k, M or G."""
+    if abs(value) >= 1e12:
+        return f"{value:.2e}"
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
+        # What rounds to 1,000 of one letter is one of the next; 0.9995 k is no letter's yet.
+        if abs(value) >= 0.9995 * size:
             return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
+    return f"{value + 0.0:.3g}"  # adding nought turns minus zero into a plain one
 
 
 def percent(share: float) -> str:
     """Return a share in per cent; a part is never rounded to nothing or to all."""
-    value = 100 * share
+    value = 100 * share + 0.0
     if 0 < value < 0.01:
         return "< 0.01 %"
+    if -0.01 < value < 0:
+        return "> -0.01 %"
     if 99.99 < value < 100:
         return "> 99.99 %"
     return f"{value:.2f} %" if 99.95 <= value < 100 else f"{value:.3g} %"
@@ -111,11 +118,25 @@ def seconds(value: float) -> str:
 
 def estimate(value: Estimate) -> str:
     """Return an estimate with its interval."""
-    return f"{_thousandths(value.value)} [{_thousandths(value.low)}, {_thousandths(value.high)}]"
+    return f"{thousandths(value.value)} [{thousandths(value.low)}, {thousandths(value.high)}]"
 
 
-def _thousandths(value: float) -> str:
-    return short(value) if 0 < abs(value) < 0.001 or abs(value) >= 100 else f"{value:.3f}"
+def thousandths(value: float) -> str:
+    """Return a number to a thousandth; a smaller one, or one from 100 on, with three digits."""
+    if 0 < abs(value) < 0.001 or abs(value) >= 100:
+        return short(value)
+    return f"{value + 0.0:.3f}"
+
+
+def signed(value: float, *, three: bool = False) -> str:
+    """Return a number as ``thousandths`` does, with its sign; nought has none.
+
+    Args:
+        value: the number.
+        three: with three digits, as ``short``, where thousandths say too little.
+    """
+    said = short(value) if three else thousandths(value)
+    return f"+{said}" if value > 0 else said
 
 
 def measured(value: float | None, unit: str) -> str:
