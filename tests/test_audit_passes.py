@@ -202,8 +202,9 @@ def test_the_command_says_the_same_on_ray(dataset: Path, ray_engine: Engine) -> 
             for name in ("threads", "ray")]  # fmt: skip
     assert [(one.exit_code, one.stderr) for one in told] == [(0, "")] * 2
     threads, ray = (json.loads(one.stdout) for one in told)
-    for document in (threads, ray):
+    for document, name in ((threads, "threads"), (ray, "ray")):
         assert document.pop("duration_s") > 0 and document.pop("peak_nbytes") > 0
+        assert document["options"].pop("engine") == name
     assert ray == threads and len(ray["runs"]) == 2 and ray["accounting"]["dropped"] > 0
 
 
