@@ -56,7 +56,7 @@ def bound_curve(bound: Bound, limits: Limits) -> Picture:
     p.dot(x, y, "mark lost-mark", ", ".join(said), 6)
     width = max(text_width(words, bold=True) for words in said)
     curve = [(f.x(math.log10(x)), f.y(math.log10(y))) for x, y in points]
-    pieces = [(a, d, c, b) for (a, b), (c, d) in pairwise(curve)]
+    pieces = [box for a, b in pairwise(curve) for box in _boxes(a, b)]
     at, low, anchor = _place(f, (x, y), width, ((words_at, 4), (pieces, 2), (lines_at, 1)))
     for n, words in enumerate(said):
         p.text(at, low + 15 * n, words, anchor, "bold halo")
@@ -80,7 +80,7 @@ def _place(
     x, y = point
     sides: tuple[tuple[float, Anchor], ...] = ((x + 12, "start"), (x - 12, "end"))
     best, least = (f.left + 8, f.top + 16, sides[0][1]), math.inf
-    for step in (22, 37, 52, 67, 82):
+    for step in range(22, 128, 15):
         for low in (y + step, y - step):
             for at, anchor in sides:
                 box = _box(at, low, width, anchor)
@@ -115,6 +115,16 @@ def _limits(p: Picture, f: Frame, limits: Limits) -> tuple[list[Box], list[Box]]
         words_at.append(box)
         lines_at.append((x, f.top, x, f.bottom))
     return words_at, lines_at
+
+
+def _boxes(a: tuple[float, float], b: tuple[float, float], n: int = 12) -> list[Box]:
+    """Return boxes along a rising line, far smaller together than the box of the whole."""
+    (left, low), (right, high) = a, b
+    wide, tall = (right - left) / n, (high - low) / n
+    return [
+        (left + wide * k, low + tall * (k + 1), left + wide * (k + 1), low + tall * k)
+        for k in range(n)
+    ]
 
 
 def _box(x: float, y: float, width: float, anchor: Anchor, lines: int = 2) -> Box:
