@@ -20,6 +20,7 @@ from actds_validators.audits.result import Audit, Must, Number
 from actds_validators.report import words
 from actds_validators.report.forest import stored_bias
 from actds_validators.report.html import MARKS, render
+from actds_validators.report.strata import heat_map
 from actds_validators.report.svg import Picture, fit
 from actds_validators.report.words import percent
 
@@ -325,8 +326,26 @@ def test_shares_of_narrow_cells_are_drawn_whole() -> None:
     source = render(wide())
     for name in ("heat-map", "weight-map", "coverage-map"):
         picture = next(s for s in source.split("<svg") if f'id="{name}-title"' in s)
-        drawn = {text for text, _ in _drawn(picture)}
-        assert {percent(share) for share in SHARES} <= drawn
+        drawn = {text.removesuffix(" %") for text, _ in _drawn(picture)}
+        assert {percent(share).removesuffix(" %") for share in SHARES} <= drawn
+        assert name != "heat-map" or "was lost, in per cent" in picture
+
+
+@pytest.mark.parametrize("n", [16, 17, 26])
+def test_strata_beyond_the_room_are_left_out_by_size_and_counted(n: int) -> None:
+    found = audit("heavy")
+    assert found.missingness is not None
+    d = next(d for d in found.missingness.differences if d.strata)
+    strata = [
+        d.strata[0].model_copy(update={"label": f"s{k}", "n": 1000 if k % 2 else 10 + k})
+        for k in range(n)
+    ]
+    picture = heat_map([d.model_copy(update={"strata": strata})])
+    names = [s.text for s in picture.shapes if re.fullmatch(r"s\d+", s.text)]
+    kept = sorted(sorted(range(n), key=lambda k: -strata[k].n)[:16])
+    assert names == [f"s{k}" for k in kept]
+    told = any(f"{n - 16} with fewer tokens left out" in s.text for s in picture.shapes)
+    assert told == (n > 16)
 
 
 def test_covariates_of_real_hooks_are_drawn_whole_and_longer_ones_keep_their_name() -> None:

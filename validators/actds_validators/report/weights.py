@@ -8,12 +8,13 @@ from __future__ import annotations
 from actds_validators.audits.result import WeightCell, Weighting
 from actds_validators.report.parts import Part, Row, Table
 from actds_validators.report.shades import shade, shade_scale
-from actds_validators.report.svg import Picture
+from actds_validators.report.svg import WIDTH, Picture, split_range
 from actds_validators.report.words import Sentence, clean, count, measured, number, percent, short
 
 __all__ = ["weights_part"]
 
 _MAX_LOADS, _MAX_LABELS, _MAX_BALANCE = 10, 16, 3
+_LEFT = 172.0  # of the cells
 
 
 def weights_part(section: Weighting) -> Part:
@@ -48,27 +49,29 @@ def weight_map(section: Weighting) -> Picture:
     p = Picture(
         "weight-map",
         "Loss rate and weight by load and complexity",
-        "Each cell: the share of its computed tokens that was lost, shrunk to the common one, and "
-        "below it the weight of its stored rows. Darker cells lost less, lighter cells more; "
+        "Each cell: the share of its computed tokens that was lost, shrunk to that of its load, "
+        "and below it the weight of its stored rows. Darker cells lost less, lighter cells more; "
         "cells beyond the drawn ones stand in audit.json.",
-        760,
-        92 + 42 * len(labels),
+        WIDTH,
+        104 + 42 * len(labels),
     )
     top = max(cell.rate for cell in cells)
-    shade_scale(p, 160, top)
-    width = 590.0 / len(loads)
-    p.text(150, 50, section.complexity, "end", "bold", room=140)
+    shade_scale(p, _LEFT, top)
+    width = (WIDTH - 2 - _LEFT) / len(loads)
+    p.text(_LEFT - 10, 62, section.complexity, "end", "bold", room=_LEFT - 14)
     for column, (low, high) in enumerate(loads):
-        words = f"{short(low)}–{short(high)}"
-        p.text(160 + width * (column + 0.5), 50, words, "middle", room=width - 4)
+        words = split_range(f"{short(low)}–{short(high)}", width - 4)
+        for line, word in enumerate(words):
+            at = _LEFT + width * (column + 0.5)
+            p.text(at, (50 if words[1] else 62) + 13 * line, word, "middle", room=width - 4)
     for row, label in enumerate(labels):
-        p.text(150, 82 + 42.0 * row, label, "end", room=140)
+        p.text(_LEFT - 10, 94 + 42.0 * row, label, "end", room=_LEFT - 14)
     for cell in cells:
         load = (cell.load_low, cell.load_high)
         if load in loads and cell.label in labels:
-            x = 160 + width * loads.index(load)
-            _cell(p, x, 58 + 42.0 * labels.index(cell.label), width - 2, cell, top)
-    p.text(455, p.height - 14, "load, tokens per step", "middle")
+            x = _LEFT + width * loads.index(load)
+            _cell(p, x, 70 + 42.0 * labels.index(cell.label), width - 2, cell, top)
+    p.text((_LEFT + WIDTH) / 2, p.height - 14, "load, tokens per step", "middle")
     return p
 
 
@@ -81,4 +84,4 @@ def _cell(p: Picture, x: float, y: float, width: float, cell: WeightCell, top: f
     p.box(x, y, width, 38, f"shade{step}", said)
     middle = x + width / 2
     p.text(middle, y + 16, percent(cell.rate), "middle", f"ink{step}", room=width - 4)
-    p.text(middle, y + 31, f"× {short(cell.weight)}", "middle", f"ink{step}", room=width - 4)
+    p.text(middle, y + 31, f"× {number(cell.weight)}", "middle", f"ink{step}", room=width - 4)
