@@ -36,7 +36,7 @@ def heat_map(differences: list[Difference]) -> Picture:
         "Loss rate per stratum",
         "One row a covariate; each cell names its stratum, in the unit of its row, and the share "
         "of its computed tokens that was lost, in per cent. Darker cells lost less, lighter cells "
-        "more; the numbers say the same.",
+        "more; the numbers say the same. Left out are strata of the fewest tokens.",
         WIDTH,
         y + 6 + (18 if more else 0),
     )
@@ -97,7 +97,7 @@ def _stratum(
 def _unit(d: Difference) -> str:
     """Return the group, and the unit of the strata where their names hold numbers."""
     covariate, n_left = d.covariate, max(0, len(d.strata) - _MAX_STRATA)
-    left = f"; {n_left} with fewer tokens left out" if n_left else ""
+    left = f"; {n_left} left out" if n_left else ""
     if not any(c.isdigit() for s in d.strata for c in s.label[:50]):
         return f"{covariate.group}{left}"
     # Lengths are compared on a logarithmic scale; their strata are named in tokens.
