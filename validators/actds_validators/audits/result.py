@@ -527,7 +527,9 @@ class Audit(Section):
     weighting: Weighting | None = None
     drift: list[Drift] = Field(default_factory=list)
     duration_s: float
-    peak_nbytes: int | None = None
+    peak_nbytes: int | None = Field(
+        default=None, description="largest resident memory of this process, not of Ray's workers"
+    )
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True
