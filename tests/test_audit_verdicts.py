@@ -120,7 +120,7 @@ def test_a_strong_selection_fails_at_the_default_limits() -> None:
     strong = verdict_of("mnar_content", 4, strength=3.0, **changes)
     assert (mild.level, strong.level) == ("WARN", "FAIL")
     assert strong.kind == "values-dependent"
-    assert strong.deciding.name == "most that a tested mean of the stored rows is off"
+    assert strong.deciding.name == "largest bias, content or values with a rejected test"
     assert strong.deciding.value > LIMITS.serious > mild.numbers[-1].value  # type: ignore[operator]
     # Below the share that is heavy, the worst case leaves room for it.
     assert LIMITS.serious < bound(LIMITS.max_loss).bias
@@ -395,7 +395,7 @@ def test_every_number_says_on_which_side_of_its_limit_it_has_to_lie() -> None:
         "smallest adjusted p of the family": "above",
         "smallest difference that would be found": "at most",
         "farthest end of an equivalence interval": "below",
-        "most that a tested mean of the stored rows is off": "at most",
+        "largest bias, content or values with a rejected test": "at most",
     }
 
 

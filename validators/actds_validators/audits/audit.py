@@ -31,7 +31,6 @@ from actds_validators.audits.mechanism import family, load_trends, mechanism
 from actds_validators.audits.missingness import (
     block_totals,
     differences,
-    estimate,
     missingness,
     system_sums,
 )
@@ -57,10 +56,11 @@ from actds_validators.audits.sums import CovariateSums, content_sums, value_sums
 from actds_validators.audits.verdict import Evidence, judge
 from actds_validators.audits.weights import (
     Cells,
+    after_weighting,
     cell_edges,
     counted_cells,
+    stored_cells,
     weigh,
-    weighted_totals,
     weighting,
 )
 from actds_validators.audits.weights_file import write_weights
@@ -274,14 +274,15 @@ def _after_weighting(
     """Return the differences with those of the weighted rows beside them."""
     if cells.weights is None or passed.tokens is None:
         return found
-    weighted = weighted_totals(cells.weights, passed.tokens, passed.values, passed.value_covariates)
-    totals = block_totals(series.blocks, everything)
-    for k, one in enumerate(everything):
-        totals[3:, k] = weighted[one.covariate.name]
-    after = {
-        one.covariate.name: estimate(interval)
-        for one, interval in zip(everything, jackknife_many(totals, smd), strict=True)
-    }
+    held = stored_cells(passed.tokens, passed.values, passed.value_covariates)
+    names = [one.covariate.name for one in everything]
+    estimates = after_weighting(
+        cells,
+        passed.tokens,
+        [held[name] for name in names],
+        block_totals(series.blocks, everything),
+    )
+    after = dict(zip(names, estimates, strict=True))
     return [d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in found]
 
 

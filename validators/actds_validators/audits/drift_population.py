@@ -182,7 +182,7 @@ class _Judge:
             exchanged = two.exchanges(units, N_PERMUTATIONS, self.seed)
             labels = np.concatenate([labels, exchanged])
         values = measure(rows, units, labels)
-        floor = self._floor(measure, rows, units)
+        floor = self._floor(measure, rows, units) if enough else None
         origin = f"floor: 95th percentile of {N_SPLITS} splits of each side's requests in halves"
         few = "; too few requests to test" if test and not enough else ""
         return DriftMeasure(

@@ -260,10 +260,11 @@ def draw(counts: Ints, rows: int, seed: int) -> Sample:
     if int(drawn.sum()) < enough:
         capped = np.minimum(quota, max(1, rows // enough))
         drawn = _walk(capped, rows, seed)
-    missed = quota.any(axis=1) & ~quota[:, drawn].any(axis=1)
+    there = (quota > 0).sum(axis=1)
+    missed = (quota[:, drawn] > 0).sum(axis=1) < np.minimum(there, MIN_REQUESTS // 2)
     if missed.any():
-        # Its few requests stand on the other side as well, which was full before they came: half
-        # of the room is theirs.
+        # The other side, on which its requests may stand as well, was full before enough of them
+        # came: half of the room is theirs.
         capped = np.minimum(quota, max(1, rows // (2 * enough)))
         theirs = capped[missed].any(axis=0)
         drawn = _walk(capped * theirs, max(1, rows // 2), seed)

@@ -19,7 +19,7 @@ from actds_validators.audits.result import (
 )
 from actds_validators.audits.series import SYSTEM, Series
 from actds_validators.audits.sums import CovariateSums
-from actds_validators.statistics.bound import worst_case
+from actds_validators.statistics.bound import farthest_mean, worst_case
 from actds_validators.statistics.distances import jensen_shannon, total_variation
 from actds_validators.statistics.jackknife import (
     Blocks,
@@ -32,7 +32,16 @@ from actds_validators.statistics.jackknife import (
 )
 from actds_validators.statistics.runs import Floats
 
-__all__ = ["bound", "differences", "estimate", "missingness", "strata", "system_sums"]
+__all__ = [
+    "block_totals",
+    "bound",
+    "differences",
+    "estimate",
+    "missingness",
+    "strata",
+    "system_sums",
+    "unbounded",
+]
 
 CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 
@@ -47,6 +56,20 @@ def estimate(interval: Interval | None) -> Estimate | None:
         high=interval.high,
         confidence=interval.confidence,
     )
+
+
+def unbounded(value: float, n: float, effective: float) -> Estimate | None:
+    """Return a mean's distance whose jackknife says nothing, with the worst case about it.
+
+    Args:
+        value: in standard deviations of all rows.
+        n: rows in all.
+        effective: effective rows of the mean.
+    """
+    if not np.isfinite(value) or effective <= 0:
+        return None
+    far = farthest_mean(n, effective)
+    return Estimate(value=value, low=-far, high=far, confidence=1.0)
 
 
 def system_sums(series: Series) -> list[CovariateSums]:
@@ -79,6 +102,9 @@ def differences(
 ) -> list[Difference]:
     """Return the difference of every covariate that varies and of which something was lost.
 
+    Where the jackknife has no interval, as when one block holds all losses, that of the worst case
+    stands in its place, with confidence 1, and there is none for the equivalence test.
+
     Args:
         sums: of the covariates.
         blocks: of the jackknife.
@@ -91,10 +117,11 @@ def differences(
     lost_against_all = jackknife_many(totals, smd)
     stored_against_all = jackknife_many(totals, smd_of_stored)
     for k, one in enumerate(sums):
+        n, sx, sxx, n_lost, lx = whole = totals[:, k].sum(axis=1)
         interval = lost_against_all[k]
-        if interval is None:
+        lost = estimate(interval) or unbounded(float(smd(whole)), n, n_lost)
+        if lost is None:
             continue
-        n, sx, sxx, n_lost, lx = totals[:, k].sum(axis=1)
         banded = bands.get(one.covariate.name)
         found.append(
             Difference(
@@ -102,9 +129,10 @@ def differences(
                 mean_all=sx / n,
                 sd_all=float(np.sqrt(max(0.0, sxx / n - (sx / n) ** 2))),
                 mean_lost=lx / n_lost,
-                smd=_known(interval),
-                equivalence=estimate(interval.at(0.9)),
-                before_weighting=estimate(stored_against_all[k]),
+                smd=lost,
+                equivalence=estimate(interval.at(0.9) if interval else None),
+                before_weighting=estimate(stored_against_all[k])
+                or unbounded(float(smd_of_stored(whole)), n, n - n_lost),
                 total_variation=_distance(total_variation, banded),
                 jensen_shannon=_distance(jensen_shannon, banded),
                 strata=strata(banded) if banded else [],
@@ -170,12 +198,6 @@ def missingness(
     return Missingness(
         differences=found, bound=bound(loss_share), could_ask=asked, could_not_ask=not_asked
     )
-
-
-def _known(interval: Interval) -> Estimate:
-    found = estimate(interval)
-    assert found is not None
-    return found
 
 
 def _distance(measure: object, bands: Bands | None) -> float | None:

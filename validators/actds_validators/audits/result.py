@@ -241,7 +241,10 @@ class Covariate(Section):
 
 
 class Difference(Section):
-    """How far the lost tokens lie from all, in standard deviations of all."""
+    """How far the lost tokens lie from all, in standard deviations of all.
+
+    An interval of confidence 1 is that of the worst case: the losses leave none of their own.
+    """
 
     covariate: Covariate
     mean_all: float
@@ -252,7 +255,9 @@ class Difference(Section):
         default=None, description="the 90 % interval that the equivalence test uses"
     )
     after_weighting: Estimate | None = Field(
-        default=None, description="of the stored rows against all, with weights"
+        default=None,
+        description="of the stored rows against all, with weights; each block that the jackknife "
+        "leaves out is left out of the weights, too",
     )
     before_weighting: Estimate | None = Field(
         default=None, description="of the stored rows against all, without"

@@ -87,8 +87,13 @@ class CellEdges:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the number of loads and of complexities."""
-        return len(self.load) + 1, len(self.edges) + 1
+        """Return the number of loads and of complexities; the last is that of unknown tokens."""
+        return len(self.load) + 1, len(self.edges) + 1 + self.has_unknown
+
+    @property
+    def has_unknown(self) -> bool:
+        """Return whether a token may have no complexity: a rarity needs its id."""
+        return self.complexity == "rarity"
 
     @property
     def n_cells(self) -> int:
@@ -105,9 +110,10 @@ class CellEdges:
             token: places of the token ids; used where it is the rarity.
         """
         load = np.searchsorted(np.array(self.load, np.float32), lookup.load[step], side="right")
-        by_id = self.complexity == "rarity"
-        value = np.nan_to_num(lookup.vocabulary.rarity(token)) if by_id else position
+        value = lookup.vocabulary.rarity(token) if self.has_unknown else position
         other = np.searchsorted(np.array(self.edges), value, side="right")
+        if self.has_unknown:
+            other = np.where(np.isnan(value), len(self.edges) + 1, other)
         found: Ints = load * self.shape[1] + other
         return found
 

@@ -234,15 +234,15 @@ def _dependent(
     )
     with_values = any(t.covariate.group == "values" for t in content)
     effect = _held(
-        "most that a tested mean of the stored rows is off", worst, "at most", limits.serious,
+        "largest bias, content or values with a rejected test", worst, "at most", limits.serious,
         "standard deviations",
     )  # fmt: skip
     is_serious = not effect.ok
     return Verdict(
         level="FAIL" if is_serious else "WARN",
         kind="values-dependent" if with_values else "content-dependent",
-        sentence=f"{dependence(mechanism, content)} On what was tested, the stored rows are off "
-        f"by up to {worst:.3f} standard deviations.",
+        sentence=f"{dependence(mechanism, content)} For what was rejected there, the stored rows "
+        f"are off by up to {worst:.3f} standard deviations.",
         deciding=effect if is_serious else numbers["p"],
         numbers=[*numbers.values(), effect],
         next_steps=[
@@ -266,6 +266,13 @@ def _system(
     first = min(rejected, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
     share = evidence.accounting.loss_share
     others = asked(missing, "or")
+    by_load = []
+    if any(t.name != "change" for t in rejected):
+        words = "Train with --weights: inverse-probability weights by load and complexity"
+        by_load = [
+            *remedy(evidence.weighting, words),
+            "Harvest again with --overflow block, or with larger rings (actds plan).",
+        ]
     return Verdict(
         level="WARN",
         kind="load-dependent",
@@ -273,14 +280,7 @@ def _system(
         f"{first.adjusted_p:.2g}), and with no {others}: {fewer(first, missing)}.",
         deciding=numbers["p"],
         numbers=list(numbers.values()),
-        next_steps=[
-            *remedy(
-                evidence.weighting,
-                "Train with --weights: inverse-probability weights by load and complexity",
-            ),
-            *look_when(rejected),
-            "Or harvest again with --overflow block, or with larger rings (actds plan).",
-        ],
+        next_steps=[*by_load, *look_when(rejected)],
     )
 
 

@@ -13,6 +13,9 @@ from actds_validators.audits.result import (
     Weighting,
 )
 
+WORTHWHILE = 0.9
+"""Weights are advised where they bring the largest bias below so much of itself."""
+
 __all__ = ["asked", "dependence", "fewer", "look_when", "on_reuse", "remedy", "training"]
 
 
@@ -31,7 +34,7 @@ def dependence(mechanism: Mechanism, content: list[Association]) -> str:
     if within:
         return (
             f"Losses go with {what}: {named} differs even among the tokens of one step ({p}), "
-            "which the load cannot cause."
+            "which the load of the step does not explain."
         )
     if any(t.name == "within" for t in mechanism.tests):
         inside = "Tests among the tokens of one step, which met the same load, reject nothing."
@@ -42,7 +45,9 @@ def dependence(mechanism: Mechanism, content: list[Association]) -> str:
             f"Losses go with what the steps held ({named}, {p}), which can come from the load "
             f"alone: the mix of phases, positions and lengths changes with it. {inside}"
         )
-    with_load = any(t.rejected and t.covariate.group == "system" for t in mechanism.tests)
+    with_load = any(
+        t.rejected and t.covariate.group == "system" and t.name != "change" for t in mechanism.tests
+    )
     load = (
         "They go with the load too, which can be why."
         if with_load
@@ -69,20 +74,23 @@ def look_when(rejected: list[Association]) -> list[str]:
     """Return what to do about a loss rate that changed in time, which no weight mends."""
     if not any(t.name == "change" for t in rejected):
         return []
-    return ["Look at the trace: what changed at that time? Weights do not mend it."]
+    return ["Look at the trace: what changed at that time? Weights by load do not mend it."]
 
 
 def remedy(weighting: Weighting | None, words: str) -> list[str]:
-    """Return the step to train with weights, with what they do; none where they do nothing."""
+    """Return the step to train with weights, with what they do; none where they do little."""
     if weighting is None:
         return []
-    better = [b for b in weighting.balance if b.after < b.before]
-    if not better:
+    before, after = (
+        max((getattr(b, side) for b in weighting.balance), default=0.0)
+        for side in ("before", "after")
+    )
+    if not after < WORTHWHILE * before:
         return []
     changes = ", ".join(
-        f"{b.group} from {b.before:.2g} to {b.after:.2g}" for b in weighting.balance
+        f"{b.group} from {b.before:.3g} to {b.after:.3g}" for b in weighting.balance
     )
-    return [f"{words}; the largest bias of a tested mean changes: {changes}."]
+    return [f"{words}; the largest bias of a mean of stored rows changes: {changes}."]
 
 
 def asked(missing: Missingness, both: str = "and") -> str:

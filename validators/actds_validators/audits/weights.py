@@ -7,17 +7,19 @@ load and complexity, and nothing else. Imports the passes' sums, the statistics 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from actds_validators.audits.missingness import estimate, unbounded
 from actds_validators.audits.result import (
     Balance,
     Covariate,
     Difference,
+    Estimate,
     Group,
     WeightCell,
     Weighting,
@@ -25,19 +27,23 @@ from actds_validators.audits.result import (
 from actds_validators.audits.series import SYSTEM, Series
 from actds_validators.audits.tokens import CellEdges, TokenSums
 from actds_validators.audits.values import ValueSums
+from actds_validators.statistics.jackknife import Interval, from_replicates, smd
 from actds_validators.statistics.runs import Floats
 from actds_validators.statistics.weighting import (
     effective_rows,
     inverse_probability,
     nested_rates,
+    shrunken_rates,
 )
 
 __all__ = [
     "Cells",
+    "StoredCells",
+    "after_weighting",
     "cell_edges",
     "counted_cells",
+    "stored_cells",
     "weigh",
-    "weighted_totals",
     "weighting",
 ]
 
@@ -80,42 +86,119 @@ def cell_edges(series: Series, *, has_ids: bool) -> CellEdges:
 
 def counted_cells(edges: CellEdges, series: Series, sums: TokenSums) -> Cells:
     """Return the cells with their computed and lost tokens."""
-    stored, lost = (sums.cell_n[k].sum(axis=0).reshape(edges.shape) for k in (0, 1))
-    return Cells(edges, float(series.load.max()), stored + lost, lost)
+    return _counted(edges, float(series.load.max()), sums.cell_n.sum(axis=1))
+
+
+def _counted(edges: CellEdges, load_max: float, n: Floats) -> Cells:
+    """Return cells of stored and lost tokens ``(2, n_cells)``.
+
+    Lost tokens whose id nobody knows are spread over the cells of their load as the known ones
+    are, or the stored ones where none is known.
+    """
+    stored, lost = (side.reshape(edges.shape).copy() for side in n)
+    if edges.has_unknown and lost[:, -1].any():
+        known = lost[:, :-1].sum(axis=1, keepdims=True)
+        like = np.where(known > 0, lost[:, :-1], stored[:, :-1])
+        total = like.sum(axis=1, keepdims=True)
+        share = np.divide(like, total, out=np.zeros_like(like), where=total > 0)
+        spread = share * lost[:, -1:]
+        lost[:, :-1] += spread
+        lost[:, -1] -= spread.sum(axis=1)
+        lost[np.abs(lost) < 1e-9] = 0
+    return Cells(edges, load_max, stored + lost, lost)
 
 
 def weigh(cells: Cells) -> Cells:
     """Return the counted cells with their rates and weights."""
     rates = nested_rates(cells.n, cells.lost)
+    if cells.edges.has_unknown:  # of any complexity: like their load
+        rates[:, -1] = shrunken_rates(cells.n.sum(axis=1), cells.lost.sum(axis=1))
     return replace(cells, rates=rates, weights=inverse_probability(cells.n, cells.lost, rates))
 
 
-def weighted_totals(
-    weights: Floats,
-    tokens: TokenSums,
-    values: ValueSums | None,
-    covariates: Sequence[Sequence[Covariate]],
-) -> dict[str, Floats]:
-    """Return sums of w and w x of the stored rows over blocks, ``(2, n_blocks)`` a covariate.
+@dataclass(frozen=True)
+class StoredCells:
+    """A covariate over the stored rows, by block and cell.
 
     Args:
-        weights: of the cells, any shape.
+        n: rows that have a value, ``(n_blocks, n_cells)``.
+        x: sum of their values.
+    """
+
+    n: Floats
+    x: Floats
+
+
+def stored_cells(
+    tokens: TokenSums, values: ValueSums | None, covariates: Sequence[Sequence[Covariate]]
+) -> dict[str, StoredCells]:
+    """Return every covariate over the stored rows.
+
+    Args:
         tokens: sums of the tokens' pass.
         values: of the readouts, if there are any.
         covariates: of each hook of the readouts.
     """
-    w = weights.reshape(-1)
-    n = tokens.cell_n[0] @ w
-    known = {"rarity": tokens.cell_known @ w}
-    found = {name: np.stack([n, tokens.cell_system[k] @ w]) for k, name in enumerate(SYSTEM)}
+    n = tokens.cell_n[0]
+    found = {name: StoredCells(n, tokens.cell_system[k]) for k, name in enumerate(SYSTEM)}
     for k, name in enumerate(tokens.names):
-        found[name] = np.stack([known.get(name, n), tokens.cell_x[k] @ w])
+        known = tokens.cell_known if name == "rarity" else n
+        found[name] = StoredCells(known, tokens.cell_x[k])
     if values is not None:
         for hook, of_hook in enumerate(covariates):
             for k, one in enumerate(of_hook):
-                sums = values.cell_n[hook, k], values.cell_x[hook, k]
-                found[one.name] = np.stack([s @ w for s in sums])
+                found[one.name] = StoredCells(values.cell_n[hook, k], values.cell_x[hook, k])
     return found
+
+
+def after_weighting(
+    cells: Cells,
+    tokens: TokenSums,
+    stored: Sequence[StoredCells],
+    totals: Floats,
+) -> list[Estimate | None]:
+    """Return how far the weighted rows lie from all, one covariate after the other.
+
+    The jackknife leaves a block out of the weights as well: they are made of the same losses.
+
+    Args:
+        cells: with their weights.
+        tokens: sums of the tokens' pass, of which the cells were counted.
+        stored: the covariates over the stored rows.
+        totals: n, sx, sxx, ... over all computed tokens, ``(5, n_covariates, n_blocks)``.
+    """
+    if cells.weights is None:
+        return [None] * len(stored)
+    all_of_it = tokens.cell_n.sum(axis=1)
+    without = [
+        weigh(_counted(cells.edges, cells.load_max, all_of_it - tokens.cell_n[:, block])).weights
+        for block in range(totals.shape[2])
+        if (all_of_it - tokens.cell_n[:, block]).sum() > 0
+    ]
+    replicates = len(without) == totals.shape[2] > 1 and all(w is not None for w in without)
+    w = cells.weights.reshape(-1)
+    sums = totals[:3].sum(axis=2)
+    values = smd(np.stack([*sums, *_weighted(stored, lambda s: s.sum(axis=0) @ w)]))
+    intervals: list[Interval | None] = [None] * len(stored)
+    if replicates:
+        held = np.stack([np.asarray(one).reshape(-1) for one in without])
+        left = sums[:, :, np.newaxis] - totals[:3]
+        parts = _weighted(stored, lambda s: ((s.sum(axis=0) - s) * held).sum(axis=1))
+        intervals = from_replicates(values, smd(np.stack([*left, *parts])))
+    return [
+        estimate(interval)
+        or unbounded(float(value), float(n), effective_rows(w, one.n.sum(axis=0)))
+        for interval, value, n, one in zip(intervals, values, sums[0], stored, strict=True)
+    ]
+
+
+def _weighted(
+    stored: Sequence[StoredCells], weigh_sums: Callable[[Floats], Floats]
+) -> tuple[Floats, Floats]:
+    return (
+        np.stack([weigh_sums(one.n) for one in stored]),
+        np.stack([weigh_sums(one.x) for one in stored]),
+    )
 
 
 def weighting(cells: Cells, differences: Sequence[Difference]) -> Weighting | None:
@@ -134,8 +217,8 @@ def weighting(cells: Cells, differences: Sequence[Difference]) -> Weighting | No
             load_low=lows[i],
             load_high=highs[i],
             label=_label(cells, j),
-            n=int(cells.n[i, j]),
-            n_lost=int(cells.lost[i, j]),
+            n=round(cells.n[i, j]),
+            n_lost=round(cells.lost[i, j]),
             rate=float(cells.rates[i, j]),
             weight=float(cells.weights[i, j]),
         )
@@ -152,7 +235,7 @@ def weighting(cells: Cells, differences: Sequence[Difference]) -> Weighting | No
         claim = "every weight is 1: no load and no complexity lost more than chance"
     return Weighting(
         n_cells=len(listed),
-        n_rows=int(stored.sum()),
+        n_rows=round(stored.sum()),
         effective_rows=effective_rows(cells.weights.reshape(-1), stored.reshape(-1)),
         largest=float(cells.weights.max()),
         complexity=cells.edges.complexity,
@@ -180,6 +263,8 @@ def _balance(differences: Sequence[Difference]) -> list[Balance]:
 def _label(cells: Cells, j: int) -> str:
     name, edges = cells.edges.complexity, cells.edges.edges
     unit = "bits" if name == "rarity" else "tokens"
+    if j > len(edges):
+        return f"{name} unknown"
     low = edges[j - 1] if j else 0
     if j == len(edges):
         return f"{name} from {low:g} {unit}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["loss_that_allows", "worst_case"]
+__all__ = ["farthest_mean", "loss_that_allows", "worst_case"]
 
 
 def worst_case(loss_share: float) -> float:
@@ -29,6 +29,26 @@ def worst_case(loss_share: float) -> float:
     if not 0 <= loss_share < 1:
         raise ValueError(f"loss share is {loss_share}; expected at least 0 and below 1")
     return math.sqrt(loss_share / (1 - loss_share))
+
+
+def farthest_mean(n: float, effective: float) -> float:
+    """Return the most that a mean over some of the rows can lie from that of ALL, in their SD.
+
+    With weights v that sum to 1 over n rows, 0 on those left out, the difference is
+    ``sum (v - 1/n) (x - μ)``, at most ``σ sqrt(n sum v² - 1)`` by Cauchy and Schwarz, and
+    ``1 / sum v²`` is the number of effective rows. For the stored rows, each of the same weight,
+    it is `worst_case`.
+
+    Args:
+        n: rows in all.
+        effective: effective rows of the mean, above 0 and at most n.
+
+    Raises:
+        ValueError: effective rows that are not.
+    """
+    if not 0 < effective <= n * (1 + 1e-9):
+        raise ValueError(f"{effective} effective rows of {n}; expected above 0 and at most all")
+    return math.sqrt(max(0.0, n / effective - 1))
 
 
 def loss_that_allows(bias: float) -> float:

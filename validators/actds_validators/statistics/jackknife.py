@@ -24,6 +24,7 @@ __all__ = [
     "block_sums",
     "blocks",
     "difference_sums",
+    "from_replicates",
     "jackknife",
     "jackknife_many",
     "loss_rate",
@@ -204,22 +205,46 @@ def jackknife_many(
     if n < 2:
         return [None] * found.shape[1]
     total = found.sum(axis=2)
-    value = statistic(total)
-    without = statistic(total[:, :, np.newaxis] - found)
-    good = np.isfinite(value) & np.isfinite(without).all(axis=1)
+    return from_replicates(statistic(total), statistic(total[:, :, np.newaxis] - found), confidence)
+
+
+def from_replicates(
+    value: ArrayLike, without: ArrayLike, confidence: float = 0.95
+) -> list[Interval | None]:
+    """Return the jackknife's interval of each value, given the values without each block.
+
+    For statistics that are more than a function of sums, as weights that are made anew without
+    the block. None as `jackknife` says.
+
+    Args:
+        value: ``(n_covariates,)``.
+        without: ``(n_covariates, n_blocks)``, at least two blocks.
+        confidence: of the intervals.
+
+    Raises:
+        ValueError: shapes that do not go together, or a confidence outside (0, 1).
+    """
+    values, others = np.asarray(value, np.float64), np.asarray(without, np.float64)
+    if others.ndim != 2 or others.shape[:1] != values.shape or others.shape[1] < 2:
+        raise ValueError(
+            f"values have shape {values.shape} and {others.shape}; expected (n,) and (n, n_blocks)"
+        )
+    _half(0.0, 1.0, confidence)
+    n = others.shape[1]
+    good = np.isfinite(values) & np.isfinite(others).all(axis=1)
     results: list[Interval | None] = []
-    for c in range(found.shape[1]):
+    for c in range(len(values)):
         if not good[c]:
             results.append(None)
             continue
-        away = without[c] - without[c].mean()
+        away = others[c] - others[c].mean()
         squares = float(away @ away)
         error = math.sqrt((n - 1) / n * squares)
         fourth = float(((away / np.abs(away).max()) ** 4).sum()) if squares > 0 else 0.0
         spread = squares / float(np.abs(away).max()) ** 2 if squares > 0 else 0.0
         freedom = max(1.0, min(n - 1.0, 3 * spread**2 / fourth - 1)) if fourth > 0 else n - 1.0
         half = _half(error, freedom, confidence)
-        at = float(value[c])
+        at = float(values[c])
         results.append(Interval(at, at - half, at + half, error, n, freedom, confidence))
     return results
 

@@ -62,6 +62,8 @@ def prior_strength(n: ArrayLike, n_lost: ArrayLike) -> float:
         ValueError: shapes that differ, a value that is not finite, more lost than computed.
     """
     count, gone = _counts(n, n_lost)
+    if not count.ndim:
+        raise ValueError("counts have no axis of cells")
     total = count.sum(axis=-1, keepdims=True)
     common = _ratio(gone.sum(axis=-1, keepdims=True), total)
     free = (count > 0).sum(axis=-1) - 1
@@ -96,12 +98,14 @@ def shrunken_rates(
 
     Raises:
         ValueError: no token at all, shapes that differ, a value that is not finite, more lost than
-            computed, or a negative strength.
+            computed, a negative strength, or a rate outside [0, 1] to draw toward.
     """
     count, gone = _counts(n, n_lost)
     if count.sum() <= 0:
         raise ValueError("no cell has a token")
     common = gone.sum() / count.sum() if toward is None else as_floats(toward, "toward")
+    if np.any((common < 0) | (common > 1)):
+        raise ValueError("rates to draw toward must lie in [0, 1]")
     found = np.broadcast_to(common, count.shape).astype(np.float64)
     if strength is None:
         flat = toward is None
@@ -129,6 +133,8 @@ def nested_rates(n: ArrayLike, n_lost: ArrayLike) -> Floats:
         ValueError: as `shrunken_rates`.
     """
     count, gone = _counts(n, n_lost)
+    if count.ndim != 2:
+        raise ValueError(f"counts have shape {count.shape}; expected (n_rows, n_cells)")
     rows = shrunken_rates(count.sum(axis=1), gone.sum(axis=1))
     return shrunken_rates(count, gone, toward=rows[:, np.newaxis])
 
@@ -151,7 +157,7 @@ def inverse_probability(n: ArrayLike, n_lost: ArrayLike, rates: ArrayLike) -> Fl
 
     Raises:
         ValueError: shapes that differ, a value that is not finite, more lost than computed, or a
-            rate outside [0, 1).
+            rate outside [0, 1) where a row is stored.
     """
     count, gone = _counts(n, n_lost)
     rate = as_floats(rates, "rates", count.shape)
