@@ -322,7 +322,9 @@ class Mechanism(Section):
     n_blocks: int
     block_steps: int
     detectable: float | None = Field(
-        default=None, description="standardised mean difference that would be found, power 0.8"
+        default=None,
+        description="standardised mean difference that the widest interval of content or values "
+        "would show with power 0.8; the tests, adjusted over the family, need more",
     )
 
 

@@ -26,11 +26,15 @@ from actds_validators.audits.result import (
 from actds_validators.audits.verdict_words import (
     asked,
     dependence,
+    events_needed,
     fewer,
+    largest,
     look_when,
     on_reuse,
+    on_unresolved,
     remedy,
     training,
+    unproven,
 )
 from actds_validators.statistics.bound import loss_that_allows
 
@@ -64,6 +68,18 @@ class Evidence:
 
 
 def judge(evidence: Evidence, limits: Limits) -> Verdict:
+    """Return the verdict, with what to do about references that lead nowhere in every kind of it.
+
+    Spec: 0.1 section 14.6.
+    """
+    found = _judged(evidence, limits)
+    if found.kind in ("unaccounted", "unresolved"):
+        return found
+    more = on_unresolved(evidence.accounting, limits)
+    return found.model_copy(update={"next_steps": [*found.next_steps, *more]})
+
+
+def _judged(evidence: Evidence, limits: Limits) -> Verdict:
     """Return the verdict.
 
     In order: positions that nobody accounts for FAIL; a loss whose worst case is negligible
@@ -71,8 +87,6 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     FAILs when the stored rows may be off by a serious amount and else WARNs; one that goes with
     the load or the time WARNs; one that goes with nothing passes when its equivalence is proven
     on every content covariate by enough events, and is else INCONCLUSIVE.
-
-    Spec: 0.1 section 14.6.
     """
     numbers = _numbers(evidence, limits)
     unexplained = [f for f in evidence.accounting.findings if f.severity == "error"]
@@ -150,7 +164,7 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         found["p"] = _held("smallest adjusted p of the family", smallest, "above", limits.fdr)
         if m.detectable is not None:
             found["detectable"] = _held(
-                "smallest difference that would be found", m.detectable, "at most",
+                "content difference that one interval would show", m.detectable, "at most",
                 limits.equivalence, "standard deviations",
             )  # fmt: skip
     if evidence.missingness is not None:
@@ -241,8 +255,8 @@ def _dependent(
     return Verdict(
         level="FAIL" if is_serious else "WARN",
         kind="values-dependent" if with_values else "content-dependent",
-        sentence=f"{dependence(mechanism, content)} For what was rejected there, the stored rows "
-        f"are off by up to {worst:.3f} standard deviations.",
+        sentence=f"{dependence(mechanism, missing, content)} For what was rejected there, the "
+        f"stored rows are off by up to {worst:.3f} standard deviations.",
         deciding=effect if is_serious else numbers["p"],
         numbers=[*numbers.values(), effect],
         next_steps=[
@@ -263,7 +277,7 @@ def _system(
     rejected: list[Association],
     numbers: dict[str, Number],
 ) -> Verdict:
-    first = min(rejected, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
+    first = largest(rejected, missing)
     share = evidence.accounting.loss_share
     others = asked(missing, "or")
     by_load = []
@@ -303,9 +317,11 @@ def _lacks(
     ]
     if wide:
         more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
+        needed = events_needed(mechanism, missing, limits)
         lacks.append(
             f"equivalence within {limits.equivalence:g} is not proven for "
             f"{', '.join(wide[:3])}{more}"
+            + (f": about {needed:,} events would be needed" if needed > mechanism.n_events else "")
         )
     return lacks
 
@@ -314,19 +330,19 @@ def _too_little(
     evidence: Evidence, limits: Limits, numbers: dict[str, Number], lacks: list[str]
 ) -> Verdict:
     share = evidence.accounting.loss_share
-    deciding = next(
-        (
-            numbers[n]
-            for n in ("events", "difference", "bias")
-            if n in numbers and not numbers[n].ok
-        ),
-        numbers["loss"],
-    )
+    mechanism, missing = evidence.mechanism, evidence.missingness
+    sentence = "No test finds a pattern, and nothing proves that there is none."
+    order = ["events", "difference", "bias"]
+    if mechanism is not None and missing is not None:
+        sentence = unproven(missing)
+        if events_needed(mechanism, missing, limits) > limits.min_events:
+            order = ["difference", "events", "bias"]
+    short = [numbers[n] for n in order if n in numbers and not numbers[n].ok]
+    deciding = short[0] if short else numbers["loss"]
     return Verdict(
         level="INCONCLUSIVE",
         kind="too-little-evidence",
-        sentence=f"{share:.2%} of the computed tokens are lost. No test finds a pattern, and "
-        "nothing proves that there is none.",
+        sentence=f"{share:.2%} of the computed tokens are lost. {sentence}",
         deciding=deciding,
         numbers=list(numbers.values()),
         lacks=lacks,

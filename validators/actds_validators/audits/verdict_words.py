@@ -5,21 +5,49 @@ Beside the verdict, which asks for them; from the result's models alone.
 
 from __future__ import annotations
 
+import math
+
 from actds_validators.audits.result import (
     Accounting,
     Association,
+    Limits,
     Mechanism,
     Missingness,
     Weighting,
 )
 
+CLEAR_P = 0.001
+"""Tests of an adjusted p up to this are told apart by their differences, not by their p."""
 WORTHWHILE = 0.9
 """Weights are advised where they bring the largest bias below so much of itself."""
 
-__all__ = ["asked", "dependence", "fewer", "look_when", "on_reuse", "remedy", "training"]
+__all__ = [
+    "asked",
+    "dependence",
+    "events_needed",
+    "fewer",
+    "largest",
+    "look_when",
+    "on_reuse",
+    "on_unresolved",
+    "remedy",
+    "training",
+    "unproven",
+]
 
 
-def dependence(mechanism: Mechanism, content: list[Association]) -> str:
+def largest(tests: list[Association], missing: Missingness) -> Association:
+    """Return the test to name: of those clearly rejected, the one of the largest difference.
+
+    Which of two tiny p is smaller says nothing. Where none is clear, the smallest p.
+    """
+    smd = {d.covariate.name: abs(d.smd.value) for d in missing.differences}
+    least = min(t.adjusted_p for t in tests)
+    clear = [t for t in tests if t.adjusted_p <= max(least, CLEAR_P)]
+    return max(clear, key=lambda t: (smd.get(t.covariate.name, 0.0), -t.adjusted_p))
+
+
+def dependence(mechanism: Mechanism, missing: Missingness, content: list[Association]) -> str:
     """Return what the losses go with, and whether the load can be why.
 
     Tokens of one step met the same load: only `within` tells content from it. The other tests
@@ -27,7 +55,7 @@ def dependence(mechanism: Mechanism, content: list[Association]) -> str:
     prefill filled overflows some steps later, under drop_newest over more decode than usual.
     """
     within = [t for t in content if t.name == "within"]
-    first = min(within or content, key=lambda t: (t.adjusted_p, -abs(t.statistic)))
+    first = largest(within or content, missing)
     named, p = first.covariate.label, f"adjusted p {first.adjusted_p:.2g}"
     words = {"content": "content", "values": "the values"}
     what = " and ".join(words[g] for g in sorted({t.covariate.group for t in content}))
@@ -40,14 +68,15 @@ def dependence(mechanism: Mechanism, content: list[Association]) -> str:
         inside = "Tests among the tokens of one step, which met the same load, reject nothing."
     else:
         inside = "No test among the tokens of one step could be made to tell content from load."
-    if what == "content":
-        return (
-            f"Losses go with what the steps held ({named}, {p}), which can come from the load "
-            f"alone: the mix of phases, positions and lengths changes with it. {inside}"
-        )
     with_load = any(
         t.rejected and t.covariate.group == "system" and t.name != "change" for t in mechanism.tests
     )
+    if what == "content":
+        too = "They go with the load too. " if with_load else ""
+        return (
+            f"Losses go with what the steps held ({named}, {p}), which can come from the load "
+            f"alone: the mix of phases, positions and lengths changes with it. {too}{inside}"
+        )
     load = (
         "They go with the load too, which can be why."
         if with_load
@@ -68,6 +97,48 @@ def fewer(test: Association, missing: Missingness) -> str:
         return f"{'busy' if smd > 0 else 'quiet'} times are under-represented"
     side = "above" if smd > 0 else "below"
     return f"steps where that is {side} its mean are under-represented"
+
+
+def unproven(missing: Missingness) -> str:
+    """Return what is said where no test rejects and nothing is proven."""
+    away = sorted(
+        (d for d in missing.differences if d.smd.confidence < 1 and d.smd.low * d.smd.high > 0),
+        key=lambda d: -abs(d.smd.value),
+    )
+    if not away:
+        return "No test finds a pattern, and nothing proves that there is none."
+    others = f" and of {len(away) - 1} more" if len(away) > 1 else ""
+    first = away[0]
+    return (
+        f"No test rejects, but the interval of {first.covariate.label} ({first.smd.value:+.2f} "
+        f"standard deviations){others} leaves out 0: too few loss events to say whether that is "
+        "a pattern."
+    )
+
+
+def events_needed(mechanism: Mechanism, missing: Missingness, limits: Limits) -> int:
+    """Return about how many loss events the widest equivalence interval would need, at least.
+
+    An interval narrows with the root of the number of events.
+    """
+    halves = [
+        (d.equivalence.high - d.equivalence.low) / 2
+        for d in missing.differences
+        if d.equivalence and d.covariate.group != "system"
+    ]
+    widest = max(halves, default=0.0) / limits.equivalence
+    return math.ceil(mechanism.n_events * max(1.0, widest**2) - 1e-6)
+
+
+def on_unresolved(account: Accounting, limits: Limits) -> list[str]:
+    """Return the step for references that lead nowhere, where there are too many."""
+    share = account.unresolved / max(1, account.cache_ref)
+    if share <= limits.max_unresolved:
+        return []
+    return [
+        f"{share:.1%} of the cache references point to rows that are not stored: no weight puts "
+        "those back. Harvest with an empty prefix cache, or leave those prompts out."
+    ]
 
 
 def look_when(rejected: list[Association]) -> list[str]:
