@@ -19,6 +19,7 @@ from actds_validators.audits.audit import Sections
 from actds_validators.audits.result import Difference, Estimate
 from actds_validators.audits.verdict import judge
 from actds_validators.simulate import SCENARIOS, simulate
+from actds_validators.statistics.weighting import nested_rates
 from actds_validators.statistics.within import within
 
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -393,6 +394,30 @@ def test_weights_are_those_of_the_cells_row_by_row(case: Case) -> None:
     assert set(told) == set(largest)
     for group, pair in largest.items():
         assert told[group] == pytest.approx(pair, rel=1e-5, abs=1e-9), group
+
+
+def test_a_block_that_is_left_out_is_left_out_of_the_weights(case: Case) -> None:
+    assert case.found.weighting is not None
+    name = "rarity" if case.ids else "position"
+    edges = np.array([4, 6, 8, 10, 12] if case.ids else [16, 64, 256, 1024])
+    lows = sorted({c.load_low for c in case.found.weighting.cells} - {0.0})
+    load = np.searchsorted(lows, case.every["load_8"].astype(np.float32), side="right")
+    cell = load * 10 + np.searchsorted(edges, case.every[name].to_numpy(float), side="right")
+    shape = len(lows) + 1, 10
+
+    def off(rows: np.ndarray, lost: np.ndarray) -> float:
+        x, at = rows[:, 0], rows[:, 1].astype(int)
+        n, n_lost = (
+            np.bincount(of, minlength=shape[0] * 10).reshape(shape) for of in (at, at[lost])
+        )
+        w = (1 / (1 - nested_rates(n, n_lost))).reshape(-1)[at[~lost]]
+        return (np.average(x[~lost], weights=w) - x.mean()) / x.std()
+
+    for one in ("load_8", name, "prefill", *sorted(case.values)[:1]):
+        found = case.differences[one].after_weighting
+        assert found is not None
+        rows = np.column_stack([(case.x | case.values)[one], cell])
+        _is_interval(found, off, rows, case.lost, case.block)
 
 
 def test_what_could_be_asked_depends_on_the_readouts(case: Case) -> None:

@@ -31,7 +31,7 @@ __all__ = ["render"]
 
 _MARKS = {True: "✓", False: "✗", None: "-"}
 _STYLES: dict[str, Style] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "INCONCLUSIVE": "warn"}
-_MAX_ROWS, _MAX_TOP, _MAX_COLUMN = 25, 8, 44
+_MAX_ROWS, _MAX_TOP, _MAX_COLUMN = 25, 8, 64
 
 
 def render(audit: Audit) -> Iterator[Line]:
