@@ -24,6 +24,7 @@ from actds_validators.audits.result import (
     Weighting,
 )
 from actds_validators.audits.verdict_words import (
+    adjusted,
     asked,
     dependence,
     events_needed,
@@ -290,8 +291,8 @@ def _system(
     return Verdict(
         level="WARN",
         kind="load-dependent",
-        sentence=f"Losses ({share:.2%}) go with {first.covariate.label} (adjusted p "
-        f"{first.adjusted_p:.2g}), and with no {others}: {fewer(first, missing)}.",
+        sentence=f"Losses ({share:.2%}) go with {first.covariate.label} "
+        f"({adjusted(first)}), and with no {others}: {fewer(first, missing)}.",
         deciding=numbers["p"],
         numbers=list(numbers.values()),
         next_steps=[*by_load, *look_when(rejected)],

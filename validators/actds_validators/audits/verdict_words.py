@@ -22,6 +22,7 @@ WORTHWHILE = 0.9
 """Weights are advised where they bring the largest bias below so much of itself."""
 
 __all__ = [
+    "adjusted",
     "asked",
     "dependence",
     "events_needed",
@@ -47,6 +48,12 @@ def largest(tests: list[Association], missing: Missingness) -> Association:
     return max(clear, key=lambda t: (smd.get(t.covariate.name, 0.0), -t.adjusted_p))
 
 
+def adjusted(test: Association) -> str:
+    """Return a test's adjusted p in words; which of two tiny ones it is says nothing."""
+    p = test.adjusted_p
+    return "adjusted p < 0.0001" if p < 1e-4 else f"adjusted p {p:.2g}"
+
+
 def dependence(mechanism: Mechanism, missing: Missingness, content: list[Association]) -> str:
     """Return what the losses go with, and whether the load can be why.
 
@@ -56,7 +63,7 @@ def dependence(mechanism: Mechanism, missing: Missingness, content: list[Associa
     """
     within = [t for t in content if t.name == "within"]
     first = largest(within or content, missing)
-    named, p = first.covariate.label, f"adjusted p {first.adjusted_p:.2g}"
+    named, p = first.covariate.label, adjusted(first)
     words = {"content": "content", "values": "the values"}
     what = " and ".join(words[g] for g in sorted({t.covariate.group for t in content}))
     if within:
