@@ -16,8 +16,9 @@ import pytest
 from audit_results import CASES, audit, enormous, hostile
 from audit_results_wide import FLOOR_NOTE, LABELS, SHARES, wide
 
-from actds_validators.audits.result import Audit, Must, Number
+from actds_validators.audits.result import Audit, CoverageCell, Must, Number
 from actds_validators.report import words
+from actds_validators.report.coverage import coverage_map, coverage_part
 from actds_validators.report.forest import stored_bias
 from actds_validators.report.html import MARKS, render
 from actds_validators.report.strata import heat_map
@@ -181,6 +182,28 @@ def test_mechanism_says_which_tests_tell_content_from_load() -> None:
     between = [t for t in result.mechanism.tests if t.name != "within"]
     alone = result.mechanism.model_copy(update={"tests": between})
     assert "Here too few steps lost only some" in render(audit("load", mechanism=alone))
+
+
+def test_coverage_says_how_often_rows_were_served_over_those_served_again_and_over_all() -> None:
+    result = audit("heavy").coverage
+    assert result is not None
+    said = coverage_part(result).lead
+    assert "61,220 stored rows were served more than once (at most 812 times, 5.6 times on" in said
+    assert "Over all stored rows a row was served 1.37 times on average" in said
+    none = {"repeated_prefixes": 0, "largest_multiplicity": 1, "mean_multiplicity": 1.0}
+    said = coverage_part(result.model_copy(update={**none, "repeated_multiplicity": None})).lead
+    assert "no stored row was served more than once" in said
+    assert "on average" not in said and "at most 1" not in said
+
+
+def test_coverage_map_gives_the_share_stored_of_all_that_was_served_or_lost() -> None:
+    cell = CoverageCell(
+        token_class="prompt", low=0, high=1, stored=30, reused=20, lost=50, filtered=900,
+        stored_share=0.3,
+    )  # fmt: skip
+    other = cell.model_copy(update={"low": 1, "high": 3, "stored": 40, "stored_share": 4 / 11})
+    seen = [s.text for s in coverage_map([cell, other]).shapes]
+    assert "30 %" in seen and percent(4 / 11) in seen
 
 
 def test_naive_p_is_marked_as_not_deciding() -> None:

@@ -95,6 +95,7 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
     if not stored:
         return None
     cells = _cells(counts)
+    served = sum(n + again + lost for n, again, lost, _filtered in cells.values())
     shifts = {
         "token class": _by(cells, 0),
         "position band": _by(cells, 1),
@@ -107,21 +108,22 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
                 token_class=name,
                 low=2**band - 1,
                 high=2 ** (band + 1) - 1,
-                computed=n,
+                stored=n,
                 reused=again,
                 lost=lost,
                 filtered=filtered,
-                served_once=n / (n + again) if n + again else None,
+                stored_share=n / (n + again + lost) if n + again + lost else None,
             )
             for name in (*given, *CLASSES)
             for (word, band), (n, again, lost, filtered) in sorted(cells.items())
             if word == name
         ],
         classes_from=f"{_labels_from(labels)}; {CLASSES_FROM}" if labels else CLASSES_FROM,
-        reused_share=1 - stored / (stored + reused),
+        reused_share=sum(cell[1] for cell in cells.values()) / served,
         repeated_prefixes=rows.repeated,
         largest_multiplicity=1 + rows.largest,
         mean_multiplicity=(stored + reused) / stored,
+        repeated_multiplicity=1 + reused / rows.repeated if rows.repeated else None,
         shifts=[
             shift for name, triple in shifts.items() if (shift := _shift(name, triple)) is not None
         ],

@@ -186,12 +186,13 @@ class CoverageCell(Section):
     token_class: str
     low: int = Field(description="first position of the band")
     high: int = Field(description="position after the last")
-    computed: int = Field(description="positions whose row is stored")
+    stored: int = Field(description="positions whose row is stored")
     reused: int = Field(description="positions served from the prefix cache")
     lost: int = Field(description="dropped and aborted positions")
     filtered: int
-    served_once: Share | None = Field(
-        default=None, description="of computed and reused: what training sees without weights"
+    stored_share: Share | None = Field(
+        default=None,
+        description="stored of stored, reused and lost: what training sees without weights",
     )
 
 
@@ -210,10 +211,13 @@ class Coverage(Section):
 
     cells: list[CoverageCell]
     classes_from: str = Field(description="where the token classes come from, in words")
-    reused_share: Share = Field(description="of served prompt and generated positions")
+    reused_share: Share = Field(description="reused of all served: stored, reused and lost")
     repeated_prefixes: int = Field(description="stored rows that were served more than once")
     largest_multiplicity: int
     mean_multiplicity: float = Field(description="servings per stored row")
+    repeated_multiplicity: float | None = Field(
+        default=None, description="servings per stored row that was served more than once"
+    )
     shifts: list[CapturedShift]
 
 
