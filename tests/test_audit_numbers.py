@@ -169,6 +169,12 @@ def test_strata_and_distances_are_those_of_the_bands(case: Case) -> None:
     if case.ids:
         bands["rarity"] = np.minimum(np.floor(case.every["rarity"]), 24)
         bands["special"] = case.x["special"]
+    sources = [name for name in case.x if name.startswith("source:")]
+    assert len(sources) > 1
+    for name in sources:
+        bands[name] = case.x[name]
+        words = [s.label for s in case.differences[name].strata]
+        assert words == ["other sources", name.removeprefix("source:")]
     assert {n for n, d in case.differences.items() if d.strata} == set(bands)
     for name, band in bands.items():
         found = case.differences[name]
