@@ -252,7 +252,7 @@ def test_page_stays_under_a_megabyte_whatever_the_result_holds() -> None:
     assert len(json.dumps(result.as_json())) > 10 * MAX_NBYTES
     source = render(result)
     assert len(source.encode()) < MAX_NBYTES
-    assert "more, all in audit.json" in source
+    assert "more, all in the result (--json)" in source
 
 
 def test_same_result_gives_the_same_page() -> None:
@@ -424,7 +424,7 @@ def test_forest_of_any_number_of_covariates_fits_on_a_printed_page() -> None:
     for picture in pictures:
         width, height = map(float, re.findall(r'viewBox="0 0 (\S+) (\S+)"', picture)[0])
         assert height / width * 718 < 900  # a page of A4 or Letter holds 718 by 979 pixels
-        assert "more, all in audit.json" in picture
+        assert "more, all in the result (--json)" in picture
         legend = "serious, with a rejected test" if "stored-bias" in picture else "counts as equal"
         assert any(legend in text for text, _ in _drawn(picture))
 

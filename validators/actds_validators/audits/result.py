@@ -89,7 +89,7 @@ class Number(Section):
         default=None, description="on which side of the limit it has to lie, null if none"
     )
     limit: float | None = Field(default=None, description="what it was held against")
-    unit: str = Field(default="", description="1 stands as an empty string")
+    unit: str = Field(default="", description="1 stands as an empty string; p: of a test")
     ok: bool | None = Field(default=None, description="whether it kept the limit, null if none")
 
     @model_validator(mode="after")
@@ -307,7 +307,10 @@ class Association(Section):
     p: Share
     adjusted_p: Share = Field(description="Benjamini and Hochberg, over the whole family")
     rejected: bool
-    n_units: int = Field(description="independent units it rests on: shifts, requests or blocks")
+    n_units: int = Field(
+        description="effectively independent units it rests on: requests, blocks, or shifts, of "
+        "which more may have been made"
+    )
     unit: str
     naive_p: Share | None = Field(
         default=None, description="what a test over tokens would say; never decides"

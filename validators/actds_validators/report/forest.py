@@ -43,20 +43,23 @@ def worst_first(differences: Sequence[Difference]) -> list[Difference]:
     return sorted(differences, key=lambda d: -abs(d.smd.value))
 
 
-def forest(group: str, differences: Sequence[Difference], limits: Limits) -> Picture:
+def forest(
+    group: str, differences: Sequence[Difference], limits: Limits, note: str = ""
+) -> Picture:
     """Return the SMDs of a group of covariates with their intervals, beside the equal ones.
 
     Args:
         group: of all the covariates, a key of ``GROUPS``.
         differences: of that group; the largest are drawn, as many as fit on a printed page.
         limits: settings.
+        note: what else the description says.
     """
     p, f, shown, more = _frame(
         f"forest-{group}",
         f"Standardised mean differences of the lost tokens: {GROUPS[group]}",
         "Per covariate a mark with its 95 % interval; the thicker part is the 90 % interval of the "
         "equivalence test. The shaded band counts as equal. An arrow: the interval goes on. "
-        "Each group of covariates has its own scale.",
+        f"Each group of covariates has its own scale.{note}",
         worst_first(differences),
         [_LOST],
         limits.equivalence,
