@@ -16,9 +16,8 @@ import pytest
 from audit_results import CASES, audit, enormous, hostile
 from audit_results_wide import FLOOR_NOTE, LABELS, SHARES, wide
 
-from actds_validators.audits.result import Audit, CoverageCell, Must, Number
+from actds_validators.audits.result import Audit, Must, Number
 from actds_validators.report import words
-from actds_validators.report.coverage import coverage_map, coverage_part
 from actds_validators.report.forest import stored_bias
 from actds_validators.report.html import MARKS, render
 from actds_validators.report.strata import heat_map
@@ -184,28 +183,6 @@ def test_mechanism_says_which_tests_tell_content_from_load() -> None:
     assert "Here too few steps lost only some" in render(audit("load", mechanism=alone))
 
 
-def test_coverage_says_how_often_rows_were_served_over_those_served_again_and_over_all() -> None:
-    result = audit("heavy").coverage
-    assert result is not None
-    said = coverage_part(result).lead
-    assert "61,220 stored rows were served more than once (at most 812 times, 5.6 times on" in said
-    assert "Over all stored rows a row was served 1.37 times on average" in said
-    none = {"repeated_prefixes": 0, "largest_multiplicity": 1, "mean_multiplicity": 1.0}
-    said = coverage_part(result.model_copy(update={**none, "repeated_multiplicity": None})).lead
-    assert "no stored row was served more than once" in said
-    assert "on average" not in said and "at most 1" not in said
-
-
-def test_coverage_map_gives_the_share_stored_of_all_that_was_served_or_lost() -> None:
-    cell = CoverageCell(
-        token_class="prompt", low=0, high=1, stored=30, reused=20, lost=50, filtered=900,
-        stored_share=0.3,
-    )  # fmt: skip
-    other = cell.model_copy(update={"low": 1, "high": 3, "stored": 40, "stored_share": 4 / 11})
-    seen = [s.text for s in coverage_map([cell, other]).shapes]
-    assert "30 %" in seen and percent(4 / 11) in seen
-
-
 def test_naive_p_is_marked_as_not_deciding() -> None:
     source = render(audit("load"))
     assert "naive p (not deciding)" in source
@@ -352,6 +329,36 @@ def test_shares_of_narrow_cells_are_drawn_whole() -> None:
         drawn = {text.removesuffix(" %") for text, _ in _drawn(picture)}
         assert {percent(share).removesuffix(" %") for share in SHARES} <= drawn
         assert name != "heat-map" or "was lost, in per cent" in picture
+
+
+def test_p_of_the_head_and_of_the_checks_is_never_a_power_of_ten() -> None:
+    held = Number(
+        name="smallest adjusted p", value=3.168e-143, must="above", limit=0.05, unit="p", ok=False
+    )
+    few = audit("few")
+    verdict = few.verdict.model_copy(update={"deciding": held, "numbers": [held]})
+    source = render(audit("few", verdict=verdict))
+    assert "<b>&lt; 0.0001</b> <span>limit &gt; 0.05, not kept</span>" in source
+    assert "e-143" not in source
+    row = next(r for r in source.split("<tr")[1:] if "smallest adjusted p" in r)
+    assert ">&lt; 0.0001</td>" in row and ">&gt; 0.05</td>" in row
+
+
+@pytest.mark.parametrize(("n_events", "told"), [(1, True), (29, True), (30, False)])
+def test_intervals_of_few_events_are_told_to_be_too_narrow(n_events: int, told: bool) -> None:
+    result = audit("heavy")
+    assert result.mechanism is not None
+    mechanism = result.mechanism.model_copy(update={"n_events": n_events})
+    source = render(audit("heavy", mechanism=mechanism))
+    said = f"All losses make {words.many(n_events, 'independent event')}: with fewer than 30 the"
+    assert source.count(said) == (7 if told else 0)  # lead, three plots and their captions
+    assert "All losses make" not in render(audit("heavy", mechanism=None))
+
+
+def test_mechanism_says_how_many_units_count() -> None:
+    source = render(audit("load"))
+    assert ">effective units</th>" in source and ">units</th>" not in source
+    assert "neighbouring shifts of the losses are alike" in source
 
 
 @pytest.mark.parametrize("n", [16, 17, 26])

@@ -95,12 +95,13 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def apart(values: Sequence[float]) -> list[str]:
-    """Return different numbers as ``short`` does, with as many digits as tell them apart."""
-    found = [short(value) for value in values]
-    for digits in range(4, _MAX_DIGITS + 1):
-        if len(set(found)) == len(values):
-            break
-        found = [short(value, digits) for value in values]
+    """Return rising numbers as ``short`` does, with digits that tell neighbours apart."""
+    found = []
+    for k, value in enumerate(values):
+        digits, near = 3, [*values[max(0, k - 1) : k], *values[k + 1 : k + 2]]
+        while digits < _MAX_DIGITS and short(value, digits) in (short(v, digits) for v in near):
+            digits += 1
+        found.append(short(value, digits))
     return found
 
 
