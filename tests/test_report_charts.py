@@ -110,9 +110,9 @@ def test_weight_map_names_its_sides_tells_loads_apart_and_what_lost_every_row() 
 
     cells = [
         of(0, 91.54321, "rare", rate=0.3, weight=1.5),
-        of(91.54321, 95.98, "rare", rate=0.3, weight=1.5),
-        of(95.98, 96.02, "rare", rate=0.1, weight=0.0, n=7, n_lost=7),
-        of(96.02, 96.02, "rare", rate=0.2, weight=1.25),
+        of(91.54321, 95.98123, "rare", rate=0.3, weight=1.5),
+        of(95.98123, 96.02345, "rare", rate=0.1, weight=0.0, n=7, n_lost=7),
+        of(96.02345, 96.02345, "rare", rate=0.2, weight=1.25),
     ]
     picture = weight_map(section.model_copy(update={"cells": cells, "complexity": "rarity"}))
     words = [s.text for s in picture.shapes]
