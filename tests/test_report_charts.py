@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from audit_results import audit
 
-from actds_validators.audits.result import CoverageCell, Difference, Estimate, Stratum, WeightCell
+from actds_validators.audits.result import (
+    ClassLoss,
+    CoverageCell,
+    Difference,
+    Estimate,
+    Stratum,
+    WeightCell,
+)
 from actds_validators.report.coverage import coverage_map, coverage_part
 from actds_validators.report.strata import heat_map
 from actds_validators.report.svg import Picture
@@ -40,6 +47,21 @@ def test_coverage_map_gives_the_share_stored_of_all_that_was_served_or_lost() ->
     ]
     seen = [s.text for s in coverage_map(bands).shapes]
     assert seen.count(percent(60 / 1100)) == 6  # neighbours are drawn together
+
+
+def test_loss_rates_of_given_classes_stand_in_a_table_where_there_are_any() -> None:
+    result = audit("heavy").coverage
+    assert result is not None
+    some = [
+        ClassLoss(token_class="system", n=4_000, n_lost=1_000, rate=0.25),
+        ClassLoss(token_class="all others", n=50_000, n_lost=0, rate=0),
+    ]
+    tables = coverage_part(result.model_copy(update={"loss_by_class": some})).tables
+    assert [row.cells for row in tables[-1].rows] == [
+        ("system", "4,000", "1,000", "25 %"),
+        ("all others", "50,000", "0", "0 %"),
+    ]
+    assert len(coverage_part(result).tables) == len(tables) - 1
 
 
 def _banded(*strata: tuple[str, int, float]) -> Difference:

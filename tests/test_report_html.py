@@ -351,7 +351,7 @@ def test_intervals_of_few_events_are_told_to_be_too_narrow(n_events: int, told: 
     mechanism = result.mechanism.model_copy(update={"n_events": n_events})
     source = render(audit("heavy", mechanism=mechanism))
     said = f"All losses make {words.many(n_events, 'independent event')}: with fewer than 30 the"
-    assert source.count(said) == (7 if told else 0)  # lead, three plots and their captions
+    assert source.count(said) == (9 if told else 0)  # lead, four plots and their captions
     assert "All losses make" not in render(audit("heavy", mechanism=None))
 
 

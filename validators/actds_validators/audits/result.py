@@ -19,6 +19,7 @@ __all__ = [
     "Bound",
     "BoundPoint",
     "CapturedShift",
+    "ClassLoss",
     "ClassesFile",
     "Covariate",
     "Coverage",
@@ -206,6 +207,15 @@ class CapturedShift(Section):
     weighted_jensen_shannon: Share
 
 
+class ClassLoss(Section):
+    """The loss rate of a class that somebody gave, or of all other positions."""
+
+    token_class: str
+    n: int = Field(description="computed positions, those of aborted requests too")
+    n_lost: int
+    rate: Share = Field(description="share lost")
+
+
 class Coverage(Section):
     """What the prefix cache and the losses left out."""
 
@@ -219,6 +229,9 @@ class Coverage(Section):
         default=None, description="servings per stored row that was served more than once"
     )
     shifts: list[CapturedShift]
+    loss_by_class: list[ClassLoss] = Field(
+        default_factory=list, description="empty when nobody gave classes"
+    )
 
 
 # missingness ----------------------------------------------------------------------------------

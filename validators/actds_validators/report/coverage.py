@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from actds_validators.audits.result import Coverage, CoverageCell
+from actds_validators.audits.result import ClassLoss, Coverage, CoverageCell
 from actds_validators.report.axes import legend
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.svg import WIDTH, Picture, split_range
@@ -47,8 +47,20 @@ def coverage_part(section: Coverage) -> Part:
     )
     caption = "How far the stored rows lie from what was served (0 equal, 1 disjoint)"
     tables = [Table(caption, head, rows, more=more)] if rows else []
+    tables += _loss_table(section.loss_by_class)
     pictures = [coverage_map(section.cells)] if section.cells else []
     return Part("coverage", "Coverage", Sentence(lead), pictures, tables)
+
+
+def _loss_table(losses: list[ClassLoss]) -> list[Table]:
+    """Return the loss rates of the given classes, where there are any."""
+    some, more = first(losses)
+    rows = [
+        Row((one.token_class, count(one.n), count(one.n_lost), percent(one.rate))) for one in some
+    ]
+    head = ("class", "computed positions", "lost", "share lost")
+    caption = "Loss rate of the classes that were given, without intervals"
+    return [Table(caption, head, rows, more=more)] if rows else []
 
 
 def _reused(section: Coverage) -> str:

@@ -74,12 +74,13 @@ def forest(
     return p
 
 
-def stored_bias(differences: Sequence[Difference], limits: Limits) -> Picture:
+def stored_bias(differences: Sequence[Difference], limits: Limits, note: str = "") -> Picture:
     """Return the bias of the stored rows, before and after weighting, on a scale of its own.
 
     Args:
         differences: of all groups, of which the largest are drawn, the first group first.
         limits: settings.
+        note: what else the description says.
     """
     having = [d for d in differences if d.before_weighting]
     series = [s for s in (_STORED, _WEIGHTED) if any(s.of(d) for d in having)]
@@ -89,7 +90,7 @@ def stored_bias(differences: Sequence[Difference], limits: Limits) -> Picture:
         "Bias of the stored rows, before and after weighting",
         "Per covariate how far the mean of the stored rows, and of the weighted ones, lies from "
         "that of all, with its 95 % interval. An arrow: the interval goes on. The scale is that of "
-        "this plot alone.",
+        f"this plot alone.{note}",
         sorted(having, key=lambda d: -max(abs(e.value) for s in series if (e := s.of(d)))),
         series,
         0.0,

@@ -43,7 +43,7 @@ def missingness_part(section: Missingness, limits: Limits, n_events: int | None 
         if members:
             pictures.append(forest(group, members, limits, few))
     if any(d.before_weighting for d in section.differences):
-        pictures.append(stored_bias(section.differences, limits))
+        pictures.append(stored_bias(section.differences, limits, few))
     if any(d.strata for d in section.differences):
         pictures.append(heat_map(worst_first(section.differences)))
     pictures.append(bound_curve(section.bound, limits))
