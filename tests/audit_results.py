@@ -291,17 +291,17 @@ def coverage(rng: np.random.Generator, loss: float) -> Coverage:
             lost = int((total - reused) * min(1.0, loss * 1.5))
             filtered = int(total * 0.03)
             computed = total - reused - lost - filtered
-            served = computed / (computed + reused) if computed + reused else None
+            served = computed + reused + lost  # filtered positions are neither
             cells.append(
                 CoverageCell(
                     token_class=token_class,
                     low=low,
                     high=high,
-                    computed=computed,
+                    stored=computed,
                     reused=reused,
                     lost=lost,
                     filtered=filtered,
-                    served_once=served,
+                    stored_share=computed / served if served else None,
                 )
             )
     shifts = [
@@ -321,6 +321,7 @@ def coverage(rng: np.random.Generator, loss: float) -> Coverage:
         repeated_prefixes=61_220,
         largest_multiplicity=812,
         mean_multiplicity=1.37,
+        repeated_multiplicity=5.6,
         shifts=shifts,
     )
 

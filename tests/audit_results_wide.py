@@ -58,8 +58,8 @@ def _coverage(section: dict[str, Any]) -> None:
     cells = section["cells"][:10]
     for k, cell in enumerate(cells):
         cell |= {"token_class": "reference without a row", "low": 2 ** (k + 7)}
-        cell |= {"high": 2 ** (k + 8), "served_once": SHARES[k % len(SHARES)]}
-        cell |= {"computed": 123_456_789}
+        cell |= {"high": 2 ** (k + 8), "stored_share": SHARES[k % len(SHARES)]}
+        cell |= {"stored": 123_456_789}
     section["cells"] = cells
 
 

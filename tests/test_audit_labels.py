@@ -48,11 +48,19 @@ def test_labels_move_positions_between_classes_and_lose_none(dataset: Path, tmp_
     stored = sum(position < until[request] for request, position in rows)
     drops = opened.drops().to_pylist()
     lost = sum(max(0, min(d["stop"], until[d["request"]]) - d["start"]) for d in drops)
-    assert by_class(labelled, "computed")["system"] == stored > 0
+    assert by_class(labelled, "stored")["system"] == stored > 0
     assert by_class(labelled, "lost")["system"] == lost > 0
-    for field in ("computed", "reused", "lost", "filtered"):
+    assert plain is not None and plain.loss_by_class == []
+    n_all, n_lost = (by_class(plain, field).total() for field in ("stored", "lost"))
+    assert labelled is not None
+    assert [(one.token_class, one.n, one.n_lost) for one in labelled.loss_by_class] == [
+        ("system", stored + lost, lost),
+        ("all others", n_all + n_lost - stored - lost, n_lost - lost),
+    ]
+    assert all(one.rate == pytest.approx(one.n_lost / one.n) for one in labelled.loss_by_class)
+    for field in ("stored", "reused", "lost", "filtered"):
         assert by_class(plain, field).total() == by_class(labelled, field).total()
-    assert by_class(labelled, "computed")["generated"] == by_class(plain, "computed")["generated"]
+    assert by_class(labelled, "stored")["generated"] == by_class(plain, "stored")["generated"]
 
 
 def write(path: Path, rows: list[tuple[object, ...]], run: str | None = None) -> Path:
@@ -85,7 +93,7 @@ def test_the_result_says_how_much_of_the_dataset_the_labels_name(
     assert (told.path, told.sha256) == (str(path), sha256(path.read_bytes()).hexdigest())
     assert (told.n_ranges, told.n_matching) == (5, 3)
     assert (told.n_labelled, told.n_positions) == (length[0] + 2, result.accounting.positions)
-    seen = by_class(result.coverage, "computed") + by_class(result.coverage, "lost")
+    seen = by_class(result.coverage, "stored") + by_class(result.coverage, "lost")
     assert seen["system"] + seen["user"] <= told.n_labelled
     words = "labels of labels.parquet: 3 of 5 ranges begin within a request of the dataset"
     assert result.coverage.classes_from.startswith(words)

@@ -170,6 +170,12 @@ def test_strata_and_distances_are_those_of_the_bands(case: Case) -> None:
     if case.ids:
         bands["rarity"] = np.minimum(np.floor(case.every["rarity"]), 24)
         bands["special"] = case.x["special"]
+    sources = [name for name in case.x if name.startswith("source:")]
+    assert len(sources) > 1
+    for name in sources:
+        bands[name] = case.x[name]
+        words = [s.label for s in case.differences[name].strata]
+        assert words == ["other sources", name.removeprefix("source:")]
     assert {n for n, d in case.differences.items() if d.strata} == set(bands)
     for name, band in bands.items():
         found = case.differences[name]
@@ -233,13 +239,20 @@ def test_coverage_counts_rows_references_and_losses(case: Case) -> None:
         add("special" if is_special else "prompt" if in_prompt else "generated", row.position, 2)
         if case.ids:
             rare.setdefault(min(int(row.rarity), 24), np.zeros(3))[2] += 1
-    told = {(c.token_class, c.low): [c.computed, c.reused, c.lost, c.filtered]
+    told = {(c.token_class, c.low): [c.stored, c.reused, c.lost, c.filtered]
             for c in coverage.cells}  # fmt: skip
     assert told == {key: value.tolist() for key, value in cells.items()}
     assert coverage.repeated_prefixes == n_repeated
     assert coverage.largest_multiplicity == largest
     assert coverage.mean_multiplicity == pytest.approx(n_served / n_stored)
-    assert coverage.reused_share == pytest.approx(1 - n_stored / n_served)
+    assert coverage.repeated_multiplicity == (
+        pytest.approx((n_served - n_stored + n_repeated) / n_repeated) if n_repeated else None
+    )
+    n_all = sum(v[:3].sum() for v in cells.values())
+    assert coverage.reused_share == pytest.approx(sum(v[1] for v in cells.values()) / n_all)
+    for cell in coverage.cells:
+        n = cell.stored + cell.reused + cell.lost
+        assert cell.stored_share == (pytest.approx(cell.stored / n) if n else None)
     shift = {s.variable: s for s in coverage.shifts}["rarity of the token"]
     stored, weighted, existing = np.array(list(rare.values())).T
     for got, first in ((shift.total_variation, stored), (shift.weighted_total_variation, weighted)):

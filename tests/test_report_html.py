@@ -229,7 +229,7 @@ def test_page_stays_under_a_megabyte_whatever_the_result_holds() -> None:
     assert len(json.dumps(result.as_json())) > 10 * MAX_NBYTES
     source = render(result)
     assert len(source.encode()) < MAX_NBYTES
-    assert "more, all in audit.json" in source
+    assert "more, all in the result (--json)" in source
 
 
 def test_same_result_gives_the_same_page() -> None:
@@ -331,6 +331,36 @@ def test_shares_of_narrow_cells_are_drawn_whole() -> None:
         assert name != "heat-map" or "was lost, in per cent" in picture
 
 
+def test_p_of_the_head_and_of_the_checks_is_never_a_power_of_ten() -> None:
+    held = Number(
+        name="smallest adjusted p", value=3.168e-143, must="above", limit=0.05, unit="p", ok=False
+    )
+    few = audit("few")
+    verdict = few.verdict.model_copy(update={"deciding": held, "numbers": [held]})
+    source = render(audit("few", verdict=verdict))
+    assert "<b>&lt; 0.0001</b> <span>limit &gt; 0.05, not kept</span>" in source
+    assert "e-143" not in source
+    row = next(r for r in source.split("<tr")[1:] if "smallest adjusted p" in r)
+    assert ">&lt; 0.0001</td>" in row and ">&gt; 0.05</td>" in row
+
+
+@pytest.mark.parametrize(("n_events", "told"), [(1, True), (29, True), (30, False)])
+def test_intervals_of_few_events_are_told_to_be_too_narrow(n_events: int, told: bool) -> None:
+    result = audit("heavy")
+    assert result.mechanism is not None
+    mechanism = result.mechanism.model_copy(update={"n_events": n_events})
+    source = render(audit("heavy", mechanism=mechanism))
+    said = f"All losses make {words.many(n_events, 'independent event')}: with fewer than 30 the"
+    assert source.count(said) == (9 if told else 0)  # lead, four plots and their captions
+    assert "All losses make" not in render(audit("heavy", mechanism=None))
+
+
+def test_mechanism_says_how_many_units_count() -> None:
+    source = render(audit("load"))
+    assert ">effective units</th>" in source and ">units</th>" not in source
+    assert "neighbouring shifts of the losses are alike" in source
+
+
 @pytest.mark.parametrize("n", [16, 17, 26])
 def test_strata_beyond_the_room_are_left_out_by_size_and_counted(n: int) -> None:
     found = audit("heavy")
@@ -401,7 +431,7 @@ def test_forest_of_any_number_of_covariates_fits_on_a_printed_page() -> None:
     for picture in pictures:
         width, height = map(float, re.findall(r'viewBox="0 0 (\S+) (\S+)"', picture)[0])
         assert height / width * 718 < 900  # a page of A4 or Letter holds 718 by 979 pixels
-        assert "more, all in audit.json" in picture
+        assert "more, all in the result (--json)" in picture
         legend = "serious, with a rejected test" if "stored-bias" in picture else "counts as equal"
         assert any(legend in text for text, _ in _drawn(picture))
 

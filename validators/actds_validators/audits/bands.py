@@ -1,7 +1,7 @@
 """Bands: loss rates by ranges of a covariate, and the distributions that they make.
 
-After the tokens' pass. Lengths and positions fall in powers of two, rarity in bits, phases and
-classes of tokens in two. Imports the sums of `tokens`.
+After the tokens' pass. Lengths and positions fall in powers of two, rarity in bits, phases, special
+tokens and each source in two. Imports the sums of `tokens`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds_validators.audits.lookup import MAX_BITS, NO_BITS
-from actds_validators.audits.tokens import TokenSums
+from actds_validators.audits.tokens import SOURCE, TokenSums
 
 __all__ = ["Bands", "bands_of"]
 
@@ -67,6 +67,8 @@ def _edges(name: str, k: int) -> tuple[float, float] | None:
 
 
 def _label(name: str, k: int) -> str:
+    if name.startswith(SOURCE):
+        return name.removeprefix(SOURCE) if k else "other sources"
     if name in _CLASSES:
         return _CLASSES[name][k]
     edges = _edges(name, k)

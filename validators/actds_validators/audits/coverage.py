@@ -23,13 +23,20 @@ from actds_validators.audits.class_counts import (
 )
 from actds_validators.audits.lookup import Lookup
 from actds_validators.audits.ranges import explode
-from actds_validators.audits.result import CapturedShift, ClassesFile, Coverage, CoverageCell
+from actds_validators.audits.result import (
+    CapturedShift,
+    ClassesFile,
+    ClassLoss,
+    Coverage,
+    CoverageCell,
+)
 from actds_validators.audits.sources import RunSource
 from actds_validators.statistics.distances import jensen_shannon, total_variation
 from actds_validators.statistics.runs import Floats
 
 __all__ = ["CoverageCounts", "coverage", "read_spans"]
 
+OTHERS = "all others"
 NOWHERE = "reference without a row"
 CLASSES = (*ROW_CLASSES, NOWHERE)
 CLASSES_FROM = (
@@ -95,6 +102,7 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
     if not stored:
         return None
     cells = _cells(counts)
+    served = sum(n + again + lost for n, again, lost, _filtered in cells.values())
     shifts = {
         "token class": _by(cells, 0),
         "position band": _by(cells, 1),
@@ -107,24 +115,26 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
                 token_class=name,
                 low=2**band - 1,
                 high=2 ** (band + 1) - 1,
-                computed=n,
+                stored=n,
                 reused=again,
                 lost=lost,
                 filtered=filtered,
-                served_once=n / (n + again) if n + again else None,
+                stored_share=n / (n + again + lost) if n + again + lost else None,
             )
             for name in (*given, *CLASSES)
             for (word, band), (n, again, lost, filtered) in sorted(cells.items())
             if word == name
         ],
         classes_from=f"{_labels_from(labels)}; {CLASSES_FROM}" if labels else CLASSES_FROM,
-        reused_share=1 - stored / (stored + reused),
+        reused_share=sum(cell[1] for cell in cells.values()) / served,
         repeated_prefixes=rows.repeated,
         largest_multiplicity=1 + rows.largest,
         mean_multiplicity=(stored + reused) / stored,
+        repeated_multiplicity=1 + reused / rows.repeated if rows.repeated else None,
         shifts=[
             shift for name, triple in shifts.items() if (shift := _shift(name, triple)) is not None
         ],
+        loss_by_class=_loss_by_class(cells, given),
     )
 
 
@@ -157,6 +167,26 @@ def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
     for band in np.flatnonzero(nowhere).tolist():
         found[NOWHERE, band][1] += int(nowhere[band])
     return dict(found)
+
+
+def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) -> list[ClassLoss]:
+    """Return the loss rates of the given classes, which lost positions have like stored ones.
+
+    The others are taken together: only of a stored row is it known whether it was served again,
+    and only with readouts which lost tokens are special.
+    """
+    if not given:
+        return []
+    found: dict[str, list[int]] = {name: [0, 0] for name in (*given, OTHERS)}
+    for (word, _band), (stored, _reused, lost, _filtered) in cells.items():
+        counts = found[word if word in given else OTHERS]
+        counts[0] += stored + lost
+        counts[1] += lost
+    return [
+        ClassLoss(token_class=name, n=n, n_lost=n_lost, rate=n_lost / n)
+        for name, (n, n_lost) in found.items()
+        if n
+    ]
 
 
 def _by(cells: dict[tuple[str, int], list[int]], axis: int) -> Floats:

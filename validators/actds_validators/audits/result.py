@@ -19,6 +19,7 @@ __all__ = [
     "Bound",
     "BoundPoint",
     "CapturedShift",
+    "ClassLoss",
     "ClassesFile",
     "Covariate",
     "Coverage",
@@ -89,7 +90,7 @@ class Number(Section):
         default=None, description="on which side of the limit it has to lie, null if none"
     )
     limit: float | None = Field(default=None, description="what it was held against")
-    unit: str = Field(default="", description="1 stands as an empty string")
+    unit: str = Field(default="", description="1 stands as an empty string; p: of a test")
     ok: bool | None = Field(default=None, description="whether it kept the limit, null if none")
 
     @model_validator(mode="after")
@@ -186,12 +187,13 @@ class CoverageCell(Section):
     token_class: str
     low: int = Field(description="first position of the band")
     high: int = Field(description="position after the last")
-    computed: int = Field(description="positions whose row is stored")
+    stored: int = Field(description="positions whose row is stored")
     reused: int = Field(description="positions served from the prefix cache")
     lost: int = Field(description="dropped and aborted positions")
     filtered: int
-    served_once: Share | None = Field(
-        default=None, description="of computed and reused: what training sees without weights"
+    stored_share: Share | None = Field(
+        default=None,
+        description="stored of stored, reused and lost: what training sees without weights",
     )
 
 
@@ -205,16 +207,31 @@ class CapturedShift(Section):
     weighted_jensen_shannon: Share
 
 
+class ClassLoss(Section):
+    """The loss rate of a class that somebody gave, or of all other positions."""
+
+    token_class: str
+    n: int = Field(description="computed positions, those of aborted requests too")
+    n_lost: int
+    rate: Share = Field(description="share lost")
+
+
 class Coverage(Section):
     """What the prefix cache and the losses left out."""
 
     cells: list[CoverageCell]
     classes_from: str = Field(description="where the token classes come from, in words")
-    reused_share: Share = Field(description="of served prompt and generated positions")
+    reused_share: Share = Field(description="reused of all served: stored, reused and lost")
     repeated_prefixes: int = Field(description="stored rows that were served more than once")
     largest_multiplicity: int
     mean_multiplicity: float = Field(description="servings per stored row")
+    repeated_multiplicity: float | None = Field(
+        default=None, description="servings per stored row that was served more than once"
+    )
     shifts: list[CapturedShift]
+    loss_by_class: list[ClassLoss] = Field(
+        default_factory=list, description="empty when nobody gave classes"
+    )
 
 
 # missingness ----------------------------------------------------------------------------------
@@ -303,7 +320,10 @@ class Association(Section):
     p: Share
     adjusted_p: Share = Field(description="Benjamini and Hochberg, over the whole family")
     rejected: bool
-    n_units: int = Field(description="independent units it rests on: shifts, requests or blocks")
+    n_units: int = Field(
+        description="effectively independent units it rests on: requests, blocks, or shifts, of "
+        "which more may have been made"
+    )
     unit: str
     naive_p: Share | None = Field(
         default=None, description="what a test over tokens would say; never decides"

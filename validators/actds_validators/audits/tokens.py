@@ -23,7 +23,7 @@ from actds_validators.audits.series import SYSTEM
 from actds_validators.audits.sources import Part
 from actds_validators.audits.words import column
 
-__all__ = ["BANDED", "CellEdges", "TokenPass", "TokenSums", "content_covariates", "lost_pieces"]
+__all__ = ["SOURCE", "CellEdges", "TokenPass", "TokenSums", "content_covariates", "lost_pieces"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -47,10 +47,14 @@ BANDED = {
     "special": 2,
     "rarity": N_BITS,
 }
-"""Covariates with a loss rate by band, and the number of their bands."""
 SOURCE = "source:"
 DENSE = 8
 """Numbers are counted in an array of so many times their number at most, else sorted."""
+
+
+def _n_bands(name: str) -> int:
+    """Return the number of bands of a covariate: two of a source, itself and the others."""
+    return 2 if name.startswith(SOURCE) else BANDED[name]
 
 
 def content_covariates(sources: tuple[str, ...], *, has_ids: bool) -> dict[str, Covariate]:
@@ -143,9 +147,7 @@ class TokenSums:
         self.known = np.zeros((2, n_ticks))
         self.x = np.zeros((2, len(names), n_ticks))
         self.xx = np.zeros((2, len(names), n_ticks))
-        self.bands = {
-            name: np.zeros((2, n_blocks, BANDED[name])) for name in names if name in BANDED
-        }
+        self.bands = {name: np.zeros((2, n_blocks, _n_bands(name))) for name in names}
         self.cell_n = np.zeros((2, n_blocks, n_cells))
         self.cell_known = np.zeros((n_blocks, n_cells))
         self.cell_x = np.zeros((len(names), n_blocks, n_cells))
@@ -286,12 +288,7 @@ class _Rows:
             return lookup.request_log[self.request]
         if name == "rarity":
             return lookup.vocabulary.rarity(self.token)
-        if name.startswith(SOURCE):
-            number = lookup.sources.index(name.removeprefix(SOURCE))
-            flag = lookup.source[self.request] == number
-        else:
-            flag = self.prefill if name == "prefill" else self.special
-        found: Floats = flag.astype(np.float64)
+        found: Floats = self._flag(name).astype(np.float64)
         return found
 
     def band_of(self, name: str) -> Ints:
@@ -304,7 +301,15 @@ class _Rows:
             return self.lookup.request_band[self.request]
         if name == "rarity":
             return self.bits
-        return (self.prefill if name == "prefill" else self.special).astype(np.int64)
+        return self._flag(name).astype(np.int64)
+
+    def _flag(self, name: str) -> Bools:
+        """Return whether each row is what a covariate of two bands asks for."""
+        if not name.startswith(SOURCE):
+            return self.prefill if name == "prefill" else self.special
+        number = self.lookup.sources.index(name.removeprefix(SOURCE))
+        found: Bools = self.lookup.source[self.request] == number
+        return found
 
 
 def _add_classes(counts: ClassCounts, rows: _Rows, *, lost: bool) -> None:
@@ -362,10 +367,9 @@ def _add(sums: TokenSums, rows: _Rows, edges: CellEdges, lost: int) -> None:
         if not lost:
             total = np.bincount(celled, weights=x, minlength=shape[0] * shape[1])
             sums.cell_x[k] += total.reshape(shape)
-        if name in BANDED:
-            width = BANDED[name]
-            counted = np.bincount(block * width + rows.band_of(name), minlength=shape[0] * width)
-            sums.bands[name][lost] += counted.reshape(shape[0], width)
+        width = _n_bands(name)
+        counted = np.bincount(block * width + rows.band_of(name), minlength=shape[0] * width)
+        sums.bands[name][lost] += counted.reshape(shape[0], width)
     if len(inside):
         gone = np.full(len(inside), bool(lost))
         sums.within.append(cell_sums(rows.step[inside], rows.request[inside], values, gone))

@@ -162,7 +162,7 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
             "independent loss events", m.n_events, "at least", limits.min_events
         )
         smallest = min((t.adjusted_p for t in m.tests), default=1.0)
-        found["p"] = _held("smallest adjusted p of the family", smallest, "above", limits.fdr)
+        found["p"] = _held("smallest adjusted p of the family", smallest, "above", limits.fdr, "p")
         if m.detectable is not None:
             found["detectable"] = _held(
                 "content difference that one interval would show", m.detectable, "at most",

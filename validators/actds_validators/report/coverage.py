@@ -7,31 +7,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from actds_validators.audits.result import Coverage, CoverageCell
+from actds_validators.audits.result import ClassLoss, Coverage, CoverageCell
 from actds_validators.report.axes import legend
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.svg import WIDTH, Picture, split_range
-from actds_validators.report.words import Sentence, clean, count, number, percent, short
+from actds_validators.report.words import Sentence, clean, count, many, number, percent, short
 
 __all__ = ["coverage_part"]
 
 _MAX_CLASSES, _MAX_BANDS = 12, 10
-_STATES = ("computed", "reused", "lost", "filtered")
-_KINDS = {"computed": "stored", "reused": "reused", "lost": "lost", "filtered": "filtered"}
-_NAMES = {"computed": "computed and stored", "reused": "reused from the cache"}
+_STATES = ("stored", "reused", "lost", "filtered")
+_NAMES = {"stored": "computed and stored", "reused": "reused from the cache"}
 _REST = "other classes"
 Counts = dict[str, int]
 
 
 def coverage_part(section: Coverage) -> Part:
     """Return the part on coverage."""
-    lead = (
-        f"{percent(section.reused_share)} of what was served came from the prefix cache and was "
-        f"not computed again. {count(section.repeated_prefixes)} stored rows were served more than "
-        f"once (at most {count(section.largest_multiplicity)} times, "
-        f"{number(section.mean_multiplicity)} times on average): training without multiplicity "
-        f"weights sees each of them once. Token classes: {section.classes_from}."
-    )
+    lead = f"{_reused(section)} Token classes: {section.classes_from}."
     some, more = first(section.shifts)
     rows = [
         Row(
@@ -54,26 +47,55 @@ def coverage_part(section: Coverage) -> Part:
     )
     caption = "How far the stored rows lie from what was served (0 equal, 1 disjoint)"
     tables = [Table(caption, head, rows, more=more)] if rows else []
+    tables += _loss_table(section.loss_by_class)
     pictures = [coverage_map(section.cells)] if section.cells else []
     return Part("coverage", "Coverage", Sentence(lead), pictures, tables)
+
+
+def _loss_table(losses: list[ClassLoss]) -> list[Table]:
+    """Return the loss rates of the given classes, where there are any."""
+    some, more = first(losses)
+    rows = [
+        Row((one.token_class, count(one.n), count(one.n_lost), percent(one.rate))) for one in some
+    ]
+    head = ("class", "computed positions", "lost", "share lost")
+    caption = "Loss rate of the classes that were given, without intervals"
+    return [Table(caption, head, rows, more=more)] if rows else []
+
+
+def _reused(section: Coverage) -> str:
+    """Return how much the prefix cache served, and how often the same rows."""
+    share = f"{percent(section.reused_share)} of what was served came from the prefix cache"
+    if not section.repeated_prefixes:
+        return f"{share}; no stored row was served more than once."
+    one = section.repeated_prefixes == 1
+    often = section.repeated_multiplicity
+    mean = "" if often is None else f", {number(often)} times on average"
+    return (
+        f"{share} and was not computed again. {many(section.repeated_prefixes, 'stored row')} "
+        f"{'was' if one else 'were'} served more than once (at most "
+        f"{count(section.largest_multiplicity)} times{mean}): training without multiplicity "
+        f"weights sees {'it' if one else 'each of them'} once. Over all stored rows a row was "
+        f"served {number(section.mean_multiplicity)} times on average."
+    )
 
 
 def coverage_map(cells: list[CoverageCell]) -> Picture:
     """Return token class × position band, each cell split by what became of its positions."""
     bands = _bands(sorted({(cell.low, cell.high) for cell in cells}))
-    grid, once = _grid(cells, bands)
+    grid, kept = _grid(cells, bands)
     p = Picture(
         "coverage-map",
         "Coverage map: token class by band of positions",
         "Each cell is split by what became of its positions: computed and stored, reused from the "
-        "prefix cache, lost, filtered. Below: the number of positions, and the share of computed "
-        "and reused that a row stands for when references are not followed.",
+        "prefix cache, lost, filtered. Below: the number of positions, and the share stored of all "
+        "that were served or lost, filtered ones left out: what training sees without weights.",
         WIDTH,
         90 + 52 * len(grid),
     )
     left = 176.0
     width = (WIDTH - 8 - left) / len(bands)
-    legend(p, left, 16, [(_KINDS[s], _NAMES.get(s, s)) for s in _STATES])
+    legend(p, left, 16, [(s, _NAMES.get(s, s)) for s in _STATES])
     for column, (low, high) in enumerate(bands):
         words = f"{low:,}–{high - 1:,}" if high - 1 > low else f"{low:,}"
         low_line, high_line = split_range(words, width - 4)
@@ -85,7 +107,7 @@ def coverage_map(cells: list[CoverageCell]) -> Picture:
         y = 66.0 + 52 * row
         p.text(left - 10, y + 13, name, "end", room=164)
         for column in range(len(bands)):
-            counts, share = columns[column], once[name][column]
+            counts, share = columns[column], kept[name][column]
             place = f"{clean(name, 40)}, positions {bands[column][0]}–{bands[column][1] - 1}"
             _cell(p, left + width * column, y, width - 4, counts, share, place)
     p.text(
@@ -95,7 +117,7 @@ def coverage_map(cells: list[CoverageCell]) -> Picture:
 
 
 def _cell(
-    p: Picture, x: float, y: float, width: float, counts: Counts, once: float | None, place: str
+    p: Picture, x: float, y: float, width: float, counts: Counts, kept: float | None, place: str
 ) -> None:
     total = sum(counts.values())
     p.box(x, y, width, 16, "empty")
@@ -106,11 +128,11 @@ def _cell(
     start = x
     for state in _STATES:
         part = width * counts[state] / total
-        p.box(start, y, part, 16, _KINDS[state], f"{place}: {said}")
+        p.box(start, y, part, 16, state, f"{place}: {said}")
         start += part
     p.text(x + width / 2, y + 29, short(total), "middle", room=width)
-    if once is not None:
-        p.text(x + width / 2, y + 42, percent(once), "middle", "dim", room=width)
+    if kept is not None:
+        p.text(x + width / 2, y + 42, percent(kept), "middle", "dim", room=width)
 
 
 def _bands(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -124,10 +146,10 @@ def _bands(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _grid(
     cells: list[CoverageCell], bands: list[tuple[int, int]]
 ) -> tuple[dict[str, list[Counts]], dict[str, list[float | None]]]:
-    """Return the counts, and the share served once, per class and band; rare classes as one."""
+    """Return the counts, and the share stored, per class and band; rare classes as one."""
     size: dict[str, int] = defaultdict(int)
     for cell in cells:
-        size[cell.token_class] += cell.computed + cell.reused + cell.lost + cell.filtered
+        size[cell.token_class] += cell.stored + cell.reused + cell.lost + cell.filtered
     order = sorted(size, key=lambda name: (-size[name], name))
     named = set(order if len(order) <= _MAX_CLASSES else order[: _MAX_CLASSES - 1])
     grid: dict[str, list[Counts]] = {
@@ -137,18 +159,19 @@ def _grid(
             *([_REST] if len(named) < len(order) else []),
         ]
     }
-    served: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+    shares: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
     for cell in cells:
         name = cell.token_class if cell.token_class in named else _REST
         column = max(k for k, (low, _) in enumerate(bands) if low <= cell.low)
         for state in _STATES:
             grid[name][column][state] += getattr(cell, state)
-        if cell.served_once is not None:
-            served[name, column].append((cell.served_once, cell.computed + cell.reused))
-    once: dict[str, list[float | None]] = {
-        name: [_mean(served[name, column]) for column in range(len(bands))] for name in grid
+        if cell.stored_share is not None:
+            n = cell.stored + cell.reused + cell.lost
+            shares[name, column].append((cell.stored_share, n))
+    kept: dict[str, list[float | None]] = {
+        name: [_mean(shares[name, column]) for column in range(len(bands))] for name in grid
     }
-    return grid, once
+    return grid, kept
 
 
 def _mean(parts: list[tuple[float, int]]) -> float | None:

@@ -43,20 +43,23 @@ def worst_first(differences: Sequence[Difference]) -> list[Difference]:
     return sorted(differences, key=lambda d: -abs(d.smd.value))
 
 
-def forest(group: str, differences: Sequence[Difference], limits: Limits) -> Picture:
+def forest(
+    group: str, differences: Sequence[Difference], limits: Limits, note: str = ""
+) -> Picture:
     """Return the SMDs of a group of covariates with their intervals, beside the equal ones.
 
     Args:
         group: of all the covariates, a key of ``GROUPS``.
         differences: of that group; the largest are drawn, as many as fit on a printed page.
         limits: settings.
+        note: what else the description says.
     """
     p, f, shown, more = _frame(
         f"forest-{group}",
         f"Standardised mean differences of the lost tokens: {GROUPS[group]}",
         "Per covariate a mark with its 95 % interval; the thicker part is the 90 % interval of the "
         "equivalence test. The shaded band counts as equal. An arrow: the interval goes on. "
-        "Each group of covariates has its own scale.",
+        f"Each group of covariates has its own scale.{note}",
         worst_first(differences),
         [_LOST],
         limits.equivalence,
@@ -71,12 +74,13 @@ def forest(group: str, differences: Sequence[Difference], limits: Limits) -> Pic
     return p
 
 
-def stored_bias(differences: Sequence[Difference], limits: Limits) -> Picture:
+def stored_bias(differences: Sequence[Difference], limits: Limits, note: str = "") -> Picture:
     """Return the bias of the stored rows, before and after weighting, on a scale of its own.
 
     Args:
         differences: of all groups, of which the largest are drawn, the first group first.
         limits: settings.
+        note: what else the description says.
     """
     having = [d for d in differences if d.before_weighting]
     series = [s for s in (_STORED, _WEIGHTED) if any(s.of(d) for d in having)]
@@ -86,7 +90,7 @@ def stored_bias(differences: Sequence[Difference], limits: Limits) -> Picture:
         "Bias of the stored rows, before and after weighting",
         "Per covariate how far the mean of the stored rows, and of the weighted ones, lies from "
         "that of all, with its 95 % interval. An arrow: the interval goes on. The scale is that of "
-        "this plot alone.",
+        f"this plot alone.{note}",
         sorted(having, key=lambda d: -max(abs(e.value) for s in series if (e := s.of(d)))),
         series,
         0.0,

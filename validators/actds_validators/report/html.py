@@ -74,7 +74,8 @@ def _parts(audit: Audit) -> list[Part]:
     if audit.coverage is not None:
         parts.append(coverage_part(audit.coverage))
     if audit.missingness is not None:
-        parts.append(missingness_part(audit.missingness, audit.limits))
+        n_events = audit.mechanism.n_events if audit.mechanism else None
+        parts.append(missingness_part(audit.missingness, audit.limits, n_events))
     if audit.mechanism is not None:
         parts.append(mechanism_part(audit.mechanism, audit.limits))
     if audit.queues is not None:

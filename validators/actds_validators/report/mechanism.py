@@ -53,7 +53,7 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         "statistic",
         "p",
         "adjusted p",
-        "units",
+        "effective units",
         "naive p (not deciding)",
     )
     notes = [Sentence(_on_content(section.tests))] if section.tests else []
@@ -62,6 +62,13 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
             Sentence(
                 f"With so many events a difference of {number(section.detectable)} standard "
                 "deviations would be found with power 0.8."
+            )
+        )
+    if section.tests:
+        notes.append(
+            Sentence(
+                "Effective units: neighbouring shifts of the losses are alike, so the thousands "
+                "that a p counts are worth as many independent ones as stand there."
             )
         )
     if any(t.naive_p is not None for t in section.tests):

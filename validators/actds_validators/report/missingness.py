@@ -11,13 +11,19 @@ from actds_validators.report.forest import forest, stored_bias, worst_first
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.strata import heat_map
 from actds_validators.report.svg import Picture
-from actds_validators.report.words import GROUPS, Sentence, estimate, number
+from actds_validators.report.words import GROUPS, Sentence, count, estimate, many, number
 
 __all__ = ["missingness_part"]
 
 
-def missingness_part(section: Missingness, limits: Limits) -> Part:
-    """Return the part on missingness."""
+def missingness_part(section: Missingness, limits: Limits, n_events: int | None = None) -> Part:
+    """Return the part on missingness.
+
+    Args:
+        section: of the result.
+        limits: settings.
+        n_events: independent loss events, ``None`` where nobody counted them.
+    """
     lead = (
         "Standardised mean differences (SMD): how far the mean of the lost tokens lies from the "
         "mean of all computed tokens, in standard deviations of all, with intervals from a block "
@@ -25,13 +31,19 @@ def missingness_part(section: Missingness, limits: Limits) -> Part:
         "the stored rows is the same of what is left, and far smaller where little is lost: with a "
         f"rejected test, more than {number(limits.serious)} of it is serious."
     )
+    few = ""
+    if n_events is not None and n_events < limits.min_events:
+        few = (
+            f" All losses make {many(n_events, 'independent event')}: "
+            f"with fewer than {count(limits.min_events)} the intervals are too narrow."
+        )
     pictures: list[Picture] = []
     for group in GROUPS:
         members = [d for d in section.differences if d.covariate.group == group]
         if members:
-            pictures.append(forest(group, members, limits))
+            pictures.append(forest(group, members, limits, few))
     if any(d.before_weighting for d in section.differences):
-        pictures.append(stored_bias(section.differences, limits))
+        pictures.append(stored_bias(section.differences, limits, few))
     if any(d.strata for d in section.differences):
         pictures.append(heat_map(worst_first(section.differences)))
     pictures.append(bound_curve(section.bound, limits))
@@ -40,7 +52,7 @@ def missingness_part(section: Missingness, limits: Limits) -> Part:
         *(Sentence(f"Could not be asked: {question}") for question in section.could_not_ask[:20]),
     ]
     tables = [_table(section.differences)] if section.differences else []
-    return Part("missingness", "Missingness", Sentence(lead), pictures, tables, notes)
+    return Part("missingness", "Missingness", Sentence(lead + few), pictures, tables, notes)
 
 
 def _table(differences: list[Difference]) -> Table:

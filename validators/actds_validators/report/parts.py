@@ -15,7 +15,7 @@ from actds_validators.report.words import Sentence
 __all__ = ["MAX_ROWS", "Absent", "Part", "Row", "Table", "first"]
 
 MAX_ROWS = 50
-"""Rows of a table or a chart; ``audit.json`` holds them all."""
+"""Rows of a table or a chart; the result holds them all."""
 
 Tone = Literal["", "good", "bad", "warn", "dim"]
 T = TypeVar("T")
@@ -64,4 +64,4 @@ class Absent:
 def first(items: Sequence[T], room: int = MAX_ROWS) -> tuple[list[T], str]:
     """Return the first items and a sentence on those left out, empty when none is."""
     left = len(items) - room
-    return list(items[:room]), f"and {left:,} more, all in audit.json" if left > 0 else ""
+    return list(items[:room]), f"and {left:,} more, all in the result (--json)" if left > 0 else ""

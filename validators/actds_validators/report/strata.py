@@ -5,6 +5,8 @@ A chart of the report; from the result's section on missingness.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from actds_validators.audits.result import Difference, Stratum
 from actds_validators.report.parts import first
 from actds_validators.report.shades import shade, shade_scale
@@ -15,6 +17,46 @@ __all__ = ["heat_map"]
 
 _MAX_ROWS, _MAX_STRATA = 18, 16
 _LEFT = 260.0
+_ENOUGH, _ENOUGH_SHARE = 1000, 0.01
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A covariate with the strata that there is room for, and their words.
+
+    Args:
+        difference: of the covariate.
+        strata: those of the most tokens, in their order.
+        names: of the strata, in two lines; the second is empty where one does.
+        shares: lost, all with the sign of per cent or all without.
+        least: tokens of which a stratum's share is shaded.
+    """
+
+    difference: Difference
+    strata: list[Stratum]
+    names: list[tuple[str, str]]
+    shares: list[str]
+    least: float
+
+    @property
+    def width(self) -> float:
+        """Return the width of a cell with its gap."""
+        return (WIDTH - 2 - _LEFT) / len(self.strata)
+
+    @property
+    def height(self) -> float:
+        """Return the height of a cell: of the lines of its words."""
+        n_lines = 2 + any(below for _, below in self.names) + any(map(self.is_few, self.strata))
+        return 10.0 + 14 * max(n_lines, 3 if self.left_out else 2)
+
+    @property
+    def left_out(self) -> list[Stratum]:
+        """Return the strata that there is no room for."""
+        return [s for s in self.difference.strata if s not in self.strata]
+
+    def is_few(self, s: Stratum) -> bool:
+        """Return whether a stratum holds too few tokens for a shade."""
+        return s.n < self.least
 
 
 def heat_map(differences: list[Difference]) -> Picture:
@@ -25,81 +67,94 @@ def heat_map(differences: list[Difference]) -> Picture:
     """
     having = [d for d in differences if d.strata]
     shown, more = first(having, _MAX_ROWS)
-    names = [_stratum_names(d) for d in shown]
-    tops, y = [], 48.0
-    for row in names:
-        tops.append(y)
-        y += 56 if any(below for _, below in row) else 42
-    top = max([s.rate.value for d in shown for s in _drawn(d)], default=0.0)
+    lines = [_line(d) for d in shown]
+    top, beyond = _scale(lines)
     p = Picture(
         "heat-map",
         "Loss rate per stratum",
         "One row a covariate; each cell names its stratum, in the unit of its row, and the share "
         "of its computed tokens that was lost, in per cent. Darker cells lost less, lighter cells "
-        "more; the numbers say the same. Left out are strata of the fewest tokens.",
+        "more; the numbers say the same. The scale ends at the largest share of a stratum that "
+        f"holds at least {percent(_ENOUGH_SHARE)} of the tokens. Cells without a shade hold few "
+        f"tokens (under {percent(_ENOUGH_SHARE)}, and under {count(_ENOUGH)}): below stands how "
+        "many. Left out are strata of the fewest tokens.",
         WIDTH,
-        y + 6 + (18 if more else 0),
+        54 + sum(line.height + 4 for line in lines) + (18 if more else 0),
     )
-    shade_scale(p, _LEFT, top)
-    for d, row, y in zip(shown, names, tops, strict=True):
-        middle = _LEFT - 10
+    shade_scale(p, _LEFT, top, beyond=beyond)
+    y, middle = 48.0, _LEFT - 10
+    for line in lines:
+        d = line.difference
         p.text(middle, y + 15, d.covariate.label, "end", room=250)
         p.text(middle, y + 30, _unit(d), "end", "dim", room=250)
-        width = (WIDTH - 2 - _LEFT) / len(row)
-        height = 52 if any(below for _, below in row) else 38
-        for column, (s, lines) in enumerate(zip(_drawn(d), row, strict=True)):
-            _stratum(p, _LEFT + width * column, y, (width - 2, height), s, lines, top)
+        if line.left_out:
+            p.text(middle, y + 45, _left_out(line), "end", "dim", room=250)
+        for column in range(len(line.strata)):
+            _stratum(p, _LEFT + line.width * column, y, line, column, top)
+        y += line.height + 4
     if more:
         p.text(WIDTH / 2, p.height - 8, more, "middle", "dim")
     return p
 
 
-def _drawn(d: Difference) -> list[Stratum]:
-    """Return the strata that there is room for, those of the most tokens, in their order."""
+def _line(d: Difference) -> _Line:
+    """Return a row: the strata of the most tokens, and their words."""
     largest = sorted(range(len(d.strata)), key=lambda k: -d.strata[k].n)[:_MAX_STRATA]
-    return [d.strata[k] for k in sorted(largest)]
-
-
-def _stratum_names(d: Difference) -> list[tuple[str, str]]:
-    """Return the names of the drawn strata in two lines; the second is empty where one does."""
-    labels = [clean(s.label) for s in _drawn(d)]
-    room = (WIDTH - 2 - _LEFT) / len(labels) - 6
-    if any(text_width(label) > room for label in labels):
+    strata = [d.strata[k] for k in sorted(largest)]
+    room = (WIDTH - 2 - _LEFT) / len(strata) - 6
+    names = [clean(s.label) for s in strata]
+    if any(text_width(name) > room for name in names):
         unit = f" {d.covariate.unit}"
-        labels = [label.removesuffix(unit).replace(" to ", "–") for label in labels]
-    return [split_range(name, room) for name in labels]
+        names = [name.removesuffix(unit).replace(" to ", "–") for name in names]
+    shares = [percent(s.rate.value) for s in strata]
+    if any(text_width(share) > room for share in shares):
+        shares = [share.removesuffix(" %") for share in shares]
+    least = min(_ENOUGH, _ENOUGH_SHARE * sum(s.n for s in d.strata))
+    return _Line(d, strata, [split_range(name, room) for name in names], shares, least)
 
 
-def _stratum(
-    p: Picture,
-    x: float,
-    y: float,
-    size: tuple[float, float],
-    s: Stratum,
-    lines: tuple[str, str],
-    top: float,
-) -> None:
-    step, (width, height) = shade(s.rate.value, top), size
+def _scale(lines: list[_Line]) -> tuple[float, bool]:
+    """Return where the shades end, and whether a shaded stratum lies beyond.
+
+    A stratum of a small part of the tokens may lie far off by chance: it would leave one shade to
+    all others.
+    """
+    shaded, large = [], []
+    for line in lines:
+        total = sum(s.n for s in line.difference.strata)
+        shaded += [s.rate.value for s in line.strata if not line.is_few(s)]
+        large += [s.rate.value for s in line.strata if s.n >= _ENOUGH_SHARE * total]
+    top = max(large or shaded, default=0.0)
+    return top, max(shaded, default=0.0) > top
+
+
+def _stratum(p: Picture, x: float, y: float, line: _Line, column: int, top: float) -> None:
+    s, (above, below), share = line.strata[column], line.names[column], line.shares[column]
+    few, step = line.is_few(s), shade(s.rate.value, top)
     said = (
         f"{clean(s.label, 50)}: {percent(s.rate.value)} of {count(s.n)} lost, interval "
         f"{percent(s.rate.low)} to {percent(s.rate.high)}"
     )
-    p.box(x, y, width, height, f"shade{step}", said)
-    middle, ink, room = x + width / 2, f"ink{step}", width - 4
-    above, below = lines
-    p.text(middle, y + (15 if below or height < 50 else 22), above, "middle", ink, room=room)
-    if below:
-        p.text(middle, y + 29, below, "middle", ink, room=room)
-    share = percent(s.rate.value)
-    p.text(middle, y + height - 7, share, "middle", ink, room=room, shorter=[share.rstrip(" %")])
+    p.box(x, y, line.width - 2, line.height, "few" if few else f"shade{step}", said)
+    middle, ink, room = x + line.width / 2 - 1, "" if few else f"ink{step}", line.width - 6
+    written = [above, *([below] if below else []), share, *([f"n {count(s.n)}"] if few else [])]
+    # In the middle of the cell, whose height is that of the row's fullest one.
+    first_y = y + line.height / 2 + 4.5 - 7 * (len(written) - 1)
+    for k, words in enumerate(written):
+        p.text(middle, first_y + 14 * k, words, "middle", ink, room=room)
+
+
+def _left_out(line: _Line) -> str:
+    """Return how many strata are left out, and the most that one of them lost."""
+    left = line.left_out
+    most = max(s.rate.value for s in left)
+    return f"{len(left)} left out, lost {percent(most)}{' at most' if len(left) > 1 else ''}"
 
 
 def _unit(d: Difference) -> str:
     """Return the group, and the unit of the strata where their names hold numbers."""
-    covariate, n_left = d.covariate, max(0, len(d.strata) - _MAX_STRATA)
-    left = f"; {n_left} left out" if n_left else ""
     if not any(c.isdigit() for s in d.strata for c in s.label[:50]):
-        return f"{covariate.group}{left}"
+        return d.covariate.group
     # Lengths are compared on a logarithmic scale; their strata are named in tokens.
-    unit = covariate.unit.removeprefix("log2 ")
-    return f"{covariate.group}, {unit}{left}" if unit else f"{covariate.group}{left}"
+    unit = d.covariate.unit.removeprefix("log2 ")
+    return f"{d.covariate.group}, {unit}" if unit else d.covariate.group

@@ -9,7 +9,16 @@ from actds_validators.audits.result import WeightCell, Weighting
 from actds_validators.report.parts import Part, Row, Table
 from actds_validators.report.shades import shade, shade_scale
 from actds_validators.report.svg import WIDTH, Picture, split_range
-from actds_validators.report.words import Sentence, clean, count, measured, number, percent, short
+from actds_validators.report.words import (
+    Sentence,
+    apart,
+    clean,
+    count,
+    measured,
+    number,
+    percent,
+    short,
+)
 
 __all__ = ["weights_part"]
 
@@ -50,17 +59,21 @@ def weight_map(section: Weighting) -> Picture:
         "weight-map",
         "Loss rate and weight by load and complexity",
         "Each cell: the share of its computed tokens that was lost, shrunk to that of its load, "
-        "and below it the weight of its stored rows. Darker cells lost less, lighter cells more; "
-        "cells beyond the drawn ones stand in audit.json.",
+        "and below it the weight of its stored rows. Darker cells lost less, lighter cells more. A "
+        "cell whose rows were all lost has no weight: below stands how many. Cells beyond the "
+        "drawn ones stand in the result (--json).",
         WIDTH,
-        104 + 42 * len(labels),
+        78 + 42 * len(labels),
     )
-    top = max(cell.rate for cell in cells)
-    shade_scale(p, _LEFT, top)
+    top = max([cell.rate for cell in cells if cell.weight], default=1.0)
+    shade_scale(p, _LEFT, top, beyond=any(cell.rate > top or not cell.weight for cell in cells))
     width = (WIDTH - 2 - _LEFT) / len(loads)
-    p.text(_LEFT - 10, 62, section.complexity, "end", "bold", room=_LEFT - 14)
+    p.text(_LEFT - 10, 50, "load, tokens per step →", "end", "dim", room=_LEFT - 14)
+    p.text(_LEFT - 10, 64, f"{section.complexity} ↓", "end", "dim", room=_LEFT - 14)
+    bounds = sorted({edge for load in loads for edge in load})
+    said = dict(zip(bounds, apart(bounds), strict=True))
     for column, (low, high) in enumerate(loads):
-        words = split_range(f"{short(low)}–{short(high)}", width - 4)
+        words = split_range(said[low] if low == high else f"{said[low]}–{said[high]}", width - 4)
         for line, word in enumerate(words):
             at = _LEFT + width * (column + 0.5)
             p.text(at, (50 if words[1] else 62) + 13 * line, word, "middle", room=width - 4)
@@ -71,17 +84,22 @@ def weight_map(section: Weighting) -> Picture:
         if load in loads and cell.label in labels:
             x = _LEFT + width * loads.index(load)
             _cell(p, x, 70 + 42.0 * labels.index(cell.label), width - 2, cell, top)
-    p.text((_LEFT + WIDTH) / 2, p.height - 14, "load, tokens per step", "middle")
     return p
 
 
 def _cell(p: Picture, x: float, y: float, width: float, cell: WeightCell, top: float) -> None:
+    low, high = cell.load_low, cell.load_high
+    weight = f"weight {number(cell.weight)}" if cell.weight else "no weight"
     said = (
-        f"load {short(cell.load_low)} to {short(cell.load_high)}, {clean(cell.label, 50)}: "
-        f"{count(cell.n_lost)} of {count(cell.n)} lost, weight {number(cell.weight)}"
+        f"load {number(low)} to {number(high)}, {clean(cell.label, 50)}: "
+        f"{count(cell.n_lost)} of {count(cell.n)} lost, {weight}"
     )
-    step = shade(cell.rate, top)
+    # Shrunk to its load's, the rate of a cell that lost every row says what nobody saw.
+    step = shade(cell.rate if cell.weight else 1.0, top)
     p.box(x, y, width, 38, f"shade{step}", said)
     middle = x + width / 2
-    p.text(middle, y + 16, percent(cell.rate), "middle", f"ink{step}", room=width - 4)
-    p.text(middle, y + 31, f"× {number(cell.weight)}", "middle", f"ink{step}", room=width - 4)
+    above, below = percent(cell.rate), f"× {number(cell.weight)}"
+    if not cell.weight:
+        above, below = "all lost", f"n {short(cell.n)}"
+    p.text(middle, y + 16, above, "middle", f"ink{step}", room=width - 4)
+    p.text(middle, y + 31, below, "middle", f"ink{step}", room=width - 4)

@@ -5,6 +5,8 @@ Under every chart and table of the report; knows the result's models and nothing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from actds.page import printable
 from actds_validators.audits.result import Estimate, Must, Number
 
@@ -13,6 +15,7 @@ __all__ = [
     "SIDES",
     "Sentence",
     "against",
+    "apart",
     "clean",
     "count",
     "estimate",
@@ -31,6 +34,7 @@ __all__ = [
 
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
+_MAX_DIGITS = 9
 _MAX_WORD, _MAX_SENTENCE = 120, 1200  # bytes
 _ESCAPED = frozenset("<>&\"'")
 
@@ -79,15 +83,26 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def short(value: float) -> str:
+def short(value: float, digits: int = 3) -> str:
     """Return a number in the room of a cell, with k, M or G."""
     if abs(value) >= 1e12:
-        return f"{value:.2e}"
+        return f"{value:.{digits - 1}e}"
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         # What rounds to 1,000 of one letter is one of the next; 0.9995 k is no letter's yet.
         if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value + 0.0:.3g}"  # adding nought turns minus zero into a plain one
+            return f"{value / size:.{digits}g}{letter}"
+    return f"{value + 0.0:.{digits}g}"  # adding nought turns minus zero into a plain one
+
+
+def apart(values: Sequence[float]) -> list[str]:
+    """Return rising numbers as ``short`` does, with digits that tell neighbours apart."""
+    found = []
+    for k, value in enumerate(values):
+        digits, near = 3, [*values[max(0, k - 1) : k], *values[k + 1 : k + 2]]
+        while digits < _MAX_DIGITS and short(value, digits) in (short(v, digits) for v in near):
+            digits += 1
+        found.append(short(value, digits))
+    return found
 
 
 def percent(share: float) -> str:
@@ -140,9 +155,11 @@ def signed(value: float, *, three: bool = False) -> str:
 
 
 def measured(value: float | None, unit: str) -> str:
-    """Return a value with its unit; shares in per cent."""
+    """Return a value with its unit; shares in per cent, the p of a test as ``p_value``."""
     if value is None:
         return "-"
+    if unit == "p":
+        return p_value(value)
     if unit in ("share", "%"):
         return percent(value if unit == "share" else value / 100)
     return f"{number(value)} {unit}".rstrip()
