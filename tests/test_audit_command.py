@@ -245,6 +245,94 @@ def test_what_is_no_dataset_is_not_readable(tmp_path: Path) -> None:
     assert "Traceback" not in told.stderr
 
 
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def no_audit(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Let the audit note that it began, and do nothing."""
+    audited: list[object] = []
+    monkeypatch.setattr("actds_validators.audits.audit.audit", lambda *args: audited.append(args))
+    return audited
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
+@pytest.mark.parametrize("where", ["genesis", "root", "seal", "other", "link", "linked file", "up"])
+def test_an_output_inside_a_dataset_is_refused_before_the_audit(
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object], option: str, where: str
+) -> None:
+    path, other = datasets["PASS"], datasets["WARN"]
+    (tmp_path / "folder").symlink_to(path / "seal")
+    (tmp_path / "file").symlink_to(other / "actds.json")
+    (tmp_path / "plain").mkdir()
+    out, of = {
+        "genesis": (path / "actds.json", path),
+        "root": (path / "report.html", path),
+        "seal": (path / "seal" / "none" / "x.parquet", path),
+        "other": (other / "seal" / "x.parquet", other),
+        "link": (tmp_path / "folder" / "x", path),
+        "linked file": (tmp_path / "file", other),
+        "up": (tmp_path / "plain" / ".." / "folder" / "x", path),
+    }[where]
+    before = contents(path) | contents(other)
+    told = run(path, option, out)
+    got = f"E009 {option} {out}: inside the dataset {of.resolve()}; expected a path outside any"
+    assert told.stderr.startswith(got), told.output
+    assert told.exit_code == 2 and told.stdout == "" and no_audit == []
+    assert contents(path) | contents(other) == before
+
+
+def test_a_link_in_a_dataset_is_refused_wherever_it_leads(
+    tmp_path: Path, no_audit: list[object]
+) -> None:
+    path = made(tmp_path / "acts", "none", n_steps=50)
+    (path / "link").symlink_to(tmp_path / "outside")
+    told = run(path, "--weights", path / "link")
+    assert told.stderr.startswith(f"E009 --weights {path / 'link'}: inside the dataset {path}")
+    assert told.exit_code == 2 and no_audit == []
+
+
+def test_an_output_that_would_pass_for_a_dataset_is_refused(
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object]
+) -> None:
+    told = run(datasets["PASS"], "--json", tmp_path / "actds.json")
+    assert told.stderr.startswith(f"E009 --json {tmp_path / 'actds.json'}: actds.json, by which ")
+    assert told.exit_code == 2 and no_audit == []
+
+
+@pytest.mark.parametrize("way", ["same", "spelt otherwise", "link", "hard link"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("--html", "--json"), ("--json", "--weights"), ("--html", "--weights"),
+     ("--classes", "--html"), ("--classes", "--json"), ("--classes", "--weights")],
+)  # fmt: skip
+def test_two_options_that_name_one_file_are_refused(
+    datasets: dict[str, Path],
+    tmp_path: Path,
+    no_audit: list[object],
+    first: str,
+    second: str,
+    way: str,
+) -> None:
+    one = other = tmp_path / "file"
+    one.write_text("kept")
+    match way:
+        case "spelt otherwise":
+            other = tmp_path / ".." / tmp_path.name / "file"
+        case "link":
+            other = tmp_path / "link"
+            other.symlink_to(one)
+        case "hard link":
+            other = tmp_path / "link"
+            other.hardlink_to(one)
+    told = run(datasets["PASS"], first, one, second, other)
+    got = f"E009 {second} {other}: the file of {first}; expected a path of its own"
+    assert told.stderr.startswith(got), told.output
+    assert told.exit_code == 2 and told.stdout == "" and no_audit == []
+    assert one.read_text() == "kept"
+
+
 @pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
 def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read(
     tmp_path: Path, option: str
@@ -253,6 +341,7 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read
     told = run(tmp_path / "no dataset", option, out)
     assert told.exit_code == 4 and told.stdout == ""
     assert told.stderr.startswith(f"E503 {out}: no folder {out.parent}")
+    assert "Make the folder, or give another path." in told.stderr
 
 
 @pytest.mark.parametrize("option", ["--html", "--json"])
