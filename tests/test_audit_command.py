@@ -148,6 +148,15 @@ def test_phases_and_another_dataset_are_compared_by_value(
     assert same["paired"] and max(abs(m["value"]) for m in same["measures"]) < 1e-6
 
 
+def test_the_two_sides_are_named_once_in_the_line_of_a_comparison(
+    datasets: dict[str, Path],
+) -> None:
+    told = run(datasets["PASS"], "--by", "phase", "--rows", 500)
+    [line] = [one for one in told.stdout.splitlines() if one.startswith("Population shift")]
+    assert line.count("phase prefill") == line.count("phase decode") == 1
+    assert line.removeprefix("Population shift: ")[0].isupper()
+
+
 def test_what_was_asked_for_stands_in_the_result(datasets: dict[str, Path], tmp_path: Path) -> None:
     plain = json.loads(run(datasets["PASS"], "--json", "-").stdout)["options"]
     assert plain == {
