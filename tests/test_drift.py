@@ -27,6 +27,7 @@ from actds_validators.audits.drift_numeric import measure_pairs, numeric_measure
 from actds_validators.audits.drift_population import measure_populations, population_measures
 from actds_validators.audits.drift_words import numeric_sentence
 from actds_validators.audits.result import Drift, DriftMeasure, Limits
+from actds_validators.report.drift import drift_parts
 
 LIMITS = Limits()
 N_REQUESTS = 90
@@ -201,6 +202,9 @@ def test_other_prompts_under_the_same_names_share_their_first_token_only(tmp_pat
     assert one.measures == []
     assert one.sentence.startswith("Only 1 token with the same prefix was computed in ")
     assert "too few to tell, 8 are needed" in one.sentence
+    part = drift_parts(found)[0]
+    assert "1 against 1 row, paired token by token." in part.lead and "floor" not in part.lead
+    assert not part.pictures and not part.tables
     assert only(found, "population shift").n_first > N_REQUESTS
 
 
