@@ -391,6 +391,23 @@ def test_two_options_that_name_one_file_are_refused(
 
 
 @pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
+def test_a_file_that_is_there_is_replaced_and_keeps_its_other_names(
+    datasets: dict[str, Path], tmp_path: Path, option: str
+) -> None:
+    path = datasets["PASS"]
+    before = contents(path)
+    (tmp_path / "folder").mkdir()
+    out, link = tmp_path / "folder" / "out", tmp_path / "link"
+    out.hardlink_to(path / "actds.json")
+    link.symlink_to(out)
+    told = run(path, option, link)
+    assert told.exit_code == 0, told.output
+    assert contents(path) == before and link.is_symlink()
+    assert out.read_bytes() != before[path / "actds.json"]
+    assert list((tmp_path / "folder").iterdir()) == [out]
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
 def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read(
     tmp_path: Path, option: str
 ) -> None:

@@ -207,29 +207,19 @@ def _need_extra(packages: tuple[str, ...]) -> None:
 
 def _need_folders(*outputs: Path | None) -> None:
     """Raise E503 for a file that is asked for in a folder that is not there, before the audit."""
+    from actds_validators.audits.outputs import unwritable
+
     for out in outputs:
         if out is not None and not out.parent.is_dir():
             next_step = "Make the folder, or give another path."
-            raise _unwritable(out, f"no folder {out.parent}", next_step)
+            raise unwritable(out, f"no folder {out.parent}", next_step)
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(path, error.strerror or str(error)) from error
+    from actds_validators.audits.outputs import replaced
 
-
-def _unwritable(
-    path: Path, got: str, next_step: str = "Free space, or give another path."
-) -> ActdsError:
-    return ActdsError(
-        "E503",
-        str(path),
-        got=got,
-        expected="a file that can be written",
-        next_step=next_step,
-    )
+    with replaced(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def exit_code(result: Audit, fail_on: str) -> int:

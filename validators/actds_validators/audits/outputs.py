@@ -1,19 +1,21 @@
-"""Outputs: where the files that the audit writes may stand.
+"""Outputs: where the files that the audit writes may stand, and how they get there.
 
-Before the audit. A file written into a dataset breaks it, and the audit would end well. Imports the
-format room's layout and errors.
+Before the audit and at its end. A file written into a dataset breaks it, and the audit would end
+well. Imports the format room's layout and errors.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from actds import layout
 from actds.errors import ActdsError
 
-__all__ = ["refuse_outputs", "refuse_within_dataset"]
+__all__ = ["refuse_outputs", "refuse_within_dataset", "replaced", "unwritable"]
 
 
 def refuse_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
@@ -63,6 +65,41 @@ def refuse_within_dataset(option: str, path: Path) -> None:
     if path.name == layout.GENESIS:
         got = f"{layout.GENESIS}, by which a folder is taken for a dataset"
         raise ActdsError("E009", f"{option} {path}", got=got, expected=expected)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; the file takes its name at the end, whole or not at all.
+
+    A file that is there is replaced and not written over: it may have other names, one of them in
+    a dataset. Devices and pipes are written to as they are.
+
+    Raises:
+        ActdsError: E503 the disk refuses.
+    """
+    target = Path(os.path.realpath(path))
+    if os.path.lexists(target) and not target.is_file():
+        temporary = target
+    else:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        if temporary != target:
+            os.replace(temporary, target)
+    except OSError as error:
+        raise unwritable(path, error.strerror or str(error)) from error
+    finally:
+        if temporary != target:
+            temporary.unlink(missing_ok=True)
+
+
+def unwritable(
+    path: Path, got: str, next_step: str = "Free space, or give another path."
+) -> ActdsError:
+    """Return the error of an output that cannot be written."""
+    return ActdsError(
+        "E503", str(path), got=got, expected="a file that can be written", next_step=next_step
+    )
 
 
 def _is_same(one: Path, other: Path) -> bool:

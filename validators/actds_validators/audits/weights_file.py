@@ -6,8 +6,6 @@ the lookup, the cells and where outputs may stand.
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
@@ -23,7 +21,7 @@ from actds.errors import ActdsError
 from actds.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.shard import Shard
 from actds_validators.audits.lookup import Lookup
-from actds_validators.audits.outputs import refuse_within_dataset
+from actds_validators.audits.outputs import refuse_within_dataset, replaced
 from actds_validators.audits.weights import Cells
 
 __all__ = ["write_weights"]
@@ -74,10 +72,10 @@ def write_weights(
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[pq.ParquetWriter]:
-    """Yield a writer to a temporary file, which takes its name at the end."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with pq.ParquetWriter(
+    """Yield a writer to a file that takes its name at the end."""
+    with (
+        replaced(path) as temporary,
+        pq.ParquetWriter(
             temporary,
             SCHEMA,
             compression="zstd",
@@ -85,19 +83,9 @@ def _new_file(path: Path) -> Iterator[pq.ParquetWriter]:
             write_page_checksum=True,
             use_dictionary=["shard", "weight"],
             column_encoding={"row": "DELTA_BINARY_PACKED"},
-        ) as writer:
-            yield writer
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ActdsError(
-            "E503",
-            str(path),
-            got=error.strerror or str(error),
-            expected="a file that can be written",
-            next_step="Free space, or give another path.",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        ) as writer,
+    ):
+        yield writer
 
 
 def _tables(
