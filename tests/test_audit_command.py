@@ -46,6 +46,14 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture
+def no_audit(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Let the audit note that it began, and do nothing."""
+    audited: list[object] = []
+    monkeypatch.setattr("actds_validators.audits.audit.audit", lambda *args: audited.append(args))
+    return audited
+
+
 def test_json_on_stdout_is_the_result_and_nothing_else(datasets: dict[str, Path]) -> None:
     told = run(datasets["INCONCLUSIVE"], "--json", "-", "--fail-on", "never")
     assert told.exit_code == 0 and told.stderr == ""
@@ -140,10 +148,19 @@ def test_phases_and_another_dataset_are_compared_by_value(
     assert same["paired"] and max(abs(m["value"]) for m in same["measures"]) < 1e-6
 
 
+def test_the_two_sides_are_named_once_in_the_line_of_a_comparison(
+    datasets: dict[str, Path],
+) -> None:
+    told = run(datasets["PASS"], "--by", "phase", "--rows", 500)
+    [line] = [one for one in told.stdout.splitlines() if one.startswith("Population shift")]
+    assert line.count("phase prefill") == line.count("phase decode") == 1
+    assert line.removeprefix("Population shift: ")[0].isupper()
+
+
 def test_what_was_asked_for_stands_in_the_result(datasets: dict[str, Path], tmp_path: Path) -> None:
     plain = json.loads(run(datasets["PASS"], "--json", "-").stdout)["options"]
     assert plain == {
-        "engine": "threads", "classes": None, "by": [], "against": None, "rows": None
+        "engine": "threads", "classes": None, "by": [], "against": None, "rows": None, "failed": []
     }  # fmt: skip
     classes, other = tmp_path / "classes.parquet", actds.open(datasets["FAIL"])
     table = {"request": [0, 999_999], "start": [0, 0], "stop": [1, 1], "class": ["a", "b"]}
@@ -166,6 +183,7 @@ def test_what_was_asked_for_stands_in_the_result(datasets: dict[str, Path], tmp_
             "digest": other.digest,
         },
         "rows": 400,
+        "failed": [],
     }
 
 
@@ -190,19 +208,17 @@ def mistake(name: str, root: Path) -> tuple[list[object], str]:
     "name", ["one value", "nowhere", "not sealed", "other width", "other hook"]
 )
 def test_what_cannot_be_compared_is_refused_before_the_audit(
-    datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object], name: str
 ) -> None:
-    audited: list[object] = []
-    monkeypatch.setattr("actds_validators.audits.audit.audit", lambda *args: audited.append(args))
     options, begin = mistake(name, tmp_path)
     out = tmp_path / "weights.parquet"
     told = run(datasets["PASS"], *options, "--weights", out)
     assert told.stderr.startswith(begin), told.output
     assert told.exit_code in (2, 3) and told.stdout == "" and not out.exists()
-    assert audited == []
+    assert no_audit == []
 
 
-def test_a_comparison_that_fails_costs_no_verdict(
+def test_a_comparison_that_fails_costs_no_verdict_and_stands_in_the_result(
     datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **kwargs: object) -> None:
@@ -219,6 +235,55 @@ def test_a_comparison_that_fails_costs_no_verdict(
     result = Audit.model_validate_json(out.read_text(encoding="utf-8"))
     assert result.verdict.level == "INCONCLUSIVE" and html.exists() and weights.exists()
     assert [one.first for one in result.drift] == ["phase prefill"]
+    assert result.options.failed == ["E202 shards/x: other bytes"]
+
+
+def test_every_comparison_that_fails_is_told_and_the_first_one_ends_the_command(
+    datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(dataset: object, column: object, *args: object, **kwargs: object) -> None:
+        if column == "phase":
+            raise ActdsError("E202", "shards/x", got="other bytes", expected="those committed")
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("actds_validators.audits.comparison.drift_by", fail)
+    monkeypatch.setattr(
+        "actds_validators.audits.comparison.values_to_compare", lambda *args: ["a", "b"]
+    )
+    html, out = tmp_path / "a.html", tmp_path / "a.json"
+    told = run(datasets["FAIL"], "--by", "phase", "--by", "run", "--html", html, "--json", out)
+    words = ["E202 shards/x: other bytes", "ValueError: no such thing"]
+    result = Audit.model_validate_json(out.read_text(encoding="utf-8"))
+    assert result.verdict.level == "FAIL" and result.options.failed == words
+    for one in words:
+        assert f"Comparison failed: {one}" in told.stdout.splitlines()
+        assert one in html.read_text(encoding="utf-8")
+    assert told.stderr.startswith("E202 shards/x: ") and told.exit_code == 3
+
+
+def test_hooks_are_looked_at_before_the_audit_for_columns_too(
+    datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch, no_audit: list[object]
+) -> None:
+    def fail(*args: object) -> None:
+        raise ActdsError("E014", "acts", got="no rows: resid_post.0", expected="rows")
+
+    monkeypatch.setattr("actds_validators.audits.comparison.common_hooks", fail)
+    told = run(datasets["PASS"], "--by", "phase")
+    assert told.stderr.startswith("E014 acts: no rows: resid_post.0")
+    assert told.exit_code == 2 and no_audit == []
+
+
+@pytest.mark.parametrize("through", ["path", "link", "file URI"])
+def test_a_dataset_is_not_compared_with_itself(
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object], through: str
+) -> None:
+    path = datasets["PASS"]
+    (tmp_path / "link").symlink_to(path)
+    against = {"path": path, "link": tmp_path / "link", "file URI": path.as_uri()}[through]
+    told = run(path, "--against", against)
+    got = f"E009 --against {against}: the dataset that is audited; expected another one"
+    assert told.stderr.startswith(got), told.output
+    assert told.exit_code == 2 and told.stdout == "" and no_audit == []
 
 
 @pytest.mark.parametrize("option", ["--html", "--weights"])
@@ -245,6 +310,103 @@ def test_what_is_no_dataset_is_not_readable(tmp_path: Path) -> None:
     assert "Traceback" not in told.stderr
 
 
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
+@pytest.mark.parametrize("where", ["genesis", "root", "seal", "other", "link", "linked file", "up"])
+def test_an_output_inside_a_dataset_is_refused_before_the_audit(
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object], option: str, where: str
+) -> None:
+    path, other = datasets["PASS"], datasets["WARN"]
+    (tmp_path / "folder").symlink_to(path / "seal")
+    (tmp_path / "file").symlink_to(other / "actds.json")
+    (tmp_path / "plain").mkdir()
+    out, of = {
+        "genesis": (path / "actds.json", path),
+        "root": (path / "report.html", path),
+        "seal": (path / "seal" / "none" / "x.parquet", path),
+        "other": (other / "seal" / "x.parquet", other),
+        "link": (tmp_path / "folder" / "x", path),
+        "linked file": (tmp_path / "file", other),
+        "up": (tmp_path / "plain" / ".." / "folder" / "x", path),
+    }[where]
+    before = contents(path) | contents(other)
+    told = run(path, option, out)
+    got = f"E009 {option} {out}: inside the dataset {of.resolve()}; expected a path outside any"
+    assert told.stderr.startswith(got), told.output
+    assert told.exit_code == 2 and told.stdout == "" and no_audit == []
+    assert contents(path) | contents(other) == before
+
+
+def test_a_link_in_a_dataset_is_refused_wherever_it_leads(
+    tmp_path: Path, no_audit: list[object]
+) -> None:
+    path = made(tmp_path / "acts", "none", n_steps=50)
+    (path / "link").symlink_to(tmp_path / "outside")
+    told = run(path, "--weights", path / "link")
+    assert told.stderr.startswith(f"E009 --weights {path / 'link'}: inside the dataset {path}")
+    assert told.exit_code == 2 and no_audit == []
+
+
+def test_an_output_that_would_pass_for_a_dataset_is_refused(
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object]
+) -> None:
+    told = run(datasets["PASS"], "--json", tmp_path / "actds.json")
+    assert told.stderr.startswith(f"E009 --json {tmp_path / 'actds.json'}: actds.json, by which ")
+    assert told.exit_code == 2 and no_audit == []
+
+
+@pytest.mark.parametrize("way", ["same", "spelt otherwise", "link", "hard link"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("--html", "--json"), ("--json", "--weights"), ("--html", "--weights"),
+     ("--classes", "--html"), ("--classes", "--json"), ("--classes", "--weights")],
+)  # fmt: skip
+def test_two_options_that_name_one_file_are_refused(
+    datasets: dict[str, Path],
+    tmp_path: Path,
+    no_audit: list[object],
+    first: str,
+    second: str,
+    way: str,
+) -> None:
+    one = other = tmp_path / "file"
+    one.write_text("kept")
+    match way:
+        case "spelt otherwise":
+            other = tmp_path / ".." / tmp_path.name / "file"
+        case "link":
+            other = tmp_path / "link"
+            other.symlink_to(one)
+        case "hard link":
+            other = tmp_path / "link"
+            other.hardlink_to(one)
+    told = run(datasets["PASS"], first, one, second, other)
+    got = f"E009 {second} {other}: the file of {first}; expected a path of its own"
+    assert told.stderr.startswith(got), told.output
+    assert told.exit_code == 2 and told.stdout == "" and no_audit == []
+    assert one.read_text() == "kept"
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
+def test_a_file_that_is_there_is_replaced_and_keeps_its_other_names(
+    datasets: dict[str, Path], tmp_path: Path, option: str
+) -> None:
+    path = datasets["PASS"]
+    before = contents(path)
+    (tmp_path / "folder").mkdir()
+    out, link = tmp_path / "folder" / "out", tmp_path / "link"
+    out.hardlink_to(path / "actds.json")
+    link.symlink_to(out)
+    told = run(path, option, link)
+    assert told.exit_code == 0, told.output
+    assert contents(path) == before and link.is_symlink()
+    assert out.read_bytes() != before[path / "actds.json"]
+    assert list((tmp_path / "folder").iterdir()) == [out]
+
+
 @pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
 def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read(
     tmp_path: Path, option: str
@@ -253,6 +415,7 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read
     told = run(tmp_path / "no dataset", option, out)
     assert told.exit_code == 4 and told.stdout == ""
     assert told.stderr.startswith(f"E503 {out}: no folder {out.parent}")
+    assert "Make the folder, or give another path." in told.stderr
 
 
 @pytest.mark.parametrize("option", ["--html", "--json"])

@@ -142,6 +142,12 @@ def test_labels_of_the_run_match_and_those_of_two_runs_do_not_overlap(
         ({"request": [0, 0], "start": [0, 1], "stop": [1, 2], "class": ["a", ""]},
          "row 1: class is empty"),
         ({"request": [0], "start": [0], "stop": [1], "class": [" "]}, "row 0: class is empty"),
+        *(
+            ({"request": [0, 0], "start": [0, 1], "stop": [1, 2], "class": ["a", word]},
+             f"row 1: class is '{word}', a class of the tables")
+            for word in ("special", "shared prefix", "prompt", "generated",
+                         "reference without a row")
+        ),
         ({"request": [0], "start": [0], "stop": [1], "class": [3]}, "class of type int64"),
         ({"request": [0], "start": [0], "stop": [1], "class": [b"a"]}, "class of type binary"),
         ({"request": [0.0], "start": [0], "stop": [1], "class": ["a"]}, "request of type double"),

@@ -18,7 +18,7 @@ from forge import relink
 from actds import tables
 from actds.errors import ActdsError
 from actds_validators.audit_command import audit as command
-from actds_validators.audits import audit, lookup, passes
+from actds_validators.audits import audit, lookup, passes, sources
 from actds_validators.audits.audit import Sections
 from actds_validators.audits.labels import labels_of
 from actds_validators.audits.ranges import StepRanges, explode
@@ -90,6 +90,20 @@ def test_a_run_has_as_many_projections_as_its_longest_readout() -> None:
     for change, n in ((cut, SCENARIOS["none"].n_projections), (none, 0)):
         with sources_of([changed(plain, "readouts", change)]) as [source]:
             assert source.n_projections == n
+
+
+def test_projections_are_counted_in_the_first_readouts_of_the_first_part_that_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sources, "LOOKED_AT", 2)
+    table = made("none", 1)["readouts"].slice(0, 6)
+    rows = table.to_pylist()
+    for row, n in zip(rows, (1, 2, 3, 4, 4, 4), strict=True):
+        row["projections"] = row["projections"][:n]
+    cut = pa.Table.from_pylist(rows, table.schema)
+    parts = tuple(sources.Part(part.num_rows, table=part) for part in (cut.slice(0, 0), cut, table))
+    assert sources._n_projections(parts) == 2
+    assert sources._n_projections(parts[:1]) == sources._n_projections(()) == 0
 
 
 def test_a_projection_that_is_not_finite_leaves_the_norm() -> None:

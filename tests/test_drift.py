@@ -23,7 +23,11 @@ from actds.shard import commit_part
 from actds.store import open_store
 from actds_validators.audits import drift_selection as select
 from actds_validators.audits.drift import Selection, drift, drift_against, drift_by
+from actds_validators.audits.drift_numeric import measure_pairs, numeric_measures
+from actds_validators.audits.drift_population import measure_populations, population_measures
+from actds_validators.audits.drift_words import numeric_sentence
 from actds_validators.audits.result import Drift, DriftMeasure, Limits
+from actds_validators.report.drift import drift_parts
 
 LIMITS = Limits()
 N_REQUESTS = 90
@@ -195,7 +199,12 @@ def test_other_prompts_under_the_same_names_share_their_first_token_only(tmp_pat
     found = drift_against(made(tmp_path / "a"), made(tmp_path / "b", seed=1), LIMITS)
     one = only(found, "numeric drift")
     assert one.n_first == 1  # of the same token in all requests, counted once
-    assert measure(one, "relative L2, p99").value == 0.0
+    assert one.measures == []
+    assert one.sentence.startswith("Only 1 token with the same prefix was computed in ")
+    assert "too few to tell, 8 are needed" in one.sentence
+    part = drift_parts(found)[0]
+    assert "1 against 1 row, paired token by token." in part.lead and "floor" not in part.lead
+    assert not part.pictures and not part.tables
     assert only(found, "population shift").n_first > N_REQUESTS
 
 
@@ -232,7 +241,9 @@ def test_phases_are_compared_as_populations_and_the_sentence_says_so(
     assert one.n_first > 100 and one.n_second > 100
     assert "does not show a numerical difference" in one.sentence
     assert "other tokens by construction" in one.sentence
-    assert "no classifier told their rows apart" in one.sentence
+    assert one.sentence.startswith(
+        "No classifier told the rows of phase prefill and of phase decode apart (resid_post.0; AUC"
+    )
     names = ["log-variance ratio", "covariance distance", "classifier AUC", "kurtosis"]
     assert [m.name for m in one.measures] == [*names, "outlier rate"]
     assert all(m.floor is not None for m in one.measures)
@@ -247,7 +258,7 @@ def test_a_shift_of_a_phase_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with_values(monkeypatch, change)
     (one,) = drift_by(made(tmp_path / "a"), "phase", LIMITS)
-    assert "a classifier tells their rows apart" in one.sentence
+    assert one.sentence.startswith("A classifier tells the rows of phase prefill and of ")
     for name in ("log-variance ratio", "covariance distance", "classifier AUC"):
         found = measure(one, name)
         assert found.adjusted_p is not None and found.adjusted_p <= 0.05
@@ -386,20 +397,20 @@ def test_the_seed_decides_which_requests_are_drawn(tmp_path: Path) -> None:
 
 def test_requests_are_drawn_whole_and_give_both_sides_the_same_number() -> None:
     counts = np.random.default_rng(0).integers(0, 12, (2, 500))
-    sample = select.draw(counts, 600, seed=0)
-    drawn = sample.quota.sum(axis=0) > 0
+    quota = select.draw(counts, 600, seed=0)
+    drawn = quota.sum(axis=0) > 0
     both = drawn & (counts > 0).all(axis=0)
-    assert (sample.quota[:, both] == counts[:, both].min(axis=0)).all()
-    assert (sample.quota[:, drawn & ~both] == counts[:, drawn & ~both]).all()
-    assert 500 < sample.quota.sum(axis=1).max() <= 600
-    assert not sample.cut
+    assert (quota[:, both] == counts[:, both].min(axis=0)).all()
+    assert (quota[:, drawn & ~both] == counts[:, drawn & ~both]).all()
+    assert 500 < quota.sum(axis=1).max() <= 600
 
 
 def test_long_requests_give_some_of_their_rows_so_that_there_are_enough() -> None:
-    sample = select.draw(np.full((2, 100), 10_000), 20_000, seed=0)
-    assert sample.cut and sample.n_requests == select.MIN_REQUESTS
+    quota = select.draw(np.full((2, 100), 10_000), 20_000, seed=0)
+    assert (quota > 0).sum(axis=1).tolist() == [select.MIN_REQUESTS] * 2
+    assert quota.max() == 20_000 // select.MIN_REQUESTS
     cluster = np.repeat(np.arange(100), 1000)
-    kept = select.thinned(cluster, sample.quota[0] // 10, seed=0)
+    kept = select.thinned(cluster, quota[0] // 10, seed=0)
     assert np.bincount(cluster[kept]).max() == 50
     assert (np.diff(kept) > 0).all()
 
@@ -409,10 +420,47 @@ def test_a_side_of_few_requests_gets_rows_however_many_the_other_has(length: int
     counts = np.full((2, 2000), length)
     counts[1, 3:] = 0
     for seed in range(5):
-        sample = select.draw(counts, 1000, seed=seed)
-        assert (sample.quota.sum(axis=1) > 0).all() and (sample.quota.sum(axis=1) <= 1000).all()
-        assert sample.n_requests >= select.MIN_REQUESTS // 2
-        assert (sample.quota[0, :3] == sample.quota[1, :3]).all()
+        quota = select.draw(counts, 1000, seed=seed)
+        assert (quota.sum(axis=1) > 0).all() and (quota.sum(axis=1) <= 1000).all()
+        assert (quota > 0).any(axis=0).sum() >= select.MIN_REQUESTS // 2
+        assert (quota[0, :3] == quota[1, :3]).all()
+
+
+@pytest.mark.parametrize("length", [20, 300, 5000])
+@pytest.mark.parametrize("n_second", [8, 40, 100, 300, 1000])
+def test_enough_requests_are_drawn_of_a_side_that_has_few_of_them(
+    n_second: int, length: int
+) -> None:
+    for seed in range(3):
+        rng = np.random.default_rng([seed, n_second, length])
+        counts = rng.integers(1, 2 * length, (2, 10_000))
+        counts[1, rng.permutation(10_000)[n_second:]] = 0
+        quota = select.draw(counts, 20_000, seed)
+        assert (quota[1] > 0).sum() >= min(n_second, select.MIN_REQUESTS // 2)
+        assert (quota[0] > 0).sum() >= select.MIN_REQUESTS
+        assert (quota.sum(axis=1) <= 20_000).all() and (quota <= counts).all()
+        shared = (quota > 0).all(axis=0)
+        assert (quota[0, shared] == quota[1, shared]).all()
+
+
+@pytest.mark.parametrize(("n_first", "n_second"), [(7, 30), (30, 7), (8, 30), (30, 8)])
+def test_a_side_of_fewer_than_eight_requests_has_no_test_and_no_floor(
+    n_first: int, n_second: int
+) -> None:
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(0, 1, (6 * n, 4)).astype(np.float32) for n in (n_first, n_second)]
+    rows[0][0] *= 1000  # so that there are outliers to test
+    request = (np.repeat(np.arange(n_first), 6), np.repeat(100 + np.arange(n_second), 6))
+    hook = measure_populations("resid_post.0", (rows[0], rows[1]), request, LIMITS)
+    measures = {m.name: m for m in population_measures([hook])}
+    assert len(measures) == 5
+    tested = [m for name, m in measures.items() if name != "kurtosis"]
+    if min(n_first, n_second) == 7:
+        assert all(m.floor is None and m.p is None for m in measures.values())
+        assert all("no floor; too few requests to test" in m.note for m in tested)
+    else:
+        assert all(m.floor is not None for m in measures.values())
+        assert all(m.p is not None and m.adjusted_p is not None for m in tested)
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
@@ -436,7 +484,27 @@ def test_a_dataset_with_few_requests_is_described_and_not_tested(tmp_path: Path)
     assert "too few requests to test" in measure(one, "largest channel shift").note
     (shift,) = drift_by(first, "phase", LIMITS)
     assert all(m.p is None for m in shift.measures)
-    assert "too few requests to test" in shift.sentence
+    assert shift.sentence.startswith("Too few requests to test the rows of phase prefill and of ")
+
+
+@pytest.mark.parametrize(("n_pairs", "told"), [(0, False), (1, False), (7, False), (8, True)])
+def test_fewer_than_eight_pairs_are_counted_and_not_measured(n_pairs: int, told: bool) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(0, 1, (2, n_pairs, 4)).astype(np.float32)
+    hook = measure_pairs(
+        "resid_post.0", "float32", (rows[0], rows[1]), np.arange(n_pairs), None, ""
+    )
+    measures = numeric_measures([hook], LIMITS)
+    assert bool(measures) == told
+    sides = [Selection(None, f"run {name}") for name in "ab"]  # type: ignore[arg-type]
+    sentence = numeric_sentence(sides[0], sides[1], [hook], measures, 0.5)
+    begin = {
+        0: "No pair of rows of run a and run b could be compared.",
+        1: "Only 1 token with the same prefix was computed in run a and in run b: too few",
+        7: "Only 7 tokens with the same prefix were computed in run a and in run b: too few",
+        8: "8 tokens with the same prefix were computed in run a and in run b: their rows differ",
+    }
+    assert sentence.startswith(begin[n_pairs])
 
 
 def test_phases_that_are_alike_are_seldom_told_apart(

@@ -151,7 +151,13 @@ def audit(
         raise click.UsageError(f"--strict is --fail-on warn and contradicts --fail-on {fail_on}")
     _need_extra(("duckdb", "scipy", "jinja2") if html else ("duckdb", "scipy"))
     to_stdout = json_out is not None and str(json_out) == "-"
-    _need_folders(html, None if to_stdout else json_out, weights)
+    json_file = None if to_stdout else json_out
+    from actds_validators.audits.outputs import refuse_outputs
+
+    refuse_outputs(
+        {"--html": html, "--json": json_file, "--weights": weights}, {"--classes": classes}
+    )
+    _need_folders(html, json_file, weights)
     from actds_validators.audits.audit import audit as run_audit
     from actds_validators.audits.comparison import open_comparison
     from actds_validators.report import html as page
@@ -164,8 +170,8 @@ def audit(
     if comparison is not None:
         result, failed = comparison.added_to(result)
     text = json.dumps(result.as_json(), indent=2, sort_keys=True)
-    if json_out is not None and not to_stdout:
-        _write(json_out, text + "\n")
+    if json_file is not None:
+        _write(json_file, text + "\n")
     if html is not None:
         _write(html, page.render(result))
     if to_stdout:
@@ -201,26 +207,19 @@ def _need_extra(packages: tuple[str, ...]) -> None:
 
 def _need_folders(*outputs: Path | None) -> None:
     """Raise E503 for a file that is asked for in a folder that is not there, before the audit."""
+    from actds_validators.audits.outputs import unwritable
+
     for out in outputs:
         if out is not None and not out.parent.is_dir():
-            raise _unwritable(out, f"no folder {out.parent}")
+            next_step = "Make the folder, or give another path."
+            raise unwritable(out, f"no folder {out.parent}", next_step)
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(path, error.strerror or str(error)) from error
+    from actds_validators.audits.outputs import replaced
 
-
-def _unwritable(path: Path, got: str) -> ActdsError:
-    return ActdsError(
-        "E503",
-        str(path),
-        got=got,
-        expected="a file that can be written",
-        next_step="Free space, or give another path.",
-    )
+    with replaced(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def exit_code(result: Audit, fail_on: str) -> int:

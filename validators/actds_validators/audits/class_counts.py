@@ -8,12 +8,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CLASSES", "N_BANDS", "N_BITS", "ClassCounts", "position_band"]
+__all__ = ["CLASSES", "NOWHERE", "N_BANDS", "N_BITS", "ClassCounts", "position_band"]
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 CLASSES = ("special", "shared prefix", "prompt", "generated")
+NOWHERE = "reference without a row"
+"""Class of the positions that were served from the cache and of which no row is stored."""
 SPECIAL, SHARED, PROMPT, GENERATED = range(4)
 N_BANDS = 33
 """Powers of two of a position or a length, ``floor(log2(n + 1))``."""

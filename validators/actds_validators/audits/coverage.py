@@ -18,6 +18,7 @@ from actds_validators.audits.class_counts import (
 from actds_validators.audits.class_counts import (
     N_BANDS,
     N_BITS,
+    NOWHERE,
     ClassCounts,
     position_band,
 )
@@ -37,7 +38,6 @@ from actds_validators.statistics.runs import Floats
 __all__ = ["CoverageCounts", "coverage", "read_spans"]
 
 OTHERS = "all others"
-NOWHERE = "reference without a row"
 CLASSES = (*ROW_CLASSES, NOWHERE)
 CLASSES_FROM = (
     "special: the tokenizer's special tokens; shared prefix: prompt positions that were served "

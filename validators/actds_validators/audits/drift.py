@@ -77,10 +77,10 @@ class _Sides:
         matched = self.match[request]
         return np.where(matched >= 0, matched, len(self.requests[0]) + request)
 
-    def find(self, side: int, sample: select.Sample) -> Found:
+    def find(self, side: int, quota: Ints) -> Found:
         """Return the rows of the drawn requests of a side."""
         n = len(self.requests[side])
-        drawn = sample.quota[side] > 0
+        drawn = quota[side] > 0
         return select.find_rows(
             self.selections[side],
             self.shards[side],
@@ -267,8 +267,8 @@ def _numeric(sides: _Sides) -> tuple[list[Drift], float]:
     both = (sides.counts > 0).all(axis=0)
     if not both.any():
         return [], 0.0
-    sample = select.draw(sides.counts * both, sides.rows, sides.limits.seed)
-    found = [sides.find(side, sample) for side in (0, 1)]
+    drawn = select.draw(sides.counts * both, sides.rows, sides.limits.seed)
+    found = [sides.find(side, drawn) for side in (0, 1)]
     prefixes = [sides.prefixes(side, found[side]) for side in (0, 1)]
     pairs = pair((found[0], prefixes[0]), (found[1], prefixes[1]), sides.match)
     if not len(pairs[0]):
@@ -279,7 +279,7 @@ def _numeric(sides: _Sides) -> tuple[list[Drift], float]:
     )
     once = distinct(found[0].take(pairs[0]), prefixes[0])
     request = found[0].request[pairs[0][once]]
-    kept = select.thinned(request, sample.quota[0], sides.limits.seed)
+    kept = select.thinned(request, drawn[0], sides.limits.seed)
     chosen = [rows.take(which[once][kept]) for rows, which in zip(found, pairs, strict=True)]
     repeated = [
         tuple(which[: sides.rows] for which in repeats(rows, prefix))
@@ -349,16 +349,16 @@ def _row_floor(
 def _population(sides: _Sides) -> list[Drift]:
     """Return the comparison of the two sides as populations."""
     seed = sides.limits.seed
-    sample = select.draw(sides.counts, sides.rows, seed)
+    drawn = select.draw(sides.counts, sides.rows, seed)
     found, clusters, n_repeated = [], [], 0
     for side in (0, 1):
-        rows = sides.find(side, sample)
+        rows = sides.find(side, drawn)
         once = distinct(rows, sides.prefixes(side, rows))
         n_repeated += int((~once).sum())
         found.append(rows.take(once))
         clusters.append(sides.cluster(side, found[side].request))
     counts = np.stack([np.bincount(own, minlength=sides.counts.shape[1]) for own in clusters])
-    quota = select.balanced(np.minimum(counts, sample.quota))
+    quota = select.balanced(np.minimum(counts, drawn))
     for side in (0, 1):
         kept = select.thinned(clusters[side], quota[side], seed + side)
         found[side], clusters[side] = found[side].take(kept), clusters[side][kept]

@@ -16,13 +16,15 @@ from actds_validators.audits.result import DriftMeasure, Limits
 from actds_validators.statistics import paired
 from actds_validators.statistics.family import benjamini_hochberg
 
-__all__ = ["PairedHook", "RowFloor", "measure_pairs", "numeric_measures"]
+__all__ = ["MIN_PAIRS", "PairedHook", "RowFloor", "measure_pairs", "numeric_measures"]
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]
 
 MIN_REQUESTS = 8
 """Requests below which nothing is tested."""
+MIN_PAIRS = 8
+"""Pairs below which nothing is measured."""
 N_SPLITS = 20
 _OUTLIER = 8  # times the median distance
 _ROUNDING = {"bfloat16": "2^-9", "float16": "2^-12", "float32": "2^-25"}
@@ -113,8 +115,11 @@ def measure_pairs(
 
 
 def numeric_measures(hooks: list[PairedHook], limits: Limits) -> list[DriftMeasure]:
-    """Return the measures of all hooks; their channels are one family of tests."""
-    hooks = [hook for hook in hooks if hook.n_pairs]
+    """Return the measures of all hooks; their channels are one family of tests.
+
+    A hook of fewer than ``MIN_PAIRS`` pairs has none.
+    """
+    hooks = [hook for hook in hooks if hook.n_pairs >= MIN_PAIRS]
     tested = [hook for hook in hooks if len(hook.means) >= MIN_REQUESTS]
     shifts = {hook.hook: paired.channel_shift(hook.means) for hook in tested}
     family = benjamini_hochberg(

@@ -23,7 +23,6 @@ __all__ = [
     "Column",
     "Found",
     "Requests",
-    "Sample",
     "Selection",
     "balanced",
     "count_rows",
@@ -134,21 +133,6 @@ class Requests:
         return slice(int(low), int(high))
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Requests drawn from two selections, each with the rows it may give to either.
-
-    Args:
-        quota: rows of each cluster on the two sides ``(2, n_clusters)``; 0 for those not drawn.
-        n_requests: clusters drawn.
-        cut: whether long requests give some of their rows only.
-    """
-
-    quota: Ints
-    n_requests: int
-    cut: bool
-
-
 def values_of(dataset: Dataset, column: Column) -> list[str]:
     """Return the values of a column, those of most steps or requests first; null is left out."""
     if column == "phase":
@@ -241,8 +225,8 @@ def match(
     return found
 
 
-def draw(counts: Ints, rows: int, seed: int) -> Sample:
-    """Draw requests until a side has ``rows`` rows.
+def draw(counts: Ints, rows: int, seed: int) -> Ints:
+    """Draw requests until a side has ``rows`` rows, and return how many rows each may give.
 
     A request on both sides gives each the same number of rows, so that swapping its sides
     changes no group's size. Neighbours are drawn together, as they stand in the same chunks.
@@ -251,6 +235,9 @@ def draw(counts: Ints, rows: int, seed: int) -> Sample:
         counts: rows of each cluster on the two sides ``(2, n_clusters)``.
         rows: rows that a side has at most.
         seed: of the draw.
+
+    Returns:
+        Rows of each cluster on the two sides ``(2, n_clusters)``; 0 for those not drawn.
     """
     quota = balanced(counts)
     n_there = int((quota.sum(axis=0) > 0).sum())
@@ -269,7 +256,7 @@ def draw(counts: Ints, rows: int, seed: int) -> Sample:
         theirs = capped[missed].any(axis=0)
         drawn = _walk(capped * theirs, max(1, rows // 2), seed)
         drawn |= _walk(capped * ~theirs, rows // 2, seed)
-    return Sample(np.where(drawn, capped, 0), int(drawn.sum()), bool((capped < quota).any()))
+    return np.where(drawn, capped, 0)
 
 
 def balanced(counts: Ints) -> Ints:

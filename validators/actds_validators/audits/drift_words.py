@@ -5,7 +5,7 @@ After the measures. Imports their models only.
 
 from __future__ import annotations
 
-from actds_validators.audits.drift_numeric import PairedHook
+from actds_validators.audits.drift_numeric import MIN_PAIRS, PairedHook
 from actds_validators.audits.drift_selection import Selection
 from actds_validators.audits.result import DriftMeasure, Limits
 
@@ -39,13 +39,22 @@ def numeric_sentence(
         share: share of the rows that have a partner.
     """
     means = [one for one in measures if one.name == "relative L2, mean"]
-    if not means:
+    n_pairs = max((hook.n_pairs for hook in hooks), default=0)
+    if not means and not n_pairs:
         return f"No pair of rows of {first.name} and {second.name} could be compared."
+    if not means:
+        tokens = (
+            "token with the same prefix was" if n_pairs == 1 else "tokens with the same prefix were"
+        )
+        return (
+            f"Only {n_pairs} {tokens} computed in {first.name} and in {second.name}: too few to "
+            f"tell, {MIN_PAIRS} are needed."
+        )
     worst = max(means, key=lambda one: one.value)
     floor = "no floor is known" if worst.floor is None else f"the floor is {worst.floor:.2g}"
     what = "are equal" if worst.value == 0 else f"differ by {worst.value:.2g} of their norm"
     return (
-        f"{max(hook.n_pairs for hook in hooks):,} tokens with the same prefix were computed in "
+        f"{n_pairs:,} tokens with the same prefix were computed in "
         f"{first.name} and in {second.name}: their rows {what} ({worst.hook}; {floor})"
         f"{_shifted(hooks, measures)}. {share:.0%} of the rows have such a partner."
     )
@@ -57,21 +66,20 @@ def population_sentence(
     """Return the sentence of a population shift, by the hook that is told apart best."""
     areas = [one for one in measures if one.name == "classifier AUC"]
     if not areas:
-        return f"{first.name} and {second.name} could not be compared: too few finite rows."
+        return (
+            f"The rows of {first.name} and {second.name} could not be compared: too few are finite."
+        )
     one = max(areas, key=lambda area: area.value)
     p = one.adjusted_p
     floor = "" if one.floor is None else f", floor {one.floor:.2f}"
+    rows = f"the rows of {first.name} and of {second.name}"
     if p is None:
-        said = f"too few requests to test (AUC {one.value:.2f}{floor})"
-    elif p <= limits.fdr:
-        said = f"a classifier tells their rows apart (AUC {one.value:.2f}{floor}, p {p:.2g})"
+        said = f"Too few requests to test {rows} ({one.hook}; AUC {one.value:.2f}{floor})"
     else:
-        said = f"no classifier told their rows apart (AUC {one.value:.2f}{floor}, p {p:.2g})"
+        can = "A classifier tells" if p <= limits.fdr else "No classifier told"
+        said = f"{can} {rows} apart ({one.hook}; AUC {one.value:.2f}{floor}, p {p:.2g})"
     why = _WHY.get(first.column or "", "The tokens are not the same")
-    return (
-        f"{first.name} against {second.name}, {one.hook}: {said}. {why}: this compares "
-        "populations and does not show a numerical difference."
-    )
+    return f"{said}. {why}: this compares populations and does not show a numerical difference."
 
 
 def _shifted(hooks: list[PairedHook], measures: list[DriftMeasure]) -> str:

@@ -1,7 +1,8 @@
 """Labels: token classes that somebody gave, such as system, user, assistant, template, code.
 
 Beside the coverage. A dataset stores no text and so no roles; whoever made the prompts knows them.
-Imports the format room's errors, pyarrow, `sources`, `ranges` and the result.
+Imports the format room's errors, pyarrow, `sources`, `ranges`, the names of the tables' own classes
+and the result.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
+from actds_validators.audits.class_counts import CLASSES, NOWHERE
 from actds_validators.audits.ranges import Index
 from actds_validators.audits.result import ClassesFile
 from actds_validators.audits.sources import RunSource
@@ -58,7 +60,8 @@ def read_labels(path: Path) -> LabelFile:
 
     Raises:
         ActdsError: E009 when the file cannot be read, lacks a column, has one of another type, has
-            no row, too many classes or one without a name, or ranges that are empty or overlap.
+            no row, too many classes, one without a name or with that of a class of the tables, or
+            ranges that are empty or overlap.
     """
     try:
         data = path.read_bytes()
@@ -194,6 +197,11 @@ def _column(path: Path, given: pa.Table, name: str, kind: pa.DataType) -> pa.Chu
         wide = column.cast(pa.int64(), safe=False)  # of a uint64 beyond it, a negative one
         beyond = pc.or_(pc.less(wide, 0), pc.greater(wide, top))
         refuse(beyond, lambda value: f"is {value}", expected)
+    if name == "class":
+        own = (*CLASSES, NOWHERE)
+        taken = pc.is_in(column.cast(kind), pa.array(own, kind))
+        got = "is {!r}, a class of the tables".format
+        refuse(taken, got, f"another name than {', '.join(own)}")
     return column.cast(kind)
 
 

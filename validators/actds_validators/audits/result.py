@@ -530,6 +530,10 @@ class Options(Section):
         default=None,
         description="rows a side to be read at most, null when no values were to be compared",
     )
+    failed: list[str] = Field(
+        default_factory=list,
+        description="what the comparisons that failed said: code, place, what was found there",
+    )
 
 
 class Audit(Section):

@@ -18,6 +18,7 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from actds import layout, tables
@@ -225,8 +226,15 @@ def _source(
         row[0]
         for row in connection.execute("select distinct hook from readouts order by hook").fetchall()
     ]
-    longest = connection.execute(
-        f"select max(len(projections)) from (select projections from readouts limit {LOOKED_AT})"
-    ).fetchone()
-    n_projections = int(longest[0] or 0) if longest else 0
+    n_projections = _n_projections(parts.get("readouts", ()))
     return RunSource(run, connection, tuple(hooks), n_projections, parts)
+
+
+def _n_projections(parts: tuple[Part, ...]) -> int:
+    """Return the most projections of a readout among the first; they always are the same rows."""
+    for part in parts:
+        for batch in part.batches(["projections"]):
+            if batch.num_rows:
+                lengths = pc.list_value_length(batch.column(0).slice(0, LOOKED_AT))
+                return int(pc.max(lengths).as_py() or 0)
+    return 0

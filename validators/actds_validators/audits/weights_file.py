@@ -1,13 +1,11 @@
 """The weights file: the weights of the cells, row by row, for a loader.
 
 Last stage of the audit. Each row gets its cell as the cells were counted. Imports the format room,
-the lookup and the cells.
+the lookup, the cells and where outputs may stand.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
@@ -22,8 +20,8 @@ from actds.catalog import Catalog
 from actds.errors import ActdsError
 from actds.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.shard import Shard
-from actds.store import LocalStore
 from actds_validators.audits.lookup import Lookup
+from actds_validators.audits.outputs import refuse_within_dataset, replaced
 from actds_validators.audits.weights import Cells
 
 __all__ = ["write_weights"]
@@ -42,22 +40,20 @@ def write_weights(
     rows are in memory at a time, or those of the largest shard.
 
     Args:
-        out: a local path outside the dataset.
+        out: a local path outside any dataset.
         catalog: the dataset.
         lookups: of its runs, by name; none when nothing was dropped.
         cells: with their weights; ``None`` when nothing was dropped, and every weight is 1.
         claim: what the weights mend, in words.
 
     Raises:
-        ActdsError: E009 a path inside the dataset; E412 rows of an unknown step; E503 the disk
+        ActdsError: E009 a path inside a dataset; E412 rows of an unknown step; E503 the disk
             refuses; what ``Shard.tokens`` raises.
 
     Spec: 0.1 section 10.4.
     """
     path = Path(out)
-    store = catalog.store
-    if isinstance(store, LocalStore) and path.resolve().is_relative_to(store.root.resolve()):
-        raise ActdsError("E009", str(path), got="a path inside the dataset", expected="one outside")
+    refuse_within_dataset("--weights", path)
     words = {
         "format": FORMAT,
         "version": VERSION,
@@ -76,10 +72,10 @@ def write_weights(
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[pq.ParquetWriter]:
-    """Yield a writer to a temporary file, which takes its name at the end."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with pq.ParquetWriter(
+    """Yield a writer to a file that takes its name at the end."""
+    with (
+        replaced(path) as temporary,
+        pq.ParquetWriter(
             temporary,
             SCHEMA,
             compression="zstd",
@@ -87,19 +83,9 @@ def _new_file(path: Path) -> Iterator[pq.ParquetWriter]:
             write_page_checksum=True,
             use_dictionary=["shard", "weight"],
             column_encoding={"row": "DELTA_BINARY_PACKED"},
-        ) as writer:
-            yield writer
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ActdsError(
-            "E503",
-            str(path),
-            got=error.strerror or str(error),
-            expected="a file that can be written",
-            next_step="Free space, or give another path.",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        ) as writer,
+    ):
+        yield writer
 
 
 def _tables(

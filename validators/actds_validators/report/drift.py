@@ -12,7 +12,7 @@ from actds_validators.audits.result import Drift, DriftMeasure
 from actds_validators.report.axes import Frame, axes, legend, span
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.svg import WIDTH, Picture
-from actds_validators.report.words import Sentence, count, number, p_value
+from actds_validators.report.words import Sentence, count, many, number, p_value
 
 __all__ = ["drift_parts"]
 
@@ -25,8 +25,8 @@ _WORDS = {
     ),
     "population shift": (
         "Population shift",
-        "{first} and {second} are different tokens: what differs is the text that was served, "
-        "and the arithmetic only along with it.",
+        "The tokens of {first} and of {second} are different: what differs is the text that was "
+        "served, and the arithmetic only along with it.",
     ),
 }
 
@@ -46,10 +46,11 @@ def _part(section: Drift, n: int) -> Part:
     first_words, second_words = section.first[:200], section.second[:200]
     lead = (
         f"{words.format(first=first_words, second=second_words)} {section.sentence} "
-        f"{count(section.n_first)} against {count(section.n_second)} rows, "
-        f"{'paired token by token' if section.paired else 'not paired'}. The floor is the same "
-        "measure between halves of one side, split by request."
+        f"{count(section.n_first)} against {many(section.n_second, 'row')}, "
+        f"{'paired token by token' if section.paired else 'not paired'}."
     )
+    if section.measures:
+        lead += " The floor is the same measure between halves of one side, split by request."
     some, more = first(section.measures, _MAX_TABLE)
     common, own = _common([m.note for m in some])
     rows = [

@@ -12,6 +12,8 @@ from actds_validators.report.words import Sentence, count, kept, limit_of, measu
 
 __all__ = ["check_part", "settings_part"]
 
+_MAX_FAILED = 5  # comparisons: --against and four columns
+
 
 def check_part(verdict: Verdict) -> Part:
     """Return the table of every number that was held against a limit."""
@@ -85,4 +87,8 @@ def _options(options: Options) -> list[Row]:
         ]
     if options.rows is not None:
         rows.append(Row(("rows a side at most", count(options.rows))))
+    some, more = first(options.failed, _MAX_FAILED)
+    rows += [Row(("comparison that failed", Sentence(words)), "bad") for words in some]
+    if more:
+        rows.append(Row(("", more), "bad"))
     return rows

@@ -61,6 +61,8 @@ def _page(audit: Audit) -> Iterator[Line]:
     yield from _weights(audit)
     for drift in audit.drift[:_MAX_TOP]:
         yield from _drift(drift)
+    for words in audit.options.failed[:_MAX_ROWS]:
+        yield Line(f"Comparison failed: {words}", "bad")
     if verdict.next_steps:
         yield Line("")
         yield Line("Next", "title")
@@ -170,8 +172,7 @@ def _weights(audit: Audit) -> Iterator[Line]:
 
 def _drift(section: Drift) -> Iterator[Line]:
     yield Line("")
-    title = f"{section.kind.capitalize()}, {section.first} against {section.second}"
-    yield Line(f"{title}: {section.sentence}", "title")
+    yield Line(f"{section.kind.capitalize()}: {section.sentence}", "title")
     cells = [
         (m.hook, m.name, number(m.value), "-" if m.floor is None else number(m.floor))
         for m in section.measures[:_MAX_TOP]
