@@ -27,6 +27,7 @@ class _Line:
     Args:
         difference: of the covariate.
         strata: those of the most tokens, in their order.
+        left_out: the others.
         names: of the strata, in two lines; the second is empty where one does.
         shares: lost, all with the sign of per cent or all without.
         least: tokens of which a stratum's share is shaded.
@@ -34,6 +35,7 @@ class _Line:
 
     difference: Difference
     strata: list[Stratum]
+    left_out: list[Stratum]
     names: list[tuple[str, str]]
     shares: list[str]
     least: float
@@ -48,11 +50,6 @@ class _Line:
         """Return the height of a cell: of the lines of its words."""
         n_lines = 2 + any(below for _, below in self.names) + any(map(self.is_few, self.strata))
         return 10.0 + 14 * max(n_lines, 3 if self.left_out else 2)
-
-    @property
-    def left_out(self) -> list[Stratum]:
-        """Return the strata that there is no room for."""
-        return [s for s in self.difference.strata if s not in self.strata]
 
     def is_few(self, s: Stratum) -> bool:
         """Return whether a stratum holds too few tokens for a shade."""
@@ -99,8 +96,9 @@ def heat_map(differences: list[Difference]) -> Picture:
 
 def _line(d: Difference) -> _Line:
     """Return a row: the strata of the most tokens, and their words."""
-    largest = sorted(range(len(d.strata)), key=lambda k: -d.strata[k].n)[:_MAX_STRATA]
-    strata = [d.strata[k] for k in sorted(largest)]
+    order = sorted(range(len(d.strata)), key=lambda k: -d.strata[k].n)
+    strata = [d.strata[k] for k in sorted(order[:_MAX_STRATA])]
+    left_out = [d.strata[k] for k in order[_MAX_STRATA:]]
     room = (WIDTH - 2 - _LEFT) / len(strata) - 6
     names = [clean(s.label) for s in strata]
     if any(text_width(name) > room for name in names):
@@ -110,7 +108,7 @@ def _line(d: Difference) -> _Line:
     if any(text_width(share) > room for share in shares):
         shares = [share.removesuffix(" %") for share in shares]
     least = min(_ENOUGH, _ENOUGH_SHARE * sum(s.n for s in d.strata))
-    return _Line(d, strata, [split_range(name, room) for name in names], shares, least)
+    return _Line(d, strata, left_out, [split_range(n, room) for n in names], shares, least)
 
 
 def _scale(lines: list[_Line]) -> tuple[float, bool]:

@@ -35,7 +35,7 @@ __all__ = [
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
 _MAX_DIGITS = 9
-_MAX_WORD, _MAX_SENTENCE = 120, 1200  # bytes
+_MAX_WORD, _MAX_SENTENCE = 120, 1100  # bytes
 _ESCAPED = frozenset("<>&\"'")
 
 
