@@ -350,11 +350,13 @@ def test_a_link_in_a_dataset_is_refused_wherever_it_leads(
     assert told.exit_code == 2 and no_audit == []
 
 
+@pytest.mark.parametrize("name", ["actds.json", "link"])
 def test_an_output_that_would_pass_for_a_dataset_is_refused(
-    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object]
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object], name: str
 ) -> None:
-    told = run(datasets["PASS"], "--json", tmp_path / "actds.json")
-    assert told.stderr.startswith(f"E009 --json {tmp_path / 'actds.json'}: actds.json, by which ")
+    (tmp_path / "link").symlink_to(tmp_path / "actds.json")
+    told = run(datasets["PASS"], "--json", tmp_path / name)
+    assert told.stderr.startswith(f"E009 --json {tmp_path / name}: actds.json, by which ")
     assert told.exit_code == 2 and no_audit == []
 
 
@@ -416,6 +418,14 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read
     assert told.exit_code == 4 and told.stdout == ""
     assert told.stderr.startswith(f"E503 {out}: no folder {out.parent}")
     assert "Make the folder, or give another path." in told.stderr
+
+
+def test_a_page_goes_through_a_pipe(datasets: dict[str, Path]) -> None:
+    command = [sys.executable, "-m", "actds", "audit", str(datasets["PASS"])]
+    told = subprocess.run(
+        [*command, "--html", "/dev/stdout"], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.lower().startswith("<!doctype html>") and "</html>" in told.stdout
 
 
 @pytest.mark.parametrize("option", ["--html", "--json"])

@@ -51,10 +51,10 @@ def refuse_within_dataset(option: str, path: Path) -> None:
         ActdsError: E009.
     """
     expected = "a path outside any dataset"
-    # The link's own place counts as well: what replaces a link stands where the link stood.
-    own = os.path.join(os.path.realpath(path.parent), path.name)
-    for place in dict.fromkeys((own, os.path.realpath(path))):
-        for folder in Path(place).parents:
+    # A link in a dataset is refused as well, wherever it leads.
+    own, real = Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path))
+    for place in dict.fromkeys((own, real)):
+        for folder in place.parents:
             if os.path.lexists(folder / layout.GENESIS):
                 raise ActdsError(
                     "E009",
@@ -62,7 +62,7 @@ def refuse_within_dataset(option: str, path: Path) -> None:
                     got=f"inside the dataset {folder}",
                     expected=expected,
                 )
-    if path.name == layout.GENESIS:
+    if layout.GENESIS in (own.name, real.name):
         got = f"{layout.GENESIS}, by which a folder is taken for a dataset"
         raise ActdsError("E009", f"{option} {path}", got=got, expected=expected)
 
@@ -78,8 +78,8 @@ def replaced(path: Path) -> Iterator[Path]:
         ActdsError: E503 the disk refuses.
     """
     target = Path(os.path.realpath(path))
-    if os.path.lexists(target) and not target.is_file():
-        temporary = target
+    if path.exists() and not path.is_file():
+        target = temporary = path  # the real path of a pipe behind /dev/stdout is no path
     else:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
