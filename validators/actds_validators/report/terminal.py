@@ -1,6 +1,6 @@
 """The terminal page of an audit: the verdict, what decided, what to do; the tables of the page.
 
-After the audit; the same facts as ``audit.json``, the worst first. Knows the result only.
+After the audit; the same facts as the JSON result, the worst first. Knows the result only.
 """
 
 from __future__ import annotations
