@@ -28,8 +28,8 @@ def missingness_part(section: Missingness, limits: Limits, n_events: int | None 
         "Standardised mean differences (SMD): how far the mean of the lost tokens lies from the "
         "mean of all computed tokens, in standard deviations of all, with intervals from a block "
         f"jackknife. Within ±{number(limits.equivalence)} two means count as equal. The bias of "
-        "the stored rows is the same of what is left, and far smaller where little is lost: with a "
-        f"rejected test, more than {number(limits.serious)} of it is serious."
+        "the stored rows is the same distance of what is stored, and far smaller where little is "
+        f"lost: with a rejected test, more than {number(limits.serious)} of it is serious."
     )
     few = ""
     if n_events is not None and n_events < limits.min_events:
