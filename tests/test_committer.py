@@ -82,12 +82,14 @@ class Loop:
         buffers = [ShardBuffer((HOOK,), ROWS_PER_SHARD) for _ in range(n_buffers)]
         self.held = threading.Event()
         self.held.set()
-        self.committer = Committer(self.store, chain, plan, buffers, lambda step: self.hold())
+        self.through = 10**9  # the last step of which everything else is durable
+        self.committer = Committer(self.store, chain, plan, buffers, self.hold)
         self.buffer = self.committer.spare()
         self.n_shards = 0
 
-    def hold(self) -> None:
+    def hold(self, last_step: int) -> int:
         assert self.held.wait(60)
+        return min(last_step, self.through)
 
     def fill(self) -> None:
         number = np.arange(ROWS_PER_SHARD) + self.n_shards * ROWS_PER_SHARD
@@ -173,3 +175,33 @@ def test_what_waits_at_the_end_of_a_run_is_compressed(tmp_path: Path) -> None:
     loop.held.set()
     shards = loop.finish().shards
     assert len(shards) == 2 and {m.compression for m in shards} == {"normal"}
+
+
+def test_rows_of_steps_that_are_not_durable_are_no_part_of_a_shard(tmp_path: Path) -> None:
+    buffer = ShardBuffer((HOOK,), 12)
+
+    def fill(steps: range) -> None:
+        for step in steps:
+            columns = {name: np.full(3, step, kind) for name, kind in TOKEN_COLUMNS.items()}
+            buffer.append(Slice(step, np.full((1, 3, D_MODEL), step, np.uint16), None, columns))
+
+    fill(range(5, 9))
+    buffer.keep_through(8)
+    assert (buffer.n_rows, buffer.first_step, buffer.last_step) == (12, 5, 8)
+    buffer.keep_through(6)
+    assert (buffer.n_rows, buffer.first_step, buffer.last_step) == (6, 5, 6)
+    assert buffer.columns()["step"].tolist() == [5, 5, 5, 6, 6, 6]
+    assert buffer.rows_by_hook()[HOOK.name][:, 0].tolist() == [5, 5, 5, 6, 6, 6]
+    buffer.keep_through(4)
+    assert buffer.n_rows == 0
+    buffer.clear()
+    fill(range(2, 4))
+    assert (buffer.n_rows, buffer.first_step, buffer.last_step) == (6, 2, 3)
+
+    loop = Loop(tmp_path, 0)
+    loop.through = 1
+    for _ in range(3):
+        loop.shard()  # a step each
+    found = loop.finish()
+    assert [shard.last_step for shard in found.shards] == [0, 1]
+    assert loop.committer.n_rows == 2 * ROWS_PER_SHARD

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +23,7 @@ from actds.schema.v0_1 import LedgerRecord, PartBody
 from actds.seal import seal
 from actds.store import open_store
 from actds_validators.validate import validate
+from actds_writers.lane import Lane
 from actds_writers.link import Policy
 from actds_writers.messages import ClientFacts, LeftOut
 from actds_writers.probes import plan_readouts, read_probes
@@ -105,6 +107,45 @@ def test_a_lost_row_leaves_its_readouts_behind(policy: Policy, tmp_path: Path) -
     table = dataset.readouts()
     assert table.num_rows == 60 * N_POSITIONS * len(HOOKS)
     assert table["token_id"].to_pylist() == table["position"].to_pylist()
+
+
+@pytest.mark.parametrize("policy", ["block", "drop_newest"])
+def test_rows_and_drops_whose_readouts_never_came_are_aborted(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is killed may have sent rows and not yet their readouts."""
+    silent, put = threading.Event(), Lane.put
+
+    def put_or_not(lane: Lane, *args: Any) -> None:
+        if not silent.is_set():
+            put(lane, *args)
+
+    monkeypatch.setattr(Lane, "put", put_or_not)
+    out = tmp_path / "acts"
+    with pipeline_for(out, policy, readouts=PLANNED) as pipeline:
+        engine = RandomRows(pipeline)
+        writer = pipeline._processes["writer"].pid
+        for number in range(3):
+            engine.request(number)
+        engine.drain(pipeline)
+        silent.set()
+        if policy == "drop_newest":
+            os.kill(writer, signal.SIGSTOP)  # so that some of the last are dropped
+        try:
+            for number in range(3, 60 if policy == "drop_newest" else 5):
+                engine.request(number)
+        finally:
+            os.kill(writer, signal.SIGCONT)
+        engine.close()  # at once: while the link is there, a commit waits for the readouts
+        pipeline.finish("interrupted")
+    seal(open_store(out))
+    dataset = actds.open(out)
+    assert errors(out) == []
+    assert dataset.n_rows == 3 * N_POSITIONS
+    assert set(dataset.requests()["request"].to_pylist()) >= {0, 1, 2, 3}
+    assert dataset.drops().num_rows == 0
+    assert dataset.readouts().num_rows == 3 * N_POSITIONS * len(HOOKS)
+    assert {s["disposition"] for s in dataset.spans().to_pylist()} == {"captured", "aborted"}
 
 
 def test_a_full_lane_makes_the_engine_wait_and_loses_no_readout(tmp_path: Path) -> None:

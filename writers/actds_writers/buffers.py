@@ -74,6 +74,7 @@ class ShardBuffer:
         self.n_rows = 0
         self.first_step: int | None = None
         self.last_step = 0
+        self._ends: list[tuple[int, int]] = []  # of each step, and the rows up to its end
 
     def append(self, piece: Slice) -> None:
         """Copy the rows of a step behind those already there."""
@@ -89,6 +90,13 @@ class ShardBuffer:
         if self.first_step is None:
             self.first_step = piece.step
         self.last_step = piece.step
+        self._ends.append((piece.step, last))
+
+    def keep_through(self, step: int) -> None:
+        """Forget the rows of later steps."""
+        while self._ends and self._ends[-1][0] > step:
+            self._ends.pop()
+        self.last_step, self.n_rows = self._ends[-1] if self._ends else (0, 0)
 
     @property
     def nbytes(self) -> int:

@@ -60,7 +60,8 @@ class Committer:
         plan: how to write.
         buffers: spare buffers; together with those being filled they bound the memory.
         before_commit: called with the last step of a buffer before anything of it is written:
-            what has to be durable no later than the rows.
+            what has to be durable no later than the rows. Returns the last step of which that is
+            so; rows of later ones are forgotten.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Committer:
         chain: Chain,
         plan: CommitPlan,
         buffers: list[ShardBuffer],
-        before_commit: Callable[[int], None] = lambda last_step: None,
+        before_commit: Callable[[int], int] = lambda last_step: last_step,
     ) -> None:
         self._store, self._chain, self._plan = store, chain, plan
         self._before_commit = before_commit
@@ -155,7 +156,9 @@ class Committer:
             self._spare.put(buffer)
 
     def _commit(self, phase: str, buffer: ShardBuffer) -> None:
-        self._before_commit(buffer.last_step)
+        buffer.keep_through(self._before_commit(buffer.last_step))
+        if not buffer.n_rows:
+            return
         raw = self.fallback.take()
         began = time.monotonic()
         manifest = commit_shard(

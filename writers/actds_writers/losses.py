@@ -5,6 +5,8 @@ Beside stage 3, inside the writer process: the writer-side witness of every loss
 
 from __future__ import annotations
 
+import pyarrow.compute as pc
+
 from actds.ledger import Chain
 from actds.store import Store
 from actds_writers.assembly import Interval
@@ -21,6 +23,7 @@ class DropLog:
     def __init__(self) -> None:
         self._log = TableLog("drops")
         self._n_events = 0
+        self._last_step = -1
         self.n_tokens = 0
 
     def add(
@@ -47,7 +50,15 @@ class DropLog:
         }
         self._log.add({**event, **interval._asdict()} for interval in intervals)
         self._n_events += bool(intervals)
+        self._last_step = dropped.rows.step
         self.n_tokens += n_tokens
+
+    def keep_through(self, step: int) -> None:
+        """Forget the drops of later steps: without readouts they count as aborted."""
+        if self._last_step > step:
+            kept = self._log.keep_through(step)
+            lengths = pc.subtract(kept["stop"], kept["start"])
+            self.n_tokens = int(pc.sum(lengths).as_py() or 0)
 
     def commit(self, store: Store, chain: Chain, run: str) -> None:
         """Commit the log in parts; nothing when there was no drop."""

@@ -131,8 +131,17 @@ class ReadoutLog:
             self._ended = True
             self._changed.notify_all()
 
-    def commit_through(self, step: int) -> None:
+    @property
+    def last_step(self) -> int:
+        """Return the last step whose readouts came, -1 before the first."""
+        with self._changed:
+            return self._last_step
+
+    def commit_through(self, step: int) -> int:
         """Commit every readout up to a step; called before rows of that step are.
+
+        Returns the last step whose readouts are there: an engine that was killed may have sent the
+        rows of its last steps and not yet their readouts.
 
         Raises:
             ActdsError: E503 the disk refused; E506 the lane fell silent.
@@ -148,6 +157,7 @@ class ReadoutLog:
         if self.error is not None:
             raise self.error
         self._commit()
+        return min(step, self.last_step)
 
     def finish(self) -> None:
         """Wait for the end of the lane and commit what is left.

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from actds import tables
 from actds.ledger import Chain
@@ -40,6 +41,12 @@ class TableLog:
         self._rows.extend(rows)
         if len(self._rows) >= PACKED_ROWS:
             self._pack()
+
+    def keep_through(self, step: int) -> pa.Table:
+        """Forget the rows of later steps; return those that are left."""
+        self._pack()
+        self._packed = [table.filter(pc.less_equal(table["step"], step)) for table in self._packed]
+        return pa.concat_tables([tables.empty(self._name), *self._packed])
 
     def commit(self, store: Store, chain: Chain, run: str) -> None:
         """Commit the rows in parts; nothing when there are none.

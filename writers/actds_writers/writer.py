@@ -174,6 +174,7 @@ class Writer:
             raise self.error
         if self.readouts is not None:
             self.readouts.finish()
+            self._losses.keep_through(self.readouts.last_step)
             self._stalls.add(map(asdict, self.readouts.stalls))
         if self.last_step >= 0:
             self._before_commit(self.last_step)
@@ -210,11 +211,16 @@ class Writer:
             self.meters.stalled(stall)
         return buffer
 
-    def _make_durable(self, last_step: int) -> None:
-        """Make durable what must be no later than the rows: their readouts, and their census."""
+    def _make_durable(self, last_step: int) -> int:
+        """Make durable what must be no later than the rows: their readouts, and their census.
+
+        Returns the last step of which both are.
+        """
         if self.readouts is not None:
-            self.readouts.commit_through(last_step)
-        self._before_commit(last_step)
+            last_step = self.readouts.commit_through(last_step)
+        if last_step >= 0:
+            self._before_commit(last_step)
+        return last_step
 
     def _readout_log(self, hello: WorkerHello) -> ReadoutLog | None:
         readouts = Readouts.from_field(self._settings.readouts, "capture.readouts")
