@@ -96,6 +96,53 @@ def test_a_layer_that_does_not_exist_is_named() -> None:
         installed(Model(split=True), [7], torch.float32)
 
 
+@pytest.mark.parametrize("path", ["transformer.h", "transformer.blocks", "model.decoder.layers"])
+def test_layers_are_found_under_the_names_that_families_give_them(path: str) -> None:
+    model, stack = torch.nn.Module(), Model(split=False).layers
+    stack[0].layers = Model(split=False).layers  # a layer may have a stack of its own inside
+    *parents, name = path.split(".")
+    inner = model
+    for parent in parents:
+        inner.add_module(parent, torch.nn.Module())
+        inner = inner.get_submodule(parent)
+    inner.add_module(name, stack)
+    assert capture.decoder_layers(model) == dict(enumerate(stack))
+
+
+class Composed(torch.nn.Module):
+    """A model of a vision tower and a language model, which it names in vLLM's manner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = Model(split=True)
+        self.vision_tower = torch.nn.Module()
+        self.vision_tower.blocks = torch.nn.ModuleList(Layer(9.0, split=False) for _ in range(5))
+
+
+def test_the_layers_of_a_composed_model_are_those_of_its_language_model() -> None:
+    model = Composed()
+    model.get_language_model = lambda: model.language_model  # type: ignore[assignment]
+    assert capture.decoder_layers(model) == dict(enumerate(model.language_model.layers))
+
+
+def test_layers_in_two_places_are_refused_and_named() -> None:
+    with pytest.raises(ActdsError, match=r"E007.*language_model\.layers, vision_tower\.blocks"):
+        capture.decoder_layers(Composed())
+
+
+def test_the_layers_of_a_vision_model_of_transformers_are_those_that_decode() -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config={**small, "num_hidden_layers": 3, "num_key_value_heads": 1, "vocab_size": 64},
+        vision_config={**small, "num_hidden_layers": 5, "image_size": 28, "patch_size": 14},
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    assert capture.decoder_layers(model) == dict(enumerate(model.model.language_model.layers))
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_readouts_are_those_of_the_stored_rows(dtype: torch.dtype, compiled: bool) -> None:

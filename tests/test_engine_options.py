@@ -71,6 +71,8 @@ def test_option_that_the_command_sets_itself_is_refused(key: str) -> None:
         "async_scheduling=true",
         "async_scheduling=1",
         "skip_tokenizer_init=true",
+        "enable_lora=true",
+        "enable-lora=True",
         "worker_cls=my.Worker",
         "runner=pooling",
     ],

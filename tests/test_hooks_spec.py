@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from actds.errors import ActdsError
 from actds_writers.hooks_spec import parse_hooks
+from actds_writers.plan import model_config
 
 
 @pytest.mark.parametrize(
@@ -58,3 +61,21 @@ def test_malformed_specification_is_refused(spec: str) -> None:
     with pytest.raises(ActdsError) as caught:
         parse_hooks(spec, 30)
     assert caught.value.code == "E007"
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "bloom", "mpt", "gptj", "gpt_bigcode", "dbrx"])
+def test_a_model_folder_says_layers_and_width_under_any_name(arch: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(arch)
+    config.save_pretrained(tmp_path)
+    found = model_config(tmp_path)
+    assert found["num_hidden_layers"] == config.num_hidden_layers > 1
+    assert found["hidden_size"] == config.hidden_size > 1
+
+
+def test_a_folder_without_a_decoder_model_is_refused(tmp_path: Path) -> None:
+    for config in ('{"model_type": "resnet"}', '{"model_type": "unheard_of"}', "{}"):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(ActdsError, match=r"E005 .*no num_hidden_layers"):
+            model_config(tmp_path)

@@ -35,6 +35,7 @@ from actds_writers.settings import WriterSettings
 from actds_writers.vllm import serving
 from actds_writers.vllm.plugin import when_imported
 from actds_writers.vllm.scheduler import OWNERS_PER_BLOCK, SchedulerWitness
+from actds_writers.vllm.worker import WorkerCapture
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 TIMEOUT_S = 120
@@ -301,7 +302,7 @@ def engine_config(**parallel: Any) -> SimpleNamespace:
         model_config=SimpleNamespace(enable_prompt_embeds=False, runner_type="generate"),
         scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
         speculative_config=None, diffusion_config=None, kv_transfer_config=None,
-        ec_transfer_config=None,
+        ec_transfer_config=None, lora_config=None,
     )  # fmt: skip
 
 
@@ -313,6 +314,13 @@ def test_refuses_an_engine_whose_steps_cannot_be_accounted_for() -> None:
     ):  # fmt: skip
         with pytest.raises(ActdsError, match=f"E012 engine option {option}"):
             serving.refuse(engine_config(**{option: value}))
+    with_adapters = engine_config()
+    with_adapters.lora_config = SimpleNamespace(max_loras=1)
+    with pytest.raises(ActdsError, match=r"E012 engine option enable_lora.*requests without one"):
+        serving.refuse(with_adapters)
+    with_adapters.scheduler_config.async_scheduling = False
+    with pytest.raises(ActdsError, match="E012 engine option enable_lora"):
+        WorkerCapture._refuse(with_adapters)
 
 
 def test_async_scheduling_is_switched_off_before_the_scheduler_exists() -> None:

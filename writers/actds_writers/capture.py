@@ -19,7 +19,9 @@ import torch
 from actds.errors import ActdsError
 from actds_writers.streams import StreamForm, residual_stream
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
+_LAYER = re.compile(r"((?:.*\.)?(?:layers|h|blocks))\.(\d+)")
+_LANGUAGE_MODEL = ("get_language_model", "get_decoder")
+"""Methods by which a composed model names the part that decodes: of vLLM, of transformers."""
 _library: Any = torch.library.Library("actds", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("capture(Tensor hidden, Tensor? residual, Tensor(a!) rows, Tensor(b!) seen) -> ()")
 _library.define(
@@ -97,13 +99,45 @@ class HookBuffers:
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """Return the decoder layers of a model by number, found by module path."""
-    layers: dict[int, torch.nn.Module] = {}
+    """Return the decoder layers of a model by number, found by module path.
+
+    Of a composed model, those of its language model: a vision tower has layers of its own.
+
+    Raises:
+        ActdsError: E007 when several lists of layers could be the decoder's.
+    """
+    lists: dict[str, dict[int, torch.nn.Module]] = {}
     for path, module in model.named_modules():
-        found = _LAYER.search(path)
+        found = _LAYER.fullmatch(path)
         if found and not type(module).__name__.startswith("PPMissing"):
-            layers[int(found.group(1))] = module
-    return layers
+            lists.setdefault(found[1], {})[int(found[2])] = module
+    for inner in [path for path in lists if any(path.startswith(f"{other}.") for other in lists)]:
+        del lists[inner]
+    if len(lists) > 1:
+        lists = _of_language_model(model, lists)
+    return next(iter(lists.values()), {})
+
+
+def _of_language_model(
+    model: torch.nn.Module, lists: dict[str, dict[int, torch.nn.Module]]
+) -> dict[str, dict[int, torch.nn.Module]]:
+    for name in _LANGUAGE_MODEL:
+        get = getattr(model, name, None)
+        language = get() if callable(get) else None
+        if not isinstance(language, torch.nn.Module):
+            continue
+        inside = set(language.modules())
+        found = {
+            path: layers for path, layers in lists.items() if inside.issuperset(layers.values())
+        }
+        if len(found) == 1:
+            return found
+    raise ActdsError(
+        "E007",
+        type(model).__name__,
+        got=f"layers in {len(lists)} places: {', '.join(sorted(lists))}"[:200],
+        expected="one list of decoder layers, or a language model that the model names",
+    )
 
 
 def install(
@@ -133,8 +167,8 @@ def install(
             readouts.
 
     Raises:
-        ActdsError: E007 when a layer does not exist. A layer whose output does not have the form
-            raises it at the first forward.
+        ActdsError: E007 when a layer does not exist, or several lists could be the decoder's. A
+            layer whose output does not have the form raises it at the first forward.
 
     Spec: 0.1 section 3.1.
     """

@@ -46,6 +46,15 @@ _SPLIT = "the tokens of a step are split over ranks, and no worker sees them all
 _SPECULATION = "rejected draft tokens would be captured as rows"
 _FOREIGN_KV = "KV blocks from elsewhere count as cache hits that no request here computed"
 _WRAPPED = "capture stands in vLLM's own worker and scheduler, another class may pass it by"
+# vLLM 0.32.0: in vllm/lora, punica_wrapper/utils.py:35 lets -1 stand for "no adapter", and
+# ops/torch_ops/lora_ops.py:31, 74 and 119 index with it: in PyTorch that is the last adapter.
+# tests/test_engine_lora.py shows it. The Triton kernels leave at -1 (ops/triton_ops/
+# lora_shrink_op.py:160, lora_expand_op.py:66), but no measurement on a GPU of ours says so, and
+# the kernels of XPU (ops/xpu_ops/lora_ops.py:16) are compiled ones.
+_LORA = (
+    "on a CPU, vLLM adds an adapter to requests without one that share a step with it, and on "
+    "other devices it is not verified that it does not"
+)
 _MICROBATCH = "a step is run in parts, and the capture buffer holds only the last"
 
 REFUSED: Mapping[str, Refused] = {
@@ -77,6 +86,7 @@ REFUSED: Mapping[str, Refused] = {
     "skip_tokenizer_init": Refused((None, False), "prompts cannot be encoded"),
     "tokens_only": Refused((None, False), "prompts cannot be encoded"),
     "enable_prompt_embeds": Refused((None, False), "a prompt of embeddings has no token ids"),
+    "enable_lora": Refused((None, False), _LORA),
     "runner": Refused((None, "auto", "generate"), "only generation is harvested"),
     "convert": Refused((None, "auto", "none"), "only generation is harvested"),
     "worker_cls": Refused((None, "auto"), _WRAPPED),

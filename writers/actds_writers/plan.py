@@ -185,13 +185,29 @@ def model_config(model: Path) -> dict[str, Any]:
         raise ActdsError(
             "E005", str(model), got=f"config.json: {words}", expected="a model folder"
         ) from None
-    text = config.get("text_config", config)
-    for field in ("num_hidden_layers", "hidden_size"):
+    text = dict(config.get("text_config", config))
+    fields = ("num_hidden_layers", "hidden_size")
+    if not all(isinstance(text.get(field), int) for field in fields):
+        text.update(_renamed(model))
+    for field in fields:
         if not isinstance(text.get(field), int):
             raise ActdsError(
                 "E005", f"{model} config.json", got=f"no {field}", expected="a decoder model"
             )
-    return dict(text)
+    return text
+
+
+def _renamed(model: Path) -> dict[str, int]:
+    """Return what a configuration calls by other names (``n_layer``, ``d_model``) or leaves out."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # a family that transformers does not know, or a broken file
+    names = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
 def weights_sha256(model: Path) -> str | None:

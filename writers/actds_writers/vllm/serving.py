@@ -115,6 +115,7 @@ def refuse(config: Any) -> None:
         "ec_transfer_config": config.ec_transfer_config,
         "kv_offloading_size": cache.kv_offloading_size,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
+        "enable_lora": config.lora_config is not None,
         "enable_dbo": parallel.enable_dbo,
         "ubatch_size": parallel.ubatch_size,
         "enable_prompt_embeds": model.enable_prompt_embeds,

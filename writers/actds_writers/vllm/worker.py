@@ -187,6 +187,7 @@ class WorkerCapture:
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "speculative_config": config.speculative_config is not None,
             "kv_transfer_config": config.kv_transfer_config is not None,
+            "enable_lora": config.lora_config is not None,
         }
         for option, present in refused.items():
             if present:
