@@ -21,8 +21,10 @@ FLOAT32 = (*OPTIONS, "--engine", "dtype=float32")
 DUMMY = ("--engine", "load_format=dummy")
 WRONG = "from actds_writers.vllm import families as f; f.VERIFIED['LlamaForCausalLM'] = 'first'"
 UNKNOWN = "from actds_writers.vllm import families as f; del f.VERIFIED['LlamaForCausalLM']"
+# Only where the hooks are installed: reference and check keep the function as it is.
 OFF_BY_ONE = """
-from actds_writers import capture
+from actds_writers import capture, reference
+from actds_writers.vllm import check_run
 found = capture.decoder_layers
 capture.decoder_layers = lambda model: {n - 1: layer for n, layer in found(model).items()}
 """

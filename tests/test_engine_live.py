@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -113,10 +114,31 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(out: str, tmp_p
     assert record["capture.overflow_policy"].value == "drop_newest"
     assert record["capture.sampling"].value == SamplingRules.model_validate(RULES).describe()
     assert record["prompts.source"].origin == "unknown"
+    # The server has dummy weights, which no second model could be given.
+    assert json.loads(str(record["capture.check"].value))["against"] == "engine"
     assert {s["disposition"] for s in dataset.spans().to_pylist()} >= {"captured", "filtered"}
     readouts = dataset.readouts()
     assert readouts.num_rows >= 2 * dataset.n_rows  # those of a row that is not stored as well
     assert {len(probes) for probes in readouts["probes"].to_pylist()} == {N_PROBES}
+
+
+def test_a_server_whose_hooks_are_not_the_stream_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Read by every process of the server when it starts.
+    (tmp_path / "sitecustomize.py").write_text(
+        "from actds_writers.vllm import families\n"
+        "families.VERIFIED['LlamaForCausalLM'] = 'first'\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
+    out = tmp_path / "acts"
+    with pytest.raises(RuntimeError, match="E507 hook resid_post"):
+        Server(
+            model, tmp_path / "log", {"out": str(out), "hooks": "resid_post:0,2"},
+            "--enforce-eager", "--max-model-len", "512", "--distributed-executor-backend", "uni",
+        )  # fmt: skip
+    assert not (out / "actds.json").exists()
 
 
 def _check_metrics(server: Server) -> None:
