@@ -516,6 +516,13 @@ CODES: dict[str, Code] = {
         "See its log; go on with actds write --resume.",
         "9",
     ),
+    "E507": Code(
+        "writer",
+        "rows are not the model's",
+        "Before the first row, a hook's rows of two short prompts differed from the model's own.",
+        "Harvest it with --writer transformers, and report model and engine version.",
+        "9.1",
+    ),
     "E601": Code(
         "values",
         "not finite",

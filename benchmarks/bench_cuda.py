@@ -67,6 +67,7 @@ def graph_of(
             d_model=args.d_model,
             dtype=torch.bfloat16,
             device=torch.device("cuda"),
+            form="sum",
             directions=packed,
         )
     fed = torch.randn(rows, args.d_model, device="cuda", dtype=torch.bfloat16) / 64

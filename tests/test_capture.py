@@ -9,6 +9,7 @@ import torch
 from actds.errors import ActdsError
 from actds.readouts import Readouts, compute, matrix
 from actds_writers import capture
+from actds_writers.streams import StreamForm
 
 
 class Layer(torch.nn.Module):
@@ -39,7 +40,11 @@ class Model(torch.nn.Module):
 
 
 def installed(
-    model: Model, layers: list[int], dtype: torch.dtype, directions: np.ndarray | None = None
+    model: torch.nn.Module,
+    layers: list[int],
+    dtype: torch.dtype,
+    directions: np.ndarray | None = None,
+    form: StreamForm = "unverified",
 ) -> capture.HookBuffers:
     return capture.install(
         model,
@@ -48,6 +53,7 @@ def installed(
         d_model=8,
         dtype=dtype,
         device=torch.device("cpu"),
+        form=form,
         directions=directions,
     )
 

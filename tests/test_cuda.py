@@ -70,6 +70,7 @@ def test_a_cuda_graph_replays_the_capture(with_readouts: bool, compiled: bool) -
         d_model=d_model,
         dtype=torch.bfloat16,
         device=torch.device("cuda"),
+        form="sum",
         directions=packed if with_readouts else None,
     )
     run = torch.compile(model, fullgraph=True) if compiled else model

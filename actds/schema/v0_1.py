@@ -145,6 +145,7 @@ REQUIRED_PROVENANCE: dict[str, str] = {
     "capture.raw_threshold_nbytes": "backlog from which shards are written raw; 0 never",
     "capture.sampling": "all, or canonical JSON of the sampling rules",
     "capture.readouts": "none, or canonical JSON: norm, projections, seed, probes and their digest",
+    "capture.check": "none, or canonical JSON: what the rows were compared with, and distances",
     "prompts.source": "what the prompts were read from, last path segment",
     "prompts.sha256": "SHA-256 of the source file; for a folder see the reason",
     "prompts.n_records": "records read",

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from actds.errors import ActdsError
+from actds_writers.streams import StreamForm, residual_stream
 
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|h|blocks))\.(\d+)")
 _LANGUAGE_MODEL = ("get_language_model", "get_decoder")
@@ -147,6 +148,7 @@ def install(
     d_model: int,
     dtype: torch.dtype,
     device: torch.device,
+    form: StreamForm,
     directions: np.ndarray | None = None,
 ) -> HookBuffers:
     """Hook decoder layers so that every forward leaves their residual stream in the buffers.
@@ -160,11 +162,13 @@ def install(
         d_model: channels of the residual stream.
         dtype: type of the stored rows; a cast happens when the model computes in another.
         device: device of the model.
+        form: where the residual stream is in what a decoder layer returns.
         directions: float32 ``(n_hooks, d_model, n_products)`` of the readouts, ``None`` for no
             readouts.
 
     Raises:
-        ActdsError: E007 when a layer does not exist, or several lists could be the decoder's.
+        ActdsError: E007 when a layer does not exist, or several lists could be the decoder's. A
+            layer whose output does not have the form raises it at the first forward.
 
     Spec: 0.1 section 3.1.
     """
@@ -185,7 +189,7 @@ def install(
         beside_nbytes=0 if directions is None else directions.nbytes + 4 * max_rows * d_model,
     )
     for index, layer in enumerate(layers):
-        _hook(found[layer], buffers, index)
+        _hook(found[layer], buffers, index, form, f"{type(model).__name__} layer {layer}")
     if directions is not None:
         # One scratch for all: the layers run one after the other.
         scratch = torch.empty(max_rows, d_model, device=device)
@@ -195,11 +199,14 @@ def install(
     return buffers
 
 
-def _hook(module: torch.nn.Module, buffers: HookBuffers, index: int) -> None:
+def _hook(
+    module: torch.nn.Module, buffers: HookBuffers, index: int, form: StreamForm, place: str
+) -> None:
     # Attributes of the module, so that the compiled graph takes them as inputs of the layer.
     module._actds_rows = buffers.rows[index]
     module._actds_seen = buffers.seen[index : index + 1]
     module._actds_directions = None  # type: ignore[assignment]
+    module._actds_form, module._actds_place = form, place  # type: ignore[assignment]
     module.register_forward_hook(_forward_hook)
 
 
@@ -216,7 +223,8 @@ def _read_out(
 
 
 def _forward_hook(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-    hidden, residual = _residual_stream(output)
+    form, place = cast("StreamForm", module._actds_form), cast(str, module._actds_place)
+    hidden, residual = residual_stream(output, form, place)
     rows, seen = module._actds_rows, module._actds_seen
     if module._actds_directions is None:
         torch.ops.actds.capture(hidden, residual, rows, seen)
@@ -230,16 +238,3 @@ def _forward_hook(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
             module._actds_scratch,
             module._actds_readouts,
         )
-
-
-def _residual_stream(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return hidden and residual of a layer's output; their sum is the residual stream.
-
-    Rows of a padded batch, ``(batch, width, d_model)``, are laid flat.
-    """
-    if not isinstance(output, tuple):
-        return output.flatten(0, -2), None
-    hidden = output[0]
-    if len(output) > 1 and isinstance(output[1], torch.Tensor) and output[1].shape == hidden.shape:
-        return hidden.flatten(0, -2), output[1].flatten(0, -2)
-    return hidden.flatten(0, -2), None

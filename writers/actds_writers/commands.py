@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     help="Replay so many requests alone after the harvest and compare: 0.1%, or a number.",
 )
 @click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Hold the hooks' rows of two short prompts against the model's own before the first row.",
+)
+@click.option(
     "--hooks",
     required=True,
     help="Places to capture: resid_post:10,20, resid_post:0-29, resid_post:all.",
@@ -135,6 +141,7 @@ def write(
     prompts: str,
     writer: WriterName,
     canary: str | None,
+    check: bool,
     hooks: str,
     max_tokens: int,
     temperature: float,
@@ -187,6 +194,7 @@ def write(
         metrics_port=metrics_port,
         writer=writer,
         canary=canary,
+        check=check,
     )
     _run(options)
 

@@ -44,6 +44,7 @@ class Link:
         lane_nbytes: size of the readouts' lane; the worker takes more when two steps need it.
         readouts: value of ``capture.readouts``.
         probes_path: npy file of the user's probes, ``None`` without.
+        check: whether the hooks are checked before the first row.
     """
 
     folder: str
@@ -59,6 +60,7 @@ class Link:
     lane_nbytes: int = 0
     readouts: str = NONE
     probes_path: str | None = None
+    check: bool = True
 
     def to_environment(self) -> str:
         """Return the value of the environment variable."""

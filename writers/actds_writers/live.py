@@ -54,6 +54,7 @@ class LiveSettings(BaseModel):
         weights_digest: whether the weight files are hashed before the server starts.
         metrics_host: where metrics of the capture are served.
         metrics_port: port of the metrics, ``None`` to serve none; replica N takes this plus N.
+        check: whether the hooks are checked before the server is up.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -77,6 +78,7 @@ class LiveSettings(BaseModel):
     weights_digest: bool = True
     metrics_host: str = "127.0.0.1"
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    check: bool = True
 
     def rules(self) -> SamplingRules:
         """Return the sampling rules."""

@@ -71,6 +71,7 @@ class Pipeline:
         staging_nbytes: size of the staging ring; a step at least.
         lane_nbytes: size of the readouts' lane; two steps at least.
         probes: the user's probes as the bytes of their file.
+        check: whether the engine checks its hooks before the first row.
 
     Use as a context manager: leaving it ends the processes and removes the ring.
     """
@@ -88,6 +89,7 @@ class Pipeline:
         staging_nbytes: int = 0,
         lane_nbytes: int = LANE_NBYTES,
         probes: bytes | None = None,
+        check: bool = True,
     ) -> None:
         folder = private_folder()
         probes_path = folder / "probes.npy"
@@ -107,6 +109,7 @@ class Pipeline:
             lane_nbytes=lane_nbytes,
             readouts=writer.readouts,
             probes_path=None if probes is None else str(probes_path),
+            check=check,
         )
         census = CensusSettings(writer.root, writer.run, writer.software)
         self._processes = {

@@ -66,6 +66,7 @@ class WriteOptions:
         metrics_port: port of the metrics, 0 for a free one, ``None`` to serve none.
         writer: which engine runs the model.
         canary: share or number of the requests that are replayed alone, ``None`` for none.
+        check: whether the hooks are checked before the first row.
     """
 
     out: str | Path
@@ -92,6 +93,7 @@ class WriteOptions:
     metrics_port: int | None = None
     writer: WriterName = "vllm"
     canary: str | None = None
+    check: bool = True
 
 
 @dataclass(frozen=True)

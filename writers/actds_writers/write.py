@@ -209,6 +209,7 @@ class _Run:
             lock,
             staging_nbytes=options.staging_mib << 20,
             probes=plan.probes,
+            check=options.check,
         )
 
     def harvest(self) -> Written:

@@ -15,11 +15,13 @@ from actds.errors import ActdsError
 from actds.schema.v0_1 import DType
 from actds_writers import capture
 from actds_writers.directions import directions
+from actds_writers.hook_check import NO_CHECK
 from actds_writers.link import Link
 from actds_writers.messages import Fact, Failed, HookSpec
 from actds_writers.stages import Stages, Step
 from actds_writers.transfer import Mark
 from actds_writers.transformers.batch import Columns
+from actds_writers.transformers.check import check_hooks
 
 DTYPES: dict[str, DType] = {
     "torch.bfloat16": "bfloat16",
@@ -37,13 +39,15 @@ class Capture:
         max_rows: rows of the largest step, padding included.
 
     Raises:
-        ActdsError: E007 unknown layer, E012 a type that cannot be stored.
+        ActdsError: E007 unknown layer or none that can be captured, E012 a type that cannot be
+            stored, E507 rows that are not the model's.
     """
 
     def __init__(self, model: Any, link: Link, max_rows: int) -> None:
         self._max_rows = max_rows
         self._introduced = False
         self._began: Mark | None = None
+        self._check_fact = NO_CHECK
         try:
             self._install(model, link)
         except ActdsError as error:
@@ -77,9 +81,13 @@ class Capture:
             d_model=d_model,
             dtype=getattr(torch, stored),
             device=model.device,
+            form="first",
             directions=directions(link, len(self._hooks), d_model),
         )
         self._cast = "none" if computed == stored else f"{computed} to {stored}, nearest even"
+        if link.check:
+            found = check_hooks(model, self._buffers, self._hooks, self._max_rows)
+            self._check_fact = found.fact()
         self._stages = Stages(link, self._buffers, self._hooks, self._max_rows)
 
     def close(self) -> None:
@@ -96,7 +104,8 @@ class Capture:
         if self._introduced:
             return
         self._introduced = True
-        self._stages.introduce((*facts, Fact("capture.cast", self._cast, "observed")))
+        cast = Fact("capture.cast", self._cast, "observed")
+        self._stages.introduce((*facts, cast, self._check_fact))
 
     def after_step(
         self,

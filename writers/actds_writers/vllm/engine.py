@@ -72,6 +72,7 @@ class Engine:
                 )
                 self._engine: Any = LLMEngine.from_engine_args(arguments)
         except Exception as error:  # whatever the engine raises, a person gets one line
+            _close_links()  # of an engine in this process, which writer and census wait for
             raise _engine_error(error) from error
 
     @property
@@ -117,11 +118,15 @@ class Engine:
 
     def shutdown(self) -> None:
         """End the engine and the links that its process holds."""
-        from actds_writers.vllm import plugin
-
         self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
-        plugin.close()
+        _close_links()
         os.environ.pop(ENVIRONMENT, None)
+
+
+def _close_links() -> None:
+    from actds_writers.vllm import plugin
+
+    plugin.close()
 
 
 def _graph(link: Link) -> dict[str, Any]:

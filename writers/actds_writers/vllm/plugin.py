@@ -227,6 +227,8 @@ def _wrap_worker() -> None:
 
             self._actds = WorkerCapture(self, _link)
             _closers.append(self._actds.close)
+        if _link is not None and _link.check:
+            _check_when_set_up(self)
         return result
 
     @functools.wraps(execute_model)
@@ -246,6 +248,26 @@ def _wrap_worker() -> None:
         return result
 
     Worker.load_model, Worker.execute_model = loading, executing
+
+
+def _check_when_set_up(worker: Any) -> None:
+    """Run the check of the hooks as the last part of a worker's set-up, on every rank."""
+    compile_or_warm_up_model = worker.compile_or_warm_up_model
+
+    @functools.wraps(compile_or_warm_up_model)
+    def setting_up(*args: Any, **kwargs: Any) -> Any:
+        result = compile_or_warm_up_model(*args, **kwargs)
+        capture = getattr(worker, "_actds", None)
+        if capture is None:
+            from actds_writers.vllm.check import join_check
+
+            join_check(worker)
+        else:
+            capture.check()
+        return result
+
+    # The CPU's worker has a method of its own, which a wrapper of the class would miss.
+    worker.compile_or_warm_up_model = setting_up
 
 
 def _guarded(worker: Any, call: Callable[..., None], *args: Any) -> None:

@@ -68,6 +68,7 @@ def start(config: Any, document: Any) -> LiveRun:
             lock,
             staging_nbytes=settings.staging_mib << 20,
             probes=probes,
+            check=settings.check,
         )
     except BaseException:
         os.close(lock)

@@ -15,11 +15,16 @@ from actds.errors import ActdsError
 from actds.schema.v0_1 import DType
 from actds_writers import capture
 from actds_writers.directions import directions
+from actds_writers.hook_check import NO_CHECK
 from actds_writers.link import Link
 from actds_writers.messages import EVERYTHING, Fact, Failed, HookSpec, LeftOut
 from actds_writers.sizing import PADDING_ROWS
 from actds_writers.stages import Stages, Step
+from actds_writers.streams import StreamForm
 from actds_writers.transfer import Mark
+from actds_writers.vllm.check import check_hooks
+from actds_writers.vllm.check_run import loaded_model
+from actds_writers.vllm.families import form_of
 from actds_writers.vllm.layouts import RowIdentity, identify
 from actds_writers.vllm.observe import observe
 
@@ -38,7 +43,8 @@ class WorkerCapture:
         link: where writer and census listen.
 
     Raises:
-        ActdsError: E007 unknown layer, E012 a configuration that cannot be accounted for.
+        ActdsError: E007 unknown layer, or a model class that nobody verified and no check;
+            E012 a configuration that cannot be accounted for.
     """
 
     def __init__(self, worker: Any, link: Link) -> None:
@@ -47,6 +53,7 @@ class WorkerCapture:
         self._left_out: dict[str, LeftOut] = {}
         self._introduced = False
         self._began: Mark | None = None
+        self._check_fact = NO_CHECK
         try:
             self._install(worker.model_runner)
         except ActdsError as error:
@@ -57,6 +64,8 @@ class WorkerCapture:
     def _install(self, runner: Any) -> None:
         link = self._link
         self._refuse(self._worker.vllm_config)
+        model = loaded_model(runner)
+        self._form = _form(model, link)
         d_model = int(runner.model_config.get_hidden_size())
         dtype = getattr(torch, link.store_dtype or DTYPES[str(runner.model_config.dtype)])
         self._hooks = tuple(
@@ -66,18 +75,34 @@ class WorkerCapture:
         self._max_rows = int(runner.max_num_tokens)
         self._device = runner.device
         self._buffers = capture.install(
-            runner.model,
+            model,
             [hook.layer for hook in self._hooks],
             max_rows=self._max_rows + PADDING_ROWS,
             d_model=d_model,
             dtype=dtype,
             device=runner.device,
+            form=self._form,
             directions=directions(link, len(self._hooks), d_model),
         )
         computed = DTYPES[str(runner.model_config.dtype)]
         stored = self._hooks[0].dtype
         self._cast = "none" if computed == stored else f"{computed} to {stored}, nearest even"
         self._stages = Stages(link, self._buffers, self._hooks, self._max_rows)
+
+    def check(self) -> None:
+        """Hold the hooks' rows of two short prompts against the model's own, before any request.
+
+        Raises:
+            ActdsError: E507 when they differ; E007 when nothing can tell and nobody verified the
+                model class.
+        """
+        try:
+            self._check_fact = check_hooks(
+                self._worker, self._buffers, self._hooks, self._form
+            ).fact()
+        except ActdsError as error:
+            self._stages.fail(error)
+            raise
 
     def close(self) -> None:
         """End the links; the writer learns that nothing more comes."""
@@ -97,7 +122,8 @@ class WorkerCapture:
         if not self._introduced:
             self._introduced = True
             facts = observe(self._worker, self._link.client_pid)
-            self._stages.introduce((*facts, Fact("capture.cast", self._cast, "observed")))
+            cast = Fact("capture.cast", self._cast, "observed")
+            self._stages.introduce((*facts, cast, self._check_fact))
 
     def after_step(self, runner: Any, scheduled: Any, duration_ns: int) -> None:
         """Hand over the rows of the step that just ran.
@@ -168,6 +194,25 @@ class WorkerCapture:
                 raise ActdsError(
                     "E012", f"engine option {option}", got="in use", expected="not in use"
                 )
+
+
+def _form(model: torch.nn.Module, link: Link) -> StreamForm:
+    """Return where the stream is in what the model's layers return.
+
+    Raises:
+        ActdsError: E007 when nobody verified the model class and the check is off.
+    """
+    name = type(model).__name__
+    form = form_of(name)
+    if form == "unverified" and not link.check:
+        raise ActdsError(
+            "E007",
+            name,
+            got="a model class that was never verified, and no check",
+            expected="a class of docs/families.md, or the check of the hooks",
+            next_step="Leave --check on, or harvest with --writer transformers.",
+        )
+    return form
 
 
 def _kernel_mode(runner: Any) -> str:

@@ -1,0 +1,29 @@
+"""Model classes whose decoder layers were looked at: what they return, and which test says so.
+
+Stands beside the hooks. ``tests/matrix`` runs every class of the table against ``transformers``
+and fails when one is missing there; a class that is not in the table is harvested only when the
+check of the hooks confirms its rows.
+"""
+
+from __future__ import annotations
+
+from actds_writers.streams import StreamForm
+
+__all__ = ["VERIFIED", "form_of"]
+
+_SUM = ("LlamaForCausalLM",)
+_FIRST = (
+    "CohereForCausalLM",
+    "Exaone4ForCausalLM",
+    "GPT2LMHeadModel",
+)
+VERIFIED: dict[str, StreamForm] = {
+    **dict.fromkeys(_SUM, "sum"),
+    **dict.fromkeys(_FIRST, "first"),
+}
+"""Form by class of the loaded vLLM model, as ``docs/families.md`` lists them."""
+
+
+def form_of(architecture: str) -> StreamForm:
+    """Return where the stream is in what a decoder layer of a model class returns."""
+    return VERIFIED.get(architecture, "unverified")
