@@ -11,11 +11,48 @@ from actds_writers.streams import StreamForm
 
 __all__ = ["VERIFIED", "form_of"]
 
-_SUM = ("LlamaForCausalLM",)
+_SUM = (
+    "AfmoeForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "LlamaForCausalLM",
+    "Mamba2ForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 _FIRST = (
     "CohereForCausalLM",
     "Exaone4ForCausalLM",
+    "FalconForCausalLM",
+    "FalconH1ForCausalLM",
     "GPT2LMHeadModel",
+    "GPTJForCausalLM",
+    "Gemma4ForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "HyperCLOVAXForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "OPTForCausalLM",
+    "PhiMoEForCausalLM",
+    "StablelmForCausalLM",
+    "Zamba2ForCausalLM",
 )
 VERIFIED: dict[str, StreamForm] = {
     **dict.fromkeys(_SUM, "sum"),
