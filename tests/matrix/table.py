@@ -61,7 +61,8 @@ What this matrix found in the engine itself, with vLLM 0.32.0:
 
 - On a CPU, its rotary kernel takes queries and keys of three dimensions for one head, and leaves
   most of them unrotated: DeepSeek-V2 and V3, GLM-4-MoE-lite, LFM2 and LFM2-MoE compute something
-  else than `transformers`, and are refused.
+  else than `transformers`, and are refused. With the rotation that vLLM has in PyTorch they are
+  right, so this is no statement about other devices.
 - Cohere 2 sees one token more than `transformers` in layers with a sliding window: rows agree up
   to the length of the window, and differ beyond it. vLLM's source says that this is meant.
 
@@ -104,10 +105,11 @@ def render(results: dict[str, Any]) -> str:
         if any(f["outcome"] == outcome for f in families)
     )
     lines = [
-        INTRODUCTION,
+        INTRODUCTION.rstrip(),
+        "",
         f"Measured with {results['vllm']}, transformers {results['transformers']} and torch "
-        f"{results['torch']}:\n{counts}. Written by `python tests/matrix/table.py`, which reruns "
-        "all of it in some minutes;\n`make test-all` compares.\n",
+        f"{results['torch']}:\n{counts}. Written by `python tests/matrix/table.py`,\nwhich reruns "
+        "all of it in some minutes; `make test-all` compares.",
     ]
     for outcome, title in TITLES.items():
         some = [f for f in families if f["outcome"] == outcome]
@@ -128,7 +130,7 @@ def _table(outcome: str, families: list[dict[str, Any]]) -> list[str]:
             lines.append(_line([*names, f"{worst:.0e}", family.get("note", "")]))
         else:
             code = f"{family['code']}: " if "code" in family else ""
-            note = f" ({family['note']})" if "note" in family else ""
+            note = f" ({family['note']})" if "note" in family and code else ""
             lines.append(_line([*names, f"{code}{_cell(family['reason'])}{note}"]))
     return lines
 

@@ -235,7 +235,7 @@ def last_error(log: str) -> str:
     missing = re.findall(r"ModuleNotFoundError: (No module named '\w+')", log)
     if "failed to be inspected" in found and missing:
         found = missing[-1]
-    return plain(found.partition(": {")[0])
+    return plain(re.split(r": \{|\. The available", found)[0])
 
 
 def forked(call: Callable[[], None], log: Path) -> tuple[int, str]:
