@@ -45,11 +45,11 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench calibrate crash cuda clean distclean
+.PHONY: help install demo test test-all lint bench calibrate crash cuda clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv with everything the other targets need (about 3 minutes once)
 
@@ -83,6 +83,10 @@ demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, valid
 
 test: $(STAMP) $(DEMO)/model/config.json ## run every test, the real engine on the CPU included
 	$(BIN)/python -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=15 $(TEST_ARGS)
+
+# Each matrix starts what it needs by itself, so the files go one after the other.
+test-all: test ## every test, then the matrices: model families (8 minutes)
+	$(BIN)/python -m pytest -m matrix --durations=5 tests/matrix
 
 lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/ruff check .

@@ -1,0 +1,41 @@
+"""Every family's rows are those of transformers, or nothing is stored: rerun, and as documented."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import table
+from families import FAMILIES, Family
+
+pytestmark = pytest.mark.matrix
+DOCUMENTED = {f["family"]: f for f in json.loads(table.RESULTS.read_text("utf-8"))["families"]}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run all families at once, side by side."""
+    return table.run(tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.slug)
+def test_rows_are_those_of_transformers_or_nothing_is_stored(
+    family: Family, found: dict[str, Any]
+) -> None:
+    assert family.name in found, "its process left no result"
+    result = found[family.name]
+    assert result["outcome"] in ("right", "refused", "not started"), result
+    if result["outcome"] == "right":
+        assert result["n_rows"] > 250
+        # Chunks and hits are what rows are lost and mixed up by, so they must have happened.
+        cached = "enable_prefix_caching=false" not in family.engine
+        assert (result["n_cached"] > 0) is cached
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.slug)
+def test_the_docs_say_what_a_run_gives(family: Family, found: dict[str, Any]) -> None:
+    """When this fails after an update of vLLM: python tests/matrix/table.py, and look at it."""
+    was, now = DOCUMENTED[family.name], found[family.name]
+    names = ("outcome", "code", "vllm_class", "transformers_class", "note")
+    assert {name: now.get(name) for name in names} == {name: was.get(name) for name in names}

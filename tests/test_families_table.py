@@ -1,0 +1,51 @@
+"""The table of model families in the docs: generated, and never *wrong*."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actds_writers.vllm.families import VERIFIED
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def table() -> Any:
+    spec = importlib.util.spec_from_file_location("matrix_table", HERE / "matrix" / "table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results(table: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(table.RESULTS.read_text("utf-8"))
+    return found
+
+
+def test_the_page_is_what_the_results_give(table: Any, results: dict[str, Any]) -> None:
+    assert table.PAGE.read_text("utf-8") == table.render(results)
+
+
+def test_no_family_is_wrong_and_each_refusal_has_its_reason(results: dict[str, Any]) -> None:
+    outcomes = [family["outcome"] for family in results["families"]]
+    assert set(outcomes) == {"right", "refused", "not started"}
+    assert outcomes.count("right") >= 60
+    for family in results["families"]:
+        if family["outcome"] == "right":
+            bound = 1e-4 if "note" not in family else 0.1
+            assert max(family["relative_l2"].values()) <= bound
+        else:
+            assert family["reason"]
+        assert ("code" in family) is (family["outcome"] == "refused")
+
+
+def test_every_class_that_counts_as_verified_was_right_here(results: dict[str, Any]) -> None:
+    right = {f["vllm_class"] for f in results["families"] if f["outcome"] == "right"}
+    assert set(VERIFIED) <= right
