@@ -18,10 +18,10 @@ from actds.arrays import to_torch
 from actds.dataset import Dataset
 from actds.dataset import open as open_dataset
 from actds.errors import ActdsError
-from actds.loader import select_hooks, select_shards
 from actds.pool import PROVENANCE_COLUMNS, WEIGHT, open_array
 from actds.row_weights import RowWeights, read_row_weights
 from actds.schema.v0_1 import Hook
+from actds.selection import select_hooks, select_shards
 from actds.shard import Shard
 from actds.tables import SCHEMAS
 
