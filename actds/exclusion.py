@@ -6,6 +6,7 @@ to every request, makes up nearly all of a variance.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from actds.errors import ActdsError
 from actds.schema.v0_1 import Hook
 from actds.shard import Shard
 
-__all__ = ["NAMES", "SINK_NORM", "Exclusion", "read_exclusion"]
+__all__ = ["NAMES", "SINK_NORM", "Exclusion", "read_exclusion", "warn_where_none"]
 
 _FLAGS = {"special": tables.FLAG_SPECIAL, "bos": tables.FLAG_BOS, "eos": tables.FLAG_EOS}
 NAMES = (*_FLAGS, "first_position", "sink")
@@ -66,6 +67,14 @@ class Exclusion:
         out = list(self.left_out(shard).values())
         return ~np.logical_or.reduce(out) if out and np.any(out) else None
 
+    def counts(self, shards: Sequence[Shard]) -> dict[str, int]:
+        """Return how many rows of shards each name leaves out."""
+        found = dict.fromkeys(self.names, 0)
+        for shard in shards if self.names else ():
+            for name, mask in self.left_out(shard).items():
+                found[name] += int(mask.sum())
+        return found
+
     def _needs(self, column: str) -> bool:
         return not (set(_FLAGS) if column == "flags" else {"first_position"}).isdisjoint(self.names)
 
@@ -102,6 +111,18 @@ def read_exclusion(
                 found = ~(norm <= SINK_NORM * middle)  # one that is no number is a sink, too
                 sinks[shard] = found | sinks[shard] if shard in sinks else found
     return Exclusion(tuple(name for name in NAMES if name in names), sinks)
+
+
+def warn_where_none(excluded: dict[str, int], stacklevel: int) -> None:
+    """Warn of names that leave out no row: a sink whose token has no flag would stay unseen."""
+    for name, n in excluded.items():
+        if not n:
+            warnings.warn(
+                f"exclude={name!r} leaves out no row of this selection: nothing in it is one. "
+                "Sinks without a token of their own are found by first_position and sink.",
+                UserWarning,
+                stacklevel=stacklevel + 1,
+            )
 
 
 def _norms(dataset: Dataset, hook: str) -> dict[str, npt.NDArray[np.float32]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from actds.dataset import Dataset
 from actds.errors import ActdsError
-from actds.exclusion import Exclusion
+from actds.exclusion import Exclusion, warn_where_none
 from actds.schema.v0_1 import Hook
 from actds.shard import Shard
 from actds.tables import PHASES
@@ -109,14 +108,7 @@ def row_counts(
         n_kept += shard.n_rows if count is None else int(np.count_nonzero(count))
     if not n_kept:
         raise bad("exclude", ", ".join(exclusion.names), "names that leave a row")
-    for name, n in excluded.items():
-        if not n:
-            warnings.warn(
-                f"exclude={name!r} leaves out no row of this selection: nothing in it is one. "
-                "Sinks without a token of their own are found by first_position and sink.",
-                UserWarning,
-                stacklevel=3,
-            )
+    warn_where_none(excluded, stacklevel=3)
     return counts, excluded
 
 
