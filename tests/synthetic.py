@@ -88,7 +88,7 @@ def make_dataset(
         span_parts: parts that the spans are written in.
         sealed: seal at the end.
         readouts: which readouts every computed row leaves.
-        sinks: flag first positions as special and BOS, and give them 200 times the norm.
+        sinks: flag first positions as special and BOS, and give them 256 times the norm.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
     if sinks:
@@ -185,7 +185,10 @@ def _write_shards(
         for first in range(0, len(mine), rows_per_shard):
             which = mine[first : first + rows_per_shard]
             tokens = {name: column[which] for name, column in columns.items()}
-            bits = {hook.name: states(tokens, told.token_ids, hook, sinks=sinks) for hook in hooks}
+            bits = {
+                hook.name: _lengthened(states(tokens, told.token_ids, hook), tokens, hook, sinks)
+                for hook in hooks
+            }
             rows = ShardRows(
                 hooks=bits,
                 dtypes={hook.name: hook.dtype for hook in hooks},
@@ -216,7 +219,7 @@ def _readout_table(
     parts = []
     for hook in hooks:
         place = {"request": request, "position": position}
-        bits = states(place, told.token_ids, hook, sinks=sinks)
+        bits = _lengthened(states(place, told.token_ids, hook), place, hook, sinks)
         rows = bits.view(_NUMPY[hook.dtype]).astype(np.float32)
         packed = matrix(readouts, None, 1, hook.d_model)[0]
         values = compute(rows, packed)
@@ -234,9 +237,7 @@ def _readout_table(
     return pa.concat_tables(parts)
 
 
-def states(
-    tokens: dict[str, Any], token_ids: list[list[int]], hook: Hook, *, sinks: bool = False
-) -> np.ndarray[Any, Any]:
+def states(tokens: dict[str, Any], token_ids: list[list[int]], hook: Hook) -> np.ndarray[Any, Any]:
     """Return the bits ``(n_rows, d_model)`` of rows: a pure function of hook and prefix."""
     prefix_hash = [_prefix_hashes(ids, hook.layer) for ids in token_ids]
     seeds = np.array(
@@ -247,9 +248,16 @@ def states(
     mixed = _mix(seeds[:, None] ^ channel)
     uniform = (mixed >> np.uint64(11)).astype(np.float64) / 2**53
     values = np.sqrt(-2 * np.log(uniform + 1e-12)) * np.where(mixed & np.uint64(1), 1.0, -1.0)
-    if sinks:
-        values[np.asarray(tokens["position"]) == 0] *= 200
     return values.astype(_NUMPY[hook.dtype]).view(_BITS[hook.dtype])
+
+
+def _lengthened(
+    bits: np.ndarray[Any, Any], tokens: dict[str, Any], hook: Hook, sinks: bool
+) -> np.ndarray[Any, Any]:
+    """Return the bits of rows, those of first positions 256 times as long."""
+    values = bits.view(_NUMPY[hook.dtype]).astype(np.float32)
+    values[np.asarray(tokens["position"]) == 0] *= 256
+    return values.astype(_NUMPY[hook.dtype]).view(bits.dtype) if sinks else bits
 
 
 def _prefix_hashes(ids: list[int], layer: int) -> list[int]:
