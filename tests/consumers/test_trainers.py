@@ -94,9 +94,14 @@ def trainer_config() -> Any:
     from sae_lens.config import LoggingConfig, SAETrainerConfig
 
     return SAETrainerConfig(
-        total_training_samples=STEPS * BATCH, train_batch_size_samples=BATCH, lr=1e-3,
-        lr_end=1e-3, device="cpu", n_batches_for_norm_estimate=50, logger=LoggingConfig(log_to_wandb=False),
-    )  # fmt: skip
+        total_training_samples=STEPS * BATCH,
+        train_batch_size_samples=BATCH,
+        lr=1e-3,
+        lr_end=1e-3,
+        device="cpu",
+        n_batches_for_norm_estimate=50,
+        logger=LoggingConfig(log_to_wandb=False),
+    )
 
 
 def test_sae_lens_trainer(path: Path, hook: str, tmp_path: Path) -> None:
