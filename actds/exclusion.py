@@ -138,7 +138,7 @@ def _norms(dataset: Dataset, hook: str) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def _lines(dataset: Dataset, run: str, hook: str) -> pa.Table:
-    """Return key, step and norm of a run's readouts of a hook, sorted by the first two."""
+    """Return key and norm of a run's readouts of a hook, sorted by key."""
     table = dataset.catalog.table("readouts", run)
     table = table.filter(pc.equal(table["hook"], hook))
     if not table.num_rows:
@@ -149,33 +149,25 @@ def _lines(dataset: Dataset, run: str, hook: str) -> pa.Table:
             expected="names that need none: first_position, bos, special",
         )
     key = _keys(table["request"].to_numpy(), table["position"].to_numpy())
-    step, norm = table["step"].to_numpy(), table["norm"].to_numpy()
-    order = np.lexsort((step, key))
-    return pa.table({"key": key[order], "step": step[order], "norm": norm[order]})
+    order = np.argsort(key, kind="stable")
+    return pa.table({"key": key[order], "norm": table["norm"].to_numpy()[order]})
 
 
 def _norms_of(shard: Shard, lines: pa.Table) -> npt.NDArray[np.float32]:
-    tokens = shard.tokens(["request", "position", "step"])
-    key = _keys(tokens["request"].to_numpy(), tokens["position"].to_numpy())
-    step = tokens["step"].to_numpy()
-    keys, steps = lines["key"].to_numpy(), lines["step"].to_numpy()
-    at = np.searchsorted(keys, key)
-    while True:
-        # A row that a preemption made the engine compute again has a line for each step.
-        inside = np.minimum(at, len(keys) - 1)
-        missing = (at == len(keys)) | (keys[inside] != key)
-        if missing.any():
-            row = int(np.argmax(missing))
-            raise ActdsError(
-                "E416",
-                f"shards/{shard.name}",
-                got=f"no readout of row {row}",
-                expected="one of each stored row",
-            )
-        earlier = steps[inside] != step
-        if not earlier.any():
-            return np.asarray(lines["norm"].to_numpy()[at], np.float32)
-        at = at + earlier
+    tokens = shard.tokens(["request", "position"])
+    wanted = _keys(tokens["request"].to_numpy(), tokens["position"].to_numpy())
+    keys = lines["key"].to_numpy()
+    # A position that was computed more than once has a line for each: any of them tells a sink.
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    missing = keys[at] != wanted
+    if missing.any():
+        raise ActdsError(
+            "E416",
+            f"shards/{shard.name}",
+            got=f"no readout of row {int(np.argmax(missing))}",
+            expected="one of each stored row",
+        )
+    return np.asarray(lines["norm"].to_numpy()[at], np.float32)
 
 
 def _keys(

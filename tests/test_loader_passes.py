@@ -262,6 +262,19 @@ def test_refuses_names_that_are_none_and_says_when_one_finds_nothing(
         actds.Loader(plain, batch=8, exclude="sink")
 
 
+def test_refuses_sinks_where_a_row_has_no_readout(path: Path, monkeypatch: Any) -> None:
+    dataset = actds.open(path)
+    whole = dataset.catalog.table
+
+    def cut(self: Any, name: Any, run: str | None = None) -> Any:
+        table = whole(name, run)
+        return table.slice(0, len(table) // 3) if name == "readouts" else table
+
+    monkeypatch.setattr(type(dataset.catalog), "table", cut)
+    with pytest.raises(actds.ActdsError, match="E416 shards/"):
+        actds.Loader(dataset, HOOKS[0], batch=8, exclude="sink")
+
+
 def test_a_config_says_what_the_batches_are(path: Path, tmp_path: Path) -> None:
     dataset = actds.open(path)
     file = write_weights_file(tmp_path / "w.parquet", dataset, drawn_weights(dataset))
