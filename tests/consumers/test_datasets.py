@@ -108,7 +108,8 @@ class _Repo:
     repo_id = id = "someone/acts"
 
 
-def test_a_stream_gives_the_stored_type(path: Path, hook: str, truth: Any) -> None:
+def test_a_stream_gives_the_stored_type(path: Path, hook: str, truth: Any, tmp_path: Path) -> None:
+    import pandas as pd
     import torch
 
     stream = actds.load_dataset(path, streaming=True, hooks=hook)
@@ -117,6 +118,8 @@ def test_a_stream_gives_the_stored_type(path: Path, hook: str, truth: Any) -> No
     rows = torch.stack(tensors).float()
     truth.same_rows(rows)
     truth.agree(mean=rows.mean(0), variance=rows.var(0, correction=0))
+    stream.to_parquet(tmp_path / "rows.parquet")
+    truth.same_rows(np.stack(pd.read_parquet(tmp_path / "rows.parquet")[hook].to_list()))
     chunks = actds.load_dataset(path, streaming=True, hooks=hook, batched_chunks=True)
     truth.same_rows(torch.cat([chunk[hook] for chunk in chunks]).float())
 
