@@ -20,6 +20,11 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_PIP   := $(if $(TORCH_INDEX),--timeout 20 --retries 2 --extra-index-url $(TORCH_INDEX))
 
+# Trainers and array libraries, which do not share an environment with vLLM.
+CONSUMERS       := .venv-consumers
+CONSUMERS_BIN   := $(CONSUMERS)/bin
+CONSUMERS_STAMP := $(CONSUMERS)/.installed
+
 # Files are tested side by side; an engine takes one core and two gigabytes.
 TEST_JOBS ?= 2
 
@@ -45,7 +50,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint bench calibrate crash cuda clean distclean
+.PHONY: help install demo test families consumers test-all lint bench calibrate crash cuda clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -84,9 +89,26 @@ demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, valid
 test: $(STAMP) $(DEMO)/model/config.json ## run every test, the real engine on the CPU included
 	$(BIN)/python -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=15 $(TEST_ARGS)
 
-# Each matrix starts what it needs by itself, so the files go one after the other.
-test-all: test ## every test, then the matrices: model families (8 minutes)
+families: $(STAMP) ## hooks of 90 model families against transformers, each in a real engine
 	$(BIN)/python -m pytest -m matrix --durations=5 tests/matrix
+
+# torch first and torchvision never, as above: dictionary_learning pulls it, and transformers breaks.
+$(CONSUMERS_STAMP): tests/consumers/requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer; set PYTHON=" >&2; exit 2; }
+	test -x $(CONSUMERS_BIN)/python || $(PYTHON) -m venv $(CONSUMERS)
+	$(CONSUMERS_BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile $(TORCH_PIP) "torch==2.13.0"
+	$(CONSUMERS_BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile \
+	  --requirement tests/consumers/requirements.txt --editable .
+	$(CONSUMERS_BIN)/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as trainers, array libraries and SQL read them (an environment of its own)
+	rm -rf $(CONSUMERS)/acts
+	$(BIN)/python tests/consumers/make_dataset.py $(CONSUMERS)/acts
+	ACTDS_CONSUMERS_DATASET=$(CONSUMERS)/acts $(CONSUMERS_BIN)/python -m pytest -m consumers \
+	  --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=5 tests/consumers $(TEST_ARGS)
+
+test-all: test families consumers ## every test, then both matrices
 
 lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/ruff check .
@@ -121,5 +143,5 @@ clean: ## remove what the demo and the tools made; .venv and the demo model stay
 	  .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv and the demo model as well
-	rm -rf $(VENV) $(DEMO)
+distclean: clean ## remove the environments and the demo model as well
+	rm -rf $(VENV) $(CONSUMERS) $(DEMO)

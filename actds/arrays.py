@@ -48,6 +48,7 @@ __all__ = [
     "from_torch",
     "group_metadata",
     "to_torch",
+    "widen",
 ]
 
 Bits = npt.NDArray[Any]
@@ -368,6 +369,21 @@ def as_ml_dtypes(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[Any]:
     if bits.dtype != kind.bits:
         raise ValueError(f"bits of {bits.dtype}; expected {kind.bits} for {dtype}")
     return bits.view(kind.native)
+
+
+def widen(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[np.float32]:
+    """Return bit patterns as float32 values, of the same shape; every value is kept.
+
+    A bfloat16 is the upper half of a float32, so its bits stay too, also those of a NaN.
+    """
+    kind = dtype_of(dtype)
+    if bits.dtype != kind.bits:
+        raise ValueError(f"bits of {bits.dtype}; expected {kind.bits} for {dtype}")
+    if dtype != "bfloat16":
+        return bits.view(kind.native).astype(np.float32, copy=False)
+    wide = bits.astype(np.uint32)
+    wide <<= np.uint32(16)
+    return wide.view(np.float32)
 
 
 def to_torch(bits: Bits, dtype: str = "bfloat16") -> torch.Tensor:

@@ -15,6 +15,7 @@ from actds.lazy import LazyArray
 from actds.schema.v0_1 import Hook, Phase, RunRecord, Seal
 from actds.seal import check_provenance
 from actds.shard import Shard
+from actds.stats import Stats, stats_of
 from actds.store import open_store
 from actds.tables import TableName
 
@@ -60,6 +61,10 @@ def _accept(error: ActdsError, accepted: bool) -> None:
 
 class Dataset:
     """A dataset as it was when it was opened.
+
+    Tables are those of all runs, one after the other. Requests, steps and drops are numbered within
+    their run: a join takes ``run`` as well, so where there are several runs each table asks for
+    ``run=True``, which puts it in front as a column, or ``run=False``, which does without.
 
     Args:
         catalog: what its ledger reaches.
@@ -107,6 +112,14 @@ class Dataset:
         self._check_hook(hook)
         return LazyArray(self.hooks[hook], self.shards_of(hook))
 
+    def stats(self, hook: str) -> Stats:
+        """Return mean, variance and mean norm of a hook's rows, added up in float64.
+
+        Raises:
+            ActdsError: E014 the dataset has no such hook; as reading its rows.
+        """
+        return stats_of(self.array(hook))
+
     def shards_of(self, hook: str) -> list[Shard]:
         """Return the shards that hold a hook, in the order of ``array``.
 
@@ -117,7 +130,7 @@ class Dataset:
         return [shard for shard in self.shards if hook in shard.hooks]
 
     def tokens(
-        self, hook: str | None = None, *, columns: list[str] | None = None, run: bool = False
+        self, hook: str | None = None, *, columns: list[str] | None = None, run: bool | None = None
     ) -> pa.Table:
         """Return the token tables of all shards, one row per activation row.
 
@@ -125,11 +138,14 @@ class Dataset:
             hook: whose rows; the first hook's when None, which are those of every hook unless
                 hooks have shards of their own.
             columns: columns to read, all when None.
-            run: put the run in front as a column.
+            run: put the run in front as a column. None does not, and is refused where there are
+                several runs.
 
         Raises:
-            ActdsError: E014 no such hook; what ``Shard.tokens`` raises.
+            ActdsError: E014 no such hook, or several runs and ``run`` is not given; what
+                ``Shard.tokens`` raises.
         """
+        run = self._with_run("tokens", run)
         schema = tables.bare_schema("tokens")
         if columns is not None:
             _check_columns(columns, schema.names)
@@ -140,35 +156,35 @@ class Dataset:
         ]
         return _joined(schema.empty_table(), parts, run)
 
-    def requests(self, *, run: bool = False) -> pa.Table:
+    def requests(self, *, run: bool | None = None) -> pa.Table:
         """Return one row per request; with ``run``, its run is the first column."""
         return self._table("requests", run)
 
-    def steps(self, *, run: bool = False) -> pa.Table:
+    def steps(self, *, run: bool | None = None) -> pa.Table:
         """Return one row per scheduler step; with ``run``, its run is the first column."""
         return self._table("steps", run)
 
-    def spans(self, *, run: bool = False) -> pa.Table:
+    def spans(self, *, run: bool | None = None) -> pa.Table:
         """Return what became of every position; with ``run``, its run is the first column."""
         return self._table("spans", run)
 
-    def drops(self, *, run: bool = False) -> pa.Table:
+    def drops(self, *, run: bool | None = None) -> pa.Table:
         """Return what the writer dropped and why; with ``run``, its run is the first column."""
         return self._table("drops", run)
 
-    def stalls(self, *, run: bool = False) -> pa.Table:
+    def stalls(self, *, run: bool | None = None) -> pa.Table:
         """Return when a stage had to wait; with ``run``, its run is the first column."""
         return self._table("stalls", run)
 
-    def occupancy(self, *, run: bool = False) -> pa.Table:
+    def occupancy(self, *, run: bool | None = None) -> pa.Table:
         """Return how long each stage's queue stood at each depth."""
         return self._table("occupancy", run)
 
-    def readouts(self, *, run: bool = False) -> pa.Table:
+    def readouts(self, *, run: bool | None = None) -> pa.Table:
         """Return the readouts of every computed row, captured or lost."""
         return self._table("readouts", run)
 
-    def canary(self, *, run: bool = False) -> pa.Table:
+    def canary(self, *, run: bool | None = None) -> pa.Table:
         """Return the comparison of stored rows with rows of requests replayed alone."""
         return self._table("canary", run)
 
@@ -182,9 +198,21 @@ class Dataset:
             raise ActdsError("E306", self.path, got="no seal", expected="a sealed dataset")
         return self.catalog.table("multiplicity")
 
-    def _table(self, name: TableName, run: bool) -> pa.Table:
+    def _table(self, name: TableName, run: bool | None) -> pa.Table:
+        run = self._with_run(name, run)
         parts = [(one, self.catalog.table(name, one)) for one in self.catalog.run_ids]
         return _joined(tables.empty(name), parts, run)
+
+    def _with_run(self, name: TableName, run: bool | None) -> bool:
+        if run is None and len(self.catalog.run_ids) > 1:
+            raise ActdsError(
+                "E014",
+                name,
+                got=f"{len(self.catalog.run_ids)} runs, each of which numbers its requests from 0",
+                expected="run=True for a column to join on, or run=False",
+                next_step=f"dataset.{name}(run=True), and joins on run and request.",
+            )
+        return bool(run)
 
     def _check_hook(self, hook: str) -> None:
         if hook not in self.hooks:

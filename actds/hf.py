@@ -1,8 +1,8 @@
 """HF ``datasets`` objects over a dataset, without a step that widens bfloat16.
 
-``datasets`` has no plugin for formats and no bfloat16 feature, and turns bf16 tensors into
-float32 without a word. So a stream is a generator whose tensors pass through untouched, and a
-map-style dataset holds bit patterns that a formatter views as tensors.
+``datasets`` has no bfloat16 feature, and turns bf16 tensors into float32 without a word. So a
+stream is a generator whose tensors pass through untouched, and a map-style dataset holds float32
+that a formatter gives as the stored type.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from actds.arrays import to_torch
 from actds.dataset import Dataset
 from actds.dataset import open as open_dataset
 from actds.errors import ActdsError
-from actds.loader import select_hooks, select_shards
+from actds.exclusion import Exclusion, read_exclusion, warn_where_none
 from actds.pool import PROVENANCE_COLUMNS, WEIGHT, open_array
 from actds.row_weights import RowWeights, read_row_weights
 from actds.schema.v0_1 import Hook
+from actds.selection import select_hooks, select_shards
 from actds.shard import Shard
 from actds.tables import SCHEMAS
 
@@ -40,6 +41,7 @@ def load_dataset(
     columns: Sequence[str] | None = None,
     batched_chunks: bool = False,
     weights: str | os.PathLike[str] | None = None,
+    exclude: str | Sequence[str] = (),
     cache_dir: str | os.PathLike[str] | None = None,
     i_accept_unsealed: bool = False,
     i_accept_unprovenanced: bool = False,
@@ -52,8 +54,9 @@ def load_dataset(
 
     Streaming, the examples are made while they are read: ``split_dataset_by_node``, DataLoader
     workers and ``state_dict`` work by shards. Do not add ``with_format("torch")``, which copies
-    every tensor. Map-style, the rows are first written as bit patterns to Arrow files in the
-    ``datasets`` cache, keyed by the dataset's digest and the selection.
+    every tensor. Map-style, the rows are first written as float32 to Arrow files in the
+    ``datasets`` cache, keyed by the dataset's digest and the selection: tensors come in the stored
+    type, and ``with_format``, ``to_parquet`` or ``push_to_hub`` give the same values as float32.
 
     Args:
         path: path or URI of a dataset.
@@ -65,6 +68,7 @@ def load_dataset(
         batched_chunks: streaming only: one example per chunk, with tensors ``(n, d_model)`` and
             numpy columns ``(n,)``. Many times faster.
         weights: path of a weights file (section 10.4); each example has a float32 ``weight``.
+        exclude: rows to leave out, by names of ``actds.exclusion.NAMES``.
         cache_dir: map-style only: where the Arrow files stand; the ``datasets`` cache when None.
         i_accept_unsealed: read a dataset that is not sealed.
         i_accept_unprovenanced: read a dataset whose provenance is missing.
@@ -90,6 +94,8 @@ def load_dataset(
     row_weights = None if weights is None else read_row_weights(weights, dataset)
     if row_weights and WEIGHT in (*names, *(hook.name for hook in chosen)):
         raise ActdsError("E014", "hooks", got=f"{WEIGHT!r}", expected="hooks without it")
+    exclusion = read_exclusion(dataset, chosen, exclude)
+    warn_where_none(exclusion.counts(shards), stacklevel=2)
     if not streaming:
         if batched_chunks:
             raise ActdsError(
@@ -97,7 +103,7 @@ def load_dataset(
             )
         from actds.hf_arrow import map_style
 
-        return map_style(dataset.digest, shards, chosen, names, cache_dir, row_weights)
+        return map_style(dataset.digest, shards, chosen, names, cache_dir, row_weights, exclusion)
     return datasets.IterableDataset.from_generator(
         examples,
         gen_kwargs={
@@ -110,6 +116,7 @@ def load_dataset(
             "batched_chunks": batched_chunks,
             "accept": accept,
             "weights": row_weights and (os.fspath(row_weights.path), row_weights.sha256),
+            "exclude": exclusion.names,
         },
     )
 
@@ -181,6 +188,18 @@ def _open_weights(
     return weights
 
 
+@functools.lru_cache(maxsize=8)
+def _open_exclusion(
+    path: str,
+    digest: str,
+    accept: tuple[bool, bool],
+    hooks: tuple[str, ...],
+    names: tuple[str, ...],
+) -> Exclusion:
+    dataset = _open(path, digest, accept)
+    return read_exclusion(dataset, [dataset.hooks[name] for name in hooks], names)
+
+
 def examples(
     shards: list[str],
     path: str,
@@ -190,14 +209,16 @@ def examples(
     batched_chunks: bool,
     accept: tuple[bool, bool],
     weights: tuple[str, str] | None,
+    exclude: tuple[str, ...] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield the examples of shards; what ``datasets`` calls, in any process."""
     dataset = _open(path, digest, accept)
     row_weights = _open_weights(*weights, path, digest, accept) if weights else None
     by_name = {shard.name: shard for shard in dataset.shards}
     chosen = [dataset.hooks[name] for name in hooks]
+    exclusion = _open_exclusion(path, digest, accept, hooks, exclude)
     for name in shards:
-        for chunk in _chunks(by_name[name], chosen, columns, row_weights):
+        for chunk in _chunks(by_name[name], chosen, columns, row_weights, exclusion):
             if batched_chunks:
                 yield chunk
                 continue
@@ -213,7 +234,11 @@ def examples(
 
 
 def _chunks(
-    shard: Shard, hooks: Sequence[Hook], columns: Sequence[str], weights: RowWeights | None
+    shard: Shard,
+    hooks: Sequence[Hook],
+    columns: Sequence[str],
+    weights: RowWeights | None,
+    exclusion: Exclusion,
 ) -> Iterator[dict[str, Any]]:
     """Yield fresh tensors ``(n, d_model)`` and columns ``(n,)``, a chunk of rows at a time."""
     readers = {hook.name: open_array(shard, hook) for hook in hooks}
@@ -221,6 +246,7 @@ def _chunks(
         tokens = shard_columns(shard, columns)
         if weights:
             tokens[WEIGHT] = weights.of_shards([shard.name])[shard.name]
+        kept = exclusion.kept(shard)
         step = max(reader.rows_per_chunk for reader in readers.values())
         for start in range(0, shard.n_rows, step):
             stop = min(start + step, shard.n_rows)
@@ -228,7 +254,13 @@ def _chunks(
                 hook.name: to_torch(readers[hook.name].read(start, stop), hook.dtype)
                 for hook in hooks
             }
-            yield chunk | {name: column[start:stop].copy() for name, column in tokens.items()}
+            chunk |= {name: column[start:stop].copy() for name, column in tokens.items()}
+            if kept is not None:
+                rows = np.flatnonzero(kept[start:stop])
+                chunk = {name: column[rows] for name, column in chunk.items()}
+                if not rows.size:
+                    continue
+            yield chunk
     finally:
         for reader in readers.values():
             reader.close()

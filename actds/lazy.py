@@ -1,10 +1,15 @@
-"""Lazy arrays: the rows of one hook over all shards, read when indexed."""
+"""Lazy arrays: the rows of one hook over all shards, read when indexed.
+
+NumPy gets float32, which holds every stored value exactly. In ``ml_dtypes.bfloat16`` it adds up in
+8 bits, so that means come out 98 % off, and pandas, dask and others do as it does; an array that
+has once been handed out cannot be kept from them. So there is none to hand out.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +19,12 @@ from actds.errors import ActdsError
 from actds.schema.v0_1 import Hook
 from actds.shard import Shard
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["LazyArray"]
 
+Floats = npt.NDArray[np.float32]
 Values = npt.NDArray[Any]
 _MAX_OPEN_ARRAYS = 64  # files: a dataset may have more shards than a process may open
 
@@ -23,9 +32,10 @@ _MAX_OPEN_ARRAYS = 64  # files: a dataset may have more shards than a process ma
 class LazyArray:
     """The rows of a hook, ``(n_rows, d_model)``, in the order of the shards.
 
-    Indexing reads: an integer, a slice, or integers ``(n,)`` choose rows, and a second index
-    chooses channels. The result is a fresh numpy array of the hook's type (``ml_dtypes.bfloat16``
-    for bfloat16). Files are opened on first use, and the last ones stay open; use it from any
+    Indexing reads: an integer, a slice, integers ``(n,)`` or a mask choose rows, and a second
+    index chooses channels. The result is a fresh float32 array, whatever the stored type: no value
+    changes. :meth:`torch` gives tensors of the stored type, :meth:`bits` and :meth:`gather` its
+    bit patterns. Files are opened on first use, and the last ones stay open; use it from any
     thread.
 
     Args:
@@ -52,29 +62,49 @@ class LazyArray:
         return (len(self), self.hook.d_model)
 
     @property
+    def ndim(self) -> int:
+        """Return 2: rows and channels."""
+        return 2
+
+    @property
     def dtype(self) -> np.dtype[Any]:
-        """Return the numpy type of the values."""
-        return arrays.DTYPES[self.hook.dtype].native
+        """Return the type that indexing gives, float32; ``hook.dtype`` is the stored one."""
+        return np.dtype(np.float32)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all rows, decoded."""
+        """Return the bytes of all rows as indexing gives them."""
         return len(self) * self.hook.d_model * self.dtype.itemsize
 
-    def __getitem__(self, index: Any) -> Values:
-        """Return the chosen rows, or of each the chosen channels.
+    def __getitem__(self, index: Any) -> Floats:
+        """Return the chosen rows, or of each the chosen channels, as float32.
 
         Raises:
             IndexError: a row outside the array, or an index of an unknown kind.
             ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
         """
+        rows, channels = self._split(index)
+        return arrays.widen(self._rows(rows), self.hook.dtype)[..., channels]
+
+    def float32(self, index: Any = slice(None)) -> Floats:
+        """Return what ``array[index]`` returns, by the name of its type."""
+        return self[index]
+
+    def torch(self, index: Any = slice(None)) -> torch.Tensor:
+        """Return the chosen rows as a fresh tensor of the stored type; indices as in ``[...]``.
+
+        Raises:
+            IndexError, ActdsError: as indexing.
+        """
+        rows, channels = self._split(index)
+        return arrays.to_torch(self._rows(rows), self.hook.dtype)[..., channels]
+
+    def _split(self, index: Any) -> tuple[Any, Any]:
         if not isinstance(index, tuple):
-            return arrays.as_ml_dtypes(self._rows(index), self.hook.dtype)
+            return index, slice(None)
         if len(index) != 2:
             raise IndexError(f"{len(index)} indices; expected rows, or rows and channels")
-        rows, channels = index
-        chosen = arrays.as_ml_dtypes(self._rows(rows), self.hook.dtype)
-        return chosen if channels is Ellipsis else chosen[..., channels]
+        return index[0], slice(None) if index[1] is Ellipsis else index[1]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Values:
         if copy is False:

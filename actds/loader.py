@@ -6,48 +6,58 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from math import gcd
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
-
-from actds import canonical
+from actds import __version__, canonical
 from actds.arrays import chunk_rows, to_torch
 from actds.dataset import Dataset
 from actds.dataset import open as open_dataset
-from actds.errors import ActdsError
+from actds.exclusion import read_exclusion
 from actds.pool import Batch, Pipeline, Selection, n_batches
 from actds.row_weights import read_row_weights
 from actds.sampling_order import ORDER_VERSION, Geometry, Pieces, order_key
-from actds.schema.v0_1 import Hook
-from actds.shard import Shard
-from actds.tables import PHASES
-from actds.weights import served_counts
+from actds.selection import (
+    bad,
+    check_int,
+    check_lanes,
+    check_worker,
+    row_counts,
+    select_hooks,
+    select_shards,
+    split_weights,
+)
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Loader", "select_hooks", "select_shards"]
+__all__ = ["Loader"]
 
 _LANES = 8
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 _STATE_VERSION = 1
-MULTIPLICITY = "multiplicity"
-_WEIGHTS = "'multiplicity', the path of a weights file, or one of each"
 
 
-class Loader(Iterator[Any]):
-    """An iterator of training batches in an order that depends on nothing but its arguments.
+class Loader:
+    """Training batches in an order that depends on nothing but its arguments.
+
+    ``for batch in loader`` is a *pass*: ``epochs`` epochs, each in an order of its own. Each
+    ``for`` begins a new pass, at the next epoch, also where the one before was left early. The
+    first ``for`` after ``load_state_dict`` goes on in the pass of the state. An iterator of an
+    earlier pass that is used once more raises. With ``epochs=None`` there is one pass, which never
+    ends, and every ``for`` goes on in it.
+
+    ``next(loader)`` gives the next batch of the present pass. It raises ``StopIteration`` at its
+    end, and begins the next pass when it is called again.
 
     A batch of one hook is a tensor ``(n, d_model)`` in the dataset's own type (bfloat16 as a
     rule); of several hooks a dict of such tensors by hook, whose rows belong together. Tensors are
     fresh memory in every batch: they may be kept and written into.
 
-    The order is a pure function of dataset digest, seed, epoch, phase, multiplicity, ``batch``,
-    ``lanes`` and ``window_rows``. Threads, hooks, a weights file, ``rank`` and ``world`` do not
-    change it: the batches of all ranks of a step, joined in rank order, are the same for every
-    world size.
+    The order is a pure function of dataset digest, seed, epoch, phase, multiplicity, the rows left
+    out, ``batch``, ``lanes`` and ``window_rows``. Threads, hooks, a weights file, ``rank`` and
+    ``world`` do not change it: the batches of all ranks of a step, joined in rank order, are the
+    same for every world size.
 
     Every row of the selection is seen exactly once per epoch; with ``weights="multiplicity"``
     exactly as often as it was served, once plus once per prefix-cache hit. With ``drop_last`` the
@@ -63,8 +73,7 @@ class Loader(Iterator[Any]):
     Memory: two windows of ``window_rows / world`` rows per hook, a few batches, and 4 bytes for
     each row of the selection with a weights file.
 
-    The loader is its own iterator and ends after ``epochs``; ``close()`` it, leave its ``with``
-    block or drop it, and its threads end.
+    ``close()`` it, leave its ``with`` block or drop it, and its threads end.
 
     Args:
         source: path or URI of a dataset, or an open ``Dataset``.
@@ -74,10 +83,13 @@ class Loader(Iterator[Any]):
         window_rows: rows that are held and shuffled together, over all ranks.
         weights: ``multiplicity`` for the served distribution, the path of a weights file, or a
             pair of both; None for neither.
+        exclude: rows to leave out, by names of ``actds.exclusion.NAMES``: ``special``, ``bos``,
+            ``eos``, ``first_position`` and ``sink``, a norm above 10 medians in a chosen hook.
+        dtype: ``float32`` widens the batches, which changes no value; None for the stored type.
         seed: seed of the order, at least 0.
         rank: this process, from 0.
         world: number of processes; it divides ``lanes``.
-        epochs: passes over the data; None never ends.
+        epochs: epochs of a pass; None never ends.
         threads: threads that read and decode, beside the one that makes batches.
         provenance: yield ``(batch, rows)``, with ``rows`` a dict of numpy columns run, request,
             position, token_id, phase and step; and weight, with a weights file.
@@ -90,7 +102,8 @@ class Loader(Iterator[Any]):
     Raises:
         ActdsError: E014 when an argument selects nothing or cannot be used; E018 when the weights
             file is not one of this dataset; E306, E401 and others when the dataset is refused;
-            while iterating, E104 and E2xx when data is damaged.
+            while iterating, E014 in a forked process, E104 and E2xx when data is damaged.
+        ValueError: it is used after ``close()``.
     """
 
     def __init__(
@@ -102,6 +115,8 @@ class Loader(Iterator[Any]):
         phase: Literal["prefill", "decode"] | None = None,
         window_rows: int = 65536,
         weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        exclude: str | Sequence[str] = (),
+        dtype: Literal["float32"] | None = None,
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
@@ -123,10 +138,12 @@ class Loader(Iterator[Any]):
             ("threads", threads, 1),
             ("lanes", 1 if lanes is None else lanes, 1),
         ):
-            _check_int(name, value, low)
+            check_int(name, value, low)
         lanes = gcd(batch, _LANES) if lanes is None else lanes
-        _check_lanes(batch, lanes, rank, world)
-        served, file = _split_weights(weights)
+        check_lanes(batch, lanes, rank, world)
+        served, file = split_weights(weights)
+        if dtype not in (None, "float32"):
+            raise bad("dtype", repr(dtype)[:80], "None or 'float32'")
         if isinstance(source, Dataset):
             dataset = source
         else:
@@ -141,11 +158,13 @@ class Loader(Iterator[Any]):
         piece_rows = max(
             chunk_rows(hook.d_model, _ITEMSIZE[hook.dtype]) for hook in dataset.hooks.values()
         )
-        counts = _counts(dataset, shards, served)
+        self._exclusion = read_exclusion(dataset, self._hooks, exclude)
+        counts, self._excluded = row_counts(dataset, shards, served, self._exclusion)
         geometry = Geometry(batch, lanes, window_rows, piece_rows, phase, served)
         row_weights = None if file is None else read_row_weights(file, dataset)
         by_shard = row_weights.of_shards([s.name for s in shards]) if row_weights else {}
         self._weights_sha256 = row_weights.sha256 if row_weights else None
+        self._dtype, self._rank, self._world = dtype, rank, world
         per_rank = lanes // world
         self._digest, self._seed = dataset.digest, seed
         self._selection = Selection(
@@ -162,12 +181,16 @@ class Loader(Iterator[Any]):
         self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
         first = self._selection.order(0)
         self._n_batches, self._n_left = n_batches(first, drop_last), first.n_left
+        self._n_entries = first.n_entries
         if not self._n_batches:
-            raise _bad("batch", str(batch), f"at most the {first.n_entries} rows of the selection")
-        self._epoch = self._step = 0
+            raise bad("batch", str(batch), f"at most the {first.n_entries} rows of the selection")
+        self._epoch = self._step = 0  # of the next batch
+        self._pass_start, self._begun, self._end_told = 0, False, False
+        self._n_iterators = 0
         self._pipeline: Pipeline | None = None
         self._closed = False
         self._finalizer: weakref.finalize[..., Any] | None = None
+        self._pid = os.getpid()
 
     @property
     def batches_per_epoch(self) -> int:
@@ -179,44 +202,113 @@ class Loader(Iterator[Any]):
         """Return the rows that one epoch leaves out, over all ranks."""
         return self._n_left if self._drop_last else 0
 
+    @property
+    def excluded(self) -> dict[str, int]:
+        """Return how many stored rows each name of ``exclude`` leaves out."""
+        return dict(self._excluded)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return what the batches are, as JSON: to be stored beside the weights trained on them."""
+        geometry = self._selection.geometry
+        return {
+            "format": "actds.loader",
+            "actds": __version__,
+            "dataset": self.dataset.path,
+            "digest": self._digest,
+            "sealed": self.dataset.seal is not None,
+            "runs": list(self._selection.runs),
+            "hooks": [hook.name for hook in self._hooks],
+            "dtype": self._dtype or ", ".join(sorted({hook.dtype for hook in self._hooks})),
+            "phase": geometry.phase,
+            "multiplicity": geometry.weights is not None,
+            "weights_sha256": self._weights_sha256,
+            "exclude": list(self._exclusion.names),
+            "excluded": self.excluded,
+            "rows_per_epoch": self._n_entries,
+            "seed": self._seed,
+            "order": ORDER_VERSION,
+            "batch": geometry.batch,
+            "lanes": geometry.lanes,
+            "window_rows": geometry.window_rows,
+            "drop_last": self._drop_last,
+            "epochs": self._epochs,
+            "rank": self._rank,
+            "world": self._world,
+        }
+
     def __len__(self) -> int:
-        """Return the batches of all epochs."""
+        """Return the batches of a pass."""
         if self._epochs is None:
             raise TypeError("a loader with epochs=None never ends")
         return self._epochs * self._n_batches
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass; go on in the present one when nothing of it was handed out yet."""
+        self._check_open()
+        if self._epochs is not None:
+            if self._begun:
+                self._begin_pass()
+            self._n_iterators += 1
+        return _Pass(self, self._n_iterators)
 
     def __next__(self) -> Any:
         """Return the next batch; threads start with the first one."""
-        if self._closed or (self._epochs is not None and self._epoch >= self._epochs):
-            raise StopIteration
+        self._check_open()
+        if self._at_end:
+            if not self._end_told:
+                self._end_told = True
+                raise StopIteration
+            self._begin_pass()
         if self._pipeline is None:
             self._start()
         assert self._pipeline is not None
         batch = self._pipeline.next()
         if batch is None:
-            self._stop()
-            raise StopIteration
-        self._epoch, self._step = batch.epoch, batch.step
-        if self._epochs is not None and self._epoch >= self._epochs:
+            # The pipeline ends before the pass only when another thread closed the loader.
+            raise ValueError("the loader was closed in the middle of a pass")
+        self._epoch, self._step, self._begun = batch.epoch, batch.step, True
+        if self._at_end:
             self._stop()
         return self._present(batch)
+
+    @property
+    def _pass_end(self) -> int | None:
+        return None if self._epochs is None else self._pass_start + self._epochs
+
+    @property
+    def _at_end(self) -> bool:
+        return self._pass_end is not None and self._epoch >= self._pass_end
+
+    def _begin_pass(self) -> None:
+        self._stop()
+        if self._step:
+            self._epoch, self._step = self._epoch + 1, 0
+        self._pass_start, self._begun, self._end_told = self._epoch, False, False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the loader is closed; load_state_dict opens it again")
+        if self._pipeline is not None and self._pid != os.getpid():
+            raise bad("loader", "a process forked from the one that reads", "a loader of its own")
 
     def _present(self, batch: Batch) -> Any:
         tensors: dict[str, torch.Tensor] = {
             hook.name: to_torch(batch.acts[hook.name], hook.dtype) for hook in self._hooks
         }
+        if self._dtype is not None:
+            tensors = {name: tensor.float() for name, tensor in tensors.items()}
         acts = tensors if len(tensors) > 1 else tensors[self._hooks[0].name]
         return acts if batch.rows is None else (acts, batch.rows)
 
     def _start(self) -> None:
+        check_worker(self._rank, self._world)
+        self._pid = os.getpid()
         self._pipeline = Pipeline(
             self._selection,
             epoch=self._epoch,
             step=self._step,
-            n_epochs=self._epochs,
+            n_epochs=self._pass_end,
             drop_last=self._drop_last,
             n_threads=self._threads,
         )
@@ -230,7 +322,7 @@ class Loader(Iterator[Any]):
             self._finalizer = None
 
     def close(self) -> None:
-        """End the threads and the iteration; closing twice is fine."""
+        """End the threads; closing twice is fine, any other use raises."""
         self._closed = True
         self._stop()
 
@@ -251,27 +343,37 @@ class Loader(Iterator[Any]):
         The state holds numbers and strings only, and is the same on every rank: it may be loaded
         on another world size.
         """
-        return {**self._identity(), "epoch": self._epoch, "step": self._step}
+        place = {"epoch": self._epoch, "step": self._step, "pass_start": self._pass_start}
+        return {**self._identity(), **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state: the next batch is the one that would have come next.
 
+        The pass of the state goes on to its end; a state from behind the last batch of a pass
+        stands before the next one. Opens a loader that is closed.
+
         Raises:
-            ActdsError: E014 when the state is of another dataset, seed, geometry or weights file.
+            ActdsError: E014 when the state is of another dataset, seed, geometry, weights file, or
+                leaves out other rows.
         """
         mine = self._identity()
         for key, value in mine.items():
             if state.get(key) != value:
-                raise _bad(f"state {key}", repr(state.get(key))[:200], repr(value)[:200])
+                raise bad(f"state {key}", repr(state.get(key))[:200], repr(value)[:200])
         epoch, step = state.get("epoch"), state.get("step")
-        _check_int("state epoch", epoch, 0)
-        _check_int("state step", step, 0)
+        check_int("state epoch", epoch, 0)
+        check_int("state step", step, 0)
+        start = state.get("pass_start", 0)  # a state from before there were passes: its only one
+        check_int("state pass_start", start, 0)
         assert isinstance(epoch, int) and isinstance(step, int)
         if step >= self._n_batches:
             # A state of drop_last=False may stand before the short batch that is left out here.
             epoch, step = epoch + 1, 0
         self._stop()
         self._epoch, self._step, self._closed = epoch, step, False
+        self._pass_start, self._begun, self._end_told = start, False, False
+        if self._at_end or start > epoch:
+            self._pass_start = epoch
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -282,93 +384,26 @@ class Loader(Iterator[Any]):
             "geometry": self._selection.geometry.as_dict(),
             "shards": canonical.digest(canonical.dump([s.name for s in self._selection.shards])),
             "weights_sha256": self._weights_sha256,
+            "exclude": list(self._exclusion.names) or None,
         }
 
 
-def select_hooks(dataset: Dataset, hooks: str | Sequence[str] | None) -> list[Hook]:
-    """Return the named hooks of a dataset, in the order named; all when None.
+class _Pass(Iterator[Any]):
+    """The iterator of one ``for``: it ends with its pass, and is of no use in a later one."""
 
-    Raises:
-        ActdsError: E014 when there is none of that name, or none is named, or one twice.
-    """
-    names = list(dataset.hooks) if hooks is None else [hooks] if isinstance(hooks, str) else hooks
-    known = ", ".join(dataset.hooks)
-    if not names or len(set(names)) != len(names):
-        raise _bad("hooks", repr(list(names)), f"different ones of {known}")
-    for name in names:
-        if name not in dataset.hooks:
-            raise _bad("hooks", repr(name), f"one of {known}")
-    return [dataset.hooks[name] for name in names]
+    def __init__(self, loader: Loader, number: int) -> None:
+        self._loader, self._number, self._ended = loader, number, False
 
-
-def select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -> list[Shard]:
-    """Return the shards that hold the hooks' rows of a phase, of both when None.
-
-    Raises:
-        ActdsError: E014 when there is no such phase, no row of it, or the hooks have shards of
-            their own.
-    """
-    if phase is not None and phase not in PHASES:
-        raise _bad("phase", repr(phase), f"None or one of {', '.join(PHASES)}")
-    wanted = {hook.name for hook in hooks}
-    shards = [
-        shard
-        for shard in dataset.shards
-        if phase in (None, shard.phase) and not wanted.isdisjoint(shard.hooks)
-    ]
-    if not shards:
-        raise _bad("phase", f"no {phase or ''} row".replace("  ", " "), "at least one row")
-    for shard in shards:
-        # Stages of a pipeline-parallel engine write their own layers in shards of their own.
-        for name in sorted(wanted.difference(shard.hooks)):
-            raise _bad("hooks", f"no {name} in shard {shard.name}", "hooks of the same shards")
-    return shards
-
-
-def _counts(
-    dataset: Dataset, shards: Sequence[Shard], weights: str | None
-) -> list[np.ndarray[Any, np.dtype[np.uint32]] | None]:
-    if weights is None:
-        return [None] * len(shards)
-    served = dataset.multiplicity()
-    counts = []
-    for shard in shards:
-        tokens = shard.tokens(["request", "position"])
-        request, position = (tokens[name].to_numpy() for name in ("request", "position"))
-        counts.append(served_counts(shard.run, request, position, served))
-    return counts
-
-
-def _split_weights(
-    weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
-) -> tuple[str | None, Path | None]:
-    """Return ``multiplicity`` if it is asked for, and the weights file if one is."""
-    if weights is None:
-        return None, None
-    given = list(weights) if isinstance(weights, list | tuple) else [weights]
-    files = [
-        Path(one) for one in given if isinstance(one, str | os.PathLike) and one != MULTIPLICITY
-    ]
-    if not given or len(files) > 1 or len(given) != len(files) + (MULTIPLICITY in given):
-        raise _bad("weights", repr(weights)[:200], _WEIGHTS)
-    if files and not files[0].is_file():
-        raise _bad("weights", f"no file {str(files[0])!r}", _WEIGHTS)
-    return MULTIPLICITY if MULTIPLICITY in given else None, files[0] if files else None
-
-
-def _check_int(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
-        raise _bad(name, repr(value)[:80], f"an integer from {low}")
-
-
-def _check_lanes(batch: int, lanes: int, rank: int, world: int) -> None:
-    if batch % lanes:
-        raise _bad("lanes", str(lanes), f"a divisor of batch {batch}")
-    if lanes % world:
-        raise _bad("world", str(world), f"a divisor of lanes {lanes}; give lanes=")
-    if rank >= world:
-        raise _bad("rank", str(rank), f"less than world {world}")
-
-
-def _bad(name: str, got: str, expected: str) -> ActdsError:
-    return ActdsError("E014", name, got=got, expected=expected)
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._number != self._loader._n_iterators:
+            raise RuntimeError(
+                "this iterator was left behind: iter() was called on its loader again, "
+                "which began a pass of its own"
+            )
+        try:
+            return next(self._loader)
+        except StopIteration:
+            self._ended = True
+            raise

@@ -52,7 +52,7 @@ class Selection:
     Args:
         shards: the shards of the selection.
         hooks: the hooks that are read.
-        counts: entries of each row per shard, None for one each.
+        counts: entries of each row per shard, 0 for rows left out; None for one each.
         pieces: the pieces of the shards.
         geometry: the shape of the order.
         key: the Philox key of dataset and seed.

@@ -116,7 +116,7 @@ class Pieces:
         Args:
             n_rows: rows of each shard.
             piece_rows: rows of a piece; the last one of a shard may be shorter.
-            counts: entries of each row per shard, from 1; None where every row has one.
+            counts: entries of each row per shard, 0 to leave it out; None where every row has one.
         """
         columns: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(6)]
         for shard, total in enumerate(n_rows):
@@ -133,10 +133,11 @@ class Pieces:
                     piece = row_counts[start[repeat[i]] : stop[repeat[i]]]
                     n_entries[i] = visit_counts(piece, visit[i], n_visits[repeat[i]]).sum()
             values = (np.full(repeat.size, shard), start[repeat], stop[repeat])
+            some = n_entries > 0  # a piece whose rows are all left out is none
             for column, value in zip(
                 columns, (*values, visit, n_visits[repeat], n_entries), strict=True
             ):
-                column.append(value.astype(np.int64))
+                column.append(value[some].astype(np.int64))
         empty = np.empty(0, np.int64)
         return cls(*(np.concatenate(column) if column else empty for column in columns))
 

@@ -1,7 +1,8 @@
 """bfloat16 for zarr-python, and our chunk encoder for whoever asks for it.
 
-zarr 3.4 finds :class:`BFloat16` through the ``zarr.data_type`` entry point. zarr 3.1 collects
-these entry points and never loads them, so there this module must be imported once. The encoder
+zarr 3.4 finds :class:`BFloat16` through the ``zarr.data_type`` entry point. zarr 3.1, the last for
+Python 3.11, collects these entry points and never loads them, so there this module must be imported
+once. The encoder
 replaces nobody's ``blosc``: it needs :func:`register_codec`.
 """
 

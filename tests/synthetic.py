@@ -67,6 +67,7 @@ def make_dataset(
     span_parts: int = 2,
     sealed: bool = True,
     readouts: Readouts | None = None,
+    sinks: bool = False,
 ) -> Path:
     """Write a dataset of one run and return its path.
 
@@ -87,8 +88,13 @@ def make_dataset(
         span_parts: parts that the spans are written in.
         sealed: seal at the end.
         readouts: which readouts every computed row leaves.
+        sinks: flag first positions as special and BOS, and give them 256 times the norm.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
+    if sinks:
+        flags = np.where(np.asarray(told.rows["position"]) == 0, 3, 0).astype(np.uint16)
+        at = told.rows.column_names.index("flags")
+        told = told.with_(rows=told.rows.set_column(at, "flags", pa.array(flags)))
     store = LocalStore(Path(path))
     if store.exists(layout.GENESIS):
         genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
@@ -98,9 +104,9 @@ def make_dataset(
     census = Chain.begin(store, genesis.dataset, run, "census", SOFTWARE)
     _write_run_record(store, writer, run, len(told.requests), dtype, readouts)
     if readouts is not None:
-        part = _readout_table(told, genesis.hooks, readouts)
+        part = _readout_table(told, genesis.hooks, readouts, sinks)
         commit_part(store, writer, "readouts", run, 0, part)
-    n_shards = _write_shards(store, writer, run, told, genesis.hooks, rows_per_shard, order)
+    n_shards = _write_shards(store, writer, run, told, genesis.hooks, rows_per_shard, order, sinks)
     if len(told.drops):
         commit_part(store, writer, "drops", run, 0, told.drops)
     commit_part(store, writer, "stalls", run, 0, tables.empty("stalls"))
@@ -167,6 +173,7 @@ def _write_shards(
     hooks: Sequence[Hook],
     rows_per_shard: int,
     order: Literal["permuted", "sequence"],
+    sinks: bool,
 ) -> int:
     """Commit the rows in shards of one phase; return how many shards."""
     columns: dict[str, np.ndarray[Any, Any]] = {
@@ -178,7 +185,10 @@ def _write_shards(
         for first in range(0, len(mine), rows_per_shard):
             which = mine[first : first + rows_per_shard]
             tokens = {name: column[which] for name, column in columns.items()}
-            bits = {hook.name: states(tokens, told.token_ids, hook) for hook in hooks}
+            bits = {
+                hook.name: _lengthened(states(tokens, told.token_ids, hook), tokens, hook, sinks)
+                for hook in hooks
+            }
             rows = ShardRows(
                 hooks=bits,
                 dtypes={hook.name: hook.dtype for hook in hooks},
@@ -195,7 +205,9 @@ def _write_shards(
     return n_shards
 
 
-def _readout_table(told: Schedule, hooks: Sequence[Hook], readouts: Readouts) -> pa.Table:
+def _readout_table(
+    told: Schedule, hooks: Sequence[Hook], readouts: Readouts, sinks: bool
+) -> pa.Table:
     """Return the readouts of every row that was stored or dropped."""
     keys = [(row["request"], row["position"], row["step"]) for row in told.rows.to_pylist()]
     for drop in told.drops.to_pylist():
@@ -206,7 +218,8 @@ def _readout_table(told: Schedule, hooks: Sequence[Hook], readouts: Readouts) ->
     request, position, step = (np.array(column) for column in zip(*sorted(keys), strict=True))
     parts = []
     for hook in hooks:
-        bits = states({"request": request, "position": position}, told.token_ids, hook)
+        place = {"request": request, "position": position}
+        bits = _lengthened(states(place, told.token_ids, hook), place, hook, sinks)
         rows = bits.view(_NUMPY[hook.dtype]).astype(np.float32)
         packed = matrix(readouts, None, 1, hook.d_model)[0]
         values = compute(rows, packed)
@@ -236,6 +249,15 @@ def states(tokens: dict[str, Any], token_ids: list[list[int]], hook: Hook) -> np
     uniform = (mixed >> np.uint64(11)).astype(np.float64) / 2**53
     values = np.sqrt(-2 * np.log(uniform + 1e-12)) * np.where(mixed & np.uint64(1), 1.0, -1.0)
     return values.astype(_NUMPY[hook.dtype]).view(_BITS[hook.dtype])
+
+
+def _lengthened(
+    bits: np.ndarray[Any, Any], tokens: dict[str, Any], hook: Hook, sinks: bool
+) -> np.ndarray[Any, Any]:
+    """Return the bits of rows, those of first positions 256 times as long."""
+    values = bits.view(_NUMPY[hook.dtype]).astype(np.float32)
+    values[np.asarray(tokens["position"]) == 0] *= 256
+    return values.astype(_NUMPY[hook.dtype]).view(bits.dtype) if sinks else bits
 
 
 def _prefix_hashes(ids: list[int], layer: int) -> list[int]:

@@ -41,9 +41,10 @@ def test_arrays_index_like_the_whole_array(original: Path) -> None:
     opened = actds.open(original)
     array = opened.array(HOOK)
     parts = [shard.array(HOOK).read_all() for shard in opened.shards]
-    whole = np.concatenate(parts).view(ml_dtypes.bfloat16)
+    whole = np.concatenate(parts).view(ml_dtypes.bfloat16).astype(np.float32)
     assert len(parts) > 3
     assert array.shape == whole.shape and array.dtype == whole.dtype
+    assert array.ndim == 2 and array.nbytes == whole.nbytes
     n = len(whole)
     rng = np.random.default_rng(0)
     indices = [
@@ -86,7 +87,7 @@ def test_arrays_keep_few_files_open(original: Path, monkeypatch: pytest.MonkeyPa
     assert len(opened.shards) > 3
     for _ in range(2):
         whole = np.concatenate([shard.array(HOOK).read_all() for shard in opened.shards])
-        assert array[:].tobytes() == whole.tobytes()
+        assert array.bits(0, len(array)).tobytes() == whole.tobytes()
         assert len(array._readers) == 2
 
 
@@ -104,13 +105,13 @@ def test_tables_line_up_with_rows_and_name_their_run(original: Path) -> None:
     assert tokens.column_names[:3] == ["run", "request", "position"]
     keys = set(zip(*(tokens[name].to_pylist() for name in tokens.column_names[:3]), strict=True))
     assert len(keys) == opened.n_rows
-    assert opened.tokens(columns=["step"]).column_names == ["step"]
+    assert opened.tokens(columns=["step"], run=False).column_names == ["step"]
     by_shard = [shard.tokens()["token_id"].to_pylist() for shard in opened.shards]
-    assert opened.tokens()["token_id"].to_pylist() == list(chain.from_iterable(by_shard))
+    assert opened.tokens(run=False)["token_id"].to_pylist() == list(chain.from_iterable(by_shard))
     for name in ("requests", "steps", "spans", "drops", "stalls"):
         table = getattr(opened, name)(run=True)
         assert table.column_names[0] == "run"
-        assert getattr(opened, name)().num_rows == table.num_rows
+        assert getattr(opened, name)(run=False).num_rows == table.num_rows
     assert opened.requests(run=True)["run"].value_counts().to_pylist() == [
         {"values": "r-synthetic", "counts": 10},
         {"values": "r-second", "counts": 6},
@@ -118,12 +119,46 @@ def test_tables_line_up_with_rows_and_name_their_run(original: Path) -> None:
     assert min(opened.multiplicity()["count"].to_pylist()) > 1
 
 
+def test_tables_of_several_runs_are_not_handed_out_without_a_word_on_the_run(
+    original: Path, dataset_path: Path
+) -> None:
+    opened, one = actds.open(original), actds.open(dataset_path)
+    names = ["requests", "steps", "spans", "drops", "stalls", "occupancy", "readouts", "canary"]
+    for name in ("tokens", *names):
+        with pytest.raises(ActdsError, match=rf"E014 {name}[\s\S]*run=True"):
+            getattr(opened, name)()
+        # Of one run there is nothing to confuse.
+        assert getattr(one, name)().column_names == getattr(one, name)(run=False).column_names
+
+
+def test_a_join_on_run_and_request_finds_the_request_of_each_row(original: Path) -> None:
+    """The query of docs/use.md."""
+    duckdb = pytest.importorskip("duckdb")
+    dataset = actds.open(original)
+    page = (Path(__file__).parents[1] / "docs" / "use.md").read_text()
+    query = page.split('"""')[1]
+    tokens, requests = dataset.tokens(run=True), dataset.requests(run=True)
+    assert tokens.num_rows and requests.num_rows
+    found = duckdb.sql(query).fetchall()
+    # Told row by row from the files of each run.
+    expected: dict[tuple[str, str], int] = {}
+    for shard in dataset.shards:
+        table = dataset.catalog.table("requests", shard.run)
+        name = dict(zip(*(table[c].to_pylist() for c in ("request", "external_id")), strict=True))
+        for request in shard.tokens(["request"])["request"].to_pylist():
+            key = (shard.run, name[request])
+            expected[key] = expected.get(key, 0) + 1
+    assert {(run, client): n for run, client, n in found} == expected
+    crossed = duckdb.sql("SELECT count(*) FROM tokens JOIN requests USING (request)").fetchall()
+    assert crossed[0][0] > tokens.num_rows
+
+
 def test_refuses_names_that_are_not_there(original: Path) -> None:
     opened = actds.open(original)
     for use in (
         lambda: opened.array("resid_post.7"),
         lambda: opened.tokens("resid_post.7"),
-        lambda: opened.tokens(columns=["nope"]),
+        lambda: opened.tokens(columns=["nope"], run=True),
     ):
         with pytest.raises(ActdsError, match="E014"):
             use()

@@ -296,3 +296,77 @@ def test_the_example_runs(
     out = capsys.readouterr().out
     assert "torch.bfloat16" in out and "tokens scheduled" in out
     assert list(tmp_path.glob("actds/*/*.arrow"))
+
+
+def float64(path: Path) -> np.ndarray[Any, Any]:
+    bits = np.concatenate([s.array(HOOKS[0]).read_all() for s in actds.open(path).shards])
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def table_rows(table: Any) -> Any:
+    return table.combine_chunks().flatten().to_numpy().reshape(len(table), -1)
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("actds", lambda rows: rows.float().numpy()),
+        ("torch", lambda rows: rows.numpy()),
+        ("numpy", lambda rows: rows),
+        ("pandas", lambda rows: np.stack(rows.to_list())),
+        ("arrow", table_rows),
+        (None, np.array),
+    ],
+)
+def test_every_format_gives_the_values_and_none_their_bit_patterns(
+    path: Path, tmp_path: Path, name: str | None, values: Any
+) -> None:
+    rows = actds.load_dataset(path, cache_dir=tmp_path, hooks=HOOKS[0]).with_format(name)
+    got, true = np.asarray(values(rows[:][HOOKS[0]]), np.float64), float64(path)
+    assert np.array_equal(got, true)
+
+
+def test_what_leaves_through_files_has_the_values(path: Path, tmp_path: Path) -> None:
+    rows = actds.load_dataset(path, cache_dir=tmp_path, hooks=HOOKS[0])
+    true = float64(path)
+    assert np.array_equal(np.stack(rows.to_pandas()[HOOKS[0]].to_list()), true)
+    # What push_to_hub uploads.
+    rows.to_parquet(tmp_path / "rows.parquet")
+    again = datasets.Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path))
+    assert np.array_equal(again.with_format("numpy")[:][HOOKS[0]], true)
+    rows.save_to_disk(tmp_path / "saved")
+    saved = datasets.load_from_disk(str(tmp_path / "saved"))
+    assert saved[:][HOOKS[0]].dtype == torch.bfloat16
+    assert np.array_equal(saved[:][HOOKS[0]].double().numpy(), true)
+    assert actds.open(path).digest in saved.info.description
+
+
+def test_a_mapped_column_keeps_its_values(path: Path, tmp_path: Path) -> None:
+    rows = actds.load_dataset(path, cache_dir=tmp_path, hooks=HOOKS[0], columns=[])
+    doubled = rows.map(lambda row: {HOOKS[0]: row[HOOKS[0]] * 2})
+    assert np.array_equal(doubled.with_format("numpy")[:][HOOKS[0]], 2 * float64(path))
+    # What bfloat16 does not hold is refused, not rounded.
+    third = rows.with_format("torch").map(lambda row: {HOOKS[0]: row[HOOKS[0]] / 3})
+    with pytest.raises(ValueError, match="bfloat16 does not hold"):
+        third.with_format("actds")[:]
+    wide = third.with_format("actds", float32=[HOOKS[0]])[:][HOOKS[0]]
+    assert np.allclose(wide.numpy(), float64(path) / 3)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_rows_are_left_out_by_name(tmp_path: Path, streaming: bool) -> None:
+    path = make_dataset(tmp_path / "acts", n_requests=20, sinks=True, rows_per_shard=50)
+    options: dict[str, Any] = {"streaming": streaming, "cache_dir": tmp_path}
+    every = [(e["request"], e["position"]) for e in actds.load_dataset(path, **options)]
+    kept = list(actds.load_dataset(path, exclude="bos", **options))
+    expected = [(request, position) for request, position in every if position != 0]
+    assert 0 < len(expected) < len(every)
+    assert [(e["request"], e["position"]) for e in kept] == expected
+    assert all(e[HOOKS[0]].float().norm() < 100 for e in kept)
+    if streaming:
+        chunks = actds.load_dataset(path, batched_chunks=True, exclude="bos", **options)
+        assert sum(len(chunk[HOOKS[0]]) for chunk in chunks) == len(expected)
+    with pytest.warns(UserWarning, match="'eos' leaves out no row"):
+        actds.load_dataset(path, exclude="eos", **options)
+    with pytest.raises(actds.ActdsError, match="E014 exclude"):
+        actds.load_dataset(path, exclude="padding", **options)

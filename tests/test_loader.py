@@ -432,8 +432,9 @@ def test_threads_end_with_the_loader_however_it_ends(path: Path) -> None:
         next(loader)
         assert our_threads()
     assert our_threads() == []
-    with pytest.raises(StopIteration):
-        next(loader)
+    for use in (next, iter):
+        with pytest.raises(ValueError, match="closed"):
+            use(loader)
     loader.close()
 
     list(actds.Loader(path, batch=32))

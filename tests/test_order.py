@@ -150,3 +150,14 @@ def test_served_counts_follow_the_intervals_of_the_run() -> None:
     assert counts is not None and counts.tolist() == [2, 1, 3, 1, 7, 1, 1, 1]
     assert served_counts("r", request[-1:], position[-1:], table) is None
     assert served_counts("absent", request, position, table) is None
+
+
+def test_pieces_whose_rows_are_all_left_out_are_not_read() -> None:
+    counts = [np.array([0, 0, 0, 0, 1, 0, 2, 1], np.uint32), np.zeros(3, np.uint32)]
+    pieces = Pieces.of_shards([8, 3], 4, counts)
+    assert pieces.shard.tolist() == [0] and pieces.start.tolist() == [4]
+    order = EpochOrder(pieces, Geometry(batch=2, lanes=2, window_rows=8, piece_rows=4), (1, 2), 0)
+    assert order.n_entries == 4
+    windows = [order.window(lane, 0) for lane in range(2) if order.n_windows(lane)]
+    assert sum(window.order.size for window in windows) == 4
+    assert all((window.stop > window.start).all() for window in windows)

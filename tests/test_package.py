@@ -61,7 +61,7 @@ def test_the_installed_reader_reads_rows(python: Path) -> None:
     )
     done = run(python, "-c", code, str(VALID))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "bfloat16"
+    assert done.stdout.strip() == "float32"
 
 
 def test_writing_without_vllm_says_what_to_install(python: Path, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def found(by_id: Path) -> Iterator[Audited]:
 def own_cells(dataset: actds.Dataset, cells: Cells) -> dict[str, list[int]]:
     """Return the cell of each stored row by shard, told from tokens and steps row by row."""
     seen = Counter[int]()
-    readouts = dataset.readouts()
+    readouts = dataset.readouts(run=False)
     if len(readouts):
         seen.update(readouts["token_id"].to_pylist())
     n_computed = sum(seen.values())

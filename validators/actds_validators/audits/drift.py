@@ -327,7 +327,7 @@ def _row_floor(
         return RowFloor(np.concatenate(relative), np.concatenate(cosine), words)
     relative, cosine = [np.empty(0)], [np.empty(0)]
     for dataset in {id(one.dataset): one.dataset for one in sides.selections}.values():
-        canary = dataset.canary()
+        canary = dataset.canary(run=False)
         same = np.array(
             [
                 (name, verdict) == (hook, "same")

@@ -140,10 +140,10 @@ def values_of(dataset: Dataset, column: Column) -> list[str]:
     if column == "run":
         there = {shard.run for shard in dataset.shards}
         return [run for run in dataset.catalog.run_ids if run in there]
-    table = dataset.steps() if column == "kernel_mode" else dataset.requests()
+    read = dataset.steps if column == "kernel_mode" else dataset.requests
     counts = [
         (entry["counts"], entry["values"])
-        for entry in table[column].value_counts().to_pylist()
+        for entry in read(run=False)[column].value_counts().to_pylist()
         if entry["values"] is not None
     ]
     return [value for _, value in sorted(counts, key=lambda pair: (-pair[0], pair[1]))]
