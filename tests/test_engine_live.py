@@ -127,8 +127,7 @@ def test_a_server_whose_hooks_are_not_the_stream_does_not_start(
 ) -> None:
     # Read by every process of the server when it starts.
     (tmp_path / "sitecustomize.py").write_text(
-        "from actds_writers.vllm import families\n"
-        "families.VERIFIED['LlamaForCausalLM'] = 'first'\n"
+        "from actds_writers.vllm import families\nfamilies.VERIFIED['LlamaForCausalLM'] = 'first'\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
