@@ -41,11 +41,18 @@ def check_hooks(
 
     Raises:
         ActdsError: E507 when rows are not the model's; E007 when nothing could be compared and the
-            model class is not known.
+            model class is not known; E012 when the KV cache has no room for a short prompt.
 
     Spec: 0.1 section 9.1.
     """
     prompts = prompts_of(worker)
+    if not prompts:
+        raise ActdsError(
+            "E012",
+            "engine option num_gpu_blocks_override",
+            got="a KV cache that does not hold one short prompt",
+            expected="room for the two prompts of the check",
+        )
     forwarded = forward_prompts(worker, prompts, buffers)
     assert forwarded is not None
     model = loaded_model(worker.model_runner)
@@ -65,6 +72,8 @@ def check_hooks(
 def join_check(worker: Any) -> None:
     """Run the forwards of the check on a rank that has no hooks, beside the rank that has them."""
     prompts = prompts_of(worker)
+    if not prompts:
+        return
     forward_prompts(worker, prompts, None)
     with eager(worker.model_runner):
         forward_prompts(worker, prompts, None)

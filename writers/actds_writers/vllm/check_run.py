@@ -58,11 +58,22 @@ def loaded_model(runner: Any) -> torch.nn.Module:
 
 
 def prompts_of(worker: Any) -> tuple[list[int], ...]:
-    """Return the prompts of the check that this engine takes: two, or one at a time."""
-    scheduler, model = worker.vllm_config.scheduler_config, worker.model_runner.model_config
+    """Return the prompts of the check that this engine takes: two, or fewer and shorter ones.
+
+    Empty when its KV cache does not hold a single short one.
+    """
+    runner, scheduler = worker.model_runner, worker.vllm_config.scheduler_config
+    model = runner.model_config
     longest = min(int(scheduler.max_num_batched_tokens) // 2, int(model.max_model_len) - 1)
-    prompts = check_prompts(int(model.get_vocab_size()), longest)
-    return prompts[: int(scheduler.max_num_seqs)]
+    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+    # Block 0 is the null block. A block beyond the last would be memory of somebody else.
+    room = int(runner.kv_cache_config.num_blocks) - 1
+    for length in (longest, min(longest, 4)):
+        prompts = check_prompts(int(model.get_vocab_size()), length)
+        for n in range(min(len(prompts), int(scheduler.max_num_seqs)), 0, -1):
+            if sum(_n_blocks(s, len(p) + 1) for p in prompts[:n] for s in specs) <= room:
+                return prompts[:n]
+    return ()
 
 
 def forward_prompts(
