@@ -13,7 +13,12 @@ from tiny import make_random_model, make_tiny_model
 
 from actds.errors import ActdsError
 from actds_writers import hook_check, reference
-from actds_writers.reference import NoReferenceError, load_reference, states_after_layers
+from actds_writers.reference import (
+    NoReferenceError,
+    load_reference,
+    states_after_layers,
+    states_in_fresh_process,
+)
 
 DRAW = np.random.default_rng(0)
 STATES = DRAW.normal(size=(4, 20, 16)).cumsum(axis=0).astype(np.float32)
@@ -106,6 +111,15 @@ def test_the_reference_is_transformers_hidden_states_and_draws_no_random_number(
     assert states.shape == (4, 4, 64)
     assert np.allclose(states[1], said[2][0].detach().numpy())
     assert not np.allclose(states[3], said[4][0].detach().numpy())  # behind the final norm
+
+
+def test_a_fresh_process_computes_the_same_states_and_says_why_it_cannot(tmp_path: Path) -> None:
+    folder, prompts = make_random_model(tmp_path / "m"), [[5, 6, 7, 8], [9]]
+    own = states_after_layers(load_reference(folder, 100_000), prompts)
+    fresh = states_in_fresh_process(folder, 100_000, prompts, trust_remote_code=False)
+    assert all(np.array_equal(a, b) for a, b in zip(own, fresh, strict=True))
+    with pytest.raises(NoReferenceError, match=r"^transformers does not load it"):
+        states_in_fresh_process(tmp_path / "nothing", 100_000, prompts)
 
 
 def test_there_is_no_reference_without_weights_or_without_room(

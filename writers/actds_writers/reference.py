@@ -1,11 +1,18 @@
 """A plain forward of the same weights by transformers: what the hooks' rows are held against.
 
-Beside the data path, before the first row; runs in the process of whoever asks, on its CPU.
+Beside the data path, before the first row. Runs on the CPU, in the process of whoever asks, or in a
+fresh one where an engine has changed transformers' classes in its own:
+
+    python -m actds_writers.reference < request.json > states.npz
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +23,18 @@ import torch
 from actds_writers.capture import decoder_layers
 from actds_writers.streams import residual_stream
 
-__all__ = ["NoReferenceError", "load_reference", "states_after_layers"]
+__all__ = [
+    "NoReferenceError",
+    "load_reference",
+    "states_after_layers",
+    "states_in_fresh_process",
+]
 
 MEMORY_SHARE = 0.25
 """Share of the free memory that a second copy of the weights may take."""
 MAX_PARAMETERS = 16_000_000_000
 """Beyond this, loading float32 weights and running them on a CPU takes minutes."""
+TIMEOUT_S = 900.0
 SAME = 1e-5
 """Relative L2 at which transformers' own ``hidden_states`` are what its layers return."""
 
@@ -111,6 +124,56 @@ def states_after_layers(model: Any, prompts: Sequence[Sequence[int]]) -> list[np
     return found
 
 
+def states_in_fresh_process(
+    folder: str | Path, n_parameters: int, prompts: Sequence[Sequence[int]], **options: Any
+) -> list[np.ndarray]:
+    """Return ``states_after_layers`` of ``load_reference``, computed in a process of its own.
+
+    Args:
+        folder: as ``load_reference``, like the options.
+        n_parameters: parameters of the model.
+        prompts: token ids.
+        options: further arguments of ``load_reference``.
+
+    Raises:
+        NoReferenceError: as the two.
+    """
+    request = {
+        "folder": str(folder),
+        "n_parameters": n_parameters,
+        "options": options,
+        "prompts": [list(prompt) for prompt in prompts],
+    }
+    command = [sys.executable, "-m", "actds_writers.reference"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request).encode(), capture_output=True, timeout=TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoReferenceError(f"no process for transformers: {error}"[:200]) from error
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise NoReferenceError(" ".join(last)[:300] or "the process of transformers ended")
+    with np.load(io.BytesIO(done.stdout), allow_pickle=False) as states:
+        return [states[f"states{number}"] for number in range(len(prompts))]
+
+
+def _main() -> int:
+    request = json.load(sys.stdin)
+    output, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever a model's code prints
+    try:
+        model = load_reference(request["folder"], request["n_parameters"], **request["options"])
+        found = states_after_layers(model, request["prompts"])
+    except NoReferenceError as missing:
+        print(missing, file=sys.stderr)
+        return 1
+    states = io.BytesIO()
+    parts: dict[str, Any] = {f"states{number}": part for number, part in enumerate(found)}
+    np.savez(states, **parts)
+    output.write(states.getvalue())
+    return 0
+
+
 def _hold_against_hidden_states(states: np.ndarray, hidden: Any) -> None:
     """Compare all layers but the last, behind which ``hidden_states`` has the final norm."""
     if hidden is None or len(hidden) != len(states) + 1:
@@ -165,3 +228,7 @@ def _free_nbytes() -> int:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         free = min(free, max(int(limit) - used, 0)) if limit != "max" else free
     return free
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -14,7 +14,12 @@ from actds.errors import ActdsError
 from actds_writers.capture import HookBuffers
 from actds_writers.hook_check import HookCheck, bound, compare_with_forward, compare_with_next
 from actds_writers.messages import HookSpec
-from actds_writers.reference import NoReferenceError, load_reference, states_after_layers
+from actds_writers.reference import (
+    NoReferenceError,
+    load_reference,
+    states_after_layers,
+    states_in_fresh_process,
+)
 from actds_writers.streams import StreamForm
 from actds_writers.vllm.check_run import (
     Forwarded,
@@ -106,13 +111,15 @@ def _reference_states(worker: Any, model: torch.nn.Module, forwarded: Forwarded)
     if own.hf_overrides:
         raise NoReferenceError("hf_overrides: the engine runs another configuration")
     ranks = int(config.parallel_config.tensor_parallel_size)
-    reference = load_reference(
-        own.model,
-        ranks * sum(parameter.numel() for parameter in model.parameters()),
-        revision=own.revision,
-        trust_remote_code=bool(own.trust_remote_code),
-    )
-    states: np.ndarray = np.concatenate(states_after_layers(reference, forwarded.sequences), axis=1)
+    size = ranks * sum(parameter.numel() for parameter in model.parameters())
+    options = {"revision": own.revision, "trust_remote_code": bool(own.trust_remote_code)}
+    # vLLM's backend for models of transformers changes their classes, for all of this process.
+    if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
+        parts = states_in_fresh_process(own.model, size, forwarded.sequences, **options)
+    else:
+        reference = load_reference(own.model, size, **options)
+        parts = states_after_layers(reference, forwarded.sequences)
+    states: np.ndarray = np.concatenate(parts, axis=1)
     if states.shape[1:] != forwarded.rows.shape[1:]:
         raise NoReferenceError(
             f"transformers' layers return {states.shape[1:]}, the hooks see "
