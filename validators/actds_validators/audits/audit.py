@@ -34,7 +34,7 @@ from actds_validators.audits.missingness import (
     missingness,
     system_sums,
 )
-from actds_validators.audits.passes import Passed, knows_ids, pass_over
+from actds_validators.audits.passes import Passed, knows_ids, pass_over, row_strata
 from actds_validators.audits.queues import QueueCounts, queues, read_queues
 from actds_validators.audits.result import (
     Accounting,
@@ -52,6 +52,7 @@ from actds_validators.audits.result import (
 )
 from actds_validators.audits.series import Series, make_series, read_steps
 from actds_validators.audits.sources import RunSource, catalog_source
+from actds_validators.audits.strata import worst_strata
 from actds_validators.audits.sums import CovariateSums, content_sums, value_sums
 from actds_validators.audits.verdict import Evidence, judge
 from actds_validators.audits.weights import (
@@ -223,7 +224,7 @@ def audit_sources(
     has_ids = knows_ids(sources)
     edges = cell_edges(series, has_ids=has_ids) if series.lost.any() else None
     passed = pass_over(
-        sources, steps, series, edges, engine or Threads(), labels, progress,
+        sources, steps, series, edges, engine or Threads(), labels, progress, limits,
         has_ids=has_ids,
     )  # fmt: skip
     queue_counts = QueueCounts()
@@ -238,7 +239,11 @@ def audit_sources(
         return Sections(nothing, coverage=seen, queues=waits, lookups=passed.lookups)
     progress("differences")
     content = content_sums(passed.tokens, passed.covariates)
-    values = value_sums(passed.values, passed.value_covariates) if passed.values else []
+    values = []
+    if passed.values is not None and passed.scale is not None:
+        values = value_sums(
+            passed.values, passed.value_covariates, passed.scale.middle, series.blocks
+        )
     everything = [*system_sums(series), *content, *values]
     found = differences(everything, series.blocks, bands_of(passed.tokens))
     progress("weights")
@@ -248,6 +253,7 @@ def audit_sources(
     progress("tests")
     tests = family(everything, series, _within(passed, series), trends, limits)
     missing = missingness(found, account.loss_share, has_values=bool(values), has_ids=has_ids)
+    missing = missing.model_copy(update=_strata(passed, limits))
     asked = [one for one in everything if one.covariate.group != "system"]
     intervals = [i for i in jackknife_many(block_totals(series.blocks, asked), smd) if i]
     mech = mechanism(series, tests, intervals)
@@ -274,7 +280,8 @@ def _after_weighting(
     """Return the differences with those of the weighted rows beside them."""
     if cells.weights is None or passed.tokens is None:
         return found
-    held = stored_cells(passed.tokens, passed.values, passed.value_covariates)
+    middle = passed.scale.middle if passed.scale else None
+    held = stored_cells(passed.tokens, passed.values, passed.value_covariates, middle)
     names = [one.covariate.name for one in everything]
     estimates = after_weighting(
         cells,
@@ -284,6 +291,17 @@ def _after_weighting(
     )
     after = dict(zip(names, estimates, strict=True))
     return [d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in found]
+
+
+def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
+    """Return the fields of the missingness on the strata that lost most."""
+    assert passed.spans is not None
+    every = [*passed.spans.strata(limits), *row_strata(passed)]
+    return {
+        "worst_strata": worst_strata(every, passed.spans.rate, limits),
+        "n_strata": sum(one.n_tested for one in every),
+        "whole_requests": passed.spans.whole[0],
+    }
 
 
 def _within(passed: Passed, series: Series) -> Iterable[tuple[Covariate, Within]]:

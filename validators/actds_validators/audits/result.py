@@ -44,6 +44,7 @@ __all__ = [
     "Section",
     "Stall",
     "Stratum",
+    "StratumLoss",
     "TracePoint",
     "Verdict",
     "WaterfallStep",
@@ -128,6 +129,12 @@ class Limits(Section):
     max_unresolved: Share = Field(
         default=0.01, description="share of cache references without a stored row that warns"
     )
+    worst_stratum_warn: Share = Field(
+        default=0.05,
+        description="share lost of any kind of token (id, class, source, position, tail of a "
+        "value), beyond chance, that warns",
+    )
+    worst_stratum_fail: Share = Field(default=0.2, description="the same that fails")
     n_blocks: int = Field(default=50, ge=10, description="blocks of the jackknife at most")
     seed: int = Field(default=0, ge=0, description="seed of random shifts and splits")
 
@@ -148,14 +155,18 @@ class Finding(Section):
 class WaterfallStep(Section):
     """One step from what existed to what is stored."""
 
-    name: str = Field(description="positions, cache_ref, filtered, dropped, aborted or captured")
-    reason: str | None = Field(default=None, description="why, for dropped, aborted, filtered")
+    name: str = Field(
+        description="positions, cache_ref, filtered, never computed, dropped, aborted or captured"
+    )
+    reason: str | None = Field(
+        default=None, description="why, for dropped, aborted, filtered, never computed"
+    )
     n_positions: int
     share: Share = Field(description="of all positions")
 
 
 class Accounting(Section):
-    """Census = captured + references + dropped + aborted + filtered."""
+    """Census = captured + references + dropped + aborted + never computed + filtered."""
 
     @property
     def is_sound(self) -> bool:
@@ -167,7 +178,11 @@ class Accounting(Section):
     captured: int
     cache_ref: int
     dropped: int
-    aborted: int
+    aborted: int = Field(description="computed, and not kept because the request or run ended")
+    never_computed: int = Field(
+        default=0, description="owed positions that no step computed: in no loss rate"
+    )
+    never_computed_requests: int = Field(default=0, description="requests that have such a one")
     filtered: int
     recomputed: int
     unresolved: int = Field(description="references without a stored row behind them")
@@ -299,10 +314,34 @@ class Bound(Section):
     curve: list[BoundPoint]
 
 
+class StratumLoss(Section):
+    """A kind of token of which more was lost than the limit and than chance."""
+
+    kind: str = Field(
+        description="token id, class, source, first prompt block, phase, position, position from "
+        "the end, or tail of a value"
+    )
+    label: str
+    n: int = Field(description="computed tokens")
+    n_lost: int
+    rate: Share = Field(description="share lost")
+    n_blocks: int = Field(description="stretches of the run in which some of it was lost")
+    adjusted_p: Share = Field(
+        description="of losing so much by chance, times the strata of the kind (Bonferroni)"
+    )
+
+
 class Missingness(Section):
     """Per covariate, how what was lost differs from what there was."""
 
     differences: list[Difference]
+    worst_strata: list[StratumLoss] = Field(
+        default_factory=list, description="the worst first; empty where none is beyond its limit"
+    )
+    n_strata: int = Field(default=0, description="strata that could have been among them")
+    whole_requests: int = Field(
+        default=0, description="requests of whose computed tokens every one was dropped"
+    )
     bound: Bound
     could_ask: list[str] = Field(description="questions that the tables could answer")
     could_not_ask: list[str] = Field(description="questions that they could not, and why")

@@ -130,7 +130,10 @@ class StoredCells:
 
 
 def stored_cells(
-    tokens: TokenSums, values: ValueSums | None, covariates: Sequence[Sequence[Covariate]]
+    tokens: TokenSums,
+    values: ValueSums | None,
+    covariates: Sequence[Sequence[Covariate]],
+    middle: Floats | None = None,
 ) -> dict[str, StoredCells]:
     """Return every covariate over the stored rows.
 
@@ -138,16 +141,22 @@ def stored_cells(
         tokens: sums of the tokens' pass.
         values: of the readouts, if there are any.
         covariates: of each hook of the readouts.
+        middle: what the readouts' sums are about, ``(n_hooks, n_values)``, with values.
     """
     n = tokens.cell_n[0]
     found = {name: StoredCells(n, tokens.cell_system[k]) for k, name in enumerate(SYSTEM)}
     for k, name in enumerate(tokens.names):
         known = tokens.cell_known if name == "rarity" else n
         found[name] = StoredCells(known, tokens.cell_x[k])
-    if values is not None:
+    if values is not None and middle is not None:
+        n_values = values.cell_n.shape[1]
         for hook, of_hook in enumerate(covariates):
             for k, one in enumerate(of_hook):
-                found[one.name] = StoredCells(values.cell_n[hook, k], values.cell_x[hook, k])
+                j = k % n_values
+                known, x = values.cell_n[hook, j], values.cell_xx[hook, j]
+                if k < n_values:
+                    x = values.cell_x[hook, j] + middle[hook, j] * known
+                found[one.name] = StoredCells(known, x)
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from actds_validators.audits.result import Audit, Difference, Drift, Estimate, Mechanism, Number
-from actds_validators.report.accounting import balance
+from actds_validators.report.accounting import balance, never_computed
 from actds_validators.report.forest import worst_first
 from actds_validators.report.mechanism import smallest_first
 from actds_validators.report.words import (
@@ -72,13 +72,15 @@ def _page(audit: Audit) -> Iterator[Line]:
 
 def _accounting(audit: Audit) -> Iterator[Line]:
     section = audit.accounting
-    names = ("dropped", "aborted", "filtered")
+    names = ("dropped", "aborted", "never computed", "filtered")
     gone = [step for step in section.waterfall if step.name in names and step.n_positions]
     for step in gone[:_MAX_ROWS]:
         why = step.reason or "no reason given"
         said = f"{count(step.n_positions)} {step.name} ({percent(step.share)}): {why}"
-        yield Line(f"  {said}", "plain" if step.name == "filtered" else "warn")
+        yield Line(f"  {said}", "warn" if step.name in ("dropped", "aborted") else "plain")
     yield from _more(len(gone), _MAX_ROWS)
+    if section.never_computed:
+        yield Line(f" {never_computed(section)}", "plain")
     if section.unresolved:
         lost = many(section.unresolved, "cache reference")
         yield Line(f"  {lost} without a stored row behind (E410)", "warn")
