@@ -90,7 +90,8 @@ def read(runs: list[Tables], engine: Engine, n_parts: int) -> Read:
             readouts, rows = list(source.parts["readouts"]), read_rows(source, own)
             pieces = [*tokens, *lost_pieces(known, 100)]
             calls.append((TokenPass(known, tuple(passed.covariates), edges), pieces))
-            values = ValuePass(known, source.hooks, source.n_projections, edges)
+            assert passed.scale is not None
+            values = ValuePass(known, source.hooks, passed.widths, passed.scale, edges)
             calls.append((values, readouts))
             calls += [(WordPass(rows, None), tokens), (WordPass(rows, source.hooks[0]), readouts)]
         return Read(passed, calls)

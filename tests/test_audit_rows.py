@@ -102,8 +102,9 @@ def test_projections_are_counted_in_the_first_readouts_of_the_first_part_that_ha
         row["projections"] = row["projections"][:n]
     cut = pa.Table.from_pylist(rows, table.schema)
     parts = tuple(sources.Part(part.num_rows, table=part) for part in (cut.slice(0, 0), cut, table))
-    assert sources._n_projections(parts) == 2
-    assert sources._n_projections(parts[:1]) == sources._n_projections(()) == 0
+    assert sources._longest(parts, "projections") == 2
+    assert sources._longest(parts[:1], "projections") == 0
+    assert sources._longest((), "projections") == 0
 
 
 def test_a_projection_that_is_not_finite_leaves_the_norm() -> None:

@@ -24,6 +24,7 @@ from actds.store import open_store
 from actds_validators.audits.accounting import account_run, accounting
 from actds_validators.audits.bands import bands_of
 from actds_validators.audits.coverage import coverage
+from actds_validators.audits.dominance import dominant_cell
 from actds_validators.audits.engine import N_THREADS, Engine, EngineName, Threads, open_engine
 from actds_validators.audits.labels import match_labels, read_labels
 from actds_validators.audits.lookup import Lookup
@@ -232,10 +233,15 @@ def audit_sources(
         if source.run in series.runs:
             read_queues(source, series, queue_counts)
     seen = coverage(passed.covered, named)
+    if seen is not None:
+        progress("rows that were served often")
+        by_run = [(s, passed.lookups[s.run]) for s in sources if s.run in passed.lookups]
+        cell = dominant_cell(by_run, passed.hooks, engine or Threads())
+        seen = seen.model_copy(update={"dominant": cell})
     trends = load_trends(series, limits) if edges else {}
     waits = queues(series, queue_counts, trends, limits.seed)
     if edges is None or passed.tokens is None:
-        nothing = Evidence(account, None, None)
+        nothing = Evidence(account, None, None, coverage=seen)
         return Sections(nothing, coverage=seen, queues=waits, lookups=passed.lookups)
     progress("differences")
     content = content_sums(passed.tokens, passed.covariates)
@@ -249,7 +255,7 @@ def audit_sources(
     progress("weights")
     cells = weigh(counted_cells(edges, series, passed.tokens))
     found = _after_weighting(found, everything, passed, cells, series)
-    weighed = weighting(cells, found)
+    weighed = weighting(cells, found, limits.negligible_bias / 10)
     progress("tests")
     tests = family(everything, series, _within(passed, series), trends, limits)
     missing = missingness(found, account.loss_share, has_values=bool(values), has_ids=has_ids)
@@ -257,7 +263,7 @@ def audit_sources(
     asked = [one for one in everything if one.covariate.group != "system"]
     intervals = [i for i in jackknife_many(block_totals(series.blocks, asked), smd) if i]
     mech = mechanism(series, tests, intervals)
-    evidence = Evidence(account, missing, mech, series.blocks.long_enough, weighed)
+    evidence = Evidence(account, missing, mech, series.blocks.long_enough, weighed, seen)
     return Sections(
         evidence,
         coverage=seen,

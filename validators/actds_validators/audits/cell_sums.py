@@ -32,6 +32,21 @@ class CellSums:
     request: Ints
     sums: Floats
 
+    def centred(self, away: Floats) -> CellSums:
+        """Return the same with squares about another middle, ``away`` from where they were.
+
+        The first half of the covariates are numbers, the second their squares.
+
+        Args:
+            away: of each number, ``(n_covariates / 2,)``.
+        """
+        n = len(away)
+        sums = self.sums.copy()
+        for count in (0, 2):
+            x, d = self.sums[count + 1, :n], away[:, np.newaxis]
+            sums[count + 1, n:] += -2 * d * x + d**2 * self.sums[count, :n]
+        return CellSums(self.step, self.request, sums)
+
     def columns(self, k: int) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arguments of ``statistics.within.within_cells`` for a covariate."""
         n, sx, n_lost, lx = self.sums[:, k]

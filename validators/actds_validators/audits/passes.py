@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +169,12 @@ def pass_over(
     if edges is None:
         found.tokens = None
         return found
+    if found.values is not None and found.scale is not None:
+        away = found.values.centred(series.blocks.labels)
+        found.scale = replace(found.scale, middle=found.scale.middle + away)
+        value_parts = [
+            [part.centred(d) for part in parts] for parts, d in zip(value_parts, away, strict=True)
+        ]
     found.value_covariates = [value_covariates(hook, found.widths) for hook in hooks]
     found.within = [(c, token_parts, k) for k, c in enumerate(covariates.values())]
     for values_of_hook, parts in zip(found.value_covariates, value_parts, strict=True):

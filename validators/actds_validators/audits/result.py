@@ -25,6 +25,7 @@ __all__ = [
     "Coverage",
     "CoverageCell",
     "Difference",
+    "Dominant",
     "Drift",
     "DriftMeasure",
     "Estimate",
@@ -50,6 +51,7 @@ __all__ = [
     "WaterfallStep",
     "WeightCell",
     "Weighting",
+    "Worse",
 ]
 
 SCHEMA = "actds.audit/1"
@@ -222,6 +224,21 @@ class CapturedShift(Section):
     weighted_jensen_shannon: Share
 
 
+class Dominant(Section):
+    """The token id and position that hold most of what multiplicity weights see."""
+
+    hook: str
+    token_id: int
+    position: int
+    n_rows: int = Field(description="stored rows of that id at that position")
+    n_served: int = Field(description="how often they were served in all")
+    share: Share = Field(
+        description="of the squared deviation of the norm about its mean, each row as often as it "
+        "was served"
+    )
+    exclude: list[str] = Field(description="names under which a loader leaves such rows out")
+
+
 class ClassLoss(Section):
     """The loss rate of a class that somebody gave, or of all other positions."""
 
@@ -244,6 +261,10 @@ class Coverage(Section):
         default=None, description="servings per stored row that was served more than once"
     )
     shifts: list[CapturedShift]
+    dominant: Dominant | None = Field(
+        default=None,
+        description="null where nothing was served again, or no readout tells the norms",
+    )
     loss_by_class: list[ClassLoss] = Field(
         default_factory=list, description="empty when nobody gave classes"
     )
@@ -477,6 +498,15 @@ class Balance(Section):
     after: float = Field(description="the same of the weighted rows")
 
 
+class Worse(Section):
+    """A covariate that the weights leave worse off than it was."""
+
+    label: str
+    group: Group
+    before: float = Field(description="bias of the stored mean, in standard deviations")
+    after: float = Field(description="the same of the weighted rows")
+
+
 class Weighting(Section):
     """What inverse-probability weights would change."""
 
@@ -487,6 +517,11 @@ class Weighting(Section):
     complexity: str = Field(description="covariate that cuts the other way")
     cells: list[WeightCell]
     balance: list[Balance] = Field(description="of each group of covariates that has any")
+    worse: list[Worse] = Field(
+        default_factory=list,
+        description="covariates whose bias grows by more than a tenth of negligible_bias, the "
+        "worst first; empty where none does",
+    )
     claim: str = Field(description="MAR-consistent after weighting, or why not")
 
 

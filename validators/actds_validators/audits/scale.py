@@ -26,8 +26,8 @@ MAX_PROBES = 16
 """User's probes of a hook that are tested, the first ones."""
 SAMPLE = 1 << 16
 """Rows of a hook in the sample, about, at most."""
-MAX_PARTS = 16
-"""Parts of all runs that the sample is of, evenly spaced."""
+MAX_PARTS, MAX_ROWS = 16, 1 << 20
+"""Parts of all runs that the sample is of, evenly spaced, where all have more rows than that."""
 MIN_SAMPLE = 200
 """Fewer rows of a hook have no tail."""
 
@@ -69,12 +69,14 @@ class Scale:
     """Where readouts lie, ``(n_hooks, n_values)`` each; NaN where there are too few.
 
     Args:
-        middle: mean of the sample.
+        middle: about which sums are taken: the mean of the sample, and after the pass of all.
+        median: of the sample.
         low: a hundredth of the rows lies below.
         high: and above.
     """
 
     middle: Floats
+    median: Floats
     low: Floats
     high: Floats
 
@@ -134,19 +136,20 @@ def scale_of(
         engine: where the parts are read.
     """
     some = [part for part in parts if part.n_rows]
-    at = np.unique(np.linspace(0, len(some) - 1, min(MAX_PARTS, len(some))).astype(int))
+    n_parts = len(some) if sum(part.n_rows for part in some) <= MAX_ROWS else MAX_PARTS
+    at = np.unique(np.linspace(0, len(some) - 1, min(n_parts, len(some))).astype(int))
     chosen = [some[k] for k in at.tolist()]
     n_rows = sum(part.n_rows for part in chosen) // max(1, len(hooks))
     sample = _SamplePass(hooks, widths, max(1, n_rows // SAMPLE))
     drawn = list(engine.map(sample, chosen))
     shape = len(hooks), widths.n_values
-    middle, low, high = np.zeros(shape), np.full(shape, np.nan), np.full(shape, np.nan)
+    middle, median, low, high = (np.full(shape, np.nan) for _ in range(4))
     for number in range(len(hooks)):
         values = [of_part[number] for of_part in drawn]
         for k, row in enumerate(np.concatenate(values, axis=1) if values else ()):
             x = np.sort(row[~np.isnan(row)].astype(np.float64))
             if len(x):
-                middle[number, k] = x.mean()
+                middle[number, k], median[number, k] = x.mean(), np.median(x)
             if len(x) >= MIN_SAMPLE and x[0] < x[-1]:
                 low[number, k], high[number, k] = np.quantile(x, [TAIL, 1 - TAIL])
-    return Scale(middle, low, high)
+    return Scale(np.nan_to_num(middle), median, low, high)

@@ -27,7 +27,7 @@ __all__ = ["ValuePass", "ValueSums", "value_covariates"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 TICKED = ("n", "x", "xx")
-BLOCKED = ("n_lost", "lost_x", "lost_xx", "x4", "cell_n", "cell_x", "cell_xx", "tails")
+BLOCKED = ("n_lost", "lost_x", "lost_xx", "x3", "x4", "cell_n", "cell_x", "cell_xx", "tails")
 
 
 def value_covariates(hook: str, widths: Widths) -> list[Covariate]:
@@ -44,7 +44,7 @@ def value_covariates(hook: str, widths: Widths) -> list[Covariate]:
 
 
 class ValueSums:
-    """Sums over readouts, by hook and value, about the middle of the scale.
+    """Sums over readouts, by hook and value, about the middle of the scale until `centred`.
 
     Per tick stands only what is moved along the run: all that intervals need is per block.
 
@@ -62,8 +62,8 @@ class ValueSums:
         self.low, self.high = n_ticks, 0
         shape = n_hooks, n_values
         self.n, self.x, self.xx = (np.zeros((*shape, n_ticks)) for _ in range(3))
-        self.n_lost, self.lost_x, self.lost_xx, self.x4 = (
-            np.zeros((*shape, n_blocks)) for _ in range(4)
+        self.n_lost, self.lost_x, self.lost_xx, self.x3, self.x4 = (
+            np.zeros((*shape, n_blocks)) for _ in range(5)
         )
         self.cell_n, self.cell_x, self.cell_xx = (
             np.zeros((*shape, n_blocks, n_cells)) for _ in range(3)
@@ -87,6 +87,40 @@ class ValueSums:
             getattr(self, name)[...] += getattr(other, name)
         for mine, parts in zip(self.within, other.within, strict=True):
             mine += parts
+
+    def centred(self, block: Ints) -> Floats:
+        """Put the sums about the mean of all readouts, and return how far that was.
+
+        The powers of x - d follow from those of x: the middle need not be known before the pass.
+
+        Args:
+            block: of each tick.
+        """
+        total = self.n.sum(axis=2)
+        found = np.zeros_like(total)
+        np.divide(self.x.sum(axis=2), total, out=found, where=total > 0)
+        d = found[..., np.newaxis]
+        n, x, xx = (
+            np.stack(
+                [
+                    np.bincount(block, weights=row, minlength=self.x4.shape[2])
+                    for row in held.reshape(-1, held.shape[2])
+                ]
+            ).reshape(self.x4.shape)
+            for held in (self.n, self.x, self.xx)
+        )
+        self.x4 += -4 * d * self.x3 + 6 * d**2 * xx - 4 * d**3 * x + d**4 * n
+        self.x3 += -3 * d * xx + 3 * d**2 * x - d**3 * n
+        for square, one, count in (
+            (self.xx, self.x, self.n),
+            (self.lost_xx, self.lost_x, self.n_lost),
+            (self.cell_xx, self.cell_x, self.cell_n),
+        ):
+            away = d if one.ndim == 3 else d[..., np.newaxis]
+            for at in np.ndindex(*found.shape):  # in place: these are the largest arrays
+                square[at] += -2 * away[at] * one[at] + away[at] ** 2 * count[at]
+                one[at] -= away[at] * count[at]
+        return found
 
     def take_within(self, hook: int) -> CellSums:
         """Return the sums of a hook by step and request, and forget them."""
@@ -183,6 +217,7 @@ def _add(sums: ValueSums, lookup: Lookup, hook: int, rows: _Rows) -> None:
         sums.n[hook, k, here] += n_known
         sums.x[hook, k, here] += np.bincount(at, weights=x, minlength=len(n))
         sums.xx[hook, k, here] += np.bincount(at, weights=xx, minlength=len(n))
+        sums.x3[hook, k] += np.bincount(of_block, weights=xx * x, minlength=n_blocks)
         sums.x4[hook, k] += np.bincount(of_block, weights=xx * xx, minlength=n_blocks)
         if gone.any():
             which = of_block[gone]

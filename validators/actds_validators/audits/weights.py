@@ -23,6 +23,7 @@ from actds_validators.audits.result import (
     Group,
     WeightCell,
     Weighting,
+    Worse,
 )
 from actds_validators.audits.series import SYSTEM, Series
 from actds_validators.audits.tokens import CellEdges, TokenSums
@@ -210,12 +211,15 @@ def _weighted(
     )
 
 
-def weighting(cells: Cells, differences: Sequence[Difference]) -> Weighting | None:
+def weighting(
+    cells: Cells, differences: Sequence[Difference], tolerance: float
+) -> Weighting | None:
     """Return the section, ``None`` without weights.
 
     Args:
         cells: with their weights.
         differences: of the covariates, before and after weighting.
+        tolerance: growth of a bias that is none, in standard deviations.
     """
     if cells.weights is None or cells.rates is None:
         return None
@@ -250,8 +254,29 @@ def weighting(cells: Cells, differences: Sequence[Difference]) -> Weighting | No
         complexity=cells.edges.complexity,
         cells=listed,
         balance=_balance(differences),
+        worse=_worse(differences, tolerance),
         claim=claim,
     )
+
+
+def _worse(differences: Sequence[Difference], tolerance: float) -> list[Worse]:
+    """Return the covariates whose bias the weights make larger, the worst first.
+
+    The bias before and after is of the same rows: most of its noise is in both, and what an
+    interval of either allows would hide a bias that grew by a quarter.
+    """
+    found = [
+        Worse(
+            label=d.covariate.label,
+            group=d.covariate.group,
+            before=abs(d.before_weighting.value),
+            after=abs(d.after_weighting.value),
+        )
+        for d in differences
+        if d.before_weighting and d.after_weighting
+    ]
+    grown = [one for one in found if one.after > one.before + tolerance]
+    return sorted(grown, key=lambda one: one.before - one.after)
 
 
 def _balance(differences: Sequence[Difference]) -> list[Balance]:
