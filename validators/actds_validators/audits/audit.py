@@ -23,6 +23,7 @@ from actds.seal import check_provenance
 from actds.store import open_store
 from actds_validators.audits.accounting import account_run, accounting
 from actds_validators.audits.bands import bands_of
+from actds_validators.audits.blind_spots import blind_spots
 from actds_validators.audits.coverage import coverage
 from actds_validators.audits.dominance import dominant_cell
 from actds_validators.audits.engine import N_THREADS, Engine, EngineName, Threads, open_engine
@@ -51,6 +52,7 @@ from actds_validators.audits.result import (
     Queues,
     Weighting,
 )
+from actds_validators.audits.scale import MAX_PROBES, Widths
 from actds_validators.audits.series import Series, make_series, read_steps
 from actds_validators.audits.sources import RunSource, catalog_source
 from actds_validators.audits.strata import worst_strata
@@ -155,6 +157,7 @@ def audit(
         progress("hashing and opening tables")
         sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
         named = None if labels is None else match_labels(labels, sources)
+        unseen = _unseen(sources)
         table = None if labels is None else labels.table
         found = audit_sources(sources, chosen, progress, table, runner, named)
         if weights is not None and found.accounting.is_sound:
@@ -181,6 +184,7 @@ def audit(
         mechanism=found.mechanism,
         queues=found.queues,
         weighting=found.weighting,
+        would_not_notice=unseen,
         duration_s=time.monotonic() - began,
         peak_nbytes=_peak_nbytes(),
     )
@@ -297,6 +301,16 @@ def _after_weighting(
     )
     after = dict(zip(names, estimates, strict=True))
     return [d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in found]
+
+
+def _unseen(sources: list[RunSource]) -> list[str]:
+    """Return what an audit of some runs would not notice."""
+    hooks = tuple(sorted({hook for source in sources for hook in source.hooks}))
+    n_probes = max((source.n_probes for source in sources), default=0)
+    widths = Widths(
+        max((source.n_projections for source in sources), default=0), min(MAX_PROBES, n_probes)
+    )
+    return blind_spots(hooks if knows_ids(sources) else (), widths, n_probes)
 
 
 def _strata(passed: Passed, limits: Limits) -> dict[str, object]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CellSums", "cell_sums", "joined", "no_cells"]
+__all__ = ["CellSums", "RunCells", "cell_sums", "joined"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -32,37 +32,47 @@ class CellSums:
     request: Ints
     sums: Floats
 
-    def centred(self, away: Floats) -> CellSums:
-        """Return the same with squares about another middle, ``away`` from where they were.
 
-        The first half of the covariates are numbers, the second their squares.
+class RunCells:
+    """The sums of a run, part by part as they came: side by side they would be held twice.
 
-        Args:
-            away: of each number, ``(n_covariates / 2,)``.
-        """
-        n = len(away)
-        sums = self.sums.copy()
-        for count in (0, 2):
-            x, d = self.sums[count + 1, :n], away[:, np.newaxis]
-            sums[count + 1, n:] += -2 * d * x + d**2 * self.sums[count, :n]
-        return CellSums(self.step, self.request, sums)
+    Args:
+        parts: in their order; a step and request may stand in several.
+        away: how far the middle of each number lies from where its squares were taken, ``(n,)``;
+            the covariates are n numbers, then their squares. ``None`` where none is a square.
+    """
+
+    def __init__(self, parts: list[CellSums], away: Floats | None = None) -> None:
+        self.parts, self.away = parts, away
+        self._groups: tuple[Ints, Ints, Ints] | None = None
 
     def columns(self, k: int) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arguments of ``statistics.within.within_cells`` for a covariate."""
-        n, sx, n_lost, lx = self.sums[:, k]
+        if self._groups is None:
+            empty = np.zeros(0, np.int64)
+            self._groups = _groups(
+                np.concatenate([empty, *(p.step for p in self.parts)]),
+                np.concatenate([empty, *(p.request for p in self.parts)]),
+            )
+        step, request, at = self._groups
+
+        def summed(j: int, k: int) -> Floats:
+            rows = [p.sums[j, k] for p in self.parts]
+            weights = np.concatenate([np.zeros(0), *rows])
+            return np.bincount(at, weights=weights, minlength=len(step)).astype(np.float64)
+
+        n, x, n_lost, lost_x = (summed(j, k) for j in range(4))
+        if self.away is not None and k >= len(self.away):
+            d, number = self.away[k - len(self.away)], k - len(self.away)
+            x += -2 * d * summed(1, number) + d**2 * n
+            lost_x += -2 * d * summed(3, number) + d**2 * n_lost
         used = n > 0
-        named = {"n": n, "sx": sx, "n_lost": n_lost, "lx": lx}
+        named = {"n": n, "sx": x, "n_lost": n_lost, "lx": lost_x}
         return {
-            "step": self.step[used],
-            "request": self.request[used],
+            "step": step[used],
+            "request": request[used],
             **{name: values[used] for name, values in named.items()},
         }
-
-
-def no_cells(n_covariates: int) -> CellSums:
-    """Return the sums over nothing."""
-    empty = np.zeros(0, np.int64)
-    return CellSums(empty, empty, np.zeros((4, n_covariates, 0)))
 
 
 def cell_sums(

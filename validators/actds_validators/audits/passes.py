@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds_validators.audits.cell_sums import CellSums
+from actds_validators.audits.cell_sums import CellSums, RunCells
 from actds_validators.audits.class_counts import CLASSES
 from actds_validators.audits.coverage import CoverageCounts, read_spans
 from actds_validators.audits.engine import Engine
@@ -39,7 +39,7 @@ from actds_validators.audits.words import WordPass
 __all__ = ["Passed", "knows_ids", "pass_over", "row_strata"]
 
 Ints = npt.NDArray[np.int64]
-Within = tuple[Covariate, list[CellSums], int]
+Within = tuple[Covariate, list[RunCells], int]
 
 
 @dataclass
@@ -133,8 +133,8 @@ def pass_over(
             progress("sampling readouts")
             readouts = [part for source, _, _ in runs for part in source.parts["readouts"]]
             found.scale = scale_of(readouts, hooks, found.widths, engine)
-    token_parts: list[CellSums] = []
-    value_parts: list[list[CellSums]] = [[] for _ in hooks]
+    token_parts: list[RunCells] = []
+    value_parts: list[list[RunCells]] = [[] for _ in hooks]
     n_covariates = len(covariates) + 2 * len(hooks) * found.widths.n_values
     every = thinning([own for _, own, _ in runs], n_covariates)
     for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
@@ -154,7 +154,7 @@ def pass_over(
         found.lookups[source.run] = lookup
         progress(f"tokens of {source.run}")
         read_spans(source, lookup, found.covered)
-        token_parts.append(_add_tokens(found, source, lookup, edges, engine))
+        token_parts.append(RunCells(_add_tokens(found, source, lookup, edges, engine)))
         if found.spans is not None:
             found.spans.add(source, lookup)
         if edges is not None and found.scale is not None:
@@ -163,7 +163,7 @@ def pass_over(
             for parts, cells in zip(
                 value_parts, _add_values(found, source, value_pass, engine), strict=True
             ):
-                parts.append(cells)
+                parts.append(RunCells(cells))
     if found.tokens is not None:
         found.covered.rows.add(found.tokens.classes)
     if edges is None:
@@ -173,7 +173,8 @@ def pass_over(
         away = found.values.centred(series.blocks.labels)
         found.scale = replace(found.scale, middle=found.scale.middle + away)
         value_parts = [
-            [part.centred(d) for part in parts] for parts, d in zip(value_parts, away, strict=True)
+            [RunCells(run.parts, d) for run in of_hook]
+            for of_hook, d in zip(value_parts, away, strict=True)
         ]
     found.value_covariates = [value_covariates(hook, found.widths) for hook in hooks]
     found.within = [(c, token_parts, k) for k, c in enumerate(covariates.values())]
@@ -212,7 +213,7 @@ def row_strata(found: Passed) -> Iterator[Strata]:
 
 def _add_tokens(
     found: Passed, source: RunSource, lookup: Lookup, edges: CellEdges | None, engine: Engine
-) -> CellSums:
+) -> list[CellSums]:
     """Add the tokens of a run, stored and lost, and return their sums by step and request."""
     token_pass = TokenPass(lookup, tuple(found.covariates), edges)
     found.tokens = found.tokens or token_pass.sums()
@@ -224,7 +225,7 @@ def _add_tokens(
 
 def _add_values(
     found: Passed, source: RunSource, value_pass: ValuePass, engine: Engine
-) -> list[CellSums]:
+) -> list[list[CellSums]]:
     """Add the readouts of a run, and return their sums by step and request, hook by hook."""
     found.values = found.values or value_pass.sums()
     for sums in engine.map(value_pass, source.parts["readouts"]):

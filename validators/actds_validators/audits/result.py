@@ -631,6 +631,9 @@ class Audit(Section):
     queues: Queues | None = None
     weighting: Weighting | None = None
     drift: list[Drift] = Field(default_factory=list)
+    would_not_notice: list[str] = Field(
+        default_factory=list, description="what this audit could not have found, in words"
+    )
     duration_s: float
     peak_nbytes: int | None = Field(
         default=None, description="largest resident memory of this process, not of Ray's workers"

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from actds_validators.audits.cell_sums import CellSums, cell_sums, joined, no_cells
+from actds_validators.audits.cell_sums import CellSums, cell_sums, joined
 from actds_validators.audits.lookup import Lookup
 from actds_validators.audits.result import Covariate
 from actds_validators.audits.scale import Scale, Widths, read_values
@@ -101,12 +101,7 @@ class ValueSums:
         np.divide(self.x.sum(axis=2), total, out=found, where=total > 0)
         d = found[..., np.newaxis]
         n, x, xx = (
-            np.stack(
-                [
-                    np.bincount(block, weights=row, minlength=self.x4.shape[2])
-                    for row in held.reshape(-1, held.shape[2])
-                ]
-            ).reshape(self.x4.shape)
+            np.apply_along_axis(_by_block, 2, held, block, self.x4.shape[2])
             for held in (self.n, self.x, self.xx)
         )
         self.x4 += -4 * d * self.x3 + 6 * d**2 * xx - 4 * d**3 * x + d**4 * n
@@ -120,12 +115,12 @@ class ValueSums:
             for at in np.ndindex(*found.shape):  # in place: these are the largest arrays
                 square[at] += -2 * away[at] * one[at] + away[at] ** 2 * count[at]
                 one[at] -= away[at] * count[at]
-        return found
+        return np.asarray(found, np.float64)
 
-    def take_within(self, hook: int) -> CellSums:
+    def take_within(self, hook: int) -> list[CellSums]:
         """Return the sums of a hook by step and request, and forget them."""
         parts, self.within[hook] = self.within[hook], []
-        return joined(parts) if parts else no_cells(2 * self.x.shape[1])
+        return parts
 
 
 @dataclass(frozen=True)
@@ -268,3 +263,7 @@ def _add_tails(sums: ValueSums, lookup: Lookup, hook: int, rows: _Rows, scale: S
                 for lost, some in enumerate((at[~gone], at[gone])):
                     n = np.bincount(block[some], minlength=lookup.n_blocks)
                     sums.tails[lost, side, hook, k] += n
+
+
+def _by_block(row: Floats, block: Ints, n_blocks: int) -> Floats:
+    return np.bincount(block, weights=row, minlength=n_blocks).astype(np.float64)
