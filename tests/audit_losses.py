@@ -51,11 +51,12 @@ def lose(found: Tables, choose: Chooses) -> Tables:
     moved = steps["step"].map(n_lost).fillna(0).astype(np.uint32)
     steps["captured_tokens"] -= moved
     steps["dropped_tokens"] += moved
+    drops = _drops(gone, found["drops"].to_pandas(), steps)
     return {
         **found,
         "tokens": _table("tokens", stored),
         "steps": _table("steps", steps),
-        "drops": _table("drops", _drops(gone, found["drops"].to_pandas())),
+        "drops": _table("drops", drops),
         "spans": _table("spans", _spans(found["spans"].to_pandas(), gone, rows)),
     }
 
@@ -65,7 +66,7 @@ def _table(name: str, frame: pd.DataFrame) -> pa.Table:
     return made
 
 
-def _drops(gone: pd.DataFrame, before: pd.DataFrame) -> pd.DataFrame:
+def _drops(gone: pd.DataFrame, before: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return one line a step, request and stretch of positions."""
     gone = gone.sort_values(["step", "request", "position"])
     new = (gone[["step", "request"]].diff() != 0).any(axis=1) | (gone["position"].diff() != 1)
@@ -75,10 +76,13 @@ def _drops(gone: pd.DataFrame, before: pd.DataFrame) -> pd.DataFrame:
         start=("position", "first"), stop=("position", "last"),
     )  # fmt: skip
     lines["stop"] += 1
-    event = pd.factorize(lines["step"])[0] + len(before)
-    lines = lines.assign(drop=event, drop_reason="queue_full", policy="drop_newest", t_ns=0,
-                         n_tokens=lines["stop"] - lines["start"], batch_tokens=1,
-                         max_seq_len=1)  # fmt: skip
+    lines["drop"] = pd.factorize(lines["step"])[0] + before["drop"].nunique()
+    of_event = (lines["stop"] - lines["start"]).groupby(lines["drop"]).transform("sum")
+    of_step = steps.set_index("step").loc[lines["step"].to_numpy()]
+    lines = lines.assign(drop_reason="queue_full", policy="drop_newest", n_tokens=of_event,
+                         t_ns=of_step["t_ns"].to_numpy() + 5,
+                         batch_tokens=of_step["batch_tokens"].to_numpy(),
+                         max_seq_len=of_step["max_seq_len"].to_numpy())  # fmt: skip
     return pd.concat([before, lines.reindex(columns=before.columns)])
 
 

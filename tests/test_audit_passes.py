@@ -52,7 +52,9 @@ class Read:
         return {
             **arrays(self.passed.tokens, "tokens"),
             **arrays(self.passed.values, "values"),
-            **arrays([part for _, parts, _ in self.passed.within for part in parts], "within"),
+            **arrays(
+                [run.columns(k) for _, runs, k in self.passed.within for run in runs], "within"
+            ),
         }
 
 
@@ -247,7 +249,7 @@ def test_selection_within_steps_is_seen_in_every_nth_of_many(
     chosen = np.flatnonzero(some[partial])
     [each] = np.unique(np.diff(chosen))
     assert each > 3 and chosen[0] == 0 and chosen[-1] + each >= len(partial)
-    in_all, in_some = (passed.within[0][1][0].step for passed in seen)
+    in_all, in_some = (passed.within[0][1][0].columns(0)["step"] for passed in seen)
     assert len(in_some) <= 400 < len(in_all)
     assert np.array_equal(np.unique(in_some), partial[chosen])
     for one in smallest.values():

@@ -165,7 +165,7 @@ def on_strata(found: list[StratumLoss], share: float) -> str:
         )
     others = len(found) - 1
     more = (
-        f"; {others} more kind{'s' if others > 1 else ''} of token lost too many" if others else ""
+        f"; {others} more kind{'s' if others > 1 else ''} of token lost too much" if others else ""
     )
     return f"{said}, where {share:.2%} of all are{more}."
 
