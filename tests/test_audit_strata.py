@@ -343,3 +343,35 @@ def test_the_users_probes_are_tested_and_those_beyond_sixteen_are_named(sound: T
     assert "resid_post.0 probe 3 squared" in rejected
     kinds = {s.label for s in found.missingness.worst_strata}
     assert {f"{side} 1% of the probe 3 at resid_post.0" for side in ("lowest", "highest")} <= kinds
+
+
+# what multiplicity weights see ----------------------------------------------------------------
+
+
+def test_the_cell_that_multiplicity_weights_see_most_of_is_that_of_pandas(sound: Tables) -> None:
+    sink = (sound["readouts"]["position"].to_numpy() == 0) * 1000.0
+    norm = sound["readouts"]["norm"].to_numpy() + sink.astype(np.float32)
+    at = sound["readouts"].schema.get_field_index("norm")
+    field = sound["readouts"].schema.field(at)
+    large = {**sound, "readouts": sound["readouts"].set_column(at, field, pa.array(norm))}
+    seen = audited(large).coverage
+    assert seen is not None and seen.dominant is not None
+    rows = rows_of(large)
+    spans = large["spans"].to_pandas()
+    again = spans[spans["disposition"] == "cache_ref"]
+    served = np.ones(len(rows))
+    place = {pair: k for k, pair in enumerate(zip(rows["request"], rows["position"], strict=True))}
+    for _, one in again.iterrows():
+        for position in range(int(one["start"]), int(one["stop"])):
+            served[place[int(one["ref_request"]), position]] += 1
+    x = rows["norm"].to_numpy(np.float64)
+    square = served * (x - np.average(x, weights=served)) ** 2
+    cells = pd.Series(square).groupby([rows["token_id"], rows["position"]]).sum() / square.sum()
+    assert (seen.dominant.token_id, seen.dominant.position) == cells.idxmax()
+    assert seen.dominant.share == pytest.approx(cells.max(), rel=1e-6) and cells.max() > 0.5
+    mine = (rows["token_id"] == cells.idxmax()[0]) & (rows["position"] == 0)
+    assert seen.dominant.n_rows == mine.sum()
+    assert seen.dominant.n_served == served[mine].sum()
+    assert seen.dominant.exclude == ["first_position", "sink"]
+    step = judge(audited(large).evidence, Limits()).next_steps
+    assert any("exclude=(" in words for words in step)
