@@ -451,11 +451,11 @@ def test_a_bias_that_grows_beyond_the_tolerance_is_told() -> None:
 
     cells = weigh(Cells(CellEdges((), "position", ()), 1.0, np.array([[9.0]]), np.array([[1.0]])))
     found = [moved("system", 0.2, -0.01), moved("content", -0.084, 0.105),
-             moved("values", 0.01, -0.0119)]  # fmt: skip
-    section = weighting(cells, found, 0.002)
+             moved("values", 0.01, -0.0199), moved("values", 0.03, 0.0319)]  # fmt: skip
+    section = weighting(cells, found, 0.02)
     assert section is not None
     assert [(w.group, w.before, w.after) for w in section.worse] == [("content", 0.084, 0.105)]
-    assert weighting(cells, found[::2], 0.002).worse == []  # type: ignore[union-attr]
+    assert weighting(cells, found[2:], 0.02).worse == []  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ def audit_sources(
     progress("weights")
     cells = weigh(counted_cells(edges, series, passed.tokens))
     found = _after_weighting(found, everything, passed, cells, series)
-    weighed = weighting(cells, found, limits.negligible_bias / 10)
+    weighed = weighting(cells, found, limits.negligible_bias)
     progress("tests")
     tests = family(everything, series, _within(passed, series), trends, limits)
     missing = missingness(found, account.loss_share, has_values=bool(values), has_ids=has_ids)

@@ -519,8 +519,8 @@ class Weighting(Section):
     balance: list[Balance] = Field(description="of each group of covariates that has any")
     worse: list[Worse] = Field(
         default_factory=list,
-        description="covariates whose bias grows by more than a tenth of negligible_bias, the "
-        "worst first; empty where none does",
+        description="covariates whose bias grows by more than a tenth of negligible_bias and to "
+        "more than it, the worst first; empty where none does",
     )
     claim: str = Field(description="MAR-consistent after weighting, or why not")
 

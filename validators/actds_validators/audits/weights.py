@@ -212,14 +212,14 @@ def _weighted(
 
 
 def weighting(
-    cells: Cells, differences: Sequence[Difference], tolerance: float
+    cells: Cells, differences: Sequence[Difference], negligible: float
 ) -> Weighting | None:
     """Return the section, ``None`` without weights.
 
     Args:
         cells: with their weights.
         differences: of the covariates, before and after weighting.
-        tolerance: growth of a bias that is none, in standard deviations.
+        negligible: bias that does not matter, in standard deviations.
     """
     if cells.weights is None or cells.rates is None:
         return None
@@ -254,13 +254,15 @@ def weighting(
         complexity=cells.edges.complexity,
         cells=listed,
         balance=_balance(differences),
-        worse=_worse(differences, tolerance),
+        worse=_worse(differences, negligible),
         claim=claim,
     )
 
 
-def _worse(differences: Sequence[Difference], tolerance: float) -> list[Worse]:
-    """Return the covariates whose bias the weights make larger, the worst first.
+def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
+    """Return the covariates whose bias the weights make larger and not negligible, worst first.
+
+    A tenth of what is negligible is no growth.
 
     The bias before and after is of the same rows: most of its noise is in both, and what an
     interval of either allows would hide a bias that grew by a quarter.
@@ -275,7 +277,7 @@ def _worse(differences: Sequence[Difference], tolerance: float) -> list[Worse]:
         for d in differences
         if d.before_weighting and d.after_weighting
     ]
-    grown = [one for one in found if one.after > one.before + tolerance]
+    grown = [one for one in found if one.after > max(negligible, one.before + negligible / 10)]
     return sorted(grown, key=lambda one: one.before - one.after)
 
 
