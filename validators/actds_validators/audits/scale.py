@@ -69,7 +69,8 @@ class Scale:
     """Where readouts lie, ``(n_hooks, n_values)`` each; NaN where there are too few.
 
     Args:
-        middle: about which sums are taken: the mean of the sample, and after the pass of all.
+        middle: about which sums are taken: the median of the sample, and after the pass the mean
+            of all.
         median: of the sample.
         low: a hundredth of the rows lies below.
         high: and above.
@@ -143,13 +144,14 @@ def scale_of(
     sample = _SamplePass(hooks, widths, max(1, n_rows // SAMPLE))
     drawn = list(engine.map(sample, chosen))
     shape = len(hooks), widths.n_values
-    middle, median, low, high = (np.full(shape, np.nan) for _ in range(4))
+    median, low, high = (np.full(shape, np.nan) for _ in range(3))
     for number in range(len(hooks)):
         values = [of_part[number] for of_part in drawn]
         for k, row in enumerate(np.concatenate(values, axis=1) if values else ()):
             x = np.sort(row[~np.isnan(row)].astype(np.float64))
             if len(x):
-                middle[number, k], median[number, k] = x.mean(), np.median(x)
+                median[number, k] = np.median(x)
             if len(x) >= MIN_SAMPLE and x[0] < x[-1]:
                 low[number, k], high[number, k] = np.quantile(x, [TAIL, 1 - TAIL])
-    return Scale(np.nan_to_num(middle), median, low, high)
+    # Not the mean: fourth powers about one that a few outliers moved would lose all digits.
+    return Scale(np.nan_to_num(median), median, low, high)

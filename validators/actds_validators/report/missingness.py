@@ -24,6 +24,8 @@ from actds_validators.report.words import (
 
 __all__ = ["missingness_part"]
 
+_MAX_STRATA = 10
+
 
 def missingness_part(section: Missingness, limits: Limits, n_events: int | None = None) -> Part:
     """Return the part on missingness.
@@ -57,8 +59,8 @@ def missingness_part(section: Missingness, limits: Limits, n_events: int | None 
         pictures.append(heat_map(worst_first(section.differences)))
     pictures.append(bound_curve(section.bound, limits))
     notes = [
-        *(Sentence(f"Could be asked: {question}") for question in section.could_ask[:20]),
-        *(Sentence(f"Could not be asked: {question}") for question in section.could_not_ask[:20]),
+        *(Sentence(f"Could be asked: {question}") for question in section.could_ask[:16]),
+        *(Sentence(f"Could not be asked: {question}") for question in section.could_not_ask[:16]),
     ]
     if section.whole_requests:
         notes.append(
@@ -74,7 +76,7 @@ def missingness_part(section: Missingness, limits: Limits, n_events: int | None 
 
 def _strata(section: Missingness) -> Table:
     """Return the kinds of token that lost too much."""
-    some, more = first(section.worst_strata)
+    some, more = first(section.worst_strata, _MAX_STRATA)
     rows = [
         Row(
             (
