@@ -375,3 +375,19 @@ def test_the_cell_that_multiplicity_weights_see_most_of_is_that_of_pandas(sound:
     assert seen.dominant.exclude == ["first_position", "sink"]
     step = judge(audited(large).evidence, Limits()).next_steps
     assert any("exclude=(" in words for words in step)
+
+
+def test_requests_that_begin_alike_are_a_stratum_without_a_source(sound: Tables) -> None:
+    about = rows_of(sound).groupby("request")["source"].first()
+    user = about.value_counts().index[5]
+    mine = set(about.index[about == user])
+
+    def blocks(frame: pd.DataFrame) -> pd.DataFrame:
+        digests = [[b"\x07" * 16] if r in mine else [int(r).to_bytes(16, "big")]
+                   for r in frame["request"]]  # fmt: skip
+        return frame.assign(source=None, block_digests=digests)
+
+    alike = changed(sound, "requests", blocks)
+    _, worst = verdict_of(lose(alike, lambda r: r["request"].isin(mine).to_numpy()))
+    assert (worst[0].kind, worst[0].label) == ("first prompt block", "0707070707070707…")
+    assert worst[0].n == worst[0].n_lost == rows_of(sound)["request"].isin(mine).sum()
