@@ -42,6 +42,7 @@ from actds_validators.audits.result import (
     Queues,
     Stall,
     Stratum,
+    StratumLoss,
     TracePoint,
     Verdict,
     WaterfallStep,
@@ -200,6 +201,7 @@ def audit(name: str = "load", seed: int = 0, **changes: Any) -> Audit:
         "mechanism": None if found else mechanism(rng, rejected=name in ("load", "heavy")),
         "queues": None if found else queues(rng, loss),
         "weighting": weighting() if name in ("load", "heavy") else None,
+        "would_not_notice": ["what no readout sees", "tokens that never reached the engine"],
         "drift": [drift("numeric drift"), drift("population shift")] if name == "heavy" else [],
         "duration_s": 3.21,
         "peak_nbytes": 212 << 20,
@@ -242,14 +244,15 @@ def _numbers(loss: float) -> list[Number]:
 
 
 def accounting(loss: float, *, found: bool = False) -> Accounting:
-    positions, reused, filtered, aborted = 2_000_000, 520_000, 60_000, 1_200
-    computed = positions - reused - filtered
+    positions, reused, filtered, aborted, never = 2_000_000, 520_000, 60_000, 1_200, 2_345
+    computed = positions - reused - filtered - never
     dropped = max(0, round(computed * loss) - aborted)
     captured = computed - dropped - aborted
     steps = [
         ("positions", None, positions),
         ("cache_ref", None, reused),
         ("filtered", "not_selected", filtered),
+        ("never computed", "client_abort", never),
         ("dropped", "queue_full", dropped * 3 // 4),
         ("dropped", "dma_backpressure", dropped - dropped * 3 // 4),
         ("aborted", "client_abort", aborted),
@@ -269,6 +272,8 @@ def accounting(loss: float, *, found: bool = False) -> Accounting:
         cache_ref=reused,
         dropped=dropped,
         aborted=aborted,
+        never_computed=never,
+        never_computed_requests=91,
         filtered=filtered,
         recomputed=311,
         unresolved=0,
@@ -363,8 +368,13 @@ def missingness(rng: np.random.Generator, loss: float, *, strong: bool) -> Missi
             )
         )
     shares = [10 ** (k / 10 - 5) for k in range(47)]
+    worst = StratumLoss(kind="source", label="synthetic/chat", n=9_000, n_lost=4_100, rate=0.4556,
+                        n_blocks=31, adjusted_p=2e-9)  # fmt: skip
     return Missingness(
         differences=differences,
+        worst_strata=[worst] if strong else [],
+        n_strata=8_112,
+        whole_requests=3 if strong else 0,
         bound=Bound(
             loss_share=loss,
             bias=math.sqrt(loss / (1 - loss)),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
@@ -13,6 +14,7 @@ from audit_tokens import audited, changed, tables_of
 
 from actds_validators.audits.result import Limits
 from actds_validators.audits.verdict import judge
+from actds_validators.report.accounting import balance, never_computed
 from actds_validators.simulate import SCENARIOS, simulate
 
 Tables = dict[str, pa.Table]
@@ -200,3 +202,44 @@ def test_positions_beyond_any_integer_are_findings_and_no_error(sound: Tables) -
 
     assert "E408" in refused(changed(sound, "drops", far))
     assert "E404" in refused(changed(sound, "spans", far))
+
+
+def test_positions_that_no_step_computed_are_in_no_loss_rate(sound: Tables) -> None:
+    """Clients that leave the queue owe a prompt that nobody computed."""
+    n = 445
+    first = int(sound["requests"]["request"].to_numpy().max()) + 1
+    prompt = 10 + np.arange(n) % 7
+
+    def requests(frame: pd.DataFrame) -> pd.DataFrame:
+        more = frame.iloc[np.zeros(n, int)].assign(
+            request=first + np.arange(n), prompt_len=prompt, generated_len=0, cached_tokens=0,
+            finish_reason="abort", token_digest=None,
+        )  # fmt: skip
+        return pd.concat([frame, more.astype(frame.dtypes.to_dict())])
+
+    def spans(frame: pd.DataFrame) -> pd.DataFrame:
+        more = pd.DataFrame({"request": first + np.arange(n), "start": 0, "stop": prompt,
+                             "disposition": "aborted", "reason": "client_abort", "step": None,
+                             "ref_request": None})  # fmt: skip
+        return pd.concat([frame, more[frame.columns]])
+
+    before = audited(sound).accounting
+    left = changed(changed(sound, "requests", requests), "spans", spans)
+    found = audited(left)
+    account, lines = found.accounting, left["spans"].to_pandas()
+    assert account.findings == []
+    lines["n"] = lines["stop"].astype(int) - lines["start"].astype(int)
+    reached = lines[lines["step"].notna()].groupby("disposition")["n"].sum()
+    lost = reached["dropped"] + reached["aborted"]
+    assert account.never_computed == prompt.sum() == lines["n"].sum() - before.positions
+    assert account.never_computed_requests == n
+    assert account.computed == lost + reached["captured"] == before.computed
+    assert account.loss_share == lost / account.computed == before.loss_share
+    assert account.aborted == reached["aborted"]
+    [step] = [w for w in account.waterfall if w.name == "never computed"]
+    assert (step.reason, step.n_positions) == ("client_abort", account.never_computed)
+    assert found.coverage is not None
+    assert sum(c.lost for c in found.coverage.cells) == lost
+    words = never_computed(account)
+    assert f"Never computed: {prompt.sum():,} positions of 445 requests" in words
+    assert f"{prompt.sum():,} never computed" in balance(account)

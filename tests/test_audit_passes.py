@@ -52,7 +52,9 @@ class Read:
         return {
             **arrays(self.passed.tokens, "tokens"),
             **arrays(self.passed.values, "values"),
-            **arrays([part for _, parts, _ in self.passed.within for part in parts], "within"),
+            **arrays(
+                [run.columns(k) for _, runs, k in self.passed.within for run in runs], "within"
+            ),
         }
 
 
@@ -90,7 +92,8 @@ def read(runs: list[Tables], engine: Engine, n_parts: int) -> Read:
             readouts, rows = list(source.parts["readouts"]), read_rows(source, own)
             pieces = [*tokens, *lost_pieces(known, 100)]
             calls.append((TokenPass(known, tuple(passed.covariates), edges), pieces))
-            values = ValuePass(known, source.hooks, source.n_projections, edges)
+            assert passed.scale is not None
+            values = ValuePass(known, source.hooks, passed.widths, passed.scale, edges)
             calls.append((values, readouts))
             calls += [(WordPass(rows, None), tokens), (WordPass(rows, source.hooks[0]), readouts)]
         return Read(passed, calls)
@@ -246,7 +249,7 @@ def test_selection_within_steps_is_seen_in_every_nth_of_many(
     chosen = np.flatnonzero(some[partial])
     [each] = np.unique(np.diff(chosen))
     assert each > 3 and chosen[0] == 0 and chosen[-1] + each >= len(partial)
-    in_all, in_some = (passed.within[0][1][0].step for passed in seen)
+    in_all, in_some = (passed.within[0][1][0].columns(0)["step"] for passed in seen)
     assert len(in_some) <= 400 < len(in_all)
     assert np.array_equal(np.unique(in_some), partial[chosen])
     for one in smallest.values():

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from audit_results import COVARIATES
 from audit_tokens import audited, tables_of
@@ -16,7 +17,9 @@ from actds_validators.audits.result import (
     Association,
     Balance,
     Covariate,
+    Coverage,
     Difference,
+    Dominant,
     Estimate,
     Finding,
     Group,
@@ -24,13 +27,20 @@ from actds_validators.audits.result import (
     Mechanism,
     Missingness,
     Number,
+    StratumLoss,
     Verdict,
+    WaterfallStep,
     Weighting,
+    Worse,
 )
+from actds_validators.audits.tokens import CellEdges
 from actds_validators.audits.verdict import Evidence, judge
+from actds_validators.audits.weights import Cells, weigh, weighting
 from actds_validators.simulate import SCENARIOS, simulate
 
 LIMITS = Limits()
+MEANS = Limits(worst_stratum_warn=1, worst_stratum_fail=1)
+"""Limits under which means decide: the tails of what a loss goes with are lost to a fifth."""
 
 
 def verdict_of(name: str, seed: int, limits: Limits = LIMITS, **changes: Any) -> Verdict:
@@ -103,7 +113,7 @@ def test_a_queue_that_overflows_warns_of_the_content_that_comes_with_the_load() 
 @pytest.mark.parametrize("name", ["mnar_content", "mnar_projection", "mnar_steps"])
 def test_a_loss_by_value_is_told_and_fails_when_it_is_serious(name: str) -> None:
     changes = {"n_steps": 3000, "rate": 0.03}
-    found = verdict_of(name, 4, **changes)
+    found = verdict_of(name, 4, MEANS, **changes)
     assert (found.level, found.kind) == ("WARN", "values-dependent")
     # Only the one that takes whole steps can come from the load.
     whole = name == "mnar_steps"
@@ -111,15 +121,16 @@ def test_a_loss_by_value_is_told_and_fails_when_it_is_serious(name: str) -> None
     assert ("of whole steps" in found.sentence) is whole
     effect = found.numbers[-1]
     assert 0 < effect.value < LIMITS.serious and effect.limit == LIMITS.serious
-    strict = verdict_of(name, 4, Limits(serious=effect.value * 0.99), **changes)
+    strict = MEANS.model_copy(update={"serious": effect.value * 0.99})
+    strict = verdict_of(name, 4, strict, **changes)
     assert (strict.level, strict.kind) == ("FAIL", "values-dependent")
     assert strict.deciding.value == pytest.approx(effect.value)
 
 
 def test_a_strong_selection_fails_at_the_default_limits() -> None:
     changes = {"n_steps": 3000, "rate": 0.045}
-    mild = verdict_of("mnar_content", 4, **changes)
-    strong = verdict_of("mnar_content", 4, strength=3.0, **changes)
+    mild = verdict_of("mnar_content", 4, MEANS, **changes)
+    strong = verdict_of("mnar_content", 4, MEANS, strength=3.0, **changes)
     assert (mild.level, strong.level) == ("WARN", "FAIL")
     assert strong.kind == "values-dependent"
     assert strong.deciding.name == "largest bias, content or values with a rejected test"
@@ -328,15 +339,146 @@ def test_what_is_short_says_how_many_events_it_would_take() -> None:
     assert few.lacks == ["29 independent loss events, of 30 needed"]
 
 
-def test_an_interval_that_leaves_out_nought_is_told_where_no_test_rejects() -> None:
+def test_where_no_test_rejects_no_covariate_is_named_however_far_off_its_interval() -> None:
     moved = (difference("content"), difference("system", 0.2, 0.6))
     found = judge(evidence(found=moved, n_events=10), LIMITS)
     assert found.kind == "too-little-evidence"
-    assert "leaves out 0: too few loss events" in found.sentence and "+0.40" in found.sentence
-    assert "No test finds a pattern" in judge(evidence(n_events=10), LIMITS).sentence
-    worst = moved[1].smd.model_copy(update={"confidence": 1.0})  # of the worst case: says nothing
-    unknown = (moved[0], moved[1].model_copy(update={"smd": worst}))
-    assert "No test finds" in judge(evidence(found=unknown, n_events=10), LIMITS).sentence
+    assert found.sentence.endswith(
+        "No test finds a pattern, and nothing proves that there is none."
+    )
+    assert moved[1].covariate.label not in found.model_dump_json()
+
+
+@pytest.mark.parametrize(("n_events", "blamed"), [(1, False), (2, False), (3, True)])
+def test_under_three_events_nothing_is_blamed(n_events: int, blamed: bool) -> None:
+    given = evidence(tests=(REJECTED["values"], REJECTED["system"]), n_events=n_events)
+    assert kind(given)[0] == ("WARN" if blamed else "INCONCLUSIVE")
+    found = judge(given, LIMITS)
+    label = covariate("values").label
+    assert (label in found.sentence) is blamed
+    if not blamed:
+        events = f"{n_events} independent event{'s' * (n_events > 1)}"
+        assert f"All losses are {events}: whatever those met" in found.sentence
+
+
+def stratum(rate: float, kind: str = "token id", label: str = "7") -> StratumLoss:
+    return StratumLoss(kind=kind, label=label, n=1000, n_lost=round(1000 * rate), rate=rate,
+                       n_blocks=20, adjusted_p=1e-9)  # fmt: skip
+
+
+def with_strata(given: Evidence, *strata: StratumLoss) -> Evidence:
+    assert given.missingness is not None
+    update = {"worst_strata": list(strata), "n_strata": 500}
+    return replace(given, missingness=given.missingness.model_copy(update=update))
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(0.05, ("WARN", "worst-stratum")), (0.199, ("WARN", "worst-stratum")),
+     (0.2, ("FAIL", "worst-stratum")), (1.0, ("FAIL", "worst-stratum"))],
+)  # fmt: skip
+def test_a_stratum_decides_where_it_is_the_more_severe(
+    rate: float, expected: tuple[str, str]
+) -> None:
+    worst = stratum(rate)
+    for n_lost, tests, others in ((3, (), 10_004), (200, (), 10_000), (200, (), 10_000)):
+        given = with_strata(evidence(n_lost, tests, n=others), worst)
+        assert kind(given) == expected
+        assert "Train on it." not in judge(given, LIMITS).next_steps
+    loaded = with_strata(evidence(tests=(REJECTED["values"],)), worst)
+    found = judge(loaded, LIMITS)
+    assert (found.level == "FAIL") is (rate >= 0.2)
+    assert "token id 7" in found.sentence and "go with the values" in found.sentence
+    heavy = with_strata(evidence(501), worst)
+    assert kind(heavy) == ("FAIL", "heavy") and "token id 7" in judge(heavy, LIMITS).sentence
+    mild = Limits(worst_stratum_warn=0.01, worst_stratum_fail=1)
+    assert kind(with_strata(evidence(), stratum(0.5)), mild) == ("WARN", "worst-stratum")
+
+
+@pytest.mark.parametrize(
+    ("worst", "words"),
+    [
+        (stratum(1.0), "All 1,000 rows of token id 7 are lost, where 2.00% of all are."),
+        (stratum(0.25, "position from the end", "0"),
+         "25% of the rows of the tokens 0 positions from the end of their request are lost (250"),
+        (stratum(1.0, "source", "{0}"), "All 1,000 rows of source 0 are lost"),
+        (stratum(1.0, "tail of a value", "highest 1% of the norm at resid_post.3"),
+         "rows of the highest 1% of the norm at resid_post.3 are lost"),
+    ],
+)  # fmt: skip
+def test_a_stratum_is_named_with_its_share(worst: StratumLoss, words: str) -> None:
+    assert words in judge(with_strata(evidence(), worst), LIMITS).sentence
+    two = judge(with_strata(evidence(), worst, stratum(0.1)), LIMITS).sentence
+    assert "; 1 more kind of token lost too much." in two
+
+
+def test_the_largest_hole_is_said_first() -> None:
+    given = evidence(200, (REJECTED["content"],), cache_ref=1000, unresolved=460)
+    found = judge(given, LIMITS)
+    assert found.sentence.startswith("46.0% of the cache references (460 positions, more than were")
+    assert found.next_steps[0].startswith("46.0% of the cache references")
+    few = judge(evidence(200, (REJECTED["content"],), cache_ref=1000, unresolved=46), LIMITS)
+    assert few.sentence.startswith("Losses go") and "4.6%" in few.next_steps[-1]
+
+
+def test_the_largest_cause_is_named_where_there_are_several() -> None:
+    steps = [
+        WaterfallStep(name="dropped", reason="queue_full", n_positions=150, share=0.015),
+        WaterfallStep(name="aborted", reason="shutdown", n_positions=50, share=0.005),
+    ]
+    several = judge(evidence(n_events=5, waterfall=steps), LIMITS)
+    assert "are lost (75% of them dropped: queue_full)" in several.sentence
+    assert "of them" not in judge(evidence(n_events=5, waterfall=steps[:1]), LIMITS).sentence
+
+
+def test_weights_that_make_something_worse_are_not_advised() -> None:
+    balance: dict[Group, tuple[float, float]] = {"system": (0.2, 0.01), "content": (0.084, 0.105)}
+    given = evidence(tests=(REJECTED["system"],), balance=balance)
+    assert given.weighting is not None
+    worse = [Worse(label="rarity of the token", group="content", before=0.084, after=0.105)]
+    harmful = replace(given, weighting=given.weighting.model_copy(update={"worse": worse}))
+    [step] = [s for s in judge(harmful, LIMITS).next_steps if "eights" in s]
+    assert step.startswith("Weights (--weights) are not advised")
+    assert "make rarity of the token worse (0.084 to 0.105)" in step
+    [step] = [s for s in judge(given, LIMITS).next_steps if "eights" in s]
+    assert step.startswith("Train with --weights")
+
+
+def test_a_bias_that_grows_beyond_the_tolerance_is_told() -> None:
+    def moved(group: Group, before: float, after: float) -> Difference:
+        one = difference(group, bias=before)
+        return one.model_copy(update={"after_weighting": Estimate(value=after, low=-1, high=1)})
+
+    cells = weigh(Cells(CellEdges((), "position", ()), 1.0, np.array([[9.0]]), np.array([[1.0]])))
+    found = [moved("system", 0.2, -0.01), moved("content", -0.084, 0.105),
+             moved("values", 0.01, -0.0199), moved("values", 0.03, 0.0319)]  # fmt: skip
+    section = weighting(cells, found, 0.02)
+    assert section is not None
+    assert [(w.group, w.before, w.after) for w in section.worse] == [("content", 0.084, 0.105)]
+    assert weighting(cells, found[2:], 0.02).worse == []  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("share", "exclude", "words"),
+    [
+        (0.98, ["first_position", "sink"], 'exclude=("first_position", "sink"). Without exclude'),
+        (0.98, ["special"], 'exclude="special". Without exclude'),
+        (0.09, ["sink"], 'load with weights="multiplicity".'),
+    ],
+)
+def test_rows_that_dominate_are_left_out_by_name(
+    share: float, exclude: list[str], words: str
+) -> None:
+    cell = Dominant(hook="resid_post.20", token_id=1, position=0, n_rows=1, n_served=256,
+                    share=share, exclude=exclude)  # fmt: skip
+    seen = Coverage(cells=[], classes_from="", reused_share=0.5, repeated_prefixes=1,
+                    largest_multiplicity=256, mean_multiplicity=2, shifts=[],
+                    dominant=cell)  # fmt: skip
+    given = replace(evidence(0, cache_ref=1000), coverage=seen)
+    [step] = [s for s in judge(given, LIMITS).next_steps if "multiplicity" in s]
+    assert words in step
+    if share > 0.1:
+        assert "token id 1 at position 0 (1 row, served 256 times) is 98% of the squared" in step
 
 
 def test_references_that_lead_nowhere_are_named_in_every_verdict() -> None:
@@ -375,7 +517,7 @@ def test_a_change_in_time_is_no_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "smd", "words"),
+    ("name", "size", "words"),
     [
         ("load_32", 0.4, "busy times are under-represented"),
         ("load_32", -0.4, "quiet times are under-represented"),
@@ -385,16 +527,16 @@ def test_a_change_in_time_is_no_load() -> None:
     ],
 )
 def test_a_loss_with_the_system_says_which_steps_are_fewer(
-    name: str, smd: float, words: str
+    name: str, size: float, words: str
 ) -> None:
     one = Covariate(name=name, label=f"the {name}", unit="", group="system")
-    test = association("system", 0.001, rejected=True).model_copy(update={"covariate": one})
+    update: dict[str, Any] = {"covariate": one, "statistic": size}
     if name == "time":
-        note = "1 % lost before 3 s, 2 % after"
-        test = test.model_copy(update={"name": "change", "note": note})
-    moved = difference("system", smd - 0.1, smd + 0.1).model_copy(update={"covariate": one})
-    found = (difference("content"), *([moved] if smd else []))
-    given = evidence(tests=(test,), found=found)
+        update |= {"name": "change", "note": "1 % lost before 3 s, 2 % after"}
+    test = association("system", 0.001, rejected=True).model_copy(update=update)
+    # The sign is the test's own: the means of tokens may lie the other way.
+    moved = difference("system", -size - 0.1, -size + 0.1).model_copy(update={"covariate": one})
+    given = evidence(tests=(test,), found=(difference("content"), moved))
     assert kind(given) == ("WARN", "load-dependent")
     verdict = judge(given, LIMITS)
     assert f"go with the {name}" in verdict.sentence and words in verdict.sentence
@@ -455,6 +597,7 @@ def test_every_number_says_on_which_side_of_its_limit_it_has_to_lie() -> None:
         "smallest adjusted p of the family": "above",
         "content difference that one interval would show": "at most",
         "farthest end of an equivalence interval": "below",
+        "largest share lost of any one kind of token, beyond chance": "below",
         "largest bias, content or values with a rejected test": "at most",
     }
 

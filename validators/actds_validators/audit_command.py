@@ -164,6 +164,7 @@ def audit(
     from actds_validators.report import terminal
 
     chosen = _limits(limits)
+    _keep_little()
     comparison = open_comparison(path, against, by, rows)
     result = run_audit(path, chosen, _progress(), weights, classes, engine).result
     failed = None
@@ -186,6 +187,21 @@ def audit(
     if failed is not None:
         raise failed
     sys.exit(exit_code(result, "warn" if strict else fail_on))
+
+
+def _keep_little() -> None:
+    """Let the C library give memory back that an array of a megabyte or more had.
+
+    By default it raises that size to the largest array it has seen freed, up to 32 MB, and keeps
+    an arena per thread: arrays of 10 MB by the thousand then leave 80 to 120 MB that nobody uses
+    (measured with 11 million readouts).
+    """
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+        mallopt(-8, 2)  # M_ARENA_MAX
 
 
 def _is_given(ctx: click.Context, name: str) -> bool:

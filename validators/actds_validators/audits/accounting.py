@@ -17,6 +17,9 @@ __all__ = ["account_run", "accounting"]
 MAX_FINDINGS = 20
 Counts = Counter[tuple[str, str | None]]
 
+NEVER = "never computed"
+# Section 7.2: an aborted position without a step is owed, and no step computed it.
+_FATE = f"case when disposition = 'aborted' and step is null then '{NEVER}' else disposition end"
 _LENGTH = "stop::bigint - start"
 # Sums over [start, stop) of 1, of 2p + 1 and of 3p^2 + 3p + 1 are differences of stop, its square
 # and its cube.
@@ -98,12 +101,18 @@ _CHECKS = (
 
 
 def account_run(source: RunSource) -> tuple[Counts, Counter[str], list[Finding]]:
-    """Return positions by disposition and reason, other counts, and what does not add up."""
+    """Return positions by fate and reason, other counts, and what does not add up.
+
+    The fate is the disposition, or ``never computed``.
+    """
     spans: Counts = Counter()
     for disposition, reason, n in source.rows(
-        "select disposition, reason, sum(stop::bigint - start) from spans group by all"
+        f"select {_FATE} fate, reason, sum(stop::bigint - start) from spans group by all"
     ):
         spans[disposition, reason] += int(n)
+    [never] = source.one(
+        f"select count(distinct request) from spans where {_FATE} = '{NEVER}' and stop > start"
+    )
     [requests, steps, recomputed] = source.one(
         "select (select count(*) from requests), (select count(*) from steps), "
         "(select coalesce(sum(recomputed_tokens), 0) from steps)"
@@ -121,6 +130,7 @@ def account_run(source: RunSource) -> tuple[Counts, Counter[str], list[Finding]]
         steps=int(steps),
         recomputed=int(recomputed),
         unresolved=int(unresolved),
+        never_computed_requests=int(never),
     )
     return spans, counts, [f for check in _CHECKS for f in _differing(source, *check)]
 
@@ -133,7 +143,7 @@ def accounting(spans: Counts, counts: Counter[str], findings: list[Finding]) -> 
         by[disposition] += n
     computed = by["captured"] + by["dropped"] + by["aborted"]
     waterfall = [WaterfallStep(name="positions", n_positions=total, share=1.0 if total else 0.0)]
-    for name in ("cache_ref", "filtered", "aborted", "dropped", "captured"):
+    for name in ("cache_ref", "filtered", NEVER, "aborted", "dropped", "captured"):
         for (disposition, reason), n in sorted(spans.items(), key=lambda item: str(item[0])):
             if disposition == name and n:
                 waterfall.append(
@@ -146,6 +156,8 @@ def accounting(spans: Counts, counts: Counter[str], findings: list[Finding]) -> 
         cache_ref=by["cache_ref"],
         dropped=by["dropped"],
         aborted=by["aborted"],
+        never_computed=by[NEVER],
+        never_computed_requests=counts["never_computed_requests"],
         filtered=by["filtered"],
         recomputed=counts["recomputed"],
         unresolved=counts["unresolved"],

@@ -23,7 +23,9 @@ from actds.seal import check_provenance
 from actds.store import open_store
 from actds_validators.audits.accounting import account_run, accounting
 from actds_validators.audits.bands import bands_of
+from actds_validators.audits.blind_spots import blind_spots
 from actds_validators.audits.coverage import coverage
+from actds_validators.audits.dominance import dominant_cell
 from actds_validators.audits.engine import N_THREADS, Engine, EngineName, Threads, open_engine
 from actds_validators.audits.labels import match_labels, read_labels
 from actds_validators.audits.lookup import Lookup
@@ -34,7 +36,7 @@ from actds_validators.audits.missingness import (
     missingness,
     system_sums,
 )
-from actds_validators.audits.passes import Passed, knows_ids, pass_over
+from actds_validators.audits.passes import Passed, knows_ids, pass_over, row_strata
 from actds_validators.audits.queues import QueueCounts, queues, read_queues
 from actds_validators.audits.result import (
     Accounting,
@@ -50,8 +52,10 @@ from actds_validators.audits.result import (
     Queues,
     Weighting,
 )
+from actds_validators.audits.scale import MAX_PROBES, Widths
 from actds_validators.audits.series import Series, make_series, read_steps
 from actds_validators.audits.sources import RunSource, catalog_source
+from actds_validators.audits.strata import worst_strata
 from actds_validators.audits.sums import CovariateSums, content_sums, value_sums
 from actds_validators.audits.verdict import Evidence, judge
 from actds_validators.audits.weights import (
@@ -153,6 +157,7 @@ def audit(
         progress("hashing and opening tables")
         sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
         named = None if labels is None else match_labels(labels, sources)
+        unseen = _unseen(sources)
         table = None if labels is None else labels.table
         found = audit_sources(sources, chosen, progress, table, runner, named)
         if weights is not None and found.accounting.is_sound:
@@ -179,6 +184,7 @@ def audit(
         mechanism=found.mechanism,
         queues=found.queues,
         weighting=found.weighting,
+        would_not_notice=unseen,
         duration_s=time.monotonic() - began,
         peak_nbytes=_peak_nbytes(),
     )
@@ -223,7 +229,7 @@ def audit_sources(
     has_ids = knows_ids(sources)
     edges = cell_edges(series, has_ids=has_ids) if series.lost.any() else None
     passed = pass_over(
-        sources, steps, series, edges, engine or Threads(), labels, progress,
+        sources, steps, series, edges, engine or Threads(), labels, progress, limits,
         has_ids=has_ids,
     )  # fmt: skip
     queue_counts = QueueCounts()
@@ -231,27 +237,37 @@ def audit_sources(
         if source.run in series.runs:
             read_queues(source, series, queue_counts)
     seen = coverage(passed.covered, named)
+    if seen is not None:
+        progress("rows that were served often")
+        by_run = [(s, passed.lookups[s.run]) for s in sources if s.run in passed.lookups]
+        cell = dominant_cell(by_run, passed.hooks, engine or Threads())
+        seen = seen.model_copy(update={"dominant": cell})
     trends = load_trends(series, limits) if edges else {}
     waits = queues(series, queue_counts, trends, limits.seed)
     if edges is None or passed.tokens is None:
-        nothing = Evidence(account, None, None)
+        nothing = Evidence(account, None, None, coverage=seen)
         return Sections(nothing, coverage=seen, queues=waits, lookups=passed.lookups)
     progress("differences")
     content = content_sums(passed.tokens, passed.covariates)
-    values = value_sums(passed.values, passed.value_covariates) if passed.values else []
+    values = []
+    if passed.values is not None and passed.scale is not None:
+        values = value_sums(
+            passed.values, passed.value_covariates, passed.scale.middle, series.blocks
+        )
     everything = [*system_sums(series), *content, *values]
     found = differences(everything, series.blocks, bands_of(passed.tokens))
     progress("weights")
     cells = weigh(counted_cells(edges, series, passed.tokens))
     found = _after_weighting(found, everything, passed, cells, series)
-    weighed = weighting(cells, found)
+    weighed = weighting(cells, found, limits.negligible_bias)
     progress("tests")
     tests = family(everything, series, _within(passed, series), trends, limits)
     missing = missingness(found, account.loss_share, has_values=bool(values), has_ids=has_ids)
+    missing = missing.model_copy(update=_strata(passed, limits))
     asked = [one for one in everything if one.covariate.group != "system"]
     intervals = [i for i in jackknife_many(block_totals(series.blocks, asked), smd) if i]
     mech = mechanism(series, tests, intervals)
-    evidence = Evidence(account, missing, mech, series.blocks.long_enough, weighed)
+    evidence = Evidence(account, missing, mech, series.blocks.long_enough, weighed, seen)
     return Sections(
         evidence,
         coverage=seen,
@@ -274,7 +290,8 @@ def _after_weighting(
     """Return the differences with those of the weighted rows beside them."""
     if cells.weights is None or passed.tokens is None:
         return found
-    held = stored_cells(passed.tokens, passed.values, passed.value_covariates)
+    middle = passed.scale.middle if passed.scale else None
+    held = stored_cells(passed.tokens, passed.values, passed.value_covariates, middle)
     names = [one.covariate.name for one in everything]
     estimates = after_weighting(
         cells,
@@ -284,6 +301,27 @@ def _after_weighting(
     )
     after = dict(zip(names, estimates, strict=True))
     return [d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in found]
+
+
+def _unseen(sources: list[RunSource]) -> list[str]:
+    """Return what an audit of some runs would not notice."""
+    hooks = tuple(sorted({hook for source in sources for hook in source.hooks}))
+    n_probes = max((source.n_probes for source in sources), default=0)
+    widths = Widths(
+        max((source.n_projections for source in sources), default=0), min(MAX_PROBES, n_probes)
+    )
+    return blind_spots(hooks if knows_ids(sources) else (), widths, n_probes)
+
+
+def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
+    """Return the fields of the missingness on the strata that lost most."""
+    assert passed.spans is not None
+    every = [*passed.spans.strata(limits), *row_strata(passed)]
+    return {
+        "worst_strata": worst_strata(every, passed.spans.rate, limits),
+        "n_strata": sum(one.n_tested for one in every),
+        "whole_requests": passed.spans.whole[0],
+    }
 
 
 def _within(passed: Passed, series: Series) -> Iterable[tuple[Covariate, Within]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CellSums", "cell_sums", "joined", "no_cells"]
+__all__ = ["CellSums", "RunCells", "cell_sums", "joined"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -24,30 +24,68 @@ class CellSums:
     Args:
         step: place of the step, ``(n_cells,)``.
         request: place of the request, ``(n_cells,)``.
-        sums: ``(4, n_covariates, n_cells)``: tokens that have a value and the sum of their values,
-            over all computed ones and over the lost ones.
+        counts: ``(2, n_counts, n_cells)``: tokens that have a value, computed and lost ones.
+            Nearly all covariates have one of every token: their counts stand once.
+        of: which of the counts is each covariate's, ``(n_covariates,)``.
+        x: ``(2, n_covariates, n_cells)``, sum of the values, over the computed and the lost ones.
     """
 
     step: Ints
     request: Ints
-    sums: Floats
+    counts: Floats
+    of: Ints
+    x: Floats
+
+    @property
+    def sums(self) -> Floats:
+        """Return n, x, n of the lost and x of the lost, ``(4, n_covariates, n_cells)``."""
+        n, n_lost = self.counts[:, self.of]
+        return np.stack([n, self.x[0], n_lost, self.x[1]])
+
+
+class RunCells:
+    """The sums of a run, part by part as they came: side by side they would be held twice.
+
+    Args:
+        parts: in their order; a step and request may stand in several.
+        away: how far the middle of each number lies from where its squares were taken, ``(n,)``;
+            the covariates are n numbers, then their squares. ``None`` where none is a square.
+    """
+
+    def __init__(self, parts: list[CellSums], away: Floats | None = None) -> None:
+        self.parts, self.away = parts, away
+        self._groups: tuple[Ints, Ints, Ints] | None = None
 
     def columns(self, k: int) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arguments of ``statistics.within.within_cells`` for a covariate."""
-        n, sx, n_lost, lx = self.sums[:, k]
+        if self._groups is None:
+            empty = np.zeros(0, np.int64)
+            self._groups = _groups(
+                np.concatenate([empty, *(p.step for p in self.parts)]),
+                np.concatenate([empty, *(p.request for p in self.parts)]),
+            )
+        step, request, at = self._groups
+
+        def summed(rows: list[Floats]) -> Floats:
+            weights = np.concatenate([np.zeros(0), *rows])
+            return np.bincount(at, weights=weights, minlength=len(step)).astype(np.float64)
+
+        def values(lost: int, k: int) -> Floats:
+            return summed([p.x[lost, k] for p in self.parts])
+
+        n, n_lost = (summed([p.counts[lost, p.of[k]] for p in self.parts]) for lost in (0, 1))
+        x, lost_x = values(0, k), values(1, k)
+        if self.away is not None and k >= len(self.away):
+            d, number = self.away[k - len(self.away)], k - len(self.away)
+            x += -2 * d * values(0, number) + d**2 * n
+            lost_x += -2 * d * values(1, number) + d**2 * n_lost
         used = n > 0
-        named = {"n": n, "sx": sx, "n_lost": n_lost, "lx": lx}
+        named = {"n": n, "sx": x, "n_lost": n_lost, "lx": lost_x}
         return {
-            "step": self.step[used],
-            "request": self.request[used],
+            "step": step[used],
+            "request": request[used],
             **{name: values[used] for name, values in named.items()},
         }
-
-
-def no_cells(n_covariates: int) -> CellSums:
-    """Return the sums over nothing."""
-    empty = np.zeros(0, np.int64)
-    return CellSums(empty, empty, np.zeros((4, n_covariates, 0)))
 
 
 def cell_sums(
@@ -62,14 +100,18 @@ def cell_sums(
         lost: whether it was lost.
     """
     first, second, at = _groups(step, request)
-    sums = np.zeros((4, len(values), len(first)))
-    for k, x in enumerate(values):
-        known = ~np.isnan(x)
-        for j, mask in ((0, known), (2, known & lost)):
-            where = at[mask]
-            sums[j, k] = np.bincount(where, minlength=len(first))
-            sums[j + 1, k] = np.bincount(where, weights=x[mask], minlength=len(first))
-    return CellSums(first, second, sums)
+    size = len(first)
+    counts = [_counted(at, lost, size)]
+    of = np.zeros(len(values), np.int64)
+    x = np.zeros((2, len(values), size))
+    for k, one in enumerate(values):
+        known = ~np.isnan(one)
+        if not known.all():
+            of[k] = len(counts)
+            counts.append(_counted(at[known], lost[known], size))
+        for j, mask in enumerate((known, known & lost)):
+            x[j, k] = np.bincount(at[mask], weights=one[mask], minlength=size)
+    return CellSums(first, second, np.stack(counts, axis=1), of, x)
 
 
 def joined(parts: Sequence[CellSums]) -> CellSums:
@@ -79,12 +121,28 @@ def joined(parts: Sequence[CellSums]) -> CellSums:
     first, second, at = _groups(
         np.concatenate([p.step for p in parts]), np.concatenate([p.request for p in parts])
     )
-    flat = np.concatenate([p.sums for p in parts], axis=2)
-    sums = np.zeros((*flat.shape[:2], len(first)))
-    for j in range(flat.shape[0]):
-        for k in range(flat.shape[1]):
-            sums[j, k] = np.bincount(at, weights=flat[j, k], minlength=len(first))
-    return CellSums(first, second, sums)
+    size = len(first)
+
+    def summed(rows: list[Floats]) -> Floats:
+        return np.bincount(at, weights=np.concatenate(rows), minlength=size).astype(np.float64)
+
+    alone = np.flatnonzero(np.any([p.of > 0 for p in parts], axis=0))
+    of = np.zeros(len(parts[0].of), np.int64)
+    of[alone] = 1 + np.arange(len(alone))
+    counts = np.zeros((2, 1 + len(alone), size))
+    x = np.zeros((2, len(of), size))
+    for lost in (0, 1):
+        counts[lost, 0] = summed([p.counts[lost, 0] for p in parts])
+        for k in alone:
+            counts[lost, of[k]] = summed([p.counts[lost, p.of[k]] for p in parts])
+        for k in range(len(of)):
+            x[lost, k] = summed([p.x[lost, k] for p in parts])
+    return CellSums(first, second, counts, of, x)
+
+
+def _counted(at: Ints, lost: npt.NDArray[np.bool_], size: int) -> Floats:
+    """Return the tokens of each cell, computed and lost ones, ``(2, n_cells)``."""
+    return np.stack([np.bincount(some, minlength=size) for some in (at, at[lost])]).astype(float)
 
 
 def _groups(step: Ints, request: Ints) -> tuple[Ints, Ints, Ints]:

@@ -60,13 +60,14 @@ class CoverageCounts:
 
 
 def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
-    """Add the positions of a run that were referenced, aborted or filtered."""
+    """Add the positions of a run that were referenced, computed and aborted, or filtered."""
     slots = {"aborted": counts.aborted, "filtered": counts.filtered}
+    conditions = {"cache_ref": "and ref_request is not null", "aborted": "and step is not null"}
     for disposition in ("cache_ref", *slots):
         found = source.columns(
             'select request::bigint request, start::bigint "start", stop::bigint "stop" from spans '
             f"where disposition = '{disposition}' and stop > start "
-            + ("and ref_request is not null" if disposition == "cache_ref" else "")
+            + conditions.get(disposition, "")
         )
         for which, position in explode(found["start"], found["stop"]):
             band = position_band(position)

@@ -46,11 +46,23 @@ class Vocabulary:
 
     def __init__(self, ids: Ints, counts: Floats, special: Bools) -> None:
         self._index = Index(ids)
+        self._counts = counts
         rarity = -np.log2(counts / max(1.0, float(counts.sum())))
         self._rarity = np.append(rarity, np.nan)
         self._special = np.append(special, False)
         bits = np.minimum(np.floor(rarity), MAX_BITS).astype(np.int64)
         self._bits = np.append(bits, NO_BITS)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def ids(self, at: Ints) -> Ints:
+        """Return the token ids at some places."""
+        return self._index.numbers(at)
+
+    def counts(self) -> Floats:
+        """Return how often each id was computed, in the order of the places."""
+        return self._counts
 
     def places(self, token_id: npt.NDArray[np.integer]) -> Ints:
         """Return the place of each id, -1 (the last of each array) for an unknown one."""
@@ -87,6 +99,10 @@ class Lookup:
         request_len: positions owed, ``(n_requests,)``.
         source: number of the prompt source among `sources`, -1 another.
         sources: names of the prompt sources.
+        source_names: prompt source of each request, None unknown.
+        request_block: block of the jackknife in which each request began, ``(n_requests,)``.
+        token_slot: place of each token id among those of `strata` that are counted block by
+            block, -1 another, ``(n_ids + 1,)``.
         vocabulary: of all runs.
         has_ids: whether the ids of lost tokens are known.
         losses: dropped positions.
@@ -112,6 +128,9 @@ class Lookup:
     request_len: Ints
     source: Ints
     sources: tuple[str, ...]
+    source_names: list[str | None]
+    request_block: Ints
+    token_slot: Ints
     vocabulary: Vocabulary
     has_ids: bool
     losses: StepRanges
@@ -121,6 +140,11 @@ class Lookup:
     labels: Labels | None
     n_ticks: int
     n_blocks: int
+
+    @cached_property
+    def n_slots(self) -> int:
+        """Return how many token ids are counted block by block."""
+        return int(self.token_slot.max(initial=-1)) + 1
 
     @cached_property
     def prompt_log(self) -> Floats:
@@ -154,6 +178,7 @@ def make_lookup(
     lost_ids: Ints,
     sources: tuple[str, ...],
     labels: Labels | None,
+    token_slot: Ints,
     *,
     has_ids: bool,
     every: int,
@@ -169,17 +194,19 @@ def make_lookup(
         lost_ids: of the dropped positions, in the order of ``rows.losses``.
         sources: prompt sources that get a covariate each, `MAX_SOURCES` at most.
         labels: token classes that somebody gave, if any.
+        token_slot: see `Lookup`.
         has_ids: whether the ids of lost tokens are known.
         every: of `thinning`.
     """
     index = series.runs.index(steps.run)
     tick = series.offsets[index] + np.arange(len(steps.step)) // series.steps_per_tick
     code = {name: k for k, name in enumerate(sources)}
+    block = series.blocks.labels[tick].astype(np.int64)
     return Lookup(
         run=steps.run,
         steps=rows.steps,
         tick=tick,
-        block=series.blocks.labels[tick].astype(np.int64),
+        block=block,
         load=steps.covariates["load_8"].astype(np.float32),
         system=steps.covariates,
         lossy=steps.lost > 0,
@@ -189,6 +216,9 @@ def make_lookup(
         request_len=rows.request_len,
         source=np.array([-1 if w is None else code.get(w, -1) for w in rows.source], np.int64),
         sources=sources,
+        source_names=rows.source,
+        request_block=block[np.minimum(rows.first_step, len(block) - 1)],
+        token_slot=token_slot,
         vocabulary=vocabulary,
         has_ids=has_ids,
         losses=rows.losses,

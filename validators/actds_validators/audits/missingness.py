@@ -87,14 +87,11 @@ def system_sums(series: Series) -> list[CovariateSums]:
 
 def block_totals(blocks: Blocks, sums: list[CovariateSums]) -> Floats:
     """Return n, sx, sxx, n_lost and lx over blocks, ``(5, n_covariates, n_blocks)``."""
-    return difference_sums(
-        blocks,
-        np.stack([s.n for s in sums]),
-        np.stack([s.sums[0] for s in sums]),
-        np.stack([s.sums[1] for s in sums]),
-        np.stack([s.n_lost for s in sums]),
-        np.stack([s.sums[2] for s in sums]),
-    )
+    # One by one: all of them side by side would be the largest arrays of an audit.
+    each = [
+        difference_sums(blocks, s.n, s.sums[:1], s.sums[1:2], s.n_lost, s.sums[2:]) for s in sums
+    ]
+    return np.concatenate(each, axis=1)
 
 
 def differences(

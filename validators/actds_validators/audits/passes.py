@@ -7,22 +7,25 @@ tokens, then their readouts. Imports the passes, their sums and the engine.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds_validators.audits.cell_sums import CellSums
+from actds_validators.audits.cell_sums import CellSums, RunCells
+from actds_validators.audits.class_counts import CLASSES
 from actds_validators.audits.coverage import CoverageCounts, read_spans
 from actds_validators.audits.engine import Engine
 from actds_validators.audits.labels import class_words, labels_of
 from actds_validators.audits.lookup import MAX_SOURCES, Lookup, Vocabulary, make_lookup, thinning
-from actds_validators.audits.result import Covariate
+from actds_validators.audits.result import Covariate, Limits
 from actds_validators.audits.run_rows import RunRows, read_rows
+from actds_validators.audits.scale import MAX_PROBES, TAIL, Scale, Widths, scale_of
 from actds_validators.audits.series import RunSteps, Series
 from actds_validators.audits.sources import Part, RunSource
+from actds_validators.audits.strata import MIN_TOKENS, SpanStrata, Strata, candidates
 from actds_validators.audits.tokens import (
     CellEdges,
     TokenPass,
@@ -33,10 +36,10 @@ from actds_validators.audits.tokens import (
 from actds_validators.audits.values import ValuePass, ValueSums, value_covariates
 from actds_validators.audits.words import WordPass
 
-__all__ = ["Passed", "knows_ids", "pass_over"]
+__all__ = ["Passed", "knows_ids", "pass_over", "row_strata"]
 
 Ints = npt.NDArray[np.int64]
-Within = tuple[Covariate, list[CellSums], int]
+Within = tuple[Covariate, list[RunCells], int]
 
 
 @dataclass
@@ -50,6 +53,11 @@ class Passed:
         tokens: sums of the content covariates; ``None`` where nothing was lost.
         value_covariates: of each hook.
         values: sums of the readouts; ``None`` where nothing was lost or no run has readouts.
+        hooks: hooks with readouts.
+        widths: numbers of a readout that were looked at.
+        scale: where the readouts lie, with values.
+        spans: strata that the spans tell; ``None`` where nothing was lost.
+        slots: token ids that were counted block by block, and how many there were to choose from.
         within: each covariate with the sums by step and request of each run, and its place there.
     """
 
@@ -59,6 +67,11 @@ class Passed:
     tokens: TokenSums | None = None
     value_covariates: list[list[Covariate]] = field(default_factory=list)
     values: ValueSums | None = None
+    hooks: tuple[str, ...] = ()
+    widths: Widths = field(default_factory=lambda: Widths(0, 0))
+    scale: Scale | None = None
+    spans: SpanStrata | None = None
+    slots: tuple[Ints, int] = field(default_factory=lambda: (np.zeros(0, np.int64), 0))
     within: list[Within] = field(default_factory=list)
 
 
@@ -75,6 +88,7 @@ def pass_over(
     engine: Engine,
     labels: pa.Table | None = None,
     progress: Callable[[str], None] = lambda what: None,
+    limits: Limits | None = None,
     *,
     has_ids: bool,
 ) -> Passed:
@@ -88,6 +102,7 @@ def pass_over(
         engine: where the parts are read.
         labels: table of `labels.read_labels`, if somebody gave token classes.
         progress: told what is being done.
+        limits: of the strata.
         has_ids: of `knows_ids`.
     """
     runs = [
@@ -103,10 +118,24 @@ def pass_over(
     words = class_words(labels) if labels is not None else ()
     found = Passed({}, CoverageCounts(words), covariates)
     hooks = tuple(sorted({hook for source, _, _ in runs for hook in source.hooks}))
-    n_projections = max((source.n_projections for source, _, _ in runs), default=0)
-    token_parts: list[CellSums] = []
-    value_parts: list[list[CellSums]] = [[] for _ in hooks]
-    n_covariates = len(covariates) + len(hooks) * (1 + n_projections)
+    found.hooks = hooks
+    found.widths = Widths(
+        max((source.n_projections for source, _, _ in runs), default=0),
+        min(MAX_PROBES, max((source.n_probes for source, _, _ in runs), default=0)),
+    )
+    token_slot = np.full(len(vocabulary) + 1, -1, np.int64)
+    if edges is not None:
+        found.spans = SpanStrata(series.blocks.n_blocks)
+        if has_ids:
+            found.slots = _slots(vocabulary, lost_ids, limits or Limits())
+            token_slot[found.slots[0]] = np.arange(len(found.slots[0]))
+        if hooks:
+            progress("sampling readouts")
+            readouts = [part for source, _, _ in runs for part in source.parts["readouts"]]
+            found.scale = scale_of(readouts, hooks, found.widths, engine)
+    token_parts: list[RunCells] = []
+    value_parts: list[list[RunCells]] = [[] for _ in hooks]
+    n_covariates = len(covariates) + 2 * len(hooks) * found.widths.n_values
     every = thinning([own for _, own, _ in runs], n_covariates)
     for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
         lookup = make_lookup(
@@ -118,35 +147,73 @@ def pass_over(
             ids,
             names,
             None if labels is None else labels_of(labels, source.run),
+            token_slot,
             has_ids=has_ids,
             every=every,
         )
         found.lookups[source.run] = lookup
         progress(f"tokens of {source.run}")
         read_spans(source, lookup, found.covered)
-        token_parts.append(_add_tokens(found, source, lookup, edges, engine))
-        if edges is not None and hooks:
+        token_parts.append(RunCells(_add_tokens(found, source, lookup, edges, engine)))
+        if found.spans is not None:
+            found.spans.add(source, lookup)
+        if edges is not None and found.scale is not None:
             progress(f"readouts of {source.run}")
-            value_pass = ValuePass(lookup, hooks, n_projections, edges)
+            value_pass = ValuePass(lookup, hooks, found.widths, found.scale, edges)
             for parts, cells in zip(
                 value_parts, _add_values(found, source, value_pass, engine), strict=True
             ):
-                parts.append(cells)
+                parts.append(RunCells(cells))
     if found.tokens is not None:
         found.covered.rows.add(found.tokens.classes)
     if edges is None:
         found.tokens = None
         return found
-    found.value_covariates = [value_covariates(hook, n_projections) for hook in hooks]
+    if found.values is not None and found.scale is not None:
+        away = found.values.centred(series.blocks.labels)
+        found.scale = replace(found.scale, middle=found.scale.middle + away)
+        value_parts = [
+            [RunCells(run.parts, d) for run in of_hook]
+            for of_hook, d in zip(value_parts, away, strict=True)
+        ]
+    found.value_covariates = [value_covariates(hook, found.widths) for hook in hooks]
     found.within = [(c, token_parts, k) for k, c in enumerate(covariates.values())]
     for values_of_hook, parts in zip(found.value_covariates, value_parts, strict=True):
         found.within += [(c, parts, k) for k, c in enumerate(values_of_hook)]
     return found
 
 
+def row_strata(found: Passed) -> Iterator[Strata]:
+    """Yield the strata that the rows tell: special tokens, classes, ids, tails of the values."""
+    if found.tokens is None or not found.lookups:
+        return
+    lookup = next(iter(found.lookups.values()))
+    classes = found.covered.rows.words[len(CLASSES) :]
+    chosen, n_ids = found.slots
+    stored, lost = found.tokens.strata
+    computed = stored + lost
+    if lookup.has_ids:
+        yield Strata("special tokens", ["all of them"], computed[:1], lost[:1], 1)
+        ids = [str(i) for i in lookup.vocabulary.ids(chosen).tolist()]
+        first = 1 + len(classes)
+        yield Strata("token id", ids, computed[first:], lost[first:], n_ids)
+    if classes:
+        some = slice(1, 1 + len(classes))
+        yield Strata("class", list(classes), computed[some], lost[some], len(classes))
+    if found.values is not None:
+        stored, gone = (t.reshape(-1, t.shape[-1]) for t in found.values.tails)
+        words = [
+            f"{side} {TAIL:.0%} of the {word} at {hook}"
+            for side in ("lowest", "highest")
+            for hook in found.hooks
+            for word in found.widths.words
+        ]
+        yield Strata("tail of a value", words, stored + gone, gone, len(words))
+
+
 def _add_tokens(
     found: Passed, source: RunSource, lookup: Lookup, edges: CellEdges | None, engine: Engine
-) -> CellSums:
+) -> list[CellSums]:
     """Add the tokens of a run, stored and lost, and return their sums by step and request."""
     token_pass = TokenPass(lookup, tuple(found.covariates), edges)
     found.tokens = found.tokens or token_pass.sums()
@@ -158,12 +225,22 @@ def _add_tokens(
 
 def _add_values(
     found: Passed, source: RunSource, value_pass: ValuePass, engine: Engine
-) -> list[CellSums]:
+) -> list[list[CellSums]]:
     """Add the readouts of a run, and return their sums by step and request, hook by hook."""
     found.values = found.values or value_pass.sums()
     for sums in engine.map(value_pass, source.parts["readouts"]):
         found.values.add(sums)
     return [found.values.take_within(number) for number in range(len(value_pass.hooks))]
+
+
+def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tuple[Ints, int]:
+    """Return the places of the ids to count block by block, and how many were chosen from."""
+    lost = np.zeros(len(vocabulary))
+    for ids in lost_ids:
+        places = vocabulary.places(ids[ids >= 0])
+        lost += np.bincount(places[places >= 0], minlength=len(vocabulary))
+    n = np.maximum(vocabulary.counts(), lost)  # of a run without readouts the stored ones
+    return candidates(n, lost, limits), int((n >= MIN_TOKENS).sum())
 
 
 def _words(

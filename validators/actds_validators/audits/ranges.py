@@ -115,6 +115,9 @@ class Servings:
         self._level = np.cumsum(change).astype(np.int64)
         self._requests = Index(np.unique(request))
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def of(self, request: Ints, position: Ints) -> Ints:
         """Return how often each position was served, 0 for one that never was."""
         served = np.zeros(len(request), np.int64)

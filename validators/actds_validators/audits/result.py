@@ -25,6 +25,7 @@ __all__ = [
     "Coverage",
     "CoverageCell",
     "Difference",
+    "Dominant",
     "Drift",
     "DriftMeasure",
     "Estimate",
@@ -44,11 +45,13 @@ __all__ = [
     "Section",
     "Stall",
     "Stratum",
+    "StratumLoss",
     "TracePoint",
     "Verdict",
     "WaterfallStep",
     "WeightCell",
     "Weighting",
+    "Worse",
 ]
 
 SCHEMA = "actds.audit/1"
@@ -128,6 +131,12 @@ class Limits(Section):
     max_unresolved: Share = Field(
         default=0.01, description="share of cache references without a stored row that warns"
     )
+    worst_stratum_warn: Share = Field(
+        default=0.05,
+        description="share lost of any kind of token (id, class, source, position, tail of a "
+        "value), beyond chance, that warns",
+    )
+    worst_stratum_fail: Share = Field(default=0.2, description="the same that fails")
     n_blocks: int = Field(default=50, ge=10, description="blocks of the jackknife at most")
     seed: int = Field(default=0, ge=0, description="seed of random shifts and splits")
 
@@ -148,14 +157,18 @@ class Finding(Section):
 class WaterfallStep(Section):
     """One step from what existed to what is stored."""
 
-    name: str = Field(description="positions, cache_ref, filtered, dropped, aborted or captured")
-    reason: str | None = Field(default=None, description="why, for dropped, aborted, filtered")
+    name: str = Field(
+        description="positions, cache_ref, filtered, never computed, dropped, aborted or captured"
+    )
+    reason: str | None = Field(
+        default=None, description="why, for dropped, aborted, filtered, never computed"
+    )
     n_positions: int
     share: Share = Field(description="of all positions")
 
 
 class Accounting(Section):
-    """Census = captured + references + dropped + aborted + filtered."""
+    """Census = captured + references + dropped + aborted + never computed + filtered."""
 
     @property
     def is_sound(self) -> bool:
@@ -167,7 +180,11 @@ class Accounting(Section):
     captured: int
     cache_ref: int
     dropped: int
-    aborted: int
+    aborted: int = Field(description="computed, and not kept because the request or run ended")
+    never_computed: int = Field(
+        default=0, description="owed positions that no step computed: in no loss rate"
+    )
+    never_computed_requests: int = Field(default=0, description="requests that have such a one")
     filtered: int
     recomputed: int
     unresolved: int = Field(description="references without a stored row behind them")
@@ -207,6 +224,21 @@ class CapturedShift(Section):
     weighted_jensen_shannon: Share
 
 
+class Dominant(Section):
+    """The token id and position that hold most of what multiplicity weights see."""
+
+    hook: str
+    token_id: int
+    position: int
+    n_rows: int = Field(description="stored rows of that id at that position")
+    n_served: int = Field(description="how often they were served in all")
+    share: Share = Field(
+        description="of the squared deviation of the norm about its mean, each row as often as it "
+        "was served"
+    )
+    exclude: list[str] = Field(description="names under which a loader leaves such rows out")
+
+
 class ClassLoss(Section):
     """The loss rate of a class that somebody gave, or of all other positions."""
 
@@ -229,6 +261,10 @@ class Coverage(Section):
         default=None, description="servings per stored row that was served more than once"
     )
     shifts: list[CapturedShift]
+    dominant: Dominant | None = Field(
+        default=None,
+        description="null where nothing was served again, or no readout tells the norms",
+    )
     loss_by_class: list[ClassLoss] = Field(
         default_factory=list, description="empty when nobody gave classes"
     )
@@ -299,10 +335,34 @@ class Bound(Section):
     curve: list[BoundPoint]
 
 
+class StratumLoss(Section):
+    """A kind of token of which more was lost than the limit and than chance."""
+
+    kind: str = Field(
+        description="token id, class, source, first prompt block, phase, position, position from "
+        "the end, or tail of a value"
+    )
+    label: str
+    n: int = Field(description="computed tokens")
+    n_lost: int
+    rate: Share = Field(description="share lost")
+    n_blocks: int = Field(description="stretches of the run in which some of it was lost")
+    adjusted_p: Share = Field(
+        description="of losing so much by chance, times the strata of the kind (Bonferroni)"
+    )
+
+
 class Missingness(Section):
     """Per covariate, how what was lost differs from what there was."""
 
     differences: list[Difference]
+    worst_strata: list[StratumLoss] = Field(
+        default_factory=list, description="the worst first; empty where none is beyond its limit"
+    )
+    n_strata: int = Field(default=0, description="strata that could have been among them")
+    whole_requests: int = Field(
+        default=0, description="requests of whose computed tokens every one was dropped"
+    )
     bound: Bound
     could_ask: list[str] = Field(description="questions that the tables could answer")
     could_not_ask: list[str] = Field(description="questions that they could not, and why")
@@ -438,6 +498,15 @@ class Balance(Section):
     after: float = Field(description="the same of the weighted rows")
 
 
+class Worse(Section):
+    """A covariate that the weights leave worse off than it was."""
+
+    label: str
+    group: Group
+    before: float = Field(description="bias of the stored mean, in standard deviations")
+    after: float = Field(description="the same of the weighted rows")
+
+
 class Weighting(Section):
     """What inverse-probability weights would change."""
 
@@ -448,6 +517,11 @@ class Weighting(Section):
     complexity: str = Field(description="covariate that cuts the other way")
     cells: list[WeightCell]
     balance: list[Balance] = Field(description="of each group of covariates that has any")
+    worse: list[Worse] = Field(
+        default_factory=list,
+        description="covariates whose bias grows by more than a tenth of negligible_bias and to "
+        "more than it, the worst first; empty where none does",
+    )
     claim: str = Field(description="MAR-consistent after weighting, or why not")
 
 
@@ -557,6 +631,9 @@ class Audit(Section):
     queues: Queues | None = None
     weighting: Weighting | None = None
     drift: list[Drift] = Field(default_factory=list)
+    would_not_notice: list[str] = Field(
+        default_factory=list, description="what this audit could not have found, in words"
+    )
     duration_s: float
     peak_nbytes: int | None = Field(
         default=None, description="largest resident memory of this process, not of Ray's workers"

@@ -39,6 +39,8 @@ class RunRows:
         prompt_len: tokens of the prompt, ``(n_requests,)``.
         request_len: positions owed, ``(n_requests,)``.
         source: prompt source of each, ``None`` unknown.
+        first_step: place of the step in which each began, ``(n_requests,)``; the number of steps
+            where it never did.
         losses: dropped positions.
         excluded: positions whose readouts count for nothing.
     """
@@ -48,6 +50,7 @@ class RunRows:
     prompt_len: Ints
     request_len: Ints
     source: list[str | None]
+    first_step: Ints
     losses: StepRanges
     excluded: StepRanges
 
@@ -69,9 +72,23 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
         prompt_len=found["prompt_len"].to_numpy()[first],
         request_len=found["request_len"].to_numpy()[first],
         source=found["source"].take(first).to_pylist(),
+        first_step=_first_steps(source, steps.step, requests),
         losses=_ranges(source, f"select {_KEYS} from drops where stop > start", index, requests),
         excluded=_excluded(source, index, requests),
     )
+
+
+def _first_steps(source: RunSource, steps: Ints, requests: Index) -> Ints:
+    """Return the place of the step in which each request began."""
+    found = source.columns(
+        "select request::bigint request, min(step)::bigint step from spans "
+        "where step is not null group by request"
+    )
+    place = requests.of(found["request"])
+    first = np.full(len(requests), len(steps), np.int64)
+    known = place >= 0
+    first[place[known]] = np.searchsorted(steps, found["step"][known])
+    return first
 
 
 def _excluded(source: RunSource, steps: Index, requests: Index) -> StepRanges:

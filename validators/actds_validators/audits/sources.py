@@ -88,6 +88,7 @@ class RunSource:
         connection: DuckDB, with views named as the tables.
         hooks: hooks with readouts, in the order of the dataset.
         n_projections: projections per readout, of the longest of the first ten thousand.
+        n_probes: user's probes per readout, likewise.
         parts: the tables ``tokens`` and ``readouts`` in parts: a shard or a ledger entry each.
     """
 
@@ -95,6 +96,7 @@ class RunSource:
     connection: duckdb.DuckDBPyConnection
     hooks: tuple[str, ...] = ()
     n_projections: int = 0
+    n_probes: int = 0
     parts: Mapping[TableName, tuple[Part, ...]] = field(default_factory=dict)
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
@@ -226,14 +228,17 @@ def _source(
         row[0]
         for row in connection.execute("select distinct hook from readouts order by hook").fetchall()
     ]
-    n_projections = _n_projections(parts.get("readouts", ()))
-    return RunSource(run, connection, tuple(hooks), n_projections, parts)
+    readouts = parts.get("readouts", ())
+    longest = {name: _longest(readouts, name) for name in ("projections", "probes")}
+    return RunSource(
+        run, connection, tuple(hooks), longest["projections"], longest["probes"], parts
+    )
 
 
-def _n_projections(parts: tuple[Part, ...]) -> int:
-    """Return the most projections of a readout among the first; they always are the same rows."""
+def _longest(parts: tuple[Part, ...], name: str) -> int:
+    """Return the longest list of a column among the first readouts; they should all be as long."""
     for part in parts:
-        for batch in part.batches(["projections"]):
+        for batch in part.batches([name]):
             if batch.num_rows:
                 lengths = pc.list_value_length(batch.column(0).slice(0, LOOKED_AT))
                 return int(pc.max(lengths).as_py() or 0)

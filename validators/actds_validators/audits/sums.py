@@ -1,6 +1,6 @@
 """Sums: a covariate over the ticks of the series, as the estimates and tests take it.
 
-After the passes over tokens and readouts. Imports the sums of both and the result.
+After the passes over tokens and readouts. Imports the sums of both, the result and the blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from actds_validators.audits.result import Covariate
 from actds_validators.audits.tokens import TokenSums
 from actds_validators.audits.values import ValueSums
+from actds_validators.statistics.jackknife import Blocks
 
 __all__ = ["CovariateSums", "content_sums", "value_sums"]
 
@@ -47,20 +48,40 @@ def content_sums(sums: TokenSums, covariates: Mapping[str, Covariate]) -> list[C
     return found
 
 
-def value_sums(sums: ValueSums, covariates: Sequence[Sequence[Covariate]]) -> list[CovariateSums]:
-    """Return the sums of the readouts over all runs.
+def value_sums(
+    sums: ValueSums, covariates: Sequence[Sequence[Covariate]], middle: Floats, blocks: Blocks
+) -> list[CovariateSums]:
+    """Return the sums of the readouts over all runs: of each number, then of each square.
+
+    Numbers are about the middle of the scale; their means are put back. What is known by block
+    only stands at the first tick of the block: nobody asks for it tick by tick, and what is 0
+    takes no memory.
 
     Args:
         sums: of every hook.
         covariates: of each hook, in order.
+        middle: of the scale, ``(n_hooks, n_values)``.
+        blocks: of the jackknife.
     """
-    return [
-        CovariateSums(
-            covariate,
-            sums.n[hook, k],
-            np.stack([sums.x[hook, k], sums.xx[hook, k], sums.lost_x[hook, k]]),
-            sums.n_lost[hook, k],
-        )
-        for hook, values in enumerate(covariates)
-        for k, covariate in enumerate(values)
-    ]
+    first = np.searchsorted(blocks.labels, np.arange(blocks.n_blocks))
+    found = []
+    for hook, of_hook in enumerate(covariates):
+        n_values = sums.n.shape[1]
+        for k, covariate in enumerate(of_hook):
+            j, c = k % n_values, middle[hook, k % n_values]
+            n, x, xx = sums.n[hook, j], sums.x[hook, j], sums.xx[hook, j]
+            n_lost, lost_x = sums.n_lost[hook, j], sums.lost_x[hook, j]
+            three = np.zeros((3, len(n)))
+            gone = np.zeros(len(n))
+            gone[first] = n_lost
+            if k < n_values:
+                three[0] = x + c * n
+                by_block = [np.bincount(blocks.labels, weights=v) for v in (n, x, xx)]
+                three[1, first] = by_block[2] + 2 * c * by_block[1] + c * c * by_block[0]
+                three[2, first] = lost_x + c * n_lost
+            else:
+                three[0] = xx
+                three[1, first] = sums.x4[hook, j]
+                three[2, first] = sums.lost_xx[hook, j]
+            found.append(CovariateSums(covariate, n, three, gone))
+    return found

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from actds_validators.audits.cell_sums import CellSums, cell_sums, joined, no_cells
+from actds_validators.audits.cell_sums import CellSums, cell_sums, joined
 from actds_validators.audits.class_counts import N_BANDS, N_BITS, ClassCounts, position_band
 from actds_validators.audits.lookup import Lookup
 from actds_validators.audits.ranges import explode
@@ -131,6 +131,7 @@ class TokenSums:
         n_blocks: blocks of the jackknife.
         n_cells: of load and complexity.
         classes: names of token classes that somebody gave.
+        n_slots: token ids that are counted block by block.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class TokenSums:
         n_blocks: int,
         n_cells: int,
         classes: tuple[str, ...],
+        n_slots: int,
     ) -> None:
         self.names = names
         self.low, self.high = n_ticks, 0
@@ -153,6 +155,8 @@ class TokenSums:
         self.cell_x = np.zeros((len(names), n_blocks, n_cells))
         self.cell_system = np.zeros((len(SYSTEM), n_blocks, n_cells))
         self.classes = ClassCounts(classes)
+        # Special tokens, the classes and the ids, by the block in which the request began.
+        self.strata = np.zeros((2, 1 + len(classes) + n_slots, n_blocks))
         self.within: list[CellSums] = []
 
     def cut(self) -> TokenSums:
@@ -169,15 +173,15 @@ class TokenSums:
             getattr(self, name)[..., other.low : other.high] += getattr(other, name)
         for name, counts in other.bands.items():
             self.bands[name] += counts
-        for name in ("cell_n", "cell_known", "cell_x", "cell_system"):
+        for name in ("cell_n", "cell_known", "cell_x", "cell_system", "strata"):
             getattr(self, name)[...] += getattr(other, name)
         self.classes.add(other.classes)
         self.within += other.within
 
-    def take_within(self) -> CellSums:
+    def take_within(self) -> list[CellSums]:
         """Return the sums by step and request, and forget them: another run has other steps."""
         parts, self.within = self.within, []
-        return joined(parts) if parts else no_cells(len(self.names))
+        return parts
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,7 @@ class TokenPass:
             self.lookup.n_blocks,
             self.cells.n_cells if self.cells else 0,
             labels.words if labels else (),
+            self.lookup.n_slots if self.cells else 0,
         )
 
     def __call__(self, piece: Part | range) -> TokenSums:
@@ -210,8 +215,9 @@ class TokenPass:
         sums = self.sums()
         lost = isinstance(piece, range)
         for rows in self._lost(piece) if isinstance(piece, range) else self._stored(piece):
-            _add_classes(sums.classes, rows, lost=lost)
+            label = _add_classes(sums.classes, rows, lost=lost)
             if self.cells is not None:
+                _add_strata(sums, rows, label, int(lost))
                 _add(sums, rows, self.cells, int(lost))
         return sums.cut()
 
@@ -312,18 +318,38 @@ class _Rows:
         return found
 
 
-def _add_classes(counts: ClassCounts, rows: _Rows, *, lost: bool) -> None:
+def _add_strata(sums: TokenSums, rows: _Rows, label: Ints | None, lost: int) -> None:
+    """Add to the strata that only a token tells: special, classes, ids."""
+    lookup, n_blocks = rows.lookup, sums.strata.shape[2]
+    slots = [(np.zeros(len(rows.step), np.int64), rows.special)]
+    if label is not None:
+        slots.append((1 + label, label >= 0))
+    if lookup.n_slots:
+        slot = lookup.token_slot[rows.token]
+        slots.append((slot + sums.strata.shape[1] - lookup.n_slots, slot >= 0))
+    for slot, used in slots:
+        some = np.flatnonzero(used)
+        if len(some):
+            at = slot[some] * n_blocks + lookup.request_block[rows.request[some]]
+            n = np.bincount(at, minlength=sums.strata[lost].size)
+            sums.strata[lost] += n.reshape(sums.strata.shape[1:])
+
+
+def _add_classes(counts: ClassCounts, rows: _Rows, *, lost: bool) -> Ints | None:
+    """Count rows for the coverage map, and return the places of their labels, if there are any."""
     lookup = rows.lookup
     number = lookup.requests.numbers(rows.request)
     served = None if lost else lookup.servings.of(number, rows.position)
+    label = lookup.labels.of(number, rows.position) if lookup.labels else None
     counts.count(
         special=rows.special,
         prefill=rows.prefill,
         served=served,
-        label=lookup.labels.of(number, rows.position) if lookup.labels else None,
+        label=label,
         band=rows.band,
         bits=rows.bits,
     )
+    return label
 
 
 def _add(sums: TokenSums, rows: _Rows, edges: CellEdges, lost: int) -> None:

@@ -1,8 +1,9 @@
-"""Values: one pass over the readouts of a run, down to sums per tick and cell.
+"""Values: one pass over the readouts of a run, down to sums per tick, block and cell.
 
-Beside the tokens' pass, and of the same form: norm and projections of every computed row, over all
-and over the lost ones; for the weights, over the stored ones by cell. Imports the tokens' cells,
-`lookup`, `sources` and the sums.
+Beside the tokens' pass, and of the same form: norm, projections and probes of every computed row
+and their squares about the middle, over all and over the lost ones; for the weights, over the
+stored ones by cell; and how many lie in the tails. Imports the tokens' cells, `lookup`, `scale`,
+`sources` and the sums.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds_validators.audits.cell_sums import CellSums, cell_sums, joined, no_cells
+from actds_validators.audits.cell_sums import CellSums, cell_sums, joined
 from actds_validators.audits.lookup import Lookup
 from actds_validators.audits.result import Covariate
+from actds_validators.audits.scale import Scale, Widths, read_values
 from actds_validators.audits.sources import Part
 from actds_validators.audits.tokens import CellEdges
 from actds_validators.audits.words import column
@@ -25,28 +26,31 @@ __all__ = ["ValuePass", "ValueSums", "value_covariates"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+TICKED = ("n", "x", "xx")
+BLOCKED = ("n_lost", "lost_x", "lost_xx", "x3", "x4", "cell_n", "cell_x", "cell_xx", "tails")
 
 
-def value_covariates(hook: str, n_projections: int) -> list[Covariate]:
-    """Return the covariates of a hook's readouts: the norm and the projections."""
-    words = ["norm", *(f"projection {k}" for k in range(n_projections))]
+def value_covariates(hook: str, widths: Widths) -> list[Covariate]:
+    """Return the covariates of a hook's readouts: each number, then the square of each."""
     return [
-        Covariate(
-            name=f"{hook} {word}",
-            label=f"{word} at {hook}",
-            unit="activation units",
-            group="values",
+        Covariate(name=f"{hook} {word}{name}", label=f"{label}{word} at {hook}", unit=unit,
+                  group="values")
+        for name, label, unit in (
+            ("", "", "activation units"),
+            (" squared", "squared deviation of ", "activation units, squared"),
         )
-        for word in words
-    ]
+        for word in widths.words
+    ]  # fmt: skip
 
 
 class ValueSums:
-    """Sums over readouts, by hook and value.
+    """Sums over readouts, by hook and value, about the middle of the scale until `centred`.
+
+    Per tick stands only what is moved along the run: all that intervals need is per block.
 
     Args:
         n_hooks: hooks.
-        n_values: of a readout: the norm and the projections.
+        n_values: of a readout.
         n_ticks: length of the series.
         n_blocks: blocks of the jackknife.
         n_cells: of load and complexity.
@@ -56,35 +60,67 @@ class ValueSums:
         self, n_hooks: int, n_values: int, n_ticks: int, n_blocks: int, n_cells: int
     ) -> None:
         self.low, self.high = n_ticks, 0
-        shape = n_hooks, n_values, n_ticks
-        self.n, self.n_lost = np.zeros(shape), np.zeros(shape)
-        self.x, self.xx, self.lost_x = (np.zeros(shape) for _ in range(3))
-        self.cell_n, self.cell_x = (
-            np.zeros((n_hooks, n_values, n_blocks, n_cells)) for _ in range(2)
+        shape = n_hooks, n_values
+        self.n, self.x, self.xx = (np.zeros((*shape, n_ticks)) for _ in range(3))
+        self.n_lost, self.lost_x, self.lost_xx, self.x3, self.x4 = (
+            np.zeros((*shape, n_blocks)) for _ in range(5)
         )
+        self.cell_n, self.cell_x, self.cell_xx = (
+            np.zeros((*shape, n_blocks, n_cells)) for _ in range(3)
+        )
+        self.tails = np.zeros((2, 2, *shape, n_blocks))  # stored or lost, below or above
         self.within: list[list[CellSums]] = [[] for _ in range(n_hooks)]
 
     def cut(self) -> ValueSums:
         """Return the same without the ticks that nothing fell into: `add` knows where they are."""
         self.low = min(self.low, self.high)
-        for name in ("n", "n_lost", "x", "xx", "lost_x"):
+        for name in TICKED:
             setattr(self, name, getattr(self, name)[..., self.low : self.high].copy())
         self.within = [[joined(parts)] if parts else [] for parts in self.within]
         return self
 
     def add(self, other: ValueSums) -> None:
         """Add what `cut` returned."""
-        for name in ("n", "n_lost", "x", "xx", "lost_x"):
+        for name in TICKED:
             getattr(self, name)[..., other.low : other.high] += getattr(other, name)
-        self.cell_n += other.cell_n
-        self.cell_x += other.cell_x
+        for name in BLOCKED:
+            getattr(self, name)[...] += getattr(other, name)
         for mine, parts in zip(self.within, other.within, strict=True):
             mine += parts
 
-    def take_within(self, hook: int) -> CellSums:
+    def centred(self, block: Ints) -> Floats:
+        """Put the sums about the mean of all readouts, and return how far that was.
+
+        The powers of x - d follow from those of x: the middle need not be known before the pass.
+
+        Args:
+            block: of each tick.
+        """
+        total = self.n.sum(axis=2)
+        found = np.zeros_like(total)
+        np.divide(self.x.sum(axis=2), total, out=found, where=total > 0)
+        d = found[..., np.newaxis]
+        n, x, xx = (
+            np.apply_along_axis(_by_block, 2, held, block, self.x4.shape[2])
+            for held in (self.n, self.x, self.xx)
+        )
+        self.x4 += -4 * d * self.x3 + 6 * d**2 * xx - 4 * d**3 * x + d**4 * n
+        self.x3 += -3 * d * xx + 3 * d**2 * x - d**3 * n
+        for square, one, count in (
+            (self.xx, self.x, self.n),
+            (self.lost_xx, self.lost_x, self.n_lost),
+            (self.cell_xx, self.cell_x, self.cell_n),
+        ):
+            away = d if one.ndim == 3 else d[..., np.newaxis]
+            for at in np.ndindex(*found.shape):  # in place: these are the largest arrays
+                square[at] += -2 * away[at] * one[at] + away[at] ** 2 * count[at]
+                one[at] -= away[at] * count[at]
+        return np.asarray(found, np.float64)
+
+    def take_within(self, hook: int) -> list[CellSums]:
         """Return the sums of a hook by step and request, and forget them."""
         parts, self.within[hook] = self.within[hook], []
-        return joined(parts) if parts else no_cells(self.x.shape[1])
+        return parts
 
 
 @dataclass(frozen=True)
@@ -96,20 +132,22 @@ class ValuePass:
     Args:
         lookup: of the run.
         hooks: names of the hooks, in order.
-        n_projections: of a readout.
+        widths: of a readout.
+        scale: where the readouts lie.
         cells: of the weights.
     """
 
     lookup: Lookup
     hooks: tuple[str, ...]
-    n_projections: int
+    widths: Widths
+    scale: Scale
     cells: CellEdges
 
     def sums(self) -> ValueSums:
         """Return sums of nothing."""
         return ValueSums(
             len(self.hooks),
-            1 + self.n_projections,
+            self.widths.n_values,
             self.lookup.n_ticks,
             self.lookup.n_blocks,
             self.cells.n_cells,
@@ -118,13 +156,13 @@ class ValuePass:
     def __call__(self, part: Part) -> ValueSums:
         """Return the sums of a part."""
         sums = self.sums()
-        columns = ["request", "position", "token_id", "step", "hook", "norm", "projections"]
+        columns = ["request", "position", "token_id", "step", "hook", *self.widths.columns]
         for batch in part.batches(columns):
             lookup = self.lookup
             step = lookup.steps.of(column(batch, "step"))
             request = lookup.requests.of(column(batch, "request"))
             position = column(batch, "position")
-            values = _values(batch, self.n_projections)
+            values = read_values(batch, self.widths)
             kept = (step >= 0) & (request >= 0)
             kept &= lookup.excluded.find(step, request, position) < 0
             lost = np.zeros(len(step), bool)
@@ -135,15 +173,19 @@ class ValuePass:
             for number, hook in enumerate(self.hooks):
                 mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
                 if len(mine):
-                    some = _Rows(step[mine], request[mine], cell[mine], values[:, mine], lost[mine])
+                    some = _Rows(
+                        step[mine], request[mine], cell[mine],
+                        values[:, mine] - self.scale.middle[number][:, np.newaxis], lost[mine],
+                    )  # fmt: skip
                     _add(sums, lookup, number, some)
                     _add_cells(sums, lookup, number, some)
+                    _add_tails(sums, lookup, number, some, self.scale)
         return sums.cut()
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Readouts of one hook; steps and requests are places in the lookup."""
+    """Readouts of one hook about the middle; steps and requests are places in the lookup."""
 
     step: Ints
     request: Ints
@@ -154,28 +196,36 @@ class _Rows:
 
 def _add(sums: ValueSums, lookup: Lookup, hook: int, rows: _Rows) -> None:
     step, values, lost = rows.step, rows.values, rows.lost
-    tick = lookup.tick[step]
+    tick, block = lookup.tick[step], lookup.block[step]
     low = int(tick.min())
     tick = tick - low
-    n = np.bincount(tick)
+    n, n_blocks = np.bincount(tick), lookup.n_blocks
     here = slice(low, low + len(n))
     sums.low, sums.high = min(sums.low, here.start), max(sums.high, here.stop)
     for k, x in enumerate(values):
-        at, gone, n_known = tick, lost, n
+        at, of_block, gone, n_known = tick, block, lost, n
         known = np.isfinite(x)
         if not known.all():
-            x, at, gone = x[known], tick[known], lost[known]
+            x, at, of_block, gone = x[known], tick[known], block[known], lost[known]
             n_known = np.bincount(at, minlength=len(n))
+        xx = x * x
         sums.n[hook, k, here] += n_known
         sums.x[hook, k, here] += np.bincount(at, weights=x, minlength=len(n))
-        sums.xx[hook, k, here] += np.bincount(at, weights=x * x, minlength=len(n))
+        sums.xx[hook, k, here] += np.bincount(at, weights=xx, minlength=len(n))
+        sums.x3[hook, k] += np.bincount(of_block, weights=xx * x, minlength=n_blocks)
+        sums.x4[hook, k] += np.bincount(of_block, weights=xx * xx, minlength=n_blocks)
         if gone.any():
-            sums.n_lost[hook, k, here] += np.bincount(at[gone], minlength=len(n))
-            sums.lost_x[hook, k, here] += np.bincount(at[gone], weights=x[gone], minlength=len(n))
+            which = of_block[gone]
+            sums.n_lost[hook, k] += np.bincount(which, minlength=n_blocks)
+            sums.lost_x[hook, k] += np.bincount(which, weights=x[gone], minlength=n_blocks)
+            sums.lost_xx[hook, k] += np.bincount(which, weights=xx[gone], minlength=n_blocks)
     inside = np.flatnonzero(lookup.within[step])
     if len(inside):
+        some = values[:, inside]
         sums.within[hook].append(
-            cell_sums(step[inside], rows.request[inside], list(values[:, inside]), lost[inside])
+            cell_sums(
+                step[inside], rows.request[inside], [*some, *(x * x for x in some)], lost[inside]
+            )
         )
 
 
@@ -197,18 +247,23 @@ def _add_cells(sums: ValueSums, lookup: Lookup, hook: int, rows: _Rows) -> None:
             n_known = np.bincount(here, minlength=size).reshape(shape)
         sums.cell_n[hook, k] += n_known
         sums.cell_x[hook, k] += np.bincount(here, weights=x, minlength=size).reshape(shape)
+        sums.cell_xx[hook, k] += np.bincount(here, weights=x * x, minlength=size).reshape(shape)
 
 
-def _values(batch: pa.RecordBatch, n_projections: int) -> Floats:
-    """Return norm and projections ``(1 + n_projections, n_rows)``; NaN where there is none."""
-    found = np.full((1 + n_projections, batch.num_rows), np.nan)
-    found[0] = batch["norm"].to_numpy(zero_copy_only=False)
-    lists = batch["projections"]
-    flat = lists.values.to_numpy(zero_copy_only=False)
-    ends = lists.offsets.to_numpy()
-    for k in range(n_projections):
-        at = ends[:-1] + k
-        there = np.flatnonzero(at < ends[1:])
-        found[1 + k, there] = flat[at[there]]
-    found[~np.isfinite(found)] = np.nan
-    return found
+def _add_tails(sums: ValueSums, lookup: Lookup, hook: int, rows: _Rows, scale: Scale) -> None:
+    """Add what lies in the tails, by the block in which the request began."""
+    block = lookup.request_block[rows.request]
+    for k, x in enumerate(rows.values):
+        middle = scale.middle[hook, k]
+        for side, tail in enumerate((x < scale.low[hook, k] - middle,
+                                     x > scale.high[hook, k] - middle)):  # fmt: skip
+            at = np.flatnonzero(tail)
+            if len(at):
+                gone = rows.lost[at]
+                for lost, some in enumerate((at[~gone], at[gone])):
+                    n = np.bincount(block[some], minlength=lookup.n_blocks)
+                    sums.tails[lost, side, hook, k] += n
+
+
+def _by_block(row: Floats, block: Ints, n_blocks: int) -> Floats:
+    return np.bincount(block, weights=row, minlength=n_blocks).astype(np.float64)

@@ -14,7 +14,9 @@ from actds_validators.audits.missingness import bound
 from actds_validators.audits.result import (
     Accounting,
     Association,
+    Coverage,
     Difference,
+    Level,
     Limits,
     Mechanism,
     Missingness,
@@ -31,16 +33,24 @@ from actds_validators.audits.verdict_words import (
     fewer,
     largest,
     look_when,
+    lost,
     on_reuse,
+    on_strata,
     on_unresolved,
     remedy,
+    stratum_words,
     training,
     unproven,
+    unresolved_first,
 )
 from actds_validators.statistics.bound import loss_that_allows
 
 __all__ = ["Evidence", "judge"]
 
+_SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
+STRATUM = "largest share lost of any one kind of token, beyond chance"
+MIN_BLAMED = 3
+"""Independent loss events under which no test is read: any covariate lies somewhere then."""
 _SIDES: dict[Must, Callable[[float, float], bool]] = {
     "at most": operator.le,
     "below": operator.lt,
@@ -59,6 +69,7 @@ class Evidence:
         mechanism: the section, ``None`` when nothing was lost.
         blocks_long_enough: whether blocks are long against the bursts of losses.
         weighting: the section, ``None`` when nothing was lost or stored.
+        coverage: the section, ``None`` when nothing is stored.
     """
 
     accounting: Accounting
@@ -66,18 +77,56 @@ class Evidence:
     mechanism: Mechanism | None
     blocks_long_enough: bool = True
     weighting: Weighting | None = None
+    coverage: Coverage | None = None
 
 
 def judge(evidence: Evidence, limits: Limits) -> Verdict:
-    """Return the verdict, with what to do about references that lead nowhere in every kind of it.
+    """Return the verdict, the largest hole first.
+
+    A stratum that lost too much outweighs every verdict that is milder; references that lead
+    nowhere are named in every kind of verdict, and before all else where they are more than all
+    that was lost.
 
     Spec: 0.1 section 14.6.
     """
     found = _judged(evidence, limits)
-    if found.kind in ("unaccounted", "unresolved"):
+    if found.kind == "unaccounted":
         return found
-    more = on_unresolved(evidence.accounting, limits)
-    return found.model_copy(update={"next_steps": [*found.next_steps, *more]})
+    found = _with_strata(found, evidence.missingness, limits)
+    account, steps = evidence.accounting, found.next_steps
+    more = on_unresolved(account, limits)
+    if found.kind == "unresolved" or not more:
+        return found
+    if account.unresolved <= account.dropped + account.aborted:
+        return found.model_copy(update={"next_steps": [*steps, *more]})
+    sentence = f"{unresolved_first(account)} {found.sentence}"
+    return found.model_copy(update={"sentence": sentence, "next_steps": [*more, *steps]})
+
+
+def _with_strata(found: Verdict, missing: Missingness | None, limits: Limits) -> Verdict:
+    """Return the verdict with the worst stratum, which decides where it is the more severe."""
+    if missing is None or not missing.worst_strata:
+        return found
+    worst = missing.worst_strata[0]
+    level: Level = "FAIL" if worst.rate >= limits.worst_stratum_fail else "WARN"
+    said = on_strata(missing.worst_strata, missing.bound.loss_share)
+    if _SEVERITY[level] <= _SEVERITY[found.level]:
+        return found.model_copy(update={"sentence": f"{found.sentence} {said}"})
+    limit = limits.worst_stratum_fail if level == "FAIL" else limits.worst_stratum_warn
+    deciding = _held(f"share lost of {stratum_words(worst)}", worst.rate, "below", limit, "share")
+    warned = found.level == "WARN"  # what a milder verdict says of nothing is no longer so
+    return Verdict(
+        level=level,
+        kind="worst-stratum",
+        sentence=f"{said} {found.sentence}" if warned else said,
+        deciding=deciding,
+        numbers=[*(n for n in found.numbers if n.name != STRATUM), deciding],
+        next_steps=[
+            "Harvest again with --overflow block: no weight stands for rows that are not there.",
+            "Or say that the dataset lacks them: the list of the strata that lost most names them.",
+            *(found.next_steps if warned else []),
+        ],
+    )
 
 
 def _judged(evidence: Evidence, limits: Limits) -> Verdict:
@@ -93,15 +142,14 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
     unexplained = [f for f in evidence.accounting.findings if f.severity == "error"]
     if unexplained:
         return _unaccounted(len(unexplained), numbers)
-    share = evidence.accounting.loss_share
     bias, loss = numbers["bias"], numbers["loss"]
     if bias.ok:
-        return _negligible(evidence.accounting, bias, numbers)
+        return _negligible(evidence, bias, numbers)
     if not loss.ok:
         return Verdict(
             level="FAIL",
             kind="heavy",
-            sentence=f"{share:.2%} of the computed tokens are lost, more than {loss.limit:.2%}: "
+            sentence=f"{lost(evidence.accounting)}, more than {loss.limit:.2%}: "
             f"a mean over the rows may be off by up to {bias.value:.2f} standard deviations.",
             deciding=loss,
             numbers=list(numbers.values()),
@@ -114,6 +162,8 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
     if mechanism is None or missing is None:
         return _too_little(evidence, limits, numbers, ["no step of the census has the losses"])
     rejected = [t for t in mechanism.tests if t.rejected]
+    if mechanism.n_events < MIN_BLAMED:
+        rejected = []
     content = [t for t in rejected if t.covariate.group != "system"]
     if content:
         return _dependent(evidence, mechanism, missing, limits, numbers)
@@ -128,12 +178,12 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
     return Verdict(
         level="PASS",
         kind="uncorrelated",
-        sentence=f"{share:.2%} of the computed tokens are lost, in {mechanism.n_events} separate "
-        f"events, and the lost ones equal all within {limits.equivalence:g} standard deviations "
+        sentence=f"{lost(evidence.accounting)}, in {mechanism.n_events} separate events, and "
+        f"the lost ones equal all within {limits.equivalence:g} standard deviations "
         f"on every {asked(missing)}.",
         deciding=numbers["difference"],
         numbers=list(numbers.values()),
-        next_steps=[*training(missing), *on_reuse(evidence.accounting)],
+        next_steps=[*training(missing), *on_reuse(evidence.accounting, evidence.coverage)],
     )
 
 
@@ -169,6 +219,10 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
                 limits.equivalence, "standard deviations",
             )  # fmt: skip
     if evidence.missingness is not None:
+        strata = evidence.missingness.worst_strata
+        found["stratum"] = _held(
+            STRATUM, strata[0].rate if strata else 0.0, "below", limits.worst_stratum_warn, "share"
+        )
         worst = _farthest(evidence.missingness.differences)
         if worst is not None and worst.equivalence is not None:
             far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
@@ -212,8 +266,8 @@ def _unresolved(unresolved: Number, numbers: dict[str, Number]) -> Verdict:
     )
 
 
-def _negligible(account: Accounting, bias: Number, numbers: dict[str, Number]) -> Verdict:
-    share = account.loss_share
+def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) -> Verdict:
+    account, share = evidence.accounting, evidence.accounting.loss_share
     unresolved = numbers.get("unresolved")
     if unresolved is not None and not unresolved.ok:
         return _unresolved(unresolved, numbers)
@@ -230,7 +284,7 @@ def _negligible(account: Accounting, bias: Number, numbers: dict[str, Number]) -
         sentence=sentence,
         deciding=bias,
         numbers=list(numbers.values()),
-        next_steps=["Train on it.", *on_reuse(account)],
+        next_steps=["Train on it.", *on_reuse(account, evidence.coverage)],
     )
 
 
@@ -292,7 +346,7 @@ def _system(
         level="WARN",
         kind="load-dependent",
         sentence=f"Losses ({share:.2%}) go with {first.covariate.label} "
-        f"({adjusted(first)}), and with no {others}: {fewer(first, missing)}.",
+        f"({adjusted(first)}), and with no {others}: {fewer(first)}.",
         deciding=numbers["p"],
         numbers=list(numbers.values()),
         next_steps=[*by_load, *look_when(rejected)],
@@ -304,7 +358,9 @@ def _lacks(
 ) -> list[str]:
     lacks = []
     if mechanism.n_events < limits.min_events:
-        lacks.append(f"{mechanism.n_events} independent loss events, of {limits.min_events} needed")
+        n = mechanism.n_events
+        events = f"{n} independent loss event{'' if n == 1 else 's'}"
+        lacks.append(f"{events}, of {limits.min_events} needed")
     if not evidence.blocks_long_enough:
         lacks.append("the run is too short against its bursts of losses for honest intervals")
     covariates = [d for d in missing.differences if d.covariate.group != "system"]
@@ -330,12 +386,11 @@ def _lacks(
 def _too_little(
     evidence: Evidence, limits: Limits, numbers: dict[str, Number], lacks: list[str]
 ) -> Verdict:
-    share = evidence.accounting.loss_share
     mechanism, missing = evidence.mechanism, evidence.missingness
     sentence = "No test finds a pattern, and nothing proves that there is none."
     order = ["events", "difference", "bias"]
     if mechanism is not None and missing is not None:
-        sentence = unproven(missing)
+        sentence = unproven(mechanism, MIN_BLAMED)
         if events_needed(mechanism, missing, limits) > limits.min_events:
             order = ["difference", "events", "bias"]
     short = [numbers[n] for n in order if n in numbers and not numbers[n].ok]
@@ -343,7 +398,7 @@ def _too_little(
     return Verdict(
         level="INCONCLUSIVE",
         kind="too-little-evidence",
-        sentence=f"{share:.2%} of the computed tokens are lost. {sentence}",
+        sentence=f"{lost(evidence.accounting)}. {sentence}",
         deciding=deciding,
         numbers=list(numbers.values()),
         lacks=lacks,

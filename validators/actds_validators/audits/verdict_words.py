@@ -10,14 +10,18 @@ import math
 from actds_validators.audits.result import (
     Accounting,
     Association,
+    Coverage,
     Limits,
     Mechanism,
     Missingness,
+    StratumLoss,
     Weighting,
 )
 
 CLEAR_P = 0.001
 """Tests of an adjusted p up to this are told apart by their differences, not by their p."""
+DOMINANT = 0.1
+"""Share of the squared deviation from which on one token id at one position stands out."""
 WORTHWHILE = 0.9
 """Weights are advised where they bring the largest bias below so much of itself."""
 
@@ -29,11 +33,15 @@ __all__ = [
     "fewer",
     "largest",
     "look_when",
+    "lost",
     "on_reuse",
+    "on_strata",
     "on_unresolved",
     "remedy",
+    "stratum_words",
     "training",
     "unproven",
+    "unresolved_first",
 ]
 
 
@@ -92,34 +100,82 @@ def dependence(mechanism: Mechanism, missing: Missingness, content: list[Associa
     return f"Losses go with {what} of whole steps ({named}, {p}). {load} {inside}"
 
 
-def fewer(test: Association, missing: Missingness) -> str:
-    """Return which steps are under-represented among the stored rows."""
+def fewer(test: Association) -> str:
+    """Return which steps are under-represented among the stored rows, by the test's own sign."""
     if test.name == "change":
         return f"its rate changed, {test.note}" if test.note else "its rate changed"
-    smd = next(
-        (d.smd.value for d in missing.differences if d.covariate == test.covariate),
-        test.statistic,
-    )
+    more = test.statistic > 0
+    if test.name == "trend":
+        more = test.note.startswith("increasing")
     if test.covariate.name.startswith("load_"):
-        return f"{'busy' if smd > 0 else 'quiet'} times are under-represented"
-    side = "above" if smd > 0 else "below"
-    return f"steps where that is {side} its mean are under-represented"
+        return f"{'busy' if more else 'quiet'} times are under-represented"
+    return f"steps where that is {'above' if more else 'below'} its mean are under-represented"
 
 
-def unproven(missing: Missingness) -> str:
-    """Return what is said where no test rejects and nothing is proven."""
-    away = sorted(
-        (d for d in missing.differences if d.smd.confidence < 1 and d.smd.low * d.smd.high > 0),
-        key=lambda d: -abs(d.smd.value),
+def unproven(mechanism: Mechanism, least: int) -> str:
+    """Return what is said where nothing is blamed and nothing is proven.
+
+    No covariate is named: of thirty intervals some leave out 0 in most runs, however harmless.
+    """
+    n = mechanism.n_events
+    if n < least:
+        return (
+            f"All losses are {n} independent event{'' if n == 1 else 's'}: whatever those met "
+            "looks like a cause, and nothing tells which."
+        )
+    return "No test finds a pattern, and nothing proves that there is none."
+
+
+def lost(account: Accounting) -> str:
+    """Return the share lost in words, with the largest cause where there are several."""
+    said = f"{account.loss_share:.2%} of the computed tokens are lost"
+    causes = [w for w in account.waterfall if w.name in ("dropped", "aborted")]
+    if len(causes) > 1:
+        most = max(causes, key=lambda w: w.n_positions)
+        part = most.n_positions / sum(w.n_positions for w in causes)
+        said += f" ({part:.0%} of them {most.name}: {most.reason or 'no reason given'})"
+    return said
+
+
+_PLACES = {
+    "special tokens": "the special tokens",
+    "position": "the tokens at position {}",
+    "position from the end": "the tokens {} positions from the end of their request",
+    "phase": "the {} tokens",
+    "tail of a value": "the {}",
+    "first prompt block": "the requests of first prompt block {}",
+}
+
+
+def stratum_words(stratum: StratumLoss) -> str:
+    """Return the name of a stratum in a sentence."""
+    words = _PLACES.get(stratum.kind, f"{stratum.kind} {{}}")
+    return words.format(stratum.label.replace("{", "").replace("}", ""))
+
+
+def on_strata(found: list[StratumLoss], share: float) -> str:
+    """Return what the worst stratum lost, beside all."""
+    worst = found[0]
+    if worst.n_lost == worst.n:
+        said = f"All {worst.n:,} rows of {stratum_words(worst)} are lost"
+    else:
+        said = (
+            f"{worst.rate:.0%} of the rows of {stratum_words(worst)} are lost "
+            f"({worst.n_lost:,} of {worst.n:,})"
+        )
+    others = len(found) - 1
+    more = (
+        f"; {others} more kind{'s' if others > 1 else ''} of token lost too much" if others else ""
     )
-    if not away:
-        return "No test finds a pattern, and nothing proves that there is none."
-    others = f" and of {len(away) - 1} more" if len(away) > 1 else ""
-    first = away[0]
+    return f"{said}, where {share:.2%} of all are{more}."
+
+
+def unresolved_first(account: Accounting) -> str:
+    """Return the largest hole where it is references, in a sentence."""
+    share = account.unresolved / max(1, account.cache_ref)
     return (
-        f"No test rejects, but the interval of {first.covariate.label} ({first.smd.value:+.2f} "
-        f"standard deviations){others} leaves out 0: too few loss events to say whether that is "
-        "a pattern."
+        f"{share:.1%} of the cache references ({account.unresolved:,} positions, more than were "
+        "lost) lead to no stored row."
     )
 
 
@@ -156,7 +212,10 @@ def look_when(rejected: list[Association]) -> list[str]:
 
 
 def remedy(weighting: Weighting | None, words: str) -> list[str]:
-    """Return the step to train with weights, with what they do; none where they do little."""
+    """Return the step to train with weights, with what they do.
+
+    None where they do little; where they make something worse, what that is instead.
+    """
     if weighting is None:
         return []
     before, after = (
@@ -168,6 +227,14 @@ def remedy(weighting: Weighting | None, words: str) -> list[str]:
     changes = ", ".join(
         f"{b.group} from {b.before:.3g} to {b.after:.3g}" for b in weighting.balance
     )
+    if weighting.worse:
+        worst = weighting.worse[0]
+        others = len(weighting.worse) - 1
+        more = f", and {others} more" if others else ""
+        return [
+            f"Weights (--weights) are not advised: they change the largest biases ({changes}), but "
+            f"make {worst.label} worse ({worst.before:.3g} to {worst.after:.3g}{more})."
+        ]
     return [f"{words}; the largest bias of a mean of stored rows changes: {changes}."]
 
 
@@ -188,12 +255,27 @@ def training(missing: Missingness) -> list[str]:
     ]
 
 
-def on_reuse(account: Accounting) -> list[str]:
-    """Return the step to weigh rows as they were served, where any were served again."""
+def on_reuse(account: Accounting, coverage: Coverage | None) -> list[str]:
+    """Return the step to weigh rows as they were served, where any were served again.
+
+    With it, which rows would be most of what such weights see, and how to leave them out.
+    """
     if not account.cache_ref:
         return []
     reused = account.cache_ref / max(1, account.positions)
-    return [
+    said = (
         f"{reused:.0%} of the positions were served from the prefix cache: to weigh rows as they "
-        'were served, load with weights="multiplicity".'
+        'were served, load with weights="multiplicity"'
+    )
+    cell = coverage.dominant if coverage else None
+    if cell is None or cell.share < DOMINANT or not cell.exclude:
+        return [f"{said}."]
+    names = ", ".join(f'"{name}"' for name in cell.exclude)
+    exclude = names if len(cell.exclude) == 1 else f"({names})"
+    rows = f"{cell.n_rows:,} row{'' if cell.n_rows == 1 else 's'}"
+    return [
+        f"{said}, exclude={exclude}. Without exclude, token id {cell.token_id} at position "
+        f"{cell.position} ({rows}, served {cell.n_served:,} times) is {cell.share:.0%} of the "
+        f"squared deviation of the norm at {cell.hook}: special tokens and attention sinks would "
+        "be most of what a model of the rows learns."
     ]

@@ -23,6 +23,7 @@ from actds_validators.audits.result import (
     Group,
     WeightCell,
     Weighting,
+    Worse,
 )
 from actds_validators.audits.series import SYSTEM, Series
 from actds_validators.audits.tokens import CellEdges, TokenSums
@@ -130,7 +131,10 @@ class StoredCells:
 
 
 def stored_cells(
-    tokens: TokenSums, values: ValueSums | None, covariates: Sequence[Sequence[Covariate]]
+    tokens: TokenSums,
+    values: ValueSums | None,
+    covariates: Sequence[Sequence[Covariate]],
+    middle: Floats | None = None,
 ) -> dict[str, StoredCells]:
     """Return every covariate over the stored rows.
 
@@ -138,16 +142,22 @@ def stored_cells(
         tokens: sums of the tokens' pass.
         values: of the readouts, if there are any.
         covariates: of each hook of the readouts.
+        middle: what the readouts' sums are about, ``(n_hooks, n_values)``, with values.
     """
     n = tokens.cell_n[0]
     found = {name: StoredCells(n, tokens.cell_system[k]) for k, name in enumerate(SYSTEM)}
     for k, name in enumerate(tokens.names):
         known = tokens.cell_known if name == "rarity" else n
         found[name] = StoredCells(known, tokens.cell_x[k])
-    if values is not None:
+    if values is not None and middle is not None:
+        n_values = values.cell_n.shape[1]
         for hook, of_hook in enumerate(covariates):
             for k, one in enumerate(of_hook):
-                found[one.name] = StoredCells(values.cell_n[hook, k], values.cell_x[hook, k])
+                j = k % n_values
+                known, x = values.cell_n[hook, j], values.cell_xx[hook, j]
+                if k < n_values:
+                    x = values.cell_x[hook, j] + middle[hook, j] * known
+                found[one.name] = StoredCells(known, x)
     return found
 
 
@@ -201,12 +211,15 @@ def _weighted(
     )
 
 
-def weighting(cells: Cells, differences: Sequence[Difference]) -> Weighting | None:
+def weighting(
+    cells: Cells, differences: Sequence[Difference], negligible: float
+) -> Weighting | None:
     """Return the section, ``None`` without weights.
 
     Args:
         cells: with their weights.
         differences: of the covariates, before and after weighting.
+        negligible: bias that does not matter, in standard deviations.
     """
     if cells.weights is None or cells.rates is None:
         return None
@@ -241,8 +254,31 @@ def weighting(cells: Cells, differences: Sequence[Difference]) -> Weighting | No
         complexity=cells.edges.complexity,
         cells=listed,
         balance=_balance(differences),
+        worse=_worse(differences, negligible),
         claim=claim,
     )
+
+
+def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
+    """Return the covariates whose bias the weights make larger and not negligible, worst first.
+
+    A tenth of what is negligible is no growth.
+
+    The bias before and after is of the same rows: most of its noise is in both, and what an
+    interval of either allows would hide a bias that grew by a quarter.
+    """
+    found = [
+        Worse(
+            label=d.covariate.label,
+            group=d.covariate.group,
+            before=abs(d.before_weighting.value),
+            after=abs(d.after_weighting.value),
+        )
+        for d in differences
+        if d.before_weighting and d.after_weighting
+    ]
+    grown = [one for one in found if one.after > max(negligible, one.before + negligible / 10)]
+    return sorted(grown, key=lambda one: one.before - one.after)
 
 
 def _balance(differences: Sequence[Difference]) -> list[Balance]:

@@ -57,15 +57,16 @@ class WordPass:
 
     def __call__(self, part: Part) -> WordCounts:
         """Return the ids of a part; from stored rows also which of them are special."""
-        ids: list[Ints] = []
+        counts = _IdCounts()
         special: list[Ints] = []
         lost: list[Ints] = []
         lost_ids: list[Ints] = []
         if self.hook is None:
             for batch in part.batches(["token_id", "flags"]):
-                ids.append(column(batch, "token_id"))
+                ids = column(batch, "token_id")
+                counts.add(ids)
                 marked = column(batch, "flags") & FLAG_SPECIAL != 0
-                special.append(np.unique(ids[-1][marked]))
+                special.append(np.unique(ids[marked]))
         else:
             for batch in part.batches(["request", "position", "token_id", "step", "hook"]):
                 mine = batch.filter(pc.equal(batch["hook"], self.hook))
@@ -74,13 +75,12 @@ class WordPass:
                 position, token = column(mine, "position"), column(mine, "token_id")
                 kept = (step >= 0) & (request >= 0)
                 kept &= self.rows.excluded.find(step, request, position) < 0
-                ids.append(token[kept])
+                counts.add(token[kept])
                 at = self.rows.losses.find(step, request, position)
                 lost.append(at[at >= 0])
                 lost_ids.append(token[at >= 0])
-        found, counts = _counted(_joined(ids))
         return WordCounts(
-            found, counts, np.unique(_joined(special)), _joined(lost), _joined(lost_ids)
+            *counts.total(), np.unique(_joined(special)), _joined(lost), _joined(lost_ids)
         )
 
 
@@ -101,9 +101,28 @@ def _joined(parts: list[Ints]) -> Ints:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _counted(ids: Ints) -> tuple[Ints, Ints]:
-    if len(ids) and int(ids.max()) < MAX_DENSE:
-        counts = np.bincount(ids)
-        found = np.flatnonzero(counts)
-        return found, counts[found]
-    return np.unique(ids, return_counts=True)
+class _IdCounts:
+    """Counts by id, a batch at a time: in an array by id, or one by one where ids are beyond it."""
+
+    def __init__(self) -> None:
+        self._dense = np.zeros(0, np.int64)
+        self._ids, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+    def add(self, ids: Ints) -> None:
+        """Count ids."""
+        low = ids[ids < MAX_DENSE]
+        found = np.bincount(low, minlength=len(self._dense))
+        found[: len(self._dense)] += self._dense
+        self._dense = found
+        if len(low) < len(ids):
+            more, n = np.unique(ids[ids >= MAX_DENSE], return_counts=True)
+            both = np.concatenate([self._ids, more])
+            self._ids, at = np.unique(both, return_inverse=True)
+            counts = np.zeros(len(self._ids), np.int64)
+            np.add.at(counts, at.reshape(-1), np.concatenate([self._counts, n]))
+            self._counts = counts
+
+    def total(self) -> tuple[Ints, Ints]:
+        """Return the ids, rising, and how often each was counted."""
+        low = np.flatnonzero(self._dense)
+        return np.concatenate([low, self._ids]), np.concatenate([self._dense[low], self._counts])

@@ -11,13 +11,14 @@ from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.svg import WIDTH, Picture
 from actds_validators.report.words import Sentence, count, many, percent, short
 
-__all__ = ["accounting_part", "balance"]
+__all__ = ["accounting_part", "balance", "never_computed"]
 
 _KINDS = {
     "positions": "all",
     "captured": "stored",
     "cache_ref": "reused",
     "filtered": "filtered",
+    "never computed": "filtered",
 }
 _WORDS = {"cache_ref": "cache reference", "positions": "all positions", "captured": "stored"}
 _MAX_STEPS = 20
@@ -25,10 +26,21 @@ _MAX_STEPS = 20
 
 def balance(section: Accounting) -> str:
     """Return the equation of the census in words."""
+    never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
     return (
         f"{many(section.positions, 'position')} = {count(section.captured)} stored + "
         f"{count(section.cache_ref)} cache references + {count(section.dropped)} dropped + "
-        f"{count(section.aborted)} aborted + {count(section.filtered)} filtered"
+        f"{count(section.aborted)} aborted + {never}{count(section.filtered)} filtered"
+    )
+
+
+def never_computed(section: Accounting) -> str:
+    """Return what no step computed, in a sentence; empty where there is nothing."""
+    if not section.never_computed:
+        return ""
+    return (
+        f" Never computed: {many(section.never_computed, 'position')} of "
+        f"{many(section.never_computed_requests, 'request')}, which count in no loss rate."
     )
 
 
@@ -36,7 +48,7 @@ def accounting_part(section: Accounting) -> Part:
     """Return the part on accounting."""
     lead = (
         f"{balance(section)}. Of {count(section.computed)} computed tokens "
-        f"{percent(section.loss_share)} were lost (dropped or aborted)."
+        f"{percent(section.loss_share)} were lost (dropped or aborted).{never_computed(section)}"
     )
     rows = [
         Row(("requests", count(section.requests))),

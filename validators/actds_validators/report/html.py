@@ -19,7 +19,7 @@ from actds_validators.report.mechanism import mechanism_part
 from actds_validators.report.missingness import missingness_part
 from actds_validators.report.parts import Absent, Part
 from actds_validators.report.queues import queues_part
-from actds_validators.report.settings import check_part, settings_part
+from actds_validators.report.settings import blind_part, check_part, settings_part
 from actds_validators.report.weights import weights_part
 from actds_validators.report.words import Sentence, against, clean, kept, measured
 
@@ -82,7 +82,10 @@ def _parts(audit: Audit) -> list[Part]:
         parts.append(queues_part(audit.queues))
     if audit.weighting is not None:
         parts.append(weights_part(audit.weighting))
-    return [*parts, *drift_parts(audit.drift), settings_part(audit)]
+    parts += drift_parts(audit.drift)
+    if audit.would_not_notice:
+        parts.append(blind_part(audit))
+    return [*parts, settings_part(audit)]
 
 
 def _absent(audit: Audit) -> list[Absent]:

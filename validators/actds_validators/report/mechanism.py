@@ -9,6 +9,8 @@ from actds_validators.audits.result import Association, Limits, Mechanism
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.words import Sentence, count, number, p_value
 
+MIN_BLAMED = 3  # as the verdict has it
+
 __all__ = ["mechanism_part", "smallest_first"]
 
 
@@ -26,6 +28,11 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         f"requests, never tokens. One family of {count(len(section.tests))} tests, false discovery "
         f"rate {number(limits.fdr)} after Benjamini and Hochberg."
     )
+    if section.n_events < MIN_BLAMED:
+        lead += (
+            f" Under {MIN_BLAMED} events nothing is blamed: whatever so few bursts met looks like "
+            "a cause."
+        )
     some, more = first(smallest_first(section.tests))
     rows = [
         Row(

@@ -11,9 +11,20 @@ from actds_validators.report.forest import forest, stored_bias, worst_first
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.strata import heat_map
 from actds_validators.report.svg import Picture
-from actds_validators.report.words import GROUPS, Sentence, count, estimate, many, number
+from actds_validators.report.words import (
+    GROUPS,
+    Sentence,
+    count,
+    estimate,
+    many,
+    number,
+    p_value,
+    percent,
+)
 
 __all__ = ["missingness_part"]
+
+_MAX_STRATA = 10
 
 
 def missingness_part(section: Missingness, limits: Limits, n_events: int | None = None) -> Part:
@@ -48,11 +59,46 @@ def missingness_part(section: Missingness, limits: Limits, n_events: int | None 
         pictures.append(heat_map(worst_first(section.differences)))
     pictures.append(bound_curve(section.bound, limits))
     notes = [
-        *(Sentence(f"Could be asked: {question}") for question in section.could_ask[:20]),
-        *(Sentence(f"Could not be asked: {question}") for question in section.could_not_ask[:20]),
+        *(Sentence(f"Could be asked: {question}") for question in section.could_ask[:16]),
+        *(Sentence(f"Could not be asked: {question}") for question in section.could_not_ask[:16]),
     ]
-    tables = [_table(section.differences)] if section.differences else []
+    if section.whole_requests:
+        notes.append(
+            Sentence(
+                f"{many(section.whole_requests, 'request')} lost every computed token. One request "
+                "is one loss, however long: what counts is whether requests of one kind go."
+            )
+        )
+    tables = [_strata(section)] if section.n_strata else []
+    tables += [_table(section.differences)] if section.differences else []
     return Part("missingness", "Missingness", Sentence(lead + few), pictures, tables, notes)
+
+
+def _strata(section: Missingness) -> Table:
+    """Return the kinds of token that lost too much."""
+    some, more = first(section.worst_strata, _MAX_STRATA)
+    rows = [
+        Row(
+            (
+                s.kind,
+                s.label,
+                percent(s.rate),
+                count(s.n_lost),
+                count(s.n),
+                count(s.n_blocks),
+                p_value(s.adjusted_p),
+            ),
+            "bad",
+        )
+        for s in some
+    ]
+    head = ("kind", "which", "lost", "lost tokens", "of", "in stretches", "adjusted p")
+    caption = (
+        f"Kinds of token that lost too much, beyond chance: {count(len(section.worst_strata))} of "
+        f"{count(section.n_strata)} that were looked at"
+    )
+    rows = rows or [Row(("none", "", "", "", "", "", ""), "good")]
+    return Table(caption, head, rows, frozenset({0, 1}), more)
 
 
 def _table(differences: list[Difference]) -> Table:

@@ -10,7 +10,7 @@ from actds_validators.audits.result import Audit, Limits, Number, Options, Verdi
 from actds_validators.report.parts import Part, Row, Table, Tone, first
 from actds_validators.report.words import Sentence, count, kept, limit_of, measured, number, seconds
 
-__all__ = ["check_part", "settings_part"]
+__all__ = ["blind_part", "check_part", "settings_part"]
 
 _MAX_FAILED = 5  # comparisons: --against and four columns
 
@@ -30,6 +30,13 @@ def _row(n: Number, *, deciding: bool) -> Row:
     tone: Tone = {True: "good", False: "bad", None: "dim"}[n.ok]  # type: ignore[assignment]
     words = kept(n) + (", decided" if deciding else "")
     return Row((n.name, measured(n.value, n.unit), limit_of(n), words), tone)
+
+
+def blind_part(audit: Audit) -> Part:
+    """Return the part on what the audit would not notice."""
+    lead = "This audit would not notice, whatever its verdict:"
+    notes = [Sentence(words) for words in audit.would_not_notice[:9]]
+    return Part("blind", "What this audit would not notice", Sentence(lead), (), (), notes)
 
 
 def settings_part(audit: Audit) -> Part:

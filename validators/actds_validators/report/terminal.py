@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from actds_validators.audits.result import Audit, Difference, Drift, Estimate, Mechanism, Number
-from actds_validators.report.accounting import balance
+from actds_validators.audits.result import (
+    Audit,
+    Difference,
+    Drift,
+    Estimate,
+    Mechanism,
+    Missingness,
+    Number,
+)
+from actds_validators.report.accounting import balance, never_computed
 from actds_validators.report.forest import worst_first
 from actds_validators.report.mechanism import smallest_first
 from actds_validators.report.words import (
@@ -55,6 +63,7 @@ def _page(audit: Audit) -> Iterator[Line]:
     yield from _accounting(audit)
     yield from _numbers(verdict.numbers)
     if audit.missingness is not None:
+        yield from _strata(audit.missingness)
         yield from _differences(audit.missingness.differences)
     if audit.mechanism is not None:
         yield from _tests(audit.mechanism)
@@ -68,17 +77,24 @@ def _page(audit: Audit) -> Iterator[Line]:
         yield Line("Next", "title")
         for n, step in enumerate(verdict.next_steps[:_MAX_TOP], 1):
             yield Line(f"  {n}. {step}")
+    if audit.would_not_notice:
+        yield Line("")
+        yield Line("This audit would not notice", "title")
+        for words in audit.would_not_notice[:_MAX_TOP]:
+            yield Line(f"  - {words}", "dim")
 
 
 def _accounting(audit: Audit) -> Iterator[Line]:
     section = audit.accounting
-    names = ("dropped", "aborted", "filtered")
+    names = ("dropped", "aborted", "never computed", "filtered")
     gone = [step for step in section.waterfall if step.name in names and step.n_positions]
     for step in gone[:_MAX_ROWS]:
         why = step.reason or "no reason given"
         said = f"{count(step.n_positions)} {step.name} ({percent(step.share)}): {why}"
-        yield Line(f"  {said}", "plain" if step.name == "filtered" else "warn")
+        yield Line(f"  {said}", "warn" if step.name in ("dropped", "aborted") else "plain")
     yield from _more(len(gone), _MAX_ROWS)
+    if section.never_computed:
+        yield Line(f" {never_computed(section)}", "plain")
     if section.unresolved:
         lost = many(section.unresolved, "cache reference")
         yield Line(f"  {lost} without a stored row behind (E410)", "warn")
@@ -126,6 +142,27 @@ def _differences(differences: Sequence[Difference]) -> Iterator[Line]:
     yield from _more(len(differences), _MAX_TOP)
 
 
+def _strata(section: Missingness) -> Iterator[Line]:
+    """Yield the kinds of token that lost too much, and the requests that lost everything."""
+    if section.worst_strata:
+        yield Line("")
+        yield Line(
+            f"Kinds of token that lost too much, beyond chance, of {count(section.n_strata)}",
+            "title",
+        )
+        cells = [
+            (s.kind, s.label, percent(s.rate), f"{count(s.n_lost)} of {count(s.n)}",
+             p_value(s.adjusted_p))
+            for s in section.worst_strata[:_MAX_TOP]
+        ]  # fmt: skip
+        head = ("kind", "which", "lost", "tokens", "adjusted p")
+        yield from _table(head, cells, ["bad"] * len(cells), {0, 1})
+        yield from _more(len(section.worst_strata), _MAX_TOP)
+    if section.whole_requests:
+        yield Line("")
+        yield Line(f"{many(section.whole_requests, 'request')} lost every computed token")
+
+
 def _or_dash(value: Estimate | None) -> str:
     return "-" if value is None else number(value.value)
 
@@ -135,7 +172,8 @@ def _tests(section: Mechanism) -> Iterator[Line]:
     n_rejected = sum(test.rejected for test in section.tests)
     events = many(section.n_events, "independent loss event")
     tests = many(len(section.tests), "test")
-    yield Line(f"What the loss goes with: {n_rejected} of {tests} rejected, {events}", "title")
+    few = ": too few to blame anything on" if section.n_events < 3 else ""
+    yield Line(f"What the loss goes with: {n_rejected} of {tests} rejected, {events}{few}", "title")
     cells = [
         (
             test.name,
