@@ -129,8 +129,9 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
         level="PASS",
         kind="uncorrelated",
         sentence=f"{share:.2%} of the computed tokens are lost, in {mechanism.n_events} separate "
-        f"events, and the lost ones equal all within {limits.equivalence:g} standard deviations "
-        f"on every {asked(missing)}.",
+        "events, and no test finds what they go with. Every mean that was tested is the same over "
+        f"the stored rows as over all, within {limits.negligible_bias:g} standard deviations: of "
+        f"every {asked(missing)}.",
         deciding=numbers["difference"],
         numbers=list(numbers.values()),
         next_steps=[*training(missing), *on_reuse(evidence.accounting)],
@@ -165,8 +166,8 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         found["p"] = _held("smallest adjusted p of the family", smallest, "above", limits.fdr, "p")
         if m.detectable is not None:
             found["detectable"] = _held(
-                "content difference that one interval would show", m.detectable, "at most",
-                limits.equivalence, "standard deviations",
+                "content bias that one interval would show", m.detectable, "at most",
+                limits.negligible_bias, "standard deviations",
             )  # fmt: skip
     if evidence.missingness is not None:
         worst = _farthest(evidence.missingness.differences)
@@ -174,7 +175,7 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
             far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
             found["difference"] = _held(
                 f"farthest end of an equivalence interval ({worst.covariate.label})", far, "below",
-                limits.equivalence, "standard deviations",
+                limits.negligible_bias, "standard deviations",
             )  # fmt: skip
     return found
 
@@ -292,7 +293,7 @@ def _system(
         level="WARN",
         kind="load-dependent",
         sentence=f"Losses ({share:.2%}) go with {first.covariate.label} "
-        f"({adjusted(first)}), and with no {others}: {fewer(first, missing)}.",
+        f"({adjusted(first)}), and with no {others}: {fewer(first)}.",
         deciding=numbers["p"],
         numbers=list(numbers.values()),
         next_steps=[*by_load, *look_when(rejected)],
@@ -314,13 +315,13 @@ def _lacks(
         d.covariate.label
         for d in covariates
         if d.equivalence is None
-        or not (-limits.equivalence < d.equivalence.low < d.equivalence.high < limits.equivalence)
+        or max(-d.equivalence.low, d.equivalence.high) >= limits.negligible_bias
     ]
     if wide:
         more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
         needed = events_needed(mechanism, missing, limits)
         lacks.append(
-            f"equivalence within {limits.equivalence:g} is not proven for "
+            f"equivalence within {limits.negligible_bias:g} is not proven for "
             f"{', '.join(wide[:3])}{more}"
             + (f": about {needed:,} events would be needed" if needed > mechanism.n_events else "")
         )
