@@ -7,7 +7,8 @@ binomial for these seeds.
 from __future__ import annotations
 
 import sys
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,29 @@ def test_losses_that_go_with_something_are_an_alarm(name: str) -> None:
     # 95 % are: two of four that are not come in 1 of 70.
     assert sum(alarmed(r) for r in records) >= 3
     assert [r["sentence"] for r in records if "quiet times" in r["sentence"]] == []
+
+
+# what it would not notice ---------------------------------------------------------------------
+
+
+def test_a_dependence_too_weak_for_its_events_is_not_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faint = replace(SCENARIOS["hundred_events"], loss=partial(load, strength=0.15, rate=0.0054))
+    monkeypatch.setitem(SCENARIOS, "hundred_events", faint)
+    found = runs("hundred_events", 3)
+    assert sum(r["kind"] == "uncorrelated" for r in found) >= 2
+
+
+def late_load(s: Served, random: np.random.Generator) -> np.ndarray:
+    """Lose the steps that come 300 after those of the highest load, about."""
+    late = np.roll(s.load, 300)
+    p = np.exp((late - late.mean()) / late.std())
+    return s.lost_with(random.random(len(p)) < 0.02 * p / p.mean())
+
+
+def test_losses_long_after_the_load_are_not_noticed() -> None:
+    assert share(p_values(late_load)["shift"][:, 0], 0.005) < 0.3
 
 
 # the page -------------------------------------------------------------------------------------
