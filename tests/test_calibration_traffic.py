@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from calibrate_traffic import SCENARIOS, Task, alarmed, goals, interval, run_one, table
 from traffic_losses import (
     LOSSES,
+    N_SPECIAL,
     RECORDED,
     Loss,
     Served,
@@ -39,6 +40,7 @@ from actds_validators.statistics.change import change
 from actds_validators.statistics.jackknife import blocks
 from actds_validators.statistics.score import block_score
 from actds_validators.statistics.shift import circular_shift
+from actds_validators.statistics.within import Within, within_cells
 
 N_RUNS = 160
 
@@ -151,6 +153,33 @@ def test_shifts_reject_lost_requests_and_blocks_do_not() -> None:
     assert share(found["shift"]) > 0.12
     both = np.maximum(found["shift"], found["blocks"])
     assert share(both) <= 0.08
+
+
+def within_steps(loss: Loss, n_runs: int) -> list[Within]:
+    """Return tests within steps of norm, projections and special tokens, of some runs."""
+    found = []
+    for seed in range(n_runs):
+        random = np.random.default_rng(5000 + seed)
+        s = served(RECORDED[seed % len(RECORDED)], random)
+        lost = loss(s, random).astype(float)
+        n_requests = int(s.request.max()) + 1
+        cells, at = np.unique(s.step * n_requests + s.request, return_inverse=True)
+        for x in (*s.values, s.token_id < N_SPECIAL):
+            sums = (np.bincount(at, w) for w in (np.ones(len(x)), x, lost, lost * x))
+            one = within_cells(cells // n_requests, cells % n_requests, *sums)
+            found += [] if one is None else [one]
+    return found
+
+
+def test_selection_within_steps_knows_how_few_requests_carry_it() -> None:
+    # The norm of a sink is a hundred times that of the others: of few lost ones, t says little.
+    found = within_steps(tokens_at_random, 24)
+    p = np.array([one.p for one in found])
+    assert len(p) == 144
+    # 144 tests at 0.5 %: 4 or more come with a probability of 1 in 160.
+    assert share(p, 0.005) <= 3 / 144
+    every = [2 * stats.t.sf(abs(f.t), min(f.n_requests, f.n_steps) - 1) for f in found]
+    assert share(np.array(every), 0.005) > 4 / 144
 
 
 def test_tokens_lost_one_by_one_are_no_events() -> None:
