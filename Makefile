@@ -125,9 +125,10 @@ bench: $(STAMP) $(DEMO)/model/config.json ## run the benchmarks, each of which p
 CALIBRATE_SHORT := mcar_steps mcar_bursts few_events heavy negligible
 CALIBRATE_LONG  := queue queue_oldest mar_load mnar_content mnar_projection mnar_rarity mnar_steps
 CALIBRATE       := $(BIN)/python benchmarks/calibrate_audit.py --out benchmarks/results/calibration.md
-calibrate: $(STAMP) ## audit 2400 simulated runs of known truth, and write their table (over an hour)
+calibrate: $(STAMP) ## audit thousands of runs of known truth, simulated and recorded; write their tables (two hours)
 	$(CALIBRATE) --steps 8000 --scenario $(CALIBRATE_SHORT) $(CALIBRATE_ARGS)
 	$(CALIBRATE) --steps 40000 --scenario $(CALIBRATE_LONG) $(CALIBRATE_ARGS)
+	$(BIN)/python benchmarks/calibrate_traffic.py --out benchmarks/results/calibration-traffic.md
 
 crash: $(STAMP) ## kill and cut power 572 times, recover each time (half an hour; root for the power cuts)
 	$(BIN)/python tests/crash/soak.py --kills 500 --power-cuts 52 --engine-kills 20

@@ -99,7 +99,7 @@ def test_the_exit_code_is_that_of_the_verdict(
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--max-loss", "2"), ("--fdr", "0"), ("--min-events", "1"), ("--equivalence", "-1"),
+    [("--max-loss", "2"), ("--fdr", "0"), ("--min-events", "1"),
      ("--seed", "-1"), ("--negligible-bias", "0"), ("--serious", "nan"),
      ("--max-unresolved", "-0.1"), ("--n-blocks", "9")],
 )  # fmt: skip

@@ -267,15 +267,22 @@ def test_shift_statistics_and_naive_ones_are_those_of_the_tokens(case: Case) -> 
     assert case.found.mechanism is not None
     share = case.steps["dropped_tokens"].to_numpy(float) / case.steps["n"].to_numpy(float)
     tick, run = case.every["tick"].to_numpy(), case.every["run"].to_numpy()
+    _, first = np.unique(tick, return_index=True)
+    steps_x, steps_run = {name: x[first] for name, x in case.x.items()}, run[first]
     shifts = {t.covariate.name: t for t in case.found.mechanism.tests if t.name == "shift"}
     varying = {name for name, x in case.x.items() if x.std() > 0}
     assert {n for n, t in shifts.items() if t.covariate.group != "values"} == varying
     for name in varying:
         x = case.x[name]
-        # The mean of the lost if each step lost its share of every token, about each run's mean.
-        mean = np.array([x[run == k].mean() for k in range(len(case.runs))])[run]
-        away = (share[tick] * (x - mean)).sum() / share[tick].sum()
-        assert shifts[name].statistic == pytest.approx(away / x.std(), rel=1e-5, abs=1e-9), name
+        sd = x.std()
+        if shifts[name].covariate.group == "system":  # every step counts the same
+            x_of, run_of, share_of = steps_x[name], steps_run, share
+            sd = x_of.std()
+        else:  # the mean of the lost if each step lost its share of every token
+            x_of, run_of, share_of = x, run, share[tick]
+        mean = np.array([x_of[run_of == k].mean() for k in range(len(case.runs))])[run_of]
+        away = (share_of * (x_of - mean)).sum() / share_of.sum()
+        assert shifts[name].statistic == pytest.approx(away / sd, rel=1e-5, abs=1e-9), name
         r, z = np.corrcoef(x, case.lost)[0, 1], np.sqrt(len(x))
         naive = 2 * stats.norm.sf(abs(r) * z)
         assert shifts[name].naive_p == pytest.approx(naive, rel=1e-4, abs=1e-300), name

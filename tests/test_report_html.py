@@ -432,7 +432,7 @@ def test_forest_of_any_number_of_covariates_fits_on_a_printed_page() -> None:
         width, height = map(float, re.findall(r'viewBox="0 0 (\S+) (\S+)"', picture)[0])
         assert height / width * 718 < 900  # a page of A4 or Letter holds 718 by 979 pixels
         assert "more, all in the result (--json)" in picture
-        legend = "serious, with a rejected test" if "stored-bias" in picture else "counts as equal"
+        legend = "serious, with a rejected test" if "stored-bias" in picture else "lost against all"
         assert any(legend in text for text, _ in _drawn(picture))
 
 

@@ -68,7 +68,7 @@ from actds_validators.audits.weights import (
     weighting,
 )
 from actds_validators.audits.weights_file import write_weights
-from actds_validators.statistics.jackknife import jackknife_many, smd
+from actds_validators.statistics.jackknife import jackknife_many, smd_of_stored
 from actds_validators.statistics.within import Within
 from actds_validators.statistics.within import within_cells as within_test
 
@@ -255,7 +255,7 @@ def audit_sources(
             passed.values, passed.value_covariates, passed.scale.middle, series.blocks
         )
     everything = [*system_sums(series), *content, *values]
-    found = differences(everything, series.blocks, bands_of(passed.tokens))
+    found = differences(everything, series.blocks, bands_of(passed.tokens), series.effective_events)
     progress("weights")
     cells = weigh(counted_cells(edges, series, passed.tokens))
     found = _after_weighting(found, everything, passed, cells, series)
@@ -265,7 +265,7 @@ def audit_sources(
     missing = missingness(found, account.loss_share, has_values=bool(values), has_ids=has_ids)
     missing = missing.model_copy(update=_strata(passed, limits))
     asked = [one for one in everything if one.covariate.group != "system"]
-    intervals = [i for i in jackknife_many(block_totals(series.blocks, asked), smd) if i]
+    intervals = [i for i in jackknife_many(block_totals(series.blocks, asked), smd_of_stored) if i]
     mech = mechanism(series, tests, intervals)
     evidence = Evidence(account, missing, mech, series.blocks.long_enough, weighed, seen)
     return Sections(

@@ -21,6 +21,7 @@ from actds_validators.audits.series import SYSTEM, Series
 from actds_validators.audits.sums import CovariateSums
 from actds_validators.statistics.bound import farthest_mean, worst_case
 from actds_validators.statistics.distances import jensen_shannon, total_variation
+from actds_validators.statistics.equivalence import at_least, error_of_draws
 from actds_validators.statistics.jackknife import (
     Blocks,
     Interval,
@@ -95,7 +96,7 @@ def block_totals(blocks: Blocks, sums: list[CovariateSums]) -> Floats:
 
 
 def differences(
-    sums: list[CovariateSums], blocks: Blocks, bands: dict[str, Bands]
+    sums: list[CovariateSums], blocks: Blocks, bands: dict[str, Bands], n_events: float
 ) -> list[Difference]:
     """Return the difference of every covariate that varies and of which something was lost.
 
@@ -106,6 +107,7 @@ def differences(
         sums: of the covariates.
         blocks: of the jackknife.
         bands: computed and lost tokens by bands, by covariate name, where there are any.
+        n_events: effective events of the loss.
     """
     if not sums:
         return []
@@ -119,6 +121,7 @@ def differences(
         lost = estimate(interval) or unbounded(float(smd(whole)), n, n_lost)
         if lost is None:
             continue
+        stored = stored_against_all[k]
         banded = bands.get(one.covariate.name)
         found.append(
             Difference(
@@ -127,8 +130,13 @@ def differences(
                 sd_all=float(np.sqrt(max(0.0, sxx / n - (sx / n) ** 2))),
                 mean_lost=lx / n_lost,
                 smd=lost,
-                equivalence=estimate(interval.at(0.9) if interval else None),
-                before_weighting=estimate(stored_against_all[k])
+                equivalence=estimate(
+                    # Of losses in one block the stored rows have a jackknife, too narrow by far.
+                    at_least(stored, error_of_draws(n, n_lost, n_events), 0.9)
+                    if stored and interval
+                    else None
+                ),
+                before_weighting=estimate(stored)
                 or unbounded(float(smd_of_stored(whole)), n, n - n_lost),
                 total_variation=_distance(total_variation, banded),
                 jensen_shannon=_distance(jensen_shannon, banded),

@@ -110,13 +110,10 @@ class Limits(Section):
         default=0.02,
         gt=0,
         description="a loss is negligible when no mean can be off by more than this, in standard "
-        "deviations of all rows",
+        "deviations of all rows, and uncorrelated when no tested one is",
     )
     max_loss: Share = Field(
         default=0.05, description="share of computed tokens above which a loss is heavy (FAIL)"
-    )
-    equivalence: float = Field(
-        default=0.1, gt=0, description="standardised mean difference that counts as equal"
     )
     serious: float = Field(
         default=0.1,
@@ -305,7 +302,9 @@ class Difference(Section):
     mean_lost: float
     smd: Estimate
     equivalence: Estimate | None = Field(
-        default=None, description="the 90 % interval that the equivalence test uses"
+        default=None,
+        description="of the stored rows against all: the 90 % interval of the equivalence test, no "
+        "narrower than if each loss event were one row drawn at random",
     )
     after_weighting: Estimate | None = Field(
         default=None,
@@ -403,8 +402,8 @@ class Mechanism(Section):
     block_steps: int
     detectable: float | None = Field(
         default=None,
-        description="standardised mean difference that the widest interval of content or values "
-        "would show with power 0.8; the tests, adjusted over the family, need more",
+        description="bias of the stored rows that the widest interval of content or values would "
+        "show with power 0.8; the tests, adjusted over the family, need more",
     )
 
 

@@ -13,7 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from actds_validators.audits.sources import RunSource
-from actds_validators.statistics.events import correlation_steps, count_events
+from actds_validators.statistics.events import (
+    correlation_steps,
+    count_events,
+    effective_events,
+)
 from actds_validators.statistics.jackknife import Blocks, blocks
 from actds_validators.statistics.load import ewma
 
@@ -77,6 +81,7 @@ class Series:
         offsets: first tick of each run, and the number of ticks.
         steps_per_tick: at most.
         n_events: independent loss events.
+        effective_events: events of equal size that a mean over the lost tokens rests on.
         n_steps: steps in all.
         n_lost_steps: steps that lost a token.
         n_partial_steps: steps that lost some of their tokens.
@@ -94,6 +99,7 @@ class Series:
     offsets: Ints
     steps_per_tick: int
     n_events: int
+    effective_events: float
     n_steps: int
     n_lost_steps: int
     n_partial_steps: int
@@ -159,6 +165,7 @@ def make_series(runs: list[RunSteps], n_blocks: int) -> Series | None:
     system = {name: summed([_sums(r, r.covariates[name]) for r in runs]) for name in SYSTEM}
     t_s, seconds = _clock(runs, starts)
     share = np.divide(lost, computed)
+    n_events, effective = _events(lost, share, labels)
     return Series(
         runs=tuple(run.run for run in runs),
         run=labels,
@@ -171,26 +178,29 @@ def make_series(runs: list[RunSteps], n_blocks: int) -> Series | None:
         blocks=blocks(len(labels), labels, share, n_blocks, min(20, n_blocks)),
         offsets=np.cumsum([0, *(len(s) for s in starts)]),
         steps_per_tick=width,
-        n_events=_events(lost, share, labels),
+        n_events=n_events,
+        effective_events=effective,
         n_steps=n_steps,
         n_lost_steps=sum(int((r.lost > 0).sum()) for r in runs),
         n_partial_steps=sum(int(((r.lost > 0) & (r.lost < r.computed)).sum()) for r in runs),
     )
 
 
-def _events(lost: Floats, share: Floats, labels: Ints) -> int:
-    """Return the independent loss events.
+def _events(lost: Floats, share: Floats, labels: Ints) -> tuple[int, float]:
+    """Return the independent loss events, and how many of equal size they are worth.
 
     The correlation is that of the share lost: lost tokens go with the size of the steps as well.
     Where most ticks lose something there are no gaps to count: then as many as there are
     correlation times.
     """
     if not lost.any():
-        return 0
+        return 0, 0.0
     time = correlation_steps(share, labels)
     if np.count_nonzero(lost) <= len(lost) / 2:
-        return count_events(lost, labels, math.ceil(time))
-    return max(1, int(len(lost) / time))
+        gap = math.ceil(time)
+        return count_events(lost, labels, gap), effective_events(lost, labels, gap)
+    found = max(1, int(len(lost) / time))
+    return found, float(found)
 
 
 def _sums(run: RunSteps, x: Floats) -> Floats:

@@ -178,9 +178,10 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
     return Verdict(
         level="PASS",
         kind="uncorrelated",
-        sentence=f"{lost(evidence.accounting)}, in {mechanism.n_events} separate events, and "
-        f"the lost ones equal all within {limits.equivalence:g} standard deviations "
-        f"on every {asked(missing)}.",
+        sentence=f"{lost(evidence.accounting)}, in {mechanism.n_events} separate events, and no "
+        "test finds what they go with. Every mean that was tested is the same over the stored rows "
+        f"as over all, within {limits.negligible_bias:g} standard deviations: of every "
+        f"{asked(missing)}.",
         deciding=numbers["difference"],
         numbers=list(numbers.values()),
         next_steps=[*training(missing), *on_reuse(evidence.accounting, evidence.coverage)],
@@ -215,8 +216,8 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         found["p"] = _held("smallest adjusted p of the family", smallest, "above", limits.fdr, "p")
         if m.detectable is not None:
             found["detectable"] = _held(
-                "content difference that one interval would show", m.detectable, "at most",
-                limits.equivalence, "standard deviations",
+                "content bias that one interval would show", m.detectable, "at most",
+                limits.negligible_bias, "standard deviations",
             )  # fmt: skip
     if evidence.missingness is not None:
         strata = evidence.missingness.worst_strata
@@ -228,7 +229,7 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
             far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
             found["difference"] = _held(
                 f"farthest end of an equivalence interval ({worst.covariate.label})", far, "below",
-                limits.equivalence, "standard deviations",
+                limits.negligible_bias, "standard deviations",
             )  # fmt: skip
     return found
 
@@ -370,13 +371,13 @@ def _lacks(
         d.covariate.label
         for d in covariates
         if d.equivalence is None
-        or not (-limits.equivalence < d.equivalence.low < d.equivalence.high < limits.equivalence)
+        or max(-d.equivalence.low, d.equivalence.high) >= limits.negligible_bias
     ]
     if wide:
         more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
         needed = events_needed(mechanism, missing, limits)
         lacks.append(
-            f"equivalence within {limits.equivalence:g} is not proven for "
+            f"equivalence within {limits.negligible_bias:g} is not proven for "
             f"{', '.join(wide[:3])}{more}"
             + (f": about {needed:,} events would be needed" if needed > mechanism.n_events else "")
         )

@@ -101,15 +101,17 @@ def dependence(mechanism: Mechanism, missing: Missingness, content: list[Associa
 
 
 def fewer(test: Association) -> str:
-    """Return which steps are under-represented among the stored rows, by the test's own sign."""
+    """Return which steps are under-represented among the stored rows, as the test found them.
+
+    Its own sign says so: the mean over lost tokens, in which wide steps weigh more, may lie on the
+    other side.
+    """
     if test.name == "change":
         return f"its rate changed, {test.note}" if test.note else "its rate changed"
-    more = test.statistic > 0
-    if test.name == "trend":
-        more = test.note.startswith("increasing")
     if test.covariate.name.startswith("load_"):
-        return f"{'busy' if more else 'quiet'} times are under-represented"
-    return f"steps where that is {'above' if more else 'below'} its mean are under-represented"
+        return f"{'busy' if test.statistic > 0 else 'quiet'} times are under-represented"
+    side = "above" if test.statistic > 0 else "below"
+    return f"steps where that is {side} its mean are under-represented"
 
 
 def unproven(mechanism: Mechanism, least: int) -> str:
@@ -189,7 +191,7 @@ def events_needed(mechanism: Mechanism, missing: Missingness, limits: Limits) ->
         for d in missing.differences
         if d.equivalence and d.covariate.group != "system"
     ]
-    widest = max(halves, default=0.0) / limits.equivalence
+    widest = max(halves, default=0.0) / limits.negligible_bias
     return math.ceil(mechanism.n_events * max(1.0, widest**2) - 1e-6)
 
 

@@ -43,32 +43,23 @@ def worst_first(differences: Sequence[Difference]) -> list[Difference]:
     return sorted(differences, key=lambda d: -abs(d.smd.value))
 
 
-def forest(
-    group: str, differences: Sequence[Difference], limits: Limits, note: str = ""
-) -> Picture:
-    """Return the SMDs of a group of covariates with their intervals, beside the equal ones.
+def forest(group: str, differences: Sequence[Difference], note: str = "") -> Picture:
+    """Return the SMDs of a group of covariates with their intervals.
 
     Args:
         group: of all the covariates, a key of ``GROUPS``.
         differences: of that group; the largest are drawn, as many as fit on a printed page.
-        limits: settings.
         note: what else the description says.
     """
     p, f, shown, more = _frame(
         f"forest-{group}",
         f"Standardised mean differences of the lost tokens: {GROUPS[group]}",
-        "Per covariate a mark with its 95 % interval; the thicker part is the 90 % interval of the "
-        "equivalence test. The shaded band counts as equal. An arrow: the interval goes on. "
+        "Per covariate a mark with its 95 % interval. An arrow: the interval goes on. "
         f"Each group of covariates has its own scale.{note}",
         worst_first(differences),
         [_LOST],
-        limits.equivalence,
     )
     p.text(12, 35, GROUPS[group], kind="bold")
-    low, high = f.x(-limits.equivalence), f.x(limits.equivalence)
-    p.box(low, f.top, high - low, f.height, "band", f"±{number(limits.equivalence)}: equal")
-    p.box(f.left, 25, 14, 11, "band")
-    p.text(f.left + 20, 35, "counts as equal")
     p.text(f.right + 12, 35, "SMD", kind="dim")
     _rows(p, f, shown, [_LOST], f"SMD, standard deviations of all{more}")
     return p
@@ -89,11 +80,11 @@ def stored_bias(differences: Sequence[Difference], limits: Limits, note: str = "
         "stored-bias",
         "Bias of the stored rows, before and after weighting",
         "Per covariate how far the mean of the stored rows, and of the weighted ones, lies from "
-        "that of all, with its 95 % interval. An arrow: the interval goes on. The scale is that of "
-        f"this plot alone.{note}",
+        "that of all, with its 95 % interval; the thicker part is the 90 % interval of the "
+        f"equivalence test, which has to lie within ±{number(limits.negligible_bias)}. An arrow: "
+        f"the interval goes on. The scale is that of this plot alone.{note}",
         sorted(having, key=lambda d: -max(abs(e.value) for s in series if (e := s.of(d)))),
         series,
-        0.0,
     )
     shown = sorted(shown, key=lambda d: order.index(d.covariate.group))
     if limits.serious <= f.x_range[1]:
@@ -116,14 +107,13 @@ def _frame(
     description: str,
     differences: list[Difference],
     series: Sequence[_Series],
-    least: float,
 ) -> tuple[Picture, Frame, list[Difference], str]:
     """Return a picture with its legend, its frame, the rows that it has room for, and the rest."""
     line = 13.0 * len(series) + 11
     shown, more = first(differences, int(_MAX_ROWS / line))
     height = line * len(shown)
     p = Picture(name, title, description, WIDTH, 92 + height)
-    f = Frame(270, 44, 490, height, _range(shown, series, least), (0, 1))
+    f = Frame(270, 44, 490, height, _range(shown, series), (0, 1))
     x = f.left
     for one in series:
         _mark(p, x + 6, 12, one.kind, "")
@@ -147,7 +137,7 @@ def _rows(
         for k, one in enumerate(series):
             found = one.of(d)
             if found is not None:
-                inner = d.equivalence if one is _LOST else None
+                inner = d.equivalence if one is _STORED else None
                 at = y + 12 + 13 * k
                 _whisker(p, f, at, found, inner, one.kind, f"{d.covariate.label}, {one.words}")
                 p.text(f.right + 12, at + 4, signed(found.value, three=one is not _LOST))
@@ -172,12 +162,10 @@ def _whisker(
     _mark(p, f.x(value.value), y, kind, title)
 
 
-def _range(
-    differences: Sequence[Difference], series: Sequence[_Series], least: float
-) -> tuple[float, float]:
+def _range(differences: Sequence[Difference], series: Sequence[_Series]) -> tuple[float, float]:
     """Return a range that holds the marks; an interval of no information may leave it."""
     drawn = [e for d in differences for s in series if (e := s.of(d))]
-    reach = max(least, *(abs(e.value) for e in drawn), 1e-9) * 1.15
+    reach = max(1e-9, *(abs(e.value) for e in drawn)) * 1.15
     ends = [abs(end) for e in drawn for end in (e.low, e.high)]
     reach = max(reach, min(max(ends), 3 * reach))
     return (-reach, reach)

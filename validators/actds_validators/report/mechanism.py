@@ -67,8 +67,9 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
     if section.detectable is not None:
         notes.append(
             Sentence(
-                "The widest interval of a content covariate or readout would show a difference of "
-                f"{number(section.detectable)} standard deviations with power 0.8. The tests, "
+                "The widest interval of a content covariate or readout would show a bias of the "
+                f"stored rows of {number(section.detectable)} standard deviations with power 0.8. "
+                "The tests, "
                 "adjusted over the family, and those of the load need more."
             )
         )

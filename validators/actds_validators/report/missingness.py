@@ -38,9 +38,9 @@ def missingness_part(section: Missingness, limits: Limits, n_events: int | None 
     lead = (
         "Standardised mean differences (SMD): how far the mean of the lost tokens lies from the "
         "mean of all computed tokens, in standard deviations of all, with intervals from a block "
-        f"jackknife. Within ±{number(limits.equivalence)} two means count as equal. The bias of "
-        "the stored rows is the same distance of what is stored, and far smaller where little is "
-        f"lost: with a rejected test, more than {number(limits.serious)} of it is serious."
+        "jackknife. The bias of the stored rows is the same distance of what is stored, and far "
+        f"smaller where little is lost. Up to {number(limits.negligible_bias)} it counts as none; "
+        f"with a rejected test, more than {number(limits.serious)} is serious."
     )
     few = ""
     if n_events is not None and n_events < limits.min_events:
@@ -52,7 +52,7 @@ def missingness_part(section: Missingness, limits: Limits, n_events: int | None 
     for group in GROUPS:
         members = [d for d in section.differences if d.covariate.group == group]
         if members:
-            pictures.append(forest(group, members, limits, few))
+            pictures.append(forest(group, members, few))
     if any(d.before_weighting for d in section.differences):
         pictures.append(stored_bias(section.differences, limits, few))
     if any(d.strata for d in section.differences):

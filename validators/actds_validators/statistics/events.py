@@ -13,7 +13,13 @@ from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 
 from actds_validators.statistics.runs import Floats, Ints, as_floats, slices
 
-__all__ = ["correlation_steps", "count_events", "integrated_time", "one_per_event"]
+__all__ = [
+    "correlation_steps",
+    "count_events",
+    "effective_events",
+    "integrated_time",
+    "one_per_event",
+]
 
 _WINDOW = 5.0
 """Sokal's c: the sum stops at the first lag of at least c correlation times."""
@@ -80,6 +86,25 @@ def count_events(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> int
         ValueError: a gap below 1, a value that is not finite, or shapes that differ.
     """
     return len(_events(as_floats(lost, "lost"), run, gap))
+
+
+def effective_events(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> float:
+    """Return how many events of equal size a mean over the lost tokens rests on.
+
+    ``(sum of sizes)² / sum of their squares`` (Kish 1965), 0 without an event: thirty events of
+    which one has nearly all that was lost are worth little more than one.
+
+    Args:
+        lost: ``(n_steps,)``, lost tokens.
+        run: ``(n_steps,)``, label of the run.
+        gap: as for `count_events`.
+
+    Raises:
+        ValueError: as `count_events`.
+    """
+    x = as_floats(lost, "lost")
+    sizes = np.array([x[at].sum() for at in _events(x, run, gap)])
+    return float(sizes.sum() ** 2 / (sizes @ sizes)) if len(sizes) else 0.0
 
 
 def one_per_event(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> Floats:

@@ -14,7 +14,14 @@ from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 from actds_validators.statistics.events import correlation_steps
 from actds_validators.statistics.runs import Floats, as_floats, slices
 
-__all__ = ["Shift", "circular_shift", "effective_shifts", "loss_share", "shifted_sums"]
+__all__ = [
+    "Shift",
+    "about_mean",
+    "circular_shift",
+    "effective_shifts",
+    "loss_share",
+    "shifted_sums",
+]
 
 N_DRAWS = 2000
 """Random tuples of shifts, where there are several runs."""
@@ -28,7 +35,7 @@ class Shift:
 
     Args:
         difference: ``(n_covariates,)``, mean of what the lost steps held less the mean of all,
-            about each run's own mean, in the covariate's unit; its size is the statistic.
+            about each run's own mean, in the covariate's unit. What is ranked is its numerator.
         p: ``(n_covariates,)``.
         n_effective: ``(n_covariates,)``, effectively independent shifts (`effective_shifts`). A
             p below ``1 / n_effective`` may come, but an effect that lasts as long as the
@@ -57,12 +64,19 @@ def circular_shift(
     """Return whether the share lost of a step goes with what the step held.
 
     With ``share = lost / n`` and m the step's mean of the covariate, of weight w, the statistic is
-    ``|sum_s share[s+k] w[s] (m[s] - mean)| / sum_s share[s+k] w[s]`` at k = 0, held against every
-    circular shift k. Both series keep their own correlation in time, bursts and all; only where one
-    lies against the other is changed. Under stationarity the shifts are a group, and
+    ``|sum_s share[s+k] w[s] (m[s] - mean)|`` at k = 0, held against every circular shift k. Both
+    series keep their own correlation in time, bursts and all; only where one lies against the other
+    is changed. Under stationarity the shifts are a group, and
     ``p = #{k: statistic(k) >= statistic(0)} / #k``, k = 0 among them, is exact but for the seam
     where a run is closed to a circle (Politis & Romano 1992 on circular blocks; Davison & Hinkley
     1997, section 4.4, on group randomisation).
+
+    It is not divided by ``sum_s share[s+k] w[s]``: where steps hold 15 to 512 tokens, shifts that
+    put the losses on a few narrow steps make that small and the ratio large, whatever the losses go
+    with, and the ratio of a true dependence is not among the largest.
+
+    Weights of 1 (with the steps' means for sums) make every step count the same: for a covariate of
+    the step itself, which has one value however many tokens share it.
 
     All shifts count, near ones too. Leaving out those nearer than the correlation time would let a
     p come out near ``1 / n_steps`` although only ``n_effective`` shifts are independent: with 25
@@ -99,19 +113,15 @@ def circular_shift(
     parts = slices(run)
     if all(np.ptp(share[part]) == 0 for part in parts):
         return None
-    away = _about_mean(values, weights, parts)
-    top = shifted_sums(run, share, away, n_draws=n_draws, seed=seed)
-    bottom = shifted_sums(run, share, weights, n_draws=n_draws, seed=seed)
-    found = np.divide(
-        top, bottom,
-        out=np.zeros_like(top), where=bottom > 1e-9 * weights.max(initial=1.0),
-    )  # fmt: skip
+    away = about_mean(values, weights, parts)
+    found = shifted_sums(run, share, away, n_draws=n_draws, seed=seed)
+    mass = np.broadcast_to(weights @ share, len(values))
     size = np.abs(found)
     # Sums by Fourier transform: equal ones differ by rounding.
     reached = size >= size[:, :1] - 1e-9 * size.max(axis=1, keepdims=True)
     n_shifts = size.shape[1]
     return Shift(
-        difference=found[:, 0].copy(),
+        difference=np.divide(found[:, 0], mass, out=np.zeros(len(values)), where=mass > 0),
         p=reached.sum(axis=1) / n_shifts,
         n_effective=np.minimum(effective_shifts(run, share, away), n_shifts),
         n_shifts=n_shifts,
@@ -199,7 +209,7 @@ def _all_shifts(share: Floats, values: Floats) -> Floats:
     return np.asarray(np.fft.irfft(spectrum, n, axis=1), np.float64)
 
 
-def _about_mean(values: Floats, weights: Floats, parts: list[slice]) -> Floats:
+def about_mean(values: Floats, weights: Floats, parts: list[slice]) -> Floats:
     """Return the sums about each run's own mean, exactly 0 for a covariate without variation."""
     found = np.zeros_like(values)
     for part in parts:
