@@ -74,8 +74,11 @@ def test_losses_by_what_a_row_holds_are_flagged(depends_on: str) -> None:
 
 def test_losses_by_load_are_flagged() -> None:
     found = runs("mar_load", 2, 8000, rate=0.03, strength=2.0)
-    # The mix of phases changes with the load, and a loss by load changes it among the stored rows.
-    assert {record["kind"] for record in found} <= {"load-dependent", "content-dependent"}
+    # The mix of phases changes with the load, and so do the values: a loss by load is a loss by
+    # both, as far as tests between steps can tell. The verdict says that the load can be why.
+    kinds = {"load-dependent", "content-dependent", "values-dependent"}
+    assert {record["kind"] for record in found} <= kinds
+    assert {record["level"] for record in found} == {"WARN"}
     loads = [min(t[4] for t in record["tests"] if t[2] == "system") for record in found]
     assert max(loads) <= 0.005
 

@@ -13,6 +13,7 @@ __all__ = ["VERIFIED", "form_of"]
 
 _SUM = (
     "AfmoeForCausalLM",
+    "ApertusForCausalLM",
     "Ernie4_5ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "ExaoneMoeForCausalLM",
@@ -28,14 +29,17 @@ _SUM = (
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "NemotronForCausalLM",
+    "NemotronHForCausalLM",
     "OlmoeForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
 )
 _FIRST = (
+    "BloomForCausalLM",
     "CohereForCausalLM",
     "Exaone4ForCausalLM",
     "FalconForCausalLM",
