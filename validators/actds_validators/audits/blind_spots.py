@@ -45,6 +45,8 @@ def blind_spots(hooks: tuple[str, ...], widths: Widths, n_probes: int) -> list[s
         values,
         *more,
         f"any pattern where all losses are fewer than {MIN_BLAMED} independent events",
+        "a dependence on load or content that is too weak for its number of events",
+        "losses that follow the load after a longer time than its moving averages remember",
         f"the loss of a token id, source or other kind of fewer than {MIN_TOKENS} tokens, or lost "
         f"in fewer than {MIN_HITS} stretches of the run (one request, one burst)",
         "the loss of all that one user sent, where neither the source nor the first block of the "

@@ -35,7 +35,7 @@ def _row(n: Number, *, deciding: bool) -> Row:
 def blind_part(audit: Audit) -> Part:
     """Return the part on what the audit would not notice."""
     lead = "This audit would not notice, whatever its verdict:"
-    notes = [Sentence(words) for words in audit.would_not_notice[:9]]
+    notes = [Sentence(words) for words in audit.would_not_notice[:12]]
     return Part("blind", "What this audit would not notice", Sentence(lead), (), (), notes)
 
 
