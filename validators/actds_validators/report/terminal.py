@@ -80,7 +80,7 @@ def _page(audit: Audit) -> Iterator[Line]:
     if audit.would_not_notice:
         yield Line("")
         yield Line("This audit would not notice", "title")
-        for words in audit.would_not_notice[:_MAX_TOP]:
+        for words in audit.would_not_notice[:_MAX_ROWS]:
             yield Line(f"  - {words}", "dim")
 
 
