@@ -24,9 +24,11 @@ DRAW = np.random.default_rng(0)
 STATES = DRAW.normal(size=(4, 20, 16)).cumsum(axis=0).astype(np.float32)
 
 
-def compared(rows: np.ndarray, layer: int = 1, limit: float = 1e-3) -> hook_check.HookCheck:
+def compared(
+    rows: np.ndarray, layer: int = 1, limit: float = 1e-3, decoded: np.ndarray | None = None
+) -> hook_check.HookCheck:
     name = f"resid_post.{layer}"
-    return hook_check.compare_with_forward({name: rows}, {name: layer}, STATES, limit)
+    return hook_check.compare_with_forward({name: rows}, {name: layer}, STATES, limit, decoded)
 
 
 def test_rows_of_the_layer_pass_and_their_distance_is_on_record() -> None:
@@ -69,6 +71,25 @@ def test_one_wrong_row_in_twenty_is_enough_in_float32() -> None:
     rows[7] = STATES[1, 8]
     with pytest.raises(ActdsError, match="E507"):
         compared(rows)
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1e-2, 1e-1])
+def test_wrong_decoded_rows_do_not_hide_behind_the_prompts(limit: float) -> None:
+    decoded = np.zeros(20, bool)
+    decoded[[12, 19]] = True
+    rows = STATES[1].copy()
+    rows[decoded] += 2 * limit * STATES[1][decoded]
+    with pytest.raises(ActdsError, match="E507"):
+        compared(rows, limit=limit, decoded=decoded)
+    assert 2 * limit * decoded.mean() < limit  # which a mean over all rows would let pass
+
+
+@pytest.mark.parametrize("limit", [1e-2, 1e-1])
+def test_one_row_of_another_position_is_seen_under_any_bound(limit: float) -> None:
+    rows = STATES[1].copy()
+    rows[7] = STATES[1, 8]
+    with pytest.raises(ActdsError, match="E507 hook"):
+        compared(rows, limit=limit)
 
 
 def test_without_a_second_model_the_next_reader_decides_and_the_record_says_so() -> None:

@@ -32,9 +32,10 @@ __all__ = [
 
 MEMORY_SHARE = 0.25
 """Share of the free memory that a second copy of the weights may take."""
-MAX_PARAMETERS = 16_000_000_000
+MAX_PARAMETERS = 8_000_000_000
 """Beyond this, loading float32 weights and running them on a CPU takes minutes."""
-TIMEOUT_S = 900.0
+TIMEOUT_S = 300.0
+"""vLLM waits ten minutes for its engine, this check included."""
 SAME = 1e-5
 """Relative L2 at which transformers' own ``hidden_states`` are what its layers return."""
 

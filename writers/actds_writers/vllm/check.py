@@ -5,6 +5,7 @@ Stands in the worker between the set-up of the engine and its first step.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,8 @@ def check_hooks(
     except NoReferenceError as missing:
         return _without_reference(model, form, hooks, forwarded, readers, limit, str(missing))
     rows = {hook.name: forwarded.rows[index] for index, hook in enumerate(hooks)}
-    return compare_with_forward(rows, {hook.name: hook.layer for hook in hooks}, states, limit)
+    layer_of = {hook.name: hook.layer for hook in hooks}
+    return compare_with_forward(rows, layer_of, states, limit, forwarded.decoded)
 
 
 def join_check(worker: Any) -> None:
@@ -142,10 +144,14 @@ def _without_reference(
         for index, hook in enumerate(hooks)
         if index in readers.distances
     }
-    if len(found) == len(hooks):
-        return compare_with_next(found, limit, forwarded.prompt_rows.shape[1], reason)
+    # What was seen counts, also where something behind another hook was not.
+    check = compare_with_next(found, limit, forwarded.prompt_rows.shape[1], reason)
+    unseen = [hook.name for hook in hooks if hook.name not in found]
+    if not unseen:
+        return check
     if form != "unverified":
-        return HookCheck("table", {}, limit, 0, reason)
+        said = f"{reason}; nothing reads the stream behind {', '.join(unseen)}"
+        return replace(check, against="engine" if found else "table", reason=said)
     raise ActdsError(
         "E007",
         type(model).__name__,

@@ -33,6 +33,9 @@ __all__ = [
 ]
 
 _NAME = "actds-check-{}"
+_SAME = 2e-2
+"""Relative distance at which a norm hands on the sum, or the residual as it was: their rounding in
+the coarsest type is a tenth of it, and the two are as far apart as one residual."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,13 @@ class Forwarded:
     Args:
         sequences: token ids of each prompt as the model read them, the decoded one included.
         rows: float32 ``(n_hooks, n, d_model)``, the sequences one behind the other.
+        decoded: bool ``(n,)``: rows of the decode step.
         prompt_rows: float32 ``(n_hooks, m, d_model)``, those of the prompts' step, in its order.
     """
 
     sequences: tuple[tuple[int, ...], ...]
     rows: np.ndarray
+    decoded: np.ndarray
     prompt_rows: np.ndarray
 
 
@@ -92,19 +97,19 @@ def forward_prompts(
     """
     runner = worker.model_runner
     names = [_NAME.format(number) for number in range(len(prompts))]
-    try:
-        first = _run(runner, _prefill(runner, names, prompts), buffers)
-        after_prompts()
-        second = _run(runner, _decode(names, prompts), buffers)
-    finally:
-        _forget(runner, names)
+    first = _run(runner, _prefill(runner, names, prompts), buffers)
+    after_prompts()
+    second = _run(runner, _decode(names, prompts), buffers)
+    _forget(runner, names)  # after an error nothing is run any more
     if buffers is None:
         return None
     tokens = tuple((*first[name][0].tolist(), *second[name][0].tolist()) for name in names)
     rows = [part[name][1] for name in names for part in (first, second)]
+    decoded = [np.full(part.shape[1], number % 2 == 1) for number, part in enumerate(rows)]
     return Forwarded(
         tokens,
         np.concatenate(rows, axis=1),
+        np.concatenate(decoded),
         np.concatenate([states for _, states in first.values()], axis=1),
     )
 
@@ -199,7 +204,8 @@ class NextReaders:
 
     The stream that layer L hands on is what a part of layer L+1 reads, its first norm as a rule;
     behind the last layer, what a module outside all layers reads. A norm that is given a residual
-    adds it first, and so does this; the layer's own pair of outputs is not asked.
+    reads the sum if it hands the sum on, and the first alone if it hands the residual on as it was
+    (vLLM's Cohere); one that hands nothing on tells nothing. The layer's own pair is not asked.
 
     Args:
         model: the model itself.
@@ -249,24 +255,39 @@ class NextReaders:
         self._past_last = True
 
     def _watch(self, module: torch.nn.Module, hook: int, now: Callable[[], bool]) -> None:
-        def see(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if now():
-                self._see(hook, [*args, *kwargs.values()])
+        given: list[torch.Tensor] = []  # copies: kernels work in place
 
-        self._handles.append(module.register_forward_pre_hook(see, with_kwargs=True))
+        def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given[:] = self._matching(hook, [*args, *kwargs.values()]) if now() else []
+            if len(given) == 1:
+                self._compare(hook, given[0])
 
-    def _see(self, hook: int, values: list[Any]) -> None:
+        def after(_module: Any, _inputs: Any, output: Any) -> None:
+            if len(given) != 2:
+                return
+            hidden, residual = given
+            for handed_on in self._matching(
+                hook, list(output) if isinstance(output, tuple) else []
+            ):
+                for stream, kept in ((hidden + residual, hidden + residual), (hidden, residual)):
+                    if torch.linalg.norm(handed_on - kept) <= _SAME * torch.linalg.norm(kept):
+                        self._compare(hook, stream)
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _matching(self, hook: int, values: list[Any]) -> list[torch.Tensor]:
+        """Return copies of the float tensors that have the shape of the hook's rows."""
         want = self._rows[hook]
         tensors = [
-            value.flatten(0, -2)[: len(want)].float()
+            value.flatten(0, -2)[: len(want)].float().clone()
             for value in values
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
         ]
-        tensors = [tensor for tensor in tensors if tensor.shape == want.shape]
-        if not tensors:
-            return
-        stream = tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
-        distance = relative_l2(want, stream.cpu().numpy())
+        return [tensor for tensor in tensors if tensor.shape == want.shape]
+
+    def _compare(self, hook: int, stream: torch.Tensor) -> None:
+        distance = relative_l2(self._rows[hook], stream.cpu().numpy())
         if not distance >= self.distances.get(hook, np.inf):
             self.distances[hook] = distance
 

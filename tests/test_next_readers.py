@@ -1,0 +1,119 @@
+"""What reads the stream behind a hook, in models whose layers return the same pair and mean two."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from actds_writers.vllm import check_run
+from actds_writers.vllm.check_run import NextReaders
+
+D_MODEL, N_ROWS = 32, 20
+
+
+class AddingNorm(torch.nn.Module):
+    """vLLM's RMSNorm: adds the residual, in place, and hands the sum on."""
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return torch.nn.functional.layer_norm(hidden, hidden.shape[-1:])
+        residual += hidden
+        return torch.nn.functional.layer_norm(residual, hidden.shape[-1:]), residual
+
+
+class IgnoringNorm(torch.nn.Module):
+    """That of vLLM's Cohere: takes a residual and hands it on as it was."""
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return torch.nn.functional.layer_norm(hidden, hidden.shape[-1:]), residual
+
+
+class Split(torch.nn.Module):
+    """A layer whose stream is the sum of the pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = AddingNorm(), torch.nn.Linear(D_MODEL, D_MODEL)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual, normed = hidden.clone(), self.norm(hidden)
+        else:
+            normed, residual = self.norm(hidden, residual)
+        return self.mlp(normed), residual
+
+
+class Whole(torch.nn.Module):
+    """A layer whose first output is the stream, and the second the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = IgnoringNorm(), torch.nn.Linear(D_MODEL, D_MODEL)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.norm(hidden, hidden)
+        return residual + self.mlp(normed), residual
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layer: type[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layer() for _ in range(4))
+        self.norm = AddingNorm() if layer is Split else IgnoringNorm()
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(self, hidden: torch.Tensor) -> object:
+        residual, self.pairs = None, []
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual)
+            self.pairs.append((hidden.clone(), residual.clone()))
+        return self.norm(hidden, residual)
+
+
+@contextlib.contextmanager
+def nothing(_runner: object) -> Iterator[None]:
+    yield
+
+
+@pytest.fixture(autouse=True)
+def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_run, "eager", nothing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", [Split, Whole])
+def test_the_stream_is_near_and_every_other_reading_of_the_pair_far(
+    layer: type[torch.nn.Module], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model = Model(layer).to(dtype)
+        fed = torch.randn(N_ROWS, D_MODEL).to(dtype)
+        model(fed.clone())
+        pairs = [model.pairs[number] for number in (1, 3)]
+        readings = {
+            "sum": [a + b for a, b in pairs],
+            "first": [a for a, _ in pairs],
+            "second": [b for _, b in pairs],
+        }
+        for name, rows in readings.items():
+            stacked = np.stack([part.float().numpy() for part in rows])
+            readers = NextReaders(model, stacked, [1, 3])
+            with readers.watching(None):
+                model(fed.clone())
+            right = name == ("sum" if layer is Split else "first")
+            assert sorted(readers.distances) == [0, 1]
+            for distance in readers.distances.values():
+                assert distance < 0.01 if right else distance > 0.2, name
