@@ -585,6 +585,18 @@ def test_a_loss_that_no_step_shows_is_inconclusive() -> None:
         "PASS", "complete")  # fmt: skip
 
 
+def test_aborted_rows_that_no_test_saw_are_no_pass() -> None:
+    """Rows of a crash look like nothing to the tests, which see dropped ones."""
+    seen = evidence()
+    assert kind(seen) == ("PASS", "uncorrelated")
+    crashed = seen.accounting.model_copy(update={"aborted": 100, "dropped": 100})
+    found = judge(replace(seen, accounting=crashed), LIMITS)
+    assert (found.level, found.kind) == ("INCONCLUSIVE", "too-little-evidence")
+    assert any("1.00% of the computed tokens were aborted" in lack for lack in found.lacks)
+    few = seen.accounting.model_copy(update={"aborted": 3, "dropped": 197})
+    assert kind(replace(seen, accounting=few)) == ("PASS", "uncorrelated")
+
+
 def test_every_number_says_on_which_side_of_its_limit_it_has_to_lie() -> None:
     found = judge(evidence(cache_ref=1000, tests=(REJECTED["content"],)), LIMITS)
     assert {n.name.split(" (")[0]: n.must for n in found.numbers} == {

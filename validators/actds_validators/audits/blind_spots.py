@@ -49,6 +49,8 @@ def blind_spots(hooks: tuple[str, ...], widths: Widths, n_probes: int) -> list[s
         "losses that follow the load after a longer time than its moving averages remember",
         f"the loss of a token id, source or other kind of fewer than {MIN_TOKENS} tokens, or lost "
         f"in fewer than {MIN_HITS} stretches of the run (one request, one burst)",
+        "what aborted tokens are like, computed when a request or run ended: they count in the "
+        "share that is lost, and in no test",
         "the loss of all that one user sent, where neither the source nor the first block of the "
         "prompts tells that user from others",
         "losses by what a text means, where its token ids, lengths, positions and sources are "

@@ -49,6 +49,7 @@ __all__ = ["Evidence", "judge"]
 
 _SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
 STRATUM = "largest share lost of any one kind of token, beyond chance"
+_UNTESTED = "the tests look at what the writer dropped, and not at what a run's end left behind"
 MIN_BLAMED = 3
 """Independent loss events under which no test is read: any covariate lies somewhere then."""
 _SIDES: dict[Must, Callable[[float, float], bool]] = {
@@ -160,7 +161,7 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
         )
     mechanism, missing = evidence.mechanism, evidence.missingness
     if mechanism is None or missing is None:
-        return _too_little(evidence, limits, numbers, ["no step of the census has the losses"])
+        return _too_little(evidence, limits, numbers, [_UNTESTED])
     rejected = [t for t in mechanism.tests if t.rejected]
     if mechanism.n_events < MIN_BLAMED:
         rejected = []
@@ -364,6 +365,10 @@ def _lacks(
         lacks.append(f"{events}, of {limits.min_events} needed")
     if not evidence.blocks_long_enough:
         lacks.append("the run is too short against its bursts of losses for honest intervals")
+    account = evidence.accounting
+    aborted = account.aborted / max(1, account.computed)
+    if bound(aborted).bias > limits.negligible_bias:
+        lacks.append(f"{aborted:.2%} of the computed tokens were aborted: {_UNTESTED}")
     covariates = [d for d in missing.differences if d.covariate.group != "system"]
     if not covariates:
         lacks.append("no content covariate has an interval")
