@@ -104,7 +104,13 @@ class LazyArray:
             return index, slice(None)
         if len(index) != 2:
             raise IndexError(f"{len(index)} indices; expected rows, or rows and channels")
-        return index[0], slice(None) if index[1] is Ellipsis else index[1]
+        rows, channels = index
+        if rows is None or channels is None:
+            raise IndexError("no new axis; expected rows, or rows and channels")
+        if not isinstance(rows, slice | int | np.integer) and np.ndim(channels):
+            # NumPy would pair them: row 0 with channel 3, row 1 with channel 4.
+            raise IndexError("lists of rows and of channels; take the rows, then the channels")
+        return rows, slice(None) if channels is Ellipsis else channels
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Values:
         if copy is False:

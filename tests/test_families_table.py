@@ -11,6 +11,8 @@ import pytest
 
 from actds_writers.vllm.families import VERIFIED
 
+# GELU computed in another way; bfloat16, where rounding can send a token to another expert.
+BOUNDS = {"Bloom": 1e-3, "Qwen3-Next": 0.05}
 HERE = Path(__file__).resolve().parent
 
 
@@ -39,8 +41,9 @@ def test_no_family_is_wrong_and_each_refusal_has_its_reason(results: dict[str, A
     assert outcomes.count("right") >= 60
     for family in results["families"]:
         if family["outcome"] == "right":
-            bound = 1e-4 if "note" not in family else 0.1
+            bound = BOUNDS.get(family["family"], 1e-4)
             assert max(family["relative_l2"].values()) <= bound
+            assert bound == 1e-4 or family["note"]
         else:
             assert family["reason"]
         assert ("code" in family) is (family["outcome"] == "refused")

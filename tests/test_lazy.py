@@ -107,3 +107,11 @@ def test_stats_lose_no_digits_to_a_mean_far_from_zero(monkeypatch: pytest.Monkey
     monkeypatch.setattr("actds.stats._BLOCK_NBYTES", 8 * 4 * 333)
     stats = stats_of(rows)  # type: ignore[arg-type]
     assert np.allclose(stats.variance, rows.astype(np.float64).var(axis=0), rtol=1e-9)
+
+
+@pytest.mark.parametrize("index", [([0, 1], [3, 4]), (slice(3), None), (None, slice(3))])
+def test_indices_that_numpy_reads_otherwise_are_refused(path: Path, index: Any) -> None:
+    rows = actds.open(path).array(HOOK)
+    with pytest.raises(IndexError, match="rows, or rows and channels|take the rows"):
+        rows[index]
+    assert rows[[0, 1], 3].shape == (2,) and rows[:3, [3, 4]].shape == (3, 2)
