@@ -112,6 +112,6 @@ def test_stats_lose_no_digits_to_a_mean_far_from_zero(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("index", [([0, 1], [3, 4]), (slice(3), None), (None, slice(3))])
 def test_indices_that_numpy_reads_otherwise_are_refused(path: Path, index: Any) -> None:
     rows = actds.open(path).array(HOOK)
-    with pytest.raises(IndexError, match="rows, or rows and channels|take the rows"):
+    with pytest.raises(IndexError, match=r"rows, or rows and channels|take the rows"):
         rows[index]
     assert rows[[0, 1], 3].shape == (2,) and rows[:3, [3, 4]].shape == (3, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,7 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(
         try:
             for number in range(1, 120):
                 engine.request(number)  # never waits: that is the policy's promise
+                time.sleep(0.005)  # a model would compute: the transfer beside it gets its turn
         finally:
             os.kill(writer, signal.SIGCONT)
         engine.drain(pipeline)
