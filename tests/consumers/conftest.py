@@ -65,7 +65,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a dataset of two runs, both phases, prefix hits, and sinks."""
     named = os.environ.get("ACTDS_CONSUMERS_DATASET")
     if named:
-        return Path(named)
+        return Path(named).resolve()
     folder = tmp_path_factory.mktemp("consumers") / "acts"
     common: dict[str, Any] = {
         "hooks": ("resid_post.10", "resid_post.20"),
