@@ -92,14 +92,21 @@ def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_run, "eager", nothing)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    # Dummy weights of vLLM are so small that a layer adds next to nothing.
+    [(torch.float32, 1.0), (torch.float32, 1e-3), (torch.bfloat16, 1.0)],
+)
 @pytest.mark.parametrize("layer", [Split, Whole])
 def test_the_stream_is_near_and_every_other_reading_of_the_pair_far(
-    layer: type[torch.nn.Module], dtype: torch.dtype
+    layer: type[torch.nn.Module], dtype: torch.dtype, scale: float
 ) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         model = Model(layer).to(dtype)
+        for one in model.layers:
+            one.mlp.weight.mul_(scale)
+            one.mlp.bias.mul_(scale)
         fed = torch.randn(N_ROWS, D_MODEL).to(dtype)
         model(fed.clone())
         pairs = [model.pairs[number] for number in (1, 3)]
@@ -116,4 +123,7 @@ def test_the_stream_is_near_and_every_other_reading_of_the_pair_far(
             right = name == ("sum" if layer is Split else "first")
             assert sorted(readers.distances) == [0, 1]
             for distance in readers.distances.values():
-                assert distance < 0.01 if right else distance > 0.2, name
+                # The stream before a layer that adds a thousandth is as near as that.
+                far = 0.2 * min(1.0, scale) if name == "second" else 0.2
+                near = 1e-5 if dtype is torch.float32 else 0.01
+                assert (distance < near) if right else (distance > far), name
