@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike
 
 from actds_validators.statistics.distributions import student_two_sided
 from actds_validators.statistics.jackknife import Blocks, block_sums
-from actds_validators.statistics.runs import Floats, as_floats, slices
-from actds_validators.statistics.shift import about_mean, loss_share
+from actds_validators.statistics.runs import Floats, slices
+from actds_validators.statistics.shift import about_mean, shares_and_sums
 
 __all__ = ["block_score"]
 
@@ -53,13 +53,7 @@ def block_score(
         ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
             computed.
     """
-    share = loss_share(n, lost)
-    values = np.atleast_2d(as_floats(value_sum, "value_sum"))
-    weights = np.atleast_2d(as_floats(n if weight is None else weight, "weight"))
-    if values.shape[1] != len(share) or weights.shape not in {values.shape, (1, len(share))}:
-        raise ValueError(
-            f"value_sum has shape {values.shape}, weight {weights.shape}; {len(share)} steps"
-        )
+    share, values, weights = shares_and_sums(n, lost, value_sum, weight)
     parts = slices(run)
     score = about_mean(values, weights, parts)
     for part in parts:

@@ -20,6 +20,7 @@ __all__ = [
     "circular_shift",
     "effective_shifts",
     "loss_share",
+    "shares_and_sums",
     "shifted_sums",
 ]
 
@@ -101,13 +102,7 @@ def circular_shift(
         ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
             computed.
     """
-    share = loss_share(n, lost)
-    values = np.atleast_2d(as_floats(value_sum, "value_sum"))
-    weights = np.atleast_2d(as_floats(n if weight is None else weight, "weight"))
-    if values.shape[1] != len(share) or weights.shape not in {values.shape, (1, len(share))}:
-        raise ValueError(
-            f"value_sum has shape {values.shape}, weight {weights.shape}; {len(share)} steps"
-        )
+    share, values, weights = shares_and_sums(n, lost, value_sum, weight)
     if weights.min(initial=0.0) < 0:
         raise ValueError("weight has a negative value")
     parts = slices(run)
@@ -127,6 +122,30 @@ def circular_shift(
         n_shifts=n_shifts,
         minimal_p=1 / n_shifts,
     )
+
+
+def shares_and_sums(
+    n: ArrayLike, lost: ArrayLike, value_sum: ArrayLike, weight: ArrayLike | None
+) -> tuple[Floats, Floats, Floats]:
+    """Return share lost ``(n_steps,)``, sums and weights ``(n_covariates or 1, n_steps)``.
+
+    Args:
+        n: ``(n_steps,)``, computed tokens.
+        lost: ``(n_steps,)``, lost tokens.
+        value_sum: ``(n_steps,)`` or ``(n_covariates, n_steps)``.
+        weight: as ``value_sum`` or ``(n_steps,)``; ``n`` when ``None``.
+
+    Raises:
+        ValueError: as `loss_share`, or shapes that differ.
+    """
+    share = loss_share(n, lost)
+    values = np.atleast_2d(as_floats(value_sum, "value_sum"))
+    weights = np.atleast_2d(as_floats(n if weight is None else weight, "weight"))
+    if values.shape[1] != len(share) or weights.shape not in {values.shape, (1, len(share))}:
+        raise ValueError(
+            f"value_sum has shape {values.shape}, weight {weights.shape}; {len(share)} steps"
+        )
+    return share, values, weights
 
 
 def loss_share(n: ArrayLike, lost: ArrayLike) -> Floats:
