@@ -199,12 +199,12 @@ def model_config(model: Path) -> dict[str, Any]:
 
 def _renamed(model: Path) -> dict[str, int]:
     """Return what a configuration calls by other names (``n_layer``, ``d_model``) or leaves out."""
-    from transformers import AutoConfig
-
     try:
+        from transformers import AutoConfig
+
         config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # a family that transformers does not know, or a broken file
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # no transformers, a family that it does not know, or a broken file
     names = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
     found = {name: getattr(config, name, None) for name in names}
     return {name: value for name, value in found.items() if isinstance(value, int)}
