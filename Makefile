@@ -136,8 +136,8 @@ crash: $(STAMP) ## kill and cut power 572 times, recover each time (half an hour
 # Needs torch with a GPU in the environment it is called from, and no vLLM: CUDA_PYTHON names it.
 CUDA_PYTHON ?= python3
 cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under pressure, GB/s
-	PYTHONPATH=.:writers:validators:tests $(CUDA_PYTHON) -m pytest -q tests/test_cuda.py
-	PYTHONPATH=.:writers:validators $(CUDA_PYTHON) benchmarks/bench_cuda.py
+	PYTHONPATH=.:writers:validators:testing:tests $(CUDA_PYTHON) -m pytest -q tests/test_cuda.py
+	PYTHONPATH=.:writers:validators:testing $(CUDA_PYTHON) benchmarks/bench_cuda.py
 
 clean: ## remove what the demo and the tools made; .venv and the demo model stay
 	rm -rf $(DEMO)/acts $(DEMO)/audit.html $(DEMO)/prompts.jsonl build dist .pytest_cache .mypy_cache .ruff_cache \

@@ -10,20 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from actds.dataset import Dataset as Dataset
-    from actds.dataset import open as open
     from actds.errors import ActdsError as ActdsError
-    from actds.hf import load_dataset as load_dataset
-    from actds.loader import Loader as Loader
+    from actds.load.dataset import Dataset as Dataset
+    from actds.load.dataset import open as open
+    from actds.load.hf import load_dataset as load_dataset
+    from actds.load.loader import Loader as Loader
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "ActdsError": "actds.errors",
-    "Dataset": "actds.dataset",
-    "Loader": "actds.loader",
-    "load_dataset": "actds.hf",
-    "open": "actds.dataset",
+    "Dataset": "actds.load.dataset",
+    "Loader": "actds.load.loader",
+    "load_dataset": "actds.load.hf",
+    "open": "actds.load.dataset",
 }
 
 __all__ = ["ActdsError", "Dataset", "Loader", "__version__", "load_dataset", "open"]

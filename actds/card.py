@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from actds import layout
-from actds.catalog import Catalog
 from actds.describe import Facts, describe
-from actds.page import human_nbytes, printable, share
+from actds.format import layout
+from actds.reading import Catalog
+from actds.text import human_nbytes, printable, share
 
 __all__ = ["card", "write"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds import arrays, layout
-from actds.catalog import Catalog
+from actds.format import arrays, layout
+from actds.reading import Catalog
 from actds.schema.v0_1 import CloseBody, FenceBody
 
 __all__ = ["ChainFacts", "Facts", "HookFacts", "LossFacts", "RunFacts", "describe"]

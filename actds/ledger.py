@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from actds import canonical, layout, schema
+from actds import schema
 from actds.errors import ActdsError
+from actds.format import canonical, layout
 from actds.schema.v0_1 import (
     Body,
     ChainKind,

@@ -17,14 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from actds import __version__, arrays, canonical, layout, schema
-from actds.catalog import Catalog
+from actds import __version__, schema
 from actds.errors import ActdsError
+from actds.format import arrays, canonical, layout
+from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root, read_checked
 from actds.ledger import Chain, fence
 from actds.lock import lock_dataset
+from actds.reading import Catalog
 from actds.schema.v0_1 import FileEntry, ReplaceBody, Seal, ShardManifest
 from actds.seal import seal
-from actds.shard import GROUP_METADATA, TOKENS, Shard, files_root, read_checked
 from actds.store import LocalStore, Store, open_store
 
 __all__ = ["Recompressed", "recompress"]

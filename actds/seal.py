@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from actds import canonical, card, layout, schema, tables
-from actds.accounting import TOTALS, Account, account
-from actds.catalog import CENSUS_TABLES, Catalog, heads_root
+from actds import card, schema
+from actds.accounting.account import TOTALS, Account, account
 from actds.errors import ActdsError
+from actds.format import canonical, layout, tables
+from actds.reading import CENSUS_TABLES, Catalog, heads_root
 from actds.schema.v0_1 import FileEntry, Head, Seal
 from actds.store import Store, open_store
 

@@ -23,7 +23,7 @@ from zarr.codecs import BloscCodec
 from zarr.core.dtype.common import HasEndianness, HasItemSize
 from zarr.dtype import ZDType, data_type_registry
 
-from actds.codec import MAX_BLOCK_NBYTES, encode_chunk
+from actds.format.codec import MAX_BLOCK_NBYTES, encode_chunk
 
 try:
     from zarr.errors import DataTypeValidationError
@@ -177,7 +177,8 @@ class FrameBloscCodec(BloscCodec):  # type: ignore[misc]
     """zarr's ``blosc`` codec with our encoder for the configuration of the format.
 
     Level 1 zstd with byte shuffle, items of 2 or 4 bytes and blocks of 262144 bytes go through
-    :func:`actds.codec.encode_chunk`; any other configuration, and all decoding, is c-blosc's.
+    :func:`actds.format.codec.encode_chunk`; any other configuration, and all decoding, is
+    c-blosc's.
     It is made for floats: integers that repeat or count up come out larger than from c-blosc.
 
     Spec: 0.1 section 4.2.

@@ -61,7 +61,7 @@ def dataset(folder: Path, n_tokens: int, *, readouts: bool) -> Path:
 
 def write(path: Path, n_tokens: int, readouts: bool) -> None:
     """Write the dataset, and beside it, when it is complete, a mark."""
-    from actds_validators.simulate import SCENARIOS, write_tables
+    from actds_testing.simulate import SCENARIOS, write_tables
 
     began, done = time.monotonic(), 0
 

@@ -22,8 +22,8 @@ import numcodecs
 import numcodecs.blosc
 import numpy as np
 
-from actds.arrays import chunk_rows
-from actds.codec import decode_chunk, encode_chunk
+from actds.format.arrays import chunk_rows
+from actds.format.codec import decode_chunk, encode_chunk
 
 SYNTHETIC = "synthetic"
 

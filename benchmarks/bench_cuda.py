@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import torch
 
-from actds.readouts import Readouts, matrix
-from actds_writers import capture
-from actds_writers.transfer import Copier, Mark, host_memory, typed
+from actds.format.readouts import Readouts, matrix
+from actds_writers.capture import op as capture
+from actds_writers.capture.transfer import Copier, Mark, host_memory, typed
 
 
 class Layer(torch.nn.Module):

@@ -77,9 +77,9 @@ class Inside:
 
     def watch(self, *, hooks: bool) -> None:
         """Count scheduler and worker calls, and the hooks unless they are compiled."""
-        from actds_writers import capture
-        from actds_writers.vllm.scheduler import SchedulerWitness
-        from actds_writers.vllm.worker import WorkerCapture
+        from actds_writers.capture import op as capture
+        from actds_writers.engines.vllm.scheduler import SchedulerWitness
+        from actds_writers.engines.vllm.worker import WorkerCapture
 
         for owner, names in (
             (SchedulerWitness, ("arrived", "scheduled", "finished")),
@@ -209,11 +209,11 @@ def start(
     model: Path, variant: Variant, arguments: dict[str, Any], out: Path, inside: Inside
 ) -> tuple[Any, Any]:
     """Return an engine, with a pipeline when it captures."""
-    from actds_writers.pipeline import Pipeline
-    from actds_writers.plan import WriteOptions, make_plan
-    from actds_writers.resume import lock_dataset
+    from actds_writers.config import WriteOptions, make_plan
+    from actds_writers.engines.vllm import engine as engines
+    from actds_writers.harvest.processes import Pipeline
+    from actds_writers.harvest.resume import lock_dataset
     from actds_writers.settings import WriterSettings
-    from actds_writers.vllm import engine as engines
 
     if variant.hooks is None or variant.naive:
         engine = engines.Engine(model, arguments, None, temperature=0.0, seed=0)
@@ -259,7 +259,7 @@ def add_naive_hooks(engine: Any, variant: Variant, out: Path, inside: Inside) ->
     """Hook decoder layers as one does in a notebook: copy out, compute, save, at every step."""
     import torch
 
-    from actds_writers.capture import decoder_layers
+    from actds_writers.capture.op import decoder_layers
 
     out.mkdir()
     core = engine._engine.engine_core.engine_core

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from bench_codec import load, table, timed
 
-from actds.arrays import ArrayReader, array_metadata, encode_array
+from actds.format.arrays import ArrayReader, array_metadata, encode_array
 
 
 @dataclass(frozen=True)

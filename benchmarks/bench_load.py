@@ -26,7 +26,9 @@ import numpy as np
 import torch
 
 import actds
-from actds import layout, schema, tables
+from actds import schema
+from actds.format import layout, tables
+from actds.format.shard import ShardRows, commit_part, commit_shard
 from actds.ledger import Chain
 from actds.schema.v0_1 import (
     REQUIRED_PROVENANCE,
@@ -37,7 +39,6 @@ from actds.schema.v0_1 import (
     RunRecord,
 )
 from actds.seal import seal
-from actds.shard import ShardRows, commit_part, commit_shard
 from actds.store import LocalStore
 
 BATCH = 4096

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torch
 from synthetic_engine import SyntheticEngine, pipeline_for
 
-from actds.readouts import Readouts, compute, matrix
-from actds_writers import machine
-from actds_writers.messages import HookSpec, RequestArrived, RequestFinished
-from actds_writers.snapshot import take_snapshot
+from actds.format.readouts import Readouts, compute, matrix
+from actds_writers.ipc.messages import HookSpec, RequestArrived, RequestFinished
+from actds_writers.monitor.snapshot import take_snapshot
+from actds_writers.sizing import machine
 
 KEEP_S = 10.0
 

@@ -102,11 +102,11 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
         task: the run.
         changes: parameters of the scenario.
     """
-    from actds_validators.audits.audit import audit_sources
-    from actds_validators.audits.result import Limits
-    from actds_validators.audits.sources import arrow_source
-    from actds_validators.audits.verdict import judge
-    from actds_validators.simulate import SCENARIOS, simulate
+    from actds_testing.simulate import SCENARIOS, simulate
+    from actds_validators.audit.audit import audit_sources
+    from actds_validators.audit.result import Limits
+    from actds_validators.audit.sources import arrow_source
+    from actds_validators.audit.verdict import judge
     from actds_validators.statistics.family import benjamini_hochberg
 
     began = time.monotonic()

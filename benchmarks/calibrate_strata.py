@@ -26,7 +26,7 @@ from audit_losses import lose
 from audit_tokens import audited, tables_of
 from bench_codec import table
 
-from actds_validators.simulate import SCENARIOS, simulate
+from actds_testing.simulate import SCENARIOS, simulate
 
 BURST = 8
 

@@ -143,10 +143,10 @@ def run_one(task: Task) -> dict[str, Any]:
     """Make the losses of one run, audit it, and return what its tests and its verdict say."""
     import numpy as np
 
-    from actds_validators.audits.audit import audit_sources
-    from actds_validators.audits.result import Limits
-    from actds_validators.audits.sources import arrow_source
-    from actds_validators.audits.verdict import judge
+    from actds_validators.audit.audit import audit_sources
+    from actds_validators.audit.result import Limits
+    from actds_validators.audit.sources import arrow_source
+    from actds_validators.audit.verdict import judge
 
     began = time.monotonic()
     scenario = SCENARIOS[task.scenario]

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.signal import lfilter  # type: ignore[import-untyped]
 
-from actds import tables
+from actds.format import tables
 
 __all__ = ["LOSSES", "RECORDED", "Served", "audited_tables", "served"]
 

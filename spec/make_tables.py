@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from actds import schema, tables
-from actds.arrays import array_metadata, group_metadata
+from actds import schema
 from actds.errors import CODES
+from actds.format import tables
+from actds.format.arrays import array_metadata, group_metadata
 from actds.schema import v0_1
-from actds_validators.audits.result import Limits
+from actds_validators.audit.result import Limits
 
 SPEC = Path(__file__).resolve().parent / "0.1"
 MINIMAL = SPEC / "vectors" / "valid" / "minimal"

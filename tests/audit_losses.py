@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from actds import tables
+from actds.format import tables
 
 Tables = dict[str, pa.Table]
 Chooses = Callable[[pd.DataFrame], np.ndarray]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from actds_validators.audits.result import (
+from actds_validators.audit.result import (
     Accounting,
     Association,
     Audit,

@@ -6,7 +6,7 @@ from typing import Any
 
 from audit_results import audit
 
-from actds_validators.audits.result import Audit
+from actds_validators.audit.result import Audit
 
 HOOK = "layers.29.residual_post"
 LABELS = (f"norm at {HOOK}", *(f"projection {k} at {HOOK}" for k in range(8)))

@@ -11,11 +11,11 @@ import pandas as pd
 import pyarrow as pa
 from scipy.signal import lfilter
 
-from actds import tables
-from actds_validators.audits.audit import Sections, audit_sources
-from actds_validators.audits.result import Limits
-from actds_validators.audits.sources import RunSource, arrow_source
-from actds_validators.simulate import Simulated
+from actds.format import tables
+from actds_testing.simulate import Simulated
+from actds_validators.audit.audit import Sections, audit_sources
+from actds_validators.audit.result import Limits
+from actds_validators.audit.sources import RunSource, arrow_source
 
 TABLES = ("requests", "steps", "spans", "drops", "stalls", "occupancy", "tokens", "readouts")
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actds import canonical
-from actds.catalog import heads_root
+from actds.format import canonical
+from actds.format.shard import files_root
+from actds.reading import heads_root
 from actds.schema.v0_1 import FileEntry, Head
-from actds.shard import files_root
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 import actds
-from actds.dataset import Dataset
+from actds.load.dataset import Dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_MODEL = ROOT / "demo" / "model"
@@ -106,7 +106,7 @@ def rows_of(dataset: Dataset, hook: str) -> dict[tuple[str, int], np.ndarray]:
 
 def values(bits: np.ndarray, dtype: str) -> np.ndarray:
     """Return bit patterns as float32."""
-    from actds.arrays import as_ml_dtypes
+    from actds.format.arrays import as_ml_dtypes
 
     return as_ml_dtypes(bits, dtype).astype(np.float32)
 

@@ -18,10 +18,10 @@ from synthetic_engine import D_MODEL, GENERATED, PROMPT_LEN, SyntheticEngine, pi
 import actds
 from actds.errors import ActdsError
 from actds.store import open_store
-from actds_validators.validate import validate
-from actds_writers.messages import ClientFacts, PromptFact
-from actds_writers.pipeline import Pipeline
-from actds_writers.recover import recover
+from actds_validators.validate.validation import validate
+from actds_writers.harvest.processes import Pipeline
+from actds_writers.harvest.recover import recover
+from actds_writers.ipc.messages import ClientFacts, PromptFact
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 

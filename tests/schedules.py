@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from actds import tables
+from actds.format import tables
 
 BLOCK = 4
 WALL_NS = 1_700_000_000_000_000_000

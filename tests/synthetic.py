@@ -15,9 +15,11 @@ import numpy as np
 import pyarrow as pa
 from schedules import WALL_NS, Schedule, simulate
 
-from actds import layout, schema, tables
+from actds import schema
+from actds.format import layout, tables
+from actds.format.readouts import Readouts, compute, matrix
+from actds.format.shard import ShardRows, commit_part, commit_shard
 from actds.ledger import Chain
-from actds.readouts import Readouts, compute, matrix
 from actds.schema.v0_1 import (
     REQUIRED_PROVENANCE,
     Genesis,
@@ -26,7 +28,6 @@ from actds.schema.v0_1 import (
     RunBody,
     RunRecord,
 )
-from actds.shard import ShardRows, commit_part, commit_shard
 from actds.store import LocalStore
 
 SOFTWARE = "actds synthetic"

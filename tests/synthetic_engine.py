@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from actds.readouts import NONE, Readouts, compute, matrix
+from actds.format.readouts import NONE, Readouts, compute, matrix
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
-from actds_writers.assembly import SpecialTokens
-from actds_writers.capture import HookBuffers
-from actds_writers.destination import hold, is_taken
-from actds_writers.link import Policy
-from actds_writers.messages import (
+from actds_writers.capture.op import HookBuffers
+from actds_writers.capture.stages import Stages, Step
+from actds_writers.harvest.destination import hold, is_taken
+from actds_writers.harvest.processes import Pipeline
+from actds_writers.ipc.link import Policy
+from actds_writers.ipc.messages import (
     EVERYTHING,
     Fact,
     HookSpec,
@@ -30,9 +31,8 @@ from actds_writers.messages import (
     RequestFinished,
     StepScheduled,
 )
-from actds_writers.pipeline import Pipeline
 from actds_writers.settings import WriterSettings
-from actds_writers.stages import Stages, Step
+from actds_writers.shards.assembly import SpecialTokens
 
 D_MODEL = 32
 HOOKS = tuple(HookSpec(f"resid_post.{i}", "resid_post", i, D_MODEL, "bfloat16") for i in (1, 2))

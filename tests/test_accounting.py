@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from schedules import Schedule, simulate
 
-from actds import tables
-from actds.accounting import TOTALS, Account, account
-from actds.intervals import Intervals, difference, keys, of_keys, overlap, union
+from actds.accounting.account import TOTALS, Account, account
+from actds.accounting.intervals import Intervals, difference, keys, of_keys, overlap, union
+from actds.format import tables
 
 SCHEDULE = simulate(16, seed=1, drops=True, filtered=True)
 WHOLE = simulate(16, seed=2)  # nothing lost, so every request's token ids are all there

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actds import canonical
-from actds.array_metadata import DTYPES
-from actds.arrays import (
+from actds.errors import ActdsError
+from actds.format import canonical
+from actds.format.array_metadata import DTYPES
+from actds.format.arrays import (
     ArrayReader,
     array_metadata,
     as_ml_dtypes,
@@ -22,8 +23,7 @@ from actds.arrays import (
     group_metadata,
     to_torch,
 )
-from actds.codec import crc32c
-from actds.errors import ActdsError
+from actds.format.codec import crc32c
 
 
 def random_bits(n_rows, d_model, dtype="bfloat16", seed=0):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from actds.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL
-from actds_writers.assembly import Assembly, SpecialTokens
-from actds_writers.messages import StepRows
+from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL
+from actds_writers.ipc.messages import StepRows
+from actds_writers.shards.assembly import Assembly, SpecialTokens
 
 
 def step(

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 from audit_tokens import audited, changed, tables_of
 
-from actds_validators.audits.result import Limits
-from actds_validators.audits.verdict import judge
+from actds_testing.simulate import SCENARIOS, simulate
+from actds_validators.audit.result import Limits
+from actds_validators.audit.verdict import judge
 from actds_validators.report.accounting import balance, never_computed
-from actds_validators.simulate import SCENARIOS, simulate
 
 Tables = dict[str, pa.Table]
 

@@ -18,14 +18,14 @@ from forge import relink
 from pydantic import BaseModel
 from synthetic import make_dataset
 
-from actds import tables
 from actds.errors import ActdsError
+from actds.format import tables
 from actds.store import open_store
-from actds_validators.audits.audit import Sections, audit
-from actds_validators.audits.result import Audit, Limits
-from actds_validators.audits.sources import connect
-from actds_validators.audits.verdict import judge
-from actds_validators.simulate import SCENARIOS, Simulated, simulate, write_dataset
+from actds_testing.simulate import SCENARIOS, Simulated, simulate, write_dataset
+from actds_validators.audit.audit import Sections, audit
+from actds_validators.audit.result import Audit, Limits
+from actds_validators.audit.sources import connect
+from actds_validators.audit.verdict import judge
 
 LIMITS = Limits()
 Tables = dict[str, pa.Table]

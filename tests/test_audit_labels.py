@@ -13,10 +13,10 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds_validators.audits.audit import audit
-from actds_validators.audits.labels import COLUMNS, read_labels
-from actds_validators.audits.result import Coverage
-from actds_validators.simulate import SCENARIOS, simulate, write_dataset
+from actds_testing.simulate import SCENARIOS, simulate, write_dataset
+from actds_validators.audit.audit import audit
+from actds_validators.audit.labels import COLUMNS, read_labels
+from actds_validators.audit.result import Coverage
 
 
 @pytest.fixture(scope="module")

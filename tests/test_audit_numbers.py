@@ -15,10 +15,10 @@ from scipy.spatial.distance import jensenshannon
 from sklearn.isotonic import IsotonicRegression
 from statsmodels.stats.multitest import multipletests
 
-from actds_validators.audits.audit import Sections
-from actds_validators.audits.result import Difference, Estimate
-from actds_validators.audits.verdict import judge
-from actds_validators.simulate import SCENARIOS, simulate
+from actds_testing.simulate import SCENARIOS, simulate
+from actds_validators.audit.audit import Sections
+from actds_validators.audit.result import Difference, Estimate
+from actds_validators.audit.verdict import judge
 from actds_validators.statistics.weighting import nested_rates
 from actds_validators.statistics.within import within
 
@@ -454,7 +454,7 @@ def test_what_could_be_asked_depends_on_the_readouts(case: Case) -> None:
 
 
 def _limits() -> Any:
-    from actds_validators.audits.result import Limits
+    from actds_validators.audit.result import Limits
 
     return Limits()
 

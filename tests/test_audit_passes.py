@@ -21,18 +21,18 @@ from synthetic import make_dataset
 
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.readouts import Readouts
-from actds_validators.audits import audit, lookup, passes
-from actds_validators.audits.engine import Engine, Threads, open_engine
-from actds_validators.audits.passes import Passed, knows_ids, pass_over
-from actds_validators.audits.run_rows import read_rows
-from actds_validators.audits.series import make_series, read_steps
-from actds_validators.audits.sources import PARTED, Part, RunSource
-from actds_validators.audits.tokens import TokenPass, lost_pieces
-from actds_validators.audits.values import ValuePass
-from actds_validators.audits.weights import cell_edges
-from actds_validators.audits.words import WordPass
-from actds_validators.simulate import SCENARIOS, simulate
+from actds.format.readouts import Readouts
+from actds_testing.simulate import SCENARIOS, simulate
+from actds_validators.audit import audit, lookup, passes
+from actds_validators.audit.executor import Engine, Threads, open_engine
+from actds_validators.audit.passes import Passed, knows_ids, pass_over
+from actds_validators.audit.run_rows import read_rows
+from actds_validators.audit.series import make_series, read_steps
+from actds_validators.audit.sources import PARTED, Part, RunSource
+from actds_validators.audit.tokens import TokenPass, lost_pieces
+from actds_validators.audit.values import ValuePass
+from actds_validators.audit.weights import cell_edges
+from actds_validators.audit.words import WordPass
 
 Tables = dict[str, pa.Table]
 

@@ -15,15 +15,15 @@ from audit_tokens import audited, changed, sources_of, tables_of
 from click.testing import CliRunner
 from forge import relink
 
-from actds import tables
 from actds.errors import ActdsError
-from actds_validators.audit_command import audit as command
-from actds_validators.audits import audit, lookup, passes, sources
-from actds_validators.audits.audit import Sections
-from actds_validators.audits.labels import labels_of
-from actds_validators.audits.ranges import StepRanges, explode
-from actds_validators.audits.words import column
-from actds_validators.simulate import SCENARIOS, simulate, write_dataset
+from actds.format import tables
+from actds_testing.simulate import SCENARIOS, simulate, write_dataset
+from actds_validators.audit import audit, lookup, passes, sources
+from actds_validators.audit.audit import Sections
+from actds_validators.audit.labels import labels_of
+from actds_validators.audit.ranges import StepRanges, explode
+from actds_validators.audit.words import column
+from actds_validators.cli.audit import audit as command
 
 Tables = dict[str, pa.Table]
 

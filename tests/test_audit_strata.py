@@ -20,13 +20,13 @@ from scipy import stats
 from synthetic import make_dataset
 
 import actds
-from actds import tables
 from actds.cli import cli
-from actds.readouts import Readouts, matrix
-from actds_validators.audits.audit import audit
-from actds_validators.audits.result import Limits, StratumLoss, Verdict
-from actds_validators.audits.verdict import judge
-from actds_validators.simulate import SCENARIOS, simulate
+from actds.format import tables
+from actds.format.readouts import Readouts, matrix
+from actds_testing.simulate import SCENARIOS, simulate
+from actds_validators.audit.audit import audit
+from actds_validators.audit.result import Limits, StratumLoss, Verdict
+from actds_validators.audit.verdict import judge
 from actds_validators.statistics.strata import at_least, stratum_p
 
 READOUTS = Readouts(n_projections=8, seed=7)

@@ -11,8 +11,9 @@ import pytest
 from audit_results import COVARIATES
 from audit_tokens import audited, tables_of
 
-from actds_validators.audits.missingness import bound
-from actds_validators.audits.result import (
+from actds_testing.simulate import SCENARIOS, simulate
+from actds_validators.audit.missingness import bound
+from actds_validators.audit.result import (
     Accounting,
     Association,
     Balance,
@@ -33,10 +34,9 @@ from actds_validators.audits.result import (
     Weighting,
     Worse,
 )
-from actds_validators.audits.tokens import CellEdges
-from actds_validators.audits.verdict import Evidence, judge
-from actds_validators.audits.weights import Cells, weigh, weighting
-from actds_validators.simulate import SCENARIOS, simulate
+from actds_validators.audit.tokens import CellEdges
+from actds_validators.audit.verdict import Evidence, judge
+from actds_validators.audit.weights import Cells, weigh, weighting
 
 LIMITS = Limits()
 MEANS = Limits(worst_stratum_warn=1, worst_stratum_fail=1)

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from audit_tokens import audited, changed, tables_of
 
-from actds_validators.audits.audit import Sections
-from actds_validators.simulate import SCENARIOS, simulate
+from actds_testing.simulate import SCENARIOS, simulate
+from actds_validators.audit.audit import Sections
 from actds_validators.statistics.bound import farthest_mean, worst_case
 from actds_validators.statistics.jackknife import from_replicates, jackknife_many
 

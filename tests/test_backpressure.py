@@ -19,7 +19,7 @@ import actds
 pytest.importorskip("duckdb", reason="needs the extra actds[audit]")
 pytest.importorskip("scipy", reason="needs the extra actds[audit]")
 
-from actds_validators.simulate import SCENARIOS, Scenario, simulate, write_dataset
+from actds_testing.simulate import SCENARIOS, Scenario, simulate, write_dataset
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "backpressure"
 PICTURES = ("differences.svg", "loss_rates.svg", "speed.svg", "timeline.svg")

@@ -33,9 +33,9 @@ from traffic_losses import (
     tokens_at_random,
 )
 
-from actds import tables
-from actds_validators.audits.accounting import account_run
-from actds_validators.audits.sources import arrow_source
+from actds.format import tables
+from actds_validators.audit.accounting import account_run
+from actds_validators.audit.sources import arrow_source
 from actds_validators.statistics.change import change
 from actds_validators.statistics.jackknife import blocks
 from actds_validators.statistics.score import block_score

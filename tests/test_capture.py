@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from actds.errors import ActdsError
-from actds.readouts import Readouts, compute, matrix
-from actds_writers import capture
-from actds_writers.streams import StreamForm
+from actds.format.readouts import Readouts, compute, matrix
+from actds_writers.capture import op as capture
+from actds_writers.capture.streams import StreamForm
 
 
 class Layer(torch.nn.Module):

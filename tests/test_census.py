@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from actds_writers.census import Census
-from actds_writers.messages import (
+from actds_writers.census.census import Census
+from actds_writers.ipc.messages import (
     ClientFacts,
     PromptFact,
     Reference,

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actds_writers import request_log, spans, step_log
-from actds_writers.census import Census, CensusTables
-from actds_writers.messages import (
+from actds_writers.census import request_log, spans, step_log
+from actds_writers.census.census import Census, CensusTables
+from actds_writers.census.packing import pack, unpack
+from actds_writers.census.step_log import StepLog
+from actds_writers.ipc.messages import (
     ClientFacts,
     LeftOut,
     PromptFact,
@@ -24,9 +26,7 @@ from actds_writers.messages import (
     StepLost,
     StepScheduled,
 )
-from actds_writers.packing import pack, unpack
-from actds_writers.sizing import census_nbytes
-from actds_writers.step_log import StepLog
+from actds_writers.sizing.needs import census_nbytes
 
 PROMPT_LEN, N_BLOCKS = 20, 2
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from synthetic import make_dataset
 
 import actds
-from actds import cli_reference
 from actds.cli import cli
+from actds.cli import reference as cli_reference
 from actds.errors import CODES, ActdsError
 
 DOCS = Path(__file__).parents[1] / "docs" / "cli.md"
@@ -51,7 +51,7 @@ def test_help_loads_nothing_heavy() -> None:
 def test_the_reference_is_that_of_the_commands(tmp_path: Path) -> None:
     # In a process of its own: a command that was called by itself remembers its help option.
     path = tmp_path / "cli.md"
-    subprocess.run([sys.executable, "-m", "actds.cli_reference", str(path)], check=True)
+    subprocess.run([sys.executable, "-m", "actds.cli.reference", str(path)], check=True)
     assert DOCS.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), (
         f"run: {cli_reference.REGENERATE}"
     )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from actds.codec import (
+from actds.format.codec import (
     MAX_BLOCK_NBYTES,
     CodecError,
     block_nbytes,

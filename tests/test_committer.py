@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actds import codec, layout, schema
-from actds.catalog import Catalog
+from actds import schema
+from actds.format import codec, layout
 from actds.ledger import Chain
+from actds.reading import Catalog
 from actds.schema.v0_1 import Genesis, Hook
 from actds.store import LocalStore
-from actds_writers.buffers import TOKEN_COLUMNS, ShardBuffer, Slice
-from actds_writers.committer import CommitPlan, Committer
-from actds_writers.messages import HookSpec
-from actds_writers.raw_fallback import RETRY_AFTER, RawFallback
+from actds_writers.ipc.messages import HookSpec
+from actds_writers.shards.buffers import TOKEN_COLUMNS, ShardBuffer, Slice
+from actds_writers.shards.committer import CommitPlan, Committer
+from actds_writers.shards.raw_fallback import RETRY_AFTER, RawFallback
 
 D_MODEL, ROWS_PER_SHARD = 16, 32
 HOOK = HookSpec("resid_post.1", "resid_post", 1, D_MODEL, "bfloat16")
@@ -127,7 +128,7 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> threading.Event
                 raise AssertionError("no shard had to wait")
         return codec.encode_chunk(items, itemsize=itemsize, mode=mode)
 
-    monkeypatch.setattr("actds.arrays.encode_chunk", slow)
+    monkeypatch.setattr("actds.format.arrays.encode_chunk", slow)
     return began
 
 

@@ -16,14 +16,14 @@ import torch
 from synthetic_engine import GENERATED, HOOKS, PROMPT_LEN, SyntheticEngine, pipeline_for
 
 import actds
-from actds.readouts import Readouts, compute, matrix
+from actds.format.readouts import Readouts, compute, matrix
 from actds.seal import seal
 from actds.store import open_store
-from actds_validators.validate import validate
-from actds_writers import capture
-from actds_writers.link import Policy
-from actds_writers.messages import ClientFacts
-from actds_writers.transfer import Copier, Mark
+from actds_validators.validate.validation import validate
+from actds_writers.capture import op as capture
+from actds_writers.capture.transfer import Copier, Mark
+from actds_writers.ipc.link import Policy
+from actds_writers.ipc.messages import ClientFacts
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: run 'make cuda' where there is one"

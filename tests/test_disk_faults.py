@@ -21,11 +21,11 @@ import actds
 from actds.errors import ActdsError
 from actds.seal import seal
 from actds.store import open_store
-from actds_validators.validate import validate
-from actds_writers.link import Policy
-from actds_writers.messages import ClientFacts
-from actds_writers.pipeline import Pipeline
-from actds_writers.recover import recover
+from actds_validators.validate.validation import validate
+from actds_writers.harvest.processes import Pipeline
+from actds_writers.harvest.recover import recover
+from actds_writers.ipc.link import Policy
+from actds_writers.ipc.messages import ClientFacts
 
 POLICIES: tuple[Policy, ...] = ("block", "drop_oldest", "drop_newest")
 DROPPING = POLICIES[1:]

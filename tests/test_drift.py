@@ -14,19 +14,19 @@ from schedules import Schedule, simulate
 from synthetic import make_dataset
 
 import actds
-from actds import tables
-from actds.dataset import Dataset
 from actds.errors import ActdsError
+from actds.format import tables
+from actds.format.shard import commit_part
 from actds.ledger import Chain
+from actds.load.dataset import Dataset
 from actds.seal import seal
-from actds.shard import commit_part
 from actds.store import open_store
-from actds_validators.audits import drift_selection as select
-from actds_validators.audits.drift import Selection, drift, drift_against, drift_by
-from actds_validators.audits.drift_numeric import measure_pairs, numeric_measures
-from actds_validators.audits.drift_population import measure_populations, population_measures
-from actds_validators.audits.drift_words import numeric_sentence
-from actds_validators.audits.result import Drift, DriftMeasure, Limits
+from actds_validators.audit.drift import selection as select
+from actds_validators.audit.drift.compare import Selection, drift, drift_against, drift_by
+from actds_validators.audit.drift.numeric import measure_pairs, numeric_measures
+from actds_validators.audit.drift.population import measure_populations, population_measures
+from actds_validators.audit.drift.words import numeric_sentence
+from actds_validators.audit.result import Drift, DriftMeasure, Limits
 from actds_validators.report.drift import drift_parts
 
 LIMITS = Limits()

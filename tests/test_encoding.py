@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from actds.errors import ActdsError
-from actds_writers.encoding import (
+from actds_writers.prompts.encoding import (
     chat_template_sha256,
     encode,
     load_tokenizer,
     special_tokens,
 )
-from actds_writers.prompts import Prompt
+from actds_writers.prompts.records import Prompt
 from tests.tiny import CHAT_TEMPLATE, byte_tokenizer, make_tiny_model
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 
-from actds.dataset import Dataset
+from actds.load.dataset import Dataset
 
 pytestmark = pytest.mark.engine
 

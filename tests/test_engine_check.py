@@ -19,12 +19,15 @@ pytestmark = pytest.mark.engine
 OPTIONS = ("--hooks", "resid_post:0,2", "--max-tokens", "4", "--engine", "block_size=32")
 FLOAT32 = (*OPTIONS, "--engine", "dtype=float32")
 DUMMY = ("--engine", "load_format=dummy")
-WRONG = "from actds_writers.vllm import families as f; f.VERIFIED['LlamaForCausalLM'] = 'first'"
-UNKNOWN = "from actds_writers.vllm import families as f; del f.VERIFIED['LlamaForCausalLM']"
+WRONG = (
+    "from actds_writers.engines.vllm import families as f; f.VERIFIED['LlamaForCausalLM'] = 'first'"
+)
+UNKNOWN = "from actds_writers.engines.vllm import families as f; del f.VERIFIED['LlamaForCausalLM']"
 # Only where the hooks are installed: reference and check keep the function as it is.
 OFF_BY_ONE = """
-from actds_writers import capture, reference
-from actds_writers.vllm import check_run
+from actds_writers.capture import op as capture
+from actds_writers.capture import reference
+from actds_writers.engines.vllm import check_run
 found = capture.decoder_layers
 capture.decoder_layers = lambda model: {n - 1: layer for n, layer in found(model).items()}
 """

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pytest
 from tiny import make_tiny_model
 
-from actds.dataset import Dataset
+from actds.load.dataset import Dataset
 
 pytestmark = pytest.mark.engine
 

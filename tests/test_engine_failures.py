@@ -190,7 +190,7 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing_committed(
 
 BROKEN_HOOK = """
 import sys
-from actds_writers import capture
+from actds_writers.capture import op as capture
 calls = 0
 def forgetful(*tensors):
     global calls

@@ -18,9 +18,9 @@ from harvest import validated
 from test_live_start import LANE, scrape
 
 import actds
-from actds.catalog import Catalog
 from actds.errors import ActdsError
 from actds.lock import lock_dataset
+from actds.reading import Catalog
 from actds.seal import seal
 from actds.store import local_folder, open_store
 
@@ -28,8 +28,8 @@ pytest.importorskip("vllm")
 from server import Server
 from tiny import make_tiny_model
 
-from actds_writers.messages import EVERYTHING
-from actds_writers.sampling import Labels, SamplingRules
+from actds_writers.harvest.sampling import Labels, SamplingRules
+from actds_writers.ipc.messages import EVERYTHING
 
 pytestmark = pytest.mark.engine
 
@@ -127,7 +127,8 @@ def test_a_server_whose_hooks_are_not_the_stream_does_not_start(
 ) -> None:
     # Read by every process of the server when it starts.
     (tmp_path / "sitecustomize.py").write_text(
-        "from actds_writers.vllm import families\nfamilies.VERIFIED['LlamaForCausalLM'] = 'first'\n"
+        "from actds_writers.engines.vllm import families\n"
+        "families.VERIFIED['LlamaForCausalLM'] = 'first'\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actds.errors import ActdsError
-from actds_writers.engine_options import (
+from actds_writers.engines.options import (
     OWNED,
     REFUSED,
     check_engine_options,

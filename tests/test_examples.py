@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actds_writers.prompts import read_prompts
+from actds_writers.prompts.records import read_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,8 +12,9 @@ import torch
 from tiny import make_random_model, make_tiny_model
 
 from actds.errors import ActdsError
-from actds_writers import hook_check, reference
-from actds_writers.reference import (
+from actds_writers.capture import check as hook_check
+from actds_writers.capture import reference
+from actds_writers.capture.reference import (
     NoReferenceError,
     load_reference,
     states_after_layers,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from actds.errors import ActdsError
-from actds_writers.hooks_spec import parse_hooks
-from actds_writers.plan import model_config
+from actds_writers.capture.hooks import parse_hooks
+from actds_writers.config import model_config
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actds import layout
 from actds.errors import ActdsError
+from actds.format import layout
 from actds.store import LocalStore
-from actds_writers import journal as journal_module
-from actds_writers.journal import Journal, merged, read_journal, remove_journal, segments
-from actds_writers.message_json import KINDS, from_line, to_line
-from actds_writers.messages import (
+from actds_writers.census import journal as journal_module
+from actds_writers.census.journal import Journal, merged, read_journal, remove_journal, segments
+from actds_writers.ipc.message_json import KINDS, from_line, to_line
+from actds_writers.ipc.messages import (
     ClientFacts,
     LeftOut,
     PromptFact,
@@ -88,7 +88,7 @@ def test_a_message_comes_back_as_it_was(message: object) -> None:
 
 
 def test_every_message_that_the_census_takes_is_tried() -> None:
-    from actds_writers.census import Census
+    from actds_writers.census.census import Census
 
     assert {kind.__name__ for kind in (*Census.TAKES, ClientFacts)} == set(KINDS)
 

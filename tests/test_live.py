@@ -23,19 +23,19 @@ from actds.ledger import fence, read_ledger
 from actds.lock import lock_dataset
 from actds.seal import seal
 from actds.store import open_store
-from actds_validators.validate import validate
-from actds_writers.assembly import SpecialTokens
-from actds_writers.hooks_spec import HookPlace
-from actds_writers.live import LiveRun, parse_live_settings
-from actds_writers.messages import LeftOut
-from actds_writers.pipeline import Pipeline
-from actds_writers.sampling import SamplingRules
-from actds_writers.sender import Sender
+from actds_validators.validate.validation import validate
+from actds_writers.capture.hooks import HookPlace
+from actds_writers.engines.vllm import serving
+from actds_writers.engines.vllm.plugin import when_imported
+from actds_writers.engines.vllm.scheduler import OWNERS_PER_BLOCK, SchedulerWitness
+from actds_writers.engines.vllm.worker import WorkerCapture
+from actds_writers.harvest.live import LiveRun, parse_live_settings
+from actds_writers.harvest.processes import Pipeline
+from actds_writers.harvest.sampling import SamplingRules
+from actds_writers.ipc.messages import LeftOut
+from actds_writers.ipc.sender import Sender
 from actds_writers.settings import WriterSettings
-from actds_writers.vllm import serving
-from actds_writers.vllm.plugin import when_imported
-from actds_writers.vllm.scheduler import OWNERS_PER_BLOCK, SchedulerWitness
-from actds_writers.vllm.worker import WorkerCapture
+from actds_writers.shards.assembly import SpecialTokens
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 TIMEOUT_S = 120

@@ -20,13 +20,13 @@ from test_live import engine_config
 
 import actds
 from actds.errors import ActdsError
-from actds.readouts import NONE, readouts_of
+from actds.format.readouts import NONE, readouts_of
 from actds.seal import seal
 from actds.store import open_store
-from actds_validators.validate import validate
-from actds_writers.live import LiveRun
-from actds_writers.messages import LeftOut
-from actds_writers.vllm import serving
+from actds_validators.validate.validation import validate
+from actds_writers.engines.vllm import serving
+from actds_writers.harvest.live import LiveRun
+from actds_writers.ipc.messages import LeftOut
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 N_REQUESTS = 8

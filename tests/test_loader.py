@@ -21,7 +21,7 @@ from synthetic import make_dataset
 from weights_files import drawn_weights, write_weights_file
 
 import actds
-from actds.arrays import from_torch
+from actds.format.arrays import from_torch
 
 HOOKS = ("resid_post.0", "resid_post.1")
 Key = tuple[str, int, int]

@@ -15,9 +15,9 @@ from synthetic import make_dataset
 from weights_files import drawn_weights, write_weights_file
 
 import actds
-from actds.arrays import from_torch
-from actds.exclusion import NAMES
-from actds.readouts import Readouts
+from actds.format.arrays import from_torch
+from actds.format.readouts import Readouts
+from actds.load.exclusion import NAMES
 
 HOOKS = ("resid_post.0", "resid_post.1")
 

@@ -23,12 +23,12 @@ import actds
 from actds.errors import ActdsError
 from actds.seal import seal
 from actds.store import open_store
-from actds_writers.dashboard import format_line
-from actds_writers.messages import ClientFacts
-from actds_writers.meters import LATENCY_BUCKETS_S
-from actds_writers.metrics import serve_metrics
-from actds_writers.progress import Progress
-from actds_writers.snapshot import Snapshot, take_snapshot
+from actds_writers.ipc.messages import ClientFacts
+from actds_writers.monitor.dashboard import format_line
+from actds_writers.monitor.meters import LATENCY_BUCKETS_S
+from actds_writers.monitor.metrics import serve_metrics
+from actds_writers.monitor.progress import Progress
+from actds_writers.monitor.snapshot import Snapshot, take_snapshot
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 N_STALLED = 120
@@ -133,7 +133,7 @@ def test_without_the_extra_the_option_says_what_to_install() -> None:
     script = (
         "import sys; sys.modules['prometheus_client'] = None\n"
         "from actds.errors import ActdsError\n"
-        "try: import actds_writers.metrics\n"
+        "try: import actds_writers.monitor.metrics\n"
         "except ActdsError as error: print(error)"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from actds_writers.vllm import check_run
-from actds_writers.vllm.check_run import NextReaders
+from actds_writers.engines.vllm import check_run
+from actds_writers.engines.vllm.check_run import NextReaders
 
 D_MODEL, N_ROWS = 32, 20
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actds import tables
-from actds_writers.messages import Fact, Stall, StepRows, WorkerHello
-from actds_writers.meters import LATENCY_BUCKETS_S, CommitMeter, Meters
-from actds_writers.occupancy import EXACT_DEPTHS, Occupancy, depth_bin, occupancy_table
+from actds.format import tables
+from actds_writers.ipc.messages import Fact, Stall, StepRows, WorkerHello
+from actds_writers.monitor.meters import LATENCY_BUCKETS_S, CommitMeter, Meters
+from actds_writers.monitor.occupancy import EXACT_DEPTHS, Occupancy, depth_bin, occupancy_table
 
 
 def test_time_is_counted_at_the_depth_that_stood() -> None:
@@ -51,7 +51,7 @@ def test_the_ring_is_less_deep_once_the_writer_has_taken_a_step(
     none = np.empty(0, np.int64)
     stall = Stall("ring", 5, 1_500, 3, 0)
     now = 0
-    monkeypatch.setattr("actds_writers.meters.time.time_ns", lambda: now)
+    monkeypatch.setattr("actds_writers.monitor.meters.time.time_ns", lambda: now)
     for step, (t_ns, depth, taken_ns) in enumerate([(10, 1, 12), (20, 3, 25), (22, 2, 30)]):
         message = StepRows(
             step, 0, 100, none, none, none, none, none, (), (stall,), None, t_ns, 1, depth

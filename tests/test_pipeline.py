@@ -20,13 +20,13 @@ import actds
 from actds.errors import ActdsError
 from actds.seal import seal
 from actds.store import open_store
-from actds_validators.validate import validate
-from actds_writers.link import Policy
-from actds_writers.messages import (
+from actds_validators.validate.validation import validate
+from actds_writers.harvest.resume import lock_dataset
+from actds_writers.ipc.link import Policy
+from actds_writers.ipc.messages import (
     ClientFacts,
     RequestArrived,
 )
-from actds_writers.resume import lock_dataset
 
 
 def clean(path: Path) -> actds.Dataset:

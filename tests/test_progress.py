@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from actds.errors import ActdsError
-from actds_writers.dashboard import (
+from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState
+from actds_writers.ipc.messages import Progress as Written
+from actds_writers.monitor.dashboard import (
     WIDTH,
     eta_s,
     format_line,
@@ -20,11 +22,9 @@ from actds_writers.dashboard import (
     format_screen,
     format_seconds,
 )
-from actds_writers.messages import CensusProgress, CommitTotals, StageState
-from actds_writers.messages import Progress as Written
-from actds_writers.progress import Progress
-from actds_writers.snapshot import Snapshot, Stage, take_snapshot
-from actds_writers.summary import Totals, format_summary
+from actds_writers.monitor.progress import Progress
+from actds_writers.monitor.snapshot import Snapshot, Stage, take_snapshot
+from actds_writers.monitor.summary import Totals, format_summary
 
 SECOND = 10**9
 WRITTEN = Written(

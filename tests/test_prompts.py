@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actds.errors import ActdsError
-from actds_writers.prompts import PromptSet, read_prompts
+from actds_writers.prompts.records import PromptSet, read_prompts
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 GOOD: list[dict[str, Any]] = [

@@ -16,18 +16,19 @@ import pytest
 from synthetic_engine import D_MODEL, GENERATED, HOOKS, PROMPT_LEN, SyntheticEngine, pipeline_for
 
 import actds
-from actds import canonical, layout, schema, tables
+from actds import schema
 from actds.errors import ActdsError
-from actds.readouts import Readouts, compute, directions, load_probes, matrix, probe_bytes
+from actds.format import canonical, layout, tables
+from actds.format.readouts import Readouts, compute, directions, load_probes, matrix, probe_bytes
 from actds.schema.v0_1 import LedgerRecord, PartBody
 from actds.seal import seal
 from actds.store import open_store
-from actds_validators.validate import validate
-from actds_writers.lane import Lane
-from actds_writers.link import Policy
-from actds_writers.messages import ClientFacts, LeftOut
-from actds_writers.probes import plan_readouts, read_probes
-from actds_writers.snapshot import take_snapshot
+from actds_validators.validate.validation import validate
+from actds_writers.capture.probes import plan_readouts, read_probes
+from actds_writers.capture.readouts import Lane
+from actds_writers.ipc.link import Policy
+from actds_writers.ipc.messages import ClientFacts, LeftOut
+from actds_writers.monitor.snapshot import take_snapshot
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 PLANNED = Readouts(8, seed=5)

@@ -20,17 +20,17 @@ from independent_reader import IndependentReader
 from synthetic import make_dataset
 
 import actds
-from actds import arrays, canonical, layout, shard
-from actds.catalog import Catalog
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.format import arrays, canonical, layout, shard
 from actds.ledger import Chain
 from actds.lock import lock_dataset
+from actds.reading import Catalog
 from actds.recompress import recompress
 from actds.schema.v0_1 import ReplaceBody
 from actds.seal import seal
 from actds.store import LocalStore, Put
-from actds_validators.validate import validate
+from actds_validators.validate.validation import validate
 
 HOOKS = ("resid_post.0", "resid_post.1")
 Rows = dict[str, Any]

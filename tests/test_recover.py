@@ -32,21 +32,21 @@ from recovery import (
 from synthetic_engine import SyntheticEngine, pipeline_for
 
 import actds
-from actds import canonical, layout
-from actds.catalog import Catalog
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.format import canonical, layout
+from actds.format.readouts import Readouts
 from actds.lock import lock_dataset
-from actds.readouts import Readouts
+from actds.reading import Catalog
 from actds.seal import seal
 from actds.store import LocalStore
-from actds_writers import recover as recover_module
-from actds_writers.messages import ClientFacts
-from actds_writers.recover import recover
-from actds_writers.resume import finished_rows
+from actds_writers.harvest import recover as recover_module
+from actds_writers.harvest.recover import recover
+from actds_writers.harvest.resume import finished_rows
+from actds_writers.ipc.messages import ClientFacts
 
 if TYPE_CHECKING:
-    from actds_writers.plan import Plan
+    from actds_writers.config import Plan
 
 
 @pytest.fixture(scope="module")

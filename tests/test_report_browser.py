@@ -11,7 +11,7 @@ from audit_results import CASES, audit, enormous, hostile
 from audit_results_wide import wide
 from browser import Browser, chromium
 
-from actds_validators.audits.result import Audit
+from actds_validators.audit.result import Audit
 from actds_validators.report.html import render
 
 pytestmark = [

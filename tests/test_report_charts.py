@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from audit_results import audit
 
-from actds_validators.audits.result import (
+from actds_validators.audit.result import (
     ClassLoss,
     CoverageCell,
     Difference,

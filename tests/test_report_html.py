@@ -16,7 +16,7 @@ import pytest
 from audit_results import CASES, audit, enormous, hostile
 from audit_results_wide import FLOOR_NOTE, LABELS, SHARES, wide
 
-from actds_validators.audits.result import Audit, Must, Number
+from actds_validators.audit.result import Audit, Must, Number
 from actds_validators.report import words
 from actds_validators.report.forest import stored_bias
 from actds_validators.report.html import MARKS, render

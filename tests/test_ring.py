@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actds.errors import ActdsError
-from actds_writers import ring
+from actds_writers.ipc import ring
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.none() | st.integers(0, 99)), max_size=200))

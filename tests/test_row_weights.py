@@ -18,19 +18,19 @@ from synthetic import make_dataset
 from weights_files import drawn_weights, write_weights_file
 
 import actds
-from actds.catalog import Catalog
 from actds.errors import ActdsError
-from actds.row_weights import GROUP_ROWS, read_row_weights
+from actds.load.row_weights import GROUP_ROWS, read_row_weights
+from actds.reading import Catalog
 from actds.store import open_store
-from actds_validators.audits import weights_file
-from actds_validators.audits.audit import audit_sources
-from actds_validators.audits.lookup import Lookup
-from actds_validators.audits.ranges import Index
-from actds_validators.audits.result import Limits
-from actds_validators.audits.sources import catalog_source
-from actds_validators.audits.weights import Cells
-from actds_validators.audits.weights_file import write_weights
-from actds_validators.simulate import SCENARIOS, simulate, write_dataset, write_tables
+from actds_testing.simulate import SCENARIOS, simulate, write_dataset, write_tables
+from actds_validators.audit import weights_file
+from actds_validators.audit.audit import audit_sources
+from actds_validators.audit.lookup import Lookup
+from actds_validators.audit.ranges import Index
+from actds_validators.audit.result import Limits
+from actds_validators.audit.sources import catalog_source
+from actds_validators.audit.weights import Cells
+from actds_validators.audit.weights_file import write_weights
 
 CLAIM = "MAR-consistent after weighting"
 

@@ -32,8 +32,8 @@ from actds.ledger import Chain, fence, read_ledger
 from actds.seal import seal
 from actds.store import TEMPORARY, Store, file_sha256, open_for_writing, open_store
 from actds.store.s3 import S3Store
-from actds_validators.validate import validate
-from actds_writers.messages import ClientFacts
+from actds_validators.validate.validation import validate
+from actds_writers.ipc.messages import ClientFacts
 
 Environment = pytest.MonkeyPatch
 

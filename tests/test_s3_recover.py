@@ -24,16 +24,16 @@ from s3_server import BUCKET, s3_environment
 from synthetic_engine import SyntheticEngine, pipeline_for
 
 from actds.cli import cli
-from actds.readouts import Readouts
+from actds.format.readouts import Readouts
 from actds.seal import seal
 from actds.store import open_store
 from actds.store.s3 import S3Store
-from actds_writers.messages import ClientFacts
-from actds_writers.recover import recover
-from actds_writers.resume import finished_rows
+from actds_writers.harvest.recover import recover
+from actds_writers.harvest.resume import finished_rows
+from actds_writers.ipc.messages import ClientFacts
 
 if TYPE_CHECKING:
-    from actds_writers.plan import Plan
+    from actds_writers.config import Plan
 
 N_PROMPTS = 30
 PROMPTS = prompts(N_PROMPTS)

@@ -12,10 +12,11 @@ import pytest
 from pydantic import ValidationError
 from test_census import arrived, finished, scheduled
 
-from actds import tables
-from actds.accounting import account
-from actds_writers.census import Census
-from actds_writers.messages import (
+from actds.accounting.account import account
+from actds.format import tables
+from actds_writers.census.census import Census
+from actds_writers.harvest.sampling import Labels, SamplingRules, client_request_id
+from actds_writers.ipc.messages import (
     EVERYTHING,
     ClientFacts,
     LeftOut,
@@ -24,7 +25,6 @@ from actds_writers.messages import (
     RequestFinished,
     StepLost,
 )
-from actds_writers.sampling import Labels, SamplingRules, client_request_id
 
 
 def rules(**fields: Any) -> SamplingRules:

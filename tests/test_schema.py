@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner
 from synthetic import make_dataset
 
-from actds import canonical, schema
+from actds import schema
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.format import canonical
 from actds.schema import DOCUMENTS
 
 SCHEMAS = Path(__file__).parents[1] / "spec" / "0.1" / "schemas"

@@ -12,13 +12,13 @@ import pytest
 from synthetic import make_dataset
 
 import actds
-from actds import canonical, layout, tables
-from actds.catalog import Catalog
 from actds.errors import ActdsError
+from actds.format import canonical, layout, tables
+from actds.format.shard import commit_part
 from actds.ledger import Chain, fence
+from actds.reading import Catalog
 from actds.schema.v0_1 import RunBody
 from actds.seal import seal
-from actds.shard import commit_part
 from actds.store import LocalStore
 
 

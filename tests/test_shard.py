@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from test_store import full_disk
 
-from actds import schema, tables
+from actds import schema
 from actds.errors import ActdsError
-from actds.ledger import Chain, read_chain
-from actds.schema.v0_1 import ShardManifest
-from actds.shard import (
+from actds.format import tables
+from actds.format.shard import (
     Shard,
     ShardRows,
     commit_part,
@@ -23,6 +22,8 @@ from actds.shard import (
     row_order,
     row_set_sha256,
 )
+from actds.ledger import Chain, read_chain
+from actds.schema.v0_1 import ShardManifest
 from actds.store import LocalStore
 
 N = 700

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from actds import tables
-from actds.accounting import Account, account
+from actds.accounting.account import Account, account
 from actds.errors import ActdsError
-from actds_validators.simulate import (
+from actds.format import tables
+from actds_testing.simulate import (
     SCENARIOS,
     Scenario,
     Simulated,
@@ -22,10 +22,10 @@ from actds_validators.simulate import (
     write_dataset,
     write_tables,
 )
-from actds_validators.simulate.__main__ import main
-from actds_validators.simulate.content import _of_norm
-from actds_validators.simulate.pipeline import DiskStalls, Pipeline
-from actds_validators.validate import validate
+from actds_testing.simulate.__main__ import main
+from actds_testing.simulate.content import _of_norm
+from actds_testing.simulate.pipeline import DiskStalls, Pipeline
+from actds_validators.validate.validation import validate
 
 N_STEPS = 1500
 TABLES = ("requests", "steps", "spans", "drops", "stalls", "occupancy", "tokens", "readouts")
@@ -223,7 +223,7 @@ def test_changed_readouts_of_a_written_run_are_noticed(tmp_path: Path) -> None:
 def test_many_tokens_are_written_in_pieces_that_add_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actds_validators.simulate.dataset._TOKENS_PER_PIECE", 20_000)
+    monkeypatch.setattr("actds_testing.simulate.dataset._TOKENS_PER_PIECE", 20_000)
     sizes: list[int] = []
     scenario = replace(SCENARIOS["queue"], rate=0.05, readouts=True)
     path = write_tables(
@@ -287,7 +287,7 @@ def test_the_command_says_the_truth_about_many_tokens_as_well(
     one = CliRunner().invoke(main, ["queue", str(tmp_path / "one"), "--tokens", "30000"])
     assert one.exit_code == 0, one.output
     assert {"smd", "bias", "loss_share", "kind"} <= json.loads(one.stdout).keys()
-    monkeypatch.setattr("actds_validators.simulate.dataset._TOKENS_PER_PIECE", 10_000)
+    monkeypatch.setattr("actds_testing.simulate.dataset._TOKENS_PER_PIECE", 10_000)
     out = tmp_path / "many"
     told = CliRunner().invoke(
         main, ["mcar_steps", str(out), "--tokens", "30000", "--rate", "0.1", "--seed", "4"]

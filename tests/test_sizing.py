@@ -18,23 +18,26 @@ from synthetic import make_dataset
 from synthetic_engine import D_MODEL, HOOKS, MAX_ROWS, RING_NBYTES, SyntheticEngine, pipeline_for
 
 import actds
-from actds import arrays
-from actds.catalog import Catalog
 from actds.errors import ActdsError
-from actds.readouts import Readouts
+from actds.format import arrays
+from actds.format.readouts import Readouts
+from actds.reading import Catalog
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
 from actds.store import open_store
-from actds_writers import readout_log, ring, sizing
-from actds_writers.assembly import SpecialTokens
-from actds_writers.buffers import TOKEN_COLUMNS
-from actds_writers.capacity import MIB, capacity
-from actds_writers.dashboard import format_nbytes
-from actds_writers.load_profile import _overhead, read_profile, windows
-from actds_writers.machine import DEFAULTS, Machine, Rate, machine, measure
-from actds_writers.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
-from actds_writers.plan_command import plan
+from actds_writers.cli.plan import plan
+from actds_writers.ipc import ring
+from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
+from actds_writers.monitor.dashboard import format_nbytes
 from actds_writers.settings import WriterSettings
-from actds_writers.sizing import (
+from actds_writers.shards import readout_log
+from actds_writers.shards.assembly import SpecialTokens
+from actds_writers.shards.buffers import TOKEN_COLUMNS
+from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
+from actds_writers.sizing import needs as sizing
+from actds_writers.sizing.capacity import MIB, capacity
+from actds_writers.sizing.load_profile import _overhead, read_profile, windows
+from actds_writers.sizing.machine import DEFAULTS, Machine, Rate, machine, measure
+from actds_writers.sizing.needs import (
     MEASURED,
     Burst,
     Geometry,
@@ -46,9 +49,8 @@ from actds_writers.sizing import (
     stalled,
     stored_nbytes_per_token,
 )
-from actds_writers.writer import PHASES, SPARE_BUFFERS, Writer
 
-stages = pytest.importorskip("actds_writers.stages", reason="needs torch")
+stages = pytest.importorskip("actds_writers.capture.stages", reason="needs torch")
 
 LOAD = Load(prefill=900.0, decode=100.0, tokens_per_request=500.0, tokens_per_step=250.0)
 
@@ -366,7 +368,7 @@ def test_page_and_json_say_the_same_and_fit_a_terminal() -> None:
 
 
 def test_options_that_follow_are_options_of_write() -> None:
-    from actds_writers.commands import write
+    from actds_writers.cli.write import write
 
     known = {name for option in write.params for name in option.opts}
     told = json.loads(run(*MODEL, *RATE, "--json").output)["options"]

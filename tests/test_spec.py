@@ -13,10 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from actds import accounting, arrays, canonical, codec, tables
-from actds.array_metadata import MAX_CHUNK_NBYTES
+from actds.accounting import account as accounting
 from actds.errors import CODES
-from actds.shard import row_set_sha256
+from actds.format import arrays, canonical, codec, tables
+from actds.format.array_metadata import MAX_CHUNK_NBYTES
+from actds.format.shard import row_set_sha256
 
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "spec" / "0.1"

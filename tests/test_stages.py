@@ -11,10 +11,10 @@ import pytest
 from synthetic_engine import SyntheticEngine, pipeline_for
 
 from actds.errors import ActdsError
-from actds_writers.link import Policy
-from actds_writers.messages import RingFree, StepRows, StepsDropped
-from actds_writers.overflow import Entry, Handover
-from actds_writers.ring import RingSpace
+from actds_writers.capture.overflow import Entry, Handover
+from actds_writers.ipc.link import Policy
+from actds_writers.ipc.messages import RingFree, StepRows, StepsDropped
+from actds_writers.ipc.ring import RingSpace
 
 NBYTES = 64
 

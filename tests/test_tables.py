@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actds import tables
 from actds.errors import ActdsError
+from actds.format import tables
 
 STALLS = {"stage": "ring", "t_ns": 5, "duration_ns": 7, "depth": 1, "step": None}
 

@@ -16,12 +16,12 @@ import synthetic
 from schedules import simulate
 from synthetic import make_dataset
 
-import actds.shard
-from actds import tables
+import actds.format.shard
 from actds.cli import cli
+from actds.format import tables
 from actds.seal import seal
-from actds_validators.commands import LEVELS as COMMAND_LEVELS
-from actds_validators.validate import LEVELS, Validation, validate
+from actds_validators.cli.validate import LEVELS as COMMAND_LEVELS
+from actds_validators.validate.validation import LEVELS, Validation, validate
 
 MINIMAL = Path(__file__).parents[1] / "spec" / "0.1" / "vectors" / "valid" / "minimal"
 Copy = Callable[[], Path]
@@ -210,7 +210,7 @@ def test_refuses_rows_without_provenance(tmp_path: Path) -> None:
 def test_finds_a_shard_that_claims_to_be_shuffled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actds.shard, "row_order", lambda n, seed: np.arange(n))
+    monkeypatch.setattr(actds.format.shard, "row_order", lambda n, seed: np.arange(n))
     path = make_dataset(tmp_path / "d", n_requests=12, rows_per_shard=1000)
     found = validate(path, "standard")
     assert codes(found) == {"E415"}, lines(found)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from actds import canonical
-from actds.catalog import Catalog
 from actds.errors import CODES
+from actds.format import canonical
+from actds.reading import Catalog
 from actds.store import open_store
-from actds_validators.validate import Validation, validate
+from actds_validators.validate.validation import Validation, validate
 
 VECTORS = Path(__file__).parents[1] / "spec" / "0.1" / "vectors"
 INVALID = sorted((VECTORS / "invalid").iterdir())

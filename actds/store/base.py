@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from actds import layout
+from actds.format import layout
 
 __all__ = ["TEMPORARY", "Buffer", "Put", "Store", "StoredFile", "check_path", "file_sha256"]
 

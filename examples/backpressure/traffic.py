@@ -89,7 +89,7 @@ def harvest(schedule: Path, arguments: list[str]) -> int:
     seal are its own.
     """
     from actds.cli import main
-    from actds_writers import write as command
+    from actds_writers.harvest import run as command
 
     entries = [json.loads(line) for line in schedule.read_text().splitlines()]
 

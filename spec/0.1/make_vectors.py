@@ -27,9 +27,9 @@ from synthetic import make_dataset  # noqa: E402
 from vector_faults import FAULTS  # noqa: E402
 from vector_tools import HOOK, PREFILL, RUN, Vector  # noqa: E402
 
-from actds.readouts import Readouts  # noqa: E402
+from actds.format.readouts import Readouts  # noqa: E402
+from actds.format.shard import commit_shard  # noqa: E402
 from actds.recompress import recompress  # noqa: E402
-from actds.shard import commit_shard  # noqa: E402
 
 
 def write(root: Path) -> None:

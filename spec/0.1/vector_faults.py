@@ -26,7 +26,7 @@ from vector_tools import (
     part,
 )
 
-from actds import arrays
+from actds.format import arrays
 
 __all__ = ["FAULTS"]
 

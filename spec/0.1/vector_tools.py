@@ -10,13 +10,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from actds import canonical, layout, tables
-from actds.catalog import heads_root
+from actds.format import canonical, layout, tables
+from actds.format.shard import files_root, row_set_sha256
+from actds.reading import heads_root
 from actds.schema.v0_1 import FileEntry, Head
-from actds.shard import files_root, row_set_sha256
 from actds.store import LocalStore
-from actds_validators.checks.accounting import check_accounting
-from actds_validators.checks.inventory import take_inventory
+from actds_validators.validate.accounting import check_accounting
+from actds_validators.validate.inventory import take_inventory
 
 RUN, HOOK = "r-vector", "resid_post.0"
 PREFILL, DECODE = f"shards/{RUN}-prefill-0000", f"shards/{RUN}-decode-0000"

@@ -18,7 +18,7 @@ import tensorstore
 from synthetic import make_dataset
 
 import actds
-from actds.readouts import Readouts
+from actds.format.readouts import Readouts
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"

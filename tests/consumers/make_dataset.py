@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 from harvest import REAL_MODEL, run  # noqa: E402
 from synthetic import make_dataset  # noqa: E402
 
-from actds.readouts import Readouts  # noqa: E402
+from actds.format.readouts import Readouts  # noqa: E402
 
 HOOKS = ("resid_post.10", "resid_post.20")
 SYSTEM = "You answer questions about the standard library of Python in a few plain sentences. " * 6

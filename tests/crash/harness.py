@@ -31,11 +31,12 @@ import actds
 from actds.errors import ActdsError
 from actds.ledger import Chain
 from actds.schema.v0_1 import ShardBody
-from actds_validators.validate import validate
-from actds_writers import census_process, serve, writer_process
-from actds_writers.link import Link
-from actds_writers.pipeline import Pipeline
-from actds_writers.recover import recover
+from actds_validators.validate.validation import validate
+from actds_writers import census_process, writer_process
+from actds_writers.harvest.processes import Pipeline
+from actds_writers.harvest.recover import recover
+from actds_writers.ipc import hub as serve
+from actds_writers.ipc.link import Link
 
 MAX_REQUESTS = 300
 """Above 325 the label of a row would be a NaN in bfloat16."""

@@ -93,7 +93,7 @@ def compare(family: Family, folder: Path) -> dict[str, Any]:
     import tiny
 
     import actds
-    from actds_validators.validate import validate
+    from actds_validators.validate.validation import validate
 
     report = validate(folder / "acts", "deep")
     assert not report.errors, f"the dataset is not valid: {report.errors[0]}"

@@ -18,17 +18,18 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from actds import layout, schema
+from actds import schema
 from actds.errors import ActdsError
+from actds.format import layout
 from actds.ledger import Chain
 from actds.schema.v0_1 import CloseReason, Genesis
 from actds.store import local_folder, open_store
-from actds_writers.census import Census
-from actds_writers.census_end import LOST_REASON, RESERVE, commit_census, end_writer_chain
-from actds_writers.journal import Journal, merged, remove_journal
-from actds_writers.link import Link
-from actds_writers.messages import ClientFacts, Done, Failed, Finish, Secure, Secured
-from actds_writers.serve import Hub
+from actds_writers.census.census import Census
+from actds_writers.census.end import LOST_REASON, RESERVE, commit_census, end_writer_chain
+from actds_writers.census.journal import Journal, merged, remove_journal
+from actds_writers.ipc.hub import Hub
+from actds_writers.ipc.link import Link
+from actds_writers.ipc.messages import ClientFacts, Done, Failed, Finish, Secure, Secured
 from actds_writers.settings import CensusSettings
 
 log = logging.getLogger("actds")

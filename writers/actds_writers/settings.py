@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from actds.readouts import NONE
-from actds_writers.assembly import SpecialTokens
-from actds_writers.messages import Fact
+from actds.format.readouts import NONE
+from actds_writers.ipc.messages import Fact
+from actds_writers.shards.assembly import SpecialTokens
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from pathlib import Path
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason
 from actds.store import open_for_writing
-from actds_writers.link import Link
-from actds_writers.messages import (
+from actds_writers.ipc.hub import Hub
+from actds_writers.ipc.link import Link
+from actds_writers.ipc.messages import (
     Done,
     Failed,
     Finish,
@@ -28,10 +29,9 @@ from actds_writers.messages import (
     StepsDropped,
     WorkerHello,
 )
-from actds_writers.readout_log import LaneEnd
-from actds_writers.serve import Hub
 from actds_writers.settings import WriterSettings
-from actds_writers.writer import Writer
+from actds_writers.shards.readout_log import LaneEnd
+from actds_writers.shards.writer import Writer
 
 log = logging.getLogger("actds")
 POLL_S = 0.1

@@ -5,7 +5,7 @@ A family of charts of the report; from the result's section of the same name.
 
 from __future__ import annotations
 
-from actds_validators.audits.result import Accounting, WaterfallStep
+from actds_validators.audit.result import Accounting, WaterfallStep
 from actds_validators.report.axes import Frame, axes, legend
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.svg import WIDTH, Picture

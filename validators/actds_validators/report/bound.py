@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from actds_validators.audits.result import Bound, Limits
+from actds_validators.audit.result import Bound, Limits
 from actds_validators.report.axes import Frame, axes
 from actds_validators.report.svg import WIDTH, Anchor, Picture, text_width
 from actds_validators.report.words import number, percent

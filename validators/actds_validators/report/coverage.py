@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from actds_validators.audits.result import ClassLoss, Coverage, CoverageCell
+from actds_validators.audit.result import ClassLoss, Coverage, CoverageCell
 from actds_validators.report.axes import legend
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.svg import WIDTH, Picture, split_range

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from actds_validators.audits.result import Drift, DriftMeasure
+from actds_validators.audit.result import Drift, DriftMeasure
 from actds_validators.report.axes import Frame, axes, legend, span
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.svg import WIDTH, Picture

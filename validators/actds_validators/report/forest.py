@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actds_validators.audits.result import Difference, Estimate, Limits
+from actds_validators.audit.result import Difference, Estimate, Limits
 from actds_validators.report.axes import Frame, axes, ticks
 from actds_validators.report.parts import first
 from actds_validators.report.svg import WIDTH, Picture, text_width

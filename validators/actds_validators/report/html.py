@@ -11,7 +11,7 @@ import hashlib
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from actds_validators.audits.result import Accounting, Audit
+from actds_validators.audit.result import Accounting, Audit
 from actds_validators.report.accounting import accounting_part
 from actds_validators.report.coverage import coverage_part
 from actds_validators.report.drift import drift_parts

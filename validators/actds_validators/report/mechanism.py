@@ -5,7 +5,7 @@ From the result's section of the same name; tables only.
 
 from __future__ import annotations
 
-from actds_validators.audits.result import Association, Limits, Mechanism
+from actds_validators.audit.result import Association, Limits, Mechanism
 from actds_validators.report.parts import Part, Row, Table, first
 from actds_validators.report.words import Sentence, count, number, p_value
 

@@ -5,7 +5,7 @@ A family of charts of the report; from the result's section of the same name.
 
 from __future__ import annotations
 
-from actds_validators.audits.result import Difference, Limits, Missingness
+from actds_validators.audit.result import Difference, Limits, Missingness
 from actds_validators.report.bound import bound_curve
 from actds_validators.report.forest import forest, stored_bias, worst_first
 from actds_validators.report.parts import Part, Row, Table, first

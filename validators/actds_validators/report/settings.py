@@ -5,8 +5,8 @@ From the result's verdict, limits and heads; tables only.
 
 from __future__ import annotations
 
-from actds.page import human_nbytes
-from actds_validators.audits.result import Audit, Limits, Number, Options, Verdict
+from actds.text import human_nbytes
+from actds_validators.audit.result import Audit, Limits, Number, Options, Verdict
 from actds_validators.report.parts import Part, Row, Table, Tone, first
 from actds_validators.report.words import Sentence, count, kept, limit_of, measured, number, seconds
 

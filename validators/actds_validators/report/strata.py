@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actds_validators.audits.result import Difference, Stratum
+from actds_validators.audit.result import Difference, Stratum
 from actds_validators.report.parts import first
 from actds_validators.report.shades import shade, shade_scale
 from actds_validators.report.svg import WIDTH, Picture, split_range, text_width

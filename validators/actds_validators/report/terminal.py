@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from actds_validators.audits.result import (
+from actds_validators.audit.result import (
     Audit,
     Difference,
     Drift,
@@ -19,6 +19,7 @@ from actds_validators.audits.result import (
 from actds_validators.report.accounting import balance, never_computed
 from actds_validators.report.forest import worst_first
 from actds_validators.report.mechanism import smallest_first
+from actds_validators.report.text import Line, Style
 from actds_validators.report.words import (
     Sentence,
     against,
@@ -33,7 +34,6 @@ from actds_validators.report.words import (
     p_value,
     percent,
 )
-from actds_validators.report_text import Line, Style
 
 __all__ = ["render"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actds_validators.audits.result import Queues, Stall, TracePoint
+from actds_validators.audit.result import Queues, Stall, TracePoint
 from actds_validators.report.axes import Frame, axes, legend
 from actds_validators.report.svg import WIDTH, Picture
 from actds_validators.report.words import clean, count, many, number, percent, seconds

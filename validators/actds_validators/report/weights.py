@@ -5,7 +5,7 @@ A family of charts of the report; from the result's section on weighting.
 
 from __future__ import annotations
 
-from actds_validators.audits.result import WeightCell, Weighting
+from actds_validators.audit.result import WeightCell, Weighting
 from actds_validators.report.parts import Part, Row, Table
 from actds_validators.report.shades import shade, shade_scale
 from actds_validators.report.svg import WIDTH, Picture, split_range

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actds.page import printable
-from actds_validators.audits.result import Estimate, Must, Number
+from actds.text import printable
+from actds_validators.audit.result import Estimate, Must, Number
 
 __all__ = [
     "GROUPS",

@@ -1,0 +1,1 @@
+"""Accounting: every position exactly once, and how often its row was served."""

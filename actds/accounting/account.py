@@ -1,0 +1,347 @@
+"""Accounting: every position of a run is captured, referenced, lost or filtered, exactly once.
+
+The census (requests, steps, spans) and the writer (rows, drops) are two witnesses of one run.
+They must agree position by position: sums alone do not see two swapped rows or a moved drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from actds.accounting.intervals import (
+    Intervals,
+    difference,
+    index_in,
+    keys,
+    of_keys,
+    overlap,
+    union,
+)
+from actds.accounting.multiplicity import multiplicity
+from actds.accounting.rows import Rows, collect, label_findings, token_findings
+from actds.accounting.tables import (
+    Drops,
+    Notes,
+    Requests,
+    Spans,
+    Steps,
+    read_drops,
+    read_requests,
+    read_spans,
+    read_steps,
+)
+from actds.finding import Finding
+from actds.format import tables
+
+__all__ = ["TOTALS", "Account", "account"]
+
+TOTALS = (
+    "rows",
+    "requests",
+    "scheduled",
+    "captured",
+    "cache_ref",
+    "dropped",
+    "aborted",
+    "filtered",
+    "recomputed",
+    "unresolved",
+)
+"""Names of the totals of a run, and of a seal, which adds them up over its runs."""
+
+_STEP_DISPOSITIONS = ("captured", "dropped", "aborted", "filtered")
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of every position of a run.
+
+    Args:
+        findings: what does not add up; empty, or of severity ``warning``, in a conforming run.
+        totals: positions by the names of ``TOTALS``.
+        multiplicity: the table ``multiplicity`` that the references imply.
+    """
+
+    findings: list[Finding]
+    totals: dict[str, int]
+    multiplicity: pa.Table
+
+
+def account(
+    run: str,
+    requests: pa.Table,
+    steps: pa.Table,
+    spans: pa.Table,
+    drops: pa.Table,
+    rows: Iterable[pa.Table],
+) -> Account:
+    """Return the account of one run: exact to the position, by disposition, reason and step.
+
+    Args:
+        run: the run, for places and the multiplicity table.
+        requests: the census table of that name.
+        steps: the census table of that name.
+        spans: the census table of that name.
+        drops: the writer's table of that name; empty when nothing was dropped.
+        rows: the token tables of the run's shards, taken one at a time; about 30 bytes per row
+            are kept.
+
+    Spec: 0.1 section 7.
+    """
+    notes = Notes(run)
+    request_table = read_requests(requests, notes)
+    step_table = read_steps(steps, notes)
+    span_table = read_spans(spans, request_table, notes)
+    drop_table = read_drops(drops, notes)
+    row_table = collect(rows, request_table, step_table, notes)
+
+    _partition(request_table, span_table, notes)
+    captured = _rows_against_spans(row_table, span_table, notes)
+    _drops_against_spans(drop_table, span_table, step_table, notes)
+    _steps_against_sums(step_table, span_table, row_table, notes)
+    _span_steps(span_table, step_table, notes)
+    _cached_counts(request_table, span_table, notes)
+    unresolved = _references(span_table, captured, notes)
+    label_findings(row_table, span_table, step_table, notes)
+    token_findings(row_table, request_table, span_table, notes)
+
+    lengths = span_table.stop - span_table.start
+    totals = {
+        "rows": len(row_table.keys) + row_table.n_repeated,
+        "requests": len(request_table.request),
+        "scheduled": int(step_table.batch.sum()),
+        "recomputed": int(step_table.recomputed.sum()),
+        "unresolved": unresolved,
+    }
+    for disposition in tables.DISPOSITIONS:
+        totals[disposition] = int(lengths[span_table.of(disposition)].sum())
+    references = span_table.of("cache_ref") & (span_table.ref_request >= 0)
+    ref_start, ref_stop = span_table.referenced(references)
+    return Account(
+        notes.findings(),
+        {name: totals[name] for name in TOTALS},
+        multiplicity(run, captured, ref_start, ref_stop),
+    )
+
+
+def _partition(requests: Requests, spans: Spans, notes: Notes) -> None:
+    """Check that the spans of each request partition ``[0, N)``."""
+    computed = spans.step >= 0
+    at = index_in(requests.request, spans.request[computed])
+    known = at >= 0
+    n = requests.own_len.copy()
+    np.maximum.at(n, at[known], spans.stop[computed][known])
+    n[requests.skipped] = 0
+    owing = requests.request[n > 0]
+    owed = Intervals(keys(owing, np.zeros(len(owing))), keys(owing, n[n > 0]))
+    covered = union(spans.start_key, spans.stop_key)
+    for place in notes.places("census", "spans", difference(owed, covered)):
+        notes.add("E404", place, "no span", "one span for every position")
+    for place in notes.places("census", "spans", overlap(spans.start_key, spans.stop_key)):
+        notes.add("E405", place, "two spans or more", "one span for every position")
+    for place in notes.places("census", "spans", difference(covered, owed)):
+        notes.add("E405", place, "a span", "no span: the request has no such position")
+
+
+def _rows_against_spans(rows: Rows, spans: Spans, notes: Notes) -> Intervals:
+    """Check that the rows are exactly the captured positions; return the rows as intervals."""
+    captured = spans.of("captured")
+    census = union(spans.start_key[captured], spans.stop_key[captured])
+    stored = of_keys(rows.keys)
+    for place in notes.places("shards", "rows", difference(stored, census)):
+        notes.add("E406", place, "a row", "no row: the census does not call it captured")
+    for place in notes.places("shards", "rows", difference(census, stored)):
+        notes.add("E406", place, "no row", "a row: the census calls it captured")
+    return stored
+
+
+def _drops_against_spans(drops: Drops, spans: Spans, steps: Steps, notes: Notes) -> None:
+    """Check the drop log against the dropped spans, both ways, by reason and by step."""
+    for place in notes.places("losses", "drops", overlap(drops.start_key, drops.stop_key)):
+        notes.add("E408", place, "dropped twice", "one drop for a position")
+    dropped = spans.of("dropped")
+    for reason in sorted(set(drops.reason.tolist()) | set(spans.reason[dropped].tolist())):
+        logged, counted = drops.reason == reason, dropped & (spans.reason == reason)
+        log = union(drops.start_key[logged], drops.stop_key[logged])
+        census = union(spans.start_key[counted], spans.stop_key[counted])
+        for place in notes.places("losses", "drops", difference(log, census)):
+            notes.add("E408", place, f"a drop for {reason}", "a dropped span of that reason")
+        for place in notes.places("census", "spans", difference(census, log)):
+            notes.add("E408", place, f"dropped for {reason}", "a drop of that reason in the log")
+    _drop_steps(drops, spans, steps, notes)
+
+
+def _drop_steps(drops: Drops, spans: Spans, steps: Steps, notes: Notes) -> None:
+    """Check the steps that drops name: against spans, and as many tokens as the step lost."""
+    dropped = np.flatnonzero(spans.of("dropped") & (spans.step >= 0))
+    at = np.searchsorted(drops.start_key, spans.start_key[dropped], side="right") - 1
+    logged = at >= 0
+    logged[logged] = drops.stop_key[at[logged]] > spans.start_key[dropped][logged]
+    at, dropped = at[logged], dropped[logged]
+    for i in np.flatnonzero(drops.step[at] != spans.step[dropped]):
+        span = dropped[i]
+        notes.add(
+            "E408",
+            notes.place("losses", "drops", spans.request[span], spans.start[span]),
+            f"step {drops.step[at[i]]}",
+            f"step {spans.step[span]}, as in the census",
+        )
+    lost = steps.sums(drops.step, drops.stop - drops.start)
+    for i in np.flatnonzero(lost != steps.dropped):
+        notes.add(
+            "E408",
+            f"losses/{notes.run} drops step {steps.step[i]}",
+            f"{lost[i]} tokens",
+            f"{steps.dropped[i]}, the census' dropped_tokens of the step",
+        )
+    unknown = np.flatnonzero(steps.index(drops.step) < 0)
+    for i in unknown:
+        place = notes.place("losses", "drops", drops.request[i], drops.start[i])
+        notes.add("E408", place, f"step {drops.step[i]}", "a step of the census")
+
+
+def _steps_against_sums(steps: Steps, spans: Spans, rows: Rows, notes: Notes) -> None:
+    """Check the compute identity of each step, and its sums against spans and rows."""
+    parts = {name: getattr(steps, name) for name in _STEP_DISPOSITIONS}
+    total = sum(parts.values()) + steps.recomputed
+    for i in np.flatnonzero(total != steps.batch):
+        notes.add(
+            "E409",
+            f"census/{notes.run}/steps step {steps.step[i]}",
+            f"{steps.batch[i]} tokens scheduled",
+            f"{total[i]}, the sum of what became of them",
+        )
+    for i in np.flatnonzero(steps.prefill + steps.decode != steps.batch):
+        notes.add(
+            "E409",
+            f"census/{notes.run}/steps step {steps.step[i]}",
+            f"{steps.prefill[i]} prefill and {steps.decode[i]} decode tokens",
+            f"{steps.batch[i]} together, the tokens scheduled",
+        )
+    computed = spans.step >= 0
+    for name, counts in parts.items():
+        length = int((spans.stop - spans.start)[spans.of(name) & computed].sum())
+        if length != int(counts.sum()):
+            notes.add(
+                "E409",
+                f"census/{notes.run}/steps {name}_tokens",
+                f"{int(counts.sum())} over all steps",
+                f"{length}, the length of the {name} spans with a step",
+            )
+    n_rows = rows.per_step
+    for i in np.flatnonzero(n_rows != steps.captured):
+        notes.add(
+            "E412",
+            f"shards (run {notes.run}) rows of step {steps.step[i]}",
+            f"{n_rows[i]} rows",
+            f"{steps.captured[i]}, the census' captured_tokens",
+        )
+    for name, stored, most in (
+        ("prefill", rows.prefill_per_step, steps.prefill),
+        ("decode", n_rows - rows.prefill_per_step, steps.decode),
+    ):
+        for i in np.flatnonzero((stored > most) & (n_rows <= steps.captured)):
+            notes.add(
+                "E412",
+                f"shards (run {notes.run}) rows of step {steps.step[i]}",
+                f"{stored[i]} {name} rows",
+                f"at most {most[i]}, the census' {name}_tokens",
+            )
+
+
+def _span_steps(spans: Spans, steps: Steps, notes: Notes) -> None:
+    """Check that the step of each span exists, computed its kind, and never runs backwards."""
+    named = spans.step >= 0
+    needed = spans.of("captured") | spans.of("dropped")
+    for wrong, got, expected in (
+        (needed & ~named, "step null", "the step that computed the position"),
+        (spans.of("cache_ref") & named, "a step", "null: this request never computed it"),
+        (named & (steps.index(spans.step) < 0), "an unknown step", "a step of the census"),
+    ):
+        for i in np.flatnonzero(wrong):
+            place = notes.place("census", "spans", spans.request[i], spans.start[i])
+            notes.add("E412", f"{place} step", got, expected)
+    for disposition in _STEP_DISPOSITIONS:
+        mine, counts = named & spans.of(disposition), getattr(steps, disposition)
+        beginning = steps.sums(spans.step[mine], np.ones(int(mine.sum()), np.int64))
+        for i in np.flatnonzero(beginning > counts):
+            notes.add(
+                "E412",
+                f"census/{notes.run}/spans step {steps.step[i]}",
+                f"{beginning[i]} {disposition} spans begin in the step",
+                f"at most its {counts[i]} {disposition} tokens",
+            )
+    order = np.flatnonzero(spans.step >= 0)
+    back = np.flatnonzero(
+        (spans.request[order][1:] == spans.request[order][:-1])
+        & (spans.step[order][1:] < spans.step[order][:-1])
+    )
+    for i in order[back + 1]:
+        place = notes.place("census", "spans", spans.request[i], spans.start[i])
+        notes.add("E412", place, f"step {spans.step[i]}", "no earlier step than the span before")
+
+
+def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
+    """Check the hits at first admission against the spans from 0 and the engine's own count."""
+    # A rule may leave out what was never computed here: a hit too, but no reference.
+    referenced = spans.of("cache_ref") | (spans.of("filtered") & (spans.step < 0))
+    hits = union(spans.start_key[referenced], spans.stop_key[referenced])
+    zero = keys(requests.request, np.zeros(len(requests.request)))
+    at = np.searchsorted(hits.start, zero)
+    leading = np.zeros(len(zero), np.int64)
+    found = at < len(hits)
+    found[found] = hits.start[at[found]] == zero[found]
+    leading[found] = (hits.stop[at[found]] - zero[found]).astype(np.int64)
+    for i in np.flatnonzero(leading != requests.cached):
+        notes.add(
+            "E411",
+            f"census/{notes.run}/requests request {requests.request[i]}",
+            f"cached_tokens {requests.cached[i]}",
+            f"{leading[i]}, the cache_ref and uncomputed filtered positions from 0",
+        )
+    engine = requests.engine_cached
+    for i in np.flatnonzero((engine >= 0) & (engine != requests.cached)):
+        notes.add(
+            "E411",
+            f"census/{notes.run}/requests request {requests.request[i]}",
+            f"cached_tokens {requests.cached[i]}",
+            f"{engine[i]}, as the engine reported",
+        )
+
+
+def _references(spans: Spans, captured: Intervals, notes: Notes) -> int:
+    """Warn of references without a captured row behind them; return how many positions."""
+    nowhere = spans.of("cache_ref") & (spans.ref_request < 0)
+    unresolved = int((spans.stop - spans.start)[nowhere].sum())
+    for i in np.flatnonzero(nowhere):
+        place = notes.place("census", "spans", spans.request[i], spans.start[i], spans.stop[i])
+        notes.add("E410", place, "no reference", "a request with rows there", "warning")
+    named = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
+    start, stop = spans.referenced(named)
+    for i in np.flatnonzero(~captured.contains(start, stop)):
+        one = Intervals(start[i : i + 1], stop[i : i + 1])
+        missing = difference(one, _clip(captured, start[i], stop[i]))
+        unresolved += missing.n_keys
+        span = named[i]
+        place = notes.place(
+            "census", "spans", spans.request[span], spans.start[span], spans.stop[span]
+        )
+        notes.add(
+            "E410",
+            place,
+            f"{missing.n_keys} positions that request {spans.ref_request[span]} has no row of",
+            "a row for each",
+            "warning",
+        )
+    return unresolved
+
+
+def _clip(whole: Intervals, start: np.uint64, stop: np.uint64) -> Intervals:
+    """Return the ranges of a set that meet ``[start, stop)``, so that one lookup stays small."""
+    first = int(np.searchsorted(whole.stop, start, side="right"))
+    last = int(np.searchsorted(whole.start, stop, side="left"))
+    return Intervals(whole.start[first:last], whole.stop[first:last])

@@ -1,0 +1,296 @@
+"""The command line: ``actds info``, ``explain``, ``schema``, ``seal``, and what rooms add.
+
+Everything heavy is imported inside the command that needs it: ``actds --help`` answers in a blink.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+import click
+
+from actds import __version__
+from actds.cli.results import ResultCommand, result_schema
+from actds.errors import CODES, ActdsError, code_entry
+
+__all__ = ["cli", "main"]
+
+ENTRY_POINTS = "actds.commands"
+
+
+class ActdsGroup(click.Group):
+    """The commands of this room and of every installed one; errors without tracebacks."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands, sorted."""
+        return sorted({*super().list_commands(ctx), *_plugins()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, loading its room when it is another."""
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        plugin = _plugins().get(cmd_name)
+        return None if plugin is None else _load(plugin)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take ``--debug`` wherever it stands: whoever repeats a command appends it."""
+        end = args.index("--") if "--" in args else len(args)
+        rest = [arg for arg in args[:end] if arg != "--debug"] + args[end:]
+        if len(rest) < len(args):
+            rest.insert(0, "--debug")
+        return super().parse_args(ctx, rest)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error is said on stderr and sets the exit code."""
+        if ctx.params.get("debug"):
+            return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except ActdsError as error:
+            _fail(ctx, error)
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            # The last door before a person: what nobody foresaw gets a code as well.
+            _fail(ctx, _internal(error))
+
+
+def _plugins() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def _load(entry: EntryPoint) -> click.Command:
+    """Return the command of an entry point, or one that says why it cannot be loaded."""
+    try:
+        command = entry.load()
+    except ImportError as error:
+        return _unavailable(entry.name, str(error))
+    if not isinstance(command, click.Command):
+        return _unavailable(entry.name, f"{entry.value} is no click command")
+    return command
+
+
+def _unavailable(name: str, why: str) -> click.Command:
+    def callback(args: tuple[str, ...]) -> None:
+        raise ActdsError("E011", name, got=why, expected="a command that can be imported")
+
+    return click.Command(
+        name,
+        callback=callback,
+        params=[click.Argument(["args"], nargs=-1, type=click.UNPROCESSED)],
+        context_settings={"ignore_unknown_options": True, "help_option_names": []},
+        short_help=f"(not available: {why})",
+    )
+
+
+def _internal(error: Exception) -> ActdsError:
+    said = f"{type(error).__name__}: {error}"
+    return ActdsError("E901", "actds", got=said[:1000], expected="no such failure")
+
+
+def _fail(ctx: click.Context, error: ActdsError) -> None:
+    from actds.text import printable
+
+    for line in str(error).splitlines():
+        click.echo(printable(line), err=True)
+    ctx.exit(error.exit_code)
+
+
+def _echo_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2, sort_keys=True))
+
+
+@click.group(cls=ActdsGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", prog_name="actds", message="%(prog)s %(version)s")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """Activation datasets that say how they were harvested."""
+
+
+@cli.command()
+@click.argument("path", metavar="PATH")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.info 1).")
+def info(path: str, as_json: bool) -> None:
+    """Show what a dataset is, where it came from, and what it lacks.
+
+    PATH is the dataset's folder. It need not be sealed. What is shown is what the files say;
+    actds validate checks that they say the truth.
+    """
+    from actds.describe import describe
+    from actds.reading import Catalog
+    from actds.store import open_store
+    from actds.text import render
+
+    facts = describe(Catalog.read(open_store(path)))
+    if as_json:
+        _echo_json(facts.as_json())
+        return
+    lines = render(facts)
+    if not sys.stdout.isatty():
+        for line in lines:
+            click.echo(line.text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    styles = {"title": "bold", "alarm": "bold red", "dim": "dim", "plain": ""}
+    console = Console(highlight=False)
+    for line in lines:
+        console.print(Text(line.text, styles[line.style]), soft_wrap=True)
+
+
+@cli.command()
+@click.argument("code", required=False, metavar="[CODE]")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def explain(code: str | None, as_json: bool) -> None:
+    """Explain an error code, or list all codes.
+
+    CODE is a code such as E203, in upper or lower case.
+    """
+    from dataclasses import asdict
+
+    if code is None:
+        if as_json:
+            _echo_json({name: asdict(entry) for name, entry in CODES.items()})
+            return
+        family = ""
+        for name, entry in CODES.items():
+            if entry.family != family:
+                family = entry.family
+                click.echo(family)
+            click.echo(f"  {name}  {entry.title}")
+        return
+    name = code.upper()
+    entry = code_entry(name)
+    if as_json:
+        _echo_json({"code": name, **asdict(entry)})
+        return
+    click.echo(f"{name}: {entry.title} ({entry.family})")
+    click.echo(f"  {entry.meaning}")
+    click.echo(f"  Next: {entry.next_step}")
+    click.echo(f"  Spec: 0.1 section {entry.clause}. Exit code: {entry.exit_code}.")
+
+
+@cli.command("schema")
+@click.argument("name", required=False, metavar="[NAME]")
+@click.option(
+    "--write",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write every schema to DIR/NAME.json.",
+    metavar="DIR",
+)
+def schema_command(name: str | None, folder: Path | None) -> None:
+    """Print the JSON Schema of a document, or list the documents.
+
+    NAME is a document of a dataset (genesis, run, shard, ledger, seal) or the result of a command
+    (audit: what actds audit --json writes).
+    """
+    schemas = _schemas(name)
+    if name is not None and name not in schemas:
+        known = ", ".join(_schemas())
+        raise ActdsError("E009", "NAME", got=f"no document {name!r}", expected=f"one of {known}")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for one, (_, make) in schemas.items():
+            text = json.dumps(make(), indent=2, sort_keys=True)
+            (folder / f"{one}.json").write_text(text + "\n", encoding="utf-8")
+            click.echo(f"wrote {folder / f'{one}.json'}", err=True)
+    elif name is not None:
+        _echo_json(schemas[name][1]())
+    else:
+        for one, (words, _) in schemas.items():
+            click.echo(f"{one:8}{words}")
+
+
+def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]]:
+    """Return the first line on each document, and what makes its schema; of one or of all."""
+    from actds.schema import DOCUMENTS, json_schema
+
+    found: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {}
+    for one, model in DOCUMENTS.items():
+        if name in (None, one):
+            found[one] = (model.__doc__ or "").splitlines()[0], partial(json_schema, one)
+    for one, plugin in sorted(_plugins().items()):
+        if name not in (None, one) or one in found:
+            continue
+        command = _load(plugin)
+        if isinstance(command, ResultCommand):
+            result = command.result()
+            words = (result.__doc__ or "").splitlines()[0]
+            found[one] = words, partial(result_schema, result)
+    return found
+
+
+@cli.command("seal")
+@click.argument("path", metavar="PATH")
+@click.option("--json", "as_json", is_flag=True, help="Print the seal as JSON.")
+def seal_command(path: str, as_json: bool) -> None:
+    """Seal a dataset: account for every position, then pin its ledger.
+
+    PATH is the dataset's folder. Every chain has to be closed or fenced. A dataset that did not
+    change since its seal keeps it.
+    """
+    from actds.accounting.account import TOTALS
+    from actds.reading import Catalog
+    from actds.seal import seal
+    from actds.store import open_store
+
+    store = open_store(path)
+    document = seal(store)
+    if as_json:
+        _echo_json(document.model_dump(mode="json"))
+        return
+    totals = ", ".join(f"{name} {document.totals.get(name, 0):,}" for name in TOTALS)
+    click.echo(f"seal {document.n} {Catalog.read(store).digest}")
+    click.echo(totals)
+
+
+@cli.command("recompress")
+@click.argument("path", metavar="PATH")
+@click.option("--shard", "shards", multiple=True, metavar="ID", help="Only this shard; repeatable.")
+@click.option("--keep", is_flag=True, help="Leave the files of the replaced shards in place.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: bool) -> None:
+    """Compress the shards that a harvest under pressure wrote raw.
+
+    PATH is the dataset's folder. Every row is compared bit by bit before a new shard replaces a
+    raw one. A sealed dataset is sealed again, so its digest changes; then the raw files go. Killed
+    at any moment, call it again.
+    """
+    from dataclasses import asdict
+
+    from actds.recompress import recompress
+    from actds.schema.v0_1 import ShardManifest
+    from actds.text import human_nbytes
+
+    def told(old: ShardManifest, new: ShardManifest) -> None:
+        click.echo(f"{old.shard} -> {new.shard}: {old.n_rows:,} rows", err=True)
+
+    done = recompress(path, shards or None, keep=keep, progress=told)
+    if as_json:
+        _echo_json({"format": "actds.recompress", "version": "1", **asdict(done)})
+        return
+    if done.shards:
+        before, after = human_nbytes(done.nbytes_before), human_nbytes(done.nbytes_after)
+        ratio = done.nbytes_before / done.nbytes_after
+        click.echo(f"{len(done.shards)} raw shards: {before} now {after} ({ratio:.3f}x)")
+    else:
+        click.echo("no raw shard to compress")
+    click.echo(f"files removed {done.n_removed}, kept {done.n_kept}")
+    state = "not sealed" if done.seal is None else f"seal {done.seal}"
+    click.echo(f"{state} {done.digest}")
+
+
+def main() -> None:
+    """Run the command line."""
+    cli(prog_name="actds")

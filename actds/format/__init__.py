@@ -1,0 +1,1 @@
+"""The format on disk: documents, paths, tables, codec, arrays, shards."""

@@ -1,0 +1,418 @@
+"""Arrays of one hook: zarr v3 metadata and the one shard file, written whole and read in ranges.
+
+Rows are *bit patterns*, ``uint16`` for bfloat16 and float16, ``uint32`` for float32: no step
+between the engine and the trainer may round, and numpy has no bfloat16.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from actds.errors import ActdsError
+from actds.format.array_metadata import (
+    DTYPES,
+    array_metadata,
+    chunk_rows,
+    dtype_of,
+    geometry,
+    group_metadata,
+    parse_metadata,
+)
+from actds.format.codec import CodecError, crc32c, decode_chunk, encode_chunk
+from actds.store import LocalFile, StoredFile
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "DTYPES",
+    "SHARD_PATH",
+    "ArrayReader",
+    "EncodedArray",
+    "array_metadata",
+    "as_ml_dtypes",
+    "chunk_rows",
+    "encode_array",
+    "from_torch",
+    "group_metadata",
+    "to_torch",
+    "widen",
+]
+
+Bits = npt.NDArray[Any]
+"""Bit patterns, ``(n_rows, d_model)`` of ``uint16`` or ``uint32``."""
+
+SHARD_PATH = "c/0/0"
+"""The one shard file of an array, below its folder."""
+
+_READ_NBYTES = 1 << 24  # one preadv: enough to stream, small enough to stay out of the way
+_FRAME_OVERHEAD_NBYTES, _CRC_NBYTES, _INDEX_ENTRY_NBYTES = 16, 4, 16
+
+
+@dataclass(frozen=True)
+class EncodedArray:
+    """One array, ready to be written.
+
+    Args:
+        metadata: the bytes of ``zarr.json``.
+        parts: the shard file ``c/0/0`` in order: frames, their checksums, the index.
+        nbytes: the size of the shard file.
+        raw: the chunks are copied, not compressed.
+    """
+
+    metadata: bytes
+    parts: tuple[bytes, ...]
+    nbytes: int
+    raw: bool
+
+
+def encode_array(
+    rows: Bits, dtype: str, *, raw: bool = False, pool: Executor | None = None
+) -> EncodedArray:
+    """Encode the rows of one hook as one zarr shard.
+
+    Args:
+        rows: bit patterns ``(n_rows, d_model)``, ``uint16`` or ``uint32`` by ``dtype``,
+            C-contiguous; not kept after the return.
+        dtype: ``bfloat16``, ``float16`` or ``float32``.
+        raw: copy the chunks instead of compressing them.
+        pool: threads that encode chunks; the frames are the same for any pool.
+
+    Raises:
+        ValueError: rows and ``dtype`` do not fit, or the rows are not contiguous.
+
+    Spec: 0.1 section 4.
+    """
+    kind = dtype_of(dtype)
+    if rows.ndim != 2 or rows.dtype != kind.bits:
+        raise ValueError(
+            f"rows of {rows.dtype} {rows.shape}; expected bit patterns {kind.bits} (rows, d_model)"
+        )
+    if not rows.flags.c_contiguous:
+        raise ValueError("the rows are not C-contiguous")
+    n_rows, d_model = rows.shape
+    per_chunk, n_chunks = geometry(n_rows, d_model, kind.itemsize)
+
+    def encode(index: int) -> bytes:
+        part = rows[index * per_chunk : (index + 1) * per_chunk]
+        if len(part) < per_chunk:
+            # A zarr chunk is always whole; the rows past the end are fill.
+            padded = np.full((per_chunk, d_model), kind.fill, kind.bits)
+            padded[: len(part)] = part
+            part = padded
+        return encode_chunk(part, itemsize=kind.itemsize, mode="raw" if raw else "huffman")
+
+    mapper: Callable[..., Iterable[bytes]] = map if pool is None else pool.map
+    parts: list[bytes] = []
+    entries: list[int] = []
+    position = 0
+    for frame in mapper(encode, range(n_chunks)):
+        parts += (frame, struct.pack("<I", crc32c(frame)))
+        size = len(frame) + _CRC_NBYTES
+        entries += (position, size)
+        position += size
+    index = struct.pack(f"<{len(entries)}Q", *entries)
+    index += struct.pack("<I", crc32c(index))
+    parts.append(index)
+    metadata = array_metadata(n_rows, d_model, dtype)
+    return EncodedArray(metadata, tuple(parts), position + len(index), raw)
+
+
+class ArrayReader:
+    """Reads the rows of one array; safe to use from several threads.
+
+    Every answer is a fresh array of bit patterns that belongs to the caller: a trainer may
+    normalise its batch in place (one does).
+
+    Args:
+        zarr_json: the bytes of the array's ``zarr.json``.
+        source: the shard file ``c/0/0``: its local path, or the file as a store opens it. It is
+            closed with the reader.
+        place: how errors name the array; the path of the shard file when None.
+
+    Raises:
+        ActdsError: E108 when the metadata is not of the allowed form, E104 when the file cannot be
+            opened, E204 when its size, index or checksums are damaged.
+
+    Spec: 0.1 section 4.
+    """
+
+    def __init__(
+        self, zarr_json: bytes, source: str | Path | StoredFile, *, place: str | None = None
+    ) -> None:
+        self._place = str(source) if place is None else place
+        self._file = None if isinstance(source, str | Path) else source
+        layout = parse_metadata(zarr_json, self._place)
+        self._layout = layout
+        self.n_rows, self.d_model = layout.n_rows, layout.d_model
+        self.dtype, self.rows_per_chunk = layout.dtype.name, layout.rows_per_chunk
+        self.n_chunks = layout.n_chunks
+        self._local = threading.local()
+        if isinstance(source, str | Path):
+            self._file = LocalFile(source, self._place)
+        try:
+            self._offsets = self._read_index()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all rows, decoded."""
+        return self.n_rows * self.d_model * self._layout.dtype.itemsize
+
+    def read_chunks(self, first: int, last: int, out: Bits | None = None) -> Bits:
+        """Return the rows of the chunks ``[first, last)``, read as one range of the file.
+
+        Args:
+            first: the first chunk.
+            last: the chunk to stop before, at most ``n_chunks``.
+            out: bit patterns ``(n_rows, d_model)`` to fill, C-contiguous; fresh when None.
+
+        Raises:
+            ActdsError: E204 when a chunk is damaged.
+            ValueError: the range or ``out`` does not fit.
+
+        Spec: 0.1 section 4.
+        """
+        if not 0 <= first <= last <= self.n_chunks:
+            raise ValueError(f"chunks [{first}, {last}) of {self.n_chunks}")
+        rows = self.rows_per_chunk
+        return self.read(min(first * rows, self.n_rows), min(last * rows, self.n_rows), out)
+
+    def read(self, start: int, stop: int, out: Bits | None = None) -> Bits:
+        """Return the rows ``[start, stop)``; arguments and errors as in :meth:`read_chunks`."""
+        if not 0 <= start <= stop <= self.n_rows:
+            raise ValueError(f"rows [{start}, {stop}) of {self.n_rows}")
+        out = self._output(stop - start, out)
+        rows = self.rows_per_chunk
+        for index, frame in self._frames(start // rows, -(-stop // rows)):
+            base = index * rows
+            low, high = max(start, base), min(stop, base + rows)
+            target = out[low - start : high - start]
+            if high - low == rows:
+                self._decode(index, frame, target)
+            else:
+                target[:] = self._decoded(index, frame)[low - base : high - base]
+        return out
+
+    def read_all(self, pool: Executor | None = None) -> Bits:
+        """Return all rows ``(n_rows, d_model)``; the threads of ``pool`` decode side by side."""
+        if pool is None:
+            return self.read(0, self.n_rows)
+        out = self._output(self.n_rows, None)
+        step = max(1, _READ_NBYTES // 4 // self._layout.chunk_nbytes)
+
+        def part(first: int) -> None:
+            last = min(first + step, self.n_chunks)
+            self.read_chunks(
+                first, last, out[first * self.rows_per_chunk : last * self.rows_per_chunk]
+            )
+
+        for _ in pool.map(part, range(0, self.n_chunks, step)):
+            pass
+        return out
+
+    def gather(self, rows: npt.ArrayLike | Sequence[int]) -> Bits:
+        """Return the named rows in the order named; every chunk is decoded once.
+
+        Args:
+            rows: row numbers ``(n,)``, in any order, repeats allowed.
+
+        Raises:
+            ActdsError: E204 when a chunk is damaged.
+            ValueError: a number is no row.
+
+        Spec: 0.1 section 4.
+        """
+        wanted = np.asarray(rows)
+        if wanted.size == 0:
+            return self._output(0, None)
+        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+            raise ValueError(f"rows of {wanted.dtype} {wanted.shape}; expected integers (n,)")
+        if int(wanted.min()) < 0 or int(wanted.max()) >= self.n_rows:
+            raise ValueError(f"rows in [{wanted.min()}, {wanted.max()}] of {self.n_rows}")
+        wanted = wanted.astype(np.int64)
+        out = self._output(wanted.size, None)
+        chunks = wanted // self.rows_per_chunk
+        order = np.argsort(chunks, kind="stable")
+        touched, starts = np.unique(chunks[order], return_index=True)
+        for index, where in zip(touched.tolist(), np.split(order, starts[1:]), strict=True):
+            for _, frame in self._frames(index, index + 1):
+                decoded = self._decoded(index, frame)
+                out[where] = decoded[wanted[where] - index * self.rows_per_chunk]
+        return out
+
+    def _output(self, n_rows: int, out: Bits | None) -> Bits:
+        shape, bits = (n_rows, self.d_model), self._layout.dtype.bits
+        if out is None:
+            return np.empty(shape, bits)
+        if out.shape != shape or out.dtype != bits or not out.flags.c_contiguous:
+            raise ValueError(f"out of {out.dtype} {out.shape}; expected contiguous {bits} {shape}")
+        return out
+
+    def _decode(self, index: int, frame: memoryview, target: Bits) -> None:
+        """Check one frame against its checksum, then decode it into whole rows."""
+        body = frame[:-_CRC_NBYTES]
+        (expected,) = struct.unpack("<I", frame[-_CRC_NBYTES:])
+        got = crc32c(body)
+        if got != expected:
+            raise self._damaged(f"chunk {index} with crc32c {got:08x}", f"{expected:08x}")
+        try:
+            decode_chunk(body, target, itemsize=self._layout.dtype.itemsize)
+        except CodecError as error:
+            raise self._damaged(f"chunk {index}: {error}", "a sound blosc frame") from None
+
+    def _decoded(self, index: int, frame: memoryview) -> Bits:
+        """Return a chunk in a buffer of this thread, to be copied from before the next one."""
+        if not hasattr(self._local, "chunk"):
+            shape = (self.rows_per_chunk, self.d_model)
+            self._local.chunk = np.empty(shape, self._layout.dtype.bits)
+        chunk: Bits = self._local.chunk
+        self._decode(index, frame, chunk)
+        return chunk
+
+    def _frames(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
+        """Yield (chunk, frame with checksum); the frames live until the next read."""
+        offsets = self._offsets
+        while first < last:
+            # As many whole chunks as fit one read; at least one.
+            limit = int(offsets[first]) + _READ_NBYTES
+            stop = int(np.searchsorted(offsets[: last + 1], limit, side="right")) - 1
+            stop = max(stop, first + 1)
+            base = int(offsets[first])
+            data = self._pread(base, int(offsets[stop]) - base)
+            for index in range(first, stop):
+                yield index, data[int(offsets[index]) - base : int(offsets[index + 1]) - base]
+            first = stop
+
+    def _pread(self, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of the file that live until this thread's next read of it."""
+        if self._file is None:
+            raise ValueError(f"{self._place}: the reader is closed")
+        try:
+            return self._file.read(offset, nbytes)
+        except EOFError as error:
+            raise self._damaged(str(error), f"{offset + nbytes} bytes") from None
+        except OSError as error:
+            reason = os.strerror(error.errno or errno.EIO)
+            raise self._damaged(f"a read error: {reason}", "a readable file") from error
+
+    def _read_index(self) -> npt.NDArray[np.int64]:
+        """Return where chunks start and the last one ends, ``(n_chunks + 1,)``, checked."""
+        assert self._file is not None
+        size = self._file.nbytes
+        index_nbytes = self.n_chunks * _INDEX_ENTRY_NBYTES
+        data_nbytes = size - index_nbytes - _CRC_NBYTES
+        # Compared before anything is allocated: the claimed rows may be absurd.
+        if data_nbytes < self.n_chunks * (_FRAME_OVERHEAD_NBYTES + _CRC_NBYTES):
+            raise self._damaged(f"{size} bytes", f"room for {self.n_chunks} chunks and an index")
+        tail = bytes(self._pread(data_nbytes, index_nbytes + _CRC_NBYTES))
+        index, (expected,) = tail[:index_nbytes], struct.unpack("<I", tail[index_nbytes:])
+        if crc32c(index) != expected:
+            raise self._damaged(f"an index with crc32c {crc32c(index):08x}", f"{expected:08x}")
+        entries = np.frombuffer(index, "<u8").reshape(-1, 2)
+        largest = self._layout.chunk_nbytes + _FRAME_OVERHEAD_NBYTES + _CRC_NBYTES
+        sizes = entries[:, 1]
+        if int(sizes.max()) > largest or int(sizes.min()) <= _FRAME_OVERHEAD_NBYTES + _CRC_NBYTES:
+            raise self._damaged(
+                f"chunks of {sizes.min()} to {sizes.max()} bytes",
+                f"more than 20, at most {largest}",
+            )
+        offsets = np.zeros(self.n_chunks + 1, np.int64)
+        np.cumsum(sizes.astype(np.int64), out=offsets[1:])
+        if not np.array_equal(entries[:, 0], offsets[:-1].astype(np.uint64)):
+            raise self._damaged("chunks out of order or with gaps", "chunks one after another")
+        if int(offsets[-1]) != data_nbytes:
+            raise self._damaged(f"{data_nbytes} bytes of chunks", f"{int(offsets[-1])}")
+        return offsets
+
+    def _damaged(self, got: str, expected: str) -> ActdsError:
+        return ActdsError("E204", self._place, got=got, expected=expected)
+
+
+def as_ml_dtypes(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[Any]:
+    """Return bit patterns as numpy values (``ml_dtypes.bfloat16``, float16, float32), a view."""
+    kind = dtype_of(dtype)
+    if bits.dtype != kind.bits:
+        raise ValueError(f"bits of {bits.dtype}; expected {kind.bits} for {dtype}")
+    return bits.view(kind.native)
+
+
+def widen(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[np.float32]:
+    """Return bit patterns as float32 values, of the same shape; every value is kept.
+
+    A bfloat16 is the upper half of a float32, so its bits stay too, also those of a NaN.
+    """
+    kind = dtype_of(dtype)
+    if bits.dtype != kind.bits:
+        raise ValueError(f"bits of {bits.dtype}; expected {kind.bits} for {dtype}")
+    if dtype != "bfloat16":
+        return bits.view(kind.native).astype(np.float32, copy=False)
+    wide = bits.astype(np.uint32)
+    wide <<= np.uint32(16)
+    return wide.view(np.float32)
+
+
+def to_torch(bits: Bits, dtype: str = "bfloat16") -> torch.Tensor:
+    """Return bit patterns as a torch tensor of ``dtype``, same shape, that shares their memory.
+
+    Raises:
+        ValueError: the bits do not fit ``dtype``, or are read-only.
+    """
+    import torch
+
+    kind = dtype_of(dtype)
+    if bits.dtype != kind.bits or not bits.flags.writeable:
+        raise ValueError(f"bits of {bits.dtype}; expected writable {kind.bits} for {dtype}")
+    # torch has no zero-copy way from numpy to bfloat16; a signed integer of its size is one.
+    signed = torch.from_numpy(bits.view(f"<i{kind.itemsize}"))
+    return signed.view(getattr(torch, dtype))
+
+
+def from_torch(tensor: torch.Tensor) -> Bits:
+    """Return the bit patterns of a bfloat16, float16 or float32 tensor, same shape.
+
+    A contiguous tensor in host memory shares its memory with the result; others are copied.
+
+    Raises:
+        ValueError: the tensor is of another type.
+    """
+    import torch
+
+    kind = dtype_of(str(tensor.dtype).removeprefix("torch."))
+    signed = torch.int16 if kind.itemsize == 2 else torch.int32
+    bits: Bits = tensor.detach().cpu().contiguous().view(signed).numpy().view(kind.bits)
+    return bits

@@ -1,0 +1,1 @@
+"""Loading: datasets, lazy arrays, the training loader, torch and HF ``datasets``."""

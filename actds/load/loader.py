@@ -1,0 +1,411 @@
+"""The training loader: shuffled batches as torch tensors, in an order that can be told again."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from math import gcd
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from actds import __version__
+from actds.format import canonical
+from actds.format.arrays import chunk_rows, to_torch
+from actds.load.dataset import Dataset
+from actds.load.dataset import open as open_dataset
+from actds.load.exclusion import read_exclusion
+from actds.load.order import ORDER_VERSION, Geometry, Pieces, order_key
+from actds.load.pool import Batch, Pipeline, Selection, n_batches
+from actds.load.row_weights import read_row_weights
+from actds.load.selection import (
+    bad,
+    check_int,
+    check_lanes,
+    check_worker,
+    row_counts,
+    select_hooks,
+    select_shards,
+    split_weights,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Loader"]
+
+_LANES = 8
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+_STATE_VERSION = 1
+
+
+class Loader:
+    """Training batches in an order that depends on nothing but its arguments.
+
+    ``for batch in loader`` is a *pass*: ``epochs`` epochs, each in an order of its own. Each
+    ``for`` begins a new pass, at the next epoch, also where the one before was left early. The
+    first ``for`` after ``load_state_dict`` goes on in the pass of the state. An iterator of an
+    earlier pass that is used once more raises. With ``epochs=None`` there is one pass, which never
+    ends, and every ``for`` goes on in it.
+
+    ``next(loader)`` gives the next batch of the present pass. It raises ``StopIteration`` at its
+    end, and begins the next pass when it is called again.
+
+    A batch of one hook is a tensor ``(n, d_model)`` in the dataset's own type (bfloat16 as a
+    rule); of several hooks a dict of such tensors by hook, whose rows belong together. Tensors are
+    fresh memory in every batch: they may be kept and written into.
+
+    The order is a pure function of dataset digest, seed, epoch, phase, multiplicity, the rows left
+    out, ``batch``, ``lanes`` and ``window_rows``. Threads, hooks, a weights file, ``rank`` and
+    ``world`` do not change it: the batches of all ranks of a step, joined in rank order, are the
+    same for every world size.
+
+    Every row of the selection is seen exactly once per epoch; with ``weights="multiplicity"``
+    exactly as often as it was served, once plus once per prefix-cache hit. With ``drop_last`` the
+    rows after the last full batch are left out: ``len(rows) mod batch`` of them (``n_dropped``),
+    other ones in each epoch. Without it they make one short batch, of which a rank may have
+    no row; all ranks still have the same number of batches.
+
+    With a weights file (section 10.4) batches are ``(batch, rows)``, and ``rows["weight"]`` is
+    float32 ``(n,)``: what each row counts for in a loss or a mean. Neither the rows nor how often
+    they come change. Together with multiplicity, a row comes as often as it was served, each time
+    with its weight: their product.
+
+    Memory: two windows of ``window_rows / world`` rows per hook, a few batches, and 4 bytes for
+    each row of the selection with a weights file.
+
+    ``close()`` it, leave its ``with`` block or drop it, and its threads end.
+
+    Args:
+        source: path or URI of a dataset, or an open ``Dataset``.
+        hooks: names of hooks; None takes all.
+        batch: rows of a batch over all ranks; each rank gets ``batch / world`` of them.
+        phase: ``prefill`` or ``decode``; None takes both.
+        window_rows: rows that are held and shuffled together, over all ranks.
+        weights: ``multiplicity`` for the served distribution, the path of a weights file, or a
+            pair of both; None for neither.
+        exclude: rows to leave out, by names of ``actds.load.exclusion.NAMES``: ``special``,
+            ``bos``, ``eos``, ``first_position`` and ``sink``, a norm above 10 medians in a chosen
+            hook.
+        dtype: ``float32`` widens the batches, which changes no value; None for the stored type.
+        seed: seed of the order, at least 0.
+        rank: this process, from 0.
+        world: number of processes; it divides ``lanes``.
+        epochs: epochs of a pass; None never ends.
+        threads: threads that read and decode, beside the one that makes batches.
+        provenance: yield ``(batch, rows)``, with ``rows`` a dict of numpy columns run, request,
+            position, token_id, phase and step; and weight, with a weights file.
+        drop_last: leave out the short batch at the end of an epoch.
+        lanes: parallel streams that a batch is drawn from; it divides ``batch``. The greatest
+            common divisor of ``batch`` and 8 when None.
+        i_accept_unsealed: read a dataset that is not sealed.
+        i_accept_unprovenanced: read a dataset whose provenance is missing.
+
+    Raises:
+        ActdsError: E014 when an argument selects nothing or cannot be used; E018 when the weights
+            file is not one of this dataset; E306, E401 and others when the dataset is refused;
+            while iterating, E014 in a forked process, E104 and E2xx when data is damaged.
+        ValueError: it is used after ``close()``.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Dataset,
+        hooks: str | Sequence[str] | None = None,
+        *,
+        batch: int = 4096,
+        phase: Literal["prefill", "decode"] | None = None,
+        window_rows: int = 65536,
+        weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        exclude: str | Sequence[str] = (),
+        dtype: Literal["float32"] | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        epochs: int | None = 1,
+        threads: int = 2,
+        provenance: bool = False,
+        drop_last: bool = True,
+        lanes: int | None = None,
+        i_accept_unsealed: bool = False,
+        i_accept_unprovenanced: bool = False,
+    ) -> None:
+        for name, value, low in (
+            ("batch", batch, 1),
+            ("window_rows", window_rows, 1),
+            ("seed", seed, 0),
+            ("world", world, 1),
+            ("rank", rank, 0),
+            ("epochs", 1 if epochs is None else epochs, 1),
+            ("threads", threads, 1),
+            ("lanes", 1 if lanes is None else lanes, 1),
+        ):
+            check_int(name, value, low)
+        lanes = gcd(batch, _LANES) if lanes is None else lanes
+        check_lanes(batch, lanes, rank, world)
+        served, file = split_weights(weights)
+        if dtype not in (None, "float32"):
+            raise bad("dtype", repr(dtype)[:80], "None or 'float32'")
+        if isinstance(source, Dataset):
+            dataset = source
+        else:
+            dataset = open_dataset(
+                os.fspath(source),
+                i_accept_unsealed=i_accept_unsealed,
+                i_accept_unprovenanced=i_accept_unprovenanced,
+            )
+        self.dataset = dataset
+        self._hooks = select_hooks(dataset, hooks)
+        shards = select_shards(dataset, self._hooks, phase)
+        piece_rows = max(
+            chunk_rows(hook.d_model, _ITEMSIZE[hook.dtype]) for hook in dataset.hooks.values()
+        )
+        self._exclusion = read_exclusion(dataset, self._hooks, exclude)
+        counts, self._excluded = row_counts(dataset, shards, served, self._exclusion)
+        geometry = Geometry(batch, lanes, window_rows, piece_rows, phase, served)
+        row_weights = None if file is None else read_row_weights(file, dataset)
+        by_shard = row_weights.of_shards([s.name for s in shards]) if row_weights else {}
+        self._weights_sha256 = row_weights.sha256 if row_weights else None
+        self._dtype, self._rank, self._world = dtype, rank, world
+        per_rank = lanes // world
+        self._digest, self._seed = dataset.digest, seed
+        self._selection = Selection(
+            shards=shards,
+            hooks=self._hooks,
+            counts=counts,
+            pieces=Pieces.of_shards([shard.n_rows for shard in shards], piece_rows, counts),
+            geometry=geometry,
+            key=order_key(dataset.digest, seed),
+            lanes=range(rank * per_rank, (rank + 1) * per_rank),
+            provenance=provenance,
+            weights=[by_shard[shard.name] for shard in shards] if row_weights else None,
+        )
+        self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
+        first = self._selection.order(0)
+        self._n_batches, self._n_left = n_batches(first, drop_last), first.n_left
+        self._n_entries = first.n_entries
+        if not self._n_batches:
+            raise bad("batch", str(batch), f"at most the {first.n_entries} rows of the selection")
+        self._epoch = self._step = 0  # of the next batch
+        self._pass_start, self._begun, self._end_told = 0, False, False
+        self._n_iterators = 0
+        self._pipeline: Pipeline | None = None
+        self._closed = False
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._pid = os.getpid()
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Return the batches of one epoch, the same for every rank."""
+        return self._n_batches
+
+    @property
+    def n_dropped(self) -> int:
+        """Return the rows that one epoch leaves out, over all ranks."""
+        return self._n_left if self._drop_last else 0
+
+    @property
+    def excluded(self) -> dict[str, int]:
+        """Return how many stored rows each name of ``exclude`` leaves out."""
+        return dict(self._excluded)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return what the batches are, as JSON: to be stored beside the weights trained on them."""
+        geometry = self._selection.geometry
+        return {
+            "format": "actds.loader",
+            "actds": __version__,
+            "dataset": self.dataset.path,
+            "digest": self._digest,
+            "sealed": self.dataset.seal is not None,
+            "runs": list(self._selection.runs),
+            "hooks": [hook.name for hook in self._hooks],
+            "dtype": self._dtype or ", ".join(sorted({hook.dtype for hook in self._hooks})),
+            "phase": geometry.phase,
+            "multiplicity": geometry.weights is not None,
+            "weights_sha256": self._weights_sha256,
+            "exclude": list(self._exclusion.names),
+            "excluded": self.excluded,
+            "rows_per_epoch": self._n_entries,
+            "seed": self._seed,
+            "order": ORDER_VERSION,
+            "batch": geometry.batch,
+            "lanes": geometry.lanes,
+            "window_rows": geometry.window_rows,
+            "drop_last": self._drop_last,
+            "epochs": self._epochs,
+            "rank": self._rank,
+            "world": self._world,
+        }
+
+    def __len__(self) -> int:
+        """Return the batches of a pass."""
+        if self._epochs is None:
+            raise TypeError("a loader with epochs=None never ends")
+        return self._epochs * self._n_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass; go on in the present one when nothing of it was handed out yet."""
+        self._check_open()
+        if self._epochs is not None:
+            if self._begun:
+                self._begin_pass()
+            self._n_iterators += 1
+        return _Pass(self, self._n_iterators)
+
+    def __next__(self) -> Any:
+        """Return the next batch; threads start with the first one."""
+        self._check_open()
+        if self._at_end:
+            if not self._end_told:
+                self._end_told = True
+                raise StopIteration
+            self._begin_pass()
+        if self._pipeline is None:
+            self._start()
+        assert self._pipeline is not None
+        batch = self._pipeline.next()
+        if batch is None:
+            # The pipeline ends before the pass only when another thread closed the loader.
+            raise ValueError("the loader was closed in the middle of a pass")
+        self._epoch, self._step, self._begun = batch.epoch, batch.step, True
+        if self._at_end:
+            self._stop()
+        return self._present(batch)
+
+    @property
+    def _pass_end(self) -> int | None:
+        return None if self._epochs is None else self._pass_start + self._epochs
+
+    @property
+    def _at_end(self) -> bool:
+        return self._pass_end is not None and self._epoch >= self._pass_end
+
+    def _begin_pass(self) -> None:
+        self._stop()
+        if self._step:
+            self._epoch, self._step = self._epoch + 1, 0
+        self._pass_start, self._begun, self._end_told = self._epoch, False, False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the loader is closed; load_state_dict opens it again")
+        if self._pipeline is not None and self._pid != os.getpid():
+            raise bad("loader", "a process forked from the one that reads", "a loader of its own")
+
+    def _present(self, batch: Batch) -> Any:
+        tensors: dict[str, torch.Tensor] = {
+            hook.name: to_torch(batch.acts[hook.name], hook.dtype) for hook in self._hooks
+        }
+        if self._dtype is not None:
+            tensors = {name: tensor.float() for name, tensor in tensors.items()}
+        acts = tensors if len(tensors) > 1 else tensors[self._hooks[0].name]
+        return acts if batch.rows is None else (acts, batch.rows)
+
+    def _start(self) -> None:
+        check_worker(self._rank, self._world)
+        self._pid = os.getpid()
+        self._pipeline = Pipeline(
+            self._selection,
+            epoch=self._epoch,
+            step=self._step,
+            n_epochs=self._pass_end,
+            drop_last=self._drop_last,
+            n_threads=self._threads,
+        )
+        # The threads hold the pipeline and not the loader, so a loader that is dropped ends them.
+        self._finalizer = weakref.finalize(self, self._pipeline.close)
+
+    def _stop(self) -> None:
+        self._pipeline = None
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
+
+    def close(self) -> None:
+        """End the threads; closing twice is fine, any other use raises."""
+        self._closed = True
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration stands: what was handed out, not what was read ahead.
+
+        The state holds numbers and strings only, and is the same on every rank: it may be loaded
+        on another world size.
+        """
+        place = {"epoch": self._epoch, "step": self._step, "pass_start": self._pass_start}
+        return {**self._identity(), **place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state: the next batch is the one that would have come next.
+
+        The pass of the state goes on to its end; a state from behind the last batch of a pass
+        stands before the next one. Opens a loader that is closed.
+
+        Raises:
+            ActdsError: E014 when the state is of another dataset, seed, geometry, weights file, or
+                leaves out other rows.
+        """
+        mine = self._identity()
+        for key, value in mine.items():
+            if state.get(key) != value:
+                raise bad(f"state {key}", repr(state.get(key))[:200], repr(value)[:200])
+        epoch, step = state.get("epoch"), state.get("step")
+        check_int("state epoch", epoch, 0)
+        check_int("state step", step, 0)
+        start = state.get("pass_start", 0)  # a state from before there were passes: its only one
+        check_int("state pass_start", start, 0)
+        assert isinstance(epoch, int) and isinstance(step, int)
+        if step >= self._n_batches:
+            # A state of drop_last=False may stand before the short batch that is left out here.
+            epoch, step = epoch + 1, 0
+        self._stop()
+        self._epoch, self._step, self._closed = epoch, step, False
+        self._pass_start, self._begun, self._end_told = start, False, False
+        if self._at_end or start > epoch:
+            self._pass_start = epoch
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "version": _STATE_VERSION,
+            "order": ORDER_VERSION,
+            "digest": self._digest,
+            "seed": self._seed,
+            "geometry": self._selection.geometry.as_dict(),
+            "shards": canonical.digest(canonical.dump([s.name for s in self._selection.shards])),
+            "weights_sha256": self._weights_sha256,
+            "exclude": list(self._exclusion.names) or None,
+        }
+
+
+class _Pass(Iterator[Any]):
+    """The iterator of one ``for``: it ends with its pass, and is of no use in a later one."""
+
+    def __init__(self, loader: Loader, number: int) -> None:
+        self._loader, self._number, self._ended = loader, number, False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._number != self._loader._n_iterators:
+            raise RuntimeError(
+                "this iterator was left behind: iter() was called on its loader again, "
+                "which began a pass of its own"
+            )
+        try:
+            return next(self._loader)
+        except StopIteration:
+            self._ended = True
+            raise

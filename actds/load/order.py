@@ -1,0 +1,314 @@
+"""The order of training rows: a pure function of dataset digest, seed, epoch and geometry.
+
+Nothing here reads a file. An epoch is a sequence of *entries* (a row, as often as it is to be
+seen), cut in *pieces* (runs of consecutive rows of one shard, read as one):
+
+1. the pieces are permuted by a keyed Feistel network;
+2. the permuted sequence is cut in equal *lanes*; batch ``g`` takes the same number of entries from
+   every lane, and a rank owns a range of lanes. So the global batches do not depend on the number
+   of ranks;
+3. a lane is read in *windows* of whole pieces, each shuffled by its own Philox stream.
+
+All randomness is counter-based: any batch of any epoch is found without the ones before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from actds.format import canonical
+
+__all__ = [
+    "ORDER_VERSION",
+    "EpochOrder",
+    "Geometry",
+    "Pieces",
+    "Window",
+    "feistel",
+    "order_key",
+    "visit_counts",
+]
+
+ORDER_VERSION = 1
+"""Raised when the same arguments give another order; a state of another version is refused."""
+
+Ints = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
+
+_N_ROUNDS = 8
+_PIECES_STREAM = 2**63  # no lane has this number, so no window shares the stream
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of the order.
+
+    Args:
+        batch: entries of a global batch, over all ranks; a multiple of ``lanes``.
+        lanes: virtual lanes; the world size divides it.
+        window_rows: rows held in memory and shuffled together, over all lanes.
+        piece_rows: rows of a piece at most.
+        phase: the phase that is read, or both.
+        weights: None, or ``multiplicity``.
+    """
+
+    batch: int
+    lanes: int
+    window_rows: int
+    piece_rows: int
+    phase: str | None = None
+    weights: str | None = None
+
+    @property
+    def lane_batch(self) -> int:
+        """Return the entries that one lane gives to a global batch."""
+        return self.batch // self.lanes
+
+    @property
+    def window_pieces(self) -> int:
+        """Return the pieces that one window of one lane holds."""
+        return max(1, self.window_rows // (self.lanes * self.piece_rows))
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the numbers as a state stores them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of a selection, in the order of the dataset; every field has shape (n_pieces,).
+
+    Args:
+        shard: index of the shard in the selection.
+        start: first row in the shard.
+        stop: row after the last.
+        visit: which of its visits this is, from 0.
+        n_visits: how many pieces the same rows have.
+        n_entries: entries that the visit gives.
+    """
+
+    shard: Ints
+    start: Ints
+    stop: Ints
+    visit: Ints
+    n_visits: Ints
+    n_entries: Ints
+
+    @classmethod
+    def of_shards(
+        cls,
+        n_rows: Sequence[int],
+        piece_rows: int,
+        counts: Sequence[npt.NDArray[np.integer] | None] | None = None,
+    ) -> Pieces:
+        """Return the pieces of shards.
+
+        Rows that are served more than once make a piece longer than its rows. Such a piece is
+        split in as many visits as fit in, which stand at independent places of the epoch: copies
+        of a row spread over it, and a read still gives about as many entries as it has rows.
+
+        Args:
+            n_rows: rows of each shard.
+            piece_rows: rows of a piece; the last one of a shard may be shorter.
+            counts: entries of each row per shard, 0 to leave it out; None where every row has one.
+        """
+        columns: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(6)]
+        for shard, total in enumerate(n_rows):
+            start = np.arange(0, total, piece_rows, dtype=np.int64)
+            stop = np.minimum(start + piece_rows, total)
+            row_counts = counts[shard] if counts is not None else None
+            sums = stop - start if row_counts is None else _sums(row_counts, start)
+            n_visits = np.maximum(1, sums // (stop - start))
+            repeat = np.repeat(np.arange(start.size), n_visits)
+            visit = np.arange(repeat.size) - np.repeat(np.cumsum(n_visits) - n_visits, n_visits)
+            n_entries = sums[repeat]
+            if row_counts is not None:
+                for i in np.flatnonzero(n_visits[repeat] > 1):
+                    piece = row_counts[start[repeat[i]] : stop[repeat[i]]]
+                    n_entries[i] = visit_counts(piece, visit[i], n_visits[repeat[i]]).sum()
+            values = (np.full(repeat.size, shard), start[repeat], stop[repeat])
+            some = n_entries > 0  # a piece whose rows are all left out is none
+            for column, value in zip(
+                columns, (*values, visit, n_visits[repeat], n_entries), strict=True
+            ):
+                column.append(value[some].astype(np.int64))
+        empty = np.empty(0, np.int64)
+        return cls(*(np.concatenate(column) if column else empty for column in columns))
+
+
+def visit_counts(
+    counts: npt.NDArray[np.integer], visit: int, n_visits: int
+) -> npt.NDArray[np.int64]:
+    """Return how often each row of a piece occurs in one of its visits.
+
+    Copy ``j`` of row ``i`` belongs to visit ``(i + j) mod n_visits``, so the visits partition the
+    copies and are about equally long.
+    """
+    rows = np.arange(counts.size, dtype=np.int64)
+    whole, rest = np.divmod(counts.astype(np.int64), n_visits)
+    out: Ints = whole + ((visit - rows) % n_visits < rest)
+    return out
+
+
+def _sums(counts: npt.NDArray[np.integer], start: Ints) -> Ints:
+    return np.add.reduceat(counts.astype(np.int64), start) if counts.size else start
+
+
+def order_key(digest: str, seed: int) -> tuple[int, int]:
+    """Return the 128-bit Philox key of a dataset and a seed, as two 64-bit words."""
+    text = canonical.dump({"digest": digest, "order": ORDER_VERSION, "seed": seed})
+    raw = hashlib.sha256(text).digest()
+    return int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:16], "little")
+
+
+def _raw(key: tuple[int, int], epoch: int, stream: int, window: int, n: int) -> Keys:
+    # numpy promises that the raw words of Philox never change, and promises nothing about
+    # Generator.permutation: an order must survive an update of numpy in the middle of an epoch.
+    generator = np.random.Philox(
+        key=np.array(key, np.uint64), counter=np.array([0, window, stream, epoch], np.uint64)
+    )
+    return np.asarray(generator.random_raw(n), np.uint64)
+
+
+def feistel(index: npt.NDArray[np.integer], n: int, round_keys: Keys) -> Ints:
+    """Return the images of indices under a keyed permutation of ``[0, n)``, in O(1) memory each.
+
+    A balanced Feistel network permutes the next power of four; images outside of ``[0, n)`` are
+    permuted again until they fall inside (cycle walking), which keeps it a permutation.
+
+    Args:
+        index: any integers in ``[0, n)``.
+        n: size of the domain.
+        round_keys: one 64-bit key per round.
+    """
+    half = max(1, (max(n - 1, 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    out = np.asarray(index).astype(np.uint64)
+    todo = np.arange(out.size)
+    while todo.size:
+        value = out[todo]
+        left, right = value >> shift, value & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        value = (left << shift) | right
+        out[todo] = value
+        todo = todo[value >= np.uint64(n)]
+    return out.astype(np.int64)
+
+
+def _mix(x: Keys) -> Keys:
+    """Return the splitmix64 finalizer of words: every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window of one lane: what to read, and in which order to serve it.
+
+    Args:
+        first: lane position of its first entry.
+        pieces: the pieces it holds, as indices of ``Pieces``.
+        start: first entry that is used of each piece; the first piece of a lane may be cut.
+        stop: entry after the last that is used of each piece.
+        order: permutation of the entries, shape (n_entries,): the k-th entry served is the
+            ``order[k]``-th of the used entries, counted over the pieces in turn.
+    """
+
+    first: int
+    pieces: Ints
+    start: Ints
+    stop: Ints
+    order: Ints
+
+
+class EpochOrder:
+    """The order of one epoch.
+
+    Args:
+        pieces: the pieces of the selection.
+        geometry: the shape of the order.
+        key: the Philox key of dataset and seed.
+        epoch: from 0.
+    """
+
+    def __init__(
+        self, pieces: Pieces, geometry: Geometry, key: tuple[int, int], epoch: int
+    ) -> None:
+        self._geometry, self._key, self._epoch = geometry, key, epoch
+        n_pieces = pieces.n_entries.size
+        round_keys = _raw(key, epoch, _PIECES_STREAM, 0, _N_ROUNDS)
+        self._piece = feistel(np.arange(n_pieces), n_pieces, round_keys)
+        self._start = np.zeros(n_pieces + 1, np.int64)
+        np.cumsum(pieces.n_entries[self._piece], out=self._start[1:])
+
+    @property
+    def n_entries(self) -> int:
+        """Return the entries of the epoch over all lanes."""
+        return int(self._start[-1])
+
+    @property
+    def n_full_batches(self) -> int:
+        """Return the number of global batches that are full."""
+        return self.n_entries // self._geometry.batch
+
+    @property
+    def n_left(self) -> int:
+        """Return the entries after the last full batch: fewer than a batch."""
+        return self.n_entries % self._geometry.batch
+
+    @cached_property
+    def _lane_start(self) -> Ints:
+        """Lanes are equally long; the first ones have one entry more where it does not divide."""
+        size, extra = divmod(self.n_entries, self._geometry.lanes)
+        lanes = np.arange(self._geometry.lanes + 1, dtype=np.int64)
+        starts: Ints = lanes * size + np.minimum(lanes, extra)
+        return starts
+
+    def lane_entries(self, lane: int) -> int:
+        """Return the entries of a lane."""
+        return int(self._lane_start[lane + 1] - self._lane_start[lane])
+
+    def _lane_pieces(self, lane: int) -> tuple[int, int]:
+        """Return the range of permuted pieces that a lane touches."""
+        first = int(np.searchsorted(self._start, self._lane_start[lane], "right")) - 1
+        stop = int(np.searchsorted(self._start, self._lane_start[lane + 1], "left"))
+        return first, max(first, stop)
+
+    def n_windows(self, lane: int) -> int:
+        """Return the windows of a lane."""
+        if not self.lane_entries(lane):
+            return 0
+        first, stop = self._lane_pieces(lane)
+        return -(-(stop - first) // self._geometry.window_pieces)
+
+    def window_at(self, lane: int, position: int) -> int:
+        """Return the window that holds a position of a lane."""
+        first, _ = self._lane_pieces(lane)
+        at = int(np.searchsorted(self._start, self._lane_start[lane] + position, "right")) - 1
+        return (at - first) // self._geometry.window_pieces
+
+    def window(self, lane: int, index: int) -> Window:
+        """Return one window of a lane."""
+        first, stop = self._lane_pieces(lane)
+        per = self._geometry.window_pieces
+        a, b = first + index * per, min(stop, first + (index + 1) * per)
+        base = self._start[a:b]
+        low, high = self._lane_start[lane], self._lane_start[lane + 1]
+        start = np.maximum(low - base, 0)
+        end = np.minimum(self._start[a + 1 : b + 1], high) - base
+        words = _raw(self._key, self._epoch, lane, index, int((end - start).sum()))
+        return Window(
+            first=int(base[0] + start[0] - low),
+            pieces=self._piece[a:b],
+            start=start,
+            stop=end,
+            order=np.argsort(words, kind="stable"),
+        )

@@ -1,0 +1,490 @@
+"""Batches made ahead of time by threads: chunk reads into windows, windows into fresh batches."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from actds.errors import ActdsError
+from actds.format.arrays import DTYPES, ArrayReader
+from actds.format.shard import Shard
+from actds.format.tables import PHASES
+from actds.load.order import EpochOrder, Geometry, Pieces, Window, visit_counts
+from actds.schema.v0_1 import Hook
+
+__all__ = [
+    "PROVENANCE_COLUMNS",
+    "WEIGHT",
+    "Batch",
+    "Pipeline",
+    "Selection",
+    "n_batches",
+    "open_array",
+]
+
+Bits = npt.NDArray[Any]
+Counts = npt.NDArray[np.uint32]
+Columns = dict[str, npt.NDArray[Any]]
+
+TOKEN_COLUMNS = ("request", "position", "token_id", "step")
+"""Columns that are read from the token table; run and phase are the shard's."""
+PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
+"""Columns that go with a batch."""
+WEIGHT = "weight"
+"""The column of the row weights."""
+
+_MAX_OPEN_ARRAYS = 64  # files: a dataset may have more shards than a process may open
+_MAX_TOKEN_ROWS = 1 << 23
+_N_AHEAD = 2  # batches that wait for the trainer
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is read, and in which shape.
+
+    Args:
+        shards: the shards of the selection.
+        hooks: the hooks that are read.
+        counts: entries of each row per shard, 0 for rows left out; None for one each.
+        pieces: the pieces of the shards.
+        geometry: the shape of the order.
+        key: the Philox key of dataset and seed.
+        lanes: the lanes of this rank.
+        provenance: whether the token columns are read too.
+        weights: row weights per shard, float32 ``(n_rows,)`` each; None without.
+    """
+
+    shards: Sequence[Shard]
+    hooks: Sequence[Hook]
+    counts: Sequence[Counts | None]
+    pieces: Pieces
+    geometry: Geometry
+    key: tuple[int, int]
+    lanes: range
+    provenance: bool
+    weights: Sequence[npt.NDArray[np.float32]] | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns that go with a batch."""
+        columns = PROVENANCE_COLUMNS if self.provenance else ()
+        return columns if self.weights is None else (*columns, WEIGHT)
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Return the runs of the shards, sorted."""
+        return tuple(sorted({shard.run for shard in self.shards}))
+
+    def order(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch."""
+        return EpochOrder(self.pieces, self.geometry, self.key, epoch)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch in host memory that nobody else holds.
+
+    Args:
+        epoch: epoch of the next batch.
+        step: number of the next batch in that epoch.
+        acts: bit patterns ``(n, d_model)`` per hook.
+        rows: token columns and row weights, each of shape (n,); None when neither is asked for.
+    """
+
+    epoch: int
+    step: int
+    acts: dict[str, Bits]
+    rows: Columns | None
+
+
+class _Files:
+    """Open arrays and token tables of the selection, the most recent ones kept."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._shards = selection.shards
+        self._runs = selection.runs
+        self._lock = threading.Lock()
+        self._arrays: OrderedDict[tuple[int, str], ArrayReader] = OrderedDict()
+        self._tokens: OrderedDict[int, Columns] = OrderedDict()
+        self._n_token_rows = 0
+
+    def array(self, shard: int, hook: Hook) -> ArrayReader:
+        """Return the reader of one array.
+
+        Readers past the limit are forgotten, not closed: another thread may be inside one, and
+        the last reference closes the file.
+        """
+        with self._lock:
+            reader = self._arrays.get((shard, hook.name))
+            if reader is not None:
+                self._arrays.move_to_end((shard, hook.name))
+                return reader
+        reader = open_array(self._shards[shard], hook)
+        with self._lock:
+            self._arrays[shard, hook.name] = reader
+            while len(self._arrays) > _MAX_OPEN_ARRAYS:
+                self._arrays.popitem(last=False)
+        return reader
+
+    def close(self) -> None:
+        """Close every file; no thread reads any more."""
+        for reader in self._arrays.values():
+            reader.close()
+        self._arrays.clear()
+
+    def tokens(self, shard: int) -> Columns:
+        """Return the token columns of one shard."""
+        with self._lock:
+            columns = self._tokens.get(shard)
+            if columns is not None:
+                self._tokens.move_to_end(shard)
+                return columns
+        columns = _token_columns(self._shards[shard], self._runs)
+        with self._lock:
+            if shard not in self._tokens:
+                self._tokens[shard] = columns
+                self._n_token_rows += self._shards[shard].n_rows
+            while self._n_token_rows > _MAX_TOKEN_ROWS and len(self._tokens) > 1:
+                oldest, _ = self._tokens.popitem(last=False)
+                self._n_token_rows -= self._shards[oldest].n_rows
+        return columns
+
+
+def open_array(shard: Shard, hook: Hook) -> ArrayReader:
+    """Return the reader of a hook's rows in a shard.
+
+    Raises:
+        ActdsError: E108 when the array has another type or width than the hook; and as
+            ``Shard.array``.
+    """
+    reader = shard.array(hook.name)
+    if (reader.dtype, reader.d_model) != (hook.dtype, hook.d_model):
+        got = f"{reader.dtype} rows of {reader.d_model}"
+        reader.close()
+        raise ActdsError(
+            "E108",
+            f"shards/{shard.name} {hook.name}",
+            got=got,
+            expected=f"{hook.dtype} rows of {hook.d_model}, as actds.json says",
+        )
+    return reader
+
+
+def _token_columns(shard: Shard, runs: tuple[str, ...]) -> Columns:
+    """Return the provenance of a shard's rows; run and phase as small codes, not as strings."""
+    table = shard.tokens(list(TOKEN_COLUMNS))
+    columns = {name: table[name].to_numpy() for name in TOKEN_COLUMNS}
+    columns["run"] = np.full(shard.n_rows, runs.index(shard.run), np.uint16)
+    columns["phase"] = np.full(shard.n_rows, PHASES.index(shard.phase), np.uint8)
+    return columns
+
+
+@dataclass
+class _Loaded:
+    """A window whose rows are in memory, or on their way.
+
+    ``index`` is the buffer row of each entry in serving order; ``at`` the next entry to serve.
+    """
+
+    epoch: int
+    index: npt.NDArray[np.int64]
+    acts: dict[str, Bits]
+    rows: list[Columns]
+    reads: list[Future[None]] = field(default_factory=list)
+    at: int = 0
+
+    def wait(self) -> None:
+        """Wait until every row is there.
+
+        Raises:
+            ActdsError: what a read met.
+        """
+        for read in self.reads:
+            read.result()
+        self.reads.clear()
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return a column of the whole window; its pieces are joined once."""
+        if len(self.rows) > 1:
+            parts = self.rows
+            self.rows = [{key: np.concatenate([p[key] for p in parts]) for key in parts[0]}]
+        return self.rows[0][name]
+
+
+class _Windows:
+    """Starts the reads of windows, into buffers that are used again when a window is served."""
+
+    def __init__(self, selection: Selection, n_threads: int) -> None:
+        self._selection = selection
+        self._files = _Files(selection)
+        # Where every read waits for a network, threads in flight count, not cores.
+        n_readers = max([n_threads, *(shard.store.n_readers for shard in selection.shards[:1])])
+        self._threads = ThreadPoolExecutor(n_readers, thread_name_prefix="actds-read")
+        self._free: list[dict[str, Bits]] = []
+
+    def close(self) -> None:
+        """End the threads, and close the files that they read."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._files.close()
+
+    def _buffers(self) -> dict[str, Bits]:
+        if self._free:
+            return self._free.pop()
+        geometry = self._selection.geometry
+        n_rows = geometry.window_pieces * geometry.piece_rows
+        return {
+            hook.name: np.empty((n_rows, hook.d_model), DTYPES[hook.dtype].bits)
+            for hook in self._selection.hooks
+        }
+
+    def release(self, window: _Loaded) -> None:
+        """Take back the buffers of a window that is served; batches are copies of them."""
+        self._free.append(window.acts)
+
+    def load(self, window: Window, epoch: int, skip: int) -> _Loaded:
+        """Return a window whose reads are started, to be served from entry ``skip``."""
+        pieces, buffers = self._selection.pieces, self._buffers()
+        entries: list[npt.NDArray[np.int64]] = []
+        ranges: list[tuple[int, int, int, int]] = []
+        used = 0
+        for piece, start, stop in zip(
+            window.pieces.tolist(), window.start.tolist(), window.stop.tolist(), strict=True
+        ):
+            rows = self._entry_rows(piece)[start:stop]
+            low, high = int(rows[0]), int(rows[-1]) + 1
+            entries.append(rows - low + used)
+            first, shard = int(pieces.start[piece]), int(pieces.shard[piece])
+            ranges.append((shard, first + low, first + high, used))
+            used += high - low
+        loaded = _Loaded(epoch, np.concatenate(entries)[window.order], buffers, [], at=skip)
+        loaded.rows = [{} for _ in ranges]
+        for number, where in enumerate(ranges):
+            loaded.reads.append(self._threads.submit(self._read, loaded, number, *where))
+        return loaded
+
+    def _entry_rows(self, piece: int) -> npt.NDArray[np.int64]:
+        """Return the row of each entry of a piece, from the piece's start, ascending."""
+        pieces = self._selection.pieces
+        start, stop = int(pieces.start[piece]), int(pieces.stop[piece])
+        rows = np.arange(stop - start, dtype=np.int64)
+        counts = self._selection.counts[int(pieces.shard[piece])]
+        if counts is None:
+            return rows
+        visit, n_visits = int(pieces.visit[piece]), int(pieces.n_visits[piece])
+        return np.repeat(rows, visit_counts(counts[start:stop], visit, n_visits))
+
+    def _read(self, window: _Loaded, number: int, shard: int, a: int, b: int, at: int) -> None:
+        for hook in self._selection.hooks:
+            out = window.acts[hook.name][at : at + b - a]
+            self._files.array(shard, hook).read(a, b, out)
+        if self._selection.provenance:
+            tokens = self._files.tokens(shard)
+            window.rows[number] = {name: column[a:b] for name, column in tokens.items()}
+        if self._selection.weights is not None:
+            window.rows[number][WEIGHT] = self._selection.weights[shard][a:b]
+
+
+class _Lane:
+    """The entries of one lane in order, over all epochs, one window read ahead."""
+
+    def __init__(self, pipeline: Pipeline, lane: int, epoch: int, position: int) -> None:
+        self._pipeline = pipeline
+        self._todo = self._specs(lane, epoch, position)
+        self._loaded: deque[_Loaded] = deque()
+
+    def _specs(self, lane: int, epoch: int, position: int) -> Iterator[tuple[Window, int, int]]:
+        while self._pipeline.n_epochs is None or epoch < self._pipeline.n_epochs:
+            order = self._pipeline.order(epoch)
+            if position < order.lane_entries(lane):
+                first = order.window_at(lane, position)
+                for index in range(first, order.n_windows(lane)):
+                    window = order.window(lane, index)
+                    yield window, epoch, max(0, position - window.first)
+            epoch, position = epoch + 1, 0
+
+    def fill(self, n_windows: int = 2) -> None:
+        """Start reads until the window that is served, and the next one, are under way."""
+        while len(self._loaded) < n_windows:
+            spec = next(self._todo, None)
+            if spec is None:
+                return
+            self._loaded.append(self._pipeline.windows.load(*spec))
+
+    def take(
+        self,
+        n: int,
+        acts: dict[str, Bits],
+        parts: dict[str, list[npt.NDArray[Any]]] | None,
+    ) -> None:
+        """Fill arrays of ``n`` rows with the next entries; append their columns."""
+        done = 0
+        while done < n:
+            window = self._loaded[0]
+            window.wait()
+            index = window.index[window.at : window.at + n - done]
+            for hook, out in acts.items():
+                # mode "raise" would copy through a buffer; the indices are our own.
+                np.take(
+                    window.acts[hook], index, axis=0, out=out[done : done + index.size], mode="clip"
+                )
+            for name, part in (parts or {}).items():
+                part.append(window.column(name)[index])
+            window.at += index.size
+            done += index.size
+            if window.at == window.index.size:
+                self._drop_window()
+
+    def end_epoch(self, epoch: int) -> None:
+        """Leave out what is left of an epoch."""
+        while self._loaded and self._loaded[0].epoch == epoch:
+            self._loaded[0].wait()
+            self._drop_window()
+
+    def _drop_window(self) -> None:
+        self._pipeline.windows.release(self._loaded.popleft())
+        self.fill()
+
+
+class Pipeline:
+    """Makes the batches of one rank in a thread of its own, a few ahead of the trainer.
+
+    Args:
+        selection: what is read.
+        epoch: epoch of the first batch.
+        step: number of the first batch in its epoch.
+        n_epochs: epoch to end before; None never ends.
+        drop_last: leave out the short batch at the end of an epoch.
+        n_threads: threads that read and decode.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        *,
+        epoch: int,
+        step: int,
+        n_epochs: int | None,
+        drop_last: bool,
+        n_threads: int,
+    ) -> None:
+        self.n_epochs = n_epochs
+        self._selection, self._drop_last = selection, drop_last
+        self._first = (epoch, step)
+        self._orders: dict[int, EpochOrder] = {}
+        self.windows = _Windows(selection, n_threads)
+        self._ready: deque[Batch | BaseException | None] = deque()
+        self._change = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="actds-batch", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Batch | None:
+        """Return the next batch; None at the end.
+
+        Raises:
+            ActdsError: whatever reading met, once per call from then on.
+        """
+        with self._change:
+            self._change.wait_for(lambda: self._ready or self._closed)
+            if not self._ready:
+                return None
+            item = self._ready[0]
+            if isinstance(item, BaseException):
+                raise item
+            if item is not None:
+                self._ready.popleft()
+                self._change.notify_all()
+            return item
+
+    def close(self) -> None:
+        """Stop and join every thread; closing twice is fine."""
+        with self._change:
+            self._closed = True
+            self._ready.clear()
+            self._change.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def order(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch; the last two are kept."""
+        if epoch not in self._orders:
+            self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
+            self._orders[epoch] = self._selection.order(epoch)
+        return self._orders[epoch]
+
+    def _put(self, item: Batch | BaseException | None) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: len(self._ready) < _N_AHEAD or self._closed)
+            if not self._closed:
+                self._ready.append(item)
+                self._change.notify_all()
+            return not self._closed
+
+    def _run(self) -> None:
+        try:
+            for batch in self._batches():
+                if not self._put(batch):
+                    return
+            self._put(None)
+        except BaseException as error:  # carried to the trainer's thread, and raised there
+            self._put(error)
+        finally:
+            self.windows.close()
+
+    def _batches(self) -> Iterator[Batch]:
+        epoch, step = self._first
+        size = self._selection.geometry.lane_batch
+        lanes = [_Lane(self, lane, epoch, step * size) for lane in self._selection.lanes]
+        # Reads are served in turn: the first batch needs a window of every lane, and no second one.
+        for n_windows in (1, 2):
+            for lane in lanes:
+                lane.fill(n_windows)
+        while self.n_epochs is None or epoch < self.n_epochs:
+            order = self.order(epoch)
+            n_steps = n_batches(order, self._drop_last)
+            while step < n_steps:
+                left = [order.lane_entries(lane) - step * size for lane in self._selection.lanes]
+                step += 1
+                after = (epoch, step) if step < n_steps else (epoch + 1, 0)
+                yield self._batch(lanes, [min(size, n) for n in left], after)
+            for lane in lanes:
+                lane.end_epoch(epoch)
+            epoch, step = epoch + 1, 0
+
+    def _batch(self, lanes: list[_Lane], sizes: list[int], after: tuple[int, int]) -> Batch:
+        """Gather a batch in fresh memory: trainers keep batches and write into them."""
+        acts: dict[str, Bits] = {
+            hook.name: np.empty((sum(sizes), hook.d_model), DTYPES[hook.dtype].bits)
+            for hook in self._selection.hooks
+        }
+        parts: dict[str, list[npt.NDArray[Any]]] | None = None
+        if self._selection.columns:
+            parts = {name: [] for name in self._selection.columns}
+        at = 0
+        for lane, n in zip(lanes, sizes, strict=True):
+            lane.take(n, {name: out[at : at + n] for name, out in acts.items()}, parts)
+            at += n
+        return Batch(*after, acts, None if parts is None else self._columns(parts))
+
+    def _columns(self, parts: dict[str, list[npt.NDArray[Any]]]) -> Columns:
+        # The rank of a short last batch may have no row at all.
+        columns = {
+            name: np.concatenate(part or [np.empty(0, np.float32 if name == WEIGHT else np.int64)])
+            for name, part in parts.items()
+        }
+        if self._selection.provenance:
+            columns["run"] = np.array(self._selection.runs)[columns["run"]]
+            columns["phase"] = np.array(PHASES)[columns["phase"]]
+        return columns
+
+
+def n_batches(order: EpochOrder, drop_last: bool) -> int:
+    """Return the batches of an epoch."""
+    return order.n_full_batches + (0 if drop_last or not order.n_left else 1)

@@ -1,0 +1,228 @@
+"""Coverage: which token classes at which positions are stored, reused and lost.
+
+A section of the audit. A dataset stores a repeated prefix once; training without multiplicity
+weights sees it once as well, however often it was served. Imports the counts of the tokens' pass,
+`sources` and the result.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from actds_validators.audit.class_counts import (
+    CLASSES as ROW_CLASSES,
+)
+from actds_validators.audit.class_counts import (
+    N_BANDS,
+    N_BITS,
+    NOWHERE,
+    ClassCounts,
+    position_band,
+)
+from actds_validators.audit.lookup import Lookup
+from actds_validators.audit.ranges import explode
+from actds_validators.audit.result import (
+    CapturedShift,
+    ClassesFile,
+    ClassLoss,
+    Coverage,
+    CoverageCell,
+)
+from actds_validators.audit.sources import RunSource
+from actds_validators.statistics.distances import jensen_shannon, total_variation
+from actds_validators.statistics.runs import Floats
+
+__all__ = ["CoverageCounts", "coverage", "read_spans"]
+
+OTHERS = "all others"
+CLASSES = (*ROW_CLASSES, NOWHERE)
+CLASSES_FROM = (
+    "special: the tokenizer's special tokens; shared prefix: prompt positions that were served "
+    "more than once (system prompts, templates); prompt and generated: the others, by phase"
+)
+
+
+class CoverageCounts:
+    """Positions by class and band: of rows, and of spans that left none.
+
+    Args:
+        labels: names of classes that somebody gave.
+    """
+
+    def __init__(self, labels: tuple[str, ...] = ()) -> None:
+        self.rows = ClassCounts(labels)
+        self.aborted = np.zeros((len(self.rows.words), N_BANDS), np.int64)
+        self.filtered = np.zeros_like(self.aborted)
+        self.referenced = np.zeros(N_BANDS, np.int64)
+
+
+def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
+    """Add the positions of a run that were referenced, computed and aborted, or filtered."""
+    slots = {"aborted": counts.aborted, "filtered": counts.filtered}
+    conditions = {"cache_ref": "and ref_request is not null", "aborted": "and step is not null"}
+    for disposition in ("cache_ref", *slots):
+        found = source.columns(
+            'select request::bigint request, start::bigint "start", stop::bigint "stop" from spans '
+            f"where disposition = '{disposition}' and stop > start "
+            + conditions.get(disposition, "")
+        )
+        for which, position in explode(found["start"], found["stop"]):
+            band = position_band(position)
+            if disposition == "cache_ref":
+                counts.referenced += np.bincount(band, minlength=N_BANDS)
+                continue
+            kept = ClassCounts(counts.rows.words[len(ROW_CLASSES) :])
+            request = found["request"][which]
+            place = lookup.requests.of(request)
+            known = np.flatnonzero(place >= 0)
+            label = lookup.labels.of(request, position)[known] if lookup.labels else None
+            nothing = np.zeros(len(known), np.int64)
+            kept.count(
+                special=nothing > 0,
+                prefill=(position < lookup.prompt_len[place])[known],
+                served=None,
+                label=label,
+                band=band[known],
+                bits=nothing + N_BITS - 1,
+            )
+            slots[disposition] += kept.lost.sum(axis=2)
+
+
+def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Coverage | None:
+    """Return the section, ``None`` when nothing is stored.
+
+    Args:
+        counts: of all runs.
+        labels: where the classes that somebody gave come from, if anybody did.
+    """
+    rows = counts.rows
+    stored, reused = int(rows.stored.sum()), int(rows.reused.sum())
+    if not stored:
+        return None
+    cells = _cells(counts)
+    served = sum(n + again + lost for n, again, lost, _filtered in cells.values())
+    shifts = {
+        "token class": _by(cells, 0),
+        "position band": _by(cells, 1),
+        "rarity of the token": _by_rarity(rows),
+    }
+    given = sorted(set(rows.words) - set(CLASSES))
+    return Coverage(
+        cells=[
+            CoverageCell(
+                token_class=name,
+                low=2**band - 1,
+                high=2 ** (band + 1) - 1,
+                stored=n,
+                reused=again,
+                lost=lost,
+                filtered=filtered,
+                stored_share=n / (n + again + lost) if n + again + lost else None,
+            )
+            for name in (*given, *CLASSES)
+            for (word, band), (n, again, lost, filtered) in sorted(cells.items())
+            if word == name
+        ],
+        classes_from=f"{_labels_from(labels)}; {CLASSES_FROM}" if labels else CLASSES_FROM,
+        reused_share=sum(cell[1] for cell in cells.values()) / served,
+        repeated_prefixes=rows.repeated,
+        largest_multiplicity=1 + rows.largest,
+        mean_multiplicity=(stored + reused) / stored,
+        repeated_multiplicity=1 + reused / rows.repeated if rows.repeated else None,
+        shifts=[
+            shift for name, triple in shifts.items() if (shift := _shift(name, triple)) is not None
+        ],
+        loss_by_class=_loss_by_class(cells, given),
+    )
+
+
+def _labels_from(labels: ClassesFile) -> str:
+    return (
+        f"labels of {Path(labels.path).name[:100]}: {labels.n_matching:,} of {labels.n_ranges:,} "
+        f"ranges begin within a request of the dataset, {labels.n_labelled:,} of its "
+        f"{labels.n_positions:,} positions have a label; of the others"
+    )
+
+
+def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
+    """Return stored, reused, lost and filtered positions by class and band, where there are any."""
+    rows = counts.rows
+    table = np.stack(
+        [
+            rows.stored.sum(axis=2),
+            rows.reused.sum(axis=2),
+            rows.lost.sum(axis=2) + counts.aborted,
+            counts.filtered,
+        ]
+    )
+    found: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for word, band in np.argwhere(table.any(axis=0)).tolist():
+        cell = found[rows.words[word], band]
+        for k, n in enumerate(table[:, word, band].tolist()):
+            cell[k] += n
+    # A reference to a row that is not stored has no class: nothing says which token it was.
+    nowhere = counts.referenced - rows.reused.sum(axis=(0, 2))
+    for band in np.flatnonzero(nowhere).tolist():
+        found[NOWHERE, band][1] += int(nowhere[band])
+    return dict(found)
+
+
+def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) -> list[ClassLoss]:
+    """Return the loss rates of the given classes, which lost positions have like stored ones.
+
+    The others are taken together: only of a stored row is it known whether it was served again,
+    and only with readouts which lost tokens are special.
+    """
+    if not given:
+        return []
+    found: dict[str, list[int]] = {name: [0, 0] for name in (*given, OTHERS)}
+    for (word, _band), (stored, _reused, lost, _filtered) in cells.items():
+        counts = found[word if word in given else OTHERS]
+        counts[0] += stored + lost
+        counts[1] += lost
+    return [
+        ClassLoss(token_class=name, n=n, n_lost=n_lost, rate=n_lost / n)
+        for name, (n, n_lost) in found.items()
+        if n
+    ]
+
+
+def _by(cells: dict[tuple[str, int], list[int]], axis: int) -> Floats:
+    """Return stored, weighted and existing positions ``(3, n)`` by class (0) or band (1)."""
+    found: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for key, (stored, reused, lost, _filtered) in sorted(cells.items()):
+        known = key[0] != NOWHERE
+        found[key[axis]][0] += stored
+        found[key[axis]][1] += stored + (reused if known else 0)
+        found[key[axis]][2] += stored + reused + lost
+    return np.array(list(found.values()), np.float64).T
+
+
+def _by_rarity(rows: ClassCounts) -> Floats:
+    """Return stored, weighted and existing positions ``(3, n)`` by known rarity."""
+    stored, reused, lost = (
+        counts.sum(axis=(0, 1))[: N_BITS - 1] for counts in (rows.stored, rows.reused, rows.lost)
+    )
+    table = np.stack([stored, stored + reused, stored + reused + lost]).astype(np.float64)
+    return table[:, table.any(axis=0)]
+
+
+def _shift(name: str, triple: Floats) -> CapturedShift | None:
+    stored, weighted, existing = triple
+    if not stored.sum():
+        return None
+    return CapturedShift(
+        variable=name,
+        total_variation=_known(total_variation(stored, existing)),
+        jensen_shannon=_known(jensen_shannon(stored, existing)),
+        weighted_total_variation=_known(total_variation(weighted, existing)),
+        weighted_jensen_shannon=_known(jensen_shannon(weighted, existing)),
+    )
+
+
+def _known(distance: float | None) -> float:
+    assert distance is not None  # both histograms hold something
+    return distance

@@ -1,0 +1,1 @@
+"""Drift: whether two selections, or two datasets, hold the same values."""

@@ -1,0 +1,345 @@
+"""Selections of a dataset's rows, and a sample of whole requests from two of them.
+
+Before the measures of drift: it reads token, request and step tables, shard by shard, and no
+activation. Imports the format only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from actds.errors import ActdsError
+from actds.format.shard import Shard
+from actds.load.dataset import Dataset
+
+__all__ = [
+    "COLUMNS",
+    "Column",
+    "Found",
+    "Requests",
+    "Selection",
+    "balanced",
+    "count_rows",
+    "draw",
+    "find_rows",
+    "match",
+    "thinned",
+    "values_of",
+]
+
+Column = Literal["phase", "kernel_mode", "run", "source"]
+"""What a dataset can be divided by."""
+COLUMNS: tuple[Column, ...] = get_args(Column)
+MIN_REQUESTS = 40
+"""Requests that a sample should have; with fewer, long requests give some of their rows only."""
+_NEIGHBOURS = 16  # requests drawn together: served together, they stand in the same few chunks
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows of a dataset: all, or those with one value in a column.
+
+    Args:
+        dataset: the dataset.
+        name: words for a reader.
+        column: column that selects, None for all rows.
+        value: the value it must have.
+    """
+
+    dataset: Dataset
+    name: str
+    column: Column | None = None
+    value: str | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Rows that were looked up.
+
+    Args:
+        row: number in the hook's array ``(n,)``, ascending.
+        request: index of its request in ``Requests`` ``(n,)``.
+        position: position in the request ``(n,)``.
+        token_id: token fed there ``(n,)``.
+    """
+
+    row: Ints
+    request: Ints
+    position: Ints
+    token_id: Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, which: npt.NDArray[Any]) -> Found:
+        """Return some of the rows."""
+        return Found(
+            self.row[which], self.request[which], self.position[which], self.token_id[which]
+        )
+
+
+class Requests:
+    """The requests of all runs of a dataset, by run and number.
+
+    Args:
+        dataset: whose requests.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        table = dataset.requests(run=True)
+        self._runs = {run: n for n, run in enumerate(dataset.catalog.run_ids)}
+        run = np.array([self._runs[name] for name in table["run"].to_pylist()], np.int64)
+        key = (run << 32) | table["request"].to_numpy().astype(np.int64)
+        order = np.argsort(key, kind="stable")
+        self.keys: Ints = key[order]
+        ordered = table.take(order)
+        self.external_id: list[str] = ordered["external_id"].to_pylist()
+        self.source: list[str | None] = ordered["source"].to_pylist()
+        self.source_row: list[int | None] = ordered["source_row"].to_pylist()
+        self.token_digest: list[str | None] = ordered["token_digest"].to_pylist()
+        generated = ordered["generated_len"].to_numpy().astype(np.int64)
+        prompt = ordered["prompt_len"].to_numpy().astype(np.int64)
+        self.n_fed: Ints = prompt + np.maximum(generated - 1, 0)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def index(self, run: str, request: npt.NDArray[Any]) -> Ints:
+        """Return the index of requests of a run.
+
+        Raises:
+            ActdsError: E405 a row's request has no line.
+        """
+        key = (self._runs[run] << 32) | request.astype(np.int64)
+        at = np.searchsorted(self.keys, key)
+        if len(key) and not np.array_equal(self.keys.take(at, mode="clip"), key):
+            raise ActdsError(
+                "E405", f"runs/{run}", got="rows of unknown requests", expected="a line for each"
+            )
+        return at
+
+    def of_run(self, run: str) -> slice:
+        """Return where the requests of a run stand."""
+        n = self._runs[run]
+        low, high = np.searchsorted(self.keys, [n << 32, (n + 1) << 32])
+        return slice(int(low), int(high))
+
+
+def values_of(dataset: Dataset, column: Column) -> list[str]:
+    """Return the values of a column, those of most steps or requests first; null is left out."""
+    if column == "phase":
+        return list(dataset.phases)
+    if column == "run":
+        there = {shard.run for shard in dataset.shards}
+        return [run for run in dataset.catalog.run_ids if run in there]
+    read = dataset.steps if column == "kernel_mode" else dataset.requests
+    counts = [
+        (entry["counts"], entry["values"])
+        for entry in read(run=False)[column].value_counts().to_pylist()
+        if entry["values"] is not None
+    ]
+    return [value for _, value in sorted(counts, key=lambda pair: (-pair[0], pair[1]))]
+
+
+def count_rows(selection: Selection, shards: list[Shard], requests: Requests) -> Ints:
+    """Return the rows that each request has in a selection ``(n_requests,)``."""
+    counts = np.zeros(len(requests), np.int64)
+    for _, _, request, _ in _selected(selection, shards, requests, ["request"]):
+        counts += np.bincount(request, minlength=len(requests))
+    return counts
+
+
+def find_rows(
+    selection: Selection, shards: list[Shard], requests: Requests, wanted: npt.NDArray[np.bool_]
+) -> Found:
+    """Return the rows of the wanted requests ``(n_requests,)`` in a selection.
+
+    Args:
+        selection: what is searched.
+        shards: the shards of a hook, in the order of its array.
+        requests: the dataset's requests.
+        wanted: whether each is wanted.
+    """
+    parts: list[Found] = []
+    columns = ["request", "position", "token_id"]
+    for start, where, request, table in _selected(selection, shards, requests, columns):
+        mine = wanted[request]
+        if mine.any():
+            rows = where[mine]
+            position, token_id = (
+                table[name].to_numpy()[rows].astype(np.int64) for name in columns[1:]
+            )
+            parts.append(Found(start + rows, request[mine], position, token_id))
+    none = Found(*(np.empty(0, np.int64) for _ in range(4)))
+    parts.append(none)
+    return Found(
+        *(
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("row", "request", "position", "token_id")
+        )
+    )
+
+
+def match(
+    first: Requests,
+    second: Requests,
+    eligible: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]],
+) -> Ints:
+    """Return for each request of the second the same prompt's of the first, -1 if none.
+
+    Equal token digests come first, with the same id and source where there are several; then
+    the same id, source and source row; then the same id and source row. What is not unique by
+    name is not matched by it: tokens decide later which positions are the same.
+    """
+    found = np.full(len(second), -1, np.int64)
+    free = [np.flatnonzero(eligible[0]).tolist(), np.flatnonzero(eligible[1]).tolist()]
+    for by_tokens, keys in (
+        (True, ("token_digest", "external_id", "source", "source_row")),
+        (True, ("token_digest",)),
+        (False, ("external_id", "source", "source_row")),
+        (False, ("external_id", "source_row")),
+    ):
+        here, there = (
+            _by_key(requests, rows, keys)
+            for requests, rows in zip((first, second), free, strict=True)
+        )
+        for key, theirs in there.items():
+            ours = here.get(key, [])
+            if not by_tokens and (len(ours) > 1 or len(theirs) > 1):
+                continue
+            for one, other in zip(ours, theirs, strict=False):
+                found[other] = one
+        taken = set(found.tolist())
+        free = [
+            [row for row in free[0] if row not in taken],
+            [row for row in free[1] if found[row] < 0],
+        ]
+    return found
+
+
+def draw(counts: Ints, rows: int, seed: int) -> Ints:
+    """Draw requests until a side has ``rows`` rows, and return how many rows each may give.
+
+    A request on both sides gives each the same number of rows, so that swapping its sides
+    changes no group's size. Neighbours are drawn together, as they stand in the same chunks.
+
+    Args:
+        counts: rows of each cluster on the two sides ``(2, n_clusters)``.
+        rows: rows that a side has at most.
+        seed: of the draw.
+
+    Returns:
+        Rows of each cluster on the two sides ``(2, n_clusters)``; 0 for those not drawn.
+    """
+    quota = balanced(counts)
+    n_there = int((quota.sum(axis=0) > 0).sum())
+    drawn = _walk(quota, rows, seed)
+    enough = min(MIN_REQUESTS, n_there)
+    capped = quota
+    if int(drawn.sum()) < enough:
+        capped = np.minimum(quota, max(1, rows // enough))
+        drawn = _walk(capped, rows, seed)
+    there = (quota > 0).sum(axis=1)
+    missed = (quota[:, drawn] > 0).sum(axis=1) < np.minimum(there, MIN_REQUESTS // 2)
+    if missed.any():
+        # The other side, on which its requests may stand as well, was full before enough of them
+        # came: half of the room is theirs.
+        capped = np.minimum(quota, max(1, rows // (2 * enough)))
+        theirs = capped[missed].any(axis=0)
+        drawn = _walk(capped * theirs, max(1, rows // 2), seed)
+        drawn |= _walk(capped * ~theirs, rows // 2, seed)
+    return np.where(drawn, capped, 0)
+
+
+def balanced(counts: Ints) -> Ints:
+    """Return counts ``(2, n_clusters)`` with the smaller one on both sides, unless it is 0."""
+    both = counts.min(axis=0)
+    return np.where(both > 0, both, counts)
+
+
+def thinned(cluster: Ints, quota: Ints, seed: int) -> Ints:
+    """Return which rows to keep, ascending: of each cluster a random ``quota[cluster]``."""
+    rng = np.random.Generator(np.random.Philox(seed))
+    order = np.lexsort((rng.random(len(cluster)), cluster))
+    ordered = cluster[order]
+    first = np.searchsorted(ordered, ordered, side="left")
+    kept: Ints = np.sort(order[np.arange(len(order)) - first < quota[ordered]])
+    return kept
+
+
+def _walk(quota: Ints, rows: int, seed: int) -> npt.NDArray[np.bool_]:
+    """Return which clusters fit, in random order of blocks; a full side takes no more."""
+    rng = np.random.Generator(np.random.Philox(seed))
+    there = np.flatnonzero(quota.sum(axis=0) > 0)
+    blocks = np.array_split(there, max(1, -(-len(there) // _NEIGHBOURS)))
+    drawn = np.zeros(quota.shape[1], np.bool_)
+    left, full = [rows, rows], [False, False]
+    for block in rng.permutation(len(blocks)).tolist():
+        for cluster in blocks[block].tolist():
+            need = [int(n) for n in quota[:, cluster]]
+            full = [was or n > room for was, n, room in zip(full, need, left, strict=True)]
+            if any(closed and n for closed, n in zip(full, need, strict=True)):
+                continue
+            drawn[cluster] = True
+            left = [room - n for room, n in zip(left, need, strict=True)]
+        if all(full):
+            break
+    return drawn
+
+
+def _by_key(
+    requests: Requests, rows: list[int], names: tuple[str, ...]
+) -> dict[Hashable, list[int]]:
+    columns = [getattr(requests, name) for name in names]
+    found: dict[Hashable, list[int]] = defaultdict(list)
+    for row in rows:
+        key = tuple(column[row] for column in columns)
+        if key[0] is not None:
+            found[key].append(row)
+    return found
+
+
+def _selected(
+    selection: Selection, shards: list[Shard], requests: Requests, columns: list[str]
+) -> Iterator[tuple[int, Ints, Ints, Any]]:
+    """Yield per shard its first row, the selected rows, their requests and the token table."""
+    by_step = _steps_of(selection) if selection.column == "kernel_mode" else {}
+    of_source = None
+    if selection.column == "source":
+        of_source = np.array([source == selection.value for source in requests.source], np.bool_)
+    start = 0
+    for shard in shards:
+        begin, start = start, start + shard.n_rows
+        if (
+            selection.column in ("phase", "run")
+            and getattr(shard, selection.column) != selection.value
+        ):
+            continue
+        step = ["step"] if selection.column == "kernel_mode" else []
+        table = shard.tokens(columns + step)
+        request = requests.index(shard.run, table["request"].to_numpy())
+        where = np.arange(shard.n_rows)
+        if step:
+            where = np.flatnonzero(np.isin(table["step"].to_numpy(), by_step[shard.run]))
+        elif of_source is not None:
+            where = np.flatnonzero(of_source[request])
+        yield begin, where, request[where], table
+
+
+def _steps_of(selection: Selection) -> dict[str, npt.NDArray[Any]]:
+    """Return per run the steps of the selected kernel mode."""
+    catalog = selection.dataset.catalog
+    found = {}
+    for run in catalog.run_ids:
+        steps = catalog.table("steps", run)
+        mode = np.asarray(steps["kernel_mode"].to_pylist(), object)
+        found[run] = steps["step"].to_numpy()[mode == selection.value]
+    return found

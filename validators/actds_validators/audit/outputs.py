@@ -1,0 +1,111 @@
+"""Outputs: where the files that the audit writes may stand, and how they get there.
+
+Before the audit and at its end. A file written into a dataset breaks it, and the audit would end
+well. Imports the format room's layout and errors.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from actds.errors import ActdsError
+from actds.format import layout
+
+__all__ = ["refuse_outputs", "refuse_within_dataset", "replaced", "unwritable"]
+
+
+def refuse_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
+    """Refuse outputs that would destroy something; nothing is opened.
+
+    Args:
+        outputs: by option, such as ``--html``.
+        inputs: files that are read, by option; no output may be one of them.
+
+    Raises:
+        ActdsError: E009 an output inside a dataset, or a file that another option names as well.
+    """
+    taken = {option: path for option, path in inputs.items() if path is not None}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        refuse_within_dataset(option, path)
+        for other, its in taken.items():
+            if _is_same(path, its):
+                raise ActdsError(
+                    "E009",
+                    f"{option} {path}",
+                    got=f"the file of {other}",
+                    expected="a path of its own",
+                )
+        taken[option] = path
+
+
+def refuse_within_dataset(option: str, path: Path) -> None:
+    """Refuse a path inside any dataset, seen through links, or with the name of a genesis.
+
+    Raises:
+        ActdsError: E009.
+    """
+    expected = "a path outside any dataset"
+    # A link in a dataset is refused as well, wherever it leads.
+    own, real = Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path))
+    for place in dict.fromkeys((own, real)):
+        for folder in place.parents:
+            if os.path.lexists(folder / layout.GENESIS):
+                raise ActdsError(
+                    "E009",
+                    f"{option} {path}",
+                    got=f"inside the dataset {folder}",
+                    expected=expected,
+                )
+    if layout.GENESIS in (own.name, real.name):
+        got = f"{layout.GENESIS}, by which a folder is taken for a dataset"
+        raise ActdsError("E009", f"{option} {path}", got=got, expected=expected)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; the file takes its name at the end, whole or not at all.
+
+    A file that is there is replaced and not written over: it may have other names, one of them in
+    a dataset. Devices and pipes are written to as they are.
+
+    Raises:
+        ActdsError: E503 the disk refuses.
+    """
+    target = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        target = temporary = path  # the real path of a pipe behind /dev/stdout is no path
+    else:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        if temporary != target:
+            os.replace(temporary, target)
+    except OSError as error:
+        raise unwritable(path, error.strerror or str(error)) from error
+    finally:
+        if temporary != target:
+            temporary.unlink(missing_ok=True)
+
+
+def unwritable(
+    path: Path, got: str, next_step: str = "Free space, or give another path."
+) -> ActdsError:
+    """Return the error of an output that cannot be written."""
+    return ActdsError(
+        "E503", str(path), got=got, expected="a file that can be written", next_step=next_step
+    )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one of them is not there yet
+        return False

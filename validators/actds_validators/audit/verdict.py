@@ -1,0 +1,429 @@
+"""Verdict: what a person may conclude, and every number that decided it.
+
+Last stage of the audit. Rules in order, the first that applies. Imports the result, the bound and
+the words.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from actds_validators.audit.missingness import bound
+from actds_validators.audit.result import (
+    Accounting,
+    Association,
+    Coverage,
+    Difference,
+    Level,
+    Limits,
+    Mechanism,
+    Missingness,
+    Must,
+    Number,
+    Verdict,
+    Weighting,
+)
+from actds_validators.audit.verdict_words import (
+    adjusted,
+    asked,
+    dependence,
+    events_needed,
+    fewer,
+    largest,
+    look_when,
+    lost,
+    on_reuse,
+    on_strata,
+    on_unresolved,
+    remedy,
+    stratum_words,
+    training,
+    unproven,
+    unresolved_first,
+)
+from actds_validators.statistics.bound import loss_that_allows
+
+__all__ = ["Evidence", "judge"]
+
+_SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
+STRATUM = "largest share lost of any one kind of token, beyond chance"
+_UNTESTED = "the tests look at what the writer dropped, and not at what a run's end left behind"
+MIN_BLAMED = 3
+"""Independent loss events under which no test is read: any covariate lies somewhere then."""
+_SIDES: dict[Must, Callable[[float, float], bool]] = {
+    "at most": operator.le,
+    "below": operator.lt,
+    "at least": operator.ge,
+    "above": operator.gt,
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that a verdict rests on.
+
+    Args:
+        accounting: the section.
+        missingness: the section, ``None`` when nothing was lost.
+        mechanism: the section, ``None`` when nothing was lost.
+        blocks_long_enough: whether blocks are long against the bursts of losses.
+        weighting: the section, ``None`` when nothing was lost or stored.
+        coverage: the section, ``None`` when nothing is stored.
+    """
+
+    accounting: Accounting
+    missingness: Missingness | None
+    mechanism: Mechanism | None
+    blocks_long_enough: bool = True
+    weighting: Weighting | None = None
+    coverage: Coverage | None = None
+
+
+def judge(evidence: Evidence, limits: Limits) -> Verdict:
+    """Return the verdict, the largest hole first.
+
+    A stratum that lost too much outweighs every verdict that is milder; references that lead
+    nowhere are named in every kind of verdict, and before all else where they are more than all
+    that was lost.
+
+    Spec: 0.1 section 14.6.
+    """
+    found = _judged(evidence, limits)
+    if found.kind == "unaccounted":
+        return found
+    found = _with_strata(found, evidence.missingness, limits)
+    account, steps = evidence.accounting, found.next_steps
+    more = on_unresolved(account, limits)
+    if found.kind == "unresolved" or not more:
+        return found
+    if account.unresolved <= account.dropped + account.aborted:
+        return found.model_copy(update={"next_steps": [*steps, *more]})
+    sentence = f"{unresolved_first(account)} {found.sentence}"
+    return found.model_copy(update={"sentence": sentence, "next_steps": [*more, *steps]})
+
+
+def _with_strata(found: Verdict, missing: Missingness | None, limits: Limits) -> Verdict:
+    """Return the verdict with the worst stratum, which decides where it is the more severe."""
+    if missing is None or not missing.worst_strata:
+        return found
+    worst = missing.worst_strata[0]
+    level: Level = "FAIL" if worst.rate >= limits.worst_stratum_fail else "WARN"
+    said = on_strata(missing.worst_strata, missing.bound.loss_share)
+    if _SEVERITY[level] <= _SEVERITY[found.level]:
+        return found.model_copy(update={"sentence": f"{found.sentence} {said}"})
+    limit = limits.worst_stratum_fail if level == "FAIL" else limits.worst_stratum_warn
+    deciding = _held(f"share lost of {stratum_words(worst)}", worst.rate, "below", limit, "share")
+    warned = found.level == "WARN"  # what a milder verdict says of nothing is no longer so
+    return Verdict(
+        level=level,
+        kind="worst-stratum",
+        sentence=f"{said} {found.sentence}" if warned else said,
+        deciding=deciding,
+        numbers=[*(n for n in found.numbers if n.name != STRATUM), deciding],
+        next_steps=[
+            "Harvest again with --overflow block: no weight stands for rows that are not there.",
+            "Or say that the dataset lacks them: the list of the strata that lost most names them.",
+            *(found.next_steps if warned else []),
+        ],
+    )
+
+
+def _judged(evidence: Evidence, limits: Limits) -> Verdict:
+    """Return the verdict.
+
+    In order: positions that nobody accounts for FAIL; a loss whose worst case is negligible
+    passes, whatever it goes with; a heavy loss FAILs; a loss that goes with content or values
+    FAILs when the stored rows may be off by a serious amount and else WARNs; one that goes with
+    the load or the time WARNs; one that goes with nothing passes when its equivalence is proven
+    on every content covariate by enough events, and is else INCONCLUSIVE.
+    """
+    numbers = _numbers(evidence, limits)
+    unexplained = [f for f in evidence.accounting.findings if f.severity == "error"]
+    if unexplained:
+        return _unaccounted(len(unexplained), numbers)
+    bias, loss = numbers["bias"], numbers["loss"]
+    if bias.ok:
+        return _negligible(evidence, bias, numbers)
+    if not loss.ok:
+        return Verdict(
+            level="FAIL",
+            kind="heavy",
+            sentence=f"{lost(evidence.accounting)}, more than {loss.limit:.2%}: "
+            f"a mean over the rows may be off by up to {bias.value:.2f} standard deviations.",
+            deciding=loss,
+            numbers=list(numbers.values()),
+            next_steps=[
+                "Harvest again with --overflow block, or with a faster disk (actds plan).",
+                *remedy(evidence.weighting, "Or train with --weights, and say that you did"),
+            ],
+        )
+    mechanism, missing = evidence.mechanism, evidence.missingness
+    if mechanism is None or missing is None:
+        return _too_little(evidence, limits, numbers, [_UNTESTED])
+    rejected = [t for t in mechanism.tests if t.rejected]
+    if mechanism.n_events < MIN_BLAMED:
+        rejected = []
+    content = [t for t in rejected if t.covariate.group != "system"]
+    if content:
+        return _dependent(evidence, mechanism, missing, limits, numbers)
+    if rejected:
+        return _system(evidence, missing, rejected, numbers)
+    lacks = _lacks(evidence, mechanism, missing, limits)
+    if lacks:
+        return _too_little(evidence, limits, numbers, lacks)
+    unresolved = numbers.get("unresolved")
+    if unresolved is not None and not unresolved.ok:
+        return _unresolved(unresolved, numbers)
+    return Verdict(
+        level="PASS",
+        kind="uncorrelated",
+        sentence=f"{lost(evidence.accounting)}, in {mechanism.n_events} separate events, and no "
+        "test finds what they go with. Every mean that was tested is the same over the stored rows "
+        f"as over all, within {limits.negligible_bias:g} standard deviations: of every "
+        f"{asked(missing)}.",
+        deciding=numbers["difference"],
+        numbers=list(numbers.values()),
+        next_steps=[*training(missing), *on_reuse(evidence.accounting, evidence.coverage)],
+    )
+
+
+def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
+    found = {}
+    n_errors = sum(f.severity == "error" for f in evidence.accounting.findings)
+    found["unexplained"] = _held("places that do not add up", n_errors, "at most", 0)
+    share = evidence.accounting.loss_share
+    found["loss"] = _held(
+        "share of computed tokens lost", share, "at most", limits.max_loss, "share"
+    )
+    allowed = loss_that_allows(limits.negligible_bias)
+    found["bias"] = _held(
+        "most that any mean can be off", bound(share).bias, "at most", limits.negligible_bias,
+        "standard deviations", ok=share <= allowed,  # of a root at its limit the last digit is off
+    )  # fmt: skip
+    if evidence.accounting.cache_ref:
+        unresolved = evidence.accounting.unresolved / evidence.accounting.cache_ref
+        found["unresolved"] = _held(
+            "cache references without a stored row", unresolved, "at most", limits.max_unresolved,
+            "share",
+        )  # fmt: skip
+    if evidence.mechanism is not None:
+        m = evidence.mechanism
+        found["events"] = _held(
+            "independent loss events", m.n_events, "at least", limits.min_events
+        )
+        smallest = min((t.adjusted_p for t in m.tests), default=1.0)
+        found["p"] = _held("smallest adjusted p of the family", smallest, "above", limits.fdr, "p")
+        if m.detectable is not None:
+            found["detectable"] = _held(
+                "content bias that one interval would show", m.detectable, "at most",
+                limits.negligible_bias, "standard deviations",
+            )  # fmt: skip
+    if evidence.missingness is not None:
+        strata = evidence.missingness.worst_strata
+        found["stratum"] = _held(
+            STRATUM, strata[0].rate if strata else 0.0, "below", limits.worst_stratum_warn, "share"
+        )
+        worst = _farthest(evidence.missingness.differences)
+        if worst is not None and worst.equivalence is not None:
+            far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
+            found["difference"] = _held(
+                f"farthest end of an equivalence interval ({worst.covariate.label})", far, "below",
+                limits.negligible_bias, "standard deviations",
+            )  # fmt: skip
+    return found
+
+
+def _held(
+    name: str, value: float, must: Must, limit: float, unit: str = "", *, ok: bool | None = None
+) -> Number:
+    """Return a number held against a limit; ``ok`` where rounding asks for another comparison."""
+    kept = _SIDES[must](value, limit) if ok is None else ok
+    return Number(name=name, value=value, must=must, limit=limit, unit=unit, ok=kept)
+
+
+def _unaccounted(n: int, numbers: dict[str, Number]) -> Verdict:
+    return Verdict(
+        level="FAIL",
+        kind="unaccounted",
+        sentence=f"{n} places do not add up: rows, losses and census disagree, so nothing that "
+        "is estimated from them means anything.",
+        deciding=numbers["unexplained"],
+        numbers=list(numbers.values()),
+        next_steps=["Run actds validate, which says what is wrong position by position."],
+    )
+
+
+def _unresolved(unresolved: Number, numbers: dict[str, Number]) -> Verdict:
+    """Return what is said instead of a PASS where too many references have no row."""
+    return Verdict(
+        level="WARN",
+        kind="unresolved",
+        sentence=f"{unresolved.value:.2%} of the cache references point to rows that are not "
+        "stored: what was served there cannot be put back by weights.",
+        deciding=unresolved,
+        numbers=list(numbers.values()),
+        next_steps=["Harvest with an empty prefix cache, or leave those prompts out."],
+    )
+
+
+def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) -> Verdict:
+    account, share = evidence.accounting, evidence.accounting.loss_share
+    unresolved = numbers.get("unresolved")
+    if unresolved is not None and not unresolved.ok:
+        return _unresolved(unresolved, numbers)
+    if not share:
+        sentence = "Nothing that was computed is lost: the rows are all that there was to store."
+    else:
+        sentence = (
+            f"{share:.4%} of the computed tokens are lost; whatever they were, no mean over the "
+            f"rows is off by more than {bias.value:.3f} standard deviations."
+        )
+    return Verdict(
+        level="PASS",
+        kind="complete" if not share else "negligible",
+        sentence=sentence,
+        deciding=bias,
+        numbers=list(numbers.values()),
+        next_steps=["Train on it.", *on_reuse(account, evidence.coverage)],
+    )
+
+
+def _dependent(
+    evidence: Evidence,
+    mechanism: Mechanism,
+    missing: Missingness,
+    limits: Limits,
+    numbers: dict[str, Number],
+) -> Verdict:
+    content = [t for t in mechanism.tests if t.rejected and t.covariate.group != "system"]
+    by_name = {d.covariate.name: d for d in missing.differences}
+    worst = max(
+        (_stored_off(by_name[t.covariate.name]) for t in content if t.covariate.name in by_name),
+        default=0.0,
+    )
+    with_values = any(t.covariate.group == "values" for t in content)
+    effect = _held(
+        "largest bias, content or values with a rejected test", worst, "at most", limits.serious,
+        "standard deviations",
+    )  # fmt: skip
+    is_serious = not effect.ok
+    return Verdict(
+        level="FAIL" if is_serious else "WARN",
+        kind="values-dependent" if with_values else "content-dependent",
+        sentence=f"{dependence(mechanism, missing, content)} For what was rejected there, the "
+        f"stored rows are off by up to {worst:.3f} standard deviations.",
+        deciding=effect if is_serious else numbers["p"],
+        numbers=[*numbers.values(), effect],
+        next_steps=[
+            *remedy(
+                evidence.weighting,
+                "Weights (--weights) mend what goes with load and complexity, not what goes with "
+                "the values",
+            ),
+            "Look at the differences: do they touch what you study?",
+            "Harvest again with --overflow block to be rid of the question.",
+        ],
+    )
+
+
+def _system(
+    evidence: Evidence,
+    missing: Missingness,
+    rejected: list[Association],
+    numbers: dict[str, Number],
+) -> Verdict:
+    first = largest(rejected, missing)
+    share = evidence.accounting.loss_share
+    others = asked(missing, "or")
+    by_load = []
+    if any(t.name != "change" for t in rejected):
+        words = "Train with --weights: inverse-probability weights by load and complexity"
+        by_load = [
+            *remedy(evidence.weighting, words),
+            "Harvest again with --overflow block, or with larger rings (actds plan).",
+        ]
+    return Verdict(
+        level="WARN",
+        kind="load-dependent",
+        sentence=f"Losses ({share:.2%}) go with {first.covariate.label} "
+        f"({adjusted(first)}), and with no {others}: {fewer(first)}.",
+        deciding=numbers["p"],
+        numbers=list(numbers.values()),
+        next_steps=[*by_load, *look_when(rejected)],
+    )
+
+
+def _lacks(
+    evidence: Evidence, mechanism: Mechanism, missing: Missingness, limits: Limits
+) -> list[str]:
+    lacks = []
+    if mechanism.n_events < limits.min_events:
+        n = mechanism.n_events
+        events = f"{n} independent loss event{'' if n == 1 else 's'}"
+        lacks.append(f"{events}, of {limits.min_events} needed")
+    if not evidence.blocks_long_enough:
+        lacks.append("the run is too short against its bursts of losses for honest intervals")
+    account = evidence.accounting
+    aborted = account.aborted / max(1, account.computed)
+    if bound(aborted).bias > limits.negligible_bias:
+        lacks.append(f"{aborted:.2%} of the computed tokens were aborted: {_UNTESTED}")
+    covariates = [d for d in missing.differences if d.covariate.group != "system"]
+    if not covariates:
+        lacks.append("no content covariate has an interval")
+    wide = [
+        d.covariate.label
+        for d in covariates
+        if d.equivalence is None
+        or max(-d.equivalence.low, d.equivalence.high) >= limits.negligible_bias
+    ]
+    if wide:
+        more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
+        needed = events_needed(mechanism, missing, limits)
+        lacks.append(
+            f"equivalence within {limits.negligible_bias:g} is not proven for "
+            f"{', '.join(wide[:3])}{more}"
+            + (f": about {needed:,} events would be needed" if needed > mechanism.n_events else "")
+        )
+    return lacks
+
+
+def _too_little(
+    evidence: Evidence, limits: Limits, numbers: dict[str, Number], lacks: list[str]
+) -> Verdict:
+    mechanism, missing = evidence.mechanism, evidence.missingness
+    sentence = "No test finds a pattern, and nothing proves that there is none."
+    order = ["events", "difference", "bias"]
+    if mechanism is not None and missing is not None:
+        sentence = unproven(mechanism, MIN_BLAMED)
+        if events_needed(mechanism, missing, limits) > limits.min_events:
+            order = ["difference", "events", "bias"]
+    short = [numbers[n] for n in order if n in numbers and not numbers[n].ok]
+    deciding = short[0] if short else numbers["loss"]
+    return Verdict(
+        level="INCONCLUSIVE",
+        kind="too-little-evidence",
+        sentence=f"{lost(evidence.accounting)}. {sentence}",
+        deciding=deciding,
+        numbers=list(numbers.values()),
+        lacks=lacks,
+        next_steps=[
+            "Harvest longer, with the same settings, or without loss (--overflow block).",
+            f"Or show that a bias of {numbers['bias'].value:.2f} standard deviations, the worst "
+            "case, does not matter to you.",
+        ],
+    )
+
+
+def _farthest(found: list[Difference]) -> Difference | None:
+    asked = [d for d in found if d.covariate.group != "system" and d.equivalence is not None]
+    return max(
+        asked,
+        key=lambda d: max(abs(d.equivalence.low), abs(d.equivalence.high)) if d.equivalence else 0,
+        default=None,
+    )
+
+
+def _stored_off(difference: Difference) -> float:
+    return abs(difference.before_weighting.value) if difference.before_weighting else 0.0

@@ -1,0 +1,283 @@
+"""Words of the verdict: what losses go with, and what to do about it.
+
+Beside the verdict, which asks for them; from the result's models alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+from actds_validators.audit.result import (
+    Accounting,
+    Association,
+    Coverage,
+    Limits,
+    Mechanism,
+    Missingness,
+    StratumLoss,
+    Weighting,
+)
+
+CLEAR_P = 0.001
+"""Tests of an adjusted p up to this are told apart by their differences, not by their p."""
+DOMINANT = 0.1
+"""Share of the squared deviation from which on one token id at one position stands out."""
+WORTHWHILE = 0.9
+"""Weights are advised where they bring the largest bias below so much of itself."""
+
+__all__ = [
+    "adjusted",
+    "asked",
+    "dependence",
+    "events_needed",
+    "fewer",
+    "largest",
+    "look_when",
+    "lost",
+    "on_reuse",
+    "on_strata",
+    "on_unresolved",
+    "remedy",
+    "stratum_words",
+    "training",
+    "unproven",
+    "unresolved_first",
+]
+
+
+def largest(tests: list[Association], missing: Missingness) -> Association:
+    """Return the test to name: of those clearly rejected, the one of the largest difference.
+
+    Which of two tiny p is smaller says nothing. Where none is clear, the smallest p.
+    """
+    smd = {d.covariate.name: abs(d.smd.value) for d in missing.differences}
+    least = min(t.adjusted_p for t in tests)
+    clear = [t for t in tests if t.adjusted_p <= max(least, CLEAR_P)]
+    return max(clear, key=lambda t: (smd.get(t.covariate.name, 0.0), -t.adjusted_p))
+
+
+def adjusted(test: Association) -> str:
+    """Return a test's adjusted p in words; which of two tiny ones it is says nothing."""
+    p = test.adjusted_p
+    return "adjusted p < 0.0001" if p < 1e-4 else f"adjusted p {p:.2g}"
+
+
+def dependence(mechanism: Mechanism, missing: Missingness, content: list[Association]) -> str:
+    """Return what the losses go with, and whether the load can be why.
+
+    Tokens of one step met the same load: only `within` tells content from it. The other tests
+    compare steps, whose mix of phases, positions and lengths changes with the load: a queue that
+    prefill filled overflows some steps later, under drop_newest over more decode than usual.
+    """
+    within = [t for t in content if t.name == "within"]
+    first = largest(within or content, missing)
+    named, p = first.covariate.label, adjusted(first)
+    words = {"content": "content", "values": "the values"}
+    what = " and ".join(words[g] for g in sorted({t.covariate.group for t in content}))
+    if within:
+        return (
+            f"Losses go with {what}: {named} differs even among the tokens of one step ({p}), "
+            "which the load of the step does not explain."
+        )
+    if any(t.name == "within" for t in mechanism.tests):
+        inside = "Tests among the tokens of one step, which met the same load, reject nothing."
+    else:
+        inside = "No test among the tokens of one step could be made to tell content from load."
+    with_load = any(
+        t.rejected and t.covariate.group == "system" and t.name != "change" for t in mechanism.tests
+    )
+    if what == "content":
+        too = "They go with the load too. " if with_load else ""
+        return (
+            f"Losses go with what the steps held ({named}, {p}), which can come from the load "
+            f"alone: the mix of phases, positions and lengths changes with it. {too}{inside}"
+        )
+    load = (
+        "They go with the load too, which can be why."
+        if with_load
+        else "No test of the load is rejected."
+    )
+    return f"Losses go with {what} of whole steps ({named}, {p}). {load} {inside}"
+
+
+def fewer(test: Association) -> str:
+    """Return which steps are under-represented among the stored rows, as the test found them.
+
+    Its own sign says so: the mean over lost tokens, in which wide steps weigh more, may lie on the
+    other side.
+    """
+    if test.name == "change":
+        return f"its rate changed, {test.note}" if test.note else "its rate changed"
+    if test.covariate.name.startswith("load_"):
+        return f"{'busy' if test.statistic > 0 else 'quiet'} times are under-represented"
+    side = "above" if test.statistic > 0 else "below"
+    return f"steps where that is {side} its mean are under-represented"
+
+
+def unproven(mechanism: Mechanism, least: int) -> str:
+    """Return what is said where nothing is blamed and nothing is proven.
+
+    No covariate is named: of thirty intervals some leave out 0 in most runs, however harmless.
+    """
+    n = mechanism.n_events
+    if n < least:
+        return (
+            f"All losses are {n} independent event{'' if n == 1 else 's'}: whatever those met "
+            "looks like a cause, and nothing tells which."
+        )
+    return "No test finds a pattern, and nothing proves that there is none."
+
+
+def lost(account: Accounting) -> str:
+    """Return the share lost in words, with the largest cause where there are several."""
+    said = f"{account.loss_share:.2%} of the computed tokens are lost"
+    causes = [w for w in account.waterfall if w.name in ("dropped", "aborted")]
+    if len(causes) > 1:
+        most = max(causes, key=lambda w: w.n_positions)
+        part = most.n_positions / sum(w.n_positions for w in causes)
+        said += f" ({part:.0%} of them {most.name}: {most.reason or 'no reason given'})"
+    return said
+
+
+_PLACES = {
+    "special tokens": "the special tokens",
+    "position": "the tokens at position {}",
+    "position from the end": "the tokens {} positions from the end of their request",
+    "phase": "the {} tokens",
+    "tail of a value": "the {}",
+    "first prompt block": "the requests of first prompt block {}",
+}
+
+
+def stratum_words(stratum: StratumLoss) -> str:
+    """Return the name of a stratum in a sentence."""
+    words = _PLACES.get(stratum.kind, f"{stratum.kind} {{}}")
+    return words.format(stratum.label.replace("{", "").replace("}", ""))
+
+
+def on_strata(found: list[StratumLoss], share: float) -> str:
+    """Return what the worst stratum lost, beside all."""
+    worst = found[0]
+    if worst.n_lost == worst.n:
+        said = f"All {worst.n:,} rows of {stratum_words(worst)} are lost"
+    else:
+        said = (
+            f"{worst.rate:.0%} of the rows of {stratum_words(worst)} are lost "
+            f"({worst.n_lost:,} of {worst.n:,})"
+        )
+    others = len(found) - 1
+    more = (
+        f"; {others} more kind{'s' if others > 1 else ''} of token lost too much" if others else ""
+    )
+    return f"{said}, where {share:.2%} of all are{more}."
+
+
+def unresolved_first(account: Accounting) -> str:
+    """Return the largest hole where it is references, in a sentence."""
+    share = account.unresolved / max(1, account.cache_ref)
+    return (
+        f"{share:.1%} of the cache references ({account.unresolved:,} positions, more than were "
+        "lost) lead to no stored row."
+    )
+
+
+def events_needed(mechanism: Mechanism, missing: Missingness, limits: Limits) -> int:
+    """Return about how many loss events the widest equivalence interval would need, at least.
+
+    An interval narrows with the root of the number of events.
+    """
+    halves = [
+        (d.equivalence.high - d.equivalence.low) / 2
+        for d in missing.differences
+        if d.equivalence and d.covariate.group != "system"
+    ]
+    widest = max(halves, default=0.0) / limits.negligible_bias
+    return math.ceil(mechanism.n_events * max(1.0, widest**2) - 1e-6)
+
+
+def on_unresolved(account: Accounting, limits: Limits) -> list[str]:
+    """Return the step for references that lead nowhere, where there are too many."""
+    share = account.unresolved / max(1, account.cache_ref)
+    if share <= limits.max_unresolved:
+        return []
+    return [
+        f"{share:.1%} of the cache references point to rows that are not stored: no weight puts "
+        "those back. Harvest with an empty prefix cache, or leave those prompts out."
+    ]
+
+
+def look_when(rejected: list[Association]) -> list[str]:
+    """Return what to do about a loss rate that changed in time, which no weight mends."""
+    if not any(t.name == "change" for t in rejected):
+        return []
+    return ["Look at the trace: what changed at that time? Weights by load do not mend it."]
+
+
+def remedy(weighting: Weighting | None, words: str) -> list[str]:
+    """Return the step to train with weights, with what they do.
+
+    None where they do little; where they make something worse, what that is instead.
+    """
+    if weighting is None:
+        return []
+    before, after = (
+        max((getattr(b, side) for b in weighting.balance), default=0.0)
+        for side in ("before", "after")
+    )
+    if not after < WORTHWHILE * before:
+        return []
+    changes = ", ".join(
+        f"{b.group} from {b.before:.3g} to {b.after:.3g}" for b in weighting.balance
+    )
+    if weighting.worse:
+        worst = weighting.worse[0]
+        others = len(weighting.worse) - 1
+        more = f", and {others} more" if others else ""
+        return [
+            f"Weights (--weights) are not advised: they change the largest biases ({changes}), but "
+            f"make {worst.label} worse ({worst.before:.3g} to {worst.after:.3g}{more})."
+        ]
+    return [f"{words}; the largest bias of a mean of stored rows changes: {changes}."]
+
+
+def asked(missing: Missingness, both: str = "and") -> str:
+    """Return what was tested beside the system; ``both`` joins content and readouts."""
+    has_values = any(d.covariate.group == "values" for d in missing.differences)
+    other = f"{both} readout" if has_values else "that was tested"
+    return f"content covariate {other}"
+
+
+def training(missing: Missingness) -> list[str]:
+    """Return the step to train, with what could not be asked."""
+    if any(d.covariate.group == "values" for d in missing.differences):
+        return ["Train on it."]
+    return [
+        "Train on it, if what you study is not the values themselves: without readouts nobody can "
+        "say whether losses go with them."
+    ]
+
+
+def on_reuse(account: Accounting, coverage: Coverage | None) -> list[str]:
+    """Return the step to weigh rows as they were served, where any were served again.
+
+    With it, which rows would be most of what such weights see, and how to leave them out.
+    """
+    if not account.cache_ref:
+        return []
+    reused = account.cache_ref / max(1, account.positions)
+    said = (
+        f"{reused:.0%} of the positions were served from the prefix cache: to weigh rows as they "
+        'were served, load with weights="multiplicity"'
+    )
+    cell = coverage.dominant if coverage else None
+    if cell is None or cell.share < DOMINANT or not cell.exclude:
+        return [f"{said}."]
+    names = ", ".join(f'"{name}"' for name in cell.exclude)
+    exclude = names if len(cell.exclude) == 1 else f"({names})"
+    rows = f"{cell.n_rows:,} row{'' if cell.n_rows == 1 else 's'}"
+    return [
+        f"{said}, exclude={exclude}. Without exclude, token id {cell.token_id} at position "
+        f"{cell.position} ({rows}, served {cell.n_served:,} times) is {cell.share:.0%} of the "
+        f"squared deviation of the norm at {cell.hook}: special tokens and attention sinks would "
+        "be most of what a model of the rows learns."
+    ]

@@ -1,0 +1,307 @@
+"""Weights: what would make the stored rows stand for all that were computed.
+
+The remedy of the audit: inverse-probability weights by cells of load and complexity; the rates of
+the cells are shrunk to those of their load, and these to the common one. They mend what goes with
+load and complexity, and nothing else. Imports the passes' sums, the statistics and the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from actds_validators.audit.missingness import estimate, unbounded
+from actds_validators.audit.result import (
+    Balance,
+    Covariate,
+    Difference,
+    Estimate,
+    Group,
+    WeightCell,
+    Weighting,
+    Worse,
+)
+from actds_validators.audit.series import SYSTEM, Series
+from actds_validators.audit.tokens import CellEdges, TokenSums
+from actds_validators.audit.values import ValueSums
+from actds_validators.statistics.jackknife import Interval, from_replicates, smd
+from actds_validators.statistics.runs import Floats
+from actds_validators.statistics.weighting import (
+    effective_rows,
+    inverse_probability,
+    nested_rates,
+    shrunken_rates,
+)
+
+__all__ = [
+    "Cells",
+    "StoredCells",
+    "after_weighting",
+    "cell_edges",
+    "counted_cells",
+    "stored_cells",
+    "weigh",
+    "weighting",
+]
+
+N_LOADS = 10
+RARITY_EDGES = (4.0, 6.0, 8.0, 10.0, 12.0)
+POSITION_EDGES = (16.0, 64.0, 256.0, 1024.0)
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells: load by complexity.
+
+    Args:
+        edges: of load and complexity.
+        load_max: largest load.
+        n: computed tokens ``(n_loads, n_complexities)``.
+        lost: lost ones.
+        rates: share lost, shrunk; ``None`` before `weigh`.
+        weights: of a stored row; ``None`` before `weigh` or when nothing is stored.
+    """
+
+    edges: CellEdges
+    load_max: float
+    n: Floats
+    lost: Floats
+    rates: Floats | None = None
+    weights: Floats | None = None
+
+
+def cell_edges(series: Series, *, has_ids: bool) -> CellEdges:
+    """Return the edges of a series' cells: deciles of the load over tokens."""
+    order = np.argsort(series.load, kind="stable")
+    reached = np.cumsum(series.computed[order]) / series.computed.sum()
+    at = np.searchsorted(reached, np.arange(1, N_LOADS) / N_LOADS)
+    load = tuple(float(e) for e in np.unique(series.load[order][at].astype(np.float32)))
+    name, inner = ("rarity", RARITY_EDGES) if has_ids else ("position", POSITION_EDGES)
+    return CellEdges(load, name, inner)
+
+
+def counted_cells(edges: CellEdges, series: Series, sums: TokenSums) -> Cells:
+    """Return the cells with their computed and lost tokens."""
+    return _counted(edges, float(series.load.max()), sums.cell_n.sum(axis=1))
+
+
+def _counted(edges: CellEdges, load_max: float, n: Floats) -> Cells:
+    """Return cells of stored and lost tokens ``(2, n_cells)``.
+
+    Lost tokens whose id nobody knows are spread over the cells of their load as the known ones
+    are, or the stored ones where none is known.
+    """
+    stored, lost = (side.reshape(edges.shape).copy() for side in n)
+    if edges.has_unknown and lost[:, -1].any():
+        known = lost[:, :-1].sum(axis=1, keepdims=True)
+        like = np.where(known > 0, lost[:, :-1], stored[:, :-1])
+        total = like.sum(axis=1, keepdims=True)
+        share = np.divide(like, total, out=np.zeros_like(like), where=total > 0)
+        spread = share * lost[:, -1:]
+        lost[:, :-1] += spread
+        lost[:, -1] -= spread.sum(axis=1)
+        lost[np.abs(lost) < 1e-9] = 0
+    return Cells(edges, load_max, stored + lost, lost)
+
+
+def weigh(cells: Cells) -> Cells:
+    """Return the counted cells with their rates and weights."""
+    rates = nested_rates(cells.n, cells.lost)
+    if cells.edges.has_unknown:  # of any complexity: like their load
+        rates[:, -1] = shrunken_rates(cells.n.sum(axis=1), cells.lost.sum(axis=1))
+    return replace(cells, rates=rates, weights=inverse_probability(cells.n, cells.lost, rates))
+
+
+@dataclass(frozen=True)
+class StoredCells:
+    """A covariate over the stored rows, by block and cell.
+
+    Args:
+        n: rows that have a value, ``(n_blocks, n_cells)``.
+        x: sum of their values.
+    """
+
+    n: Floats
+    x: Floats
+
+
+def stored_cells(
+    tokens: TokenSums,
+    values: ValueSums | None,
+    covariates: Sequence[Sequence[Covariate]],
+    middle: Floats | None = None,
+) -> dict[str, StoredCells]:
+    """Return every covariate over the stored rows.
+
+    Args:
+        tokens: sums of the tokens' pass.
+        values: of the readouts, if there are any.
+        covariates: of each hook of the readouts.
+        middle: what the readouts' sums are about, ``(n_hooks, n_values)``, with values.
+    """
+    n = tokens.cell_n[0]
+    found = {name: StoredCells(n, tokens.cell_system[k]) for k, name in enumerate(SYSTEM)}
+    for k, name in enumerate(tokens.names):
+        known = tokens.cell_known if name == "rarity" else n
+        found[name] = StoredCells(known, tokens.cell_x[k])
+    if values is not None and middle is not None:
+        n_values = values.cell_n.shape[1]
+        for hook, of_hook in enumerate(covariates):
+            for k, one in enumerate(of_hook):
+                j = k % n_values
+                known, x = values.cell_n[hook, j], values.cell_xx[hook, j]
+                if k < n_values:
+                    x = values.cell_x[hook, j] + middle[hook, j] * known
+                found[one.name] = StoredCells(known, x)
+    return found
+
+
+def after_weighting(
+    cells: Cells,
+    tokens: TokenSums,
+    stored: Sequence[StoredCells],
+    totals: Floats,
+) -> list[Estimate | None]:
+    """Return how far the weighted rows lie from all, one covariate after the other.
+
+    The jackknife leaves a block out of the weights as well: they are made of the same losses.
+
+    Args:
+        cells: with their weights.
+        tokens: sums of the tokens' pass, of which the cells were counted.
+        stored: the covariates over the stored rows.
+        totals: n, sx, sxx, ... over all computed tokens, ``(5, n_covariates, n_blocks)``.
+    """
+    if cells.weights is None:
+        return [None] * len(stored)
+    all_of_it = tokens.cell_n.sum(axis=1)
+    without = [
+        weigh(_counted(cells.edges, cells.load_max, all_of_it - tokens.cell_n[:, block])).weights
+        for block in range(totals.shape[2])
+        if (all_of_it - tokens.cell_n[:, block]).sum() > 0
+    ]
+    replicates = len(without) == totals.shape[2] > 1 and all(w is not None for w in without)
+    w = cells.weights.reshape(-1)
+    sums = totals[:3].sum(axis=2)
+    values = smd(np.stack([*sums, *_weighted(stored, lambda s: s.sum(axis=0) @ w)]))
+    intervals: list[Interval | None] = [None] * len(stored)
+    if replicates:
+        held = np.stack([np.asarray(one).reshape(-1) for one in without])
+        left = sums[:, :, np.newaxis] - totals[:3]
+        parts = _weighted(stored, lambda s: ((s.sum(axis=0) - s) * held).sum(axis=1))
+        intervals = from_replicates(values, smd(np.stack([*left, *parts])))
+    return [
+        estimate(interval)
+        or unbounded(float(value), float(n), effective_rows(w, one.n.sum(axis=0)))
+        for interval, value, n, one in zip(intervals, values, sums[0], stored, strict=True)
+    ]
+
+
+def _weighted(
+    stored: Sequence[StoredCells], weigh_sums: Callable[[Floats], Floats]
+) -> tuple[Floats, Floats]:
+    return (
+        np.stack([weigh_sums(one.n) for one in stored]),
+        np.stack([weigh_sums(one.x) for one in stored]),
+    )
+
+
+def weighting(
+    cells: Cells, differences: Sequence[Difference], negligible: float
+) -> Weighting | None:
+    """Return the section, ``None`` without weights.
+
+    Args:
+        cells: with their weights.
+        differences: of the covariates, before and after weighting.
+        negligible: bias that does not matter, in standard deviations.
+    """
+    if cells.weights is None or cells.rates is None:
+        return None
+    stored = cells.n - cells.lost
+    lows, highs = (0.0, *cells.edges.load), (*cells.edges.load, cells.load_max)
+    listed = [
+        WeightCell(
+            load_low=lows[i],
+            load_high=highs[i],
+            label=_label(cells, j),
+            n=round(cells.n[i, j]),
+            n_lost=round(cells.lost[i, j]),
+            rate=float(cells.rates[i, j]),
+            weight=float(cells.weights[i, j]),
+        )
+        for i in range(cells.n.shape[0])
+        for j in range(cells.n.shape[1])
+        if cells.n[i, j]
+    ]
+    held = cells.weights[stored > 0]
+    empty = int(((stored == 0) & (cells.n > 0)).sum())
+    claim = "MAR-consistent after weighting: true if losses go with load and complexity alone"
+    if empty:
+        claim = f"{empty} cells lost every row: no weight can stand for them"
+    elif np.ptp(held) < 1e-9:
+        claim = "every weight is 1: no load and no complexity lost more than chance"
+    return Weighting(
+        n_cells=len(listed),
+        n_rows=round(stored.sum()),
+        effective_rows=effective_rows(cells.weights.reshape(-1), stored.reshape(-1)),
+        largest=float(cells.weights.max()),
+        complexity=cells.edges.complexity,
+        cells=listed,
+        balance=_balance(differences),
+        worse=_worse(differences, negligible),
+        claim=claim,
+    )
+
+
+def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
+    """Return the covariates whose bias the weights make larger and not negligible, worst first.
+
+    A tenth of what is negligible is no growth.
+
+    The bias before and after is of the same rows: most of its noise is in both, and what an
+    interval of either allows would hide a bias that grew by a quarter.
+    """
+    found = [
+        Worse(
+            label=d.covariate.label,
+            group=d.covariate.group,
+            before=abs(d.before_weighting.value),
+            after=abs(d.after_weighting.value),
+        )
+        for d in differences
+        if d.before_weighting and d.after_weighting
+    ]
+    grown = [one for one in found if one.after > max(negligible, one.before + negligible / 10)]
+    return sorted(grown, key=lambda one: one.before - one.after)
+
+
+def _balance(differences: Sequence[Difference]) -> list[Balance]:
+    """Return the largest bias of each group of covariates, before and after weighting."""
+    found = []
+    for group in get_args(Group):
+        pairs = [
+            (abs(d.before_weighting.value), abs(d.after_weighting.value))
+            for d in differences
+            if d.covariate.group == group and d.before_weighting and d.after_weighting
+        ]
+        if pairs:
+            before, after = (max(side) for side in zip(*pairs, strict=True))
+            found.append(Balance(group=group, before=before, after=after))
+    return found
+
+
+def _label(cells: Cells, j: int) -> str:
+    name, edges = cells.edges.complexity, cells.edges.edges
+    unit = "bits" if name == "rarity" else "tokens"
+    if j > len(edges):
+        return f"{name} unknown"
+    low = edges[j - 1] if j else 0
+    if j == len(edges):
+        return f"{name} from {low:g} {unit}"
+    return f"{name} {low:g} to {edges[j]:g} {unit}"

@@ -1,0 +1,1 @@
+"""The commands ``actds validate`` and ``actds audit``."""

@@ -1,0 +1,250 @@
+"""Validation: the gate before training. Every check that a level asks for, and what they found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from actds import __version__
+from actds.accounting.account import TOTALS
+from actds.errors import ActdsError
+from actds.finding import Finding
+from actds.store import Store, open_store
+from actds_validators.validate.accounting import RunAccount, check_accounting
+from actds_validators.validate.canary import check_canary
+from actds_validators.validate.integrity import check_digests, check_indexes
+from actds_validators.validate.inventory import CheckName, Inventory, take_inventory
+from actds_validators.validate.provenance import check_provenance
+from actds_validators.validate.readouts import RunReadouts, check_readouts
+from actds_validators.validate.structure import check_structure
+from actds_validators.validate.values import check_values
+
+__all__ = ["CHECKS", "LEVELS", "SCHEMA", "Check", "Level", "Validation", "validate"]
+
+Level = Literal["quick", "standard", "full", "deep"]
+State = Literal["passed", "failed", "skipped"]
+Progress = Callable[[str, int], None]
+
+LEVELS: tuple[Level, ...] = ("quick", "standard", "full", "deep")
+SCHEMA = "actds.validate/1"
+CHECKS: dict[CheckName, Level] = {
+    "ledger": "quick",
+    "structure": "quick",
+    "integrity": "quick",
+    "provenance": "quick",
+    "accounting": "standard",
+    "values": "deep",
+}
+"""Every check and the lowest level that runs it; integrity grows with the level."""
+
+_INTEGRITY = {
+    "quick": "sizes of all files, digests of documents",
+    "standard": "sizes of all files, digests of documents and tables",
+    "full": "digests of all files",
+    "deep": "digests of all files, checksums of all chunks",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: what it looked at, and whether it passed."""
+
+    name: CheckName
+    state: State
+    detail: str
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What ``actds validate`` says.
+
+    Args:
+        path: the dataset's path as it was given.
+        level: how much was checked.
+        dataset: its id; None when ``actds.json`` cannot be read.
+        seal: number of the seal that covers the whole ledger, if there is one.
+        digest: digest of that seal, which names the dataset's content.
+        checks: every check, in order.
+        findings: everything found, errors first.
+        runs: totals by run; empty below level ``standard``.
+        duration_s: how long it took.
+    """
+
+    path: str
+    level: Level
+    dataset: str | None
+    seal: int | None
+    digest: str | None
+    checks: list[Check]
+    findings: list[Finding]
+    runs: dict[str, dict[str, int]]
+    duration_s: float
+
+    @property
+    def errors(self) -> list[Finding]:
+        """Return the findings that fail the validation."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """Return the findings that fail it only when asked to be strict."""
+        return [finding for finding in self.findings if finding.severity == "warning"]
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Return the totals over all runs; empty below level ``standard``."""
+        if not self.runs:
+            return {}
+        return {name: sum(run[name] for run in self.runs.values()) for name in TOTALS}
+
+    def exit_code(self, *, strict: bool = False) -> int:
+        """Return 0 clean, 1 findings, 3 not readable as a dataset.
+
+        Args:
+            strict: count warnings as findings.
+        """
+        if self.dataset is None:
+            return 3
+        return int(bool(self.errors or (strict and self.warnings)))
+
+    def as_json(self, *, strict: bool = False) -> dict[str, Any]:
+        """Return the validation under the schema ``actds.validate/1``."""
+        return {
+            "schema": SCHEMA,
+            "actds": __version__,
+            "path": self.path,
+            "dataset": self.dataset,
+            "level": self.level,
+            "strict": strict,
+            "ok": self.exit_code(strict=strict) == 0,
+            "exit_code": self.exit_code(strict=strict),
+            "sealed": self.seal is not None,
+            "seal": self.seal,
+            "digest": self.digest,
+            "checks": [
+                {"name": check.name, "state": check.state, "detail": check.detail}
+                for check in self.checks
+            ],
+            "findings": [finding.as_json() for finding in self.findings],
+            "runs": self.runs,
+            "totals": self.totals,
+            "duration_s": round(self.duration_s, 3),
+        }
+
+
+def validate(
+    path: str | Path | Store,
+    level: Level = "full",
+    progress: Progress = lambda what, amount: None,
+) -> Validation:
+    """Check a dataset against the spec and return everything that was found.
+
+    ``quick`` reads the ledger, the documents and the sizes of all files. ``standard`` reads the
+    tables as well and accounts for every position. ``full`` reads and hashes every byte. ``deep``
+    decodes every chunk and looks at the values. ``full`` is the default: it is the lowest level
+    that would notice changed activations, and a gate that lets those through is none.
+
+    A file is hashed before it is parsed, and one whose digest differs is not parsed at all.
+
+    Args:
+        path: the dataset.
+        level: how much to check.
+        progress: called with what is done (``bytes``, ``rows``, ``values``) and how much of it.
+
+    Spec: 0.1 section 12.
+    """
+    began = time.monotonic()
+    store = open_store(path) if isinstance(path, str | Path) else path
+    try:
+        inventory = take_inventory(store)
+    except ActdsError as error:
+        return _unreadable(store, level, error, began)
+    check_structure(inventory)
+    check_provenance(inventory)
+    if level in ("full", "deep"):
+        check_digests(inventory, lambda amount: progress("bytes", amount))
+        check_indexes(inventory)
+    accounts: list[RunAccount] = []
+    readouts: dict[str, RunReadouts] = {}
+    if level != "quick":
+        accounts = check_accounting(inventory, lambda amount: progress("rows", amount))
+        check_canary(inventory)
+        readouts = check_readouts(inventory, values=level == "deep")
+    if level == "deep":
+        check_values(inventory, lambda amount: progress("values", amount), readouts)
+    return _result(inventory, level, accounts, began)
+
+
+def _unreadable(store: Store, level: Level, error: ActdsError, began: float) -> Validation:
+    name: CheckName = "structure"
+    checks = [Check(check, "failed" if check == name else "skipped", "") for check in CHECKS]
+    finding = Finding.from_error(error)
+    took = time.monotonic() - began
+    return Validation(store.uri, level, None, None, None, checks, [finding], {}, took)
+
+
+def _result(
+    inventory: Inventory, level: Level, accounts: list[RunAccount], began: float
+) -> Validation:
+    order = {"error": 0, "warning": 1, "note": 2}
+    found = [finding for _, finding in inventory.findings]
+    findings = sorted(
+        dict.fromkeys(found), key=lambda finding: (order[finding.severity], finding.code)
+    )
+    seal = inventory.seal
+    return Validation(
+        path=inventory.store.uri,
+        level=level,
+        dataset=inventory.genesis.dataset,
+        seal=seal.n if seal else None,
+        digest=inventory.seal_sha256 if seal else None,
+        checks=[_check(inventory, name, level, accounts) for name in CHECKS],
+        findings=findings,
+        runs={one.run: one.account.totals for one in accounts},
+        duration_s=time.monotonic() - began,
+    )
+
+
+def _check(
+    inventory: Inventory, name: CheckName, level: Level, accounts: list[RunAccount]
+) -> Check:
+    if LEVELS.index(CHECKS[name]) > LEVELS.index(level):
+        return Check(name, "skipped", f"level {CHECKS[name]} runs it")
+    failed = any(
+        check == name and finding.severity == "error" for check, finding in inventory.findings
+    )
+    unjudged = name == "accounting" and any(not one.complete for one in accounts)
+    state: State = "failed" if failed or unjudged else "passed"
+    return Check(name, state, _detail(inventory, name, level, accounts))
+
+
+def _detail(inventory: Inventory, name: CheckName, level: Level, accounts: list[RunAccount]) -> str:
+    """Return what a check looked at, in a few words."""
+    match name:
+        case "ledger":
+            n_records = sum(len(chain.records) for chain in inventory.chains.values())
+            return (
+                f"chains {len(inventory.chains)}, records {n_records}, seals {len(inventory.seals)}"
+            )
+        case "structure":
+            n_hooks = len(inventory.genesis.hooks)
+            return f"shards {len(inventory.shards)}, hooks {n_hooks}, files {len(inventory.files)}"
+        case "integrity":
+            return _INTEGRITY[level]
+        case "provenance":
+            return f"run records {len(inventory.runs)}"
+        case "accounting":
+            return _accounted(inventory, accounts)
+        case "values":
+            return "every row of every hook decoded"
+
+
+def _accounted(inventory: Inventory, accounts: list[RunAccount]) -> str:
+    judged = [one for one in accounts if one.complete]
+    rows = sum(one.account.totals["rows"] for one in judged)
+    runs = inventory.runs_with_data
+    text = f"runs {len(judged)} of {len(runs)}, rows {rows:,} against the census"
+    return text if len(judged) == len(runs) else f"{text}; the others cannot be read"

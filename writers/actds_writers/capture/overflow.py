@@ -1,0 +1,341 @@
+"""Overflow: which steps are on their way to the writer, and which one is given up for another.
+
+Stages 1 and 2 of the token's way, as a book: knows the space of both rings and the link to the
+writer, and no tensor. Steps stay in the worker until the writer asks for more: only so can the
+oldest step still be given up. Whole step slices are lost, never half a row set.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Literal
+
+import numpy as np
+
+from actds.errors import ActdsError
+from actds_writers.ipc.link import Policy
+from actds_writers.ipc.messages import RingFree, Stall, StepDropped, StepRows, StepsDropped
+from actds_writers.ipc.ring import RingSpace
+
+NO_TOKENS = np.empty(0, np.int64)
+AHEAD = 2
+"""Messages that the writer may hold at once; the next is announced while it copies the last."""
+LOSSES_AT_ONCE = 256
+NOTES_NBYTES = 64 << 20
+"""Memory of the notes on dropped steps; beyond it the engine waits, whatever the policy."""
+
+State = Literal["staged", "moving", "ready", "sent", "dropped"]
+
+
+@dataclass
+class Entry:
+    """A step on its way.
+
+    Args:
+        step: number of the step.
+        slot: where it lies in the staging ring, ``None`` when it holds no rows there.
+        state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, ``sent``, or ``dropped``.
+        reason: why it was dropped.
+        stalls: when a stage waited for it.
+        message: what the writer is told; set when the rows' identity is known.
+        dropped_ns: wall clock of the drop.
+        depth: slices in the host ring at the drop.
+    """
+
+    step: int
+    slot: int | None
+    state: State = "staged"
+    reason: str | None = None
+    stalls: list[Stall] = field(default_factory=list)
+    message: StepRows | None = None
+    dropped_ns: int = 0
+    depth: int = 0
+
+
+class Handover:
+    """Hands steps to the writer under an overflow policy.
+
+    Args:
+        writer: connection to the writer process.
+        staging: book of the staging ring.
+        ring: book of the host ring.
+        policy: what to do when a ring is full.
+        on_drop: told of every dropped step, in the thread that caused it.
+    """
+
+    def __init__(
+        self,
+        writer: Connection,
+        staging: RingSpace,
+        ring: RingSpace,
+        policy: Policy,
+        on_drop: Callable[[int, str], None],
+    ) -> None:
+        self._writer, self._staging, self._ring = writer, staging, ring
+        self._policy, self._on_drop = policy, on_drop
+        self._queue: deque[Entry] = deque()
+        # The same entries by what may be given up; those that went on are passed over.
+        self._in_staging: deque[Entry] = deque()
+        self._in_ring: deque[Entry] = deque()
+        self._n_ahead = 0
+        self._notes_nbytes = 0
+        self._changed = threading.Condition()
+        self._gone = False
+        self._closed = False
+        self._ring_is_full = False
+        self.writer_state: RingFree | None = None
+        self._listener = threading.Thread(target=self._listen, name="actds-handover", daemon=True)
+        self._listener.start()
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        """Return the slices in the staging ring and in the host ring."""
+        return self._staging.depth, self._ring.depth
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether every step has been taken by the writer."""
+        with self._changed:
+            return not self._queue and self._n_ahead == 0
+
+    # the engine's thread ----------------------------------------------------------------------
+
+    def admit(self, nbytes: int, step: int) -> Entry:
+        """Enter a step; return its entry, which is ``dropped`` when there is no room for it.
+
+        The step's rows go to the entry's slot; then the entry is ready to ``move``.
+
+        Args:
+            nbytes: bytes of the step over all hooks; 0 for a step of which nothing is stored.
+            step: number of the step.
+
+        Raises:
+            ActdsError: E502 when the writer is gone, E009 when no ring would ever hold it.
+        """
+        with self._changed:
+            entry = Entry(step, None)
+            while self._notes_nbytes > NOTES_NBYTES:
+                self._wait(entry, "staging", self._staging.depth)
+            while nbytes:
+                self._check()
+                entry.slot = self._staging.reserve(nbytes)
+                if entry.slot is not None:
+                    break
+                if self._policy == "block":
+                    self._wait(entry, "staging", self._staging.depth)
+                elif self._policy == "drop_newest" or not self._drop_staged():
+                    self._drop(entry, "queue_full" if self._ring_is_full else "dma_backpressure")
+                    break
+            self._queue.append(entry)
+            if entry.slot is not None:
+                self._in_staging.append(entry)
+            return entry
+
+    # the transfer's thread --------------------------------------------------------------------
+
+    def place(self, entry: Entry, nbytes: int) -> int | None:
+        """Return where an entry's rows go in the host ring, ``None`` when it is dropped.
+
+        Args:
+            entry: an entry in step order, its identity known.
+            nbytes: bytes of the rows that are stored, over all hooks.
+
+        Raises:
+            ActdsError: E502 when the writer is gone.
+        """
+        with self._changed:
+            if entry.state == "dropped" or not nbytes:
+                return None
+            entry.state = "moving"
+            while True:
+                self._check()
+                offset = self._ring.reserve(nbytes)
+                if offset is not None:
+                    return offset
+                if self._policy == "drop_oldest":
+                    if not self._drop_ready():
+                        # All that is older is with the writer already.
+                        self._free_slot(entry)
+                        self._drop(entry, "queue_full")
+                        return None
+                    continue
+                self._ring_is_full = True
+                self._wait(entry, "ring", self._ring.depth)
+                self._ring_is_full = False
+
+    def moved(self, entry: Entry, message: StepRows) -> None:
+        """Take an entry that is complete: its rows are in the host ring, or it was dropped.
+
+        Raises:
+            ActdsError: E502 when the writer is gone.
+        """
+        with self._changed:
+            self._free_slot(entry)
+            stage1, stage2 = self.depths
+            entry.message = replace(
+                message, stalls=tuple(entry.stalls), depth_stage1=stage1, depth_stage2=stage2
+            )
+            if entry.state == "dropped":
+                self._note(entry)
+            else:
+                entry.state = "ready"
+                if entry.message.nbytes:
+                    self._in_ring.append(entry)
+            self._pump()
+
+    def tell(self, message: object) -> None:
+        """Tell the writer something beside the steps.
+
+        Raises:
+            ActdsError: E502 when the writer is gone.
+        """
+        with self._changed:
+            self._check()
+            try:
+                self._writer.send(message)
+            except OSError:
+                self._gone = True
+                self._check()
+
+    def give_up(self) -> None:
+        """Wake whoever waits: nothing moves any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the link; the writer learns that nothing more comes."""
+        self.give_up()
+        # A plain close leaves the socket open for as long as the listener waits on it.
+        with socket.socket(fileno=os.dup(self._writer.fileno())) as link, suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)
+        self._listener.join()
+        self._writer.close()
+
+    # under the lock ---------------------------------------------------------------------------
+
+    def _wait(self, entry: Entry, stage: str, depth: int) -> None:
+        """Wait for a change; the time counts as one stall of the stage."""
+        began, began_ns = time.monotonic_ns(), time.time_ns()
+        self._changed.wait()
+        stall = Stall(stage, began_ns, time.monotonic_ns() - began, depth, entry.step)
+        if entry.stalls and entry.stalls[-1].stage == stage:
+            before = entry.stalls.pop()
+            stall = replace(before, duration_ns=began_ns + stall.duration_ns - before.t_ns)
+        entry.stalls.append(stall)
+        self._check()
+
+    def _drop(self, entry: Entry, reason: str) -> None:
+        entry.state, entry.reason = "dropped", reason
+        entry.dropped_ns, entry.depth = time.time_ns(), self._ring.depth
+        self._on_drop(entry.step, reason)
+
+    def _drop_staged(self) -> bool:
+        """Give up the oldest step that waits in stage 1; return whether there was one."""
+        while self._in_staging:
+            waiting = self._in_staging.popleft()
+            if waiting.state == "staged":
+                self._free_slot(waiting)
+                self._drop(waiting, "queue_full" if self._ring_is_full else "dma_backpressure")
+                return True
+        return False
+
+    def _drop_ready(self) -> bool:
+        """Give up the oldest step that the writer does not hold; return whether there was one."""
+        while self._in_ring:
+            waiting = self._in_ring.popleft()
+            if waiting.state == "ready" and waiting.message is not None:
+                self._ring.free(waiting.message.offset)
+                self._drop(waiting, "queue_full")
+                self._note(waiting)
+                return True
+        return False
+
+    def _note(self, entry: Entry) -> None:
+        """Keep of a dropped step only what its log needs."""
+        assert entry.message is not None
+        entry.message = replace(entry.message, offset=0, nbytes=0, token_ids=NO_TOKENS)
+        self._notes_nbytes += _note_nbytes(entry.message)
+
+    def _free_slot(self, entry: Entry) -> None:
+        if entry.slot is not None:
+            self._staging.free(entry.slot)
+            entry.slot = None
+            self._changed.notify_all()
+
+    def _pump(self) -> None:
+        """Announce steps to the writer, as many as it may hold, in step order."""
+        self._check()
+        # A loss counts as well: to a writer that stands still nothing may be sent without end.
+        while self._n_ahead < AHEAD and (message := self._next()) is not None:
+            self._n_ahead += 1
+            try:
+                self._writer.send(message)
+            except OSError:
+                self._gone = True
+                self._changed.notify_all()
+                self._check()
+        for book, state in ((self._in_staging, "staged"), (self._in_ring, "ready")):
+            while book and book[0].state != state:
+                book.popleft()
+        self._changed.notify_all()
+
+    def _next(self) -> StepRows | StepsDropped | None:
+        """Return what the writer is told next: a step, or all losses up to the next one."""
+        losses: list[StepDropped] = []
+        while self._queue and self._queue[0].message is not None:
+            entry = self._queue[0]
+            message = entry.message
+            assert message is not None
+            if entry.state == "dropped" and len(losses) < LOSSES_AT_ONCE:
+                self._queue.popleft()
+                self._notes_nbytes -= _note_nbytes(message)
+                reason = entry.reason or "queue_full"
+                losses.append(
+                    StepDropped(message, reason, self._policy, entry.dropped_ns, entry.depth)
+                )
+            elif losses:
+                break
+            else:
+                self._queue.popleft()
+                entry.state = "sent"
+                return message
+        return StepsDropped(tuple(losses)) if losses else None
+
+    def _listen(self) -> None:
+        """Take the writer's acknowledgements for as long as it lives."""
+        while True:
+            try:
+                message = self._writer.recv()
+            except Exception:  # whatever ends this thread must wake the one that waits for it
+                with self._changed:
+                    self._gone = True
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self.writer_state = message
+                if message.offset is not None:
+                    self._ring.free(message.offset)
+                self._n_ahead -= 1
+                if not self._gone:
+                    try:
+                        self._pump()
+                    except ActdsError:
+                        return  # the next call of the worker says so
+
+    def _check(self) -> None:
+        if self._gone or self._closed:
+            raise ActdsError("E502", "ring", got="the writer process is gone", expected="a writer")
+
+
+def _note_nbytes(message: StepRows) -> int:
+    arrays = (message.requests, message.n_rows, message.prompt_lens, message.positions)
+    return 512 + sum(array.nbytes for array in arrays)

@@ -1,0 +1,455 @@
+"""Stages 1 and 2: every step from the hooks' buffers to the writer, beside the engine.
+
+The engine's thread copies a step into the staging ring on the device and goes on. Two threads take
+it from there: one reads who the rows are and sends their readouts through a narrow lane that no
+overflow policy touches, the other moves the rows into the host ring. Knows no engine; a worker of
+any engine hands its steps over here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from actds.errors import ActdsError
+from actds_writers.capture.op import HookBuffers
+from actds_writers.capture.overflow import Entry, Handover
+from actds_writers.capture.readouts import Lane, Rows
+from actds_writers.capture.transfer import Copier, Mark, host_memory, typed
+from actds_writers.ipc import ring
+from actds_writers.ipc.link import Link
+from actds_writers.ipc.messages import (
+    EVERYTHING,
+    BoolArray,
+    Fact,
+    Failed,
+    HookSpec,
+    IntArray,
+    LeftOut,
+    Stall,
+    StepExecuted,
+    StepLost,
+    StepRows,
+    WorkerHello,
+)
+from actds_writers.ipc.ring import ALIGNMENT, RingSpace
+from actds_writers.sizing.needs import NARROW_NBYTES, NARROW_STEPS
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that the model just ran, as the engine's host state knows it.
+
+    Args:
+        step: number of the step.
+        requests: request number of each scheduled request, in row order.
+        n_rows: rows of each.
+        prompt_lens: prompt tokens of each.
+        left_out: what the sampling rules say of each; empty when they say nothing.
+        finished: requests that ended before this step.
+        duration_ns: how long the model ran, as far as the host can tell.
+        kernel_mode: ``eager``, ``compiled`` or ``cudagraph``.
+        began: mark before the model ran, where the device keeps the time.
+    """
+
+    step: int
+    requests: IntArray
+    n_rows: IntArray
+    prompt_lens: IntArray
+    left_out: tuple[LeftOut, ...]
+    finished: tuple[int, ...]
+    duration_ns: int
+    kernel_mode: str | None
+    began: Mark | None = None
+
+    def kept(self, positions: IntArray) -> BoolArray | None:
+        """Return which rows are stored, ``None`` for all."""
+        if all(out == EVERYTHING for out in self.left_out):
+            return None
+        prefill = np.array([out.prefill is None for out in self.left_out])
+        decode = np.array([out.decode is None for out in self.left_out])
+        per_row = [np.repeat(values, self.n_rows) for values in (prefill, decode, self.prompt_lens)]
+        mask: BoolArray = np.where(positions < per_row[2], per_row[0], per_row[1])
+        return mask
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Return whether no row is stored, whatever its position."""
+        return bool(self.left_out) and all(
+            out.prefill is not None and out.decode is not None for out in self.left_out
+        )
+
+
+@dataclass
+class _Moving:
+    """A step between the engine's thread and the writer."""
+
+    step: Step
+    entry: Entry
+    n_rows: int
+    narrow: int
+    done: Mark
+    t_ns: int
+    message: StepRows | None = None
+    identified: threading.Event = field(default_factory=threading.Event)
+
+
+class Stages:
+    """Takes steps from one worker's hooks to writer and census.
+
+    Args:
+        link: where they listen.
+        buffers: what the hooks fill.
+        hooks: the hooks, in the buffers' order.
+        max_rows: rows of the largest step, padding excluded.
+
+    Raises:
+        ActdsError: E503 when memory cannot be reserved, E506 when nobody listens.
+    """
+
+    def __init__(
+        self, link: Link, buffers: HookBuffers, hooks: tuple[HookSpec, ...], max_rows: int
+    ) -> None:
+        self._buffers, self._hooks, self._max_rows = buffers, hooks, max_rows
+        self._n_hooks, _, self._d_model = buffers.rows.shape
+        self._width = buffers.readouts.shape[2]
+        self._device = buffers.rows.device
+        self._row_nbytes = self._n_hooks * self._d_model * buffers.rows.element_size()
+        self._readout_nbytes = 4 * self._n_hooks * self._width
+        self._error: ActdsError | None = None
+        self.n_engine_waits = 0
+
+        row_step = _aligned(self._row_nbytes * max_rows)
+        narrow_step = self._narrow_nbytes(max_rows)
+        self._staging = RingSpace(max(link.staging_nbytes, row_step))
+        self._narrow = RingSpace(max(NARROW_NBYTES, NARROW_STEPS * narrow_step))
+        self._narrow_freed = threading.Condition()
+        self._staging_memory = self._device_bytes(self._staging.capacity)
+        self._narrow_memory = self._device_bytes(self._narrow.capacity)
+        # Two steps at least, so that the writer reads one while the transfer fills the other.
+        self.ring_path = Path(link.folder) / "ring"
+        self.ring_nbytes = _pages(max(link.ring_nbytes, 2 * row_step))
+        self._ring = RingSpace(self.ring_nbytes)
+        self._host = host_memory(ring.create(self.ring_path, self.ring_nbytes), self._device)
+        self.lane: Lane | None = None
+        if self._width:
+            nbytes = max(link.lane_nbytes, 2 * _aligned(self._readout_nbytes * max_rows))
+            connection = link.connect("readouts", "worker")
+            self.lane = Lane(connection, Path(link.folder) / "lane", _pages(nbytes))
+
+        self._census = link.connect("census", "worker")
+        self._census_lock = threading.Lock()
+        self._handover = Handover(
+            link.connect("writer", "worker"), self._staging, self._ring, link.policy, self._lost
+        )
+        self._unidentified: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
+        self._unmoved: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for name, work in (
+                ("actds-identify", self._identify_all),
+                ("actds-move", self._move_all),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory of both stages, the hooks' buffers included; fixed from now on."""
+        return (
+            self._buffers.nbytes
+            + self._staging.capacity
+            + self._narrow.capacity
+            + self.ring_nbytes
+            + (self.lane.nbytes if self.lane else 0)
+        )
+
+    def introduce(self, facts: tuple[Fact, ...]) -> None:
+        """Tell the writer what the worker found; before the first step.
+
+        Args:
+            facts: what the worker observed; those of the stages are added.
+
+        Raises:
+            ActdsError: E502 when the writer is gone.
+        """
+        own = (
+            Fact("capture.ring_nbytes", self.ring_nbytes, "observed"),
+            Fact("capture.staging_nbytes", self._staging.capacity, "observed"),
+        )
+        lane = self.lane
+        self._handover.tell(
+            WorkerHello(
+                self._hooks,
+                (*facts, *own),
+                str(self.ring_path),
+                self.ring_nbytes,
+                self._max_rows,
+                str(lane.path) if lane else None,
+                lane.nbytes if lane else 0,
+                self.nbytes,
+            )
+        )
+
+    def fail(self, error: ActdsError) -> None:
+        """Tell the writer why nothing more can come."""
+        self._error = self._error or error
+        self._handover.tell(Failed.of(error))
+
+    def hand_over(self, step: Step, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Take the rows of the step that just ran; returns when the hooks' buffers are free.
+
+        Args:
+            step: what the host knows of the step.
+            token_ids: token fed at each row, ``(n,)``, from the buffer that the model read.
+            positions: position of each row, ``(n,)``.
+
+        Raises:
+            ActdsError: what went wrong with an earlier step: E501 rows that differ from the
+                schedule, E502 the writer is gone.
+        """
+        self._check()
+        n = int(step.n_rows.sum())
+        narrow, stall = self._take_narrow(step.step, n)
+        ids, seen, readouts = self._narrow_views(narrow, n)
+        ids[0].copy_(token_ids[:n])
+        ids[1].copy_(positions[:n])
+        seen.copy_(self._buffers.seen)
+        readouts.copy_(self._buffers.readouts[:, :n])
+        nbytes = 0 if step.keeps_nothing else n * self._row_nbytes
+        try:
+            entry = self._handover.admit(nbytes, step.step)
+        except ActdsError as error:
+            raise self._error or error from None
+        if stall is not None:
+            entry.stalls.insert(0, stall)
+        self.n_engine_waits += bool(entry.stalls)
+        if entry.slot is not None:
+            self._staged(entry.slot, n).copy_(self._buffers.rows[:, :n])
+        moving = _Moving(
+            step,
+            entry,
+            n,
+            narrow,
+            Mark(self._device, timed=True),
+            time.time_ns(),
+        )
+        self._unidentified.put(moving)
+        self._unmoved.put(moving)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the writer has taken every step; return whether it has."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self._error is None:
+            lane_is_idle = self.lane is None or not self.lane.depth
+            if self._handover.is_idle and not self._narrow.depth and lane_is_idle:
+                return True
+            time.sleep(0.005)
+        return False
+
+    def close(self) -> None:
+        """End the links; the writer learns that nothing more comes."""
+        self._unidentified.put(None)
+        self._unmoved.put(None)
+        self._handover.close()
+        if self.lane is not None:
+            self.lane.close()
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
+        with self._census_lock:
+            self._census.close()
+
+    # the identifying thread -------------------------------------------------------------------
+
+    def _identify_all(self) -> None:
+        copier = Copier(self._device)
+        host = torch.empty(self._narrow_nbytes(self._max_rows), dtype=torch.uint8)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        while (moving := self._unidentified.get()) is not None:
+            try:
+                self._identify(moving, copier, host)
+            except Exception as error:  # whatever ends it, the engine must not wait for ever
+                self._give_up(error)
+            finally:
+                with self._narrow_freed:
+                    self._narrow.free(moving.narrow)
+                    self._narrow_freed.notify_all()
+                moving.identified.set()
+
+    def _identify(self, moving: _Moving, copier: Copier, host: torch.Tensor) -> None:
+        step, n = moving.step, moving.n_rows
+        nbytes = self._narrow_nbytes(n)
+        whole = typed(self._narrow_memory, moving.narrow, (1, 1, nbytes), torch.uint8)
+        copier.copy(host[:nbytes].view(1, 1, nbytes), whole, None, moving.done)
+        ids, seen, readouts = _narrow_views(host, 0, n, self._n_hooks, self._width)
+        # Padding rows come behind the scheduled ones, so a hook may see more, never fewer.
+        if int(seen.min()) < n:
+            raise ActdsError(
+                "E501",
+                f"step {step.step}",
+                got=f"{int(seen.min())} rows at one hook",
+                expected=f"{n} scheduled rows",
+            )
+        token_ids, positions = ids[0].numpy().copy(), ids[1].numpy().copy()
+        kept = step.kept(positions)
+        moving.message = StepRows(
+            step=step.step,
+            offset=0,
+            nbytes=0,
+            requests=step.requests,
+            n_rows=step.n_rows,
+            prompt_lens=step.prompt_lens,
+            positions=positions,
+            token_ids=token_ids,
+            finished=step.finished,
+            kept=kept,
+            t_ns=moving.t_ns,
+        )
+        if self.lane is not None:
+            rows = Rows(np.repeat(step.requests, step.n_rows), positions, token_ids)
+            if kept is not None:
+                readouts = readouts[:, torch.from_numpy(kept)]
+                rows = Rows(rows.requests[kept], positions[kept], token_ids[kept])
+            self.lane.put(step.step, rows, readouts)
+        duration = moving.done.nanoseconds_since(step.began) if step.began else None
+        self._executed(step, duration or step.duration_ns, max(int(seen.max()), n))
+
+    # the moving thread ------------------------------------------------------------------------
+
+    def _move_all(self) -> None:
+        copier = Copier(self._device)
+        while (moving := self._unmoved.get()) is not None:
+            moving.identified.wait()
+            if moving.message is None:
+                return  # it could not be identified, and the engine hears why
+            try:
+                self._move(moving, moving.message, copier)
+            except Exception as error:  # as above
+                self._give_up(error)
+                return
+
+    def _move(self, moving: _Moving, message: StepRows, copier: Copier) -> None:
+        entry, n_kept = moving.entry, message.n_kept
+        nbytes = n_kept * self._row_nbytes
+        offset = self._handover.place(entry, nbytes)
+        if offset is not None and entry.slot is not None:
+            index = None
+            if message.kept is not None:
+                index = torch.from_numpy(np.flatnonzero(message.kept))
+            target = self._rows_view(self._host, offset, n_kept)
+            copier.copy(target, self._staged(entry.slot, moving.n_rows), index, moving.done)
+        self._handover.moved(entry, _placed(message, offset, nbytes))
+
+    # ------------------------------------------------------------------------------------------
+
+    def _executed(self, step: Step, duration_ns: int, padded: int) -> None:
+        stage1, stage2 = self._handover.depths
+        queues = self._handover.writer_state
+        self._tell_census(
+            StepExecuted(
+                step=step.step,
+                duration_ns=duration_ns,
+                kernel_mode=step.kernel_mode,
+                padded_tokens=padded,
+                queue_depth_stage1=stage1,
+                queue_depth_stage2=stage2,
+                queue_depth_stage3=queues.queue_depth_stage3 if queues else None,
+                disk_write_latency_p99=queues.disk_write_latency_p99 if queues else None,
+                compression_backlog_bytes=queues.compression_backlog_bytes if queues else None,
+                queue_depth_readouts=self.lane.depth if self.lane else None,
+            )
+        )
+
+    def _lost(self, step: int, reason: str) -> None:
+        self._tell_census(StepLost(step, reason))
+
+    def _tell_census(self, message: object) -> None:
+        with self._census_lock:
+            try:
+                self._census.send(message)
+            except OSError:
+                raise ActdsError(
+                    "E505", "census", got="the census process is gone", expected="a census"
+                ) from None
+
+    def _give_up(self, error: Exception) -> None:
+        """Note what ended a thread and tell the writer; the engine's next step says so."""
+        if not isinstance(error, ActdsError):
+            words = repr(error)[:500]
+            error = ActdsError("E901", "stages", got=words, expected="a step handed over")
+        with suppress(ActdsError):  # the writer may be what is gone
+            self.fail(error)
+        self._error = self._error or error
+        self._handover.give_up()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _take_narrow(self, step: int, n: int) -> tuple[int, Stall | None]:
+        nbytes = self._narrow_nbytes(n)
+        with self._narrow_freed:
+            began, began_ns, depth = time.monotonic_ns(), time.time_ns(), self._narrow.depth
+            waited = False
+            while (offset := self._narrow.reserve(nbytes)) is None:
+                waited = True
+                self._narrow_freed.wait(0.1)
+                self._check()
+        duration = time.monotonic_ns() - began
+        return offset, Stall("staging", began_ns, duration, depth, step) if waited else None
+
+    def _device_bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _narrow_nbytes(self, n: int) -> int:
+        return _narrow_nbytes(n, self._n_hooks, self._width)
+
+    def _narrow_views(self, offset: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return _narrow_views(self._narrow_memory, offset, n, self._n_hooks, self._width)
+
+    def _staged(self, slot: int, n: int) -> torch.Tensor:
+        return self._rows_view(self._staging_memory, slot, n)
+
+    def _rows_view(self, memory: torch.Tensor, offset: int, n: int) -> torch.Tensor:
+        return typed(memory, offset, (self._n_hooks, n, self._d_model), self._buffers.rows.dtype)
+
+
+def _placed(message: StepRows, offset: int | None, nbytes: int) -> StepRows:
+    return message if offset is None else replace(message, offset=offset, nbytes=nbytes)
+
+
+def _narrow_nbytes(n: int, n_hooks: int, width: int) -> int:
+    return _aligned(16 * n) + _aligned(8 * n_hooks) + _aligned(4 * n_hooks * n * width)
+
+
+def _narrow_views(
+    memory: torch.Tensor, offset: int, n: int, n_hooks: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return token ids over positions ``(2, n)``, rows seen ``(n_hooks,)``, and readouts."""
+    seen_at = offset + _aligned(16 * n)
+    readouts_at = seen_at + _aligned(8 * n_hooks)
+    return (
+        typed(memory, offset, (2, n), torch.int64),
+        typed(memory, seen_at, (n_hooks,), torch.int64),
+        typed(memory, readouts_at, (n_hooks, n, width), torch.float32),
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,1 @@
+"""The census: the scheduler-side account of every position."""

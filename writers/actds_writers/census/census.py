@@ -1,0 +1,374 @@
+"""The census: what became of every position, from the scheduler's decisions alone.
+
+The scheduler-side witness. Pure: messages in, tables out; knows no file, no socket and no row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from actds.format import tables
+from actds_writers.census.request_log import Request, RequestLog
+from actds_writers.census.spans import ABORTED, CACHE_REF, CAPTURED, Pieces, span_table
+from actds_writers.census.step_log import StepLog
+from actds_writers.ipc.messages import (
+    CensusProgress,
+    ClientFacts,
+    PromptFact,
+    Reference,
+    RequestArrived,
+    RequestFinished,
+    StepExecuted,
+    StepLost,
+    StepScheduled,
+)
+
+NO_STEP = -1
+RUNNING, NO_REQUEST = -1, -2
+"""In place of the sampled tokens of a request that has not ended, and of one that never came."""
+
+
+@dataclass
+class _Growing:
+    """An int64 array indexed by request number."""
+
+    fill: int
+    values: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def reach(self, n: int) -> np.ndarray:
+        """Return the array with room for at least ``n`` values."""
+        if n > len(self.values):
+            grown = np.full(max(n, 2 * len(self.values), 256), self.fill, np.int64)
+            grown[: len(self.values)] = self.values
+            self.values = grown
+        return self.values
+
+
+@dataclass(frozen=True)
+class CensusTables:
+    """The census of a run and its totals."""
+
+    requests: pa.Table
+    steps: pa.Table
+    spans: pa.Table
+    totals: dict[str, int]
+
+
+class Census:
+    """Follows one run.
+
+    Spec: 0.1 section 7.
+    """
+
+    TAKES = (RequestArrived, StepScheduled, StepExecuted, StepLost, RequestFinished)
+
+    def __init__(self) -> None:
+        self._requests = RequestLog()
+        self._steps = StepLog()
+        self._pieces = Pieces()
+        self._high_water = _Growing(0)
+        self._prompt_len = _Growing(0)
+        self._cached = _Growing(-1)
+        self._generated = _Growing(NO_REQUEST)
+        self._left_out: dict[str, dict[int, str]] = {"prefill": {}, "decode": {}}
+        self._scheduled_tokens = 0
+        self._queried_tokens = 0
+        self._hit_tokens = 0
+        self._n_finished = 0
+        self._last: StepScheduled | None = None
+        self._staging_depth: int | None = None
+        self._ring_depth: int | None = None
+        self._lane_depth: int | None = None
+        self._lost: dict[int, str] = {}
+        self._dropped: Counter[str] = Counter()
+        self._recomputed_tokens = 0
+
+    def progress(self) -> CensusProgress:
+        """Return the counters that the progress line shows."""
+        return CensusProgress(
+            scheduled_tokens=self._scheduled_tokens,
+            cached_tokens=self._hit_tokens,
+            n_finished=self._n_finished,
+            waiting=self._last.waiting if self._last else 0,
+            running=self._last.running if self._last else 0,
+            ring_depth=self._ring_depth,
+            last_step=self._last.step if self._last else NO_STEP,
+            dropped_tokens=sum(self._dropped.values()),
+            staging_depth=self._staging_depth,
+            lane_depth=self._lane_depth,
+            queried_tokens=self._queried_tokens,
+            recomputed_tokens=self._recomputed_tokens,
+            dropped=dict(self._dropped),
+        )
+
+    def has_scheduled(self, step: int) -> bool:
+        """Return whether the scheduler has told of a step."""
+        return self._steps.get(step, "t_ns") is not None
+
+    def observe(self, message: object) -> None:
+        """Take one message of scheduler or worker."""
+        takers: tuple[Callable[..., None], ...] = (
+            self._arrived,
+            self._scheduled,
+            self._executed,
+            self._lose,
+            self._finished,
+        )
+        takers[self.TAKES.index(type(message))](message)
+
+    def _arrived(self, message: RequestArrived) -> None:
+        number = message.request
+        self._requests.arrive(message)
+        self._prompt_len.reach(number + 1)[number] = message.prompt_len
+        self._generated.reach(number + 1)[number] = RUNNING
+        self._high_water.reach(number + 1)
+        self._cached.reach(number + 1)
+        for phase, reason in (
+            ("prefill", message.left_out.prefill),
+            ("decode", message.left_out.decode),
+        ):
+            if reason is not None:
+                self._left_out[phase][number] = reason
+
+    def _scheduled(self, message: StepScheduled) -> None:
+        for reference in message.references:
+            self._refer(reference, message.step)
+        for number in message.preempted:
+            if (request := self._requests.running(number)) is not None:
+                request.n_preemptions += 1
+        who, start = message.requests, message.starts
+        stop = start + message.n_tokens
+        high, cached = self._high_water.values, self._cached.values
+        prompt = self._prompt_len.values[who]
+        self._admit(who[cached[who] < 0], who, start, prompt)
+        new = np.clip(high[who], start, stop)
+        high[who] = np.maximum(high[who], stop)
+        self._pieces.add(who, new, stop, CAPTURED, message.step)
+        for number in who[(start >= prompt) & (new < stop)].tolist():
+            request = self._requests.running(number)
+            if request is not None and request.first_token_ns is None:
+                request.first_token_ns = message.t_ns
+        n_prefill = int(np.clip(np.minimum(stop, prompt) - start, 0, None).sum())
+        n_tokens = int(message.n_tokens.sum())
+        self._scheduled_tokens += n_tokens
+        self._recomputed_tokens += int((new - start).sum())
+        self._last = message
+        # Worker and scheduler speak through two sockets; either may come first.
+        self._steps.put(
+            message.step,
+            {
+                "t_ns": message.t_ns,
+                "batch_tokens": n_tokens,
+                "n_requests": len(who),
+                "prefill_tokens": n_prefill,
+                "decode_tokens": n_tokens - n_prefill,
+                "recomputed_tokens": int((new - start).sum()),
+                "new_tokens": int((stop - new).sum()),
+                "max_seq_len": int(stop.max()),
+                "waiting": message.waiting,
+                "running": message.running,
+                "n_preempted": len(message.preempted),
+                "kv_usage": message.kv_usage,
+                "cache_hit_ratio": self._hit_tokens / max(self._queried_tokens, 1),
+            },
+        )
+        if message.step in self._lost:
+            self._count_drop(message.step)
+
+    def _admit(
+        self, first: np.ndarray, who: np.ndarray, start: np.ndarray, prompt: np.ndarray
+    ) -> None:
+        """Note the prefix hits of requests that are scheduled for the first time."""
+        if not len(first):
+            return
+        index = np.flatnonzero(np.isin(who, first))
+        self._cached.values[who[index]] = start[index]
+        self._hit_tokens += int(start[index].sum())
+        self._queried_tokens += int(prompt[index].sum())
+
+    def _refer(self, reference: Reference, step: int) -> None:
+        one = np.ones(1, np.int64)
+        owner = -1 if reference.ref_request is None else reference.ref_request
+        self._pieces.add(
+            one * reference.request,
+            one * reference.start,
+            one * reference.stop,
+            CACHE_REF,
+            NO_STEP,
+            owner,
+        )
+        high = self._high_water.values
+        high[reference.request] = max(high[reference.request], reference.stop)
+
+    def _executed(self, message: StepExecuted) -> None:
+        self._staging_depth = message.queue_depth_stage1
+        self._ring_depth = message.queue_depth_stage2
+        self._lane_depth = message.queue_depth_readouts
+        names = ("duration_ns", "kernel_mode", "padded_tokens", "disk_write_latency_p99",
+                 "compression_backlog_bytes", "queue_depth_stage1", "queue_depth_stage2",
+                 "queue_depth_stage3")  # fmt: skip
+        executed = {name: getattr(message, name) for name in names}
+        self._steps.put(message.step, executed)
+
+    def _lose(self, message: StepLost) -> None:
+        self._lost[message.step] = message.reason
+        self._count_drop(message.step)
+
+    def _count_drop(self, step: int) -> None:
+        # A step that the scheduler has not told of yet is counted when it does.
+        self._dropped[self._lost[step]] += self._steps.get(step, "new_tokens") or 0
+
+    def _finished(self, message: RequestFinished) -> None:
+        self._requests.end(message)
+        self._generated.values[message.request] = message.generated_len
+        self._n_finished += 1
+
+    def tables(
+        self,
+        acknowledged: dict[str, int],
+        client: ClientFacts,
+        lost_reason: str,
+        logged_drops: frozenset[int] = frozenset(),
+    ) -> CensusTables:
+        """Return the census after the run has ended.
+
+        Args:
+            acknowledged: per phase, the last step whose rows are committed.
+            client: what only the client knows.
+            lost_reason: reason of rows that were computed and not committed.
+            logged_drops: steps in the writer's committed drop log. A drop that the writer did not
+                live to log has a single witness, and is aborted like the rest.
+
+        Spec: 0.1 section 7.1.
+        """
+        dropped = {step: why for step, why in self._lost.items() if step in logged_drops}
+        pieces = self._pieces.settled(
+            self._prompt_len.values,
+            acknowledged,
+            lost_reason,
+            dropped,
+            self._left_out,
+            unlogged=frozenset(self._lost) - logged_drops,
+        )
+        self._owe(pieces)
+        spans = span_table(pieces)
+        steps = self._step_table(pieces)
+        requests = self._request_table(client)
+        totals = {
+            "requests": requests.num_rows,
+            "scheduled_tokens": self._scheduled_tokens,
+            "recomputed": int(np.sum(steps["recomputed_tokens"].to_numpy())),
+            **pieces.totals(),
+        }
+        return CensusTables(requests, steps, spans, totals)
+
+    def _owe(self, pieces: Pieces) -> None:
+        """Add the positions that requests owe and that were never computed."""
+        numbers = np.flatnonzero(self._generated.values != NO_REQUEST)
+        told, length = self._generated.values[numbers], self._prompt_len.values[numbers]
+        high = self._high_water.values[numbers]
+        generated = _generated(told, high, length)
+        due = np.maximum(np.where(generated > 0, length + generated - 1, length), high)
+        for ended, reason in (
+            (told != RUNNING, "request_aborted"),
+            (told == RUNNING, "engine_ended"),
+        ):
+            pieces.add(numbers[ended], high[ended], due[ended], ABORTED, NO_STEP, reason=reason)
+
+    def _step_table(self, pieces: Pieces) -> pa.Table:
+        numbers, known = self._steps.table("t_ns")
+        columns: dict[str, object] = {"step": numbers}
+        by_step = pieces.tokens_by_step(numbers)
+        for name in tables.SCHEMAS["steps"].names[1:]:
+            columns[name] = by_step.get(name.removesuffix("_tokens"), known[name])
+        return tables.build("steps", columns)
+
+    def _request_table(self, client: ClientFacts) -> pa.Table:
+        prompts = {prompt.key: prompt for prompt in client.prompts}
+        parts = [tables.empty("requests")]
+        for batch in self._requests.batches():
+            rows = [
+                _request_row(
+                    request,
+                    high=int(self._high_water.values[request.arrived.request]),
+                    cached=int(self._cached.values[request.arrived.request]),
+                    prompt=prompts.get(request.arrived.external_id),
+                    engine_cached=client.engine_cached.get(request.arrived.external_id),
+                )
+                for request in batch
+            ]
+            parts.append(_rows_table(rows))
+        told = pa.concat_tables(parts).sort_by("request")
+        skipped = [prompt for prompt in client.prompts if prompt.skip is not None]
+        rows = [_skipped_row(told.num_rows + i, prompt) for i, prompt in enumerate(skipped)]
+        return pa.concat_tables([told, _rows_table(rows)]).combine_chunks()
+
+
+def _rows_table(rows: list[dict[str, object]]) -> pa.Table:
+    names = tables.SCHEMAS["requests"].names
+    return tables.build("requests", {name: [row.get(name) for row in rows] for name in names})
+
+
+def _generated(told: np.ndarray, high_water: np.ndarray, prompt_len: np.ndarray) -> np.ndarray:
+    """Return the sampled tokens; of a request that never ended, those that were fed."""
+    return np.where(told == RUNNING, np.maximum(high_water - prompt_len, 0), told)
+
+
+def _request_row(
+    request: Request,
+    *,
+    high: int,
+    cached: int,
+    prompt: PromptFact | None,
+    engine_cached: int | None,
+) -> dict[str, object]:
+    arrived, finished = request.arrived, request.finished
+    reason, why = _finish_reason(finished)
+    fed = max(high - arrived.prompt_len, 0)
+    return {
+        "request": arrived.request,
+        "external_id": prompt.external_id if prompt else arrived.external_id,
+        "internal_id": arrived.internal_id,
+        "source": prompt.source if prompt else None,
+        "source_row": prompt.source_row if prompt else None,
+        "prompt_len": arrived.prompt_len,
+        "generated_len": finished.generated_len if finished else fed,
+        "cached_tokens": max(cached, 0),
+        "engine_cached_tokens": engine_cached,
+        "n_preemptions": request.n_preemptions,
+        "arrival_ns": arrived.arrival_ns,
+        "first_token_ns": request.first_token_ns,
+        "finish_ns": finished.t_ns if finished else None,
+        "finish_reason": reason,
+        "reason": why,
+        "token_digest": finished.token_digest if finished else None,
+        "sampling": arrived.sampling,
+        "block_digests": list(arrived.block_digests) if arrived.block_digests else None,
+    }
+
+
+def _finish_reason(finished: RequestFinished | None) -> tuple[str, str | None]:
+    """Return one of the spec's reasons, and words where that does not say it all."""
+    if finished is None:
+        return "unfinished", "the engine ended before the request did"
+    if finished.reason in tables.FINISH_REASONS:
+        return finished.reason, None
+    return "error", f"the engine's own reason: {finished.reason}"
+
+
+def _skipped_row(number: int, prompt: PromptFact) -> dict[str, object]:
+    zeros = ("prompt_len", "generated_len", "cached_tokens", "n_preemptions")
+    return {
+        "request": number,
+        "external_id": prompt.external_id,
+        "source": prompt.source,
+        "source_row": prompt.source_row,
+        "finish_reason": "skipped",
+        "reason": prompt.skip,
+        **dict.fromkeys(zeros, 0),
+    }

@@ -1,0 +1,256 @@
+"""The census journal: what the census has seen, durable before any row that depends on it.
+
+Beside the token's way, inside the census process. Knows the messages' JSON form and the store;
+what the messages mean is the census' affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+
+import zstandard
+
+from actds.errors import ActdsError
+from actds.format import canonical, layout
+from actds.store import Store, local_folder
+from actds_writers.ipc.message_json import from_line, to_line
+from actds_writers.ipc.messages import ClientFacts
+
+FORMAT, VERSION = "actds.journal", "0.1"
+FIRST_PREV = "0" * 64
+FLUSH_INTERVAL_S = 5.0
+SEGMENT_NBYTES = 4 << 20
+"""Bytes of lines after which a segment is written without being asked for."""
+MAX_SEGMENT_NBYTES = 64 << 20
+"""Bytes of lines that a reader takes from one segment."""
+FACTS_PER_LINE = 5000
+_HEADER = {"dataset", "format", "n_messages", "prev", "run", "segment", "version"}
+
+Begin = Callable[[], str | None]
+Answer = Callable[[ActdsError | None], None]
+
+
+class Journal:
+    """Makes messages durable in segments, on a thread of its own: the census never waits for it.
+
+    What is not yet on disk waits in memory, as lines of JSON: ``FLUSH_INTERVAL_S`` worth of them
+    while the disk keeps up.
+
+    Args:
+        store: where the dataset stands.
+        run: run of the messages.
+        begin: called once before the first segment; returns the id of the dataset, ``None``
+            while there is none.
+
+    Spec: 0.1 section 8.6.
+    """
+
+    def __init__(self, store: Store, run: str, begin: Begin) -> None:
+        self._store, self._run, self._begin = store, run, begin
+        self._dataset: str | None = None
+        self._lines: list[bytes] = []
+        self._nbytes = 0
+        self._waiting: list[Answer] = []
+        self._changed = threading.Condition()
+        self._stop = False
+        self._n = 0
+        self._prev = FIRST_PREV
+        self.error: ActdsError | None = None
+        self._thread = threading.Thread(target=self._work, name="actds-journal", daemon=True)
+        self._thread.start()
+
+    def add(self, message: object) -> None:
+        """Take a message; it is durable after the next ``secure``, or soon."""
+        lines = [to_line(part) for part in _split(message)]
+        with self._changed:
+            self._lines += lines
+            self._nbytes += sum(map(len, lines))
+            if self._nbytes >= SEGMENT_NBYTES:
+                self._changed.notify()
+
+    def secure(self, answer: Answer) -> None:
+        """Make everything taken so far durable, then call ``answer`` on the journal's thread.
+
+        Args:
+            answer: called with ``None``, or with the error that kept it from being durable.
+        """
+        with self._changed:
+            self._waiting.append(answer)
+            self._changed.notify()
+
+    def finish(self) -> None:
+        """End the thread and make the rest durable.
+
+        What failed before is tried again: disk space that was held back is free by now.
+
+        Raises:
+            ActdsError: E503 when the disk refuses.
+        """
+        with self._changed:
+            self._stop = True
+            self._changed.notify()
+        self._thread.join()
+        self._write()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._is_due, timeout=FLUSH_INTERVAL_S)
+                waiting, self._waiting = self._waiting, []
+                if self._stop:
+                    break
+            try:
+                if self.error is None:
+                    self._write()
+            except ActdsError as error:
+                self.error = error
+            except Exception as error:  # a thread's error must reach those who wait, whatever it is
+                self.error = ActdsError(
+                    "E901", "census journal", got=repr(error)[:500], expected="a segment"
+                )
+            for answer in waiting:
+                answer(self.error or self._not_begun())
+        for answer in waiting:
+            answer(ActdsError("E505", "census", got="it is ending", expected="it alive"))
+
+    def _is_due(self) -> bool:
+        full = self._nbytes >= SEGMENT_NBYTES and self.error is None
+        return self._stop or bool(self._waiting) or full
+
+    def _not_begun(self) -> ActdsError | None:
+        if self._dataset is not None:
+            return None
+        return ActdsError("E505", "census journal", got="no dataset", expected="one to write to")
+
+    def _write(self) -> None:
+        """Write what there is, in as many segments as it takes."""
+        while self._lines:
+            self._dataset = self._dataset or self._begin()
+            if self._dataset is None:
+                return
+            with self._changed:
+                n_lines, nbytes = 0, 0
+                while n_lines < len(self._lines) and nbytes < SEGMENT_NBYTES:
+                    nbytes += len(self._lines[n_lines])
+                    n_lines += 1
+                taken = self._lines[:n_lines]
+            self._put(taken)
+            with self._changed:
+                del self._lines[:n_lines]
+                self._nbytes -= nbytes
+
+    def _put(self, lines: list[bytes]) -> None:
+        header = {
+            "dataset": self._dataset,
+            "format": FORMAT,
+            "n_messages": len(lines),
+            "prev": self._prev,
+            "run": self._run,
+            "segment": self._n,
+            "version": VERSION,
+        }
+        data = zstandard.ZstdCompressor(level=1).compress(canonical.dump(header) + b"".join(lines))
+        path = layout.journal_path(self._run, self._n)
+        if self._store.exists(path):
+            # A put that failed after the file had its name: nobody was told that it is durable.
+            self._store.remove(path)
+        self._store.put_new(path, [data])
+        self._prev = canonical.digest(data)
+        self._n += 1
+
+
+def merged(before: ClientFacts, new: ClientFacts) -> ClientFacts:
+    """Return client facts with newer ones laid over them, by key."""
+    prompts = {prompt.key: prompt for prompt in (*before.prompts, *new.prompts)}
+    return ClientFacts(tuple(prompts.values()), {**before.engine_cached, **new.engine_cached})
+
+
+def segments(store: Store, run: str) -> list[str]:
+    """Return the paths of a run's segments, in order; no gap is looked for."""
+    return [path for path in store.list(f"journal/{run}") if _number(path) is not None]
+
+
+def remove_journal(store: Store, run: str) -> None:
+    """Remove the journal of a run whose census is closed, and its folder where that is one."""
+    for path in segments(store, run):
+        store.remove(path)
+    folder = local_folder(store.uri)
+    if folder is not None:
+        with contextlib.suppress(OSError):  # another run's journal is there as well
+            (folder / "journal" / run).rmdir()
+            (folder / "journal").rmdir()
+
+
+def read_journal(store: Store, dataset: str, run: str) -> Iterator[object]:
+    """Yield the messages of a run's journal, in the order in which the census took them.
+
+    Raises:
+        ActdsError: E312 when a segment is missing, foreign, not the next of its chain, or cannot
+            be read.
+
+    Spec: 0.1 section 8.6.
+    """
+    numbers = {_number(path) for path in segments(store, run)}
+    prev = FIRST_PREV
+    for n in range(len(numbers)):
+        path = layout.journal_path(run, n)
+        if n not in numbers:
+            raise _broken(path, "no segment", f"{len(numbers)} in a row")
+        data = store.read(path, MAX_SEGMENT_NBYTES)
+        header, lines = _opened(data, path)
+        expected = {
+            **{"dataset": dataset, "format": FORMAT, "n_messages": len(lines), "prev": prev},
+            **{"run": run, "segment": n, "version": VERSION},
+        }
+        for name, value in expected.items():
+            if header[name] != value:
+                raise _broken(f"{path} {name}", f"{header[name]!r:.80}", repr(value))
+        for number, line in enumerate(lines, 1):
+            try:
+                yield from_line(line)
+            except (ValueError, RecursionError) as error:
+                raise _broken(f"{path} line {number}", str(error)[:200], "a message") from None
+        prev = canonical.digest(data)
+
+
+def _opened(data: bytes, path: str) -> tuple[dict[str, object], list[bytes]]:
+    """Return header and lines of a segment."""
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data) as reader:
+            text = reader.read(MAX_SEGMENT_NBYTES + 1)
+    except zstandard.ZstdError as error:
+        raise _broken(path, str(error)[:200], "a zstd frame") from None
+    if len(text) > MAX_SEGMENT_NBYTES or not text.endswith(b"\n"):
+        raise _broken(path, f"{len(text)} bytes of lines", f"at most {MAX_SEGMENT_NBYTES}, whole")
+    first, *lines = text.split(b"\n")[:-1]
+    try:
+        header = json.loads(first)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict) or header.keys() != _HEADER:
+        raise _broken(path, f"{first[:80]!r}", "a header")
+    return header, lines
+
+
+def _split(message: object) -> Iterator[object]:
+    """Yield a message in parts that fit a segment: only the client's facts can be large."""
+    if not isinstance(message, ClientFacts):
+        yield message
+        return
+    cached = list(message.engine_cached.items())
+    for first in range(0, max(len(message.prompts), len(cached)), FACTS_PER_LINE):
+        last = first + FACTS_PER_LINE
+        yield ClientFacts(message.prompts[first:last], dict(cached[first:last]))
+
+
+def _number(path: str) -> int | None:
+    found = re.fullmatch(r"journal/[^/]+/([0-9]{6,9})\.jsonl\.zst", path)
+    return int(found[1]) if found else None
+
+
+def _broken(place: str, got: str, expected: str) -> ActdsError:
+    return ActdsError("E312", place, got=got, expected=expected)

@@ -1,0 +1,1 @@
+"""The commands ``actds write``, ``actds recover`` and ``actds plan``."""

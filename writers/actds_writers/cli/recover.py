@@ -1,0 +1,72 @@
+"""The command ``actds recover``."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from actds_writers.harvest.recover import Recovery, RunFound
+
+_SHOWN = 20
+_WORDS = {
+    "accounted": "its census is closed",
+    "recovered": "accounted for from its journal",
+    "empty": "it committed nothing",
+    "unaccountable": "neither census nor journal",
+}
+
+
+@click.command()
+@click.argument("path", metavar="PATH")
+@click.option(
+    "--clear", is_flag=True, help="Remove what nothing reaches: uncommitted shards, journals."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.recover/1).")
+def recover(path: str, clear: bool, as_json: bool) -> None:
+    """Recover a dataset whose harvest was killed or lost its power.
+
+    PATH is the dataset's folder or its s3:// location. Keeps every acknowledged row, accounts for
+    all others as aborted, ends what is open and seals the dataset. Refuses while a process still
+    writes the folder; an object store has no lock, and a process that writes there is ended.
+    """
+    from actds_writers.harvest.recover import recover as run
+
+    done = run(path, clear=clear)
+    if as_json:
+        click.echo(json.dumps(done.as_json(), indent=2, sort_keys=True))
+    else:
+        for line in _lines(done):
+            click.echo(line)
+    if done.error is not None:
+        raise done.error
+
+
+def _lines(done: Recovery) -> Iterator[str]:
+    from actds.text import printable
+
+    for run in done.runs:
+        yield from _run_lines(run)
+    nbytes = sum(done.unreachable.values())
+    verb = "removed" if done.cleared else "left; --clear removes them"
+    if done.unreachable:
+        yield f"{len(done.unreachable)} unreachable files, {nbytes:,} bytes: {verb}"
+        for path in list(done.unreachable)[:_SHOWN]:
+            yield f"  {printable(path)}"
+        if len(done.unreachable) > _SHOWN:
+            yield f"  and {len(done.unreachable) - _SHOWN} more"
+    if done.seal is not None:
+        yield f"sealed: seal {done.seal.n}, {done.seal.totals['rows']:,} rows"
+
+
+def _run_lines(run: RunFound) -> Iterator[str]:
+    yield f"run {run.run}: {run.outcome}, {_WORDS[run.outcome]}"
+    chains = ", ".join(f"{chain} {state}" for chain, state in run.chains.items())
+    yield f"  found: chains {chains}; {run.n_segments} journal segments"
+    text = f"  kept: {run.n_rows:,} acknowledged rows"
+    aborted = run.totals.get("aborted")
+    yield text if aborted is None else f"{text}; {aborted:,} tokens accounted for as aborted"

@@ -1,0 +1,156 @@
+"""The engine as the command drives it: start, feed, step, abort, end.
+
+Stands at the client's side, outside the token's way. The only module besides the plugin's that
+imports vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+from actds.errors import ActdsError
+from actds_writers.engines.base import Finished
+from actds_writers.ipc.link import ENVIRONMENT, Link
+
+SHUTDOWN_TIMEOUT_S = 60.0
+
+
+class Engine:
+    """A vLLM engine that captures.
+
+    Args:
+        model: model folder.
+        options: engine arguments of the user.
+        link: where writer and census listen; ``None`` for an engine that does not capture.
+        temperature: sampling temperature.
+        seed: engine seed.
+
+    Raises:
+        ActdsError: E504 when the engine does not start.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        options: dict[str, Any],
+        link: Link | None,
+        *,
+        temperature: float,
+        seed: int,
+    ) -> None:
+        if link is None:
+            os.environ.pop(ENVIRONMENT, None)
+        else:
+            os.environ[ENVIRONMENT] = link.to_environment()
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        allowed = os.environ.get("VLLM_PLUGINS")
+        if allowed and "actds" not in allowed.split(","):
+            os.environ["VLLM_PLUGINS"] = f"{allowed},actds"
+        from vllm import EngineArgs, SamplingParams
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._params, self._temperature = SamplingParams, temperature
+        # What changes the compiled graph must enter the key of the compile cache.
+        additional = {"actds": _graph(link)} if link else {}
+        try:
+            with _deaf_to_interrupts():
+                arguments = EngineArgs(
+                    **{
+                        **options,
+                        "model": str(model),
+                        "seed": seed,
+                        "async_scheduling": False,
+                        "additional_config": additional,
+                    }
+                )
+                self._engine: Any = LLMEngine.from_engine_args(arguments)
+        except Exception as error:  # whatever the engine raises, a person gets one line
+            _close_links()  # of an engine in this process, which writer and census wait for
+            raise _engine_error(error) from error
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the effective number of positions per request."""
+        return int(self._engine.model_config.max_model_len)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Return the effective number of requests per step."""
+        return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+
+    def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
+        """Add a request.
+
+        Raises:
+            ValueError: the engine does not take it, with the engine's own words.
+        """
+        params = self._params(temperature=self._temperature, max_tokens=max_tokens)
+        self._engine.add_request(key, {"prompt_token_ids": token_ids}, params)
+
+    def step(self) -> list[Finished]:
+        """Run until the engine says something; return the requests that ended.
+
+        Raises:
+            ActdsError: E504 when the engine has died.
+        """
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # whatever the engine raises, a person gets one line
+            raise _engine_error(error) from error
+        return [
+            Finished(
+                output.request_id, output.num_cached_tokens, tuple(output.outputs[0].token_ids)
+            )
+            for output in outputs
+            if output.finished
+        ]
+
+    def abort(self, keys: list[str]) -> None:
+        """End requests before their time."""
+        self._engine.abort_request(keys)
+
+    def shutdown(self) -> None:
+        """End the engine and the links that its process holds."""
+        self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        _close_links()
+        os.environ.pop(ENVIRONMENT, None)
+
+
+def _close_links() -> None:
+    from actds_writers.engines.vllm import plugin
+
+    plugin.close()
+
+
+def _graph(link: Link) -> dict[str, Any]:
+    """Return what capture adds to the model's graph."""
+    hooks = [f"{kind}:{layer}" for kind, layer in link.hooks]
+    return {"hooks": hooks, "readouts": link.readouts}
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Start processes that a Ctrl-C does not reach.
+
+    A terminal sends it to every process of the group, and vLLM's processes would die in the
+    middle of a step. A blocked signal is inherited.
+    """
+    # Its start unblocks the signal again, so it must be running before.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _engine_error(error: Exception) -> ActdsError:
+    words = " ".join(str(error).split())[:400] or type(error).__name__
+    return ActdsError("E504", "engine", got=words, expected="an engine that runs")

@@ -1,0 +1,357 @@
+"""The vLLM plugin: loaded in every vLLM process, inert outside a harvest.
+
+A harvest reaches a process in one of two ways: ``actds write`` sets an environment variable for
+its engine, and a server has the key ``actds`` in ``--additional-config``, which its engine cores
+see first. Without either, one wrapper around the executor's constructor looks for that key; it
+imports nothing and patches nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from actds_writers.ipc.link import ENVIRONMENT, Link
+
+if TYPE_CHECKING:
+    from actds.schema.v0_1 import CloseReason
+    from actds_writers.harvest.live import LiveRun
+
+EXECUTOR = "vllm.v1.executor.abstract"
+DRAIN_TIMEOUT_S = 300.0
+CRASH_PATIENCE_S = 5.0
+"""After a crash the last step may never have been run, and nobody would hand it over."""
+
+_registered = False
+_wrapped = False
+_link: Link | None = None
+"""Harvest of the engine or worker in this process."""
+_live: LiveRun | None = None
+"""The same, where this process supervises it."""
+_closers: list[Callable[[], None]] = []
+
+
+def register() -> None:
+    """Wrap worker and scheduler when this process belongs to a harvest; else wait for one."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    link = Link.from_environment()
+    if link is not None:
+        _attach(link)
+    else:
+        when_imported(EXECUTOR, _wrap_executor)
+
+
+def close() -> None:
+    """End the links of this process, when the engine ran inside the command's own process."""
+    global _link
+    while _closers:
+        _closers.pop()()
+    if _live is not None:
+        _link = None
+
+
+def _attach(link: Link) -> None:
+    global _link, _wrapped
+    _link = link
+    if not _wrapped:
+        _wrapped = True
+        _wrap_worker()
+        _wrap_scheduler()
+
+
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call ``then`` with a module once it is there; imports nothing itself.
+
+    Some of vLLM's processes load plugins and never need its executor, which takes seconds.
+    """
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Watch(name, then))
+
+
+class _Watch(MetaPathFinder):
+    """Waits for one import, and leaves."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        """Return the module's own spec, whose loader calls back."""
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute: Callable[[ModuleType], None] = spec.loader.exec_module
+
+        def executing(module: ModuleType) -> None:
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = executing  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap_executor(module: Any) -> None:
+    """Start a live harvest when an engine core with its settings builds its executor.
+
+    The plugin is loaded while the engine core is being built; its executor is the first thing
+    built after that, and before scheduler and workers.
+    """
+    executor = module.Executor
+    init = executor.__init__
+
+    @functools.wraps(init)
+    def initialising(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        additional = vllm_config.additional_config
+        if not isinstance(additional, dict) or "actds" not in additional:
+            init(self, vllm_config, *args, **kwargs)
+            return
+        live = _start_live(vllm_config, additional["actds"])
+        try:
+            init(self, vllm_config, *args, **kwargs)
+        except BaseException:
+            close()
+            live.end("failed")
+            raise
+
+    executor.__init__ = initialising
+
+
+def _start_live(vllm_config: Any, document: Any) -> LiveRun:
+    from vllm.v1.engine.core import EngineCore
+
+    from actds_writers.engines.vllm.serving import start
+
+    global _live
+    first = _live is None
+    _live = live = start(vllm_config, document)
+    os.environ[ENVIRONMENT] = live.link.to_environment()
+    _attach(live.link)
+    if first:
+        _wrap_shutdown(EngineCore)
+        atexit.register(_end_live, None)
+    return live
+
+
+def _wrap_shutdown(engine_core: Any) -> None:
+    shutdown = engine_core.shutdown
+
+    @functools.wraps(shutdown)
+    def shutting_down(self: Any, *args: Any, **kwargs: Any) -> Any:
+        reason = _drain_live(self)
+        try:
+            return shutdown(self, *args, **kwargs)
+        finally:
+            _end_live(reason)
+
+    engine_core.shutdown = shutting_down
+
+
+def _drain_live(engine_core: Any) -> CloseReason | None:
+    """Wait for the writer, close this process's links; return how the run ends."""
+    if _live is None:
+        return None
+    try:
+        return _drain(_live, engine_core)
+    except Exception as error:
+        _live.fail(error)
+        return "failed"
+
+
+def _drain(live: LiveRun, engine_core: Any) -> CloseReason:
+    state = getattr(engine_core, "shutdown_state", None)
+    crashed = state is not None and getattr(state, "name", "") == "RUNNING"
+    scheduler = engine_core.scheduler
+    witness = getattr(scheduler, "_actds", None)
+    unfinished = scheduler.get_num_unfinished_requests()
+    patience_s = CRASH_PATIENCE_S if crashed else DRAIN_TIMEOUT_S
+    drained = witness is not None and live.drain(lambda: witness.last_step, patience_s)
+    close()
+    return "failed" if crashed else "finished" if drained and not unfinished else "interrupted"
+
+
+def _end_live(reason: CloseReason | None) -> None:
+    global _live
+    live, _live = _live, None
+    if live is None:
+        return
+    os.environ.pop(ENVIRONMENT, None)
+    while _closers:
+        _closers.pop()()
+    live.end(reason or "interrupted")
+
+
+def _give_up(where: str, error: Exception) -> None:
+    """End capture in this process; what serves goes on.
+
+    Raises:
+        Exception: the error itself, where no service depends on this engine.
+    """
+    assert _link is not None
+    if not _link.live:
+        raise error
+    if _live is not None:
+        _live.fail(error)
+    else:
+        import logging
+
+        logging.getLogger("vllm.actds").error("actds: capture ends in the %s: %s", where, error)
+
+
+def _wrap_worker() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    load_model, execute_model = Worker.load_model, Worker.execute_model
+
+    @functools.wraps(load_model)
+    def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_model(self, *args, **kwargs)
+        # Tensor-parallel ranks hold identical residual streams; rank 0 writes.
+        if _link is not None and self.rank == 0:
+            from actds_writers.engines.vllm.worker import WorkerCapture
+
+            self._actds = WorkerCapture(self, _link)
+            _closers.append(self._actds.close)
+        if _link is not None and _link.check:
+            _check_when_set_up(self)
+        return result
+
+    @functools.wraps(execute_model)
+    def executing(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        capture = getattr(self, "_actds", None)
+        if capture is None or not scheduled.total_num_scheduled_tokens:
+            return execute_model(self, scheduled, *args, **kwargs)
+        if _ordered_to_end(scheduled):
+            _detach(self)
+            return execute_model(self, scheduled, *args, **kwargs)
+        _guarded(self, capture.before_step)
+        began = time.monotonic_ns()
+        result = execute_model(self, scheduled, *args, **kwargs)
+        if self._actds is not None:
+            duration_ns = time.monotonic_ns() - began
+            _guarded(self, capture.after_step, self.model_runner, scheduled, duration_ns)
+        return result
+
+    Worker.load_model, Worker.execute_model = loading, executing
+
+
+def _check_when_set_up(worker: Any) -> None:
+    """Run the check of the hooks as the last part of a worker's set-up, on every rank."""
+    compile_or_warm_up_model = worker.compile_or_warm_up_model
+
+    @functools.wraps(compile_or_warm_up_model)
+    def setting_up(*args: Any, **kwargs: Any) -> Any:
+        result = compile_or_warm_up_model(*args, **kwargs)
+        capture = getattr(worker, "_actds", None)
+        if capture is None:
+            from actds_writers.engines.vllm.check import join_check
+
+            join_check(worker)
+        else:
+            capture.check()
+        return result
+
+    # The CPU's worker has a method of its own, which a wrapper of the class would miss.
+    worker.compile_or_warm_up_model = setting_up
+
+
+def _guarded(worker: Any, call: Callable[..., None], *args: Any) -> None:
+    """Make a call of the capture; when it fails in a live engine, the engine goes on without."""
+    try:
+        call(*args)
+    except Exception as error:
+        _give_up("worker", error)
+        _detach(worker)
+
+
+def _ordered_to_end(scheduled: Any) -> bool:
+    """Say whether the scheduler's side of a live harvest has ended: its steps bear no mark."""
+    return _link is not None and _link.live and getattr(scheduled, "_actds", None) is None
+
+
+def _detach(worker: Any) -> None:
+    """End a worker's capture; its hooks stay in the model and lead nowhere."""
+    capture, worker._actds = worker._actds, None
+    if capture.close in _closers:
+        _closers.remove(capture.close)
+    try:
+        capture.close()
+    except Exception as error:
+        _give_up("worker", error)
+
+
+def _wrap_scheduler() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    init, add_request = Scheduler.__init__, Scheduler.add_request
+    schedule, free_request = Scheduler.schedule, Scheduler._free_request
+
+    @functools.wraps(init)
+    def initialising(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self._actds = None if _link is None else _witness(self, _link)
+
+    @functools.wraps(add_request)
+    def adding(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._actds is not None:
+            _witnessed(self, self._actds.arrived, request)
+        return add_request(self, request, *args, **kwargs)
+
+    @functools.wraps(schedule)
+    def scheduling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._actds is None:
+            return schedule(self, *args, **kwargs)
+        running = {request.request_id for request in self.running}
+        output = schedule(self, *args, **kwargs)
+        now = {request.request_id for request in self.running}
+        preempted = tuple(r for r in running - now if r in self.requests)
+        mark = _witnessed(self, self._actds.scheduled, self, output, preempted)
+        # A worker that sees no mark ends its capture: the way by which its end is ordered.
+        output._actds = None if _live is not None and _live.failure is not None else mark
+        return output
+
+    @functools.wraps(free_request)
+    def freeing(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._actds is not None:
+            _witnessed(self, self._actds.finished, request)
+        return free_request(self, request, *args, **kwargs)
+
+    Scheduler.__init__, Scheduler.add_request = initialising, adding
+    Scheduler.schedule, Scheduler._free_request = scheduling, freeing
+
+
+def _witness(scheduler: Any, link: Link) -> Any:
+    from actds_writers.engines.vllm.scheduler import SchedulerWitness
+    from actds_writers.ipc.sender import Sender
+
+    connection = link.connect("census", "scheduler")
+    census = Sender(connection) if link.live else connection
+    _closers.append(census.close)
+    block_size = int(getattr(scheduler, "hash_block_size", None) or scheduler.block_size)
+    n_blocks = int(scheduler.kv_cache_config.num_blocks)
+    return SchedulerWitness(census, block_size, n_blocks, _live.rules if _live else None)
+
+
+def _witnessed(scheduler: Any, call: Callable[..., Any], *args: Any) -> Any:
+    """Make a call of the witness; when it fails in a live engine, the engine goes on without."""
+    try:
+        return call(*args)
+    except Exception as error:
+        _give_up("scheduler", error)
+        scheduler._actds = None
+        return None

@@ -1,0 +1,281 @@
+"""Witness A: what the scheduler decided, told to the census process.
+
+Stands at the engine's scheduler, outside the token's way: it never sees a row. It numbers
+requests and steps, and knows which request computed each prefix block, so that a prefix hit can
+name the position where the same token was computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from actds.errors import ActdsError
+from actds_writers.harvest.sampling import Labels, SamplingRules
+from actds_writers.ipc.messages import (
+    EVERYTHING,
+    LeftOut,
+    Reference,
+    RequestArrived,
+    RequestFinished,
+    StepScheduled,
+)
+
+DIGEST_NBYTES = 16
+"""Bytes kept of each prefix-block digest."""
+OWNERS_PER_BLOCK = 4
+"""Prefix blocks that are remembered, per KV block: a block in use is touched less often than new
+ones come, and an owner that is forgotten leaves a reference that resolves to nothing."""
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
+
+
+class Channel(Protocol):
+    """Where the census is told: a connection, or a sender that never waits."""
+
+    def send(self, message: object) -> None:
+        """Tell the census something."""
+        ...
+
+
+@dataclass
+class _Tracked:
+    number: int
+    left_out: LeftOut
+    high_water: int = 0
+    n_owned_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class StepMark:
+    """What rides on a ``SchedulerOutput`` to the workers.
+
+    Args:
+        step: number of the step in the run.
+        numbers: request number by engine id, for requests that are new to the workers.
+        finished: numbers of the requests that ended since the step before.
+        left_out: what the sampling rules say, by engine id, where they leave anything out.
+    """
+
+    step: int
+    numbers: dict[str, int]
+    finished: tuple[int, ...]
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
+
+
+class SchedulerWitness:
+    """Follows one scheduler.
+
+    Args:
+        census: where the census process is told.
+        block_size: tokens of a prefix block.
+        n_blocks: KV blocks of the cache; bounds the memory of who computed which block.
+        rules: sampling rules, ``None`` to store everything.
+    """
+
+    def __init__(
+        self,
+        census: Channel,
+        block_size: int,
+        n_blocks: int | None = None,
+        rules: SamplingRules | None = None,
+    ) -> None:
+        self._census = census
+        self._block_size = block_size
+        self._rules = rules
+        self._tracked: dict[str, _Tracked] = {}
+        self._owners = _Owners(None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks)
+        self._n_requests = 0
+        self._step = -1
+        self.last_step = -1
+        """The last step that had tokens."""
+        self._finished: list[int] = []
+
+    def arrived(self, request: Any) -> None:
+        """Number a request that the scheduler took.
+
+        Raises:
+            ActdsError: E012 a session of streamed input, whose prompt grows.
+        """
+        if getattr(request, "resumable", False):
+            raise ActdsError(
+                "E012",
+                f"request {request.request_id[:80]}",
+                got="a session of streamed input",
+                expected="requests whose prompt is known at arrival",
+            )
+        if request.request_id in self._tracked:
+            return
+        external_id = _external_id(request.request_id)
+        tracked = _Tracked(self._n_requests, self._left_out(request, external_id))
+        self._n_requests += 1
+        self._tracked[request.request_id] = tracked
+        n_blocks = request.num_prompt_tokens // self._block_size
+        digests = tuple(bytes(h)[:DIGEST_NBYTES] for h in request.block_hashes[:n_blocks])
+        self._census.send(
+            RequestArrived(
+                request=tracked.number,
+                internal_id=request.request_id,
+                external_id=external_id,
+                prompt_len=request.num_prompt_tokens,
+                arrival_ns=int(request.arrival_time * 1e9),
+                sampling=_sampling(request.sampling_params),
+                block_digests=digests or None,
+                left_out=tracked.left_out,
+            )
+        )
+
+    def scheduled(self, scheduler: Any, output: Any, preempted: tuple[str, ...]) -> StepMark:
+        """Tell what a call of ``schedule`` decided; return the mark for the workers."""
+        self._step += 1
+        n_tokens = output.num_scheduled_tokens
+        finished = tuple(self._finished)
+        scheduled = {request: self._tracked[request] for request in n_tokens}
+        numbers = {request: tracked.number for request, tracked in scheduled.items()}
+        left_out = {
+            request: tracked.left_out
+            for request, tracked in scheduled.items()
+            if tracked.left_out != EVERYTHING
+        }
+        if n_tokens:
+            self.last_step = self._step
+            self._finished.clear()  # an empty step reaches no worker
+            requests, starts, counts = [], [], []
+            references: list[Reference] = []
+            for engine_id, count in n_tokens.items():
+                request, tracked = scheduler.requests[engine_id], self._tracked[engine_id]
+                # schedule() has advanced the count by what it scheduled.
+                start = request.num_computed_tokens - count
+                references += self._references(request, tracked, start)
+                tracked.high_water = max(tracked.high_water, start + count)
+                self._own_blocks(request, tracked)
+                requests.append(tracked.number)
+                starts.append(start)
+                counts.append(count)
+            self._census.send(
+                StepScheduled(
+                    step=self._step,
+                    t_ns=time.time_ns(),
+                    requests=np.array(requests, np.int64),
+                    starts=np.array(starts, np.int64),
+                    n_tokens=np.array(counts, np.int64),
+                    references=tuple(references),
+                    waiting=len(scheduler.waiting),
+                    running=len(scheduler.running),
+                    preempted=tuple(self._tracked[p].number for p in preempted),
+                    kv_usage=float(scheduler.kv_cache_manager.usage),
+                )
+            )
+        return StepMark(self._step, numbers, finished, left_out)
+
+    def finished(self, request: Any) -> None:
+        """Tell how a request ended."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return
+        self._finished.append(tracked.number)
+        reason = request.get_finished_reason()
+        # Nothing sampled: the whole prompt is owed, as in spec section 7.1.
+        n_fed = request.num_prompt_tokens + max(request.num_output_tokens - 1, 0)
+        ids = np.array(request.all_token_ids[:n_fed], dtype="<u4")
+        self._census.send(
+            RequestFinished(
+                request=tracked.number,
+                t_ns=time.time_ns(),
+                reason=str(reason) if reason is not None else "abort",
+                generated_len=request.num_output_tokens,
+                token_digest=hashlib.sha256(ids.tobytes()).hexdigest(),
+            )
+        )
+
+    def _left_out(self, request: Any, external_id: str) -> LeftOut:
+        """Return why rows of a request are not stored: by a rule, or as another model's."""
+        if getattr(request, "lora_request", None) is not None:
+            return LeftOut("unsupported:lora", "unsupported:lora")
+        if getattr(request, "mm_features", None):
+            return LeftOut("unsupported:multimodal", "unsupported:multimodal")
+        if self._rules is None:
+            return EVERYTHING
+        params = request.sampling_params
+        xargs = (params.extra_args if params is not None else None) or {}
+        return self._rules.left_out(
+            Labels(external_id, getattr(request, "session_id", None), xargs)
+        )
+
+    def _references(self, request: Any, tracked: _Tracked, start: int) -> list[Reference]:
+        """Return who computed the positions between the high-water mark and ``start``."""
+        references: list[Reference] = []
+        position = tracked.high_water
+        while position < start:
+            block = position // self._block_size
+            stop = min((block + 1) * self._block_size, start)
+            owner = None
+            if block < len(request.block_hashes):
+                owner = self._owners.find(bytes(request.block_hashes[block]))
+            if references and references[-1].ref_request == owner:
+                first = references.pop().start
+            else:
+                first = position
+            references.append(Reference(tracked.number, first, stop, owner))
+            position = stop
+        tracked.n_owned_blocks = max(tracked.n_owned_blocks, start // self._block_size)
+        return references
+
+    def _own_blocks(self, request: Any, tracked: _Tracked) -> None:
+        """Note the blocks that this step completes as computed by this request."""
+        n_full = min(tracked.high_water // self._block_size, len(request.block_hashes))
+        for block in range(tracked.n_owned_blocks, n_full):
+            # A block that was evicted and computed again is served from the new computation.
+            self._owners.note(bytes(request.block_hashes[block]), tracked.number)
+        tracked.n_owned_blocks = max(tracked.n_owned_blocks, n_full)
+
+
+class _Owners:
+    """Which request computed each prefix block; the longest unused are forgotten first.
+
+    Args:
+        limit: blocks that are remembered, ``None`` for all.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._requests: OrderedDict[bytes, int] = OrderedDict()
+
+    def find(self, block: bytes) -> int | None:
+        """Return the request that computed a block, ``None`` when that is not known."""
+        owner = self._requests.get(block)
+        if owner is not None:
+            self._requests.move_to_end(block)
+        return owner
+
+    def note(self, block: bytes, request: int) -> None:
+        """Note who computed a block last."""
+        self._requests[block] = request
+        self._requests.move_to_end(block)
+        if self._limit is not None and len(self._requests) > self._limit:
+            self._requests.popitem(last=False)
+
+
+def _external_id(internal_id: str) -> str:
+    """Return the id that the engine was given, without the random end it adds."""
+    return internal_id[:-9] if _RANDOM_SUFFIX.fullmatch(internal_id[-9:]) else internal_id
+
+
+def _sampling(params: Any) -> str | None:
+    if params is None:
+        return None
+    fields = {
+        "max_tokens": params.max_tokens,
+        "min_p": str(params.min_p),
+        "seed": params.seed,
+        "temperature": str(params.temperature),
+        "top_k": params.top_k,
+        "top_p": str(params.top_p),
+    }
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,302 @@
+"""The start of a live harvest inside a vLLM engine core, before its workers exist.
+
+Around the token's way: from the engine's effective configuration to running processes. Whatever
+is wrong is said here, before the server is up.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import actds
+from actds import schema
+from actds.errors import ActdsError
+from actds.format import layout
+from actds.format.readouts import NONE
+from actds.schema.v0_1 import Genesis
+from actds.store import local_folder, open_store
+from actds_writers.capture.hooks import HookPlace, parse_hooks
+from actds_writers.engines.options import check_engine_options
+from actds_writers.harvest.destination import hold
+from actds_writers.harvest.live import LiveRun, LiveSettings, parse_live_settings
+from actds_writers.harvest.processes import Pipeline
+from actds_writers.ipc.messages import Fact
+from actds_writers.settings import WriterSettings
+from actds_writers.shards.assembly import SpecialTokens
+
+log = logging.getLogger("vllm.actds")
+PER_REQUEST = "chosen by each client; see sampling in the table requests"
+LIVE_TRAFFIC = "live traffic: prompts come from clients"
+
+
+def start(config: Any, document: Any) -> LiveRun:
+    """Start writer and census of a serving engine; return the run, under way.
+
+    Args:
+        config: vLLM's configuration, effective, changed where capture needs it.
+        document: what ``--additional-config`` holds under ``actds``.
+
+    Raises:
+        ActdsError: E017 a bad setting, E007 a layer that is not there, E012 an engine option
+            that breaks accounting, E010 a dataset with other hooks or under work.
+    """
+    settings = parse_live_settings(document)
+    refuse(config)
+    schedule_in_step(config)
+    model = config.model_config
+    n_layers = int(model.hf_text_config.num_hidden_layers)
+    places = parse_hooks(settings.hooks, n_layers)
+    out = _destination(settings.out)
+    lock = hold(out, shared=True)
+    try:
+        _compare_hooks(out, places)
+        readouts, probes = _readouts(settings, places, int(model.get_hidden_size()))
+        writer = _writer_settings(settings, model, out, len(places), readouts)
+        pipeline = Pipeline(
+            tuple((place.kind, place.layer) for place in places),
+            settings.store_dtype,
+            settings.overflow,
+            settings.ring_mib << 20,
+            writer,
+            # Of an engine core in a process of its own, the client is the parent.
+            os.getppid() if multiprocessing.parent_process() is not None else os.getpid(),
+            lock,
+            staging_nbytes=settings.staging_mib << 20,
+            probes=probes,
+            check=settings.check,
+        )
+    except BaseException:
+        os.close(lock)
+        raise
+    # What changes the graph must enter the key of the compile cache, and nothing else should.
+    graph = {"hooks": [f"{place.kind}:{place.layer}" for place in places], "readouts": readouts}
+    config.additional_config = {**config.additional_config, "actds": graph}
+    rules = settings.rules()
+    log.info(
+        "actds: capturing %s into %s as run %s; sampling %s; when the ring is full: %s",
+        ", ".join(place.name for place in places),
+        out,
+        writer.run,
+        rules.describe(),
+        settings.overflow,
+    )
+    metrics = None
+    if settings.metrics_port is not None:
+        replica = config.parallel_config.data_parallel_index if settings.metrics_port else 0
+        metrics = (settings.metrics_host, settings.metrics_port + replica)
+    return LiveRun(pipeline, rules, lambda: os.close(lock), metrics)
+
+
+def refuse(config: Any) -> None:
+    """Refuse an effective configuration that capture cannot account for.
+
+    Raises:
+        ActdsError: E012 with the option and the reason.
+    """
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    worker, backend = str(parallel.worker_cls), parallel.distributed_executor_backend
+    options: dict[str, object] = {
+        # A replica of a dense model is an engine of its own here, with this at 1.
+        "data_parallel_size": parallel.data_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "enable_hc_sp": parallel.enable_hc_sp,
+        "nnodes": parallel.nnodes,
+        "distributed_executor_backend": backend if isinstance(backend, str | None) else "a class",
+        "speculative_config": config.speculative_config,
+        "diffusion_config": config.diffusion_config,
+        "kv_transfer_config": config.kv_transfer_config,
+        "ec_transfer_config": config.ec_transfer_config,
+        "kv_offloading_size": cache.kv_offloading_size,
+        "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
+        "enable_lora": config.lora_config is not None,
+        "enable_dbo": parallel.enable_dbo,
+        "ubatch_size": parallel.ubatch_size,
+        "enable_prompt_embeds": model.enable_prompt_embeds,
+        "runner": model.runner_type,
+        "worker_cls": "auto" if worker.startswith("vllm.") else worker,
+        "scheduler_cls": config.scheduler_config.scheduler_cls,
+    }
+    try:
+        check_engine_options(options)
+    except ActdsError as error:
+        place = error.place.removeprefix("--engine ")
+        raise ActdsError(
+            error.code, f"engine option {place}", got=error.got, expected=error.expected
+        ) from None
+
+
+def schedule_in_step(config: Any) -> None:
+    """Switch async scheduling off, which a server has on unless told otherwise.
+
+    Scheduler and executor read it when they are built, which is later; the worker observes it.
+    """
+    scheduler = config.scheduler_config
+    if scheduler.async_scheduling:
+        log.warning(
+            "actds: async scheduling is switched off: with it a step is scheduled before the end "
+            "of the last, and its rows cannot be accounted for."
+        )
+        scheduler.async_scheduling = False
+
+
+def _destination(out: str) -> str:
+    """Return where the dataset is, a local path made absolute; a bad one is refused now."""
+    place = "--additional-config actds.out"
+    try:
+        folder = local_folder(out)
+        if folder is None:
+            open_store(out)  # no request yet: whether it is a URI, and what it needs is installed
+            return out
+        folder = folder.expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        # Another engine may be about to begin the dataset, in a temporary file.
+        names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
+        foreign = bool(names) and layout.GENESIS not in names
+    except OSError as error:
+        raise ActdsError(
+            "E017",
+            place,
+            got=f"{out}: {error.strerror}",
+            expected="a folder that can be made, or a dataset",
+        ) from None
+    except ActdsError as error:
+        advice = error.next_step if error.code == "E011" else None
+        raise ActdsError(
+            "E017", place, got=f"{out}: {error.got}", expected=error.expected, next_step=advice
+        ) from None
+    if foreign:
+        raise ActdsError(
+            "E017",
+            place,
+            got=f"{out}: a folder with other things in it",
+            expected="a new or empty folder, or a dataset",
+        )
+    return str(folder)
+
+
+def _compare_hooks(out: str, places: list[HookPlace]) -> None:
+    """Refuse a dataset with other hooks now; the writer compares types and widths later."""
+    store = open_store(out)
+    if not store.exists(layout.GENESIS):
+        return
+    genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
+    found, wanted = [hook.name for hook in genesis.hooks], [place.name for place in places]
+    if found != wanted:
+        raise ActdsError(
+            "E010", f"{out} hooks", got=", ".join(wanted), expected=f"{', '.join(found)}, as there"
+        )
+
+
+def _readouts(
+    settings: LiveSettings, places: list[HookPlace], d_model: int
+) -> tuple[str, bytes | None]:
+    """Return the value of ``capture.readouts``, and the probes as the bytes of their file."""
+    from actds_writers.capture.probes import plan_readouts
+
+    if not settings.readouts:
+        if settings.probes is not None:
+            raise ActdsError(
+                "E017",
+                "--additional-config actds.probes",
+                got="a file, and readouts false",
+                expected="readouts true, or no probes",
+            )
+        return NONE, None
+    path = None if settings.probes is None else Path(settings.probes)
+    readouts, probes = plan_readouts(settings.seed, path, [place.name for place in places], d_model)
+    return readouts.as_field(), probes
+
+
+def _writer_settings(
+    settings: LiveSettings, model: Any, out: str, n_hooks: int, readouts: str
+) -> WriterSettings:
+    from actds_writers.sizing.needs import rows_per_shard
+
+    rows = settings.rows_per_shard or rows_per_shard(n_hooks * int(model.get_hidden_size()) * 4)
+    return WriterSettings(
+        root=out,
+        dataset=secrets.token_hex(16),
+        run=layout.new_id("r"),
+        resume=False,
+        started_ns=time.time_ns(),
+        software=f"actds {actds.__version__}",
+        facts=tuple(_facts(settings, model, rows, readouts)),
+        tokens=_special_tokens(model),
+        rows_per_shard=rows,
+        order=settings.order,
+        seed=settings.seed,
+        # The engine needs the machine more than the writer does.
+        n_threads=max(1, (os.cpu_count() or 2) // 4),
+        shared=True,
+        raw_threshold_nbytes=settings.raw_mib << 20,
+        readouts=readouts,
+    )
+
+
+def _special_tokens(model: Any) -> SpecialTokens:
+    from actds_writers.config import _generation_eos
+    from actds_writers.prompts.encoding import load_tokenizer, special_tokens
+
+    if model.skip_tokenizer_init:
+        return SpecialTokens()
+    folder = Path(model.model)
+    return special_tokens(load_tokenizer(Path(model.tokenizer)), _generation_eos(folder))
+
+
+def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list[Fact]:
+    """Return the provenance that only this side knows."""
+    declared: dict[str, bool | int | str] = {
+        "capture.method": "forward hook with one custom op per decoder layer",
+        "capture.overflow_policy": settings.overflow,
+        "capture.order": settings.order,
+        "capture.rows_per_shard": rows,
+        "capture.raw_threshold_nbytes": settings.raw_mib << 20,
+        "capture.sampling": settings.rules().describe(),
+        "capture.readouts": readouts,
+    }
+    facts = [Fact(name, value, "declared") for name, value in declared.items()]
+    facts += [
+        Fact("serving.mode", "live", "observed"),
+        Fact("sampling.seed", int(model.seed or 0), "observed"),
+        Fact("sampling.temperature", None, "unknown", PER_REQUEST),
+        Fact("sampling.max_tokens", None, "unknown", PER_REQUEST),
+        Fact(
+            "tokenizer.chat_template_sha256",
+            None,
+            "unknown",
+            "applied by the server, and a client may send its own",
+        ),
+    ]
+    facts += [
+        Fact(f"prompts.{name}", None, "unknown", LIVE_TRAFFIC)
+        for name in ("source", "sha256", "n_records", "n_skipped")
+    ]
+    return [*facts, *_model_facts(settings, model)]
+
+
+def _model_facts(settings: LiveSettings, model: Any) -> list[Fact]:
+    from actds_writers.config import _file_sha256, _or_unknown, weights_sha256
+
+    folder, tokenizer = Path(model.model), Path(str(model.tokenizer)) / "tokenizer.json"
+    weights, why = None, "weights_digest is false"
+    if not folder.is_dir():
+        why = "the model was named by its repository; see model.revision"
+    elif settings.weights_digest:
+        weights, why = weights_sha256(folder), "the folder has no weight file"
+    digest = _file_sha256(tokenizer) if tokenizer.is_file() else None
+    facts = [
+        _or_unknown("model.weights_sha256", weights, why),
+        _or_unknown("tokenizer.sha256", digest, "no tokenizer.json in a folder of this machine"),
+    ]
+    revision = getattr(model.hf_config, "_commit_hash", None)
+    if revision:
+        facts.append(Fact("model.revision", str(revision), "observed"))
+    return facts

@@ -1,0 +1,1 @@
+"""A harvest from start to seal: run, resume, recover, canaries, live serving."""

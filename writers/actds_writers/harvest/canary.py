@@ -1,0 +1,452 @@
+"""Canary replay: some requests run again alone after a harvest, and their rows are compared.
+
+Beside the token's way, after its end. What is replayed is the exact sequence of tokens that the
+client sent and received, as a prompt: so every position is compared whatever the sampling, and the
+harvest's own tables are no witness for themselves. Knows the plan, the dataset and the replaying
+process; the comparison is in ``canary_compare``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actds.errors import ActdsError
+from actds.format import tables
+from actds.format.shard import Shard, commit_part
+from actds.ledger import Chain
+from actds.reading import Catalog
+from actds.schema.v0_1 import DType
+from actds.store import local_folder, open_store
+from actds_writers.config import Plan, WriteOptions, request_key
+from actds_writers.engines.base import Finished
+from actds_writers.harvest import canary_compare as compare
+from actds_writers.ipc.messages import Failed
+from actds_writers.prompts.encoding import Encoded
+
+ROWS_PER_PART = 1_000_000
+SPARE = 16
+"""Requests whose tokens are kept beside the wanted ones, in case some end before their time."""
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many requests are replayed.
+
+    Args:
+        percent: share of the requests, ``None`` when it is a number.
+        count: number of requests.
+    """
+
+    percent: Decimal | None
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Return what ``--canary`` says: ``0.1%`` or ``5``.
+
+        Raises:
+            ActdsError: E009 for anything else.
+        """
+        try:
+            value = Decimal(text.strip().removesuffix("%"))
+            percent = text.strip().endswith("%")
+            if 0 < value <= (100 if percent else 1_000_000) and (percent or value % 1 == 0):
+                return cls(value, 0) if percent else cls(None, int(value))
+        except InvalidOperation:
+            pass
+        raise ActdsError(
+            "E009", "--canary", got=repr(text)[:80], expected="a share such as 0.1% or a number"
+        )
+
+    def of(self, n_requests: int) -> int:
+        """Return how many of a number of requests, at least one."""
+        if self.percent is None:
+            return min(self.count, n_requests)
+        return min(max(1, math.ceil(self.percent * n_requests / 100)), n_requests)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a replay came to.
+
+    Args:
+        n_requests: requests that were replayed.
+        n_rows: positions that were compared, at every hook.
+        median: relative L2 of the rows that are the same: the numeric floor of the run.
+        p99: 99th percentile of the same.
+        n_foreign: positions with a row of another request or position at any hook.
+        n_same_token: replays that would go on with the token that the harvest sampled last.
+        first: the first foreign row, in words.
+    """
+
+    n_requests: int
+    n_rows: int
+    median: float
+    p99: float
+    n_foreign: int
+    n_same_token: int | None
+    first: str | None
+
+    def line(self) -> str:
+        """Return the outcome in one line."""
+        requests = "1 request" if self.n_requests == 1 else f"{self.n_requests:,} requests"
+        words = (
+            f"{requests} replayed alone, {self.n_rows:,} rows: median relative L2 "
+            f"{self.median:.1e}, p99 {self.p99:.1e}, foreign {self.n_foreign:,}"
+        )
+        if self.n_same_token is not None:
+            words += f"; the last token again in {self.n_same_token:,}"
+        return words
+
+    def error(self, run: str) -> ActdsError | None:
+        """Return E418 when a row belongs to another request."""
+        if not self.n_foreign:
+            return None
+        return ActdsError(
+            "E418",
+            f"canary/{run} {self.first}",
+            got=f"{self.n_foreign} rows far from their replay",
+            expected="rows of the request that they are stored under",
+        )
+
+
+class Canary:
+    """The canaries of one run.
+
+    Args:
+        options: arguments of the harvest, with ``canary`` set.
+        plan: its plan.
+
+    Raises:
+        ActdsError: E009 when ``--canary`` cannot be used.
+    """
+
+    def __init__(self, options: WriteOptions, plan: Plan) -> None:
+        self._options, self._plan = options, plan
+        servable = [encoded for encoded in plan.encoded if encoded.skip is None]
+        self._wanted = Share.parse(options.canary or "").of(len(servable))
+        order = np.random.Generator(np.random.Philox(key=options.seed)).permutation(len(servable))
+        chosen = [servable[i] for i in order[: 2 * self._wanted + SPARE]]
+        self._candidates = {request_key(encoded.prompt.index): encoded for encoded in chosen}
+        self._sampled: dict[str, tuple[int, ...]] = {}
+
+    def finished(self, finished: Finished) -> None:
+        """Keep the tokens that the client got, when the request is a candidate."""
+        if finished.key in self._candidates and finished.token_ids:
+            self._sampled[finished.key] = finished.token_ids
+
+    def replay(self, run: str, software: str, interrupted: Callable[[], int]) -> Outcome | None:
+        """Replay, compare and commit the table; return what it came to.
+
+        Args:
+            run: run that is checked; its chains are closed.
+            software: program and version.
+            interrupted: number of interruptions up to now.
+
+        Returns:
+            ``None`` when the replay was interrupted.
+
+        Raises:
+            ActdsError: what stopped the replay.
+        """
+        catalog = Catalog.read(open_store(self._options.out))
+        requests = _Requests.of(
+            catalog, run, {encoded.prompt.row for encoded in self._candidates.values()}
+        )
+        chosen: list[tuple[Encoded, int, list[int]]] = []
+        for name, encoded in self._candidates.items():
+            number = requests.served.get(encoded.prompt.row)
+            if name in self._sampled and number is not None and number in requests.owners:
+                tokens = [*encoded.token_ids, *self._sampled[name]]
+                chosen.append((encoded, number, tokens))
+        chosen = chosen[: self._wanted]
+        if not chosen:
+            raise _nothing(run, "no finished request with a stored row")
+        print(f"Replaying {len(chosen)} requests alone ...", file=sys.stderr, flush=True)
+        with self._replayed(chosen, interrupted) as (folder, sampled):
+            if sampled is None:
+                return None
+            alone = Catalog.read(open_store(folder))
+            table, outcome = _compare(catalog, run, requests, alone, chosen)
+        if not table.num_rows:
+            raise _nothing(run, "no stored row of the requests that were replayed")
+        if self._options.temperature == 0:
+            same = [
+                sampled.get(request_key(e.prompt.index)) == tokens[-1] for e, _, tokens in chosen
+            ]
+            outcome = replace(outcome, n_same_token=sum(same))
+        _commit(catalog, run, software, table, outcome)
+        return outcome
+
+    @contextmanager
+    def _replayed(
+        self, chosen: list[tuple[Encoded, int, list[int]]], interrupted: Callable[[], int]
+    ) -> Iterator[tuple[Path, dict[str, int] | None]]:
+        """Give the dataset of the replay and the tokens it sampled; it is removed afterwards.
+
+        The tokens are ``None`` when it was interrupted.
+        """
+        beside = local_folder(self._options.out)
+        parent = beside.absolute().parent if beside else None
+        folder = Path(tempfile.mkdtemp(prefix=".actds-canary-", dir=parent))
+        try:
+            options = _alone(self._options, folder / "acts")
+            encoded = tuple(
+                replace(one, token_ids=tokens[:-1], max_tokens=1) for one, _, tokens in chosen
+            )
+            keys = {request_key(one.prompt.index) for one in encoded}
+            client = tuple(prompt for prompt in self._plan.client if prompt.key in keys)
+            plan = replace(self._plan, encoded=encoded, client=client)
+            yield folder / "acts", _run(options, plan, interrupted)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _nothing(run: str, got: str) -> ActdsError:
+    return ActdsError(
+        "E006",
+        f"canary/{run}",
+        got=got,
+        expected="one that can be compared",
+        next_step="Nothing was compared; harvest more requests.",
+    )
+
+
+def _alone(options: WriteOptions, out: Path) -> WriteOptions:
+    """Return the options of a replay: the same engine, one request at a time, nothing lost."""
+    engine = {**options.engine, "max_num_seqs": 1}
+    if options.writer == "vllm":
+        engine["enable_prefix_caching"] = False
+    return replace(
+        options,
+        out=out,
+        engine=engine,
+        resume=False,
+        canary=None,
+        temperature=0.0,
+        order="sequence",
+        overflow="block",
+        quiet=True,
+        metrics_port=None,
+    )
+
+
+def _run(
+    options: WriteOptions, plan: Plan, interrupted: Callable[[], int]
+) -> dict[str, int] | None:
+    """Run the replaying process to its end; return what it sampled, ``None`` if interrupted."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "actds_writers.harvest.canary_replay"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C is for the command, which passes it on
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    told = interrupted()
+    try:
+        pickle.dump((options, plan), process.stdin)
+        process.stdin.close()
+        while True:
+            try:
+                code = process.wait(POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                if interrupted() > told:
+                    told = interrupted()
+                    process.send_signal(signal.SIGINT)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    answer = process.stdout.read()
+    if code == 1 and answer:
+        raise Failed(**json.loads(answer)).error()
+    if code == 0:
+        sampled: dict[str, int] = json.loads(answer)
+        return sampled
+    if code != 2:
+        raise ActdsError(
+            "E504", "canary replay", got=f"it ended with code {code}", expected="a replay"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """Requests of a run, and where the row of each of their positions stands.
+
+    Args:
+        served: number by source row, of those that ended by themselves.
+        owners: by number, ``(start, stop, request)`` of the positions that have a row: their own,
+            or of the request that computed them.
+    """
+
+    served: dict[int, int]
+    owners: dict[int, list[tuple[int, int, int]]]
+
+    @classmethod
+    def of(cls, catalog: Catalog, run: str, source_rows: set[int]) -> _Requests:
+        """Return the requests of some source rows."""
+        requests = catalog.table("requests", run)
+        requests = requests.filter(
+            pc.and_(
+                pc.is_in(requests["source_row"], pa.array(sorted(source_rows), pa.int64())),
+                pc.is_in(requests["finish_reason"], pa.array(["stop", "length"])),
+            )
+        )
+        numbers = requests["request"].combine_chunks()
+        served = dict(zip(requests["source_row"].to_pylist(), numbers.to_pylist(), strict=True))
+        spans = catalog.table("spans", run)
+        spans = spans.filter(pc.is_in(spans["request"], numbers))
+        owners: dict[int, list[tuple[int, int, int]]] = {}
+        for span in spans.to_pylist():
+            owner = {"captured": span["request"], "cache_ref": span["ref_request"]}
+            request = owner.get(span["disposition"])
+            if request is not None:
+                place = (span["start"], span["stop"], request)
+                owners.setdefault(span["request"], []).append(place)
+        return cls(served, owners)
+
+
+def _compare(
+    catalog: Catalog,
+    run: str,
+    requests: _Requests,
+    alone: Catalog,
+    chosen: list[tuple[Encoded, int, list[int]]],
+) -> tuple[pa.Table, Outcome]:
+    """Return the table and its outcome."""
+    source_rows = {encoded.prompt.row for encoded, _, _ in chosen}
+    replays = _Requests.of(alone, alone.run_ids[0], source_rows)
+    columns: list[np.ndarray] = []
+    numbers = compare.prefixes([tokens for _, _, tokens in chosen])
+    for (encoded, number, tokens), prefix in zip(chosen, numbers, strict=True):
+        replayed = replays.served[encoded.prompt.row]
+        for start, stop, owner in requests.owners[number]:
+            positions = np.arange(start, stop)
+            one = np.ones(len(positions), np.int64)
+            fed = np.array(tokens[start:stop])
+            columns.append(
+                np.stack(
+                    [one * number, positions, one * owner, one * replayed, fed, prefix[start:stop]]
+                )
+            )
+    request, position, owner, replayed_as, fed, same = np.concatenate(columns, axis=1)
+    pieces = []
+    computed = compare.coarser(_types(catalog, run))
+    for hooks, shards in catalog.row_sets(run):
+        stored_at = compare.locate(shards, compare.key(owner, position))
+        there = stored_at.shard >= 0  # a reference may name a row that was lost
+        stored_at = _only(stored_at, there)
+        others = _shards_with(alone, hooks[0])
+        replay_at = compare.locate(others, compare.key(replayed_as[there], position[there]))
+        if (replay_at.shard < 0).any():
+            raise ActdsError(
+                "E504", "canary replay", got="a position without a row", expected="every row"
+            )
+        wrong_token = stored_at.token_id != fed[there]
+        after = _after(request[there], position[there], wrong_token)
+        for hook in hooks:
+            stored = compare.gather(shards, stored_at, hook)
+            alone_rows = compare.gather(others, replay_at, hook)
+            relative, cosine = compare.distances(stored, alone_rows)
+            far = compare.is_foreign(stored, alone_rows, relative, same[there], computed)
+            verdict = np.where(far, np.where(after, "diverged", "foreign"), "same")
+            verdict[wrong_token] = "foreign"
+            pieces.append(
+                tables.build(
+                    "canary",
+                    {
+                        "request": request[there],
+                        "position": position[there],
+                        "hook": [hook] * len(relative),
+                        "step": stored_at.step,
+                        "token_id": stored_at.token_id,
+                        "replayed_token_id": fed[there],
+                        "relative_l2": relative,
+                        "cosine": cosine,
+                        "verdict": verdict,
+                    },
+                )
+            )
+    table = pa.concat_tables(pieces)
+    return table, _outcome(table, len(chosen), len(pieces))
+
+
+def _outcome(table: pa.Table, n_requests: int, n_hooks: int) -> Outcome:
+    foreign = pc.equal(table["verdict"], "foreign")
+    relative = table.filter(pc.equal(table["verdict"], "same"))["relative_l2"].to_numpy()
+    median, p99 = np.quantile(relative, [0.5, 0.99]) if len(relative) else (math.nan, math.nan)
+    order = [("request", "ascending"), ("position", "ascending"), ("hook", "ascending")]
+    bad = table.filter(foreign).select(["request", "position", "hook"]).sort_by(order)
+    first = next(
+        (" ".join(f"{name} {value}" for name, value in row.items()) for row in bad.to_pylist()),
+        None,
+    )
+    return Outcome(
+        n_requests=n_requests,
+        n_rows=table.num_rows // n_hooks,
+        median=float(median),
+        p99=float(p99),
+        n_foreign=bad.group_by(["request", "position"]).aggregate([]).num_rows,
+        n_same_token=None,
+        first=first,
+    )
+
+
+def _after(request: np.ndarray, position: np.ndarray, wrong: np.ndarray) -> np.ndarray:
+    """Return which rows stand behind a token that differs."""
+    first: dict[int, int] = {}
+    for i in np.flatnonzero(wrong):
+        number = int(request[i])
+        first[number] = min(first.get(number, int(position[i])), int(position[i]))
+    limits = np.array([first.get(int(number), 2**32) for number in request], np.int64)
+    return position > limits
+
+
+def _only(located: compare.Located, mask: np.ndarray) -> compare.Located:
+    return compare.Located(
+        located.shard[mask], located.row[mask], located.token_id[mask], located.step[mask]
+    )
+
+
+def _shards_with(catalog: Catalog, hook: str) -> list[Shard]:
+    return [shard for shard in catalog.shards_of(catalog.run_ids[0]) if hook in shard.hooks]
+
+
+def _types(catalog: Catalog, run: str) -> list[DType]:
+    """Return the types that rows went through: of the arithmetic and of the arrays."""
+    fields = catalog.runs[run].fields
+    computed, precision = fields["numerics.dtype"].value, fields["numerics.matmul_precision"].value
+    types = [hook.dtype for hook in catalog.genesis.hooks]
+    types += [name for name in compare.FAR if name == computed]
+    if precision not in ("highest", None):
+        types.append("float16")  # TF32 has as many digits
+    return types
+
+
+def _commit(catalog: Catalog, run: str, software: str, table: pa.Table, outcome: Outcome) -> None:
+    """Commit the table on a chain of its own."""
+    chain = Chain.begin(catalog.store, catalog.genesis.dataset, run, "tool", software)
+    for n, first in enumerate(range(0, max(table.num_rows, 1), ROWS_PER_PART)):
+        commit_part(catalog.store, chain, "canary", run, n, table.slice(first, ROWS_PER_PART))
+    chain.close("finished", {"requests": outcome.n_requests, "foreign": outcome.n_foreign})

@@ -1,0 +1,258 @@
+"""The processes beside the engine: started before it, ended after it.
+
+Stands around the token's way: the command's handle on writer and census.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from actds.errors import ActdsError
+from actds.schema.v0_1 import CloseReason
+from actds_writers.harvest.detach import Detached
+from actds_writers.ipc.link import Link, Policy
+from actds_writers.ipc.messages import (
+    CensusProgress,
+    ClientFacts,
+    Done,
+    Failed,
+    Finish,
+    Progress,
+)
+from actds_writers.settings import CensusSettings, WriterSettings
+
+FINISH_TIMEOUT_S = 600.0
+END_TIMEOUT_S = 120.0
+"""Longer than the patience of either process with an engine that is still there."""
+SHARED_MEMORY = Path("/dev/shm")
+LANE_NBYTES = 32 << 20
+"""Readouts that may wait for the writer, before they make the engine wait: a disk that stands
+still costs rows under a drop policy, and never a readout."""
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""Frames of a mebibyte are made and dropped by the thousand; giving each back to the system and
+taking it again costs more than encoding it."""
+
+
+def private_folder() -> Path:
+    """Return a new folder for sockets and ring, in shared memory where the system has some."""
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    return Path(tempfile.mkdtemp(prefix="actds-", dir=parent))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Totals of both chains after the run."""
+
+    writer: dict[str, int]
+    census: dict[str, int]
+
+
+class Pipeline:
+    """Writer and census of one run.
+
+    Args:
+        hooks: ``(kind, layer)`` of each hook.
+        store_dtype: type to store rows in, ``None`` for the model's own.
+        policy: overflow policy of the ring.
+        ring_nbytes: size of the host ring.
+        writer: settings of the writer.
+        lock: open descriptor of the dataset's lock, which the processes inherit.
+        staging_nbytes: size of the staging ring; a step at least.
+        lane_nbytes: size of the readouts' lane; two steps at least.
+        probes: the user's probes as the bytes of their file.
+        check: whether the engine checks its hooks before the first row.
+
+    Use as a context manager: leaving it ends the processes and removes the ring.
+    """
+
+    def __init__(
+        self,
+        hooks: tuple[tuple[str, int], ...],
+        store_dtype: str | None,
+        policy: Policy,
+        ring_nbytes: int,
+        writer: WriterSettings,
+        client_pid: int,
+        lock: int,
+        *,
+        staging_nbytes: int = 0,
+        lane_nbytes: int = LANE_NBYTES,
+        probes: bytes | None = None,
+        check: bool = True,
+    ) -> None:
+        folder = private_folder()
+        probes_path = folder / "probes.npy"
+        if probes is not None:
+            probes_path.write_bytes(probes)
+        self.link = Link(
+            folder=str(folder),
+            key=secrets.token_hex(32),
+            run=writer.run,
+            hooks=hooks,
+            store_dtype=store_dtype,
+            policy=policy,
+            ring_nbytes=ring_nbytes,
+            client_pid=client_pid,
+            live=writer.shared,
+            staging_nbytes=staging_nbytes,
+            lane_nbytes=lane_nbytes,
+            readouts=writer.readouts,
+            probes_path=None if probes is None else str(probes_path),
+            check=check,
+        )
+        census = CensusSettings(writer.root, writer.run, writer.software)
+        self._processes = {
+            "census": self._start("census_process", census, lock),
+            "writer": self._start("writer_process", writer, lock),
+        }
+        self._connections: dict[str, Connection] = {}
+        self._done: dict[str, Done] = {}
+        self.written: Progress | None = None
+        self.counted: CensusProgress | None = None
+        self.failure: ActdsError | None = None
+
+    def connect(self) -> None:
+        """Connect to both processes.
+
+        Raises:
+            ActdsError: E506 when one does not come up.
+        """
+        for name, process in self._processes.items():
+            self._connections[name] = self.link.connect(
+                name, "harvest", is_alive=functools.partial(_is_running, process)
+            )
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what is still alive and remove the private folder."""
+        for connection in self._connections.values():
+            connection.close()
+        for name in ("writer", "census"):  # the census ends after the writer
+            process = self._processes[name]
+            try:
+                process.wait(timeout=END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.link.folder, ignore_errors=True)
+
+    def poll(self) -> None:
+        """Take what the processes have said, without waiting.
+
+        Raises:
+            ActdsError: what made one of them fail; E502 or E505 when one is gone.
+        """
+        for name, connection in self._connections.items():
+            try:
+                while connection.poll():
+                    self._take(name, connection.recv())
+            except (EOFError, OSError):
+                self._gone(name)
+        if self.failure is not None:
+            raise self.failure
+
+    def tell_client_facts(self, facts: ClientFacts) -> None:
+        """Tell the census what only the client knows."""
+        self._send("census", facts)
+
+    def end_writer(self, reason: CloseReason) -> None:
+        """Let the writer commit and end as soon as its worker is gone; the census goes on."""
+        self._send("writer", Finish(reason))
+
+    def finish(self, reason: CloseReason) -> Ended:
+        """End the run after the engine has ended; return the totals.
+
+        Raises:
+            ActdsError: what a process could not do; E506 when one does not answer.
+        """
+        for name in self._processes:
+            self._send(name, Finish(reason))
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
+        while set(self._done) != set(self._processes):
+            for name, connection in self._connections.items():
+                if name not in self._done:
+                    self._await(name, connection)
+            if time.monotonic() > deadline:
+                missing = ", ".join(sorted(set(self._processes) - set(self._done)))
+                raise ActdsError(
+                    "E506",
+                    missing,
+                    got=f"no answer within {FINISH_TIMEOUT_S:.0f} s",
+                    expected="a closed chain",
+                )
+        return Ended(self._done["writer"].totals, self._done["census"].totals)
+
+    def _await(self, name: str, connection: Connection) -> None:
+        try:
+            if connection.poll(0.1):
+                self._take(name, connection.recv())
+        except (EOFError, OSError):
+            self._gone(name)
+            self._done[name] = Done({})
+
+    def _take(self, name: str, message: object) -> None:
+        if isinstance(message, Failed):
+            # The first failure is the cause; what follows is its echo.
+            self.failure = self.failure or message.error()
+        elif isinstance(message, Done):
+            self._done[name] = message
+        elif isinstance(message, Progress):
+            self.written = message
+        elif isinstance(message, CensusProgress):
+            self.counted = message
+
+    def _gone(self, name: str) -> None:
+        if name in self._done:
+            return
+        self.failure = self.failure or ActdsError(
+            "E502" if name == "writer" else "E505",
+            f"{name} process",
+            got="it has ended"
+            if self.link.live
+            else f"it ended with code {self._processes[name].poll()}",
+            expected="it alive until the end",
+        )
+
+    def _send(self, name: str, message: object) -> None:
+        try:
+            self._connections[name].send(message)
+        except OSError:
+            self._gone(name)
+
+    def _start(
+        self, module: str, settings: WriterSettings | CensusSettings, lock: int
+    ) -> subprocess.Popen[bytes] | Detached:
+        process = self._process(module, lock)
+        assert process.stdin is not None
+        pickle.dump((self.link, settings), process.stdin)
+        process.stdin.close()
+        return process
+
+    def _process(self, module: str, lock: int) -> subprocess.Popen[bytes] | Detached:
+        if self.link.live:
+            return Detached(f"actds_writers.{module}", {**os.environ, **KEEP_MEMORY}, (lock,))
+        return subprocess.Popen(
+            [sys.executable, "-m", f"actds_writers.{module}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, **KEEP_MEMORY},
+            start_new_session=True,  # a Ctrl-C is for the command, which then ends the run in order
+            pass_fds=(lock,),
+        )
+
+
+def _is_running(process: subprocess.Popen[bytes] | Detached) -> bool:
+    return process.poll() is None

@@ -1,0 +1,285 @@
+"""Recovery: end what dead processes left open, and account for it from the census journal.
+
+Stands beside the token's way, after a crash: ledger and journal in, a closed and sealed dataset
+out. Every acknowledged row is kept; whatever is not acknowledged becomes an ``aborted`` span.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from actds import __version__, schema
+from actds.errors import ActdsError
+from actds.format import layout
+from actds.ledger import Chain, ChainState, fence, read_ledger
+from actds.lock import lock_dataset
+from actds.reading import CENSUS_TABLES, Catalog
+from actds.schema.v0_1 import Genesis, Seal, ShardBody
+from actds.seal import runs_with_data, seal
+from actds.store import TEMPORARY, Store, local_folder, open_for_writing
+from actds_writers.census.census import Census
+from actds_writers.census.end import (
+    LOST_REASON,
+    RESERVE,
+    WriterEnd,
+    commit_census,
+    end_writer_chain,
+)
+from actds_writers.census.journal import merged, read_journal, remove_journal, segments
+from actds_writers.ipc.messages import ClientFacts, RequestArrived
+
+SCHEMA = "actds.recover/1"
+FENCED = "its process ended without closing it"
+_CLEARED = ("journal/", "census/", "losses/", "readouts/", "canary/", "runs/", "seal/")
+_MAX_REQUEST_GAP = 1 << 20
+
+Outcome = Literal["accounted", "recovered", "empty", "unaccountable"]
+
+
+@dataclass(frozen=True)
+class RunFound:
+    """One run as recovery found it, and what became of it.
+
+    Args:
+        run: its id.
+        chains: state of each of its chains before recovery.
+        n_rows: acknowledged rows.
+        n_segments: segments of its journal.
+        outcome: ``accounted`` before, ``recovered`` now, ``empty`` when it committed nothing,
+            ``unaccountable`` when neither census nor journal is there.
+        totals: the census' totals, where it was recovered.
+    """
+
+    run: str
+    chains: dict[str, str]
+    n_rows: int
+    n_segments: int
+    outcome: Outcome
+    totals: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What recovery found and did.
+
+    Args:
+        path: the dataset.
+        runs: its runs, in the order in which they began.
+        unreachable: size of each file that nothing reaches, by path; temporary files included.
+        cleared: whether these were removed.
+        seal: the seal over everything, ``None`` when it cannot be sealed.
+        error: why it cannot be sealed.
+    """
+
+    path: str
+    runs: tuple[RunFound, ...]
+    unreachable: dict[str, int]
+    cleared: bool
+    seal: Seal | None
+    error: ActdsError | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the recovery under the schema ``actds.recover/1``."""
+        return {
+            "schema": SCHEMA,
+            "actds": __version__,
+            "path": self.path,
+            "runs": [run.__dict__ for run in self.runs],
+            "unreachable": self.unreachable,
+            "cleared": self.cleared,
+            "seal": self.seal.n if self.seal else None,
+            "error": str(self.error) if self.error else None,
+        }
+
+
+def recover(uri: str | Path, *, clear: bool = False) -> Recovery:
+    """Recover a dataset whose processes are gone; done twice, it changes nothing more.
+
+    Args:
+        uri: the dataset. In an object store there is no lock: a process that is not gone after
+            all is fenced, and ends at its next commit.
+        clear: remove the files that nothing reaches.
+
+    Raises:
+        ActdsError: E101 no dataset; E010 a live process; E503 the disk refuses; what is broken
+            in ledger or files.
+
+    Spec: 0.1 section 8.6.
+    """
+    store = open_for_writing(uri)
+    if not store.exists(layout.GENESIS):
+        raise ActdsError("E101", store.uri, got=f"no {layout.GENESIS}", expected="a dataset")
+    folder = local_folder(uri)
+    lock = None if folder is None else lock_dataset(folder)
+    try:
+        runs = recover_runs(store)
+        error, sealed = _unaccountable(runs), None
+        try:
+            sealed = seal(store) if error is None else None
+        except ActdsError as refused:
+            error = refused
+        unreachable = dict(_unreachable(store))
+        if clear:
+            _clear(store, unreachable)
+        return Recovery(store.uri, tuple(runs), unreachable, clear, sealed, error)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def recover_runs(store: Store) -> list[RunFound]:
+    """End every open chain and account for every run; the caller holds the dataset's lock.
+
+    Raises:
+        ActdsError: E312 a broken journal; E503; what is broken in the ledger or a file.
+
+    Spec: 0.1 section 8.6.
+    """
+    genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
+    # Space that a census held back for its end; we write that end now.
+    folder = local_folder(store.uri)
+    for reserved in folder.glob(f"{RESERVE}*") if folder else ():
+        reserved.unlink()
+    before = read_ledger(store, genesis.dataset)
+    for state in before.values():
+        if state.state == "open":
+            fence(store, genesis.dataset, state.chain, FENCED)
+    catalog = Catalog.read(store)
+    return [_recover_run(store, catalog, run, before) for run in catalog.run_ids]
+
+
+def require_accounted(runs: list[RunFound]) -> None:
+    """Refuse a dataset with a run that cannot be accounted for.
+
+    Raises:
+        ActdsError: E312 naming the run.
+    """
+    error = _unaccountable(runs)
+    if error is not None:
+        raise error
+
+
+def _recover_run(
+    store: Store, catalog: Catalog, run: str, before: dict[str, ChainState]
+) -> RunFound:
+    chains = {chain: state for chain, state in before.items() if state.run == run}
+    found = RunFound(
+        run=run,
+        chains={chain: state.state for chain, state in chains.items()},
+        n_rows=sum(
+            body.n_rows
+            for state in catalog.chains.values()
+            for body in (record.typed_body() for record in state.records)
+            if state.run == run and state.kind == "writer" and isinstance(body, ShardBody)
+        ),
+        n_segments=len(segments(store, run)),
+        outcome="accounted",
+        totals={},
+    )
+    if _is_accounted(catalog, run):
+        return found
+    ended = end_writer_chain(store, catalog.genesis.dataset, run)
+    if ended is None or not (found.n_segments or run in runs_with_data(catalog)):
+        return replace(found, outcome="empty")
+    if not found.n_segments and _tells_of_rows(catalog, run):
+        return replace(found, outcome="unaccountable")
+    totals = _replay(store, catalog, run, ended)
+    return replace(found, outcome="recovered", totals=totals)
+
+
+def _is_accounted(catalog: Catalog, run: str) -> bool:
+    closed = any(
+        chain.run == run and chain.kind == "census" and chain.state == "closed"
+        for chain in catalog.chains.values()
+    )
+    return closed and all(catalog.parts.get((run, table)) for table in CENSUS_TABLES)
+
+
+def _tells_of_rows(catalog: Catalog, run: str) -> bool:
+    """Return whether anything committed needs a census: queue meters alone do not."""
+    shards = any(manifest.run == run for manifest in (*catalog.shards, *catalog.replaced))
+    return shards or any(catalog.parts.get((run, table)) for table in ("drops", "readouts"))
+
+
+def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[str, int]:
+    """Commit the census that the journal implies; return its totals."""
+    census, client = Census(), ClientFacts()
+    place = layout.journal_path(run, 0)
+    n_requests = 0
+    for message in read_journal(store, catalog.genesis.dataset, run):
+        if isinstance(message, ClientFacts):
+            client = merged(client, message)
+            continue
+        if isinstance(message, RequestArrived):
+            n_requests += 1
+            if not 0 <= message.request < n_requests + _MAX_REQUEST_GAP:
+                raise _broken(place, f"request {message.request}", "requests numbered from 0")
+        try:
+            census.observe(message)
+        except (KeyError, IndexError, ValueError) as error:
+            raise _broken(place, repr(error)[:200], "messages of one run, in order") from None
+    for phase, step in ended.acknowledged.items():
+        if not census.has_scheduled(step):
+            raise _broken(place, f"no word of step {step}", f"it: its {phase} rows are committed")
+    found = census.tables(ended.acknowledged, client, LOST_REASON, ended.dropped_steps)
+    present = {
+        part.file.path: part
+        for table in CENSUS_TABLES
+        for part in catalog.parts.get((run, table), [])
+    }
+    software = f"actds {__version__} recover"
+    chain = Chain.begin(store, catalog.genesis.dataset, run, "census", software)
+    commit_census(store, chain, run, found, present)
+    chain.close("interrupted", found.totals)
+    return found.totals
+
+
+def _unaccountable(runs: list[RunFound]) -> ActdsError | None:
+    for run in runs:
+        if run.outcome == "unaccountable":
+            return ActdsError(
+                "E312",
+                f"journal/{run.run}",
+                got=f"no journal and no census of {run.n_rows} committed rows",
+                expected="either",
+                next_step="It was written before there were journals: write a new dataset.",
+            )
+    return None
+
+
+def _broken(place: str, got: str, expected: str) -> ActdsError:
+    return ActdsError("E312", place, got=got, expected=expected)
+
+
+def _unreachable(store: Store) -> Iterator[tuple[str, int]]:
+    """Yield path and size of what dead processes left; a stranger's files are not among it."""
+    catalog = Catalog.read(store)
+    manifests = (*catalog.shards, *catalog.replaced)
+    committed = {layout.shard_dir(manifest.shard) for manifest in manifests}
+    known = catalog.reached | {layout.GENESIS, layout.CARD}
+    for path in store.list():
+        shard = layout.shard_dir(path.split("/")[1]) if path.startswith("shards/") else None
+        stray = path.startswith(_CLEARED) if shard is None else shard not in committed
+        if stray and path not in known:
+            yield path, store.size(path)
+    local = local_folder(store.uri)
+    if local is None:
+        return  # a put into an object store leaves nothing behind
+    for where, _, files in os.walk(local, followlinks=False):
+        for name in files:
+            if name.startswith(TEMPORARY):
+                file = Path(where) / name
+                yield file.relative_to(local).as_posix(), file.lstat().st_size
+
+
+def _clear(store: Store, unreachable: dict[str, int]) -> None:
+    store.remove_temporary()
+    for path in unreachable:
+        if not path.rpartition("/")[2].startswith(TEMPORARY):
+            store.remove(path)
+    for run in {path.split("/")[1] for path in unreachable if path.startswith("journal/")}:
+        remove_journal(store, run)

@@ -1,0 +1,173 @@
+"""Sampling rules: what of live traffic is left out of the dataset, request by request.
+
+Beside the scheduler, before the token's way begins; pure, imports the messages only. What the
+rules leave out is computed and served like the rest; the census calls it ``filtered``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_serializer,
+    model_validator,
+)
+
+from actds.format import canonical
+from actds_writers.ipc.messages import EVERYTHING, LeftOut
+
+__all__ = ["Labels", "Match", "SamplingRules", "client_request_id"]
+
+Phase = Literal["prefill", "decode"]
+_HASH_RANGE = 2**64
+_ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))")
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a rule can ask of a request.
+
+    Args:
+        external_id: id that the server gave the engine, as in the table ``requests``.
+        session_id: the header ``X-Session-ID`` or the field ``session_id`` of the body.
+        xargs: the field ``vllm_xargs`` of the body.
+    """
+
+    external_id: str
+    session_id: str | None = None
+    xargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def header(self, name: str) -> str | None:
+        """Return a header that vLLM hands on to its engine, ``None`` when it was not sent."""
+        if name == "x-request-id":
+            return client_request_id(self.external_id)
+        return self.session_id
+
+
+def client_request_id(external_id: str) -> str:
+    """Return the ``X-Request-Id`` inside an id that the OpenAI server made of it.
+
+    A client that sends none has a random one.
+    """
+    match = _ENGINE_ID.fullmatch(external_id)
+    return (match["completion"] or match["chat"]) if match else external_id
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Match(_Model):
+    """A property of a request and the values, as shell patterns, that it asks for."""
+
+    header: Literal["x-request-id", "x-session-id"] | None = None
+    xarg: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    values: Annotated[list[str], Field(min_length=1, max_length=1024)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lower(cls, data: Any) -> Any:
+        """Header names know no case."""
+        if isinstance(data, dict) and isinstance(data.get("header"), str):
+            return {**data, "header": data["header"].lower()}
+        return data
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.header is None) == (self.xarg is None):
+            raise ValueError("either header or xarg")
+        return self
+
+    def holds(self, labels: Labels) -> bool:
+        """Say whether a request has one of the values."""
+        if self.header is not None:
+            found: Any = labels.header(self.header)
+        else:
+            found = labels.xargs.get(self.xarg or "")
+        words = found if isinstance(found, list) else [found]
+        return any(
+            fnmatchcase(str(word), pattern)
+            for word in words
+            if word is not None
+            for pattern in self.values
+        )
+
+
+def _decimal(value: Any) -> Any:
+    """Return the decimal that a person wrote: 0.1 is a tenth, not the nearest float."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return value
+    try:
+        return Decimal(str(value))
+    except ArithmeticError:
+        raise ValueError("no decimal number") from None
+
+
+class SamplingRules(_Model):
+    """Which requests and phases are stored.
+
+    Args:
+        fraction: share of the requests, by a hash of ``external_id``; a larger share of the same
+            seed holds the smaller one.
+        seed: seed of that hash.
+        phases: phases that are stored.
+        only: when not empty, a request must match one of these.
+        skip: a request that matches one of these is left out, whatever else holds.
+    """
+
+    fraction: Annotated[Decimal, BeforeValidator(_decimal), Field(ge=0, le=1)] = Decimal(1)
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    phases: Annotated[list[Phase], Field(min_length=1)] = ["prefill", "decode"]
+    only: list[Match] = []
+    skip: list[Match] = []
+
+    @field_serializer("fraction")
+    def _plain(self, fraction: Decimal) -> str:
+        return format(fraction.normalize(), "f")
+
+    def left_out(self, labels: Labels) -> LeftOut:
+        """Return why rows of a request are not stored, by phase."""
+        reason = self._request_reason(labels)
+        if reason is not None:
+            return LeftOut(reason, reason)
+        if len(set(self.phases)) == 2:
+            return EVERYTHING
+        return LeftOut(
+            None if "prefill" in self.phases else "sampling:phase",
+            None if "decode" in self.phases else "sampling:phase",
+        )
+
+    def describe(self) -> str:
+        """Return ``all``, or the rules as canonical JSON: the fact ``capture.sampling``.
+
+        Spec: 0.1 section 6.1.
+        """
+        if self == SamplingRules(seed=self.seed):
+            return "all"
+        document = self.model_dump(mode="json", exclude_none=True)
+        document["phases"] = sorted(set(self.phases))
+        return canonical.dump(document).decode("ascii").rstrip("\n")
+
+    def _request_reason(self, labels: Labels) -> str | None:
+        if any(match.holds(labels) for match in self.skip):
+            return "sampling:skip"
+        if self.only and not any(match.holds(labels) for match in self.only):
+            return "sampling:only"
+        return None if self._drawn(labels.external_id) else "sampling:fraction"
+
+    def _drawn(self, external_id: str) -> bool:
+        digest = hashlib.sha256(f"{self.seed}:{external_id}".encode(errors="surrogatepass"))
+        return int.from_bytes(digest.digest()[:8], "big") < int(
+            Fraction(self.fraction) * _HASH_RANGE
+        )

@@ -1,0 +1,1 @@
+"""Messages and transport between the processes of a harvest."""

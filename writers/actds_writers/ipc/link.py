@@ -1,0 +1,122 @@
+"""Links between the processes of one harvest: Unix sockets in a private folder.
+
+Imports the messages only. Every process that may connect finds folder and key in one environment
+variable, which engine and worker processes inherit; a configuration field would enter the
+engine's compile-cache key and make every run compile anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Literal
+
+from actds.errors import ActdsError
+from actds.format.readouts import NONE
+
+ENVIRONMENT = "ACTDS_LINK"
+CONNECT_TIMEOUT_S = 180.0
+"""A busy machine takes a minute to start a process; one that has died is seen at once."""
+Policy = Literal["block", "drop_oldest", "drop_newest"]
+"""What happens to a step when the ring is full."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Where the writer and the census listen.
+
+    Args:
+        folder: private folder of the sockets and the ring.
+        key: shared secret of the harvest, hexadecimal.
+        run: run id.
+        hooks: ``(kind, layer)`` of each hook to capture.
+        store_dtype: type to store rows in, ``None`` for the type the model computes in.
+        policy: overflow policy of the ring.
+        ring_nbytes: size of the host ring; the worker takes more when two steps need it.
+        client_pid: process of the command.
+        live: whether the engine serves traffic, which goes on when capture fails.
+        staging_nbytes: size of the staging ring; the worker takes more when a step needs it.
+        lane_nbytes: size of the readouts' lane; the worker takes more when two steps need it.
+        readouts: value of ``capture.readouts``.
+        probes_path: npy file of the user's probes, ``None`` without.
+        check: whether the hooks are checked before the first row.
+    """
+
+    folder: str
+    key: str
+    run: str
+    hooks: tuple[tuple[str, int], ...]
+    store_dtype: str | None
+    policy: Policy
+    ring_nbytes: int
+    client_pid: int
+    live: bool = False
+    staging_nbytes: int = 0
+    lane_nbytes: int = 0
+    readouts: str = NONE
+    probes_path: str | None = None
+    check: bool = True
+
+    def to_environment(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def from_environment(cls) -> Link | None:
+        """Return the link of this process, ``None`` outside a harvest."""
+        text = os.environ.get(ENVIRONMENT)
+        if not text:
+            return None
+        fields = json.loads(text)
+        fields["hooks"] = tuple((kind, int(layer)) for kind, layer in fields["hooks"])
+        return cls(**fields)
+
+    def listen(self, name: str) -> Listener:
+        """Return a listener for ``writer`` or ``census``."""
+        return Listener(self._address(name), family="AF_UNIX", authkey=bytes.fromhex(self.key))
+
+    def connect(
+        self,
+        name: str,
+        role: str,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        is_alive: Callable[[], bool] = lambda: True,
+    ) -> Connection:
+        """Return a connection whose first message says who speaks.
+
+        Args:
+            name: who listens: ``writer``, ``census`` or ``readouts``.
+            role: who speaks.
+            timeout_s: how long to wait for the listener.
+            is_alive: whether it can still come up.
+
+        Raises:
+            ActdsError: E506 when nobody listens within the time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                connection = Client(
+                    self._address(name), family="AF_UNIX", authkey=bytes.fromhex(self.key)
+                )
+                connection.send(role)
+                return connection
+            except (FileNotFoundError, ConnectionRefusedError):
+                alive = is_alive()
+                if time.monotonic() > deadline or not alive:
+                    waited = f"no listener within {timeout_s:.0f} s"
+                    raise ActdsError(
+                        "E506",
+                        f"link {name}",
+                        got=waited if alive else "its process has ended",
+                        expected=f"the {name} process",
+                    ) from None
+                time.sleep(0.02)
+
+    def _address(self, name: str) -> str:
+        return str(Path(self.folder) / f"{name}.sock")

@@ -1,0 +1,1 @@
+"""What a harvest is doing: meters, metrics, dashboard, progress."""

@@ -1,0 +1,145 @@
+"""Meters of the writer process: what moved, what waited, how deep the queues stood.
+
+Beside stage 3 of the token's way; counts only, and never waits. Knows the messages on its left and
+the ledger on its right, where the occupancy histograms end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+
+import numpy as np
+
+from actds.format.shard import commit_part
+from actds.ledger import Chain
+from actds.store import Store
+from actds_writers.ipc.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello
+from actds_writers.ipc.ring import ALIGNMENT
+from actds_writers.monitor.occupancy import Occupancy, occupancy_table
+
+__all__ = ["LATENCIES_KEPT", "LATENCY_BUCKETS_S", "CommitMeter", "Meters"]
+
+LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+LATENCIES_KEPT = 512
+
+
+class CommitMeter:
+    """Counts the commits; the commit thread writes, any thread reads."""
+
+    def __init__(self) -> None:
+        self._totals = CommitTotals()
+        self._buckets = [0] * len(LATENCY_BUCKETS_S)
+        self._latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
+        self._lock = threading.Lock()
+
+    def committed(
+        self, n_rows: int, nbytes_in: int, nbytes_out: int, seconds: float, *, raw: bool = False
+    ) -> None:
+        """Count one committed shard.
+
+        Args:
+            n_rows: its rows.
+            nbytes_in: bytes of the rows over all hooks.
+            nbytes_out: bytes of its files.
+            seconds: how long the commit took.
+            raw: whether it was stored without compression.
+        """
+        with self._lock:
+            first = bisect_left(LATENCY_BUCKETS_S, seconds)
+            for index in range(first, len(LATENCY_BUCKETS_S)):
+                self._buckets[index] += 1
+            self._latencies.append(seconds)
+            t = self._totals
+            p50, p99 = np.quantile(list(self._latencies), (0.5, 0.99))
+            self._totals = CommitTotals(
+                n_shards=t.n_shards + 1,
+                n_raw_shards=t.n_raw_shards + raw,
+                n_rows=t.n_rows + n_rows,
+                nbytes_in=t.nbytes_in + nbytes_in,
+                nbytes_out=t.nbytes_out + nbytes_out,
+                seconds=t.seconds + seconds,
+                buckets=tuple(self._buckets),
+                p50_s=float(p50),
+                p99_s=float(p99),
+                last_ns=time.time_ns(),
+            )
+
+    @property
+    def totals(self) -> CommitTotals:
+        """Return the counts up to now."""
+        return self._totals
+
+
+class Meters:
+    """Follows the queues of one run.
+
+    Args:
+        hello: what the worker said of its rings.
+        row_nbytes: bytes of one row over all hooks.
+        pool: occupancy of the pool, which its committer observes.
+    """
+
+    def __init__(self, hello: WorkerHello, row_nbytes: int, pool: Occupancy) -> None:
+        facts = {fact.name: fact.value for fact in hello.facts}
+        staging = facts.get("capture.staging_nbytes")
+        self._nbytes = {
+            "staging": staging if isinstance(staging, int) else 0,
+            "ring": hello.ring_nbytes,
+        }
+        smallest = -(-row_nbytes // ALIGNMENT) * ALIGNMENT
+        queues = [Occupancy(stage, n // smallest) for stage, n in self._nbytes.items()]
+        self._queues = {queue.stage: queue for queue in (*queues, pool)}
+        self._stalls: dict[str, tuple[int, int]] = {}
+        self._ring_depth = 0
+        self._n_slices = 0
+        self.n_rows = 0
+        self.ring_nbytes = 0
+
+    def step(self, message: StepRows) -> None:
+        """Note the depths and the waits that came with a step, taken or dropped."""
+        self._queues["staging"].observe(message.depth_stage1, message.t_ns)
+        self._queues["ring"].observe(message.depth_stage2, message.t_ns)
+        self._ring_depth = message.depth_stage2
+        for stall in message.stalls:
+            self.stalled(stall)
+
+    def taken(self, n_rows: int, nbytes: int) -> None:
+        """Count the last step's slice as taken out of the ring: its rows to store, its bytes."""
+        self._queues["ring"].observe(max(0, self._ring_depth - 1), time.time_ns())
+        self._n_slices += 1
+        self.n_rows += n_rows
+        self.ring_nbytes += nbytes
+
+    def stalled(self, stall: Stall) -> None:
+        """Count a wait."""
+        n, duration_ns = self._stalls.get(stall.stage, (0, 0))
+        self._stalls[stall.stage] = (n + 1, duration_ns + stall.duration_ns)
+
+    def states(self) -> tuple[StageState, ...]:
+        """Return every stage's queue and waits."""
+        return tuple(
+            StageState(
+                stage,
+                queue.depth,
+                queue.capacity,
+                self._nbytes.get(stage),
+                self.ring_nbytes / max(1, self._n_slices),
+                *self._stalls.get(stage, (0, 0)),
+            )
+            for stage, queue in self._queues.items()
+        )
+
+    def commit(self, store: Store, chain: Chain, run: str) -> None:
+        """Commit the occupancy histograms; nothing when no queue was ever seen.
+
+        Raises:
+            ActdsError: as ``commit_part``.
+
+        Spec: 0.1 section 6.3.
+        """
+        table = occupancy_table(self._queues.values())
+        if table.num_rows:
+            commit_part(store, chain, "occupancy", run, 0, table)

@@ -1,0 +1,209 @@
+"""Metrics: a snapshot as Prometheus metrics, over HTTP when asked for.
+
+Beside the token's way; imports the snapshot, and prometheus-client only here. The scrape reads the
+last snapshot on a thread of the server, so it delays nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from actds.errors import ActdsError
+from actds_writers.monitor.meters import LATENCY_BUCKETS_S
+from actds_writers.monitor.snapshot import Snapshot
+
+try:
+    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        Metric,
+    )
+    from prometheus_client.registry import Collector
+except ImportError:
+    raise ActdsError(
+        "E011",
+        "--metrics-port",
+        got="prometheus-client is not installed",
+        expected="the extra actds[metrics]",
+        next_step="pip install 'actds[metrics]'",
+    ) from None
+
+__all__ = ["MetricsServer", "SnapshotCollector", "serve_metrics"]
+
+
+class SnapshotCollector(Collector):
+    """Gives the present snapshot at every scrape.
+
+    Args:
+        snapshot: returns the present counters; called on the server's threads.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric, with one snapshot for all of them."""
+        now = self._snapshot()
+        yield from _tokens(now)
+        yield from _stages(now)
+        yield from _commits(now)
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: the registry is not to ask for a snapshot before there is one."""
+        return []
+
+
+class MetricsServer:
+    """The HTTP server; use as a context manager, or ``close``."""
+
+    def __init__(self, server: Any, thread: threading.Thread) -> None:
+        self._server, self._thread = server, thread
+
+    @property
+    def port(self) -> int:
+        """Return the port, which is a free one when 0 was asked for."""
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """End the server and give its port back."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def serve_metrics(host: str, port: int, snapshot: Callable[[], Snapshot]) -> MetricsServer:
+    """Serve the metrics of a harvest at ``http://host:port/metrics``.
+
+    The registry is one of its own: nothing of another library is served, and no other library
+    sees these.
+
+    Args:
+        host: address to listen at; anything but loopback is open to whoever can reach it.
+        port: port, 0 for a free one.
+        snapshot: returns the present counters; called on the server's threads.
+
+    Raises:
+        ActdsError: E009 when nothing can listen there.
+    """
+    registry = CollectorRegistry()
+    registry.register(SnapshotCollector(snapshot))
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except (OSError, OverflowError) as error:
+        words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ActdsError(
+            "E009",
+            f"--metrics-port {port}",
+            got=f"{host}:{port}: {words}",
+            expected="an address and a port that are free",
+        ) from None
+    return MetricsServer(server, thread)
+
+
+def _tokens(now: Snapshot) -> Iterator[Metric]:
+    yield _counter("scheduled_tokens", "Tokens that the engine computed.", now.scheduled_tokens)
+    yield _counter(
+        "recomputed_tokens", "Of these, computed before, before a preemption.",
+        now.recomputed_tokens,
+    )  # fmt: skip
+    yield _counter("cached_tokens", "Prompt tokens from the prefix cache.", now.cached_tokens)
+    yield _counter(
+        "queried_tokens", "Prompt tokens looked up in the prefix cache.", now.queried_tokens
+    )
+    dropped = CounterMetricFamily(
+        "actds_dropped_tokens", "Rows lost to an overflow policy.", labels=["reason"]
+    )
+    for reason, n_tokens in sorted({"queue_full": 0, **now.dropped}.items()):
+        dropped.add_metric([reason], n_tokens)
+    yield dropped
+    rows = CounterMetricFamily(
+        "actds_rows", "Rows of one hook: taken by the writer, and durable.", labels=["stage"]
+    )
+    rows.add_metric(["ring"], now.rows)
+    rows.add_metric(["disk"], now.commits.n_rows)
+    yield rows
+    yield _counter("requests_finished", "Requests that ended.", now.requests_done)
+    if now.requests_total is not None:
+        yield _gauge("requests_planned", "Requests that reach the engine.", now.requests_total)
+    yield _gauge("requests_running", "Requests that run.", now.running)
+    yield _gauge("requests_waiting", "Requests that wait in the scheduler.", now.waiting)
+    yield _gauge("elapsed_seconds", "Seconds since the start.", now.elapsed_s)
+
+
+def _stages(now: Snapshot) -> Iterator[Metric]:
+    nbytes = CounterMetricFamily(
+        "actds_stage_bytes",
+        "Bytes that left a stage: captured, taken out of ring or lane, committed; files on disk.",
+        labels=["stage"],
+    )
+    stalls = CounterMetricFamily(
+        "actds_stalls", "Times that a stage made the one before it wait.", labels=["stage"]
+    )
+    stalled = CounterMetricFamily(
+        "actds_stall_seconds", "Time that a stage made the one before it wait.", labels=["stage"]
+    )
+    depth = GaugeMetricFamily("actds_queue_depth", "Entries in a stage's queue.", labels=["stage"])
+    capacity = GaugeMetricFamily(
+        "actds_queue_capacity", "Entries that a stage's queue holds at most.", labels=["stage"]
+    )
+    fill = GaugeMetricFamily(
+        "actds_queue_fill_ratio", "How full a stage's queue is, 0 to 1.", labels=["stage"]
+    )
+    for stage in (*now.stages, *([now.lane] if now.lane else [])):
+        label = [stage.name]
+        nbytes.add_metric(label, stage.nbytes)
+        stalls.add_metric(label, stage.n_stalls)
+        stalled.add_metric(label, stage.stall_s)
+        # What is not known yet has no sample: a zero would be a statement.
+        for family, value in ((depth, stage.depth), (capacity, stage.capacity), (fill, stage.fill)):
+            if value is not None:
+                family.add_metric(label, value)
+    nbytes.add_metric(["disk"], now.commits.nbytes_out)
+    yield from (nbytes, stalls, stalled, depth, capacity, fill)
+    yield _gauge("compression_backlog_bytes", "Bytes that wait to be encoded.", now.backlog_nbytes)
+    if now.memory_nbytes is not None:
+        yield _gauge("memory_bound_bytes", "Memory of all stages at most.", now.memory_nbytes)
+
+
+def _commits(now: Snapshot) -> Iterator[Metric]:
+    c = now.commits
+    shards = CounterMetricFamily("actds_shards", "Shards committed.", labels=["compression"])
+    shards.add_metric(["normal"], c.n_shards - c.n_raw_shards)
+    shards.add_metric(["raw"], c.n_raw_shards)
+    yield shards
+    counts = c.buckets or (0,) * len(LATENCY_BUCKETS_S)
+    buckets = [(str(le), n) for le, n in zip(LATENCY_BUCKETS_S, counts, strict=True)]
+    yield HistogramMetricFamily(
+        "actds_commit_latency_seconds",
+        "From a full buffer to a durable shard.",
+        buckets=[*buckets, ("+Inf", c.n_shards)],
+        sum_value=c.seconds,
+    )
+    if now.last_commit_age_s is not None:
+        yield _gauge("last_commit_age_seconds", "Since the last commit.", now.last_commit_age_s)
+    if now.writer_silent_s is not None:
+        yield _gauge("writer_silent_seconds", "Since the writer's last word.", now.writer_silent_s)
+
+
+def _counter(name: str, meaning: str, value: float) -> Metric:
+    return CounterMetricFamily(f"actds_{name}", meaning, value=value)
+
+
+def _gauge(name: str, meaning: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"actds_{name}", meaning, value=value)

@@ -1,0 +1,1 @@
+"""Prompts: sources, records, tokens."""

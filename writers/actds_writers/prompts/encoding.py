@@ -1,0 +1,222 @@
+"""Encoding: prompts to token ids with the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from actds.errors import ActdsError
+from actds_writers.prompts.records import Message, OnBroken, Prompt
+from actds_writers.shards.assembly import SpecialTokens
+
+__all__ = [
+    "Encoded",
+    "Tokenizer",
+    "chat_template_sha256",
+    "encode",
+    "load_tokenizer",
+    "special_tokens",
+]
+
+BATCH_PROMPTS = 1024
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    all_special_ids: list[int]
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        """Return the encoding of a batch of texts."""
+
+    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any:
+        """Return the conversation as one text."""
+
+    def get_chat_template(self) -> str:
+        """Return the template, or raise ValueError when there is none."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt as the engine gets it.
+
+    Args:
+        prompt: the prompt.
+        token_ids: its tokens, special tokens included; they stand here for a skipped one too.
+        max_tokens: tokens to generate at most: what was asked for, cut to the model's context.
+        skip: code and words when the prompt cannot be served, else None.
+    """
+
+    prompt: Prompt
+    token_ids: list[int]
+    max_tokens: int
+    skip: str | None
+
+
+def load_tokenizer(model: Path) -> Tokenizer:
+    """Return the tokenizer of a model folder; nothing is fetched and no code of it is run.
+
+    Raises:
+        ActdsError: E005 when the folder holds no tokenizer that can be read, E011 when
+            transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ActdsError(
+            "E011",
+            "transformers",
+            got="not installed",
+            expected="it beside vllm",
+            next_step="pip install transformers",
+        ) from None
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ActdsError(
+            "E005", f"{model.name} tokenizer", got=_words(error), expected="a readable tokenizer"
+        ) from None
+    return tokenizer
+
+
+def encode(
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    max_tokens: int,
+    on_broken: OnBroken = "error",
+) -> list[Encoded]:
+    """Return every prompt as token ids, in order, with a reason for each that is to be skipped.
+
+    Text is encoded as it stands, with the tokenizer's own special tokens; messages go through
+    the chat template with the generation prompt at the end.
+
+    Args:
+        prompts: what to encode.
+        tokenizer: the model's tokenizer.
+        max_model_len: positions per request, prompt and generated together.
+        max_tokens: generated tokens asked for, at least 1.
+        on_broken: ``error`` refuses at the first prompt that the template or the tokenizer
+            cannot take; ``skip`` returns it with E002 as its reason. A prompt that leaves no
+            room for one generated token is always skipped, with E004.
+
+    Raises:
+        ActdsError: E002 for a prompt that cannot be encoded, and for messages when the model
+            has no chat template; E009 when ``max_tokens`` is less than 1.
+    """
+    if max_tokens < 1:
+        raise ActdsError("E009", "--max-tokens", got=str(max_tokens), expected="at least 1")
+    _require_template(prompts, tokenizer)
+    encoded: list[Encoded] = []
+    for first in range(0, len(prompts), BATCH_PROMPTS):
+        batch = prompts[first : first + BATCH_PROMPTS]
+        texts, failures = _texts(batch, tokenizer)
+        for number, ids in enumerate(_ids(batch, texts, tokenizer)):
+            prompt = batch[number]
+            broken = failures.get(number)
+            if broken is None and not ids:
+                broken = "text that encodes to no token"
+            if broken is not None and on_broken == "error":
+                expected = "a prompt the model can take"
+                raise ActdsError("E002", _place(prompt), got=broken, expected=expected)
+            room = max_model_len - len(ids)
+            skip = None
+            if broken is not None:
+                skip = f"E002 {_place(prompt)}: {broken}"
+            elif room < 1:
+                skip = (
+                    f"E004 {_place(prompt)}: {len(ids)} prompt tokens leave no room for a "
+                    f"generated one; expected at most {max_model_len - 1}"
+                )
+            encoded.append(Encoded(prompt, ids, max(0, min(max_tokens, room)), skip))
+    return encoded
+
+
+def chat_template_sha256(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> str:
+    """Return the SHA-256 of the template that the prompts need, ``none`` when they need none."""
+    if all(prompt.messages is None for prompt in prompts):
+        return "none"
+    return hashlib.sha256(tokenizer.get_chat_template().encode("utf-8")).hexdigest()
+
+
+def special_tokens(tokenizer: Tokenizer, generation_eos: Iterable[int] = ()) -> SpecialTokens:
+    """Return the ids by which rows are flagged; BOS and EOS count as special too.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        generation_eos: further ids that end a sequence, from ``generation_config.json``.
+    """
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
+    special.update(tokenizer.all_special_ids)
+    eos = set(generation_eos)
+    if tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    return SpecialTokens(tuple(sorted(special | eos)), tokenizer.bos_token_id, tuple(sorted(eos)))
+
+
+def _require_template(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:
+    first = next((prompt for prompt in prompts if prompt.messages is not None), None)
+    if first is None:
+        return
+    try:
+        tokenizer.get_chat_template()
+    except ValueError:
+        raise ActdsError(
+            "E002",
+            _place(first),
+            got="messages, and the model's tokenizer has no chat template",
+            expected="a `prompt` string",
+            next_step="Give prompts as text, or use a model folder with a chat template.",
+        ) from None
+
+
+def _texts(batch: Sequence[Prompt], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
+    """Return the text of each prompt of a batch, and by number what the template refused."""
+    texts: list[str] = []
+    failures: dict[int, str] = {}
+    for number, prompt in enumerate(batch):
+        text = prompt.text or ""
+        if prompt.messages is not None:
+            try:
+                text = tokenizer.apply_chat_template(
+                    prompt.messages, tokenize=False, add_generation_prompt=True
+                )
+            # The template is the model's code and raises what it likes: jinja's errors, TypeError.
+            except Exception as error:
+                failures[number] = f"the chat template says {_words(error)!r}"
+        texts.append(text)
+    return texts, failures
+
+
+def _ids(batch: Sequence[Prompt], texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the ids of a batch; a rendered template brings its own special tokens."""
+    ids: list[list[int]] = [[] for _ in texts]
+    for bare in (False, True):
+        members = [n for n, prompt in enumerate(batch) if (prompt.messages is None) == bare]
+        if not members:
+            continue
+        rows = tokenizer(
+            [texts[n] for n in members],
+            add_special_tokens=bare,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        for n, row in zip(members, rows["input_ids"], strict=True):
+            ids[n] = [int(token) for token in row]
+    return ids
+
+
+def _place(prompt: Prompt) -> str:
+    return f"{prompt.source} row {prompt.row}"
+
+
+def _words(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

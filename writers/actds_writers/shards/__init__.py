@@ -1,0 +1,1 @@
+"""From step slices to committed shards: the writer-side account."""

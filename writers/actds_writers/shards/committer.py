@@ -1,0 +1,198 @@
+"""The committer: full buffers become durable shards, on a thread of its own.
+
+Stage 3 of three; stands between shard buffer and ledger. The writer's loop never waits for the
+disk as long as a spare buffer is left; when none is, the ring fills and the overflow policy
+decides.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+
+from actds.errors import ActdsError
+from actds.format.shard import ShardRows, commit_shard
+from actds.ledger import Chain
+from actds.schema.v0_1 import ShardManifest
+from actds.store import Store
+from actds_writers.monitor.meters import CommitMeter
+from actds_writers.monitor.occupancy import Occupancy
+from actds_writers.shards.buffers import ShardBuffer
+from actds_writers.shards.raw_fallback import RawFallback
+
+Order = Literal["permuted", "sequence"]
+
+
+@dataclass(frozen=True)
+class CommitPlan:
+    """How shards are written.
+
+    Args:
+        run: run of the shards.
+        order: ``permuted`` or ``sequence``.
+        seed: seed of the run; every shard's permutation seed follows from it.
+        n_threads: threads that encode.
+        raw_threshold_nbytes: bytes that wait, from which shards are written raw; 0 never.
+    """
+
+    run: str
+    order: Order
+    seed: int
+    n_threads: int
+    raw_threshold_nbytes: int = 0
+
+
+class Committer:
+    """Commits buffers in the order they were handed over.
+
+    Args:
+        store: where the dataset stands.
+        chain: the writer's chain.
+        plan: how to write.
+        buffers: spare buffers; together with those being filled they bound the memory.
+        before_commit: called with the last step of a buffer before anything of it is written:
+            what has to be durable no later than the rows. Returns the last step of which that is
+            so; rows of later ones are forgotten.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        chain: Chain,
+        plan: CommitPlan,
+        buffers: list[ShardBuffer],
+        before_commit: Callable[[int], int] = lambda last_step: last_step,
+    ) -> None:
+        self._store, self._chain, self._plan = store, chain, plan
+        self._before_commit = before_commit
+        self._spare: queue.Queue[ShardBuffer] = queue.Queue()
+        for buffer in buffers:
+            self._spare.put(buffer)
+        self._full: queue.Queue[tuple[str, ShardBuffer] | None] = queue.Queue()
+        self._pool = ThreadPoolExecutor(plan.n_threads, thread_name_prefix="actds-encode")
+        self.meter = CommitMeter()
+        self.occupancy = Occupancy("pool", max(0, len(buffers) - 1))
+        # Sizes of what is handed over and not yet committed; the first one is being committed.
+        self._pending: deque[int] = deque()
+        self._pending_lock = threading.Lock()
+        self.fallback = RawFallback(plan.raw_threshold_nbytes)
+        self._n_shards = 0
+        self.n_rows = 0
+        self.error: ActdsError | None = None
+        self._observe()
+        self._thread = threading.Thread(target=self._work, name="actds-commit", daemon=True)
+        self._thread.start()
+
+    def spare(self) -> ShardBuffer:
+        """Return an empty buffer; waits while the disk is behind."""
+        # Only who needs a buffer is under pressure: what waits at the end of a run is not.
+        with self._pending_lock:
+            self.fallback.waiting(sum(self._pending) - sum(islice(self._pending, 1)))
+        return self._spare.get()
+
+    @property
+    def has_spare(self) -> bool:
+        """Return whether an empty buffer is at hand."""
+        return not self._spare.empty()
+
+    def commit(self, phase: str, buffer: ShardBuffer) -> None:
+        """Hand over a buffer; it becomes a shard in the background."""
+        with self._pending_lock:
+            self._pending.append(buffer.nbytes)
+            self._observe()
+        self._full.put((phase, buffer))
+
+    def finish(self) -> None:
+        """Wait until everything handed over is committed or the disk has failed."""
+        self._full.put(None)
+        self._thread.join()
+        self._pool.shutdown()
+        self._observe()
+
+    @property
+    def queue_depth(self) -> int:
+        """Return the number of full buffers that wait."""
+        return self._full.qsize()
+
+    @property
+    def backlog_nbytes(self) -> int:
+        """Return the bytes handed over and not yet committed."""
+        with self._pending_lock:
+            return sum(self._pending)
+
+    def latency_p99(self) -> float | None:
+        """Return the 99th percentile of the last commits in seconds, ``None`` before the first."""
+        return self.meter.totals.p99_s
+
+    def _observe(self) -> None:
+        # The first of what is pending is being committed, the others wait.
+        self.occupancy.observe(max(0, len(self._pending) - 1), time.monotonic_ns())
+
+    def _work(self) -> None:
+        while (handed := self._full.get()) is not None:
+            phase, buffer = handed
+            try:
+                if self.error is None:
+                    self._commit(phase, buffer)
+            except ActdsError as error:
+                self.error = error
+            except Exception as error:  # a thread's error must reach the loop, whatever it is
+                self.error = ActdsError(
+                    "E901", "commit thread", got=repr(error)[:500], expected="a committed shard"
+                )
+            with self._pending_lock:
+                self._pending.popleft()
+                self._observe()
+            buffer.clear()
+            self._spare.put(buffer)
+
+    def _commit(self, phase: str, buffer: ShardBuffer) -> None:
+        buffer.keep_through(self._before_commit(buffer.last_step))
+        if not buffer.n_rows:
+            return
+        raw = self.fallback.take()
+        began = time.monotonic()
+        manifest = commit_shard(
+            self._store,
+            self._chain,
+            self._shard_rows(phase, buffer),
+            shard=f"{self._chain.chain}-{self._n_shards:06d}",
+            run=self._plan.run,
+            order=self._plan.order,
+            seed=(self._plan.seed + self._n_shards) % 2**63,
+            raw=raw,
+            pool=self._pool,
+        )
+        took_s = time.monotonic() - began
+        nbytes_out = sum(entry.nbytes for entry in manifest.files)
+        self.meter.committed(buffer.n_rows, buffer.nbytes, nbytes_out, took_s, raw=raw)
+        self.fallback.learn(buffer.nbytes, took_s, raw=raw)
+        self._account(buffer, manifest)
+
+    def _account(self, buffer: ShardBuffer, manifest: ShardManifest) -> None:
+        self._n_shards += 1
+        self.n_rows += buffer.n_rows
+
+    @staticmethod
+    def _shard_rows(phase: str, buffer: ShardBuffer) -> ShardRows:
+        columns = {
+            **buffer.columns(),
+            "phase": np.full(buffer.n_rows, phase, dtype=object),
+        }
+        return ShardRows(
+            hooks=buffer.rows_by_hook(),
+            dtypes={hook.name: hook.dtype for hook in buffer.hooks},
+            tokens=columns,
+            phase="prefill" if phase == "prefill" else "decode",
+            first_step=buffer.first_step or 0,
+            last_step=buffer.last_step,
+        )

@@ -1,0 +1,249 @@
+"""The readout log: readouts of every computed row, from the lane to committed parts.
+
+Beside stage 3, inside the writer process, on a thread of its own: it goes on while the rows wait
+for the disk, and no row is committed before its readouts are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from actds.errors import ActdsError
+from actds.format import tables
+from actds.format.readouts import Readouts
+from actds.format.shard import commit_part
+from actds.ledger import Chain
+from actds.store import Store
+from actds_writers.ipc import ring
+from actds_writers.ipc.messages import (
+    HookSpec,
+    IntArray,
+    ReadoutsFree,
+    StageState,
+    Stall,
+    StepReadouts,
+)
+from actds_writers.sizing.needs import READOUT_PART_NBYTES as PART_NBYTES
+
+STAGE = "readouts"
+LANE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    step: int
+    requests: IntArray
+    positions: IntArray
+    token_ids: IntArray
+    values: np.ndarray
+
+
+class ReadoutLog:
+    """Collects and commits the readouts of a run.
+
+    Args:
+        store: where the dataset stands.
+        chain: the writer's chain.
+        run: run of the rows.
+        hooks: the hooks, in lane order.
+        readouts: which readouts.
+        lane: shared memory of the lane and its size.
+        before_commit: as in ``Committer``.
+
+    Spec: 0.1 section 7.8.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        chain: Chain,
+        run: str,
+        hooks: tuple[HookSpec, ...],
+        readouts: Readouts,
+        lane: tuple[str, int],
+        before_commit: Callable[[int], None] = lambda last_step: None,
+    ) -> None:
+        self._before_commit = before_commit
+        self._store, self._chain, self._run = store, chain, run
+        self._hooks, self._readouts = [hook.name for hook in hooks], readouts
+        self._memory, self._lane_nbytes = ring.attach(Path(lane[0]), lane[1]), lane[1]
+        self._depth: int | None = None
+        self._n_taken = self._stall_ns = 0
+        self._pending: list[_Piece] = []
+        self._pending_nbytes = 0
+        self._n_parts = 0
+        self._commit_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._last_step = -1
+        self._ended = False
+        self.nbytes = 0
+        self.stalls: list[Stall] = []
+        self.error: ActdsError | None = None
+
+    def take(self, message: StepReadouts) -> None:
+        """Copy the readouts of a step out of the lane; commits a part when there are many."""
+        shape = (len(self._hooks), len(message.positions), self._readouts.width)
+        values = ring.view(self._memory, message.offset, shape, np.uint32).view(np.float32).copy()
+        piece = _Piece(message.step, message.requests, message.positions, message.token_ids, values)
+        with self._changed:
+            self._depth = message.depth - 1
+            self._n_taken += 1
+            self.nbytes += message.nbytes
+            if message.stall is not None:
+                self.stalls.append(message.stall)
+                self._stall_ns += message.stall.duration_ns
+            if self.error is None and values.size:
+                self._pending.append(piece)
+                self._pending_nbytes += values.nbytes + 3 * message.positions.nbytes
+            self._last_step = message.step
+            self._changed.notify_all()
+            full = self._pending_nbytes >= PART_NBYTES
+        if full:
+            try:
+                self._commit()
+            except ActdsError as error:
+                self.error = error
+
+    @property
+    def state(self) -> StageState:
+        """Return the lane's queue, and how long the engine waited for room in it."""
+        with self._changed:
+            return StageState(
+                STAGE,
+                depth=self._depth,
+                capacity_nbytes=self._lane_nbytes,
+                entry_nbytes=self.nbytes / max(1, self._n_taken),
+                moved_nbytes=self.nbytes,
+                n_stalls=len(self.stalls),
+                stall_ns=self._stall_ns,
+            )
+
+    def end(self) -> None:
+        """Note that the lane has ended."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    @property
+    def last_step(self) -> int:
+        """Return the last step whose readouts came, -1 before the first."""
+        with self._changed:
+            return self._last_step
+
+    def commit_through(self, step: int) -> int:
+        """Commit every readout up to a step; called before rows of that step are.
+
+        Returns the last step whose readouts are there: an engine that was killed may have sent the
+        rows of its last steps and not yet their readouts.
+
+        Raises:
+            ActdsError: E503 the disk refused; E506 the lane fell silent.
+        """
+        with self._changed:
+            arrived = self._changed.wait_for(
+                lambda: self._last_step >= step or self._ended, LANE_TIMEOUT_S
+            )
+        if not arrived:
+            raise ActdsError(
+                "E506", "readouts", got=f"nothing for step {step}", expected="its readouts"
+            )
+        if self.error is not None:
+            raise self.error
+        self._commit()
+        return min(step, self.last_step)
+
+    def finish(self) -> None:
+        """Wait for the end of the lane and commit what is left.
+
+        Raises:
+            ActdsError: E503 the disk refuses or has refused.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended, LANE_TIMEOUT_S)
+        if self.error is not None:
+            raise self.error
+        self._commit()
+
+    def _commit(self) -> None:
+        with self._commit_lock:
+            with self._changed:
+                pieces, self._pending = self._pending, []
+                self._pending_nbytes = 0
+            if pieces:
+                self._before_commit(pieces[-1].step)
+                table = self._table(pieces)
+                commit_part(self._store, self._chain, "readouts", self._run, self._n_parts, table)
+                self._n_parts += 1
+
+    def _table(self, pieces: list[_Piece]) -> pa.Table:
+        """Return pieces as a table: one hook after the other, so that columns compress."""
+        keys = {
+            "request": np.concatenate([piece.requests for piece in pieces]),
+            "position": np.concatenate([piece.positions for piece in pieces]),
+            "token_id": np.concatenate([piece.token_ids for piece in pieces]),
+            "step": np.concatenate([np.full(len(p.positions), p.step) for p in pieces]),
+        }
+        n = len(keys["request"])
+        values = np.concatenate([piece.values for piece in pieces], axis=1)
+        values = values.reshape(len(self._hooks) * n, self._readouts.width)
+        edge = 1 + self._readouts.n_projections
+        columns: dict[str, object] = {
+            name: np.tile(column, len(self._hooks)) for name, column in keys.items()
+        }
+        columns |= {
+            "hook": np.repeat(np.array(self._hooks, object), n),
+            "norm": values[:, 0],
+            "projections": _lists(values[:, 1:edge]),
+            "probes": _lists(values[:, edge:]),
+        }
+        return tables.build("readouts", columns)
+
+
+def _lists(values: np.ndarray) -> pa.Array:
+    n, width = values.shape
+    offsets = pa.array(np.arange(n + 1, dtype=np.int32) * width)
+    return pa.ListArray.from_arrays(offsets, pa.array(values.ravel(), pa.float32()))
+
+
+class LaneEnd:
+    """The writer's end of the lane: a listener and its thread.
+
+    Args:
+        listener: where the worker connects.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._log: ReadoutLog | None = None
+        self._ready = threading.Event()
+        threading.Thread(target=self._serve, name="actds-readouts", daemon=True).start()
+
+    def open(self, log: ReadoutLog) -> None:
+        """Begin to take readouts; until then they wait in the lane."""
+        self._log = log
+        self._ready.set()
+
+    def _serve(self) -> None:
+        try:
+            connection = self._listener.accept()
+            connection.recv()  # the role
+            while True:
+                message = connection.recv()
+                self._ready.wait()
+                self._take(message, connection)
+        except (EOFError, OSError):
+            pass  # the worker is gone; what it sent is in the log
+        if self._ready.wait(0) and self._log is not None:
+            self._log.end()
+
+    def _take(self, message: object, connection: Connection) -> None:
+        if self._log is not None and isinstance(message, StepReadouts):
+            self._log.take(message)
+            connection.send(ReadoutsFree(message.offset))

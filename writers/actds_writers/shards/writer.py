@@ -1,0 +1,295 @@
+"""The writer: from ring slices to committed shards, and the writer-side witness.
+
+Stage 3 of the token's way, inside the writer process. Knows the ring on its left and the
+committer on its right; no sockets, no vLLM.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from actds import schema
+from actds.errors import ActdsError
+from actds.format import layout
+from actds.format.readouts import Readouts
+from actds.ledger import Chain
+from actds.schema.v0_1 import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
+from actds.store import Store
+from actds_writers.ipc import ring
+from actds_writers.ipc.messages import (
+    Fact,
+    HookSpec,
+    RingFree,
+    StageState,
+    Stall,
+    StepDropped,
+    StepRows,
+    StepsDropped,
+    WorkerHello,
+)
+from actds_writers.monitor.meters import Meters
+from actds_writers.settings import WriterSettings
+from actds_writers.shards.assembly import Assembly
+from actds_writers.shards.buffers import BITS, ShardBuffer
+from actds_writers.shards.committer import CommitPlan, Committer
+from actds_writers.shards.losses import DropLog
+from actds_writers.shards.readout_log import ReadoutLog
+from actds_writers.shards.table_log import TableLog
+from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
+
+PHASES = ("prefill", "decode")
+SPARE_BUFFERS = 1
+"""Full buffers that may wait for the disk beside the two being filled."""
+
+
+class Writer:
+    """Writes one run.
+
+    Args:
+        store: where the dataset stands.
+        settings: what the command decided.
+        hello: what the worker found.
+        before_commit: as in ``Committer``.
+        probes: the user's probes as the bytes of their file.
+
+    Raises:
+        ActdsError: E010 when the dataset has other hooks, E503 when the disk refuses.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: WriterSettings,
+        hello: WorkerHello,
+        before_commit: Callable[[int], None] = lambda last_step: None,
+        probes: bytes | None = None,
+    ) -> None:
+        self._settings, self._store = settings, store
+        self._before_commit = before_commit
+        self._hooks = hello.hooks
+        self._memory: mmap.mmap = ring.attach(Path(hello.ring_path), hello.ring_nbytes)
+        self._bits = BITS[hello.hooks[0].dtype]
+        dataset = _genesis(store, settings, hello.hooks)
+        self._chain = Chain.begin(store, dataset, settings.run, "writer", settings.software)
+        if probes is not None:
+            store.put_new(layout.probes_path(settings.run), [probes])
+        capacity = settings.rows_per_shard + hello.max_step_rows
+        self.memory_nbytes = hello.memory_nbytes + self._own_nbytes(hello)
+        self._begin_run(dataset, hello)
+        self.readouts = self._readout_log(hello)
+        buffers = [ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)]
+        plan = CommitPlan(
+            settings.run,
+            settings.order,
+            settings.seed,
+            settings.n_threads,
+            settings.raw_threshold_nbytes,
+        )
+        self._committer = Committer(store, self._chain, plan, buffers, self._make_durable)
+        self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
+        self.meters = Meters(hello, self.row_nbytes, self._committer.occupancy)
+        self._assembly = Assembly(settings.tokens)
+        self._stalls = TableLog("stalls")
+        self._losses = DropLog()
+        self.last_step = -1
+
+    @property
+    def error(self) -> ActdsError | None:
+        """Return what ended the commits, ``None`` while all is well."""
+        return self._committer.error or (self.readouts.error if self.readouts else None)
+
+    @property
+    def committer(self) -> Committer:
+        """Return the committer, for meters and its error."""
+        return self._committer
+
+    def stages(self) -> tuple[StageState, ...]:
+        """Return the queues of all stages, and that of the readouts where there are any."""
+        lane = () if self.readouts is None else (self.readouts.state,)
+        return (*self.meters.states(), *lane)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Return the bytes of one row over all hooks."""
+        return sum(hook.d_model * np.dtype(self._bits).itemsize for hook in self._hooks)
+
+    def step(self, message: StepRows) -> RingFree:
+        """Take the rows of a step out of the ring; return what the ring may forget.
+
+        After the disk has failed the rows are discarded, so that the engine can end; nothing
+        of them was acknowledged, and the census calls them aborted.
+        """
+        self._stalls.add(map(asdict, message.stalls))
+        self.meters.step(message)
+        if self.error is None:
+            self._take(message)
+        self.last_step = message.step
+        return self._taken(message.offset if message.nbytes else None)
+
+    def _taken(self, offset: int | None) -> RingFree:
+        return RingFree(
+            offset=offset,
+            queue_depth_stage3=self._committer.queue_depth,
+            compression_backlog_bytes=self._committer.backlog_nbytes,
+            disk_write_latency_p99=self._committer.latency_p99(),
+        )
+
+    def dropped(self, message: StepsDropped) -> RingFree:
+        """Log steps that never came; return the acknowledgement."""
+        for loss in message.losses:
+            self._log_loss(loss)
+        return self._taken(None)
+
+    def _log_loss(self, message: StepDropped) -> None:
+        self._stalls.add(map(asdict, message.rows.stalls))
+        self.meters.step(message.rows)
+        self.last_step = message.rows.step
+        taken = self._taken(None)
+        state = {
+            "queue_depth_stage1": message.rows.depth_stage1,
+            "queue_depth_stage2": message.depth,
+            "queue_depth_stage3": taken.queue_depth_stage3,
+            "disk_write_latency_p99": taken.disk_write_latency_p99,
+            "compression_backlog_bytes": taken.compression_backlog_bytes,
+            "cache_hit_ratio": None,
+        }
+        self._losses.add(message, self._assembly.lost(message.rows), state)
+
+    def finish(self, reason: CloseReason) -> dict[str, int]:
+        """Commit what is buffered, close the chain; return its totals.
+
+        Raises:
+            ActdsError: E503 when the disk refuses or has refused.
+        """
+        for phase, buffer in self._filling.items():
+            if buffer.n_rows:
+                self._committer.commit(phase, buffer)
+        self._committer.finish()
+        if self.error is not None:
+            raise self.error
+        if self.readouts is not None:
+            self.readouts.finish()
+            self._losses.keep_through(self.readouts.last_step)
+            self._stalls.add(map(asdict, self.readouts.stalls))
+        if self.last_step >= 0:
+            self._before_commit(self.last_step)
+        self._losses.commit(self._store, self._chain, self._settings.run)
+        self.meters.commit(self._store, self._chain, self._settings.run)
+        self._stalls.commit(self._store, self._chain, self._settings.run)
+        totals = {"rows": self._committer.n_rows, "dropped_tokens": self._losses.n_tokens}
+        if reason == "finished":
+            # A writer that was cut off has not seen every step that the scheduler has.
+            totals["recomputed_tokens"] = self._assembly.recomputed_tokens
+        self._chain.close(reason, totals)
+        return totals
+
+    def _take(self, message: StepRows) -> None:
+        shape = (len(self._hooks), message.n_kept, self._hooks[0].d_model)
+        rows = ring.view(self._memory, message.offset, shape, self._bits)
+        slices = self._assembly.slices(message, rows)
+        self.meters.taken(sum(piece.n_rows for piece in slices.values()), message.nbytes)
+        for phase, piece in slices.items():
+            buffer = self._filling[phase]
+            buffer.append(piece)
+            if buffer.n_rows >= self._settings.rows_per_shard:
+                self._committer.commit(phase, buffer)
+                self._filling[phase] = self._spare(message.step)
+
+    def _spare(self, step: int) -> ShardBuffer:
+        """Return an empty buffer; a wait for it is a stall of the pool."""
+        began, began_ns, depth = time.monotonic_ns(), time.time_ns(), self._committer.queue_depth
+        waits = not self._committer.has_spare
+        buffer = self._committer.spare()
+        if waits:
+            stall = Stall("pool", began_ns, time.monotonic_ns() - began, depth, step)
+            self._stalls.add([asdict(stall)])
+            self.meters.stalled(stall)
+        return buffer
+
+    def _make_durable(self, last_step: int) -> int:
+        """Make durable what must be no later than the rows: their readouts, and their census.
+
+        Returns the last step of which both are.
+        """
+        if self.readouts is not None:
+            last_step = self.readouts.commit_through(last_step)
+        if last_step >= 0:
+            self._before_commit(last_step)
+        return last_step
+
+    def _readout_log(self, hello: WorkerHello) -> ReadoutLog | None:
+        readouts = Readouts.from_field(self._settings.readouts, "capture.readouts")
+        if readouts is None or hello.lane_path is None:
+            return None
+        lane = (hello.lane_path, hello.lane_nbytes)
+        run = self._settings.run
+        return ReadoutLog(
+            self._store, self._chain, run, self._hooks, readouts, lane, self._before_commit
+        )
+
+    def _own_nbytes(self, hello: WorkerHello) -> int:
+        """Return the bytes that the writer holds at most: buffers, one shard's copies, readouts."""
+        readouts = Readouts.from_field(self._settings.readouts, "capture.readouts")
+        itemsize, d_model = np.dtype(self._bits).itemsize, self._hooks[0].d_model
+        width = readouts.width if readouts else 0
+        geometry = Geometry(len(self._hooks), d_model, itemsize, width)
+        sizes = Sizes(hello.max_step_rows, self._settings.rows_per_shard, hello.ring_nbytes)
+        return memory_bound(geometry, sizes).writer_nbytes
+
+    def _begin_run(self, dataset: str, hello: WorkerHello) -> None:
+        memory = Fact("capture.memory_nbytes", self.memory_nbytes, "observed")
+        facts = (*self._settings.facts, *hello.facts, memory)
+        fields = {fact.name: fact for fact in facts}
+        record = RunRecord(
+            dataset=dataset,
+            run=self._settings.run,
+            started_ns=self._settings.started_ns,
+            fields={
+                name: ProvenanceField(value=f.value, origin=f.origin, reason=f.reason)
+                for name, f in sorted(fields.items())
+            },
+        )
+        put = self._store.put_new(layout.run_path(self._settings.run), [schema.to_bytes(record)])
+        self._chain.append("run", RunBody(run=self._settings.run, sha256=put.sha256))
+
+
+def _genesis(store: Store, settings: WriterSettings, found: tuple[HookSpec, ...]) -> str:
+    """Write the genesis of a new dataset, or compare with the one that is there; return its id."""
+    hooks = [
+        Hook(
+            name=h.name,
+            kind="resid_post",
+            layer=h.layer,
+            d_model=h.d_model,
+            dtype=h.dtype,
+        )
+        for h in found
+    ]
+    if not settings.resume:
+        genesis = Genesis(
+            dataset=settings.dataset,
+            created_ns=settings.started_ns,
+            writer=settings.software,
+            hooks=hooks,
+        )
+        try:
+            store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
+            return settings.dataset
+        except ActdsError as error:
+            if error.code != "E309" or not settings.shared:
+                raise  # else another engine was first, and this one joins
+    present = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
+    if present.hooks != hooks:
+        raise ActdsError(
+            "E010",
+            "hooks",
+            got=", ".join(f"{h.name} {h.dtype}" for h in hooks),
+            expected=", ".join(f"{h.name} {h.dtype}" for h in present.hooks),
+        )
+    return present.dataset

@@ -1,0 +1,1 @@
+"""What a harvest needs, and what a machine gives."""

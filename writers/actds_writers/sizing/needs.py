@@ -1,0 +1,356 @@
+"""Sizing: what a harvest needs, in bytes, and what becomes of it when something is too slow.
+
+Before the token's way; pure arithmetic, imports no stage. The formulas of memory are those by which
+worker and writer reserve it, and tests compare them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from actds_writers.ipc.ring import ALIGNMENT
+
+__all__ = [
+    "MEASURED",
+    "Burst",
+    "Geometry",
+    "Load",
+    "MemoryBound",
+    "Overhead",
+    "Sizes",
+    "Stalled",
+    "census_nbytes",
+    "memory_bound",
+    "peak_queue",
+    "rows_per_shard",
+    "stalled",
+    "stored_nbytes_per_token",
+]
+
+PAGE = 4096
+PADDING_ROWS = 1024
+"""Rows beyond the scheduler's limit that padded batches may have."""
+NARROW_STEPS = 4
+NARROW_NBYTES = 4 << 20
+"""Steps of the largest size whose identity and readouts may wait on the device, and bytes of them
+at least: only a full lane should ever make the engine wait for these."""
+N_BUFFERS = 3
+"""Two phases being filled, and one that is being committed."""
+TOKEN_COLUMNS_NBYTES = 28
+READOUT_PART_NBYTES = 32 << 20
+"""Readouts in memory at most before a part is committed, beside the part being written."""
+
+CENSUS_REQUEST_NBYTES, CENSUS_STEP_NBYTES, CENSUS_TOKEN_NBYTES = 300, 40, 3
+"""What the census keeps of a request that ended, of a step and of a token, packed, to the end of
+the run; a test holds it to that."""
+
+BUFFER_BUDGET_NBYTES = 4 << 30
+"""Memory of all shard buffers together, when the number of rows per shard is not given."""
+MIN_ROWS_PER_SHARD = 1024
+DEFAULT_ROWS_PER_SHARD = 65_536
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What one token is.
+
+    Args:
+        n_hooks: hooks.
+        d_model: channels.
+        itemsize: bytes of a channel as stored.
+        n_readouts: numbers per row and hook in the readouts' lane; 0 without readouts.
+    """
+
+    n_hooks: int
+    d_model: int
+    itemsize: int
+    n_readouts: int = 0
+
+    @property
+    def hook_nbytes(self) -> int:
+        """Return the bytes of a row of one hook."""
+        return self.d_model * self.itemsize
+
+    @property
+    def row_nbytes(self) -> int:
+        """Return the bytes of a row over all hooks."""
+        return self.n_hooks * self.hook_nbytes
+
+    @property
+    def readout_nbytes(self) -> int:
+        """Return the bytes of a row's readouts over all hooks, float32."""
+        return 4 * self.n_hooks * self.n_readouts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What ``actds write`` is told.
+
+    Args:
+        max_step_rows: tokens of the largest step, vLLM's ``max_num_batched_tokens``.
+        rows_per_shard: rows per shard.
+        ring_nbytes: host ring; two steps at least, whatever is asked for.
+        staging_nbytes: staging ring on the device; one step at least.
+        lane_nbytes: lane of the readouts; two steps at least.
+    """
+
+    max_step_rows: int
+    rows_per_shard: int
+    ring_nbytes: int
+    staging_nbytes: int = 0
+    lane_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """Memory at most, reserved once; by stage, in bytes.
+
+    Args:
+        hooks: what the hooks write into and read with, on the device.
+        staging: staging ring, on the device.
+        narrow: identity and readouts of steps that wait, on the device.
+        ring: host ring, shared memory.
+        lane: readouts' lane, shared memory.
+        buffers: shard buffers of the writer.
+        encode: one hook's permuted rows and its encoded ones, while a shard is written.
+        readouts: readouts that are no part yet, and the part that is being written.
+    """
+
+    hooks: int
+    staging: int
+    narrow: int
+    ring: int
+    lane: int
+    buffers: int
+    encode: int
+    readouts: int
+
+    @property
+    def device_nbytes(self) -> int:
+        """Return the bytes on the device; main memory when the model runs on the CPU."""
+        return self.hooks + self.staging + self.narrow
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Return the bytes of shared memory."""
+        return self.ring + self.lane
+
+    @property
+    def writer_nbytes(self) -> int:
+        """Return the bytes of the writer's own memory."""
+        return self.buffers + self.encode + self.readouts
+
+    @property
+    def nbytes(self) -> int:
+        """Return all of it."""
+        return self.device_nbytes + self.shared_nbytes + self.writer_nbytes
+
+
+def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
+    """Return the memory of all stages.
+
+    Beside it there are the interpreters, the census, which grows as ``census_nbytes`` says, and the
+    page cache.
+    """
+    g, rows = geometry, sizes.max_step_rows
+    step_nbytes = _up(g.row_nbytes * rows, ALIGNMENT)
+    readout_step = _up(g.readout_nbytes * rows, ALIGNMENT)
+    narrow_step = _up(16 * rows, ALIGNMENT) + _up(8 * g.n_hooks, ALIGNMENT) + readout_step
+    capacity = sizes.rows_per_shard + rows
+    lane = max(sizes.lane_nbytes, 2 * readout_step) if g.n_readouts else 0
+    hooks = (rows + PADDING_ROWS) * (g.row_nbytes + g.readout_nbytes) + 8 * g.n_hooks
+    if g.n_readouts:
+        # One row set in float32, and what the rows are multiplied with.
+        hooks += 4 * g.d_model * (rows + PADDING_ROWS + g.n_hooks * (g.n_readouts - 1))
+    return MemoryBound(
+        hooks=hooks,
+        staging=max(sizes.staging_nbytes, step_nbytes),
+        narrow=max(NARROW_NBYTES, NARROW_STEPS * narrow_step),
+        ring=_up(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),
+        lane=_up(lane, PAGE),
+        buffers=N_BUFFERS * capacity * (g.row_nbytes + TOKEN_COLUMNS_NBYTES),
+        encode=2 * capacity * g.hook_nbytes,
+        readouts=2 * READOUT_PART_NBYTES if g.n_readouts else 0,
+    )
+
+
+def census_nbytes(n_requests: float, n_steps: float, n_tokens: float) -> float:
+    """Return what a census has grown by while it runs, at most; packed, to the end of the run.
+
+    Args:
+        n_requests: requests that have ended.
+        n_steps: steps.
+        n_tokens: computed tokens; each may be a piece of its own, and an entry of 32 bytes stands
+            for every prefix block of a prompt, of 16 tokens or more.
+    """
+    return (
+        CENSUS_REQUEST_NBYTES * n_requests
+        + CENSUS_STEP_NBYTES * n_steps
+        + CENSUS_TOKEN_NBYTES * n_tokens
+    )
+
+
+def rows_per_shard(row_nbytes: int) -> int:
+    """Return rows per shard: 64 Ki, fewer when the buffers would need too much memory."""
+    rows = DEFAULT_ROWS_PER_SHARD
+    while rows > MIN_ROWS_PER_SHARD and rows * row_nbytes * N_BUFFERS > BUFFER_BUDGET_NBYTES:
+        rows //= 2
+    return rows
+
+
+# disk -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Bytes on disk beside the rows, and how well rows compress.
+
+    Args:
+        ratio: bytes of the rows per byte of their frames.
+        token: bytes of the token table per row.
+        request: bytes of requests and spans per request.
+        step: bytes of the steps per step.
+        readout: bytes of the readouts per row and hook beside 4 per number.
+        shard: bytes of manifest and ledger record per shard.
+        shard_hook: bytes of metadata and manifest entries per shard and hook.
+        source: where the figures come from.
+    """
+
+    ratio: float
+    token: float
+    request: float
+    step: float
+    readout: float
+    shard: float
+    shard_hook: float
+    source: str
+
+
+MEASURED = Overhead(
+    ratio=1.45,
+    token=4.8,
+    request=154.0,
+    step=145.0,
+    readout=5.3,
+    shard=1_000.0,
+    shard_hook=950.0,
+    source="measured on 256 chat requests, 2 hooks of SmolLM2-135M; readouts simulated",
+)
+
+
+@dataclass(frozen=True)
+class Burst:
+    """A load that is ``factor`` times the mean for ``seconds``."""
+
+    factor: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the engine computes, in tokens per second.
+
+    Args:
+        prefill: mean of prompt tokens, cache hits not included.
+        decode: mean of generated tokens.
+        tokens_per_request: computed tokens of a request.
+        tokens_per_step: tokens of a step.
+        bursts: loads above the mean.
+    """
+
+    prefill: float
+    decode: float
+    tokens_per_request: float
+    tokens_per_step: float
+    bursts: tuple[Burst, ...] = ()
+
+    @property
+    def mean(self) -> float:
+        """Return the tokens per second."""
+        return self.prefill + self.decode
+
+    @property
+    def peak(self) -> float:
+        """Return the tokens per second of the strongest burst."""
+        return self.mean * max((1.0, *(burst.factor for burst in self.bursts)))
+
+
+def stored_nbytes_per_token(
+    geometry: Geometry, overhead: Overhead, load: Load, rows_in_shard: int
+) -> dict[str, float]:
+    """Return the bytes on disk per computed token, by what they are for."""
+    g, o = geometry, overhead
+    per_shard = o.shard + o.shard_hook * g.n_hooks
+    return {
+        "rows": g.row_nbytes / o.ratio,
+        "tokens": o.token,
+        "readouts": g.n_hooks * (4 * g.n_readouts + o.readout) if g.n_readouts else 0.0,
+        "census": o.request / load.tokens_per_request + o.step / load.tokens_per_step,
+        "manifests": per_shard / rows_in_shard,
+    }
+
+
+# queues ---------------------------------------------------------------------------------------
+
+
+def _arrivals(load: Load, burst: Burst, seconds: float) -> float:
+    """Return the tokens of a time that begins with a burst."""
+    high = load.mean * burst.factor
+    return high * min(seconds, burst.seconds) + load.mean * max(0.0, seconds - burst.seconds)
+
+
+def peak_queue(load: Load, service: float, stall_s: float = 0.0) -> float:
+    """Return the tokens that wait at most, infinite when the mean load is too much.
+
+    The worst burst begins together with a stall of the disk; the queue is empty before.
+
+    Args:
+        load: the load.
+        service: tokens per second that leave the queue while nothing stalls.
+        stall_s: seconds in which none does.
+    """
+    if load.mean > service:
+        return math.inf
+    peak = 0.0
+    for burst in (Burst(1.0, 0.0), *load.bursts):
+        queue, now = 0.0, 0.0
+        for until in sorted({stall_s, burst.seconds}):
+            served = service * max(0.0, until - max(now, stall_s))
+            arrived = _arrivals(load, burst, until) - _arrivals(load, burst, now)
+            queue = max(0.0, queue + arrived - served)
+            peak, now = max(peak, queue), max(now, until)
+    return peak
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """What a stall of the disk costs.
+
+    Args:
+        stall_s: how long it is.
+        filled_s: when the ring is full, counted from its beginning; infinite if never.
+        engine_waits_s: how long the engine stands under ``block``; no row is lost.
+        lost_tokens: rows that ``drop_newest`` loses, the ones computed last; ``drop_oldest``
+            loses as many, the ones that waited longest.
+        lost_share: of the tokens computed during the stall.
+    """
+
+    stall_s: float
+    filled_s: float
+    engine_waits_s: float
+    lost_tokens: float
+    lost_share: float
+
+
+def stalled(load: Load, ring_tokens: float, stall_s: float) -> Stalled:
+    """Return what a stall costs at the mean load, with an empty ring at its beginning."""
+    filled_s = ring_tokens / load.mean if load.mean else math.inf
+    waits = max(0.0, stall_s - filled_s)
+    lost = waits * load.mean
+    total = load.mean * stall_s
+    return Stalled(stall_s, filled_s, waits, lost, lost / total if total else 0.0)
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
