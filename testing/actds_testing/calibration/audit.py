@@ -278,7 +278,8 @@ or a part of it by `python -m actds_testing.calibration.audit --runs N --steps N
 runs, steps and seeds stand in the last table. *Rejects anything*: any test of the one family is
 rejected at a false discovery rate of 5 %. *Naive tests*: the same question over the same runs, by
 tests that take tokens for independent draws, as one family at the same rate; they never decide
-anything. Intervals are Wilson's. Columns *shift* to *change*: runs in which a test of that kind is rejected.
+anything. Intervals are Wilson's. Columns *shift* to *change*: runs in which a test of that kind is
+rejected.
 
 {table(records)}
 """
