@@ -33,9 +33,11 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
 # The project's own modules: the public names, then those that move with the tree.
+from synthetic import make_dataset  # noqa: E402
+from synthetic_engine import SyntheticEngine, pipeline_for  # noqa: E402
+
 import actds  # noqa: E402
 from actds.readouts import Readouts  # noqa: E402
-from actds.store import open_store  # noqa: E402
 from actds_validators.simulate import SCENARIOS, simulate, write_dataset  # noqa: E402
 from actds_writers.messages import (  # noqa: E402
     ClientFacts,
@@ -46,8 +48,6 @@ from actds_writers.messages import (  # noqa: E402
     RequestFinished,
     StepScheduled,
 )
-from synthetic import make_dataset  # noqa: E402
-from synthetic_engine import SyntheticEngine, pipeline_for  # noqa: E402
 
 NOW_NS = 1_750_000_000_000_000_000
 AUDITED: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Write the recorded values of the golden test anew: ``python tests/golden/make_golden.py [NAME ...]``.
+"""Write the recorded values of the golden test anew: ``make_golden.py [NAME ...]``.
 
 Only for a change that is meant to alter what is written or what an audit says.
 """
