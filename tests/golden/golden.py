@@ -28,18 +28,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "tests")]
-
 # The project's own modules: the public names, then those that move with the tree.
-from synthetic import make_dataset  # noqa: E402
-from synthetic_engine import SyntheticEngine, pipeline_for  # noqa: E402
-
-import actds  # noqa: E402
-from actds.readouts import Readouts  # noqa: E402
-from actds_validators.simulate import SCENARIOS, simulate, write_dataset  # noqa: E402
-from actds_writers.messages import (  # noqa: E402
+import actds
+from actds.format.readouts import Readouts
+from actds_testing.places import ROOT
+from actds_testing.simulate import SCENARIOS, simulate, write_dataset
+from actds_testing.synthetic import make_dataset
+from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
+from actds_writers.ipc.messages import (
     ClientFacts,
     HookSpec,
     LeftOut,
@@ -49,6 +45,7 @@ from actds_writers.messages import (  # noqa: E402
     StepScheduled,
 )
 
+HERE = Path(__file__).resolve().parent
 NOW_NS = 1_750_000_000_000_000_000
 AUDITED: dict[str, dict[str, Any]] = {
     "none": {},
