@@ -52,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test families consumers test-all lint docs lock bench calibrate crash cuda clean distclean
+.PHONY: help install demo test families consumers test-all lint docs generate lock bench calibrate crash cuda clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -121,6 +121,12 @@ lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 # The variable hides a notice at every build: mkdocs-material is kept until May 2027, then Zensical.
 docs: $(STAMP) ## build the documentation site into build/site; broken links and docstrings fail
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+generate: $(STAMP) ## write the generated files: tables of the spec, schemas, vectors, docs/cli.md
+	$(BIN)/python spec/make_tables.py
+	$(BIN)/actds schema --write spec/0.1/schemas
+	$(BIN)/python spec/0.1/make_vectors.py
+	$(BIN)/python -m actds.cli.reference docs/cli.md
 
 # "+cpu" is where a build comes from and not which version it is: other platforms have none.
 lock: $(STAMP) ## write requirements-dev.lock: the newest versions that pyproject.toml allows
