@@ -27,7 +27,6 @@ SOURCES = (
     "spec/*/*.md",
     "spec/*/vectors/README.md",
     "benchmarks/*.md",
-    "benchmarks/*.py",
     "benchmarks/results/*.md",
     "examples/*/README.md",
     "examples/*/*.svg",
