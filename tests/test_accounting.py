@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from schedules import Schedule, simulate
 
 from actds.accounting.account import TOTALS, Account, account
-from actds.accounting.intervals import Intervals, difference, keys, of_keys, overlap, union
 from actds.format import tables
+from actds.format.positions import Intervals, difference, keys, of_keys, overlap, union
 
 SCHEDULE = simulate(16, seed=1, drops=True, filtered=True)
 WHOLE = simulate(16, seed=2)  # nothing lost, so every request's token ids are all there

@@ -12,15 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from actds.accounting.intervals import (
-    Intervals,
-    difference,
-    index_in,
-    keys,
-    of_keys,
-    overlap,
-    union,
-)
 from actds.accounting.multiplicity import multiplicity
 from actds.accounting.rows import Rows, collect, label_findings, token_findings
 from actds.accounting.tables import (
@@ -36,6 +27,15 @@ from actds.accounting.tables import (
 )
 from actds.finding import Finding
 from actds.format import tables
+from actds.format.positions import (
+    Intervals,
+    difference,
+    index_in,
+    keys,
+    of_keys,
+    overlap,
+    union,
+)
 
 __all__ = ["TOTALS", "Account", "account"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from actds.accounting.intervals import Intervals, Keys, breakpoints, depth, position_of, request_of
 from actds.format import tables
+from actds.format.positions import Intervals, Keys, breakpoints, depth, position_of, request_of
 
 
 def multiplicity(run: str, captured: Intervals, start: Keys, stop: Keys) -> pa.Table:

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.accounting.intervals import Keys, index_in, keys, of_keys, position_of, request_of
 from actds.accounting.tables import Bools, Ints, Notes, Requests, Spans, Steps, check_words
 from actds.format import tables
+from actds.format.positions import Keys, index_in, keys, of_keys, position_of, request_of
 
 COLUMNS = ["request", "position", "token_id", "phase", "step", "attempt", "chunk"]
 """The columns of a token table that accounting reads."""

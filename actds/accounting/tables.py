@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.accounting.intervals import Intervals, Keys, index_in, keys, position_of, request_of
 from actds.finding import Finding, Severity
 from actds.format import tables
+from actds.format.positions import Intervals, Keys, index_in, keys, position_of, request_of
 
 MAX_FINDINGS_PER_CODE = 16
 _LARGEST = 2**63 - 1

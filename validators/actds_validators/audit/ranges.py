@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from actds.accounting.intervals import index_in
+from actds.format.positions import index_in
 
 __all__ = ["Index", "Servings", "StepRanges", "explode"]
 
