@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actds.accounting.multiplicity import served_counts
 from actds.format import tables
 from actds.load.order import EpochOrder, Geometry, Pieces, feistel, order_key, visit_counts
-from actds.load.weights import served_counts
 
 KEY = order_key("0" * 64, 7)
 

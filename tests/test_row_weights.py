@@ -19,6 +19,7 @@ from weights_files import drawn_weights, write_weights_file
 
 import actds
 from actds.errors import ActdsError
+from actds.format.positions import Index
 from actds.load.row_weights import GROUP_ROWS, read_row_weights
 from actds.reading import Catalog
 from actds.store import open_store
@@ -26,7 +27,6 @@ from actds_testing.simulate import SCENARIOS, simulate, write_dataset, write_tab
 from actds_validators.audit import weights_file
 from actds_validators.audit.audit import audit_sources
 from actds_validators.audit.lookup import Lookup
-from actds_validators.audit.ranges import Index
 from actds_validators.audit.result import Limits
 from actds_validators.audit.sources import catalog_source
 from actds_validators.audit.weights import Cells

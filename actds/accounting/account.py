@@ -27,15 +27,7 @@ from actds.accounting.tables import (
 )
 from actds.finding import Finding
 from actds.format import tables
-from actds.format.positions import (
-    Intervals,
-    difference,
-    index_in,
-    keys,
-    of_keys,
-    overlap,
-    union,
-)
+from actds.format.positions import Intervals, difference, of_keys, overlap, position_key, union
 
 __all__ = ["TOTALS", "Account", "account"]
 
@@ -131,13 +123,13 @@ def account(
 def _partition(requests: Requests, spans: Spans, notes: Notes) -> None:
     """Check that the spans of each request partition ``[0, N)``."""
     computed = spans.step >= 0
-    at = index_in(requests.request, spans.request[computed])
+    at = requests.index(spans.request[computed])
     known = at >= 0
     n = requests.own_len.copy()
     np.maximum.at(n, at[known], spans.stop[computed][known])
     n[requests.skipped] = 0
     owing = requests.request[n > 0]
-    owed = Intervals(keys(owing, np.zeros(len(owing))), keys(owing, n[n > 0]))
+    owed = Intervals(position_key(owing, 0), position_key(owing, n[n > 0]))
     covered = union(spans.start_key, spans.stop_key)
     for place in notes.places("census", "spans", difference(owed, covered)):
         notes.add("E404", place, "no span", "one span for every position")
@@ -290,7 +282,7 @@ def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
     # A rule may leave out what was never computed here: a hit too, but no reference.
     referenced = spans.of("cache_ref") | (spans.of("filtered") & (spans.step < 0))
     hits = union(spans.start_key[referenced], spans.stop_key[referenced])
-    zero = keys(requests.request, np.zeros(len(requests.request)))
+    zero = position_key(requests.request, 0)
     at = np.searchsorted(hits.start, zero)
     leading = np.zeros(len(zero), np.int64)
     found = at < len(hits)

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from actds.accounting.tables import Bools, Ints, Notes, Requests, Spans, Steps, check_words
 from actds.format import tables
-from actds.format.positions import Keys, index_in, keys, of_keys, position_of, request_of
+from actds.format.positions import Keys, of_keys, position_key, split_key
 
 COLUMNS = ["request", "position", "token_id", "phase", "step", "attempt", "chunk"]
 """The columns of a token table that accounting reads."""
@@ -68,10 +68,10 @@ def collect(
     for table in token_tables:
         check_words(table, "phase", tables.PHASES, f"shards (run {notes.run}) tokens", notes)
         request, position = table["request"].to_numpy(), table["position"].to_numpy()
-        key = keys(request, position)
+        key = position_key(request, position)
         prefill = pc.equal(table["phase"], "prefill").to_numpy()
         step = table["step"].to_numpy()
-        at = steps.index(step.astype(np.int64))
+        at = steps.index(step)
         unknown.append(np.unique(step[at < 0]))
         per_step += np.bincount(at[at >= 0], minlength=len(per_step))
         prefill_per_step += np.bincount(at[(at >= 0) & prefill], minlength=len(per_step))
@@ -105,7 +105,7 @@ def _wrong_phase(
     """Return which rows carry the wrong phase; rows of unknown requests are judged elsewhere."""
     if not len(requests.request):
         return np.zeros(len(request), bool)
-    at = index_in(requests.request, request.astype(np.int64))
+    at = requests.index(request)
     wrong: Bools = (at >= 0) & ((position < requests.prompt_len[at]) != prefill)
     return wrong
 
@@ -144,7 +144,8 @@ def label_findings(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None
     Within a request a later position is first computed in the same step or a later one; chunk
     and attempt count the same history. Rows of one step share their chunk.
     """
-    same = request_of(rows.keys[1:]) == request_of(rows.keys[:-1])
+    request, position = split_key(rows.keys)
+    same = request[1:] == request[:-1]
     later = rows.step[1:] > rows.step[:-1]
     back = same & (rows.step[1:] < rows.step[:-1]) & (rows.step[1:] >= 0)
     chunk = same & ((rows.chunk[1:] > rows.chunk[:-1]) != later) & ~back
@@ -156,8 +157,7 @@ def label_findings(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None
         ("attempt", attempt, "no earlier attempt than the position before"),
     ):
         for i in np.flatnonzero(wrong) + 1:
-            key = rows.keys[i]
-            place = notes.place("shards", "rows", int(request_of(key)), int(position_of(key)))
+            place = notes.place("shards", "rows", request[i], position[i])
             got = steps.step[rows.step[i]] if label == "step" else getattr(rows, label)[i]
             notes.add("E414", f"{place} {label}", str(got), expected)
     captured = np.flatnonzero(spans.of("captured") & (spans.step >= 0))
@@ -175,8 +175,8 @@ def label_findings(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None
 
 def token_findings(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -> None:
     """Note requests whose token ids, as far as all of them are stored, miss their digest."""
-    begin = np.searchsorted(rows.keys, keys(requests.request, np.zeros(len(requests.request))))
-    end = np.searchsorted(rows.keys, keys(requests.request, requests.own_len))
+    begin = np.searchsorted(rows.keys, position_key(requests.request, 0))
+    end = np.searchsorted(rows.keys, position_key(requests.request, requests.own_len))
     references = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
     first = np.searchsorted(spans.request[references], requests.request, side="left")
     last = np.searchsorted(spans.request[references], requests.request, side="right")
@@ -207,7 +207,7 @@ def _with_references(
     """Return the ids of a request from its rows and those it refers to; None when some lack."""
     ids = np.zeros(length, np.uint32)
     held = np.zeros(length, bool)
-    position = position_of(rows.keys[own])
+    position = split_key(rows.keys[own])[1]
     ids[position], held[position] = rows.token_id[own], True
     starts, stops = spans.referenced(references)
     for start, stop, a, b in zip(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pyarrow.compute as pc
 
 from actds.finding import Finding, Severity
 from actds.format import tables
-from actds.format.positions import Intervals, Keys, index_in, keys, position_of, request_of
+from actds.format.positions import Index, Intervals, Keys, position_key, split_key
 
 MAX_FINDINGS_PER_CODE = 16
 _LARGEST = 2**63 - 1
@@ -48,10 +49,10 @@ class Notes:
 
     def places(self, folder: str, table: str, intervals: Intervals) -> Iterator[str]:
         """Yield the words for each interval."""
-        for start, stop in zip(intervals.start, intervals.stop, strict=True):
-            last = stop - np.uint64(1)
-            request, first = int(request_of(start)), int(position_of(start))
-            yield self.place(folder, table, request, first, int(position_of(last)) + 1)
+        request, first = split_key(intervals.start)
+        last = split_key(intervals.stop - np.uint64(1))[1]
+        for where in zip(request, first, last + 1, strict=True):
+            yield self.place(folder, table, *where)
 
     def findings(self) -> list[Finding]:
         """Return what was noted, by code, with a line for what was left out."""
@@ -111,6 +112,14 @@ class Requests:
     n_preemptions: Ints
     token_digest: list[str | None]
 
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self.request)
+
+    def index(self, request: npt.NDArray[np.integer]) -> Ints:
+        """Return where each request stands, -1 for one that the census does not know."""
+        return self._index.of(request)
+
 
 def read_requests(table: pa.Table, notes: Notes) -> Requests:
     """Return the requests; a request that stands twice is noted and counted once."""
@@ -151,9 +160,13 @@ class Steps:
     aborted: Ints
     filtered: Ints
 
-    def index(self, step: Ints) -> Ints:
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self.step)
+
+    def index(self, step: npt.NDArray[np.integer]) -> Ints:
         """Return where each step stands, -1 for a step that the census does not know."""
-        return index_in(self.step, step)
+        return self._index.of(step)
 
     def sums(self, step: Ints, amount: Ints) -> Ints:
         """Return the sum of the amounts per step of the census; unknown steps are left out."""
@@ -190,12 +203,12 @@ class Spans:
     @property
     def start_key(self) -> Keys:
         """Return the key of each first position."""
-        return keys(self.request, self.start)
+        return position_key(self.request, self.start)
 
     @property
     def stop_key(self) -> Keys:
         """Return the key after each last position."""
-        return keys(self.request, self.stop)
+        return position_key(self.request, self.stop)
 
     def of(self, disposition: str) -> Bools:
         """Return which spans have a disposition."""
@@ -205,7 +218,7 @@ class Spans:
     def referenced(self, which: Bools | Ints) -> tuple[Keys, Keys]:
         """Return the keys that cache references name: first, and after the last."""
         request = self.ref_request[which]
-        return keys(request, self.start[which]), keys(request, self.stop[which])
+        return position_key(request, self.start[which]), position_key(request, self.stop[which])
 
 
 def read_spans(table: pa.Table, requests: Requests, notes: Notes) -> Spans:
@@ -254,12 +267,12 @@ class Drops:
     @property
     def start_key(self) -> Keys:
         """Return the key of each first position."""
-        return keys(self.request, self.start)
+        return position_key(self.request, self.start)
 
     @property
     def stop_key(self) -> Keys:
         """Return the key after each last position."""
-        return keys(self.request, self.stop)
+        return position_key(self.request, self.stop)
 
 
 def read_drops(table: pa.Table, notes: Notes) -> Drops:

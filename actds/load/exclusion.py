@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.positions import position_key
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset
 from actds.schema.v0_1 import Hook
@@ -148,14 +149,14 @@ def _lines(dataset: Dataset, run: str, hook: str) -> pa.Table:
             got=f"'sink', and run {run} has no norm readouts",
             expected="names that need none: first_position, bos, special",
         )
-    key = _keys(table["request"].to_numpy(), table["position"].to_numpy())
+    key = position_key(table["request"].to_numpy(), table["position"].to_numpy())
     order = np.argsort(key, kind="stable")
     return pa.table({"key": key[order], "norm": table["norm"].to_numpy()[order]})
 
 
 def _norms_of(shard: Shard, lines: pa.Table) -> npt.NDArray[np.float32]:
     tokens = shard.tokens(["request", "position"])
-    wanted = _keys(tokens["request"].to_numpy(), tokens["position"].to_numpy())
+    wanted = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
     keys = lines["key"].to_numpy()
     # A position that was computed more than once has a line for each: any of them tells a sink.
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
@@ -168,9 +169,3 @@ def _norms_of(shard: Shard, lines: pa.Table) -> npt.NDArray[np.float32]:
             expected="one of each stored row",
         )
     return np.asarray(lines["norm"].to_numpy()[at], np.float32)
-
-
-def _keys(
-    request: npt.NDArray[np.integer], position: npt.NDArray[np.integer]
-) -> npt.NDArray[np.uint64]:
-    return (request.astype(np.uint64) << np.uint64(32)) | position.astype(np.uint64)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from actds.accounting.multiplicity import served_counts
 from actds.errors import ActdsError
 from actds.format.shard import Shard
 from actds.format.tables import PHASES
 from actds.load.dataset import Dataset
 from actds.load.exclusion import Exclusion, warn_where_none
-from actds.load.weights import served_counts
 from actds.schema.v0_1 import Hook
 
 __all__ = [
