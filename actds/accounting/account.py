@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from actds.accounting.multiplicity import multiplicity
-from actds.accounting.rows import Rows, collect, label_findings, token_findings
-from actds.accounting.tables import (
+from actds.accounting.records import (
     Drops,
     Notes,
     Requests,
@@ -25,6 +24,7 @@ from actds.accounting.tables import (
     read_spans,
     read_steps,
 )
+from actds.accounting.rows import Rows, collect, label_findings, token_findings
 from actds.finding import Finding
 from actds.format import tables
 from actds.format.positions import Intervals, difference, of_keys, overlap, position_key, union

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.accounting.tables import Bools, Ints, Notes, Requests, Spans, Steps, check_words
+from actds.accounting.records import Bools, Ints, Notes, Requests, Spans, Steps, check_words
 from actds.format import tables
 from actds.format.positions import Keys, of_keys, position_key, split_key
 
