@@ -22,6 +22,7 @@ from weights_files import drawn_weights, write_weights_file
 
 import actds
 from actds.format.arrays import from_torch
+from actds.load.order import ORDER_VERSION
 
 HOOKS = ("resid_post.0", "resid_post.1")
 Key = tuple[str, int, int]
@@ -393,6 +394,16 @@ def test_refuses_the_state_of_another_order(path: Path, change: dict[str, Any]) 
         actds.Loader(path, **{"batch": 32, **change}).load_state_dict(state)
     with pytest.raises(actds.ActdsError, match="E014 state"):
         actds.Loader(path, batch=32).load_state_dict({})
+
+
+def test_refuses_the_state_of_an_older_order_and_goes_on_as_it_stood(path: Path) -> None:
+    with actds.Loader(path, batch=32) as loader:
+        state = loader.state_dict()
+        assert state["order"] == loader.config["order"] == ORDER_VERSION
+        for order in (1, None, ORDER_VERSION + 1):
+            with pytest.raises(actds.ActdsError, match="E014 state order"):
+                loader.load_state_dict({**state, "order": order, "step": 1})
+        assert loader.state_dict() == state
 
 
 def test_refuses_an_unsealed_dataset_unless_told_in_so_many_words(tmp_path: Path) -> None:
