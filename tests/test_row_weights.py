@@ -20,7 +20,7 @@ from weights_files import drawn_weights, write_weights_file
 import actds
 from actds.errors import ActdsError
 from actds.format.positions import Index
-from actds.load.row_weights import GROUP_ROWS, read_row_weights
+from actds.format.row_weights import GROUP_ROWS, read_row_weights
 from actds.reading import Catalog
 from actds.store import open_store
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset, write_tables

@@ -16,13 +16,13 @@ import numpy as np
 
 from actds.errors import ActdsError
 from actds.format.arrays import to_torch
+from actds.format.row_weights import RowWeights, read_row_weights
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.exclusion import Exclusion, read_exclusion, warn_where_none
 from actds.load.pool import PROVENANCE_COLUMNS, WEIGHT, open_array
-from actds.load.row_weights import RowWeights, read_row_weights
 from actds.load.selection import select_hooks, select_shards
 from actds.schema.v0_1 import Hook
 

@@ -25,11 +25,11 @@ from datasets.table import MemoryMappedTable, concat_tables
 
 from actds.format import canonical
 from actds.format.arrays import ArrayReader, to_torch, widen
+from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
 from actds.load.exclusion import Exclusion
 from actds.load.pool import WEIGHT, open_array
-from actds.load.row_weights import RowWeights
 from actds.schema.v0_1 import Hook
 
 if TYPE_CHECKING:

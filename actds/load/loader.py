@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from actds import __version__
 from actds.format import canonical
 from actds.format.arrays import chunk_rows, to_torch
+from actds.format.row_weights import read_row_weights
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.exclusion import read_exclusion
 from actds.load.order import ORDER_VERSION, Geometry, Pieces, order_key
 from actds.load.pool import Batch, Pipeline, Selection, n_batches
-from actds.load.row_weights import read_row_weights
 from actds.load.selection import (
     bad,
     check_int,
