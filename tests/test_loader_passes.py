@@ -17,7 +17,7 @@ from weights_files import drawn_weights, write_weights_file
 import actds
 from actds.format.arrays import from_torch
 from actds.format.readouts import Readouts
-from actds.load.exclusion import NAMES
+from actds.load.selection import FILTERS
 
 HOOKS = ("resid_post.0", "resid_post.1")
 
@@ -243,7 +243,7 @@ def test_order_and_state_know_what_is_left_out(path: Path) -> None:
     again = actds.Loader(path, exclude=("sink", "bos"), **options)
     again.load_state_dict(state)
     assert [bits(b) for b in again] == whole
-    for other in ((), "bos", NAMES[:2]):
+    for other in ((), "bos", tuple(FILTERS)[:2]):
         with pytest.raises(actds.ActdsError, match="E014 state exclude"):
             with_other = actds.Loader(path, exclude=other, **options)
             with_other.load_state_dict(state)
