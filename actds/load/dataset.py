@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -35,6 +35,7 @@ __all__ = [
     "Stats",
     "open",
     "open_array",
+    "rows_at_a_time",
     "rows_together",
     "stats_of",
 ]
@@ -43,6 +44,8 @@ MAX_OPEN_ARRAYS = 64
 """Files that stay open: a dataset may have more shards than a process may open."""
 BLOCK_NBYTES = 1 << 24
 """Bytes of float64 rows that ``stats_of`` holds at a time."""
+
+_MAX_READ_NBYTES = 1 << 26  # rows of all hooks that are read together, unless a chunk has more
 
 Floats = npt.NDArray[np.float32]
 Values = npt.NDArray[Any]
@@ -356,6 +359,13 @@ def rows_together(rows_per_chunk: Iterable[int], most: int) -> int:
     """
     sizes = sorted(rows_per_chunk)
     return min(sizes[-1], max(sizes[0], 1 << max(most, 1).bit_length() - 1))
+
+
+def rows_at_a_time(readers: Mapping[str, arrays.ArrayReader]) -> int:
+    """Return how many rows of every hook of a shard to read at a time, in bounded memory."""
+    row_nbytes = sum(r.d_model * arrays.DTYPES[r.dtype].itemsize for r in readers.values())
+    sizes = (reader.rows_per_chunk for reader in readers.values())
+    return rows_together(sizes, _MAX_READ_NBYTES // row_nbytes)
 
 
 class LazyArray:

@@ -9,29 +9,34 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from actds.errors import ActdsError
-from actds.format.arrays import DTYPES, ArrayReader, to_torch
+from actds.format.arrays import to_torch
 from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
-from actds.load.dataset import Dataset, open_array, rows_together
+from actds.load.dataset import Dataset, open_array, rows_at_a_time
 from actds.load.dataset import open as open_dataset
-from actds.load.pool import PROVENANCE_COLUMNS, WEIGHT
-from actds.load.selection import Exclusion, Selection, bad, select, warn_where_none
+from actds.load.selection import (
+    PROVENANCE_COLUMNS,
+    WEIGHT,
+    Exclusion,
+    Selection,
+    bad,
+    select,
+    warn_where_none,
+)
 from actds.schema.v0_1 import Hook
 
 if TYPE_CHECKING:
     import datasets
 
 __all__ = ["load_dataset"]
-
-_MAX_NBYTES = 1 << 26  # rows of all hooks that are read together, unless a chunk has more
 
 
 def load_dataset(
@@ -224,12 +229,6 @@ def examples(shards: list[str], source: Source) -> Iterator[dict[str, Any]]:
                 # A view would keep its whole chunk alive in a shuffle buffer.
                 example = {hook: chunk[hook][row].clone() for hook in source.hooks}
                 yield example | {key: value[row] for key, value in values.items()}
-
-
-def rows_at_a_time(readers: Mapping[str, ArrayReader]) -> int:
-    """Return the rows of every hook of a shard to read together: its chunks, if memory allows."""
-    row_nbytes = sum(r.d_model * DTYPES[r.dtype].itemsize for r in readers.values())
-    return rows_together((r.rows_per_chunk for r in readers.values()), _MAX_NBYTES // row_nbytes)
 
 
 def _chunks(

@@ -28,10 +28,8 @@ from actds.format.arrays import ArrayReader, to_torch, widen
 from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
-from actds.load.dataset import open_array
-from actds.load.hf import rows_at_a_time
-from actds.load.pool import WEIGHT
-from actds.load.selection import Selection
+from actds.load.dataset import open_array, rows_at_a_time
+from actds.load.selection import WEIGHT, Selection
 from actds.schema.v0_1 import Hook
 
 if TYPE_CHECKING:

@@ -17,11 +17,9 @@ from actds.format.shard import Shard
 from actds.format.tables import PHASES
 from actds.load.dataset import OpenArrays
 from actds.load.order import EpochOrder, Geometry, Pieces, Window, visit_counts
-from actds.load.selection import Selection
+from actds.load.selection import PROVENANCE_COLUMNS, WEIGHT, Selection
 
 __all__ = [
-    "PROVENANCE_COLUMNS",
-    "WEIGHT",
     "Batch",
     "BatchSpec",
     "Pipeline",
@@ -33,11 +31,6 @@ Columns = dict[str, npt.NDArray[Any]]
 
 TOKEN_COLUMNS = ("request", "position", "token_id", "step")
 """Columns that are read from the token table; run and phase are the shard's."""
-PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
-"""Columns that go with a batch."""
-WEIGHT = "weight"
-"""The column of the row weights."""
-
 _MAX_TOKEN_ROWS = 1 << 23
 _N_AHEAD = 2  # batches that wait for the trainer
 

@@ -24,7 +24,9 @@ from actds.schema.v0_1 import Hook
 
 __all__ = [
     "FILTERS",
+    "PROVENANCE_COLUMNS",
     "SINK_NORM",
+    "WEIGHT",
     "Exclusion",
     "Filter",
     "Selection",
@@ -38,6 +40,10 @@ Mask = npt.NDArray[np.bool_]
 Counts = npt.NDArray[np.uint32]
 Columns = Mapping[str, npt.NDArray[Any]]
 
+PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
+"""Columns that go with a batch, or an example."""
+WEIGHT = "weight"
+"""The column of the row weights."""
 SINK_NORM = 10.0
 """A row whose norm is above this many medians is a sink: attention sinks are hundreds of times
 longer than other rows. One of them, served by a prefix cache to every request, makes up nearly all
