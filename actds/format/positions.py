@@ -23,8 +23,8 @@ def pair_key(high: npt.ArrayLike, low: npt.ArrayLike) -> Keys:
 
     The two broadcast: one of them may be a single number.
     """
-    shifted = np.left_shift(np.asarray(high).astype(np.uint64), _N_BITS)
-    return np.asarray(np.bitwise_or(shifted, np.asarray(low), dtype=np.uint64, casting="unsafe"))
+    shifted = np.asarray(high).astype(np.uint64) << _N_BITS
+    return np.asarray(shifted | np.asarray(low).astype(np.uint64))
 
 
 def position_key(request: npt.ArrayLike, position: npt.ArrayLike) -> Keys:
