@@ -11,14 +11,22 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Union
 
 import zstandard
+from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
 from actds.errors import ActdsError
 from actds.format import canonical, layout
 from actds.store import Store, local_folder
-from actds_writers.ipc.message_json import from_line, to_line
-from actds_writers.ipc.messages import ClientFacts
+from actds_writers.ipc.messages import (
+    ClientFacts,
+    RequestArrived,
+    RequestFinished,
+    StepExecuted,
+    StepLost,
+    StepScheduled,
+)
 
 FORMAT, VERSION = "actds.journal", "0.1"
 FIRST_PREV = "0" * 64
@@ -30,8 +38,45 @@ MAX_SEGMENT_NBYTES = 64 << 20
 FACTS_PER_LINE = 5000
 _HEADER = {"dataset", "format", "n_messages", "prev", "run", "segment", "version"}
 
+KINDS = (RequestArrived, StepScheduled, StepExecuted, StepLost, RequestFinished, ClientFacts)
+"""The messages that a journal holds; the name of its class says which one a line is."""
+
 Begin = Callable[[], str | None]
 Answer = Callable[[ActdsError | None], None]
+
+
+def _kind(pair: Any) -> Any:
+    return pair[0] if isinstance(pair, list | tuple) and pair else None
+
+
+_PAIRS: Any = tuple(
+    Annotated[tuple[str, kind], Tag(kind.__name__)]  # type: ignore[valid-type]
+    for kind in KINDS
+)
+_Line: Any = Annotated[Union[_PAIRS], Discriminator(_kind)]  # noqa: UP007
+_LINE: TypeAdapter[tuple[str, object]] = TypeAdapter(
+    _Line,
+    config=ConfigDict(strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex"),
+)
+
+
+def to_line(message: object) -> bytes:
+    """Return one line of JSON, ``["Kind", {fields}]`` with its line end.
+
+    Arrays are lists of integers, bytes are hexadecimal; a number that JSON lacks is ``null``.
+    """
+    pair = type(message).__name__, message
+    # Numbers of numpy are no surprise, and stand as numbers.
+    return _LINE.dump_json(pair, warnings=False, fallback=lambda number: number.item()) + b"\n"
+
+
+def from_line(line: bytes) -> object:
+    """Return the message that a line holds.
+
+    Raises:
+        ValueError: no JSON, no message of the census, or a field that is not of its type.
+    """
+    return _LINE.validate_json(line)[1]
 
 
 class Journal:

@@ -6,13 +6,34 @@ Stands between every pair of stages; imports no stage.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
+from pydantic import GetPydanticSchema
+from pydantic_core import core_schema
 
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason, DType, Origin
 
-IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+def _int_array(values: list[int]) -> np.ndarray:
+    try:
+        return np.array(values, np.int64)
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
+
+
+# As JSON, which the census journal is made of, an array is a list of integers.
+IntArray = Annotated[
+    np.ndarray[tuple[int], np.dtype[np.int64]],
+    GetPydanticSchema(
+        lambda _type, _handler: core_schema.no_info_after_validator_function(
+            _int_array,
+            core_schema.list_schema(core_schema.int_schema()),
+            serialization=core_schema.plain_serializer_function_ser_schema(np.ndarray.tolist),
+        )
+    ),
+]
 BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
