@@ -25,8 +25,15 @@ from actds.ledger import Chain
 from actds.schema.v0_1 import CloseReason, Genesis
 from actds.store import local_folder, open_store
 from actds_writers.census.census import Census
-from actds_writers.census.end import LOST_REASON, RESERVE, commit_census, end_writer_chain
-from actds_writers.census.journal import Journal, merged, remove_journal
+from actds_writers.census.journal import (
+    LOST_REASON,
+    RESERVE,
+    Journal,
+    commit_census,
+    end_writer_chain,
+    merged,
+    remove_journal,
+)
 from actds_writers.ipc.hub import Hub
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import ClientFacts, Done, Failed, Finish, Secure, Secured

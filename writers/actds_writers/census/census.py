@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from actds.format import tables
-from actds_writers.census.request_log import Request, RequestLog
+from actds_writers.census.log import Request, RequestLog, StepLog
 from actds_writers.census.spans import ABORTED, CACHE_REF, CAPTURED, Pieces, span_table
-from actds_writers.census.step_log import StepLog
 from actds_writers.ipc.messages import (
     CensusProgress,
     ClientFacts,

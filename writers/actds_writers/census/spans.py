@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from actds.format import tables
-from actds_writers.census.packing import IntMatrix, pack, unpack
+from actds_writers.census.log import IntMatrix, pack, unpack
 
 CAPTURED, CACHE_REF, DROPPED, ABORTED, FILTERED = range(len(tables.DISPOSITIONS))
 NONE = -1
