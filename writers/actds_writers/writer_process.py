@@ -23,11 +23,11 @@ from actds_writers.ipc.messages import (
     Done,
     Failed,
     Finish,
-    Progress,
     Secure,
     StepRows,
     StepsDropped,
     WorkerHello,
+    WriterProgress,
 )
 from actds_writers.settings import WriterSettings
 from actds_writers.shards.readout_log import LaneEnd
@@ -155,9 +155,9 @@ class WriterProcess:
         self._hub.tell("harvest", self._progress(self._writer), patient=False)
 
     @staticmethod
-    def _progress(writer: Writer) -> Progress:
+    def _progress(writer: Writer) -> WriterProgress:
         committer, meters = writer.committer, writer.meters
-        return Progress(
+        return WriterProgress(
             n_rows=meters.n_rows,
             last_step=writer.last_step,
             row_nbytes=writer.row_nbytes,

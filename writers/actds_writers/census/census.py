@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from actds.format import tables
-from actds_writers.census.log import Request, RequestLog, StepLog
-from actds_writers.census.spans import ABORTED, CACHE_REF, CAPTURED, Pieces, span_table
+from actds_writers.census.log import LoggedRequest, RequestLog, StepLog
+from actds_writers.census.spans import ABORTED, CACHE_REF, CAPTURED, StepPieces, span_table
 from actds_writers.ipc.messages import (
     CensusProgress,
     ClientFacts,
@@ -69,7 +69,7 @@ class Census:
     def __init__(self) -> None:
         self._requests = RequestLog()
         self._steps = StepLog()
-        self._pieces = Pieces()
+        self._pieces = StepPieces()
         self._high_water = _Growing(0)
         self._prompt_len = _Growing(0)
         self._cached = _Growing(-1)
@@ -266,7 +266,7 @@ class Census:
         }
         return CensusTables(requests, steps, spans, totals)
 
-    def _owe(self, pieces: Pieces) -> None:
+    def _owe(self, pieces: StepPieces) -> None:
         """Add the positions that requests owe and that were never computed."""
         numbers = np.flatnonzero(self._generated.values != NO_REQUEST)
         told, length = self._generated.values[numbers], self._prompt_len.values[numbers]
@@ -279,7 +279,7 @@ class Census:
         ):
             pieces.add(numbers[ended], high[ended], due[ended], ABORTED, NO_STEP, reason=reason)
 
-    def _step_table(self, pieces: Pieces) -> pa.Table:
+    def _step_table(self, pieces: StepPieces) -> pa.Table:
         numbers, known = self._steps.table("t_ns")
         columns: dict[str, object] = {"step": numbers}
         by_step = pieces.tokens_by_step(numbers)
@@ -319,7 +319,7 @@ def _generated(told: np.ndarray, high_water: np.ndarray, prompt_len: np.ndarray)
 
 
 def _request_row(
-    request: Request,
+    request: LoggedRequest,
     *,
     high: int,
     cached: int,

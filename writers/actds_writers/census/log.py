@@ -112,7 +112,7 @@ class StepLog:
 
 
 @dataclass(slots=True)
-class Request:
+class LoggedRequest:
     """One request as the scheduler told of it.
 
     Args:
@@ -132,15 +132,15 @@ class RequestLog:
     """The requests of a run: those that run by number, those that have ended in packed batches."""
 
     def __init__(self) -> None:
-        self._running: dict[int, Request] = {}
-        self._ended: list[Request] = []
+        self._running: dict[int, LoggedRequest] = {}
+        self._ended: list[LoggedRequest] = []
         self._packed: list[bytes] = []
 
     def arrive(self, message: RequestArrived) -> None:
         """Note a new request."""
-        self._running[message.request] = Request(message)
+        self._running[message.request] = LoggedRequest(message)
 
-    def running(self, request: int) -> Request | None:
+    def running(self, request: int) -> LoggedRequest | None:
         """Return a request that has not ended, ``None`` for one that has or never came."""
         return self._running.get(request)
 
@@ -157,7 +157,7 @@ class RequestLog:
             self._packed.append(squeeze(pickle.dumps(self._ended)))
             self._ended = []
 
-    def batches(self) -> Iterator[list[Request]]:
+    def batches(self) -> Iterator[list[LoggedRequest]]:
         """Yield all requests, some at a time, in no order."""
         for data in self._packed:
             yield pickle.loads(zstandard.ZstdDecompressor().decompress(data))

@@ -460,7 +460,7 @@ class StageState:
 
 
 @dataclass(frozen=True)
-class Progress:
+class WriterProgress:
     """What the writer has done up to now.
 
     Args:
