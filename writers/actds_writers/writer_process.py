@@ -1,6 +1,8 @@
-"""The writer process: the writer behind a socket, in a failure domain of its own.
+"""The writer process: the worker side of the account, in a failure domain of its own.
 
-``python -m actds_writers.writer_process`` reads its settings and link from standard input.
+``python -m actds_writers.writer_process`` reads its settings and link from standard input. The
+main thread owns the writer and takes messages; ``actds-accept`` takes peers, the writer's threads
+encode and commit shards and ask the census first, one at a time, over a connection of their own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The census: what became of every position, from the scheduler's decisions alone.
 
-The scheduler-side witness. Pure: messages in, tables out; knows no file, no socket and no row.
+The scheduler side of the account: messages in, tables out; no thread, no file and no row.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Census:
             client: what only the client knows.
             lost_reason: reason of rows that were computed and not committed.
             logged_drops: steps in the writer's committed drop log. A drop that the writer did not
-                live to log has a single witness, and is aborted like the rest.
+                live to log is known to the scheduler side alone, and is aborted like the rest.
 
         Spec: 0.1 section 7.1.
         """

@@ -1,6 +1,6 @@
 """Pieces and spans: interval arithmetic of the census, vectorised.
 
-A piece is what one step did to one request; spans are what stands in the table. Pure.
+A piece is what one step did to one request; spans are what stands in the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the processes of a harvest say to each other: one frozen dataclass per fact.
 
-Stands between every pair of stages; imports no stage.
+They travel pickled; those that the census takes are also lines of its journal, as JSON.
 """
 
 from __future__ import annotations
