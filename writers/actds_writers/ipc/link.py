@@ -1,9 +1,8 @@
 """Transport between the processes of one harvest: Unix sockets in a private folder.
 
-Every process that may connect finds folder and key in one environment
-variable, which engine and worker processes inherit; a configuration field would enter the
-engine's compile-cache key and make every run compile anew. A connection belongs to one thread; a
-``Sender`` is one with a thread of its own.
+Every process that may connect finds folder and key in one environment variable, which engine and
+worker processes inherit; a configuration field would enter the engine's compile-cache key and make
+every run compile anew. A ``Sender`` is a connection with a thread of its own.
 """
 
 from __future__ import annotations
