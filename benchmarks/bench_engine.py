@@ -209,11 +209,10 @@ def start(
     model: Path, variant: Variant, arguments: dict[str, Any], out: Path, inside: Inside
 ) -> tuple[Any, Any]:
     """Return an engine, with a pipeline when it captures."""
-    from actds_writers.config import WriteOptions, make_plan
+    from actds_writers.config import WriterSettings
     from actds_writers.engines.vllm import engine as engines
+    from actds_writers.harvest.prepare import WriteOptions, lock_dataset, make_plan
     from actds_writers.harvest.processes import Pipeline
-    from actds_writers.harvest.resume import lock_dataset
-    from actds_writers.settings import WriterSettings
 
     if variant.hooks is None or variant.naive:
         engine = engines.Engine(model, arguments, None, temperature=0.0, seed=0)

@@ -164,9 +164,8 @@ def harvest(r: Recording, folder: Path) -> Path:
     """Harvest the requests of a recording as they arrive; return the dataset."""
     from tiny import make_tiny_model
 
-    from actds_writers.config import WriteOptions, make_plan, request_key
     from actds_writers.harvest import run as command
-    from actds_writers.harvest.destination import hold
+    from actds_writers.harvest.prepare import WriteOptions, hold, make_plan, request_key
 
     model = make_tiny_model(folder / "model", n_layers=2, dtype="float32", tokenizer=True)
     wanted = requests(r)

@@ -19,7 +19,8 @@ from actds.format.readouts import NONE, Readouts, compute, matrix
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.stages import Stages, Step
-from actds_writers.harvest.destination import hold, is_taken
+from actds_writers.config import WriterSettings
+from actds_writers.harvest.prepare import hold, is_taken
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import (
@@ -31,7 +32,6 @@ from actds_writers.ipc.messages import (
     RequestFinished,
     StepScheduled,
 )
-from actds_writers.settings import WriterSettings
 from actds_writers.shards.assembly import SpecialTokens
 
 D_MODEL = 32

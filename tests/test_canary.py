@@ -20,7 +20,7 @@ from actds.ledger import Chain
 from actds.seal import seal
 from actds.store import open_store
 from actds_validators.validate.validation import validate
-from actds_writers.harvest import canary_compare as compare
+from actds_writers.harvest import canary as compare
 from actds_writers.harvest.canary import Share
 
 N_REQUESTS, LENGTH, D_MODEL = 6, 40, 64
@@ -153,8 +153,8 @@ def test_a_capture_that_mixes_requests_up_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real engine of this process hands two requests each other's rows; the replay does not."""
-    from actds_writers.config import WriteOptions
     from actds_writers.engines.transformers.worker import Capture
+    from actds_writers.harvest.prepare import WriteOptions
     from actds_writers.harvest.run import write
 
     after_step = Capture.after_step

@@ -25,6 +25,7 @@ from actds.seal import seal
 from actds.store import open_store
 from actds_validators.validate.validation import validate
 from actds_writers.capture.hooks import HookPlace
+from actds_writers.config import WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported
 from actds_writers.engines.vllm.scheduler import OWNERS_PER_BLOCK, SchedulerWitness
@@ -34,7 +35,6 @@ from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.sampling import SamplingRules
 from actds_writers.ipc.messages import LeftOut
 from actds_writers.ipc.sender import Sender
-from actds_writers.settings import WriterSettings
 from actds_writers.shards.assembly import SpecialTokens
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1

@@ -21,7 +21,7 @@ from actds.errors import ActdsError
 from actds.seal import seal
 from actds.store import open_store
 from actds_validators.validate.validation import validate
-from actds_writers.harvest.resume import lock_dataset
+from actds_writers.harvest.prepare import lock_dataset
 from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import (
     ClientFacts,

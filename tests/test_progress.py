@@ -14,17 +14,20 @@ from rich.console import Console
 from actds.errors import ActdsError
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState
 from actds_writers.ipc.messages import Progress as Written
-from actds_writers.monitor.dashboard import (
+from actds_writers.monitor.progress import (
     WIDTH,
+    Progress,
+    Snapshot,
+    Stage,
+    Totals,
     eta_s,
     format_line,
     format_nbytes,
     format_screen,
     format_seconds,
+    format_summary,
+    take_snapshot,
 )
-from actds_writers.monitor.progress import Progress
-from actds_writers.monitor.snapshot import Snapshot, Stage, take_snapshot
-from actds_writers.monitor.summary import Totals, format_summary
 
 SECOND = 10**9
 WRITTEN = Written(

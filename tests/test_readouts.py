@@ -28,7 +28,7 @@ from actds_writers.capture.probes import plan_readouts, read_probes
 from actds_writers.capture.readouts import Lane
 from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import ClientFacts, LeftOut
-from actds_writers.monitor.snapshot import take_snapshot
+from actds_writers.monitor.progress import take_snapshot
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 PLANNED = Readouts(8, seed=5)

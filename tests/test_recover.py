@@ -41,12 +41,12 @@ from actds.reading import Catalog
 from actds.seal import seal
 from actds.store import LocalStore
 from actds_writers.harvest import recover as recover_module
+from actds_writers.harvest.prepare import finished_rows
 from actds_writers.harvest.recover import recover
-from actds_writers.harvest.resume import finished_rows
 from actds_writers.ipc.messages import ClientFacts
 
 if TYPE_CHECKING:
-    from actds_writers.config import Plan
+    from actds_writers.harvest.prepare import Plan
 
 
 @pytest.fixture(scope="module")

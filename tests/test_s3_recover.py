@@ -28,12 +28,12 @@ from actds.format.readouts import Readouts
 from actds.seal import seal
 from actds.store import open_store
 from actds.store.s3 import S3Store
+from actds_writers.harvest.prepare import finished_rows
 from actds_writers.harvest.recover import recover
-from actds_writers.harvest.resume import finished_rows
 from actds_writers.ipc.messages import ClientFacts
 
 if TYPE_CHECKING:
-    from actds_writers.config import Plan
+    from actds_writers.harvest.prepare import Plan
 
 N_PROMPTS = 30
 PROMPTS = prompts(N_PROMPTS)

@@ -25,18 +25,16 @@ from actds.reading import Catalog
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
 from actds.store import open_store
 from actds_writers.cli.plan import plan
+from actds_writers.config import WriterSettings
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
-from actds_writers.monitor.dashboard import format_nbytes
-from actds_writers.settings import WriterSettings
+from actds_writers.monitor.progress import format_nbytes
 from actds_writers.shards import readout_log
 from actds_writers.shards.assembly import SpecialTokens
 from actds_writers.shards.buffers import TOKEN_COLUMNS
 from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
 from actds_writers.sizing import needs as sizing
-from actds_writers.sizing.capacity import MIB, capacity
-from actds_writers.sizing.load_profile import _overhead, read_profile, windows
-from actds_writers.sizing.machine import DEFAULTS, Machine, Rate, machine, measure
+from actds_writers.sizing.machine import DEFAULTS, MIB, Machine, Rate, capacity, machine, measure
 from actds_writers.sizing.needs import (
     MEASURED,
     Burst,
@@ -44,10 +42,13 @@ from actds_writers.sizing.needs import (
     Load,
     Overhead,
     Sizes,
+    _overhead,
     memory_bound,
     peak_queue,
+    read_profile,
     stalled,
     stored_nbytes_per_token,
+    windows,
 )
 
 stages = pytest.importorskip("actds_writers.capture.stages", reason="needs torch")

@@ -27,10 +27,10 @@ from actds.store import local_folder, open_store
 from actds_writers.census.census import Census
 from actds_writers.census.end import LOST_REASON, RESERVE, commit_census, end_writer_chain
 from actds_writers.census.journal import Journal, merged, remove_journal
+from actds_writers.config import CensusSettings
 from actds_writers.ipc.hub import Hub
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import ClientFacts, Done, Failed, Finish, Secure, Secured
-from actds_writers.settings import CensusSettings
 
 log = logging.getLogger("actds")
 POLL_S = 0.1

@@ -17,6 +17,7 @@ from pathlib import Path
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason
 from actds.store import open_for_writing
+from actds_writers.config import WriterSettings
 from actds_writers.ipc.hub import Hub
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
@@ -29,7 +30,6 @@ from actds_writers.ipc.messages import (
     StepsDropped,
     WorkerHello,
 )
-from actds_writers.settings import WriterSettings
 from actds_writers.shards.readout_log import LaneEnd
 from actds_writers.shards.writer import Writer
 

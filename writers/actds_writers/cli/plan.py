@@ -125,8 +125,8 @@ def plan(
     """
     from actds_writers.harvest.processes import LANE_NBYTES
     from actds_writers.sizing import needs as sizing
-    from actds_writers.sizing import page as plan_page
-    from actds_writers.sizing.capacity import MIB, capacity
+    from actds_writers.sizing import plan as plan_page
+    from actds_writers.sizing.machine import MIB, capacity
 
     geometry = _geometry(model, d_model, layers, hooks, dtype, readouts)
     load, overhead = _load(
@@ -178,7 +178,7 @@ def _geometry(
     """
     from actds.errors import ActdsError
     from actds_writers.capture.hooks import parse_hooks
-    from actds_writers.config import model_config
+    from actds_writers.harvest.prepare import model_config
     from actds_writers.sizing.needs import Geometry
 
     if model is not None:
@@ -211,8 +211,7 @@ def _load(
     """
     from actds.errors import ActdsError
     from actds.store import open_store
-    from actds_writers.sizing.load_profile import read_profile
-    from actds_writers.sizing.needs import MEASURED, Load
+    from actds_writers.sizing.needs import MEASURED, Load, read_profile
 
     given = tuple(_burst(text) for text in bursts)
     known = {name: value for name, value in {**rates, **means}.items() if value is not None}

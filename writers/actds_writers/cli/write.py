@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 if TYPE_CHECKING:
-    from actds_writers.config import WriteOptions
     from actds_writers.engines.base import WriterName
+    from actds_writers.harvest.prepare import WriteOptions
 
 
 @click.command()
@@ -167,7 +167,7 @@ def write(
     Serves every prompt, stores the hooks' rows of every token the engine computes, and accounts
     for every token. Ctrl-C drains, commits and seals; --resume goes on.
     """
-    from actds_writers.config import WriteOptions
+    from actds_writers.harvest.prepare import WriteOptions
 
     options = WriteOptions(
         out=out,

@@ -22,7 +22,7 @@ from actds.schema.v0_1 import CloseReason
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.sampling import Match, Phase, SamplingRules
 from actds_writers.ipc.link import Link, Policy
-from actds_writers.monitor.snapshot import Snapshot, take_snapshot
+from actds_writers.monitor.progress import Snapshot, take_snapshot
 
 __all__ = ["LiveRun", "LiveSettings", "parse_live_settings"]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason
+from actds_writers.config import CensusSettings, WriterSettings
 from actds_writers.harvest.detach import Detached
 from actds_writers.ipc.link import Link, Policy
 from actds_writers.ipc.messages import (
@@ -30,7 +31,6 @@ from actds_writers.ipc.messages import (
     Finish,
     Progress,
 )
-from actds_writers.settings import CensusSettings, WriterSettings
 
 FINISH_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 120.0

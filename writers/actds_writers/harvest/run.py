@@ -24,19 +24,25 @@ from actds.reading import Catalog
 from actds.schema.v0_1 import CloseReason, Seal
 from actds.seal import seal
 from actds.store import open_store
-from actds_writers.config import Plan, WriteOptions, make_plan, request_key
+from actds_writers.config import WriterSettings
 from actds_writers.engines.base import Engine, Finished, start_engine
 from actds_writers.harvest.canary import Canary, Outcome, Share
-from actds_writers.harvest.destination import discard_empty, has_dataset, hold, is_taken
+from actds_writers.harvest.prepare import (
+    Plan,
+    WriteOptions,
+    discard_empty,
+    finished_rows,
+    has_dataset,
+    hold,
+    is_taken,
+    make_plan,
+    request_key,
+)
 from actds_writers.harvest.processes import Ended, Pipeline
 from actds_writers.harvest.recover import recover_runs, require_accounted
-from actds_writers.harvest.resume import finished_rows
 from actds_writers.ipc.messages import ClientFacts
-from actds_writers.monitor.progress import Progress
-from actds_writers.monitor.snapshot import Snapshot, take_snapshot
-from actds_writers.monitor.summary import Totals, format_summary
+from actds_writers.monitor.progress import Progress, Snapshot, Totals, format_summary, take_snapshot
 from actds_writers.prompts.encoding import Encoded
-from actds_writers.settings import WriterSettings
 
 CONNECT_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 300.0

@@ -24,8 +24,7 @@ from actds.format.shard import ShardRows, commit_shard
 from actds.ledger import Chain
 from actds.schema.v0_1 import ShardManifest
 from actds.store import Store
-from actds_writers.monitor.meters import CommitMeter
-from actds_writers.monitor.occupancy import Occupancy
+from actds_writers.monitor.meters import CommitMeter, Occupancy
 from actds_writers.shards.buffers import ShardBuffer
 from actds_writers.shards.raw_fallback import RawFallback
 

@@ -21,6 +21,7 @@ from actds.format.readouts import Readouts
 from actds.ledger import Chain
 from actds.schema.v0_1 import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
 from actds.store import Store
+from actds_writers.config import WriterSettings
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import (
     Fact,
@@ -34,7 +35,6 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.monitor.meters import Meters
-from actds_writers.settings import WriterSettings
 from actds_writers.shards.assembly import Assembly
 from actds_writers.shards.buffers import BITS, ShardBuffer
 from actds_writers.shards.committer import CommitPlan, Committer

@@ -22,12 +22,12 @@ from actds.format.readouts import NONE
 from actds.schema.v0_1 import Genesis
 from actds.store import local_folder, open_store
 from actds_writers.capture.hooks import HookPlace, parse_hooks
+from actds_writers.config import WriterSettings
 from actds_writers.engines.options import check_engine_options
-from actds_writers.harvest.destination import hold
 from actds_writers.harvest.live import LiveRun, LiveSettings, parse_live_settings
+from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.messages import Fact
-from actds_writers.settings import WriterSettings
 from actds_writers.shards.assembly import SpecialTokens
 
 log = logging.getLogger("vllm.actds")
@@ -242,7 +242,7 @@ def _writer_settings(
 
 
 def _special_tokens(model: Any) -> SpecialTokens:
-    from actds_writers.config import _generation_eos
+    from actds_writers.harvest.prepare import _generation_eos
     from actds_writers.prompts.encoding import load_tokenizer, special_tokens
 
     if model.skip_tokenizer_init:
@@ -283,7 +283,7 @@ def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list
 
 
 def _model_facts(settings: LiveSettings, model: Any) -> list[Fact]:
-    from actds_writers.config import _file_sha256, _or_unknown, weights_sha256
+    from actds_writers.harvest.prepare import _file_sha256, _or_unknown, weights_sha256
 
     folder, tokenizer = Path(model.model), Path(str(model.tokenizer)) / "tokenizer.json"
     weights, why = None, "weights_digest is false"
