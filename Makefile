@@ -104,7 +104,7 @@ $(CONSUMERS_STAMP): tests/consumers/requirements.txt pyproject.toml
 
 consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as trainers, array libraries and SQL read them (an environment of its own)
 	rm -rf $(CONSUMERS)/acts
-	$(BIN)/python tests/consumers/make_dataset.py $(CONSUMERS)/acts
+	$(BIN)/python -m actds_testing.consumers_dataset $(CONSUMERS)/acts
 	ACTDS_CONSUMERS_DATASET=$(CONSUMERS)/acts $(CONSUMERS_BIN)/python -m pytest -m consumers \
 	  --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=5 tests/consumers $(TEST_ARGS)
 
@@ -124,19 +124,19 @@ bench: $(STAMP) $(DEMO)/model/config.json ## run the benchmarks, each of which p
 # What is rare needs long runs to be found; what is harmless, heavy or negligible shows in short ones.
 CALIBRATE_SHORT := mcar_steps mcar_bursts few_events heavy negligible
 CALIBRATE_LONG  := queue queue_oldest mar_load mnar_content mnar_projection mnar_rarity mnar_steps
-CALIBRATE       := $(BIN)/python benchmarks/calibrate_audit.py --out benchmarks/results/calibration.md
+CALIBRATE       := $(BIN)/python -m actds_testing.calibration.audit --out benchmarks/results/calibration.md
 calibrate: $(STAMP) ## audit thousands of runs of known truth, simulated and recorded; write their tables (two hours)
 	$(CALIBRATE) --steps 8000 --scenario $(CALIBRATE_SHORT) $(CALIBRATE_ARGS)
 	$(CALIBRATE) --steps 40000 --scenario $(CALIBRATE_LONG) $(CALIBRATE_ARGS)
-	$(BIN)/python benchmarks/calibrate_traffic.py --out benchmarks/results/calibration-traffic.md
+	$(BIN)/python -m actds_testing.calibration.traffic --out benchmarks/results/calibration-traffic.md
 
 crash: $(STAMP) ## kill and cut power 572 times, recover each time (half an hour; root for the power cuts)
-	$(BIN)/python tests/crash/soak.py --kills 500 --power-cuts 52 --engine-kills 20
+	$(BIN)/python -m actds_testing.crash.soak --kills 500 --power-cuts 52 --engine-kills 20
 
 # Needs torch with a GPU in the environment it is called from, and no vLLM: CUDA_PYTHON names it.
 CUDA_PYTHON ?= python3
 cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under pressure, GB/s
-	PYTHONPATH=.:writers:validators:testing:tests $(CUDA_PYTHON) -m pytest -q tests/test_cuda.py
+	PYTHONPATH=.:writers:validators:testing:tests $(CUDA_PYTHON) -m pytest -q tests/writers/test_cuda.py
 	PYTHONPATH=.:writers:validators:testing $(CUDA_PYTHON) benchmarks/bench_cuda.py
 
 clean: ## remove what the demo and the tools made; .venv and the demo model stay
