@@ -17,7 +17,7 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.shard import commit_part
 from actds.ledger import Chain
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_validators.validate.validation import validate
 from actds_writers.harvest import canary_compare as compare

@@ -17,7 +17,7 @@ from synthetic_engine import GENERATED, HOOKS, PROMPT_LEN, SyntheticEngine, pipe
 
 import actds
 from actds.format.readouts import Readouts, compute, matrix
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_validators.validate.validation import validate
 from actds_writers.capture import op as capture

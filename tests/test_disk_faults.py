@@ -19,7 +19,7 @@ from tiny import make_tiny_model
 
 import actds
 from actds.errors import ActdsError
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_validators.validate.validation import validate
 from actds_writers.harvest.processes import Pipeline

@@ -19,7 +19,7 @@ from actds.format import tables
 from actds.format.shard import commit_part
 from actds.ledger import Chain
 from actds.load.dataset import Dataset
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_validators.audit.drift import selection as select
 from actds_validators.audit.drift.compare import Selection, drift, drift_against, drift_by

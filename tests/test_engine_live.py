@@ -21,7 +21,7 @@ import actds
 from actds.errors import ActdsError
 from actds.lock import lock_dataset
 from actds.reading import Catalog
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import local_folder, open_store
 
 pytest.importorskip("vllm")

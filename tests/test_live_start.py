@@ -21,7 +21,7 @@ from test_live import engine_config
 import actds
 from actds.errors import ActdsError
 from actds.format.readouts import NONE, readouts_of
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_validators.validate.validation import validate
 from actds_writers.engines.vllm import serving

@@ -18,7 +18,7 @@ from synthetic_engine import D_MODEL, GENERATED, PROMPT_LEN, SyntheticEngine, pi
 
 import actds
 from actds.errors import ActdsError
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_validators.validate.validation import validate
 from actds_writers.harvest.resume import lock_dataset

@@ -12,15 +12,14 @@ import pytest
 from rich.console import Console
 
 from actds.errors import ActdsError
+from actds.text import format_nbytes, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState
 from actds_writers.ipc.messages import Progress as Written
 from actds_writers.monitor.dashboard import (
     WIDTH,
     eta_s,
     format_line,
-    format_nbytes,
     format_screen,
-    format_seconds,
 )
 from actds_writers.monitor.progress import Progress
 from actds_writers.monitor.snapshot import Snapshot, Stage, take_snapshot

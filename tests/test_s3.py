@@ -29,7 +29,7 @@ from synthetic_engine import (
 import actds
 from actds.errors import ActdsError
 from actds.ledger import Chain, fence, read_ledger
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import TEMPORARY, Store, file_sha256, open_for_writing, open_store
 from actds.store.s3 import S3Store
 from actds_validators.validate.validation import validate

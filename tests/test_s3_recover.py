@@ -25,7 +25,7 @@ from synthetic_engine import SyntheticEngine, pipeline_for
 
 from actds.cli import cli
 from actds.format.readouts import Readouts
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds.store.s3 import S3Store
 from actds_writers.harvest.recover import recover

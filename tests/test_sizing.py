@@ -24,10 +24,10 @@ from actds.format.readouts import Readouts
 from actds.reading import Catalog
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
 from actds.store import open_store
+from actds.text import format_nbytes
 from actds_writers.cli.plan import plan
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
-from actds_writers.monitor.dashboard import format_nbytes
 from actds_writers.settings import WriterSettings
 from actds_writers.shards import readout_log
 from actds_writers.shards.assembly import SpecialTokens

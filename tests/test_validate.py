@@ -19,7 +19,7 @@ from synthetic import make_dataset
 import actds.format.shard
 from actds.cli import cli
 from actds.format import tables
-from actds.seal import seal
+from actds.sealing import seal
 from actds_validators.cli.validate import LEVELS as COMMAND_LEVELS
 from actds_validators.validate.validation import LEVELS, Validation, validate
 
@@ -350,7 +350,7 @@ def test_json_says_the_same_under_its_schema(copy_dataset: Copy) -> None:
     (path / "stray.txt").write_text("x")
     document = json.loads(run(str(path), "--json", "--strict").stdout)
     found = validate(path)
-    assert document["schema"] == "actds.validate/1"
+    assert (document["format"], document["version"]) == ("actds.validate", "1")
     assert (document["ok"], document["exit_code"], document["strict"]) == (False, 1, True)
     assert document["totals"] == found.totals
     assert document["runs"] == found.runs

@@ -13,7 +13,7 @@ from actds.errors import ActdsError
 from actds.lock import lock_dataset as lock_dataset
 from actds.reading import Catalog
 from actds.schema.v0_1 import RunRecord
-from actds.seal import runs_with_data
+from actds.sealing import runs_with_data
 from actds.store import open_store
 from actds_writers.config import Plan
 from actds_writers.harvest.recover import recover_runs, require_accounted

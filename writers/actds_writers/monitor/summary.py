@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from actds.errors import ActdsError
-from actds_writers.monitor.dashboard import format_seconds
+from actds.text import format_seconds
 
 __all__ = ["Totals", "format_summary"]
 
