@@ -25,7 +25,7 @@ from actds.ledger import Chain, fence
 from actds.lock import lock_dataset
 from actds.reading import Catalog
 from actds.schema.v0_1 import FileEntry, ReplaceBody, Seal, ShardManifest
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import LocalStore, Store, open_store
 
 __all__ = ["Recompressed", "recompress"]

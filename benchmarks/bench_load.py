@@ -38,7 +38,7 @@ from actds.schema.v0_1 import (
     RunBody,
     RunRecord,
 )
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import LocalStore
 
 BATCH = 4096

@@ -6,7 +6,6 @@ Everything heavy is imported inside the command that needs it: ``actds --help`` 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -16,8 +15,8 @@ from typing import Any
 import click
 
 from actds import __version__
-from actds.cli.results import ResultCommand, result_schema
-from actds.errors import CODES, ActdsError, code_entry
+from actds.cli.output import ResultCommand, envelope, print_json, print_lines, result_schema
+from actds.errors import CODES, ActdsError, Code, code_entry
 
 __all__ = ["cli", "main"]
 
@@ -105,10 +104,6 @@ def _fail(ctx: click.Context, error: ActdsError) -> None:
     ctx.exit(error.exit_code)
 
 
-def _echo_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=2, sort_keys=True))
-
-
 @click.group(cls=ActdsGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", prog_name="actds", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -125,42 +120,30 @@ def info(path: str, as_json: bool) -> None:
     PATH is the dataset's folder. It need not be sealed. What is shown is what the files say;
     actds validate checks that they say the truth.
     """
-    from actds.describe import describe
+    from dataclasses import asdict
+
+    from actds.describe import describe, page
     from actds.reading import Catalog
     from actds.store import open_store
-    from actds.text import render
 
     facts = describe(Catalog.read(open_store(path)))
     if as_json:
-        _echo_json(facts.as_json())
-        return
-    lines = render(facts)
-    if not sys.stdout.isatty():
-        for line in lines:
-            click.echo(line.text)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    styles = {"title": "bold", "alarm": "bold red", "dim": "dim", "plain": ""}
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(Text(line.text, styles[line.style]), soft_wrap=True)
+        print_json(envelope("info", asdict(facts)))
+    else:
+        print_lines(page(facts))
 
 
 @cli.command()
 @click.argument("code", required=False, metavar="[CODE]")
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON (actds.explain 1).")
 def explain(code: str | None, as_json: bool) -> None:
     """Explain an error code, or list all codes.
 
     CODE is a code such as E203, in upper or lower case.
     """
-    from dataclasses import asdict
-
     if code is None:
         if as_json:
-            _echo_json({name: asdict(entry) for name, entry in CODES.items()})
+            print_json(_codes(CODES))
             return
         family = ""
         for name, entry in CODES.items():
@@ -172,12 +155,18 @@ def explain(code: str | None, as_json: bool) -> None:
     name = code.upper()
     entry = code_entry(name)
     if as_json:
-        _echo_json({"code": name, **asdict(entry)})
+        print_json(_codes({name: entry}))
         return
     click.echo(f"{name}: {entry.title} ({entry.family})")
     click.echo(f"  {entry.meaning}")
     click.echo(f"  Next: {entry.next_step}")
     click.echo(f"  Spec: 0.1 section {entry.clause}. Exit code: {entry.exit_code}.")
+
+
+def _codes(codes: dict[str, Code]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return envelope("explain", {"codes": {name: asdict(entry) for name, entry in codes.items()}})
 
 
 @cli.command("schema")
@@ -206,7 +195,7 @@ def schema_command(name: str | None, folder: Path | None) -> None:
             (folder / f"{one}.json").write_text(text + "\n", encoding="utf-8")
             click.echo(f"wrote {folder / f'{one}.json'}", err=True)
     elif name is not None:
-        _echo_json(schemas[name][1]())
+        print_json(schemas[name][1]())
     else:
         for one, (words, _) in schemas.items():
             click.echo(f"{one:8}{words}")
@@ -233,7 +222,9 @@ def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[
 
 @cli.command("seal")
 @click.argument("path", metavar="PATH")
-@click.option("--json", "as_json", is_flag=True, help="Print the seal as JSON.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the seal, a document of the dataset, as JSON."
+)
 def seal_command(path: str, as_json: bool) -> None:
     """Seal a dataset: account for every position, then pin its ledger.
 
@@ -242,13 +233,13 @@ def seal_command(path: str, as_json: bool) -> None:
     """
     from actds.accounting.account import TOTALS
     from actds.reading import Catalog
-    from actds.seal import seal
+    from actds.sealing import seal
     from actds.store import open_store
 
     store = open_store(path)
     document = seal(store)
     if as_json:
-        _echo_json(document.model_dump(mode="json"))
+        print_json(document.model_dump(mode="json"))
         return
     totals = ", ".join(f"{name} {document.totals.get(name, 0):,}" for name in TOTALS)
     click.echo(f"seal {document.n} {Catalog.read(store).digest}")
@@ -259,7 +250,9 @@ def seal_command(path: str, as_json: bool) -> None:
 @click.argument("path", metavar="PATH")
 @click.option("--shard", "shards", multiple=True, metavar="ID", help="Only this shard; repeatable.")
 @click.option("--keep", is_flag=True, help="Leave the files of the replaced shards in place.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print what was done as JSON (actds.recompress 1)."
+)
 def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: bool) -> None:
     """Compress the shards that a harvest under pressure wrote raw.
 
@@ -271,17 +264,17 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
 
     from actds.recompress import recompress
     from actds.schema.v0_1 import ShardManifest
-    from actds.text import human_nbytes
+    from actds.text import format_nbytes
 
     def told(old: ShardManifest, new: ShardManifest) -> None:
         click.echo(f"{old.shard} -> {new.shard}: {old.n_rows:,} rows", err=True)
 
     done = recompress(path, shards or None, keep=keep, progress=told)
     if as_json:
-        _echo_json({"format": "actds.recompress", "version": "1", **asdict(done)})
+        print_json(envelope("recompress", asdict(done)))
         return
     if done.shards:
-        before, after = human_nbytes(done.nbytes_before), human_nbytes(done.nbytes_after)
+        before, after = format_nbytes(done.nbytes_before), format_nbytes(done.nbytes_after)
         ratio = done.nbytes_before / done.nbytes_after
         click.echo(f"{len(done.shards)} raw shards: {before} now {after} ({ratio:.3f}x)")
     else:

@@ -120,7 +120,7 @@ def make_dataset(
     census.close("finished", _census_totals(told))
     assert n_shards or not len(told.rows)
     if sealed:
-        from actds.seal import seal
+        from actds.sealing import seal
 
         seal(store)
     return Path(path)

@@ -19,7 +19,7 @@ import actds
 from actds.errors import ActdsError
 from actds.lock import lock_dataset
 from actds.reading import Catalog
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import local_folder, open_store
 from actds_testing.harvest import validated
 from actds_testing.server import LANE, scrape

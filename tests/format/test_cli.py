@@ -185,7 +185,7 @@ def test_every_code_can_be_explained() -> None:
         assert told.exit_code == 0
         for words in (code, entry.title, entry.meaning, entry.next_step, entry.clause):
             assert words in told.output
-    assert json.loads(run("explain", "--json").output).keys() == CODES.keys()
+    assert json.loads(run("explain", "--json").output)["codes"].keys() == CODES.keys()
 
 
 def test_schemas_are_printed_and_written(tmp_path: Path) -> None:

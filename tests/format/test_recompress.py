@@ -25,7 +25,7 @@ from actds.lock import lock_dataset
 from actds.reading import Catalog
 from actds.recompress import recompress
 from actds.schema.v0_1 import ReplaceBody
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import LocalStore, Put
 from actds_testing import synthetic
 from actds_testing.independent_reader import IndependentReader

@@ -16,7 +16,7 @@ from actds.format.shard import commit_part
 from actds.ledger import Chain, fence
 from actds.reading import Catalog
 from actds.schema.v0_1 import RunBody
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import LocalStore
 from actds_testing import forge
 from actds_testing.synthetic import make_dataset

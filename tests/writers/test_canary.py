@@ -15,7 +15,7 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.shard import commit_part
 from actds.ledger import Chain
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model

@@ -16,7 +16,7 @@ import torch
 
 import actds
 from actds.format.readouts import Readouts, compute, matrix
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import (
     GENERATED,

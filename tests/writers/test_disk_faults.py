@@ -15,7 +15,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.faulty_disk import FaultyDisk, unavailable, wait_until

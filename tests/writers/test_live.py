@@ -20,7 +20,7 @@ import actds
 from actds.errors import ActdsError
 from actds.ledger import fence, read_ledger
 from actds.lock import lock_dataset
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import (
     GENERATED,

@@ -17,7 +17,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import (
     D_MODEL,

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from actds.errors import ActdsError
+from actds.text import format_nbytes, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState
 from actds_writers.ipc.messages import Progress as Written
 from actds_writers.monitor.progress import (
@@ -22,9 +23,7 @@ from actds_writers.monitor.progress import (
     Totals,
     eta_s,
     format_line,
-    format_nbytes,
     format_screen,
-    format_seconds,
     format_summary,
     take_snapshot,
 )

@@ -24,7 +24,7 @@ from actds.format import canonical, layout
 from actds.format.readouts import Readouts
 from actds.lock import lock_dataset
 from actds.reading import Catalog
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import LocalStore
 from actds_testing.recovery import (
     N_POSITIONS,

@@ -22,6 +22,7 @@ from actds.format.readouts import Readouts
 from actds.reading import Catalog
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
 from actds.store import open_store
+from actds.text import format_nbytes
 from actds_testing.synthetic import make_dataset
 from actds_testing.synthetic_engine import (
     D_MODEL,
@@ -35,7 +36,6 @@ from actds_writers.cli.plan import plan
 from actds_writers.config import WriterSettings
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
-from actds_writers.monitor.progress import format_nbytes
 from actds_writers.shards import readout_log
 from actds_writers.shards.assembly import SpecialTokens
 from actds_writers.shards.buffers import TOKEN_COLUMNS

@@ -31,7 +31,7 @@ from actds.schema.v0_1 import (
     RunBody,
     RunRecord,
 )
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import LocalStore
 from actds_testing.simulate.assemble import HOOK, WALL_NS
 from actds_testing.simulate.losses import Truth

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from actds.cli.output import envelope, print_json, print_lines
+
 if TYPE_CHECKING:
-    from actds_validators.report.text import Line
     from actds_validators.validate.validation import Progress
 
 LEVELS = ("quick", "standard", "full", "deep")
-_COLOURS = {"title": "bold", "good": "green", "bad": "bold red", "warn": "yellow", "dim": "dim"}
 _QUIET_S = 2.0
 
 
@@ -31,7 +30,7 @@ _QUIET_S = 2.0
     "full: + digests of every file. deep: + decode every chunk, NaN, zero and repeated rows.",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print the result as JSON (actds.validate/1)."
+    "--json", "as_json", is_flag=True, help="Print the result as JSON (actds.validate 1)."
 )
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
 def validate(path: str, level: str, as_json: bool, strict: bool) -> None:
@@ -46,24 +45,10 @@ def validate(path: str, level: str, as_json: bool, strict: bool) -> None:
     with _progress() as progress:
         result = validation_module.validate(path, level, progress)  # type: ignore[arg-type]
     if as_json:
-        click.echo(json.dumps(result.as_json(strict=strict), indent=2, sort_keys=True))
+        print_json(envelope("validate", result.as_json(strict=strict)))
     else:
         print_lines(render(result, strict=strict))
     sys.exit(result.exit_code(strict=strict))
-
-
-def print_lines(lines: Iterator[Line]) -> None:
-    """Print the lines of a page, in colour on a terminal."""
-    if not sys.stdout.isatty():
-        for line in lines:
-            click.echo(line.text)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(Text(line.text, _COLOURS.get(line.style, "")), soft_wrap=True)
 
 
 @contextmanager

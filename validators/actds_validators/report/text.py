@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 from actds.finding import Finding
-from actds.text import printable
+from actds.text import Line, Style, counted, printable
 from actds_validators.validate.validation import Validation
 
-__all__ = ["MAX_FINDINGS", "Line", "render"]
-
-Style = Literal["title", "good", "bad", "warn", "dim", "plain"]
+__all__ = ["MAX_FINDINGS", "render"]
 
 MAX_FINDINGS = 50
 _MARKS = {"passed": "✓", "failed": "✗", "skipped": "-"}
 _STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "skipped": "dim"}
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the page, and how it stands out on a terminal."""
-
-    text: str
-    style: Style = "plain"
 
 
 def render(validation: Validation, *, strict: bool = False) -> Iterator[Line]:
@@ -47,10 +35,10 @@ def _verdict(validation: Validation, strict: bool) -> Line:
     code = validation.exit_code(strict=strict)
     if code == 3:
         return Line(f"UNREADABLE {validation.path}: not a dataset that can be checked", "bad")
-    count = f"{_many(n_errors, 'error')}, {_many(n_warnings, 'warning')}"
+    count = f"{counted(n_errors, 'error')}, {counted(n_warnings, 'warning')}"
     if code:
         return Line(f"REFUSED {validation.path} at level {validation.level}: {count}", "bad")
-    warned = f", {_many(n_warnings, 'warning')}" if n_warnings else ""
+    warned = f", {counted(n_warnings, 'warning')}" if n_warnings else ""
     # Below level full nobody looked at the activations: that is no verdict on the dataset.
     verdict = "VALID" if validation.level in ("full", "deep") else "NO ERROR in"
     return Line(
@@ -106,7 +94,3 @@ def _sentence(totals: dict[str, int]) -> str:
     }
     parts += [f"{totals[name]:,} {word}" for name, word in words.items()]
     return f"{', '.join(parts)}; {totals['scheduled']:,} tokens scheduled"
-
-
-def _many(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"

@@ -22,14 +22,13 @@ from actds_validators.validate.readouts import RunReadouts, check_readouts
 from actds_validators.validate.structure import check_structure
 from actds_validators.validate.values import check_values
 
-__all__ = ["CHECKS", "LEVELS", "SCHEMA", "Check", "Level", "Validation", "validate"]
+__all__ = ["CHECKS", "LEVELS", "Check", "Level", "Validation", "validate"]
 
 Level = Literal["quick", "standard", "full", "deep"]
 State = Literal["passed", "failed", "skipped"]
 Progress = Callable[[str, int], None]
 
 LEVELS: tuple[Level, ...] = ("quick", "standard", "full", "deep")
-SCHEMA = "actds.validate/1"
 CHECKS: dict[CheckName, Level] = {
     "ledger": "quick",
     "structure": "quick",
@@ -111,9 +110,8 @@ class Validation:
         return int(bool(self.errors or (strict and self.warnings)))
 
     def as_json(self, *, strict: bool = False) -> dict[str, Any]:
-        """Return the validation under the schema ``actds.validate/1``."""
+        """Return the validation as ``actds validate --json`` prints it."""
         return {
-            "schema": SCHEMA,
             "actds": __version__,
             "path": self.path,
             "dataset": self.dataset,

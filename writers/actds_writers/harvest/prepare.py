@@ -24,7 +24,7 @@ from actds.format.readouts import NONE
 from actds.lock import lock_dataset
 from actds.reading import Catalog
 from actds.schema.v0_1 import RunRecord
-from actds.seal import runs_with_data
+from actds.sealing import runs_with_data
 from actds.store import local_folder, open_for_writing, open_store
 from actds_writers.capture.hooks import parse_hooks
 from actds_writers.capture.probes import plan_readouts

@@ -22,7 +22,7 @@ from actds.errors import ActdsError
 from actds.format import layout
 from actds.reading import Catalog
 from actds.schema.v0_1 import CloseReason, Seal
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_writers.config import WriterSettings
 from actds_writers.engines.base import Engine, Finished, start_engine

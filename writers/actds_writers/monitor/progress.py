@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from actds.errors import ActdsError
+from actds.text import format_nbytes, format_rate, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState
 from actds_writers.ipc.messages import Progress as Written
 
@@ -197,29 +198,6 @@ WAITS = {"staging": "step", "ring": "step", "pool": "shard", LANE: "step"}
 LEAVES = {"staging": "captured", "ring": "taken", "pool": "committed", LANE: "taken"}
 
 
-def format_seconds(seconds: float) -> str:
-    """Return a duration as people read it: ``8.4 s``, ``3:25``, ``2:03:25``."""
-    if round(seconds, 1) < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def format_nbytes(nbytes: float) -> str:
-    """Return bytes in decimal units, three figures: ``834 B``, ``4.21 MB``, ``1.30 TB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{_three_figures(nbytes)} {unit}"
-        nbytes /= 1000
-    return f"{_three_figures(nbytes)} TB"
-
-
-def format_rate(amount: float, seconds: float) -> str:
-    """Return bytes per second, ``-`` for no time."""
-    return f"{format_nbytes(amount / seconds)}/s" if seconds > 0 else "-"
-
-
 def eta_s(now: Snapshot, started: Snapshot | None) -> float | None:
     """Return the seconds until the last request ends, None where nothing tells.
 
@@ -359,12 +337,6 @@ def _requests(now: Snapshot) -> str:
 
 def _depth(stage: Stage) -> str:
     return "-" if stage.depth is None else f"{stage.depth:,}"
-
-
-def _three_figures(value: float) -> str:
-    return (
-        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-    )
 
 
 PLAIN_INTERVAL_S = 5.0

@@ -11,7 +11,7 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
-from actds_writers.monitor.progress import format_nbytes, format_seconds
+from actds.text import format_nbytes, format_seconds
 from actds_writers.sizing.machine import MIB, Capacity, Machine
 from actds_writers.sizing.needs import Load, Overhead, census_nbytes
 

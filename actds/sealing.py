@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from actds import card, schema
+from actds import schema
 from actds.accounting.account import TOTALS, Account, account
+from actds.describe import write_card
 from actds.errors import ActdsError
 from actds.format import canonical, layout, tables
 from actds.reading import CENSUS_TABLES, Catalog, heads_root
@@ -83,7 +84,7 @@ def seal(store: Store | str | Path) -> Seal:
     catalog = Catalog.read(store)
     heads = _heads(catalog)
     if catalog.is_sealed and catalog.seal is not None:
-        card.write(catalog)
+        write_card(catalog)
         return catalog.seal
     if not heads:
         raise ActdsError("E305", "ledger", got="no chain", expected="at least one closed chain")
@@ -113,7 +114,7 @@ def seal(store: Store | str | Path) -> Seal:
         multiplicity=_put_multiplicity(store, n, pa.concat_tables(multiplicity)),
     )
     store.put_new(layout.seal_path(n), [schema.to_bytes(document)])
-    card.write(Catalog.read(store))
+    write_card(Catalog.read(store))
     return document
 
 
