@@ -165,6 +165,7 @@ def harvest(r: Recording, folder: Path) -> Path:
     from tiny import make_tiny_model
 
     from actds_writers.config import WriteOptions, make_plan, request_key
+    from actds_writers.engines.vllm.engine import VLLM
     from actds_writers.harvest import run as command
     from actds_writers.harvest.destination import hold
 
@@ -180,7 +181,7 @@ def harvest(r: Recording, folder: Path) -> Path:
     }  # fmt: skip
     options = WriteOptions(
         out=folder / "acts", model=model, prompts=str(prompts), hooks="resid_post:1",
-        max_tokens=200, temperature=1.0, seed=r.seed, engine=engine, resume=False,
+        max_tokens=200, temperature=1.0, seed=r.seed, engine=VLLM.options(engine), resume=False,
         skip_broken=False, order="sequence", rows_per_shard=None, ring_mib=256, store_dtype=None,
         overflow="block", readouts=False, quiet=True,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from actds.errors import ActdsError
 from actds.format.readouts import NONE
 from actds_writers.capture.hooks import parse_hooks
 from actds_writers.capture.probes import plan_readouts
-from actds_writers.engines.base import WriterName
+from actds_writers.engines.base import EngineOptions
 from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import Fact, PromptFact
 from actds_writers.prompts.encoding import (
@@ -49,7 +49,7 @@ class WriteOptions:
         max_tokens: generated tokens per request at most.
         temperature: sampling temperature.
         seed: seed of the engine and of the row order.
-        engine: parsed engine options.
+        engine: options of the engine.
         resume: whether to go on with ``out``.
         skip_broken: whether broken prompt records are recorded and left out.
         order: row order inside a shard.
@@ -64,7 +64,7 @@ class WriteOptions:
         quiet: whether no progress is shown.
         metrics_host: where metrics are served.
         metrics_port: port of the metrics, 0 for a free one, ``None`` to serve none.
-        writer: which engine runs the model.
+        writer: name of the engine that runs the model.
         canary: share or number of the requests that are replayed alone, ``None`` for none.
         check: whether the hooks are checked before the first row.
     """
@@ -76,7 +76,7 @@ class WriteOptions:
     max_tokens: int
     temperature: float
     seed: int
-    engine: dict[str, Any]
+    engine: EngineOptions
     resume: bool
     skip_broken: bool
     order: Order
@@ -91,7 +91,7 @@ class WriteOptions:
     quiet: bool = False
     metrics_host: str = LOOPBACK
     metrics_port: int | None = None
-    writer: WriterName = "vllm"
+    writer: str = "vllm"
     canary: str | None = None
     check: bool = True
 
@@ -134,7 +134,7 @@ def make_plan(options: WriteOptions) -> Plan:
     encoded = encode(
         prompts.prompts,
         tokenizer,
-        _known_limit(options.engine.get("max_model_len"), config),
+        _known_limit(options.engine.max_model_len, config),
         options.max_tokens,
         "skip" if options.skip_broken else "error",
     )
