@@ -215,7 +215,7 @@ def start(
     from actds_writers.harvest.processes import Pipeline
 
     if variant.hooks is None or variant.naive:
-        engine = engines.Engine(model, arguments, None, temperature=0.0, seed=0)
+        engine = engines.VllmEngine(model, arguments, None, temperature=0.0, seed=0)
         if variant.naive:
             add_naive_hooks(engine, variant, out, inside)
         return engine, None
@@ -227,7 +227,8 @@ def start(
     plan = make_plan(
         WriteOptions(
             out=out, model=model, prompts=str(source), hooks=variant.hooks, max_tokens=1,
-            temperature=0.0, seed=0, engine=arguments, resume=False, skip_broken=False,
+            temperature=0.0, seed=0, engine=engines.VLLM.options(arguments),
+            resume=False, skip_broken=False,
             order="permuted", rows_per_shard=None, ring_mib=256, store_dtype=None,
             overflow="block", readouts=variant.readouts, probes=probes,
         )
@@ -244,7 +245,7 @@ def start(
         probes=plan.probes,
     )  # fmt: skip
     pipeline.connect()
-    engine = engines.Engine(model, arguments, pipeline.link, temperature=0.0, seed=0)
+    engine = engines.VllmEngine(model, arguments, pipeline.link, temperature=0.0, seed=0)
     return engine, pipeline
 
 

@@ -20,6 +20,7 @@ from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
 from actds_validators.validate.validation import validate
+from actds_writers.engines.transformers.options import TRANSFORMERS
 from actds_writers.harvest import canary as compare
 from actds_writers.harvest.canary import Share
 
@@ -178,7 +179,8 @@ def test_a_capture_that_mixes_requests_up_fails_the_run(
     out = tmp_path / "acts"
     options = WriteOptions(
         out=out, model=model, prompts=str(prompts), hooks="resid_post:1,2", max_tokens=4,
-        temperature=0.0, seed=0, engine={"max_num_seqs": 4}, resume=False, skip_broken=False,
+        temperature=0.0, seed=0, engine=TRANSFORMERS.options({"max_num_seqs": 4}), resume=False,
+        skip_broken=False,
         order="permuted", rows_per_shard=None, ring_mib=1, store_dtype=None, overflow="block",
         staging_mib=1, readouts=False, probes=None, writer="transformers", canary="100%",
         quiet=True,

@@ -163,6 +163,7 @@ def _spread(clock: Any, on: float, off: float, random: Any) -> Any:
 def harvest(r: Recording, folder: Path) -> Path:
     """Harvest the requests of a recording as they arrive; return the dataset."""
     from actds_testing.tiny import make_tiny_model
+    from actds_writers.engines.vllm.engine import VLLM
     from actds_writers.harvest import run as command
     from actds_writers.harvest.prepare import WriteOptions, hold, make_plan, request_key
 
@@ -178,7 +179,7 @@ def harvest(r: Recording, folder: Path) -> Path:
     }  # fmt: skip
     options = WriteOptions(
         out=folder / "acts", model=model, prompts=str(prompts), hooks="resid_post:1",
-        max_tokens=200, temperature=1.0, seed=r.seed, engine=engine, resume=False,
+        max_tokens=200, temperature=1.0, seed=r.seed, engine=VLLM.options(engine), resume=False,
         skip_broken=False, order="sequence", rows_per_shard=None, ring_mib=256, store_dtype=None,
         overflow="block", readouts=False, quiet=True,
     )  # fmt: skip

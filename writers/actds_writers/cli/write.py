@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 if TYPE_CHECKING:
-    from actds_writers.engines.base import WriterName
     from actds_writers.harvest.prepare import WriteOptions
 
 
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--writer",
-    type=click.Choice(["vllm", "transformers"]),
     default="vllm",
     show_default=True,
-    help="Engine that runs the model; transformers for models that vLLM cannot run.",
+    help="Engine that runs the model: vllm, transformers for models that vLLM cannot run, or one "
+    "that another package registers.",
 )
 @click.option(
     "--canary",
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
     "--engine",
     multiple=True,
     metavar="KEY=VALUE",
-    help="An argument of vLLM's EngineArgs, or an option of the transformers writer.",
+    help="An option of the engine; for vllm an argument of its EngineArgs.",
 )
 @click.option("--resume", is_flag=True, help="Go on with OUT without redoing finished requests.")
 @click.option(
@@ -139,7 +138,7 @@ def write(
     out: str,
     model: Path,
     prompts: str,
-    writer: WriterName,
+    writer: str,
     canary: str | None,
     check: bool,
     hooks: str,
@@ -167,6 +166,7 @@ def write(
     Serves every prompt, stores the hooks' rows of every token the engine computes, and accounts
     for every token. Ctrl-C drains, commits and seals; --resume goes on.
     """
+    from actds_writers.engines.base import find_engine
     from actds_writers.harvest.prepare import WriteOptions
 
     options = WriteOptions(
@@ -177,7 +177,7 @@ def write(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
-        engine=_engine_options(writer, engine),
+        engine=find_engine(writer).parse(engine),
         resume=resume,
         skip_broken=skip_broken,
         order=order,
@@ -197,17 +197,6 @@ def write(
         check=check,
     )
     _run(options)
-
-
-def _engine_options(writer: WriterName, words: tuple[str, ...]) -> dict[str, Any]:
-    from actds_writers.engines.options import engine_argument_names, parse_engine_options
-
-    if writer == "transformers":
-        from actds_writers.engines.transformers.options import parse_options
-
-        return parse_options(words)
-    parse_engine_options(words)  # a typing error needs no engine to be found
-    return dict(parse_engine_options(words, engine_argument_names() if words else None))
 
 
 def _run(options: WriteOptions) -> None:

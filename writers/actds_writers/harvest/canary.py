@@ -36,7 +36,7 @@ from actds.ledger import Chain
 from actds.reading import Catalog
 from actds.schema.v0_1 import DType
 from actds.store import local_folder, open_store
-from actds_writers.engines.base import Finished
+from actds_writers.engines.base import Finished, find_engine
 from actds_writers.harvest.prepare import Plan, WriteOptions, request_key
 from actds_writers.ipc.messages import Failed
 from actds_writers.prompts.encoding import Encoded
@@ -233,13 +233,10 @@ def _nothing(run: str, got: str) -> ActdsError:
 
 def _alone(options: WriteOptions, out: Path) -> WriteOptions:
     """Return the options of a replay: the same engine, one request at a time, nothing lost."""
-    engine = {**options.engine, "max_num_seqs": 1}
-    if options.writer == "vllm":
-        engine["enable_prefix_caching"] = False
     return replace(
         options,
         out=out,
-        engine=engine,
+        engine=find_engine(options.writer).alone(options.engine),
         resume=False,
         canary=None,
         temperature=0.0,

@@ -28,7 +28,7 @@ from actds.sealing import runs_with_data
 from actds.store import local_folder, open_for_writing, open_store
 from actds_writers.capture.hooks import parse_hooks
 from actds_writers.capture.probes import plan_readouts
-from actds_writers.engines.base import WriterName
+from actds_writers.engines.base import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import Fact, PromptFact
@@ -90,7 +90,7 @@ class WriteOptions:
     max_tokens: int
     temperature: float
     seed: int
-    engine: dict[str, Any]
+    engine: EngineOptions
     resume: bool
     skip_broken: bool
     order: Order
@@ -105,7 +105,7 @@ class WriteOptions:
     quiet: bool = False
     metrics_host: str = LOOPBACK
     metrics_port: int | None = None
-    writer: WriterName = "vllm"
+    writer: str = "vllm"
     canary: str | None = None
     check: bool = True
 
@@ -148,7 +148,7 @@ def make_plan(options: WriteOptions) -> Plan:
     encoded = encode(
         prompts.prompts,
         tokenizer,
-        _known_limit(options.engine.get("max_model_len"), config),
+        _known_limit(options.engine.max_model_len, config),
         options.max_tokens,
         "skip" if options.skip_broken else "error",
     )

@@ -25,7 +25,7 @@ from actds.schema.v0_1 import CloseReason, Seal
 from actds.sealing import seal
 from actds.store import open_store
 from actds_writers.config import WriterSettings
-from actds_writers.engines.base import Engine, Finished, start_engine
+from actds_writers.engines.base import Engine, Finished, find_engine
 from actds_writers.harvest.canary import Canary, Outcome, Share
 from actds_writers.harvest.prepare import (
     Plan,
@@ -287,8 +287,7 @@ class _Run:
     def _start(self) -> Engine:
         options = self._options
         print(f"Starting the engine for {options.model} ...", file=sys.stderr, flush=True)
-        engine = start_engine(
-            options.writer,
+        engine = find_engine(options.writer).start(
             options.model,
             options.engine,
             self._pipeline.link,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from actds.errors import ActdsError
-from actds_writers.engines.base import Finished
-from actds_writers.engines.transformers.options import Options, resolve
+from actds_writers.engines.base import OPTION, Finished
+from actds_writers.engines.transformers.options import Options
 from actds_writers.ipc.link import Link
 
 try:
@@ -52,13 +52,13 @@ class Engine:
     def __init__(
         self,
         model: Path,
-        options: dict[str, Any],
+        options: Options,
         link: Link,
         *,
         temperature: float,
         seed: int,
     ) -> None:
-        self._folder, self._options, self._link = model, resolve(options), link
+        self._folder, self._options, self._link = model, options, link
         self._temperature, self._seed = temperature, seed
         self._model = _load(model, self._options)
         self._stop_tokens = _stop_tokens(self._model, model)
@@ -217,7 +217,7 @@ def _load(folder: Path, options: Options) -> Any:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
         words = " ".join(str(error).split())[:300]
-        raise ActdsError("E009", "--engine device", got=words, expected="a torch device") from None
+        raise ActdsError("E009", f"{OPTION} device", got=words, expected="a torch device") from None
 
 
 def _stop_tokens(model: Any, folder: Path) -> frozenset[int]:
@@ -239,6 +239,6 @@ def _max_model_len(model: Any, options: Options) -> int:
     asked = options.max_model_len
     if own is not None and asked is not None and asked > own:
         raise ActdsError(
-            "E009", "--engine max_model_len", got=str(asked), expected=f"at most {own}"
+            "E009", f"{OPTION} max_model_len", got=str(asked), expected=f"at most {own}"
         )
     return int(asked or own or 2**31)

@@ -1,77 +1,66 @@
-"""Engine options of the transformers writer: few, typed, all known before a model is loaded.
+"""The transformers engine as a harvest knows it, and its options: few, typed, all known before a
+model is loaded.
 
-Stands before the token's way; imports neither torch nor transformers.
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
 
-from actds.errors import ActdsError
-from actds_writers.engines.options import parse_engine_options
+from pydantic import Field
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+from actds_writers.engines.base import Engine, EngineKind, EngineOptions, bad_option
+from actds_writers.ipc.link import Link
+
+__all__ = ["TRANSFORMERS", "Options"]
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(EngineOptions):
     """How the model is run.
 
     Args:
+        max_model_len: positions per request, ``None`` for what the model was made for.
         max_num_seqs: requests of a batch at most.
         max_num_batched_tokens: tokens of a step at most, padding included.
-        max_model_len: positions per request, ``None`` for what the model was made for.
         dtype: type to compute in; ``auto`` is the type of the weights.
         attn_implementation: attention of transformers, ``None`` for its own choice.
         device: torch device, ``None`` for a GPU where there is one.
     """
 
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    dtype: str = "auto"
+    max_num_seqs: Annotated[int, Field(ge=1)] = 8
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     attn_implementation: str | None = None
     device: str | None = None
 
 
-def parse_options(items: Sequence[str]) -> dict[str, Any]:
-    """Return the options of ``--engine key=value`` words.
+class Transformers(EngineKind):
+    """The model's own code, in batches made by hand."""
 
-    Raises:
-        ActdsError: E009 for a key or value that cannot be used.
-    """
-    parsed = parse_engine_options(items)
-    resolve(parsed)
-    return dict(parsed)
+    name = "transformers"
+    summary = "The model's own code in transformers; slower, and for models that vLLM cannot run."
+    option_type = Options
 
+    def options(self, given: Mapping[str, object]) -> Options:
+        """Return options by name as a typed model; raises as ``EngineKind.options``."""
+        options = super().options(given)
+        assert isinstance(options, Options)
+        if options.max_num_batched_tokens < options.max_num_seqs:
+            got = f"{options.max_num_batched_tokens} tokens for {options.max_num_seqs} requests"
+            raise bad_option("max_num_batched_tokens", got, "at least max_num_seqs")
+        return options
 
-def resolve(given: Mapping[str, object]) -> Options:
-    """Return options with every default filled in.
+    def start(
+        self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
+    ) -> Engine:
+        """Return the engine with its model loaded; raises as ``EngineKind.start``."""
+        from actds_writers.engines.transformers.engine import Engine as TransformersEngine
 
-    Raises:
-        ActdsError: E009 for a key or value that cannot be used.
-    """
-    known = [field.name for field in fields(Options)]
-    for key, value in given.items():
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=2) or known
-            raise _bad(key, "an option that the transformers writer does not have", *close)
-        if key in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if type(value) is not int or value < 1:
-                raise _bad(key, str(value)[:80], "a whole number from 1")
-        elif not isinstance(value, str):
-            raise _bad(key, str(value)[:80], "a word")
-    options = Options(**given)  # type: ignore[arg-type]
-    if options.dtype not in DTYPES:
-        raise _bad("dtype", options.dtype[:80], *DTYPES)
-    if options.max_num_batched_tokens < options.max_num_seqs:
-        got = f"{options.max_num_batched_tokens} tokens for {options.max_num_seqs} requests"
-        raise _bad("max_num_batched_tokens", got, "at least max_num_seqs")
-    return options
+        assert isinstance(options, Options)
+        return TransformersEngine(model, options, link, temperature=temperature, seed=seed)
 
 
-def _bad(key: str, got: str, *expected: str) -> ActdsError:
-    return ActdsError("E009", f"--engine {key}", got=got, expected=" or ".join(expected))
+TRANSFORMERS = Transformers()

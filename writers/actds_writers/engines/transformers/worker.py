@@ -18,6 +18,7 @@ from actds_writers.capture.check import NO_CHECK
 from actds_writers.capture.directions import directions
 from actds_writers.capture.stages import Stages, Step
 from actds_writers.capture.transfer import Mark
+from actds_writers.engines.base import OPTION
 from actds_writers.engines.transformers.batch import Columns
 from actds_writers.engines.transformers.check import check_hooks
 from actds_writers.ipc.link import Link
@@ -59,7 +60,7 @@ class Capture:
         computed = DTYPES.get(str(model.dtype))
         if computed is None:
             raise ActdsError(
-                "E012", "--engine dtype", got=str(model.dtype), expected=", ".join(DTYPES.values())
+                "E012", f"{OPTION} dtype", got=str(model.dtype), expected=", ".join(DTYPES.values())
             )
         if not capture.decoder_layers(model):
             raise ActdsError(

@@ -23,7 +23,8 @@ from actds.schema.v0_1 import Genesis
 from actds.store import local_folder, open_store
 from actds_writers.capture.hooks import HookPlace, parse_hooks
 from actds_writers.config import WriterSettings
-from actds_writers.engines.options import check_engine_options
+from actds_writers.engines.base import OPTION
+from actds_writers.engines.vllm.engine import refuse_options
 from actds_writers.harvest.live import LiveRun, LiveSettings, parse_live_settings
 from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
@@ -125,9 +126,9 @@ def refuse(config: Any) -> None:
         "scheduler_cls": config.scheduler_config.scheduler_cls,
     }
     try:
-        check_engine_options(options)
+        refuse_options(options)
     except ActdsError as error:
-        place = error.place.removeprefix("--engine ")
+        place = error.place.removeprefix(f"{OPTION} ")
         raise ActdsError(
             error.code, f"engine option {place}", got=error.got, expected=error.expected
         ) from None
