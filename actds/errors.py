@@ -58,7 +58,7 @@ CODES: dict[str, Code] = {
         "usage",
         "prompt too long",
         "A prompt leaves no room in the model's context for a generated token; it is skipped.",
-        "Shorten it, or raise max_model_len with --engine max_model_len=N.",
+        "Shorten it, or raise max_model_len with --engine-arg max_model_len=N.",
         "12.1",
     ),
     "E005": Code(
@@ -520,7 +520,7 @@ CODES: dict[str, Code] = {
         "writer",
         "rows are not the model's",
         "Before the first row, a hook's rows of two short prompts differed from the model's own.",
-        "Harvest it with --writer transformers, and report model and engine version.",
+        "Harvest it with --engine transformers, and report model and engine version.",
         "9.1",
     ),
     "E601": Code(

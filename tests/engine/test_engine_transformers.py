@@ -21,9 +21,9 @@ from actds_testing.tiny import make_random_model
 pytestmark = pytest.mark.engine
 
 HOOKS = ("resid_post.0", "resid_post.2")
-OPTIONS = ("--writer", "transformers", "--hooks", "resid_post:0,2", "--max-tokens", "7")
+OPTIONS = ("--engine", "transformers", "--hooks", "resid_post:0,2", "--max-tokens", "7")
 # Batches of four whose prompts are prefilled in chunks of 12 columns: padding in both directions.
-BATCHES = ("--engine", "max_num_seqs=4", "--engine", "max_num_batched_tokens=48")
+BATCHES = ("--engine-arg", "max_num_seqs=4", "--engine-arg", "max_num_batched_tokens=48")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,15 @@ def test_ctrl_c_seals_and_resume_completes(model: Path, prompts: Path, tmp_path:
     out = tmp_path / "acts"
     many = tmp_path / "many.jsonl"
     many.write_text(prompts.read_text() * 6)
-    options = (*OPTIONS, "--engine", "max_num_seqs=2", "--temperature", "1", "--max-tokens", "40")
+    options = (
+        *OPTIONS,
+        "--engine-arg",
+        "max_num_seqs=2",
+        "--temperature",
+        "1",
+        "--max-tokens",
+        "40",
+    )
     process = subprocess.Popen(
         h.command(out, model, many, *options), env=h.environment(), stderr=subprocess.PIPE
     )
@@ -159,7 +167,7 @@ def test_a_killed_harvest_onto_an_object_store_is_resumed(
 ) -> None:
     many = tmp_path / "many.jsonl"
     many.write_text(prompts.read_text() * 4)
-    options = (*OPTIONS, "--rows-per-shard", "64", "--engine", "max_num_seqs=2")
+    options = (*OPTIONS, "--rows-per-shard", "64", "--engine-arg", "max_num_seqs=2")
     process = subprocess.Popen(
         h.command(s3_root, model, many, *options), env=h.environment(), stderr=subprocess.DEVNULL
     )
@@ -189,7 +197,7 @@ def refused(model: Path, prompts: Path, tmp_path: Path, *options: str) -> ActdsE
     from actds_writers.cli.write import write
 
     out = tmp_path / "acts"
-    words = ["--model", str(model), "--prompts", str(prompts), "--writer", "transformers"]
+    words = ["--model", str(model), "--prompts", str(prompts), "--engine", "transformers"]
     result = CliRunner().invoke(write, [str(out), *words, "--hooks", "resid_post:0", *options])
     assert isinstance(result.exception, ActdsError), result.output
     assert not out.exists()
@@ -200,7 +208,7 @@ def refused(model: Path, prompts: Path, tmp_path: Path, *options: str) -> ActdsE
     "option", ["block_size=16", "max_num_seqs=0", "dtype=int8", "max_num_batched_tokens=4"]
 )
 def test_options_that_cannot_be_used_are_refused(option: str, tmp_path: Path) -> None:
-    error = refused(tmp_path, tmp_path / "none.jsonl", tmp_path, "--engine", option)
+    error = refused(tmp_path, tmp_path / "none.jsonl", tmp_path, "--engine-arg", option)
     assert error.code == "E009"
     assert option.split("=")[0] in error.place
 
@@ -231,5 +239,5 @@ def test_more_positions_than_the_model_has_are_refused(model: Path) -> None:
     plain = _load(model, Options())
     assert _max_model_len(plain, Options()) == 1024
     assert _max_model_len(plain, Options(max_model_len=99)) == 99
-    with pytest.raises(ActdsError, match="E009 --engine max_model_len"):
+    with pytest.raises(ActdsError, match="E009 --engine-arg max_model_len"):
         _max_model_len(plain, Options(max_model_len=1025))

@@ -352,7 +352,7 @@ def test_a_slow_disk_costs_a_real_engine_logged_steps_only(
     disk.throttle(1_000_000)
     dataset = h.harvest_alone(
         disk.folder, model, prompts, "--hooks", "resid_post:all", *h.TINY, *h.EAGER,
-        "--engine", "max_model_len=512", "--engine", "max_num_batched_tokens=128",
+        "--engine-arg", "max_model_len=512", "--engine-arg", "max_num_batched_tokens=128",
         "--rows-per-shard", "64", "--max-tokens", "48", "--overflow", "drop_newest",
         "--ring-mib", "1", "--staging-mib", "1",
         **disk.environment(),

@@ -52,7 +52,7 @@ def test_malformed_word_is_refused(item: str) -> None:
 
 def test_unknown_key_is_refused_with_the_nearest_name() -> None:
     error = refusal("max_model_length=64")
-    assert (error.code, error.place) == ("E009", "--engine max_model_length")
+    assert (error.code, error.place) == ("E009", "--engine-arg max_model_length")
     assert "max_model_len" in error.expected
 
 
@@ -89,7 +89,7 @@ def test_configuration_that_capture_cannot_account_for_is_refused_with_the_reaso
 ) -> None:
     error = refusal(item)
     key = item.split("=")[0].replace("-", "_")
-    assert (error.code, error.place) == ("E012", f"--engine {key}")
+    assert (error.code, error.place) == ("E012", f"--engine-arg {key}")
     assert REFUSED[key].reason in error.got
 
 
@@ -104,7 +104,7 @@ def test_harmless_value_of_a_refused_option_passes() -> None:
 
 def test_live_configuration_is_held_against_the_same_rules() -> None:
     refuse_options({"async_scheduling": False, "pipeline_parallel_size": 1, "other": 3})
-    with pytest.raises(ActdsError, match="E012 --engine async_scheduling"):
+    with pytest.raises(ActdsError, match="E012 --engine-arg async_scheduling"):
         refuse_options({"async_scheduling": True})
 
 

@@ -254,8 +254,8 @@ def keep_rows(out: Path) -> None:
         dataset = harvest_alone(
             Path(folder) / "acts", ROOT / "demo" / "model", some,
             "--hooks", f"resid_post:{REAL_HOOK}", "--max-tokens", "24",
-            "--engine", "dtype=float32", "--engine", "enforce_eager=true",
-            "--engine", "enable_prefix_caching=false", "--engine", "max_model_len=2048",
+            "--engine-arg", "dtype=float32", "--engine-arg", "enforce_eager=true",
+            "--engine-arg", "enable_prefix_caching=false", "--engine-arg", "max_model_len=2048",
         )  # fmt: skip
         found = dataset.readouts().sort_by([("request", "ascending"), ("position", "ascending")])
         projections = np.stack(found["projections"].to_numpy())[:, :N_PROJECTIONS]

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     help="JSONL, JSON, Parquet or text file, or hf:FOLDER. Records hold prompt, text or messages.",
 )
 @click.option(
-    "--writer",
+    "--engine",
+    "writer",
     default="vllm",
     show_default=True,
     help="Engine that runs the model: vllm, transformers for models that vLLM cannot run, or one "
@@ -59,7 +60,8 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the engine and the row order.")
 @click.option(
-    "--engine",
+    "--engine-arg",
+    "engine",
     multiple=True,
     metavar="KEY=VALUE",
     help="An option of the engine; for vllm an argument of its EngineArgs.",

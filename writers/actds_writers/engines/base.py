@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 GROUP = "actds.engines"
-OPTION = "--engine"
+OPTION = "--engine-arg"
 """How the command names one option of an engine; the place that errors name."""
 BUILT_IN = {
     "vllm": "actds_writers.engines.vllm.engine:VLLM",
@@ -192,7 +192,7 @@ def find_engine(name: str) -> EngineKind:
             if not entries:
                 names = engine_names()
                 close = difflib.get_close_matches(name, names, n=1) or names
-                raise ActdsError("E009", "--writer", got=repr(name)[:80], expected=", ".join(close))
+                raise ActdsError("E009", "--engine", got=repr(name)[:80], expected=", ".join(close))
             found = next(iter(entries)).load()
     except (ImportError, AttributeError) as error:
         raise ActdsError(

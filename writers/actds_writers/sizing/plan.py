@@ -25,7 +25,7 @@ def write_options(found: Capacity, hooks: str | None, model: str | None) -> list
     """Return the ``actds write`` command that follows, as words."""
     words = ["actds", "write", "OUT", "--model", model or "FOLDER", "--prompts", "SOURCE"]
     words += ["--hooks", hooks or "HOOKS"]
-    words += ["--engine", f"max_num_batched_tokens={found.sizes.max_step_rows}"]
+    words += ["--engine-arg", f"max_num_batched_tokens={found.sizes.max_step_rows}"]
     words += ["--rows-per-shard", str(found.sizes.rows_per_shard)]
     words += ["--ring-mib", str(max(1, -(-found.sizes.ring_nbytes // MIB)))]
     words += ["--staging-mib", str(max(1, -(-found.sizes.staging_nbytes // MIB)))]

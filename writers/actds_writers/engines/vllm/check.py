@@ -157,5 +157,5 @@ def _without_reference(
         type(model).__name__,
         got=f"a model class that was never verified, and nothing to check its rows with: {reason}",
         expected="a class of docs/families.md, or a model that transformers can load beside it",
-        next_step="Harvest it with --writer transformers, which runs the model's own code.",
+        next_step="Harvest it with --engine transformers, which runs the model's own code.",
     )

@@ -210,7 +210,7 @@ def _form(model: torch.nn.Module, link: Link) -> StreamForm:
             name,
             got="a model class that was never verified, and no check",
             expected="a class of docs/families.md, or the check of the hooks",
-            next_step="Leave --check on, or harvest with --writer transformers.",
+            next_step="Leave --check on, or harvest with --engine transformers.",
         )
     return form
 
