@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from actds.load.dataset import open as open
     from actds.load.hf import load_dataset as load_dataset
     from actds.load.loader import Loader as Loader
+    from actds_writers.harvest.recover import recover as recover
+    from actds_writers.harvest.run import write as write
+    from actds_writers.sizing.plan import plan as plan
 
 __version__ = "0.1.0"
 
@@ -24,9 +27,22 @@ _LAZY = {
     "Loader": "actds.load.loader",
     "load_dataset": "actds.load.hf",
     "open": "actds.load.dataset",
+    "plan": "actds_writers.sizing.plan",
+    "recover": "actds_writers.harvest.recover",
+    "write": "actds_writers.harvest.run",
 }
 
-__all__ = ["ActdsError", "Dataset", "Loader", "__version__", "load_dataset", "open"]
+__all__ = [
+    "ActdsError",
+    "Dataset",
+    "Loader",
+    "__version__",
+    "load_dataset",
+    "open",
+    "plan",
+    "recover",
+    "write",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,10 +19,9 @@ from actds.format.readouts import NONE, Readouts, compute, matrix
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.stages import Stages, Step
-from actds_writers.config import WriterSettings
+from actds_writers.config import HarvestSettings, Policy, WriterSettings
 from actds_writers.harvest.prepare import hold, is_taken
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import (
     EVERYTHING,
     Fact,
@@ -174,22 +173,23 @@ def pipeline_for(
 ) -> Pipeline:
     assert resume or not is_taken(out)
     settings = WriterSettings(
-        root=str(out), dataset=secrets.token_hex(16), run=run, resume=resume, started_ns=1,
-        software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard,
-        order="permuted", seed=3, n_threads=1, readouts=readouts.as_field() if readouts else NONE,
+        harvest=HarvestSettings(
+            out=str(out), hooks="as of the synthetic engine", overflow=policy, seed=3
+        ),
+        dataset=secrets.token_hex(16), run=run, resume=resume, started_ns=1, software="test",
+        facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard, n_threads=1,
+        readouts=readouts.as_field() if readouts else NONE,
     )  # fmt: skip
     lock = hold(out)
     try:
         pipeline = Pipeline(
-            tuple((h.kind, h.layer) for h in hooks),
-            None,
-            policy,
-            ring_nbytes,
             settings,
+            tuple((h.kind, h.layer) for h in hooks),
             os.getpid(),
             lock,
-            probes=probes,
+            ring_nbytes=ring_nbytes,
             lane_nbytes=lane_nbytes,
+            probes=probes,
         )
     finally:
         os.close(lock)

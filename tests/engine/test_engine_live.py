@@ -27,8 +27,7 @@ from actds_testing.server import LANE, scrape
 pytest.importorskip("vllm")
 from actds_testing.server import Server
 from actds_testing.tiny import make_tiny_model
-from actds_writers.harvest.sampling import Labels, SamplingRules
-from actds_writers.ipc.messages import EVERYTHING
+from actds_writers.sampling import EVERYTHING, Labels, SamplingRules
 
 pytestmark = pytest.mark.engine
 

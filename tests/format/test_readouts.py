@@ -33,9 +33,10 @@ from actds_testing.synthetic_engine import (
 from actds_validators.validate.validation import validate
 from actds_writers.capture.probes import plan_readouts, read_probes
 from actds_writers.capture.readouts import Lane
-from actds_writers.ipc.link import Policy
-from actds_writers.ipc.messages import ClientFacts, LeftOut
+from actds_writers.config import Policy
+from actds_writers.ipc.messages import ClientFacts
 from actds_writers.monitor.progress import take_snapshot
+from actds_writers.sampling import LeftOut
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 PLANNED = Readouts(8, seed=5)

@@ -28,7 +28,7 @@ from actds_testing.synthetic_engine import (
 from actds_validators.validate.validation import validate
 from actds_writers.capture import op as capture
 from actds_writers.capture.transfer import Copier, Mark
-from actds_writers.ipc.link import Policy
+from actds_writers.config import Policy
 from actds_writers.ipc.messages import ClientFacts
 
 pytestmark = pytest.mark.skipif(

@@ -22,9 +22,9 @@ from actds_testing.faulty_disk import FaultyDisk, unavailable, wait_until
 from actds_testing.synthetic_engine import GENERATED, PROMPT_LEN, SyntheticEngine, pipeline_for
 from actds_testing.tiny import make_tiny_model
 from actds_validators.validate.validation import validate
+from actds_writers.config import Policy
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.recover import recover
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import ClientFacts
 
 POLICIES: tuple[Policy, ...] = ("block", "drop_oldest", "drop_newest")
@@ -80,7 +80,10 @@ class Harness:
 
     def is_held_up(self) -> bool:
         """Return whether a step waits for room in the host ring, as it may under ``block``."""
-        return self.pipeline.link.policy == "block" and self.engine.stages._handover._ring_is_full
+        return (
+            self.pipeline.link.settings.overflow == "block"
+            and self.engine.stages._handover._ring_is_full
+        )
 
     def end(self) -> None:
         """End a run that went well, and check that everything agrees."""

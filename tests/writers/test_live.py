@@ -31,16 +31,15 @@ from actds_testing.synthetic_engine import (
 )
 from actds_validators.validate.validation import validate
 from actds_writers.capture.hooks import HookPlace
-from actds_writers.config import WriterSettings
+from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported
 from actds_writers.engines.vllm.scheduler import OWNERS_PER_BLOCK, SchedulerWitness
 from actds_writers.engines.vllm.worker import WorkerCapture
 from actds_writers.harvest.live import LiveRun, parse_live_settings
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.harvest.sampling import SamplingRules
-from actds_writers.ipc.messages import LeftOut
 from actds_writers.ipc.sender import Sender
+from actds_writers.sampling import LeftOut, SamplingRules
 from actds_writers.shards.assembly import SpecialTokens
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
@@ -51,16 +50,14 @@ def live_pipeline(out: Path, run: str) -> Pipeline:
     """Return the processes of one engine among several."""
     out.mkdir(exist_ok=True)
     settings = WriterSettings(
-        root=str(out), dataset=secrets.token_hex(16), run=run, resume=False, started_ns=1,
-        software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=40,
-        order="permuted", seed=3, n_threads=1, shared=True,
+        harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
+        dataset=secrets.token_hex(16), run=run, resume=False, started_ns=1, software="test",
+        facts=(), tokens=SpecialTokens(), rows_per_shard=40, n_threads=1, shared=True,
     )  # fmt: skip
     lock = lock_dataset(out, shared=True)
     try:
-        return Pipeline(
-            tuple((h.kind, h.layer) for h in HOOKS), None, "block", RING_NBYTES, settings,
-            os.getpid(), lock,
-        )  # fmt: skip
+        hooks = tuple((h.kind, h.layer) for h in HOOKS)
+        return Pipeline(settings, hooks, os.getpid(), lock, ring_nbytes=RING_NBYTES)
     finally:
         os.close(lock)
 

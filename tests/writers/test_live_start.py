@@ -25,7 +25,7 @@ from actds_testing.synthetic_engine import D_MODEL, GENERATED, HOOKS, PROMPT_LEN
 from actds_validators.validate.validation import validate
 from actds_writers.engines.vllm import serving
 from actds_writers.harvest.live import LiveRun
-from actds_writers.ipc.messages import LeftOut
+from actds_writers.sampling import LeftOut
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 N_REQUESTS = 8

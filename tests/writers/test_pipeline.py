@@ -27,8 +27,8 @@ from actds_testing.synthetic_engine import (
     pipeline_for,
 )
 from actds_validators.validate.validation import validate
+from actds_writers.config import Policy
 from actds_writers.harvest.prepare import lock_dataset
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import (
     ClientFacts,
     RequestArrived,

@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -33,7 +34,7 @@ from actds_testing.synthetic_engine import (
     pipeline_for,
 )
 from actds_writers.cli.plan import plan
-from actds_writers.config import WriterSettings
+from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
 from actds_writers.shards import readout_log
@@ -91,7 +92,7 @@ def test_memory_of_a_real_pipeline_is_the_predicted_one(
     assert written is not None and written.memory_nbytes is not None
     geometry = Geometry(len(HOOKS), D_MODEL, 2, readouts.width if readouts else 0)
     link = pipeline.link
-    sizes = Sizes(MAX_ROWS, 40, RING_NBYTES, link.staging_nbytes, link.lane_nbytes)
+    sizes = Sizes(MAX_ROWS, 40, RING_NBYTES, link.settings.staging_nbytes, link.lane_nbytes)
     bound = memory_bound(geometry, sizes)
     # The synthetic engine's hooks have no padding and no matrix; all else is the same, exactly.
     assert written.memory_nbytes == bound.nbytes - bound.hooks + engine.buffers.nbytes
@@ -128,9 +129,9 @@ def written_run(out: Path, *, d_model: int, n_rows: int, rows_per_shard: int) ->
     nbytes = len(hooks) * per_step * d_model * 2
     memory = ring.create(out.parent / "ring", nbytes)
     settings = WriterSettings(
-        root=str(out), dataset=secrets.token_hex(16), run="r-size", resume=False, started_ns=1,
-        software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard,
-        order="permuted", seed=3, n_threads=1,
+        harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
+        dataset=secrets.token_hex(16), run="r-size", resume=False, started_ns=1, software="test",
+        facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard, n_threads=1,
     )  # fmt: skip
     facts = tuple(
         Fact(name, "none" if name == "capture.readouts" else "test", "declared")
@@ -378,7 +379,8 @@ def test_page_and_json_say_the_same_and_fit_a_terminal() -> None:
 def test_options_that_follow_are_options_of_write() -> None:
     from actds_writers.cli.write import write
 
-    known = {name for option in write.params for name in option.opts}
+    options = write.get_params(click.Context(write))
+    known = {name for option in options for name in option.opts}
     told = json.loads(run(*MODEL, *RATE, "--json").output)["options"]
     assert {word for word in told if word.startswith("--")} <= known
 

@@ -12,7 +12,7 @@ import pytest
 from actds.errors import ActdsError
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.ipc.link import Policy
+from actds_writers.config import Policy
 from actds_writers.ipc.messages import RingFree, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
 

@@ -1,24 +1,353 @@
-"""Settings of a run that the command decides and its processes obey.
+"""The settings of a harvest: each one's name, type, bounds, default and words, once.
 
-Stands at the start of the token's way; imports the messages only.
+The options of ``actds write`` and ``actds plan`` are made from these models, the fields are the
+keyword arguments of ``actds.write`` and ``actds.plan``, and what a server is given under ``actds``
+in ``--additional-config`` is read with one. The processes of a harvest get the model itself, so a
+new setting is a field here and the place that uses it.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from actds.errors import ActdsError
 from actds.format.readouts import NONE
-from actds_writers.ipc.messages import Fact
-from actds_writers.shards.assembly import SpecialTokens
+from actds_writers.sampling import SamplingRules
+
+if TYPE_CHECKING:
+    from actds_writers.ipc.messages import Fact
+    from actds_writers.shards.assembly import SpecialTokens
+
+__all__ = [
+    "CensusSettings",
+    "HarvestSettings",
+    "LiveSettings",
+    "Order",
+    "PlanSettings",
+    "Policy",
+    "WriteSettings",
+    "WriterSettings",
+    "explained",
+    "keywords_of",
+    "settings_of",
+]
+
+Policy = Literal["block", "drop_oldest", "drop_newest"]
+"""What happens to a step when the ring is full."""
+Order = Literal["permuted", "sequence"]
+DTypeName = Literal["bfloat16", "float16", "float32"]
+
+MIB = 1 << 20
+
+
+def _text(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+Location = Annotated[
+    str,
+    BeforeValidator(_text),
+    Field(min_length=1, json_schema_extra={"format": "path"}),
+]
+Folder = Annotated[Path, Field(strict=False)]
+Rate = Annotated[float, Field(gt=0)]
+
+
+class Settings(BaseModel):
+    """Fields that are checked as they are given: a string is no number, and nothing is ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the settings with these fields.
+
+        Raises:
+            ActdsError: E009 with the field, what it is and what it should be.
+        """
+        return settings_of(cls, fields, lambda key: key or cls.__name__, "E009")
+
+
+class HarvestSettings(Settings):
+    """What every harvest has, whether ``actds write`` feeds the engine or clients do."""
+
+    out: Location = Field(description="Dataset: a new folder, or a URI such as s3://bucket/name")
+    hooks: str = Field(
+        description="Places to capture: resid_post:10,20, resid_post:0-29, resid_post:all",
+    )
+    seed: int = Field(default=0, description="Seed of the engine and the row order")
+    store_dtype: DTypeName | None = Field(
+        default=None,
+        description="Store rows in another type than the model computes in; recorded as a cast",
+    )
+    order: Order = Field(default="permuted", description="Row order inside a shard")
+    rows_per_shard: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Default: 65536, fewer if memory is short"
+    )
+    overflow: Policy = Field(
+        default="block",
+        description="When the ring is full: make the engine wait, or lose whole steps, recorded",
+    )
+    ring_mib: Annotated[int, Field(ge=1)] = Field(
+        default=256, description="Shared memory between engine and writer; two steps at least"
+    )
+    # Smaller shards spend their time in fsync, not in encoding: raw gains nothing there.
+    raw_mib: Annotated[int, Field(ge=0)] = Field(
+        default=64,
+        description="Write a shard raw when so much waits to be committed; 0 never. "
+        "See actds recompress",
+    )
+    staging_mib: Annotated[int, Field(ge=1)] = Field(
+        default=64, description="Memory on the device between model and transfer; one step at least"
+    )
+    readouts: bool = Field(
+        default=True,
+        description="Norm and 8 seeded projections of every computed row, also of those that "
+        "are lost",
+    )
+    probes: Location | None = Field(
+        default=None,
+        description="Probes to read out as well: .npy or .safetensors, (n_probes, d_model) per "
+        "hook",
+    )
+    check: bool = Field(
+        default=True,
+        description="Hold the hooks' rows of two short prompts against the model's own before "
+        "the first row",
+    )
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
+        default=None,
+        description="Serve Prometheus metrics at this port, 0 for a free one; needs actds[metrics]",
+    )
+    metrics_host: str = Field(
+        default="127.0.0.1",
+        description="Address of the metrics; they are open to whoever can reach it",
+    )
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Return the size of the host ring that is asked for."""
+        return self.ring_mib * MIB
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Return the size of the staging ring that is asked for."""
+        return self.staging_mib * MIB
+
+    @property
+    def raw_threshold_nbytes(self) -> int:
+        """Return the bytes that wait, from which shards are written raw; 0 never."""
+        return self.raw_mib * MIB
+
+
+class WriteSettings(HarvestSettings):
+    """A harvest that serves prompts: the options of ``actds write``."""
+
+    model: Folder = Field(description="Model folder: config.json, weights, tokenizer")
+    prompts: Location = Field(
+        description="JSONL, JSON, Parquet or text file, or hf:FOLDER. Records hold prompt, text "
+        "or messages",
+    )
+    engine: str = Field(
+        default="vllm",
+        description="Engine that runs the model: vllm, transformers for models that vLLM cannot "
+        "run, or one that another package registers",
+    )
+    engine_args: dict[str, Any] = Field(
+        default={},
+        description="An option of the engine; for vllm an argument of its EngineArgs",
+        json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
+    )
+    max_tokens: int = Field(default=128, description="Generated tokens per request at most")
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="Sampling temperature"
+    )
+    canary: str | None = Field(
+        default=None,
+        description="Replay so many requests alone after the harvest and compare: 0.1%, or a "
+        "number",
+        json_schema_extra={"metavar": "SHARE"},
+    )
+    resume: bool = Field(
+        default=False, description="Go on with OUT without redoing finished requests"
+    )
+    skip_broken: bool = Field(
+        default=False, description="Record broken prompt records and go on without them"
+    )
+
+
+class LiveSettings(SamplingRules, HarvestSettings):
+    """A harvest of a server's traffic: the value of ``actds`` in ``--additional-config``."""
+
+    hooks: Annotated[str, Field(min_length=1)] = Field(
+        description=HarvestSettings.model_fields["hooks"].description
+    )
+    overflow: Policy = Field(
+        default="drop_newest", description=HarvestSettings.model_fields["overflow"].description
+    )
+    weights_digest: bool = Field(
+        default=True, description="Hash the weight files before the server starts"
+    )
+
+    def rules(self) -> SamplingRules:
+        """Return the sampling rules alone."""
+        return SamplingRules(**{name: getattr(self, name) for name in SamplingRules.model_fields})
+
+
+class PlanSettings(Settings):
+    """A harvest that is only sized: the options of ``actds plan``."""
+
+    model: Folder | None = Field(default=None, description="Model folder with config.json")
+    d_model: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Channels, without a model folder"
+    )
+    layers: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Layers, without a model folder"
+    )
+    hooks: str = Field(default="resid_post:all", description="Hooks, as of actds write")
+    dtype: DTypeName | None = Field(
+        default=None, description="Type of the stored rows. Default: the model's, else bfloat16"
+    )
+    readouts: Annotated[int, Field(ge=0)] = Field(
+        default=9, description="Numbers per row and hook beside the row; 0 for none"
+    )
+    prefill_rate: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Prompt tokens per second"
+    )
+    decode_rate: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Generated tokens per second"
+    )
+    bursts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(),
+        description="A load of FACTOR times the mean for SECONDS; may be repeated",
+        json_schema_extra={"option": "--burst", "metavar": "FACTOR:SECONDS"},
+    )
+    profile: Location | None = Field(
+        default=None,
+        description="Take rates, bursts and bytes from an earlier harvest",
+        json_schema_extra={"metavar": "DATASET"},
+    )
+    tokens_per_request: Rate | None = Field(
+        default=None, description="Computed tokens per request. Default: 512"
+    )
+    tokens_per_step: Rate | None = Field(default=None, description="Tokens per step. Default: 512")
+    tokens: int = Field(default=1_000_000_000, description="Tokens that are to be stored")
+    stall: Annotated[float, Field(ge=0)] = Field(
+        default=10.0, description="Seconds that the disk may stand still without a loss"
+    )
+    max_step_rows: Annotated[int, Field(ge=1)] = Field(
+        default=8192, description="Tokens of the largest step: vLLM's max_num_batched_tokens"
+    )
+    rows_per_shard: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Default: as of actds write"
+    )
+    ring_mib: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Judge this ring instead of proposing one"
+    )
+    staging_mib: Annotated[int, Field(ge=0)] = Field(
+        default=HarvestSettings.model_fields["staging_mib"].default,
+        description="Staging ring on the device; one step at least",
+    )
+    threads: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Threads that encode"
+    )
+    d2h_gbps: Rate | None = Field(
+        default=None, description="Rate from the device to the host, GB/s"
+    )
+    copy_gbps: Rate | None = Field(default=None, description="Rate of a memory copy, GB/s")
+    encode_gbps: Rate | None = Field(default=None, description="Rate of one encoding thread, GB/s")
+    disk_gbps: Rate | None = Field(default=None, description="Rate of hashed, synced writes, GB/s")
+    measure: Folder | None = Field(
+        default=None,
+        description="Measure the rates that are not given, here and on FOLDER's disk; takes "
+        "seconds",
+        json_schema_extra={"metavar": "FOLDER"},
+    )
+
+
+S = TypeVar("S", bound=BaseModel)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def settings_of(
+    model: type[S], fields: Mapping[str, Any], place: Callable[[str], str], code: str
+) -> S:
+    """Return settings, or say what is wrong with the first that is.
+
+    Args:
+        model: which settings.
+        fields: their values by name.
+        place: returns what an error names as its place, of a key or of none.
+        code: code of the error.
+
+    Raises:
+        ActdsError: with the key, what it is and what it should be.
+    """
+    unknown = sorted(set(map(str, fields)) - set(model.model_fields))
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], model.model_fields, n=2)
+        known = " or ".join(close) or f"one of {', '.join(sorted(model.model_fields))}"
+        got = "a key that is not known"
+        raise ActdsError(code, place(unknown[0][:80]), got=got, expected=known)
+    try:
+        return model.model_validate(dict(fields))
+    except ValidationError as error:
+        raise explained(error, place, code) from None
+
+
+def explained(error: ValidationError, place: Callable[[str], str], code: str) -> ActdsError:
+    """Return what pydantic says of the first bad value, as an error with place and next step."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    expected = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    value = first["input"]
+    got = str(value) if isinstance(value, Decimal) else repr(value)[:80]
+    if first["type"] == "missing":
+        got, expected = "nothing", "a value"
+    elif first["type"] == "extra_forbidden":
+        got, expected = "a key that is not known", "header or xarg, and values"
+    return ActdsError(code, place(key), got=got, expected=expected)
+
+
+def keywords_of(model: type[BaseModel]) -> Callable[[F], F]:
+    """Return a decorator that shows a model's fields as the keyword arguments of a function.
+
+    ``help`` and editors then name each with its type and default; they stand in the model only.
+    """
+
+    def decorate(function: F) -> F:
+        own = list(inspect.signature(function).parameters.values())
+        named = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        fields = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for p in inspect.signature(model).parameters.values()
+            if p.name not in {parameter.name for parameter in named}
+        ]
+        result = inspect.signature(function).return_annotation
+        shown = inspect.Signature(
+            sorted([*named, *fields], key=lambda p: p.kind), return_annotation=result
+        )
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 @dataclass(frozen=True)
 class WriterSettings:
-    """What the writer process needs to know.
+    """What the writer process needs to know beside the settings of the harvest.
 
     Args:
-        root: folder of the dataset.
+        harvest: the settings.
         dataset: id for a new dataset.
         run: id of the run.
         resume: whether the dataset is there already.
@@ -27,15 +356,12 @@ class WriterSettings:
         facts: provenance that only the command knows.
         tokens: ids that set row flags.
         rows_per_shard: rows after which a shard is committed, at a step's end.
-        order: row order inside a shard.
-        seed: seed of the row order.
         n_threads: threads that encode.
         shared: whether other engines may write the dataset too; whoever is first begins it.
-        raw_threshold_nbytes: bytes that wait, from which shards are written raw; 0 never.
         readouts: value of ``capture.readouts``.
     """
 
-    root: str
+    harvest: HarvestSettings
     dataset: str
     run: str
     resume: bool
@@ -44,11 +370,8 @@ class WriterSettings:
     facts: tuple[Fact, ...]
     tokens: SpecialTokens
     rows_per_shard: int
-    order: Literal["permuted", "sequence"]
-    seed: int
     n_threads: int
     shared: bool = False
-    raw_threshold_nbytes: int = 0
     readouts: str = NONE
 
 
@@ -57,6 +380,7 @@ class CensusSettings:
     """What the census process needs to know; fields as in ``WriterSettings``.
 
     Args:
+        root: where the dataset stands.
         reserve_nbytes: disk space held back, so that a full disk can still be accounted for.
     """
 

@@ -96,7 +96,7 @@ class WriterProcess:
     def _begin(self, hello: WorkerHello) -> Writer:
         path = self._link.probes_path
         writer = Writer(
-            open_for_writing(self._settings.root),
+            open_for_writing(self._settings.harvest.out),
             self._settings,
             hello,
             self._secure,

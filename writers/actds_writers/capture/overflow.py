@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from actds.errors import ActdsError
-from actds_writers.ipc.link import Policy
+from actds_writers.config import Policy
 from actds_writers.ipc.messages import RingFree, Stall, StepDropped, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
 

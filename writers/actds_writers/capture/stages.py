@@ -27,13 +27,11 @@ from actds_writers.capture.transfer import Copier, Mark, host_memory, typed
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
-    EVERYTHING,
     BoolArray,
     Fact,
     Failed,
     HookSpec,
     IntArray,
-    LeftOut,
     Stall,
     StepExecuted,
     StepLost,
@@ -41,6 +39,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.ipc.ring import ALIGNMENT, RingSpace
+from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import NARROW_NBYTES, NARROW_STEPS
 
 CLOSE_TIMEOUT_S = 10.0
@@ -131,7 +130,7 @@ class Stages:
 
         row_step = _aligned(self._row_nbytes * max_rows)
         narrow_step = self._narrow_nbytes(max_rows)
-        self._staging = RingSpace(max(link.staging_nbytes, row_step))
+        self._staging = RingSpace(max(link.settings.staging_nbytes, row_step))
         self._narrow = RingSpace(max(NARROW_NBYTES, NARROW_STEPS * narrow_step))
         self._narrow_freed = threading.Condition()
         self._staging_memory = self._device_bytes(self._staging.capacity)
@@ -150,7 +149,11 @@ class Stages:
         self._census = link.connect("census", "worker")
         self._census_lock = threading.Lock()
         self._handover = Handover(
-            link.connect("writer", "worker"), self._staging, self._ring, link.policy, self._lost
+            link.connect("writer", "worker"),
+            self._staging,
+            self._ring,
+            link.settings.overflow,
+            self._lost,
         )
         self._unidentified: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
         self._unmoved: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()

@@ -164,7 +164,15 @@ class EngineKind(ABC):
         Raises:
             ActdsError: as ``parse_words`` and ``options``; E011 when the names cannot be checked.
         """
-        return self.options(parse_words(words))
+        return self.checked(parse_words(words))
+
+    def checked(self, given: Mapping[str, object]) -> EngineOptions:
+        """Return options whose names are held against what the installed engine takes.
+
+        Raises:
+            ActdsError: as ``options``; E011 when the names cannot be checked.
+        """
+        return self.options(given)
 
     def alone(self, options: EngineOptions) -> EngineOptions:
         """Return the options of the same engine with one request at a time, nothing reused."""
@@ -192,7 +200,13 @@ def find_engine(name: str) -> EngineKind:
             if not entries:
                 names = engine_names()
                 close = difflib.get_close_matches(name, names, n=1) or names
-                raise ActdsError("E009", "--engine", got=repr(name)[:80], expected=", ".join(close))
+                raise ActdsError(
+                    "E009",
+                    "--engine",
+                    got=repr(name)[:80],
+                    expected=", ".join(close),
+                    next_step=f"Options of an engine: {OPTION} KEY=VALUE." if "=" in name else None,
+                )
             found = next(iter(entries)).load()
     except (ImportError, AttributeError) as error:
         raise ActdsError(

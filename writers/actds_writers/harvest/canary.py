@@ -36,8 +36,9 @@ from actds.ledger import Chain
 from actds.reading import Catalog
 from actds.schema.v0_1 import DType
 from actds.store import local_folder, open_store
+from actds_writers.config import WriteSettings
 from actds_writers.engines.base import Finished, find_engine
-from actds_writers.harvest.prepare import Plan, WriteOptions, request_key
+from actds_writers.harvest.prepare import Plan, request_key
 from actds_writers.ipc.messages import Failed
 from actds_writers.prompts.encoding import Encoded
 
@@ -133,18 +134,18 @@ class Canary:
     """The canaries of one run.
 
     Args:
-        options: arguments of the harvest, with ``canary`` set.
+        settings: of the harvest, with ``canary`` set.
         plan: its plan.
 
     Raises:
         ActdsError: E009 when ``--canary`` cannot be used.
     """
 
-    def __init__(self, options: WriteOptions, plan: Plan) -> None:
-        self._options, self._plan = options, plan
+    def __init__(self, settings: WriteSettings, plan: Plan) -> None:
+        self._settings, self._plan = settings, plan
         servable = [encoded for encoded in plan.encoded if encoded.skip is None]
-        self._wanted = Share.parse(options.canary or "").of(len(servable))
-        order = np.random.Generator(np.random.Philox(key=options.seed)).permutation(len(servable))
+        self._wanted = Share.parse(settings.canary or "").of(len(servable))
+        order = np.random.Generator(np.random.Philox(key=settings.seed)).permutation(len(servable))
         chosen = [servable[i] for i in order[: 2 * self._wanted + SPARE]]
         self._candidates = {request_key(encoded.prompt.index): encoded for encoded in chosen}
         self._sampled: dict[str, tuple[int, ...]] = {}
@@ -154,13 +155,20 @@ class Canary:
         if finished.key in self._candidates and finished.token_ids:
             self._sampled[finished.key] = finished.token_ids
 
-    def replay(self, run: str, software: str, interrupted: Callable[[], int]) -> Outcome | None:
+    def replay(
+        self,
+        run: str,
+        software: str,
+        interrupted: Callable[[], int],
+        said: Callable[[str], None],
+    ) -> Outcome | None:
         """Replay, compare and commit the table; return what it came to.
 
         Args:
             run: run that is checked; its chains are closed.
             software: program and version.
             interrupted: number of interruptions up to now.
+            said: takes a line on what is being done.
 
         Returns:
             ``None`` when the replay was interrupted.
@@ -168,7 +176,7 @@ class Canary:
         Raises:
             ActdsError: what stopped the replay.
         """
-        catalog = Catalog.read(open_store(self._options.out))
+        catalog = Catalog.read(open_store(self._settings.out))
         requests = _Requests.of(
             catalog, run, {encoded.prompt.row for encoded in self._candidates.values()}
         )
@@ -181,7 +189,7 @@ class Canary:
         chosen = chosen[: self._wanted]
         if not chosen:
             raise _nothing(run, "no finished request with a stored row")
-        print(f"Replaying {len(chosen)} requests alone ...", file=sys.stderr, flush=True)
+        said(f"Replaying {len(chosen)} requests alone ...")
         with self._replayed(chosen, interrupted) as (folder, sampled):
             if sampled is None:
                 return None
@@ -189,7 +197,7 @@ class Canary:
             table, outcome = _compare(catalog, run, requests, alone, chosen)
         if not table.num_rows:
             raise _nothing(run, "no stored row of the requests that were replayed")
-        if self._options.temperature == 0:
+        if self._settings.temperature == 0:
             same = [
                 sampled.get(request_key(e.prompt.index)) == tokens[-1] for e, _, tokens in chosen
             ]
@@ -205,18 +213,19 @@ class Canary:
 
         The tokens are ``None`` when it was interrupted.
         """
-        beside = local_folder(self._options.out)
+        beside = local_folder(self._settings.out)
         parent = beside.absolute().parent if beside else None
         folder = Path(tempfile.mkdtemp(prefix=".actds-canary-", dir=parent))
         try:
-            options = _alone(self._options, folder / "acts")
+            settings = _alone(self._settings, folder / "acts")
+            engine = find_engine(settings.engine).alone(self._plan.engine)
             encoded = tuple(
                 replace(one, token_ids=tokens[:-1], max_tokens=1) for one, _, tokens in chosen
             )
             keys = {request_key(one.prompt.index) for one in encoded}
             client = tuple(prompt for prompt in self._plan.client if prompt.key in keys)
-            plan = replace(self._plan, encoded=encoded, client=client)
-            yield folder / "acts", _run(options, plan, interrupted)
+            plan = replace(self._plan, engine=engine, encoded=encoded, client=client)
+            yield folder / "acts", _run(settings, plan, interrupted)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -231,24 +240,23 @@ def _nothing(run: str, got: str) -> ActdsError:
     )
 
 
-def _alone(options: WriteOptions, out: Path) -> WriteOptions:
-    """Return the options of a replay: the same engine, one request at a time, nothing lost."""
-    return replace(
-        options,
-        out=out,
-        engine=find_engine(options.writer).alone(options.engine),
-        resume=False,
-        canary=None,
-        temperature=0.0,
-        order="sequence",
-        overflow="block",
-        quiet=True,
-        metrics_port=None,
+def _alone(settings: WriteSettings, out: Path) -> WriteSettings:
+    """Return the settings of a replay: the same engine, one request at a time, nothing lost."""
+    return settings.model_copy(
+        update={
+            "out": str(out),
+            "resume": False,
+            "canary": None,
+            "temperature": 0.0,
+            "order": "sequence",
+            "overflow": "block",
+            "metrics_port": None,
+        }
     )
 
 
 def _run(
-    options: WriteOptions, plan: Plan, interrupted: Callable[[], int]
+    settings: WriteSettings, plan: Plan, interrupted: Callable[[], int]
 ) -> dict[str, int] | None:
     """Run the replaying process to its end; return what it sampled, ``None`` if interrupted."""
     process = subprocess.Popen(
@@ -261,7 +269,7 @@ def _run(
     assert process.stdout is not None
     told = interrupted()
     try:
-        pickle.dump((options, plan), process.stdin)
+        pickle.dump((settings, plan), process.stdin)
         process.stdin.close()
         while True:
             try:

@@ -8,13 +8,11 @@ and that no put overwrites.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow.compute as pc
 
@@ -28,10 +26,11 @@ from actds.sealing import runs_with_data
 from actds.store import local_folder, open_for_writing, open_store
 from actds_writers.capture.hooks import parse_hooks
 from actds_writers.capture.probes import plan_readouts
+from actds_writers.config import WriteSettings
 from actds_writers.engines.base import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import Fact, PromptFact
+from actds_writers.model_folder import generation_eos, model_config
 from actds_writers.prompts.encoding import (
     Encoded,
     chat_template_sha256,
@@ -39,75 +38,34 @@ from actds_writers.prompts.encoding import (
     load_tokenizer,
     special_tokens,
 )
-from actds_writers.prompts.records import PromptSet, read_prompts
+from actds_writers.prompts.records import OnBroken, PromptSet, read_prompts
+from actds_writers.provenance import capture_facts, model_facts, observed
 from actds_writers.shards.assembly import SpecialTokens
 from actds_writers.sizing.needs import rows_per_shard
 
-Order = Literal["permuted", "sequence"]
-HASH_CHUNK = 1 << 22
+__all__ = [
+    "Plan",
+    "discard_empty",
+    "finished_rows",
+    "has_dataset",
+    "hold",
+    "is_taken",
+    "make_plan",
+    "request_key",
+]
+
 UNKNOWN_LIMIT = 2**31
-LOOPBACK = "127.0.0.1"
-DEFAULT_RAW_MIB = 64
-"""Smaller shards spend their time in fsync, not in encoding: raw gains nothing there."""
-
-
-@dataclass(frozen=True)
-class WriteOptions:
-    """The arguments of ``actds write``.
-
-    Args:
-        out: where the dataset stands: a folder, or a URI.
-        model: model folder.
-        prompts: prompt source.
-        hooks: hook specification.
-        max_tokens: generated tokens per request at most.
-        temperature: sampling temperature.
-        seed: seed of the engine and of the row order.
-        engine: parsed engine options.
-        resume: whether to go on with ``out``.
-        skip_broken: whether broken prompt records are recorded and left out.
-        order: row order inside a shard.
-        rows_per_shard: rows per shard, ``None`` to choose by memory.
-        ring_mib: size of the host ring.
-        store_dtype: type to store rows in, ``None`` for the type the model computes in.
-        overflow: what happens to a step when the ring is full.
-        staging_mib: size of the staging ring.
-        readouts: whether every computed row leaves readouts.
-        probes: file of the user's probes, ``None`` without.
-        raw_mib: MiB that wait to be committed, from which shards are written raw; 0 never.
-        quiet: whether no progress is shown.
-        metrics_host: where metrics are served.
-        metrics_port: port of the metrics, 0 for a free one, ``None`` to serve none.
-        writer: which engine runs the model.
-        canary: share or number of the requests that are replayed alone, ``None`` for none.
-        check: whether the hooks are checked before the first row.
-    """
-
-    out: str | Path
-    model: Path
-    prompts: str
-    hooks: str
-    max_tokens: int
-    temperature: float
-    seed: int
-    engine: EngineOptions
-    resume: bool
-    skip_broken: bool
-    order: Order
-    rows_per_shard: int | None
-    ring_mib: int
-    store_dtype: str | None
-    overflow: Policy
-    staging_mib: int = 64
-    readouts: bool = True
-    probes: Path | None = None
-    raw_mib: int = DEFAULT_RAW_MIB
-    quiet: bool = False
-    metrics_host: str = LOOPBACK
-    metrics_port: int | None = None
-    writer: str = "vllm"
-    canary: str | None = None
-    check: bool = True
+MUST_AGREE = (
+    "model.config_sha256",
+    "model.weights_sha256",
+    "tokenizer.sha256",
+    "prompts.source",
+    "prompts.n_records",
+    "prompts.sha256",
+    "sampling.temperature",
+    "sampling.max_tokens",
+)
+"""Facts in which a run that goes on with a dataset has to be like those before it."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +73,7 @@ class Plan:
     """A run that is ready to start.
 
     Args:
+        engine: options of the engine.
         hooks: ``(kind, layer)`` of each hook.
         encoded: every prompt with its tokens, or its reason to be skipped.
         client: where every request comes from.
@@ -125,6 +84,7 @@ class Plan:
         probes: the user's probes as the bytes of their file, ``None`` without.
     """
 
+    engine: EngineOptions
     hooks: tuple[tuple[str, int], ...]
     encoded: tuple[Encoded, ...]
     client: tuple[PromptFact, ...]
@@ -135,39 +95,41 @@ class Plan:
     probes: bytes | None
 
 
-def make_plan(options: WriteOptions) -> Plan:
+def make_plan(settings: WriteSettings, engine: EngineOptions) -> Plan:
     """Return the plan of a run; nothing is written and no engine started.
+
+    Args:
+        settings: of the harvest.
+        engine: options of the engine.
 
     Raises:
         ActdsError: E001 to E003, E005, E007, E009, E015, with what to change.
     """
-    config = model_config(options.model)
-    places = parse_hooks(options.hooks, int(config["num_hidden_layers"]))
-    prompts = read_prompts(options.prompts, "skip" if options.skip_broken else "error")
-    tokenizer = load_tokenizer(options.model)
-    encoded = encode(
-        prompts.prompts,
-        tokenizer,
-        _known_limit(options.engine.max_model_len, config),
-        options.max_tokens,
-        "skip" if options.skip_broken else "error",
-    )
+    config = model_config(settings.model)
+    places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
+    on_broken: OnBroken = "skip" if settings.skip_broken else "error"
+    prompts = read_prompts(settings.prompts, on_broken)
+    tokenizer = load_tokenizer(settings.model)
+    limit = _known_limit(engine.max_model_len, config)
+    encoded = encode(prompts.prompts, tokenizer, limit, settings.max_tokens, on_broken)
     d_model, itemsize = int(config["hidden_size"]), 4
-    rows = options.rows_per_shard or rows_per_shard(len(places) * d_model * itemsize)
+    rows = settings.rows_per_shard or rows_per_shard(len(places) * d_model * itemsize)
     readouts, probes = NONE, None
-    if options.readouts:
+    if settings.readouts:
         hooks = [f"{place.kind}.{place.layer}" for place in places]
-        planned, probes = plan_readouts(options.seed, options.probes, hooks, d_model)
+        path = None if settings.probes is None else Path(settings.probes)
+        planned, probes = plan_readouts(settings.seed, path, hooks, d_model)
         readouts = planned.as_field()
     template = chat_template_sha256(prompts.prompts, tokenizer)
     return Plan(
+        engine=engine,
         hooks=tuple((place.kind, place.layer) for place in places),
         encoded=tuple(encoded),
         client=_client(prompts, encoded),
-        tokens=special_tokens(tokenizer, _generation_eos(options.model)),
+        tokens=special_tokens(tokenizer, generation_eos(settings.model)),
         facts=(
-            *_facts(options, prompts, encoded, template, rows),
-            Fact("capture.readouts", readouts, "declared"),
+            *_facts(settings, prompts, encoded, template),
+            *capture_facts(settings, rows, readouts, "all"),
         ),
         rows_per_shard=rows,
         readouts=readouts,
@@ -183,77 +145,6 @@ def _known_limit(asked: object, config: dict[str, Any]) -> int:
     if asked is None and isinstance(own, int) and not config.get("rope_scaling"):
         return own
     return UNKNOWN_LIMIT
-
-
-def model_config(model: Path) -> dict[str, Any]:
-    """Return the parsed ``config.json`` of a model folder, the text part of a composed one.
-
-    Raises:
-        ActdsError: E005 when there is none or it lacks what capture needs.
-    """
-    path = model / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        words = error.strerror if isinstance(error, OSError) else str(error)
-        raise ActdsError(
-            "E005", str(model), got=f"config.json: {words}", expected="a model folder"
-        ) from None
-    text = dict(config.get("text_config", config))
-    fields = ("num_hidden_layers", "hidden_size")
-    if not all(isinstance(text.get(field), int) for field in fields):
-        text.update(_renamed(model))
-    for field in fields:
-        if not isinstance(text.get(field), int):
-            raise ActdsError(
-                "E005", f"{model} config.json", got=f"no {field}", expected="a decoder model"
-            )
-    return text
-
-
-def _renamed(model: Path) -> dict[str, int]:
-    """Return what a configuration calls by other names (``n_layer``, ``d_model``) or leaves out."""
-    try:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # no transformers, a family that it does not know, or a broken file
-    names = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
-    found = {name: getattr(config, name, None) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, int)}
-
-
-def weights_sha256(model: Path) -> str | None:
-    """Return the SHA-256 over the sorted 'name sha256' lines of the weight files.
-
-    ``None`` when the folder holds no weight file.
-
-    Spec: 0.1 section 6.1.
-    """
-    lines = []
-    for path in sorted(model.glob("*.safetensors")) + sorted(model.glob("*.bin")):
-        lines.append(f"{path.name} {_file_sha256(path)}\n")
-    return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else None
-
-
-def _file_sha256(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
-
-
-def _generation_eos(model: Path) -> list[int]:
-    path = model / "generation_config.json"
-    if not path.is_file():
-        return []
-    try:
-        eos = json.loads(path.read_bytes())["eos_token_id"]
-    except (ValueError, KeyError, TypeError):
-        return []  # the tokenizer's own EOS stands
-    return [eos] if isinstance(eos, int) else [int(token) for token in eos or []]
 
 
 def request_key(index: int) -> str:
@@ -276,48 +167,27 @@ def _client(prompts: PromptSet, encoded: list[Encoded]) -> tuple[PromptFact, ...
 
 
 def _facts(
-    options: WriteOptions, prompts: PromptSet, encoded: list[Encoded], template: str, rows: int
-) -> tuple[Fact, ...]:
-    """Return the provenance that only the command knows."""
-    source = prompts.source
-    tokenizer = options.model / "tokenizer.json"
-    skipped = len(prompts.skips) + sum(e.skip is not None for e in encoded)
+    settings: WriteSettings, prompts: PromptSet, encoded: list[Encoded], template: str
+) -> list[Fact]:
+    """Return the provenance of a harvest that serves prompts."""
+    source, model = prompts.source, settings.model
     declared: dict[str, bool | int | str] = {
-        "sampling.temperature": str(options.temperature),
-        "sampling.max_tokens": options.max_tokens,
-        "sampling.seed": options.seed,
-        "capture.method": "forward hook with one custom op per decoder layer",
+        "sampling.temperature": str(settings.temperature),
+        "sampling.max_tokens": settings.max_tokens,
+        "sampling.seed": settings.seed,
         "serving.mode": "offline",
         "prompts.source": source.name,
         "prompts.kind": source.kind,
-        "capture.overflow_policy": options.overflow,
-        "capture.order": options.order,
-        "capture.rows_per_shard": rows,
-        "capture.raw_threshold_nbytes": options.raw_mib << 20,
-        "capture.sampling": "all",
     }
-    observed: dict[str, bool | int | str] = {
-        "tokenizer.chat_template_sha256": template,
-        "prompts.n_records": source.n_records,
-        "prompts.n_skipped": skipped,
-    }
-    facts = [Fact(name, value, "declared") for name, value in declared.items()]
-    facts += [Fact(name, value, "observed") for name, value in observed.items()]
-    facts.append(_or_unknown("prompts.sha256", source.sha256, source.sha256_reason))
-    facts.append(
-        _or_unknown(
-            "model.weights_sha256", weights_sha256(options.model), "the folder has no weight file"
-        )
-    )
-    digest = _file_sha256(tokenizer) if tokenizer.is_file() else None
-    facts.append(_or_unknown("tokenizer.sha256", digest, "the folder has no tokenizer.json"))
-    return tuple(facts)
-
-
-def _or_unknown(name: str, value: str | None, reason: str | None) -> Fact:
-    if value is None:
-        return Fact(name, None, "unknown", reason or "not known")
-    return Fact(name, value, "observed")
+    n_skipped = len(prompts.skips) + sum(e.skip is not None for e in encoded)
+    return [
+        *(Fact(name, value, "declared") for name, value in declared.items()),
+        observed("tokenizer.chat_template_sha256", template),
+        observed("prompts.n_records", source.n_records),
+        observed("prompts.n_skipped", n_skipped),
+        observed("prompts.sha256", source.sha256, source.sha256_reason),
+        *model_facts(model, model, no_tokenizer="the folder has no tokenizer.json"),
+    ]
 
 
 def is_taken(out: str | Path) -> bool:
@@ -371,18 +241,6 @@ def discard_empty(out: str | Path) -> None:
     folder = local_folder(out)
     if folder is not None and not (folder / layout.GENESIS).exists():
         shutil.rmtree(folder, ignore_errors=True)
-
-
-MUST_AGREE = (
-    "model.config_sha256",
-    "model.weights_sha256",
-    "tokenizer.sha256",
-    "prompts.source",
-    "prompts.n_records",
-    "prompts.sha256",
-    "sampling.temperature",
-    "sampling.max_tokens",
-)
 
 
 def finished_rows(folder: str | Path, plan: Plan) -> set[int]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason, DType, Origin
+from actds_writers.sampling import EVERYTHING, LeftOut
 
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -241,23 +242,6 @@ class Secured:
 
 
 # scheduler → census ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """Why rows of a request are not stored, by phase; ``None`` where they are.
-
-    Args:
-        prefill: reason for prompt positions, such as ``sampling:fraction``.
-        decode: reason for generated positions.
-    """
-
-    prefill: str | None = None
-    decode: str | None = None
-
-
-EVERYTHING = LeftOut()
-"""Nothing of the request is left out."""
 
 
 @dataclass(frozen=True)

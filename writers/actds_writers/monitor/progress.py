@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
@@ -26,6 +26,8 @@ from actds_writers.ipc.messages import Progress as Written
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
+
+    from actds_writers.harvest.run import HarvestResult
 
 STAGES = ("staging", "ring", "pool")
 LANE = "readouts"
@@ -396,6 +398,24 @@ class Display:
             self._live.update(format_screen(now, before, self._started), refresh=True)
 
 
+class Observer:
+    """Told how a harvest goes; a subclass does something with what it wants to know."""
+
+    def said(self, line: str) -> None:
+        """Take a line on what is being done."""
+
+    def harvesting(self, snapshot: Callable[[], Snapshot]) -> AbstractContextManager[object]:
+        """Return what is entered while requests are served.
+
+        Args:
+            snapshot: returns the present counters; may be called on any thread.
+        """
+        return nullcontext()
+
+    def ended(self, result: HarvestResult) -> None:
+        """Take the result, also of a harvest that a canary then fails."""
+
+
 class Progress:
     """Shows a harvest while the block runs.
 
@@ -509,6 +529,30 @@ class Totals:
         """Return the positions that the requests owe."""
         return self.captured + self.cache_ref + self.dropped + self.aborted + self.filtered
 
+    def check(self) -> dict[str, int]:
+        """Return what became of the scheduled tokens.
+
+        Raises:
+            ActdsError: E409 when they are not the sum of what became of them.
+
+        Spec: 0.1 section 7.
+        """
+        computed = {
+            "captured": self.captured,
+            "recomputed": self.recomputed,
+            "dropped": self.dropped,
+            "aborted": self.aborted - self.aborted_uncomputed,
+            "filtered": self.filtered,
+        }
+        if sum(computed.values()) != self.scheduled or min(computed.values()) < 0:
+            raise ActdsError(
+                "E409",
+                self.path,
+                got=f"{self.scheduled:,} scheduled tokens",
+                expected=f"{sum(computed.values()):,} = {_sum(computed)}",
+            )
+        return computed
+
 
 def format_summary(totals: Totals) -> str:
     """Return the last lines of a harvest.
@@ -518,20 +562,7 @@ def format_summary(totals: Totals) -> str:
 
     Spec: 0.1 section 7.
     """
-    computed = {
-        "captured": totals.captured,
-        "recomputed": totals.recomputed,
-        "dropped": totals.dropped,
-        "aborted": totals.aborted - totals.aborted_uncomputed,
-        "filtered": totals.filtered,
-    }
-    if sum(computed.values()) != totals.scheduled or min(computed.values()) < 0:
-        raise ActdsError(
-            "E409",
-            totals.path,
-            got=f"{totals.scheduled:,} scheduled tokens",
-            expected=f"{sum(computed.values()):,} = {_sum(computed)}",
-        )
+    computed = totals.check()
     positions = {
         "captured": totals.captured,
         "cache_ref": totals.cache_ref,

@@ -86,10 +86,10 @@ class Writer:
         buffers = [ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)]
         plan = CommitPlan(
             settings.run,
-            settings.order,
-            settings.seed,
+            settings.harvest.order,
+            settings.harvest.seed,
             settings.n_threads,
-            settings.raw_threshold_nbytes,
+            settings.harvest.raw_threshold_nbytes,
         )
         self._committer = Committer(store, self._chain, plan, buffers, self._make_durable)
         self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}

@@ -21,6 +21,7 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.format import arrays
 from actds.store import open_store
+from actds_writers.config import MIB
 from actds_writers.sizing.needs import (
     Geometry,
     Load,
@@ -171,7 +172,6 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-MIB = 1 << 20
 RING_HEADROOM = 1.25
 """Rings are taken in slices of whole steps, and a slice must not wrap around the end."""
 

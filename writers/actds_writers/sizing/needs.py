@@ -25,6 +25,9 @@ NARROW_STEPS = 4
 NARROW_NBYTES = 4 << 20
 """Steps of the largest size whose identity and readouts may wait on the device, and bytes of them
 at least: only a full lane should ever make the engine wait for these."""
+LANE_NBYTES = 32 << 20
+"""Readouts that may wait for the writer, before they make the engine wait: a disk that stands
+still costs rows under a drop policy, and never a readout."""
 N_BUFFERS = 3
 """Two phases being filled, and one that is being committed."""
 TOKEN_COLUMNS_NBYTES = 28

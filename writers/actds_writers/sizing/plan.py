@@ -1,131 +1,287 @@
-"""Plan page: the answer of ``actds plan`` as a page for a person and as facts for a program.
-
-Before the token's way; pure.
-"""
+"""The plan of a harvest: what it needs at every stage, as a page and as facts for a program."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from actds.errors import ActdsError
+from actds.store import open_store
 from actds.text import format_nbytes, format_seconds
-from actds_writers.sizing.machine import MIB, Capacity, Machine
-from actds_writers.sizing.needs import Load, Overhead, census_nbytes
+from actds_writers.capture.hooks import parse_hooks
+from actds_writers.config import MIB, PlanSettings, keywords_of
+from actds_writers.model_folder import model_config
+from actds_writers.sizing.machine import (
+    Capacity,
+    Machine,
+    capacity,
+    machine,
+    measure,
+    usual_threads,
+)
+from actds_writers.sizing.needs import (
+    LANE_NBYTES,
+    MEASURED,
+    Burst,
+    Geometry,
+    Load,
+    Overhead,
+    Profile,
+    Sizes,
+    census_nbytes,
+    read_profile,
+    rows_per_shard,
+)
 
-__all__ = ["as_json", "page", "write_options"]
+__all__ = ["PlanResult", "plan"]
 
 LABEL = 9
 FOLD = 76
+DTYPE_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+USUAL_LOAD = {
+    "prefill": 0.0,
+    "decode": 0.0,
+    "tokens_per_request": 512.0,
+    "tokens_per_step": 512.0,
+}
 
 
-def write_options(found: Capacity, hooks: str | None, model: str | None) -> list[str]:
-    """Return the ``actds write`` command that follows, as words."""
-    words = ["actds", "write", "OUT", "--model", model or "FOLDER", "--prompts", "SOURCE"]
-    words += ["--hooks", hooks or "HOOKS"]
-    words += ["--engine-arg", f"max_num_batched_tokens={found.sizes.max_step_rows}"]
-    words += ["--rows-per-shard", str(found.sizes.rows_per_shard)]
-    words += ["--ring-mib", str(max(1, -(-found.sizes.ring_nbytes // MIB)))]
-    words += ["--staging-mib", str(max(1, -(-found.sizes.staging_nbytes // MIB)))]
-    return [*words, "--overflow", "block"]
-
-
-def page(
-    found: Capacity, machine: Machine, overhead: Overhead, n_tokens: int, command: list[str]
-) -> list[str]:
-    """Return the page, line by line.
+@dataclass(frozen=True)
+class PlanResult:
+    """What a harvest needs.
 
     Args:
-        found: the answer.
-        machine: its rates.
-        overhead: bytes beside the rows, and their source.
-        n_tokens: tokens that are to be stored.
-        command: as ``write_options`` returns it.
+        settings: what was asked.
+        capacity: stage by stage what the load needs, and which stage saturates first.
+        machine: the rates it was held against.
+        measured: the rates that were measured, in GB/s by name.
+        overhead: bytes beside the rows, and where the figures come from.
+        profile: what an earlier harvest says of the load, ``None`` without one.
     """
-    g, load = found.geometry, found.load
-    bursts = ", ".join(f"{b.factor:.3g}x for {b.seconds:g} s" for b in load.bursts) or "none"
-    rates = ", ".join(
-        f"{name} {rate.gbps:.3g} ({rate.origin})" for name, rate in machine.rates.items()
-    )
-    rates = f"{rates} GB/s"
-    lines = [
-        _line("row", f"{g.row_nbytes:,} bytes per token: {g.n_hooks} hooks x {g.d_model} channels "
-              f"x {g.itemsize} bytes"),
-        _line("load", f"{load.mean:,.0f} tokens/s = {load.prefill:,.0f} prefill + "
-              f"{load.decode:,.0f} decode"),
-        _line("bursts", bursts),
-        "",
-        f"{'stage':<{LABEL}}{'what':<22}{'bytes/token':>11}{'mean':>12}{'burst':>12}"
-        f"{'tokens/s':>12}",
-    ]  # fmt: skip
-    for stage in found.stages:
-        limit = "-" if math.isinf(stage.max_tokens) else _tokens(stage.max_tokens)
-        lines.append(
-            f"{stage.name:<{LABEL}}{stage.what:<22}{stage.nbytes_per_token:>11,.0f}"
-            f"{_rate(stage.gbps(load.mean)):>12}{_rate(stage.gbps(load.peak)):>12}{limit:>12}"
+
+    settings: PlanSettings
+    capacity: Capacity
+    machine: Machine
+    measured: dict[str, float]
+    overhead: Overhead
+    profile: Profile | None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether every stage carries the mean load."""
+        return self.capacity.fits
+
+    @property
+    def command(self) -> list[str]:
+        """Return the ``actds write`` command that follows, as words."""
+        asked, sizes = self.settings, self.capacity.sizes
+        model = "FOLDER" if asked.model is None else str(asked.model)
+        words = ["actds", "write", "OUT", "--model", model, "--prompts", "SOURCE"]
+        words += ["--hooks", asked.hooks or "HOOKS"]
+        words += ["--engine-arg", f"max_num_batched_tokens={sizes.max_step_rows}"]
+        words += ["--rows-per-shard", str(sizes.rows_per_shard)]
+        words += ["--ring-mib", str(max(1, -(-sizes.ring_nbytes // MIB)))]
+        words += ["--staging-mib", str(max(1, -(-sizes.staging_nbytes // MIB)))]
+        return [*words, "--overflow", "block"]
+
+    def lines(self) -> list[str]:
+        """Return the page, line by line."""
+        found, overhead, n_tokens = self.capacity, self.overhead, self.settings.tokens
+        g, load = found.geometry, found.load
+        bursts = ", ".join(f"{b.factor:.3g}x for {b.seconds:g} s" for b in load.bursts) or "none"
+        rates = ", ".join(
+            f"{name} {rate.gbps:.3g} ({rate.origin})" for name, rate in self.machine.rates.items()
         )
-    lines += [_line("rates", rates), "", *_bottleneck(found), ""]
-    lines += [*_needs(found, overhead, n_tokens), "", *_stalls(found), "", *_folded(command)]
-    return lines
+        rates = f"{rates} GB/s"
+        lines = [
+            _line("row", f"{g.row_nbytes:,} bytes per token: {g.n_hooks} hooks x {g.d_model} "
+                  f"channels x {g.itemsize} bytes"),
+            _line("load", f"{load.mean:,.0f} tokens/s = {load.prefill:,.0f} prefill + "
+                  f"{load.decode:,.0f} decode"),
+            _line("bursts", bursts),
+            "",
+            f"{'stage':<{LABEL}}{'what':<22}{'bytes/token':>11}{'mean':>12}{'burst':>12}"
+            f"{'tokens/s':>12}",
+        ]  # fmt: skip
+        for stage in found.stages:
+            limit = "-" if math.isinf(stage.max_tokens) else _tokens(stage.max_tokens)
+            lines.append(
+                f"{stage.name:<{LABEL}}{stage.what:<22}{stage.nbytes_per_token:>11,.0f}"
+                f"{_rate(stage.gbps(load.mean)):>12}{_rate(stage.gbps(load.peak)):>12}{limit:>12}"
+            )
+        lines += [_line("rates", rates), "", *_bottleneck(found), ""]
+        lines += [
+            *_needs(found, overhead, n_tokens),
+            "",
+            *_stalls(found),
+            "",
+            *_folded(self.command),
+        ]
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same facts, without infinities: what has no limit is null."""
+        found, machine, overhead = self.capacity, self.machine, self.overhead
+        n_tokens = self.settings.tokens
+        memory = found.memory
+        return {
+            "geometry": {**asdict(found.geometry), "row_nbytes": found.geometry.row_nbytes},
+            "load": {**asdict(found.load), "mean": found.load.mean, "peak": found.load.peak},
+            "stages": [
+                {
+                    "name": stage.name,
+                    "nbytes_per_token": stage.nbytes_per_token,
+                    "mean_gbps": stage.gbps(found.load.mean),
+                    "burst_gbps": stage.gbps(found.load.peak),
+                    "max_tokens_per_s": _finite(stage.max_tokens),
+                    "rate": stage.origin,
+                }
+                for stage in found.stages
+            ],
+            "rates": {name: asdict(rate) for name, rate in machine.rates.items()},
+            "n_threads": machine.n_threads,
+            "bottleneck": found.bottleneck.name,
+            "fits_mean": found.fits,
+            "fits_burst": found.fits_burst,
+            "sustained_share": found.sustained_share,
+            "disk": {
+                "nbytes_per_token": found.stored_nbytes,
+                "by_part": found.stored,
+                "n_tokens": n_tokens,
+                "nbytes": found.stored_nbytes * n_tokens,
+                "ratio": overhead.ratio,
+                "source": overhead.source,
+            },
+            "ring": {
+                "burst_nbytes": _finite(found.ring_burst_nbytes),
+                "stall_nbytes": _finite(found.ring_stall_nbytes),
+                "nbytes": _finite(found.ring_nbytes),
+                "stall_s": found.stall_s,
+            },
+            "memory": {
+                **asdict(memory),
+                "device_nbytes": memory.device_nbytes,
+                "shared_nbytes": memory.shared_nbytes,
+                "writer_nbytes": memory.writer_nbytes,
+                "nbytes": memory.nbytes,
+                "census_nbytes": _census_nbytes(found.load, n_tokens),
+            },
+            "stalls": [
+                {name: _finite(value) for name, value in asdict(stall).items()}
+                for stall in found.stalls
+            ],
+            "options": self.command,
+        }
 
 
-def as_json(
-    found: Capacity, machine: Machine, overhead: Overhead, n_tokens: int, command: list[str]
-) -> dict[str, Any]:
-    """Return the same facts, without infinities: what has no limit is null."""
-    memory = found.memory
-    return {
-        "format": "actds.plan",
-        "version": "1",
-        "geometry": {**asdict(found.geometry), "row_nbytes": found.geometry.row_nbytes},
-        "load": {**asdict(found.load), "mean": found.load.mean, "peak": found.load.peak},
-        "stages": [
-            {
-                "name": stage.name,
-                "nbytes_per_token": stage.nbytes_per_token,
-                "mean_gbps": stage.gbps(found.load.mean),
-                "burst_gbps": stage.gbps(found.load.peak),
-                "max_tokens_per_s": _finite(stage.max_tokens),
-                "rate": stage.origin,
-            }
-            for stage in found.stages
-        ],
-        "rates": {name: asdict(rate) for name, rate in machine.rates.items()},
-        "n_threads": machine.n_threads,
-        "bottleneck": found.bottleneck.name,
-        "fits_mean": found.fits,
-        "fits_burst": found.fits_burst,
-        "sustained_share": found.sustained_share,
-        "disk": {
-            "nbytes_per_token": found.stored_nbytes,
-            "by_part": found.stored,
-            "n_tokens": n_tokens,
-            "nbytes": found.stored_nbytes * n_tokens,
-            "ratio": overhead.ratio,
-            "source": overhead.source,
-        },
-        "ring": {
-            "burst_nbytes": _finite(found.ring_burst_nbytes),
-            "stall_nbytes": _finite(found.ring_stall_nbytes),
-            "nbytes": _finite(found.ring_nbytes),
-            "stall_s": found.stall_s,
-        },
-        "memory": {
-            **asdict(memory),
-            "device_nbytes": memory.device_nbytes,
-            "shared_nbytes": memory.shared_nbytes,
-            "writer_nbytes": memory.writer_nbytes,
-            "nbytes": memory.nbytes,
-            "census_nbytes": _census_nbytes(found.load, n_tokens),
-        },
-        "stalls": [
-            {name: _finite(value) for name, value in asdict(stall).items()}
-            for stall in found.stalls
-        ],
-        "options": command,
+@keywords_of(PlanSettings)
+def plan(**settings: Any) -> PlanResult:
+    """Size a harvest: bytes per second at every stage, disk, rings, memory.
+
+    Args:
+        settings: the fields of ``PlanSettings``, the options of ``actds plan``.
+
+    Raises:
+        ActdsError: E005 no model, E007 unknown hook, E009 what is missing or cannot be used, E503
+            a disk that refuses to be measured; what is wrong with the dataset of ``profile``.
+
+    Example:
+        >>> found = actds.plan(
+        ...     d_model=2048, layers=24, hooks="resid_post:10,20",
+        ...     prefill_rate=9_000, decode_rate=1_000, bursts=["4:10"],
+        ... )
+        >>> found.capacity.bottleneck.name
+        'pool'
+    """
+    asked = PlanSettings.of(settings)
+    geometry = _geometry(asked)
+    load, overhead, profile = _load(asked)
+    sizes = Sizes(
+        max_step_rows=asked.max_step_rows,
+        rows_per_shard=asked.rows_per_shard or rows_per_shard(geometry.row_nbytes),
+        ring_nbytes=(asked.ring_mib or 0) * MIB,
+        staging_nbytes=asked.staging_mib * MIB,
+        lane_nbytes=LANE_NBYTES,
+    )
+    names = ("d2h", "copy", "encode", "disk")
+    measured = {} if asked.measure is None else measure(asked.measure)
+    given = {name: getattr(asked, f"{name}_gbps") for name in names}
+    rates = machine(given, measured, asked.threads or usual_threads())
+    found = capacity(geometry, sizes, load, rates, overhead, stall_s=asked.stall)
+    return PlanResult(asked, found, rates, measured, overhead, profile)
+
+
+def _geometry(asked: PlanSettings) -> Geometry:
+    """Return what a token is, from a model folder or from numbers.
+
+    Raises:
+        ActdsError: E005 no model, E007 unknown hook, E009 neither folder nor numbers.
+    """
+    d_model, layers = asked.d_model, asked.layers
+    dtype: str = asked.dtype or "bfloat16"
+    if asked.model is not None:
+        config = model_config(asked.model)
+        d_model = d_model or int(config["hidden_size"])
+        layers = layers or int(config["num_hidden_layers"])
+        own = str(config.get("dtype") or config.get("torch_dtype"))
+        dtype = asked.dtype or (own if own in DTYPE_NBYTES else "bfloat16")
+    if d_model is None or layers is None:
+        raise ActdsError(
+            "E009",
+            "--model",
+            got="no model folder, and no --d-model with --layers",
+            expected="one or the other",
+        )
+    places = parse_hooks(asked.hooks, layers)
+    return Geometry(len(places), d_model, DTYPE_NBYTES[dtype], asked.readouts)
+
+
+def _load(asked: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
+    """Return load and bytes: given before measured before assumed.
+
+    Raises:
+        ActdsError: E009 when no rate is known; as ``read_profile``.
+    """
+    given = {
+        "prefill": asked.prefill_rate,
+        "decode": asked.decode_rate,
+        "tokens_per_request": asked.tokens_per_request,
+        "tokens_per_step": asked.tokens_per_step,
     }
+    known = {name: value for name, value in given.items() if value is not None}
+    bursts = tuple(_burst(text) for text in asked.bursts)
+    if asked.profile is not None:
+        profile = read_profile(open_store(asked.profile))
+        load = profile.load
+        facts = {name: getattr(load, name) for name in given}
+        load = Load(**{**facts, **known}, bursts=bursts or load.bursts)
+        return load, profile.overhead, profile
+    if not known.get("prefill", 0.0) + known.get("decode", 0.0):
+        raise ActdsError(
+            "E009",
+            "--prefill-rate, --decode-rate",
+            got="no rate",
+            expected="tokens per second, or --profile DATASET",
+        )
+    return Load(**{**USUAL_LOAD, **known}, bursts=bursts), MEASURED, None
+
+
+def _burst(text: str) -> Burst:
+    try:
+        factor, seconds = (float(part) for part in text.split(":"))
+    except ValueError:
+        factor = seconds = 0.0
+    if not (1.0 <= factor < 1e6 and 0.0 < seconds < 1e9):
+        raise ActdsError(
+            "E009",
+            "--burst",
+            got=ascii(text)[:80],
+            expected="FACTOR:SECONDS with a factor of at least 1, for example 4:10",
+        )
+    return Burst(factor, seconds)
 
 
 def _line(label: str, words: str) -> str:

@@ -1,25 +1,17 @@
-"""Provenance as the transformers writer sees it: read from the loaded model and its cache.
+"""What the transformers engine says of itself in the run record.
 
-What this engine does not have is recorded as absent: false, or unknown with the reason.
+What it does not have is recorded as absent: false, or unknown with the reason.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from actds_writers.capture.op import decoder_layers
 from actds_writers.engines.transformers.options import Options
 from actds_writers.ipc.messages import Fact
+from actds_writers.provenance import Readers, engine_facts, observed
 
-Value = bool | int | str | None
 NO_BLOCKS = "a transformers cache has no blocks"
 
 
@@ -51,18 +43,11 @@ def observe(
 
     name = f"{engine.__module__}.{engine.__qualname__}"
     quantization = getattr(model.config, "quantization_config", None)
-    readers: dict[str, Callable[[], Value]] = {
+    readers: Readers = {
         "engine.name": lambda: "transformers",
         "engine.version": version,
         "engine.runner": lambda: name,
         "engine.scheduler": lambda: name,
-        "engine.own_process": lambda: os.getpid() != client_pid,
-        "model.name": lambda: folder.name,
-        "model.architecture": lambda: type(model).__name__,
-        "model.config_sha256": lambda: hashlib.sha256(
-            (folder / "config.json").read_bytes()
-        ).hexdigest(),
-        "model.n_layers": lambda: len(decoder_layers(model)),
         "model.d_model": lambda: int(model.config.get_text_config().hidden_size),
         "model.quantization": lambda: str(
             getattr(quantization, "quant_method", None) or quantization or "none"
@@ -71,9 +56,6 @@ def observe(
         "numerics.kv_cache_dtype": lambda: _cache_dtype(cache),
         "numerics.kv_cache_class": lambda: type(cache).__name__,
         "numerics.attention_backend": lambda: str(model.config._attn_implementation),
-        "numerics.device": lambda: str(model.device.type),
-        "numerics.matmul_precision": torch.get_float32_matmul_precision,
-        "numerics.deterministic": torch.are_deterministic_algorithms_enabled,
         "serving.enforce_eager": lambda: not hasattr(model, "_orig_mod"),
         "serving.compilation_mode": lambda: "NONE",
         "serving.cudagraph_mode": lambda: "NONE",
@@ -87,26 +69,14 @@ def observe(
         "serving.pipeline_parallel": lambda: 1,
         "serving.data_parallel": lambda: 1,
         "serving.speculative_method": lambda: "none",
-        "machine.platform": lambda: f"{platform.system()} {platform.machine()}",
-        "machine.processor": lambda: _processor(model.device),
-        "machine.python": lambda: sys.version.split()[0],
-        "machine.torch": lambda: str(torch.__version__),
     }
     absent = ("serving.block_size", "serving.n_kv_blocks")
     return (
-        *(_read(field, reader) for field, reader in readers.items()),
-        *(Fact(field, None, "unknown", NO_BLOCKS) for field in absent),
+        *engine_facts(
+            readers, model=model, folder=folder, device=model.device, client_pid=client_pid
+        ),
+        *(observed(field, None, NO_BLOCKS) for field in absent),
     )
-
-
-def _read(name: str, reader: Callable[[], Value]) -> Fact:
-    try:
-        value = reader()
-    except (AttributeError, KeyError, ImportError, OSError, TypeError, ValueError) as error:
-        return Fact(name, None, "unknown", f"not readable: {type(error).__name__}: {error}"[:500])
-    if value is None:
-        return Fact(name, None, "unknown", "the engine does not set it")
-    return Fact(name, value, "observed")
 
 
 def _cache_dtype(cache: Any) -> str:
@@ -115,12 +85,3 @@ def _cache_dtype(cache: Any) -> str:
         if keys is not None:
             return str(keys.dtype).removeprefix("torch.")
     raise AttributeError("no attention layer in the cache")
-
-
-def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

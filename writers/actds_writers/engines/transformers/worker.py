@@ -70,7 +70,7 @@ class Capture:
                 expected="a model whose decoder layers are found by that name",
             )
         d_model = int(model.config.get_text_config().hidden_size)
-        stored: DType = link.store_dtype or computed  # type: ignore[assignment]
+        stored: DType = link.settings.store_dtype or computed
         self._hooks = tuple(
             HookSpec(f"{kind}.{layer}", kind, layer, d_model, stored) for kind, layer in link.hooks
         )
@@ -86,7 +86,7 @@ class Capture:
             directions=directions(link, len(self._hooks), d_model),
         )
         self._cast = "none" if computed == stored else f"{computed} to {stored}, nearest even"
-        if link.check:
+        if link.settings.check:
             found = check_hooks(model, self._buffers, self._hooks, self._max_rows)
             self._check_fact = found.fact()
         self._stages = Stages(link, self._buffers, self._hooks, self._max_rows)

@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -28,7 +28,6 @@ from actds_writers.engines.base import (
     EngineValue,
     Finished,
     bad_option,
-    parse_words,
 )
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
@@ -186,14 +185,13 @@ class Vllm(EngineKind):
         refuse_options(given)
         return super().options(given)
 
-    def parse(self, words: Sequence[str]) -> EngineOptions:
-        """Return the options of ``key=value`` words, their names held against the installed vLLM.
+    def checked(self, given: Mapping[str, object]) -> EngineOptions:
+        """Return options whose names are held against what the installed vLLM takes.
 
         Raises:
             ActdsError: as ``options``; E009 for a name that vLLM does not know, E011 when it is
                 not installed.
         """
-        given = parse_words(words)
         options = self.options(given)  # a typing error needs no engine to be found
         known = argument_names() if given else frozenset()
         for key in given:

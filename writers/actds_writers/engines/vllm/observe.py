@@ -1,25 +1,12 @@
-"""Provenance as the worker sees it: effective values, not what was asked for.
-
-A configuration flag is not a fact. Every field is read from the loaded model, the runner or the
-configuration after vLLM resolved it; what cannot be read is unknown, with the reason.
-"""
+"""What vLLM says of itself in the run record, read in its worker after everything is resolved."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from actds_writers.capture.op import decoder_layers
 from actds_writers.ipc.messages import Fact
-
-Value = bool | int | str
+from actds_writers.provenance import Readers, engine_facts
 
 
 def observe(worker: Any, client_pid: int) -> tuple[Fact, ...]:
@@ -30,27 +17,22 @@ def observe(worker: Any, client_pid: int) -> tuple[Fact, ...]:
         client_pid: process that started the engine.
     """
     runner, config = worker.model_runner, worker.vllm_config
-    readers: dict[str, Callable[[], Value]] = {
-        **_engine(runner, config, client_pid),
+    readers: Readers = {
+        **_engine(runner, config),
         **_model(runner, config),
         **_numerics(runner, config),
         **_serving(config),
-        **_machine(runner),
     }
-    return tuple(_read(name, reader) for name, reader in readers.items())
+    return engine_facts(
+        readers,
+        model=runner.model,
+        folder=Path(config.model_config.model),
+        device=runner.device,
+        client_pid=client_pid,
+    )
 
 
-def _read(name: str, reader: Callable[[], Value]) -> Fact:
-    try:
-        value = reader()
-    except (AttributeError, KeyError, ImportError, OSError, TypeError, ValueError) as error:
-        return Fact(name, None, "unknown", f"not readable: {type(error).__name__}: {error}"[:500])
-    if value is None:
-        return Fact(name, None, "unknown", "the engine does not set it")
-    return Fact(name, value, "observed")
-
-
-def _engine(runner: Any, config: Any, client_pid: int) -> dict[str, Callable[[], Value]]:
+def _engine(runner: Any, config: Any) -> Readers:
     def version() -> str:
         import vllm
 
@@ -65,26 +47,18 @@ def _engine(runner: Any, config: Any, client_pid: int) -> dict[str, Callable[[],
         "engine.version": version,
         "engine.runner": lambda: f"{type(runner).__module__}.{type(runner).__qualname__}",
         "engine.scheduler": scheduler,
-        "engine.own_process": lambda: os.getpid() != client_pid,
     }
 
 
-def _model(runner: Any, config: Any) -> dict[str, Callable[[], Value]]:
-    folder = Path(config.model_config.model)
+def _model(runner: Any, config: Any) -> Readers:
     return {
-        "model.name": lambda: folder.name,
-        "model.architecture": lambda: type(runner.model).__name__,
-        "model.config_sha256": lambda: hashlib.sha256(
-            (folder / "config.json").read_bytes()
-        ).hexdigest(),
-        "model.n_layers": lambda: len(decoder_layers(runner.model)),
         "model.d_model": lambda: int(runner.model_config.get_hidden_size()),
         "model.quantization": lambda: str(config.model_config.quantization or "none"),
         "model.load_format": lambda: str(config.load_config.load_format),
     }
 
 
-def _numerics(runner: Any, config: Any) -> dict[str, Callable[[], Value]]:
+def _numerics(runner: Any, config: Any) -> Readers:
     def attention() -> str:
         for layer in config.compilation_config.static_forward_context.values():
             backend = getattr(layer, "attn_backend", None)
@@ -100,13 +74,10 @@ def _numerics(runner: Any, config: Any) -> dict[str, Callable[[], Value]]:
         "numerics.dtype": lambda: str(runner.model_config.dtype).removeprefix("torch."),
         "numerics.kv_cache_dtype": lambda: kv_dtype().removeprefix("torch."),
         "numerics.attention_backend": attention,
-        "numerics.device": lambda: str(runner.device.type),
-        "numerics.matmul_precision": torch.get_float32_matmul_precision,
-        "numerics.deterministic": torch.are_deterministic_algorithms_enabled,
     }
 
 
-def _serving(config: Any) -> dict[str, Callable[[], Value]]:
+def _serving(config: Any) -> Readers:
     cache, scheduler = config.cache_config, config.scheduler_config
     parallel, compilation = config.parallel_config, config.compilation_config
     speculative = config.speculative_config
@@ -130,21 +101,4 @@ def _serving(config: Any) -> dict[str, Callable[[], Value]]:
         "serving.pipeline_parallel": lambda: int(parallel.pipeline_parallel_size),
         "serving.data_parallel": lambda: int(parallel.data_parallel_size),
         "serving.speculative_method": lambda: str(speculative.method) if speculative else "none",
-    }
-
-
-def _machine(runner: Any) -> dict[str, Callable[[], Value]]:
-    def processor() -> str:
-        if runner.device.type == "cuda":
-            return str(torch.cuda.get_device_name(runner.device))
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-        return platform.processor() or platform.machine()
-
-    return {
-        "machine.platform": lambda: f"{platform.system()} {platform.machine()}",
-        "machine.processor": processor,
-        "machine.python": lambda: sys.version.split()[0],
-        "machine.torch": lambda: str(torch.__version__),
     }

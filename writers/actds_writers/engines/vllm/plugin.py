@@ -227,7 +227,7 @@ def _wrap_worker() -> None:
 
             self._actds = WorkerCapture(self, _link)
             _closers.append(self._actds.close)
-        if _link is not None and _link.check:
+        if _link is not None and _link.settings.check:
             _check_when_set_up(self)
         return result
 

@@ -18,15 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from actds.errors import ActdsError
-from actds_writers.harvest.sampling import Labels, SamplingRules
 from actds_writers.ipc.messages import (
-    EVERYTHING,
-    LeftOut,
     Reference,
     RequestArrived,
     RequestFinished,
     StepScheduled,
 )
+from actds_writers.sampling import EVERYTHING, Labels, LeftOut, SamplingRules
 
 DIGEST_NBYTES = 16
 """Bytes kept of each prefix-block digest."""

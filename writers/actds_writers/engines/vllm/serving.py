@@ -22,13 +22,14 @@ from actds.format.readouts import NONE
 from actds.schema.v0_1 import Genesis
 from actds.store import local_folder, open_store
 from actds_writers.capture.hooks import HookPlace, parse_hooks
-from actds_writers.config import WriterSettings
+from actds_writers.config import LiveSettings, WriterSettings
 from actds_writers.engines.base import OPTION
 from actds_writers.engines.vllm.engine import refuse_options
-from actds_writers.harvest.live import LiveRun, LiveSettings, parse_live_settings
+from actds_writers.harvest.live import LiveRun, parse_live_settings
 from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.messages import Fact
+from actds_writers.provenance import capture_facts, model_facts, observed
 from actds_writers.shards.assembly import SpecialTokens
 
 log = logging.getLogger("vllm.actds")
@@ -54,23 +55,19 @@ def start(config: Any, document: Any) -> LiveRun:
     n_layers = int(model.hf_text_config.num_hidden_layers)
     places = parse_hooks(settings.hooks, n_layers)
     out = _destination(settings.out)
+    settings = settings.model_copy(update={"out": out})
     lock = hold(out, shared=True)
     try:
         _compare_hooks(out, places)
         readouts, probes = _readouts(settings, places, int(model.get_hidden_size()))
-        writer = _writer_settings(settings, model, out, len(places), readouts)
+        writer = _writer_settings(settings, model, len(places), readouts)
         pipeline = Pipeline(
-            tuple((place.kind, place.layer) for place in places),
-            settings.store_dtype,
-            settings.overflow,
-            settings.ring_mib << 20,
             writer,
+            tuple((place.kind, place.layer) for place in places),
             # Of an engine core in a process of its own, the client is the parent.
             os.getppid() if multiprocessing.parent_process() is not None else os.getpid(),
             lock,
-            staging_nbytes=settings.staging_mib << 20,
             probes=probes,
-            check=settings.check,
         )
     except BaseException:
         os.close(lock)
@@ -217,13 +214,13 @@ def _readouts(
 
 
 def _writer_settings(
-    settings: LiveSettings, model: Any, out: str, n_hooks: int, readouts: str
+    settings: LiveSettings, model: Any, n_hooks: int, readouts: str
 ) -> WriterSettings:
     from actds_writers.sizing.needs import rows_per_shard
 
     rows = settings.rows_per_shard or rows_per_shard(n_hooks * int(model.get_hidden_size()) * 4)
     return WriterSettings(
-        root=out,
+        harvest=settings,
         dataset=secrets.token_hex(16),
         run=layout.new_id("r"),
         resume=False,
@@ -232,72 +229,44 @@ def _writer_settings(
         facts=tuple(_facts(settings, model, rows, readouts)),
         tokens=_special_tokens(model),
         rows_per_shard=rows,
-        order=settings.order,
-        seed=settings.seed,
         # The engine needs the machine more than the writer does.
         n_threads=max(1, (os.cpu_count() or 2) // 4),
         shared=True,
-        raw_threshold_nbytes=settings.raw_mib << 20,
         readouts=readouts,
     )
 
 
 def _special_tokens(model: Any) -> SpecialTokens:
-    from actds_writers.harvest.prepare import _generation_eos
+    from actds_writers.model_folder import generation_eos
     from actds_writers.prompts.encoding import load_tokenizer, special_tokens
 
     if model.skip_tokenizer_init:
         return SpecialTokens()
     folder = Path(model.model)
-    return special_tokens(load_tokenizer(Path(model.tokenizer)), _generation_eos(folder))
+    return special_tokens(load_tokenizer(Path(model.tokenizer)), generation_eos(folder))
 
 
 def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list[Fact]:
-    """Return the provenance that only this side knows."""
-    declared: dict[str, bool | int | str] = {
-        "capture.method": "forward hook with one custom op per decoder layer",
-        "capture.overflow_policy": settings.overflow,
-        "capture.order": settings.order,
-        "capture.rows_per_shard": rows,
-        "capture.raw_threshold_nbytes": settings.raw_mib << 20,
-        "capture.sampling": settings.rules().describe(),
-        "capture.readouts": readouts,
+    """Return the provenance of a harvest whose prompts come from clients."""
+    unknown = {
+        "sampling.temperature": PER_REQUEST,
+        "sampling.max_tokens": PER_REQUEST,
+        "tokenizer.chat_template_sha256": "applied by the server, and a client may send its own",
+        **{f"prompts.{n}": LIVE_TRAFFIC for n in ("source", "sha256", "n_records", "n_skipped")},
     }
-    facts = [Fact(name, value, "declared") for name, value in declared.items()]
-    facts += [
-        Fact("serving.mode", "live", "observed"),
-        Fact("sampling.seed", int(model.seed or 0), "observed"),
-        Fact("sampling.temperature", None, "unknown", PER_REQUEST),
-        Fact("sampling.max_tokens", None, "unknown", PER_REQUEST),
-        Fact(
-            "tokenizer.chat_template_sha256",
-            None,
-            "unknown",
-            "applied by the server, and a client may send its own",
-        ),
-    ]
-    facts += [
-        Fact(f"prompts.{name}", None, "unknown", LIVE_TRAFFIC)
-        for name in ("source", "sha256", "n_records", "n_skipped")
-    ]
-    return [*facts, *_model_facts(settings, model)]
-
-
-def _model_facts(settings: LiveSettings, model: Any) -> list[Fact]:
-    from actds_writers.harvest.prepare import _file_sha256, _or_unknown, weights_sha256
-
-    folder, tokenizer = Path(model.model), Path(str(model.tokenizer)) / "tokenizer.json"
-    weights, why = None, "weights_digest is false"
-    if not folder.is_dir():
-        why = "the model was named by its repository; see model.revision"
-    elif settings.weights_digest:
-        weights, why = weights_sha256(folder), "the folder has no weight file"
-    digest = _file_sha256(tokenizer) if tokenizer.is_file() else None
     facts = [
-        _or_unknown("model.weights_sha256", weights, why),
-        _or_unknown("tokenizer.sha256", digest, "no tokenizer.json in a folder of this machine"),
+        *capture_facts(settings, rows, readouts, settings.rules().describe()),
+        observed("serving.mode", "live"),
+        observed("sampling.seed", int(model.seed or 0)),
+        *(observed(name, None, reason) for name, reason in unknown.items()),
+        *model_facts(
+            Path(model.model),
+            Path(str(model.tokenizer)),
+            weights=settings.weights_digest,
+            no_tokenizer="no tokenizer.json in a folder of this machine",
+        ),
     ]
     revision = getattr(model.hf_config, "_commit_hash", None)
     if revision:
-        facts.append(Fact("model.revision", str(revision), "observed"))
+        facts.append(observed("model.revision", str(revision)))
     return facts

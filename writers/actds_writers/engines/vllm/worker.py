@@ -25,7 +25,8 @@ from actds_writers.engines.vllm.families import form_of
 from actds_writers.engines.vllm.layouts import RowIdentity, identify
 from actds_writers.engines.vllm.observe import observe
 from actds_writers.ipc.link import Link
-from actds_writers.ipc.messages import EVERYTHING, Fact, Failed, HookSpec, LeftOut
+from actds_writers.ipc.messages import Fact, Failed, HookSpec
+from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
 
 DTYPES: dict[str, DType] = {
@@ -67,7 +68,7 @@ class WorkerCapture:
         model = loaded_model(runner)
         self._form = _form(model, link)
         d_model = int(runner.model_config.get_hidden_size())
-        dtype = getattr(torch, link.store_dtype or DTYPES[str(runner.model_config.dtype)])
+        dtype = getattr(torch, link.settings.store_dtype or DTYPES[str(runner.model_config.dtype)])
         self._hooks = tuple(
             HookSpec(f"{kind}.{layer}", kind, layer, d_model, DTYPES[str(dtype)])
             for kind, layer in link.hooks
@@ -204,7 +205,7 @@ def _form(model: torch.nn.Module, link: Link) -> StreamForm:
     """
     name = type(model).__name__
     form = form_of(name)
-    if form == "unverified" and not link.check:
+    if form == "unverified" and not link.settings.check:
         raise ActdsError(
             "E007",
             name,
