@@ -23,7 +23,7 @@ from actds_validators.validate.validation import validate
 from actds_writers.capture import op as capture
 from actds_writers.capture.transfer import Copier, Mark
 from actds_writers.ipc.link import Policy
-from actds_writers.ipc.messages import ClientFacts
+from actds_writers.ipc.messages import ClientFacts, HookSpec
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: run 'make cuda' where there is one"
@@ -65,13 +65,11 @@ def test_a_cuda_graph_replays_the_capture(with_readouts: bool, compiled: bool) -
     packed = matrix(Readouts(8, seed=1), None, 2, d_model)
     buffers = capture.install(
         model,
-        [0, 2],
+        [HookSpec(f"resid_post.{n}", "resid_post", n, d_model, "bfloat16") for n in (0, 2)],
         max_rows=64,
-        d_model=d_model,
-        dtype=torch.bfloat16,
         device=torch.device("cuda"),
         form="sum",
-        directions=packed if with_readouts else None,
+        directions=list(packed) if with_readouts else None,
     )
     run = torch.compile(model, fullgraph=True) if compiled else model
     fed = torch.randn(n, d_model, device="cuda", dtype=torch.bfloat16)

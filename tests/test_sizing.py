@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from synthetic import make_dataset
-from synthetic_engine import D_MODEL, HOOKS, MAX_ROWS, RING_NBYTES, SyntheticEngine, pipeline_for
+from synthetic_engine import HOOKS, MAX_ROWS, RING_NBYTES, SyntheticEngine, pipeline_for
 
 import actds
 from actds.errors import ActdsError
@@ -44,6 +44,7 @@ from actds_writers.sizing.needs import (
     Load,
     Overhead,
     Sizes,
+    Width,
     memory_bound,
     peak_queue,
     stalled,
@@ -81,7 +82,7 @@ def test_memory_of_a_real_pipeline_is_the_predicted_one(
         pipeline.finish("finished")
         written = pipeline.written
     assert written is not None and written.memory_nbytes is not None
-    geometry = Geometry(len(HOOKS), D_MODEL, 2, readouts.width if readouts else 0)
+    geometry = Geometry.of(HOOKS, readouts.width if readouts else 0)
     link = pipeline.link
     sizes = Sizes(MAX_ROWS, 40, RING_NBYTES, link.staging_nbytes, link.lane_nbytes)
     bound = memory_bound(geometry, sizes)
@@ -92,14 +93,18 @@ def test_memory_of_a_real_pipeline_is_the_predicted_one(
 
 
 def test_memory_grows_with_every_option() -> None:
-    geometry, sizes = Geometry(2, 576, 2, 9), Sizes(8192, 65_536, 1 << 28)
+    geometry, sizes = Geometry((Width(576, 2),) * 2, 9), Sizes(8192, 65_536, 1 << 28)
     small = memory_bound(geometry, sizes).nbytes
     for change in ("max_step_rows", "rows_per_shard", "ring_nbytes"):
         more = dataclasses.replace(sizes, **{change: 2 * getattr(sizes, change)})
         assert memory_bound(geometry, more).nbytes > small, change
-    for change in ("n_hooks", "d_model", "itemsize", "n_readouts"):
-        wide = dataclasses.replace(geometry, **{change: 2 * getattr(geometry, change)})
-        assert memory_bound(wide, sizes).nbytes > small, change
+    for wide in (
+        Geometry(geometry.hooks + geometry.hooks, 9),
+        Geometry((Width(576, 2), Width(600, 2)), 9),
+        Geometry((Width(576, 2), Width(576, 4)), 9),
+        Geometry(geometry.hooks, 18),
+    ):
+        assert memory_bound(wide, sizes).nbytes > small, wide
 
 
 def test_rows_per_shard_keeps_the_buffers_within_their_budget() -> None:
@@ -155,7 +160,9 @@ def test_bytes_on_disk_are_the_predicted_ones(tmp_path: Path) -> None:
     bits = (sample.view(np.uint32) >> 16).astype(np.uint16)
     ratio = bits.nbytes / arrays.encode_array(bits, "bfloat16").nbytes
     overhead = dataclasses.replace(MEASURED, ratio=ratio, request=0.0, step=0.0)
-    parts = stored_nbytes_per_token(Geometry(2, d_model, 2), overhead, LOAD, rows_per_shard)
+    parts = stored_nbytes_per_token(
+        Geometry((Width(d_model, 2),) * 2), overhead, LOAD, rows_per_shard
+    )
     assert found == pytest.approx(sum(parts.values()) * n_rows, rel=0.03)
     assert parts["rows"] == pytest.approx(2 * d_model * 2 / ratio)
     beside = sum(p.stat().st_size for p in out.glob("shards/*/tokens.parquet")) / n_rows
@@ -164,7 +171,7 @@ def test_bytes_on_disk_are_the_predicted_ones(tmp_path: Path) -> None:
 
 def test_readouts_and_census_are_counted_per_row_and_per_request() -> None:
     overhead = Overhead(2.0, 5.0, 100.0, 50.0, 4.0, 1_000.0, 500.0, "made up")
-    parts = stored_nbytes_per_token(Geometry(2, 100, 2, 9), overhead, LOAD, 1_000)
+    parts = stored_nbytes_per_token(Geometry((Width(100, 2),) * 2, 9), overhead, LOAD, 1_000)
     assert parts == {
         "rows": 200.0,
         "tokens": 5.0,
@@ -228,7 +235,12 @@ RATES = Machine(*(Rate(gbps, "given") for gbps in (10.0, 5.0, 1.0, 0.5)), n_thre
 def judged(load: Load, rates: Machine = RATES, **options: Any) -> Any:
     facts: dict[str, Any] = {"stall_s": 10.0}
     return capacity(
-        Geometry(2, 1_000, 2), Sizes(512, 65_536, 0), load, rates, MEASURED, **{**facts, **options}
+        Geometry((Width(1_000, 2),) * 2),
+        Sizes(512, 65_536, 0),
+        load,
+        rates,
+        MEASURED,
+        **{**facts, **options},
     )
 
 
@@ -408,7 +420,8 @@ def test_a_model_folder_says_size_and_type(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = json.loads(run("--model", tmp_path, *RATE, "--readouts", 0, "--json").output)
     assert facts["geometry"] == {
-        "n_hooks": 6, "d_model": 64, "itemsize": 4, "n_readouts": 0, "row_nbytes": 6 * 64 * 4,
+        "hooks": 6 * [{"d_model": 64, "itemsize": 4}], "n_hooks": 6, "n_readouts": 0,
+        "row_nbytes": 6 * 64 * 4,
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
-from actds_writers.capture.hooks import parse_hooks
+from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.capture.probes import plan_readouts
 from actds_writers.engines.base import EngineOptions
 from actds_writers.ipc.link import Policy
@@ -27,7 +27,7 @@ from actds_writers.prompts.encoding import (
 )
 from actds_writers.prompts.records import PromptSet, read_prompts
 from actds_writers.shards.assembly import SpecialTokens
-from actds_writers.sizing.needs import rows_per_shard
+from actds_writers.sizing.needs import Geometry, rows_per_shard
 
 Order = Literal["permuted", "sequence"]
 HASH_CHUNK = 1 << 22
@@ -138,16 +138,16 @@ def make_plan(options: WriteOptions) -> Plan:
         options.max_tokens,
         "skip" if options.skip_broken else "error",
     )
-    d_model, itemsize = int(config["hidden_size"]), 4
-    rows = options.rows_per_shard or rows_per_shard(len(places) * d_model * itemsize)
+    # The widest type: which one the engine will compute in is not known yet.
+    hooks = hook_specs(places, config, "float32")
+    rows = options.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
     readouts, probes = NONE, None
     if options.readouts:
-        hooks = [f"{place.kind}.{place.layer}" for place in places]
-        planned, probes = plan_readouts(options.seed, options.probes, hooks, d_model)
+        planned, probes = plan_readouts(options.seed, options.probes, hooks)
         readouts = planned.as_field()
     template = chat_template_sha256(prompts.prompts, tokenizer)
     return Plan(
-        hooks=tuple((place.kind, place.layer) for place in places),
+        hooks=tuple((hook.kind, hook.layer) for hook in hooks),
         encoded=tuple(encoded),
         client=_client(prompts, encoded),
         tokens=special_tokens(tokenizer, _generation_eos(options.model)),

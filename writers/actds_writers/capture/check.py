@@ -15,7 +15,7 @@ import numpy as np
 
 from actds.errors import ActdsError
 from actds.format import canonical
-from actds_writers.ipc.messages import Fact
+from actds_writers.ipc.messages import Fact, HookSpec
 
 __all__ = [
     "FIELD",
@@ -55,14 +55,14 @@ class HookCheck:
             layer reads in the same engine; ``table``, a model class that was verified before,
             where neither could be had.
         distances: mean relative L2 of the rows by hook.
-        bound: the largest one that passes.
+        bounds: the largest one that passes, by hook.
         n_rows: rows compared per hook.
         reason: why it was not held against ``transformers``, empty when it was.
     """
 
     against: Against
     distances: Mapping[str, float]
-    bound: float
+    bounds: Mapping[str, float]
     n_rows: int
     reason: str = ""
 
@@ -73,7 +73,9 @@ class HookCheck:
         """
         document: dict[str, object] = {"against": self.against}
         if self.distances:
-            document["bound"] = _decimal(self.bound)
+            bounds = {name: _decimal(self.bounds[name]) for name in self.distances}
+            one = set(bounds.values())
+            document["bound"] = one.pop() if len(one) == 1 else bounds
             document["hooks"] = {name: _decimal(d) for name, d in self.distances.items()}
             document["rows"] = self.n_rows
         if self.reason:
@@ -88,8 +90,8 @@ class HookCheck:
         """
         for name, distance in self.distances.items():
             # Also not-a-number, which is what rows without a finite value come to.
-            if not distance <= self.bound:
-                raise _mismatch(name, distance, self.bound, f"against {self.against}")
+            if not distance <= self.bounds[name]:
+                raise _mismatch(name, distance, self.bounds[name], f"against {self.against}")
 
 
 def check_prompts(vocab_size: int, max_len: int) -> tuple[list[int], ...]:
@@ -125,64 +127,65 @@ def bound(computed: str, stored: str, *, coarse: bool = False) -> float:
 
 
 def compare_with_forward(
-    rows: Mapping[str, np.ndarray],
-    layers: Mapping[str, int],
-    states: np.ndarray,
-    limit: float,
+    rows: Mapping[HookSpec, np.ndarray],
+    states: Mapping[str, Mapping[int, np.ndarray]],
+    bounds: Mapping[str, float],
     decoded: np.ndarray | None = None,
 ) -> HookCheck:
-    """Hold the rows of every hook against the states after every layer of a plain forward.
+    """Hold the rows of every hook against the same place at every layer of a plain forward.
 
     Prompts and decoded tokens are compared apart, and the greater distance counts: a decode step
     has few rows, and a mean over all would hide them.
 
     Args:
         rows: float32 ``(n, d_model)`` by hook.
-        layers: decoder layer by hook.
-        states: float32 ``(n_layers, n, d_model)``, the stream after each layer.
-        limit: largest mean relative L2 that passes.
+        states: float32 ``(n, d_model)`` by kind and layer.
+        bounds: largest mean relative L2 that passes, by hook.
         decoded: bool ``(n,)``: rows of a decode step; ``None`` where there is none.
 
     Raises:
         ActdsError: E507 when rows differ, or equal another layer's.
     """
-    found: dict[str, float] = {}
-    n_rows = states.shape[1]
+    n_rows = len(next(iter(rows.values())))
     parts = [np.ones(n_rows, bool)] if decoded is None else [~decoded, decoded]
-    for name, got in rows.items():
-        apart = np.stack([row_distances(got, state) for state in states])
-        means = np.stack([apart[:, part].mean(axis=1) for part in parts if part.any()])
-        distances = means.max(axis=0)
-        layer = layers[name]
-        own, worst = float(distances[layer]), float(apart[layer].max())
-        nearest = int(np.nanargmin(distances)) if np.isfinite(distances).any() else layer
-        if nearest != layer and not distances[nearest] >= CLEARLY * own:
-            words = f"nearer to layer {nearest} ({_decimal(float(distances[nearest]))})"
-            raise _mismatch(name, own, limit, words)
+    found: dict[str, float] = {}
+    for hook, got in rows.items():
+        limit = bounds[hook.name]
+        apart = {layer: row_distances(got, s) for layer, s in states[hook.kind].items()}
+        distances = {
+            layer: float(np.max([one[part].mean() for part in parts if part.any()]))
+            for layer, one in apart.items()
+        }
+        own, worst = distances[hook.layer], float(apart[hook.layer].max())
+        finite = {layer: d for layer, d in distances.items() if np.isfinite(d)}
+        nearest = min(finite, key=lambda layer: finite[layer], default=hook.layer)
+        if nearest != hook.layer and not distances[nearest] >= CLEARLY * own:
+            words = f"nearer to layer {nearest} ({_decimal(distances[nearest])})"
+            raise _mismatch(hook.name, own, limit, words)
         if own <= limit and not worst <= ROW_FACTOR * limit:
             words = f"one row {_decimal(worst)}, against transformers"
-            raise _mismatch(name, own, limit, words)
-        found[name] = own
-    check = HookCheck("transformers", found, limit, n_rows)
+            raise _mismatch(hook.name, own, limit, words)
+        found[hook.name] = own
+    check = HookCheck("transformers", found, bounds, n_rows)
     check.require()
     return check
 
 
 def compare_with_next(
-    distances: Mapping[str, float], limit: float, n_rows: int, reason: str
+    distances: Mapping[str, float], bounds: Mapping[str, float], n_rows: int, reason: str
 ) -> HookCheck:
     """Judge the distances between rows and what the part behind each hook reads.
 
     Args:
         distances: smallest mean relative L2 by hook.
-        limit: largest one that passes.
+        bounds: largest one that passes, by hook.
         n_rows: rows compared per hook.
         reason: why no plain forward could be had.
 
     Raises:
         ActdsError: E507 when rows differ.
     """
-    check = HookCheck("engine", distances, limit, n_rows, reason)
+    check = HookCheck("engine", distances, bounds, n_rows, reason)
     check.require()
     return check
 

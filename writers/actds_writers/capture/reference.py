@@ -13,20 +13,22 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from actds.errors import ActdsError
+from actds_writers.capture.hooks import Tap, find_kind
 from actds_writers.capture.op import decoder_layers
-from actds_writers.capture.streams import residual_stream
 
 __all__ = [
     "NoReferenceError",
+    "States",
     "load_reference",
-    "states_after_layers",
+    "reference_states",
     "states_in_fresh_process",
 ]
 
@@ -36,6 +38,8 @@ MAX_PARAMETERS = 8_000_000_000
 """Beyond this, loading float32 weights and running them on a CPU takes minutes."""
 TIMEOUT_S = 300.0
 """vLLM waits ten minutes for its engine, this check included."""
+States = Mapping[str, Mapping[int, np.ndarray]]
+"""Rows by hook kind and layer."""
 SAME = 1e-5
 """Relative L2 at which transformers' own ``hidden_states`` are what its layers return."""
 
@@ -90,50 +94,67 @@ def load_reference(
     return model.eval()
 
 
-def states_after_layers(model: Any, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Return the residual stream after every decoder layer of a plain forward, prompt by prompt.
+def reference_states(
+    model: Any, prompts: Sequence[Sequence[int]], kinds: Sequence[str] = ("resid_post",)
+) -> States:
+    """Return what hooks of some kinds would see at every decoder layer of plain forwards.
 
-    Taken from the layers' outputs, and held against ``output_hidden_states`` where the model has
-    it: two ways by which transformers itself says what the stream is.
+    Taken where each kind's ``reference`` says, and held against what the model itself says of the
+    place (of the stream, ``hidden_states``): two ways by which transformers says what it is.
 
     Args:
         model: a transformers model; its own dtype and device.
         prompts: token ids.
+        kinds: names of hook kinds.
 
     Returns:
-        float32 ``(n_layers, n, d_model)`` for each prompt.
+        float32 ``(n, d_model)`` by kind and layer, prompt behind prompt; layers without such a
+        place are left out.
 
     Raises:
-        NoReferenceError: the forward fails, or the two ways differ.
+        NoReferenceError: the forward fails, a layer does not run, or the two ways differ.
     """
-    layers = decoder_layers(model)
-    found: list[np.ndarray] = []
+    taps = {kind: _taps(model, kind) for kind in kinds}
+    found: dict[str, dict[int, list[np.ndarray]]] = {
+        kind: {layer: [] for layer in places} for kind, places in taps.items()
+    }
     for prompt in prompts:
-        outputs: dict[int, torch.Tensor] = {}
-        with _watched(layers, outputs), torch.inference_mode(), _own_randomness():
+        rows: dict[tuple[str, int], torch.Tensor] = {}
+        with _watched(taps, rows), torch.inference_mode(), _own_randomness():
             ids = torch.tensor([list(prompt)], device=model.device)
             try:
                 said = model(input_ids=ids, use_cache=False, output_hidden_states=True)
             except Exception as error:  # as above
                 words = " ".join(str(error).split())[:200] or type(error).__name__
                 raise NoReferenceError(f"transformers does not run it: {words}") from error
-        if sorted(outputs) != list(range(len(layers))):
-            raise NoReferenceError(f"{len(outputs)} of {len(layers)} decoder layers ran")
-        states = np.stack([outputs[n].float().cpu().numpy() for n in range(len(layers))])
-        _hold_against_hidden_states(states, getattr(said, "hidden_states", None))
-        found.append(states)
-    return found
+        for kind, places in taps.items():
+            n_ran = sum((kind, layer) in rows for layer in places)
+            if n_ran < len(places):
+                raise NoReferenceError(f"{n_ran} of {len(places)} decoder layers ran")
+            one = {layer: rows[kind, layer].float().cpu().numpy() for layer in places}
+            _hold_against(one, find_kind(kind).said(said))
+            for layer, state in one.items():
+                found[kind][layer].append(state)
+    return {
+        kind: {layer: np.concatenate(parts) for layer, parts in places.items()}
+        for kind, places in found.items()
+    }
 
 
 def states_in_fresh_process(
-    folder: str | Path, n_parameters: int, prompts: Sequence[Sequence[int]], **options: Any
-) -> list[np.ndarray]:
-    """Return ``states_after_layers`` of ``load_reference``, computed in a process of its own.
+    folder: str | Path,
+    n_parameters: int,
+    prompts: Sequence[Sequence[int]],
+    kinds: Sequence[str] = ("resid_post",),
+    **options: Any,
+) -> States:
+    """Return ``reference_states`` of ``load_reference``, computed in a process of its own.
 
     Args:
         folder: as ``load_reference``, like the options.
         n_parameters: parameters of the model.
         prompts: token ids.
+        kinds: names of hook kinds.
         options: further arguments of ``load_reference``.
 
     Raises:
@@ -144,6 +165,7 @@ def states_in_fresh_process(
         "n_parameters": n_parameters,
         "options": options,
         "prompts": [list(prompt) for prompt in prompts],
+        "kinds": list(kinds),
     }
     command = [sys.executable, "-m", "actds_writers.capture.reference"]
     try:
@@ -155,8 +177,12 @@ def states_in_fresh_process(
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise NoReferenceError(" ".join(last)[:300] or "the process of transformers ended")
+    found: dict[str, dict[int, np.ndarray]] = {}
     with np.load(io.BytesIO(done.stdout), allow_pickle=False) as states:
-        return [states[f"states{number}"] for number in range(len(prompts))]
+        for name in states.files:
+            kind, _, layer = name.rpartition(".")
+            found.setdefault(kind, {})[int(layer)] = states[name]
+    return found
 
 
 def _main() -> int:
@@ -164,23 +190,39 @@ def _main() -> int:
     output, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever a model's code prints
     try:
         model = load_reference(request["folder"], request["n_parameters"], **request["options"])
-        found = states_after_layers(model, request["prompts"])
+        found = reference_states(model, request["prompts"], request["kinds"])
     except NoReferenceError as missing:
         print(missing, file=sys.stderr)
         return 1
     states = io.BytesIO()
-    parts: dict[str, Any] = {f"states{number}": part for number, part in enumerate(found)}
+    parts: dict[str, Any] = {
+        f"{kind}.{layer}": rows for kind, places in found.items() for layer, rows in places.items()
+    }
     np.savez(states, **parts)
     output.write(states.getvalue())
     return 0
 
 
-def _hold_against_hidden_states(states: np.ndarray, hidden: Any) -> None:
-    """Compare all layers but the last, behind which ``hidden_states`` has the final norm."""
-    if hidden is None or len(hidden) != len(states) + 1:
+def _taps(model: Any, kind: str) -> dict[int, Tap]:
+    """Return where a kind's rows are at every layer that has such a place."""
+    found: dict[int, Tap] = {}
+    missing: ActdsError | None = None
+    for layer in sorted(decoder_layers(model)):
+        try:
+            found[layer] = find_kind(kind).reference(model, layer)
+        except ActdsError as error:
+            missing = error
+    if not found:
+        raise NoReferenceError(f"transformers' model has no {kind}: {missing or 'no layers'}"[:300])
+    return found
+
+
+def _hold_against(states: dict[int, np.ndarray], said: Mapping[int, torch.Tensor]) -> None:
+    """Compare what was taken with what the model says, at the layers of which it says anything."""
+    if len(said) != len(states) - 1:
         return
-    for layer in range(len(states) - 1):
-        want = hidden[layer + 1].flatten(0, -2).float().cpu().numpy()
+    for layer, state in said.items():
+        want = state.flatten(0, -2).float().cpu().numpy()
         gap = np.linalg.norm(states[layer] - want)
         if want.shape == states[layer].shape and not gap <= SAME * np.linalg.norm(want):
             raise NoReferenceError(
@@ -190,16 +232,22 @@ def _hold_against_hidden_states(states: np.ndarray, hidden: Any) -> None:
 
 @contextlib.contextmanager
 def _watched(
-    layers: dict[int, torch.nn.Module], outputs: dict[int, torch.Tensor]
+    taps: Mapping[str, Mapping[int, Tap]], rows: dict[tuple[str, int], torch.Tensor]
 ) -> Iterator[None]:
-    def keep(number: int) -> Any:
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            # In transformers a layer returns its stream, alone or before caches and weights.
-            outputs[number] = residual_stream(output, "first", f"layer {number}")[0].clone()
+    """Keep the rows of every tap, by kind and layer."""
 
-        return hook
+    def keep(key: tuple[str, int], tap: Tap) -> Any:
+        def hook(_module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
+            first, second = tap.read(args, kwargs, output)
+            rows[key] = first.clone() if second is None else first + second
 
-    handles = [layer.register_forward_hook(keep(number)) for number, layer in layers.items()]
+        if tap.before:
+            return tap.module.register_forward_pre_hook(hook, with_kwargs=True)
+        return tap.module.register_forward_hook(hook, with_kwargs=True)
+
+    handles = [
+        keep((kind, layer), tap) for kind, places in taps.items() for layer, tap in places.items()
+    ]
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ and the engine's stream never waits; on a CPU the same calls are plain copies.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,27 +53,34 @@ class Copier:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(
-        self, target: torch.Tensor, source: torch.Tensor, index: torch.Tensor | None, after: Mark
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        index: torch.Tensor | None,
+        after: Mark,
     ) -> None:
         """Copy rows and wait until they are there.
 
         Args:
-            target: ``(n_hooks, n_kept, width)`` in host memory.
-            source: ``(n_hooks, n, width)`` on the device.
+            targets: ``(n_hooks, n_kept, width)`` each, in host memory.
+            sources: ``(n_hooks, n, width)`` each, on the device.
             index: int64 ``(n_kept,)`` of the rows to copy, on the host; ``None`` for all.
             after: what must be over before.
         """
         if self._stream is None:
-            if index is None:
-                target.copy_(source)
-            else:
-                torch.index_select(source, 1, index, out=target)
+            for target, source in zip(targets, sources, strict=True):
+                if index is None:
+                    target.copy_(source)
+                else:
+                    torch.index_select(source, 1, index, out=target)
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after.event)
             if index is not None:
-                source = source.index_select(1, index.to(self._device, non_blocking=True))
-            target.copy_(source, non_blocking=True)
+                index = index.to(self._device, non_blocking=True)
+            for target, source in zip(targets, sources, strict=True):
+                kept = source if index is None else source.index_select(1, index)
+                target.copy_(kept, non_blocking=True)
         self._stream.synchronize()
 
 

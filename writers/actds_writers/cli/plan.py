@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from actds.schema.v0_1 import DType
     from actds_writers.sizing.machine import Machine
     from actds_writers.sizing.needs import Burst, Geometry, Load, Overhead
 
-DTYPE_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_TOKENS_PER_REQUEST = 512.0
 DEFAULT_TOKENS_PER_STEP = 512.0
 RATE = click.FloatRange(min=0, min_open=True)
@@ -27,7 +28,7 @@ RATE = click.FloatRange(min=0, min_open=True)
 )
 @click.option(
     "--dtype",
-    type=click.Choice(sorted(DTYPE_NBYTES)),
+    type=click.Choice(DTYPES),
     help="Type of the stored rows. Default: the model's, else bfloat16.",
 )
 @click.option(
@@ -95,7 +96,7 @@ def plan(
     d_model: int | None,
     layers: int | None,
     hooks: str,
-    dtype: str | None,
+    dtype: DType | None,
     readouts: int,
     prefill_rate: float | None,
     decode_rate: float | None,
@@ -168,7 +169,7 @@ def _geometry(
     d_model: int | None,
     layers: int | None,
     hooks: str,
-    dtype: str | None,
+    dtype: DType | None,
     readouts: int,
 ) -> Geometry:
     """Return what a token is, from a model folder or from numbers.
@@ -177,25 +178,25 @@ def _geometry(
         ActdsError: E005 no model, E007 unknown hook, E009 neither folder nor numbers.
     """
     from actds.errors import ActdsError
-    from actds_writers.capture.hooks import parse_hooks
+    from actds_writers.capture.hooks import hook_specs, parse_hooks
     from actds_writers.config import model_config
     from actds_writers.sizing.needs import Geometry
 
+    config: dict[str, Any] = {"hidden_size": d_model, "num_hidden_layers": layers}
+    computed: DType = "bfloat16"
     if model is not None:
-        config = model_config(model)
-        d_model = d_model or int(config["hidden_size"])
-        layers = layers or int(config["num_hidden_layers"])
-        own = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        dtype = dtype or (own if own in DTYPE_NBYTES else "bfloat16")
-    if d_model is None or layers is None:
+        config = {**model_config(model), **{k: v for k, v in config.items() if v is not None}}
+        own = config.get("dtype") or config.get("torch_dtype")
+        computed = own if own in DTYPES else computed
+    if None in (config["hidden_size"], config["num_hidden_layers"]):
         raise ActdsError(
             "E009",
             "--model",
             got="no model folder, and no --d-model with --layers",
             expected="one or the other",
         )
-    places = parse_hooks(hooks, layers)
-    return Geometry(len(places), d_model, DTYPE_NBYTES[dtype or "bfloat16"], readouts)
+    places = parse_hooks(hooks, config["num_hidden_layers"])
+    return Geometry.of(hook_specs(places, config, computed, dtype), readouts)
 
 
 def _load(

@@ -13,6 +13,7 @@ import numpy as np
 
 from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL
 from actds_writers.ipc.messages import StepRows
+from actds_writers.ipc.ring import Arrays
 from actds_writers.shards.buffers import Slice
 
 
@@ -55,12 +56,12 @@ class Assembly:
         self._eos = np.array(sorted(tokens.eos), np.int64)
         self.recomputed_tokens = 0
 
-    def slices(self, step: StepRows, rows: np.ndarray) -> dict[str, Slice]:
+    def slices(self, step: StepRows, rows: Arrays) -> dict[str, Slice]:
         """Return the slice of each phase that has rows to store.
 
         Args:
             step: what the worker said of the step.
-            rows: ``(n_hooks, n_kept, d_model)`` bit patterns in the ring.
+            rows: ``(n_hooks, n_kept, d_model)`` bit patterns in the ring, of each block.
 
         Spec: 0.1 sections 6.3 and 7.2.
         """

@@ -7,17 +7,12 @@ order and handed over whole at a step's end, so that 'committed up to step s' is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from actds_writers.ipc.messages import HookSpec
+from actds_writers.ipc.ring import Arrays, RowLayout
 
-BITS: dict[str, type[np.unsignedinteger[Any]]] = {
-    "bfloat16": np.uint16,
-    "float16": np.uint16,
-    "float32": np.uint32,
-}
 TOKEN_COLUMNS = {
     "request": np.uint32,
     "position": np.uint32,
@@ -35,13 +30,13 @@ class Slice:
 
     Args:
         step: number of the step.
-        rows: ``(n_hooks, n, d_model)`` bit patterns; may be a view of the ring.
+        rows: ``(n_hooks, n, d_model)`` bit patterns of each block; may be views of the ring.
         select: indexes of the rows to store, ``None`` for all of them.
         columns: token columns of the stored rows.
     """
 
     step: int
-    rows: np.ndarray
+    rows: Arrays
     select: np.ndarray | None
     columns: dict[str, np.ndarray]
 
@@ -60,10 +55,10 @@ class ShardBuffer:
     """
 
     def __init__(self, hooks: tuple[HookSpec, ...], capacity: int) -> None:
-        bits, d_model = BITS[hooks[0].dtype], hooks[0].d_model
         self.hooks = hooks
         self.capacity = capacity
-        self._rows = np.empty((len(hooks), capacity, d_model), dtype=bits)
+        self._layout = RowLayout(hooks)
+        self._rows = self._layout.empty(capacity)
         self._columns = {
             name: np.empty(capacity, dtype=kind) for name, kind in TOKEN_COLUMNS.items()
         }
@@ -79,11 +74,12 @@ class ShardBuffer:
     def append(self, piece: Slice) -> None:
         """Copy the rows of a step behind those already there."""
         first, last = self.n_rows, self.n_rows + piece.n_rows
-        target = self._rows[:, first:last]
-        if piece.select is None:
-            np.copyto(target, piece.rows)
-        else:
-            np.take(piece.rows, piece.select, axis=1, out=target)
+        for block, rows in zip(self._rows, piece.rows, strict=True):
+            target = block[:, first:last]
+            if piece.select is None:
+                np.copyto(target, rows)
+            else:
+                np.take(rows, piece.select, axis=1, out=target)
         for name, column in self._columns.items():
             column[first:last] = piece.columns[name]
         self.n_rows = last
@@ -101,11 +97,12 @@ class ShardBuffer:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the rows in use."""
-        return int(self._rows[:, : self.n_rows].nbytes)
+        return self.n_rows * self._layout.row_nbytes
 
     def rows_by_hook(self) -> dict[str, np.ndarray]:
         """Return the rows of each hook, ``(n_rows, d_model)``, views of the buffer."""
-        return {hook.name: self._rows[i, : self.n_rows] for i, hook in enumerate(self.hooks)}
+        places = zip(self.hooks, self._layout.places, strict=True)
+        return {hook.name: self._rows[b][i, : self.n_rows] for hook, (b, i) in places}
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return the token columns, views of the buffer."""

@@ -7,9 +7,11 @@ worker and writer reserve it, and tests compare them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actds_writers.ipc.ring import ALIGNMENT
+from actds_writers.ipc.messages import HookSpec
+from actds_writers.ipc.ring import ALIGNMENT, BITS
 
 __all__ = [
     "MEASURED",
@@ -20,6 +22,7 @@ __all__ = [
     "Overhead",
     "Sizes",
     "Stalled",
+    "Width",
     "census_nbytes",
     "memory_bound",
     "peak_queue",
@@ -52,30 +55,45 @@ DEFAULT_ROWS_PER_SHARD = 65_536
 
 
 @dataclass(frozen=True)
+class Width:
+    """A row of one hook: its channels, and the bytes of a channel as stored."""
+
+    d_model: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the row."""
+        return self.d_model * self.itemsize
+
+
+@dataclass(frozen=True)
 class Geometry:
     """What one token is.
 
     Args:
-        n_hooks: hooks.
-        d_model: channels.
-        itemsize: bytes of a channel as stored.
+        hooks: width of each hook.
         n_readouts: numbers per row and hook in the readouts' lane; 0 without readouts.
     """
 
-    n_hooks: int
-    d_model: int
-    itemsize: int
+    hooks: tuple[Width, ...]
     n_readouts: int = 0
 
+    @classmethod
+    def of(cls, hooks: Sequence[HookSpec], n_readouts: int = 0) -> Geometry:
+        """Return the geometry of hooks."""
+        widths = (Width(hook.d_model, BITS[hook.dtype]().itemsize) for hook in hooks)
+        return cls(tuple(widths), n_readouts)
+
     @property
-    def hook_nbytes(self) -> int:
-        """Return the bytes of a row of one hook."""
-        return self.d_model * self.itemsize
+    def n_hooks(self) -> int:
+        """Return the number of hooks."""
+        return len(self.hooks)
 
     @property
     def row_nbytes(self) -> int:
         """Return the bytes of a row over all hooks."""
-        return self.n_hooks * self.hook_nbytes
+        return sum(hook.nbytes for hook in self.hooks)
 
     @property
     def readout_nbytes(self) -> int:
@@ -161,8 +179,9 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
     lane = max(sizes.lane_nbytes, 2 * readout_step) if g.n_readouts else 0
     hooks = (rows + PADDING_ROWS) * (g.row_nbytes + g.readout_nbytes) + 8 * g.n_hooks
     if g.n_readouts:
-        # One row set in float32, and what the rows are multiplied with.
-        hooks += 4 * g.d_model * (rows + PADDING_ROWS + g.n_hooks * (g.n_readouts - 1))
+        # One row set of the widest hook in float32, and what the rows are multiplied with.
+        hooks += 4 * max(hook.d_model for hook in g.hooks) * (rows + PADDING_ROWS)
+        hooks += 4 * sum(hook.d_model for hook in g.hooks) * (g.n_readouts - 1)
     return MemoryBound(
         hooks=hooks,
         staging=max(sizes.staging_nbytes, step_nbytes),
@@ -170,7 +189,7 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
         ring=_up(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),
         lane=_up(lane, PAGE),
         buffers=N_BUFFERS * capacity * (g.row_nbytes + TOKEN_COLUMNS_NBYTES),
-        encode=2 * capacity * g.hook_nbytes,
+        encode=2 * capacity * max(hook.nbytes for hook in g.hooks),
         readouts=2 * READOUT_PART_NBYTES if g.n_readouts else 0,
     )
 

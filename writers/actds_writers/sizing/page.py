@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 from actds_writers.monitor.dashboard import format_nbytes, format_seconds
 from actds_writers.sizing.capacity import MIB, Capacity
 from actds_writers.sizing.machine import Machine
-from actds_writers.sizing.needs import Load, Overhead, census_nbytes
+from actds_writers.sizing.needs import Geometry, Load, Overhead, census_nbytes
 
 __all__ = ["as_json", "page", "write_options"]
 
@@ -52,8 +53,7 @@ def page(
     )
     rates = f"{rates} GB/s"
     lines = [
-        _line("row", f"{g.row_nbytes:,} bytes per token: {g.n_hooks} hooks x {g.d_model} channels "
-              f"x {g.itemsize} bytes"),
+        _line("row", f"{g.row_nbytes:,} bytes per token: {_hooks(g)}"),
         _line("load", f"{load.mean:,.0f} tokens/s = {load.prefill:,.0f} prefill + "
               f"{load.decode:,.0f} decode"),
         _line("bursts", bursts),
@@ -80,7 +80,11 @@ def as_json(
     return {
         "format": "actds.plan",
         "version": "1",
-        "geometry": {**asdict(found.geometry), "row_nbytes": found.geometry.row_nbytes},
+        "geometry": {
+            **asdict(found.geometry),
+            "n_hooks": found.geometry.n_hooks,
+            "row_nbytes": found.geometry.row_nbytes,
+        },
         "load": {**asdict(found.load), "mean": found.load.mean, "peak": found.load.peak},
         "stages": [
             {
@@ -222,6 +226,14 @@ def _stalls(found: Capacity) -> list[str]:
         waits = format_seconds(stall.engine_waits_s) if stall.engine_waits_s else "no"
         lines.append(f"{f'{stall.stall_s:g} s':<{LABEL}}{full:<18}{waits:<22}{lost}")
     return lines
+
+
+def _hooks(geometry: Geometry) -> str:
+    """Return how many hooks there are of each width."""
+    return " + ".join(
+        f"{n} hooks x {width.d_model} channels x {width.itemsize} bytes"
+        for width, n in Counter(geometry.hooks).items()
+    )
 
 
 def _tokens(rate: float) -> str:
