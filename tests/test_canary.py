@@ -20,7 +20,7 @@ from actds.ledger import Chain
 from actds.seal import seal
 from actds.store import open_store
 from actds_validators.validate.validation import validate
-from actds_writers.engines.transformers.options import TRANSFORMERS
+from actds_writers.engines.transformers import TRANSFORMERS
 from actds_writers.harvest import canary_compare as compare
 from actds_writers.harvest.canary import Share
 

@@ -16,9 +16,8 @@ from actds.reading import Catalog
 from actds.schema.v0_1 import Genesis, Hook
 from actds.store import LocalStore
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.shards.buffers import TOKEN_COLUMNS, ShardBuffer, Slice
-from actds_writers.shards.committer import CommitPlan, Committer
-from actds_writers.shards.raw_fallback import RETRY_AFTER, RawFallback
+from actds_writers.shards.assembly import TOKEN_COLUMNS, ShardBuffer, Slice
+from actds_writers.shards.committer import RETRY_AFTER, CommitPlan, Committer, RawFallback
 
 D_MODEL, ROWS_PER_SHARD = 16, 32
 HOOK = HookSpec("resid_post.1", "resid_post", 1, D_MODEL, "bfloat16")

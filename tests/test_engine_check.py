@@ -20,9 +20,9 @@ OPTIONS = ("--hooks", "resid_post:0,2", "--max-tokens", "4", "--engine", "block_
 FLOAT32 = (*OPTIONS, "--engine", "dtype=float32")
 DUMMY = ("--engine", "load_format=dummy")
 WRONG = (
-    "from actds_writers.engines.vllm import check as f; f.VERIFIED['LlamaForCausalLM'] = 'first'"
+    "from actds_writers.engines.vllm import worker as f; f.VERIFIED['LlamaForCausalLM'] = 'first'"
 )
-UNKNOWN = "from actds_writers.engines.vllm import check as f; del f.VERIFIED['LlamaForCausalLM']"
+UNKNOWN = "from actds_writers.engines.vllm import worker as f; del f.VERIFIED['LlamaForCausalLM']"
 # Only while the hooks are installed: reference and check keep the function as it is.
 OFF_BY_ONE = """
 from actds_writers.capture import op as capture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actds_writers.engines.vllm.check import VERIFIED
+from actds_writers.engines.vllm.worker import VERIFIED
 
 # GELU computed in another way; bfloat16, where rounding can send a token to another expert.
 BOUNDS = {"Bloom": 1e-3, "Qwen3-Next": 0.05}

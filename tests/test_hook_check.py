@@ -13,8 +13,8 @@ from tiny import make_random_model, make_tiny_model
 
 from actds.errors import ActdsError
 from actds_writers.capture import check as hook_check
-from actds_writers.capture import reference
-from actds_writers.capture.reference import (
+from actds_writers.capture import check as reference
+from actds_writers.capture.check import (
     NoReferenceError,
     load_reference,
     reference_states,

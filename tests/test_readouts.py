@@ -26,7 +26,7 @@ from actds.seal import seal
 from actds.store import open_store
 from actds_validators.validate.validation import validate
 from actds_writers.capture.probes import plan_readouts, read_probes
-from actds_writers.capture.readouts import Lane
+from actds_writers.capture.transfer import Lane
 from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import ClientFacts, HookSpec, LeftOut
 from actds_writers.monitor.snapshot import take_snapshot

@@ -29,9 +29,8 @@ from actds_writers.ipc import ring
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
 from actds_writers.monitor.dashboard import format_nbytes
 from actds_writers.settings import WriterSettings
-from actds_writers.shards import readout_log
-from actds_writers.shards.assembly import SpecialTokens
-from actds_writers.shards.buffers import TOKEN_COLUMNS
+from actds_writers.shards import logs
+from actds_writers.shards.assembly import TOKEN_COLUMNS, SpecialTokens
 from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
 from actds_writers.sizing import needs as sizing
 from actds_writers.sizing.capacity import MIB, capacity
@@ -64,7 +63,7 @@ def test_constants_are_those_of_the_stages() -> None:
     assert sizing.NARROW_STEPS == stages.NARROW_STEPS
     assert sizing.NARROW_NBYTES == stages.NARROW_NBYTES
     assert len(PHASES) + SPARE_BUFFERS == sizing.N_BUFFERS
-    assert sizing.READOUT_PART_NBYTES == readout_log.PART_NBYTES
+    assert sizing.READOUT_PART_NBYTES == logs.PART_NBYTES
     columns = sum(np.dtype(kind).itemsize for kind in TOKEN_COLUMNS.values())
     assert columns == sizing.TOKEN_COLUMNS_NBYTES
 

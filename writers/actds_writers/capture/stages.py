@@ -22,8 +22,7 @@ import torch
 from actds.errors import ActdsError
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.capture.readouts import Lane, Rows
-from actds_writers.capture.transfer import Copier, Mark, host_memory, typed
+from actds_writers.capture.transfer import Copier, Lane, Mark, Rows, host_memory, typed
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (

@@ -34,12 +34,9 @@ from actds_writers.ipc.messages import (
 from actds_writers.ipc.ring import RowLayout
 from actds_writers.monitor.meters import Meters
 from actds_writers.settings import WriterSettings
-from actds_writers.shards.assembly import Assembly
-from actds_writers.shards.buffers import ShardBuffer
+from actds_writers.shards.assembly import Assembly, ShardBuffer
 from actds_writers.shards.committer import CommitPlan, Committer
-from actds_writers.shards.losses import DropLog
-from actds_writers.shards.readout_log import ReadoutLog
-from actds_writers.shards.table_log import TableLog
+from actds_writers.shards.logs import DropLog, ReadoutLog, TableLog
 from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
 
 PHASES = ("prefill", "decode")

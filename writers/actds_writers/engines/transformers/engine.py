@@ -14,7 +14,7 @@ from typing import Any
 
 from actds.errors import ActdsError
 from actds_writers.engines.base import OPTION, Finished
-from actds_writers.engines.transformers.options import Options
+from actds_writers.engines.transformers import Options
 from actds_writers.ipc.link import Link
 
 try:

@@ -14,8 +14,14 @@ import torch
 
 from actds.errors import ActdsError
 from actds_writers.capture import op as capture
-from actds_writers.capture.check import HookCheck, bound, check_prompts, compare_with_forward
-from actds_writers.capture.reference import NoReferenceError, reference_states
+from actds_writers.capture.check import (
+    HookCheck,
+    NoReferenceError,
+    bound,
+    check_prompts,
+    compare_with_forward,
+    reference_states,
+)
 from actds_writers.engines.account import (
     SchedulerSide,
     WorkerSide,
@@ -24,8 +30,8 @@ from actds_writers.engines.account import (
     layer_config,
     observed,
 )
+from actds_writers.engines.transformers import Options
 from actds_writers.engines.transformers.batch import Batch, Columns, Sequence
-from actds_writers.engines.transformers.options import Options
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec
 

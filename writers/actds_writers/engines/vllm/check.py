@@ -1,8 +1,6 @@
-"""What is known of a model class before it is captured, and the check of its hooks in a worker.
+"""The check of the hooks in a vLLM worker, between the set-up of its engine and its first step.
 
-The table says what decoder layers of a class were seen to return; ``tests/matrix`` runs every class
-of it against ``transformers``. The check runs between the set-up of the engine and its first step:
-two steps (both prompts, then one decoded token each) go through the model as it will serve,
+Two steps (both prompts, then one decoded token each) go through the model as it will serve,
 compiled and in graphs; then once more without them, where what each module reads can be seen. The
 schedule is made by hand and nothing of it is left: no scheduler, census or writer hears of it.
 Every tensor-parallel rank runs it, rank 0 compares.
@@ -24,97 +22,35 @@ import torch
 from actds.errors import ActdsError
 from actds_writers.capture.check import (
     HookCheck,
+    NoReferenceError,
+    States,
     bound,
     check_prompts,
     compare_with_forward,
     compare_with_next,
+    load_reference,
+    reference_states,
     relative_l2,
+    states_in_fresh_process,
 )
 from actds_writers.capture.hooks import StreamForm, find_kind
 from actds_writers.capture.op import HookBuffers, decoder_layers
-from actds_writers.capture.reference import (
-    NoReferenceError,
-    States,
-    load_reference,
-    reference_states,
-    states_in_fresh_process,
-)
+from actds_writers.engines.vllm.worker import identify, loaded_model
 from actds_writers.ipc.messages import HookSpec
 
 __all__ = [
-    "VERIFIED",
     "Forwarded",
     "NextReaders",
     "check_hooks",
     "eager",
-    "form_of",
     "forward_prompts",
     "join_check",
-    "loaded_model",
     "prompts_of",
 ]
 
 _NAME = "actds-check-{}"
 _CLEARLY = 0.25
 """Share of the other distance at which a norm hands on the sum, or the residual as it was."""
-
-_SUM = (
-    "AfmoeForCausalLM",
-    "ApertusForCausalLM",
-    "Ernie4_5ForCausalLM",
-    "Ernie4_5_MoeForCausalLM",
-    "ExaoneMoeForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GemmaForCausalLM",
-    "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GptOssForCausalLM",
-    "Llama4ForCausalLM",
-    "LlamaForCausalLM",
-    "Mamba2ForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "NemotronForCausalLM",
-    "NemotronHForCausalLM",
-    "OlmoeForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-)
-_FIRST = (
-    "BloomForCausalLM",
-    "CohereForCausalLM",
-    "Exaone4ForCausalLM",
-    "FalconForCausalLM",
-    "FalconH1ForCausalLM",
-    "GPT2LMHeadModel",
-    "GPTJForCausalLM",
-    "Gemma4ForCausalLM",
-    "GraniteForCausalLM",
-    "GraniteMoeForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "GraniteMoeSharedForCausalLM",
-    "HyperCLOVAXForCausalLM",
-    "MiniCPM3ForCausalLM",
-    "OPTForCausalLM",
-    "PhiMoEForCausalLM",
-    "StablelmForCausalLM",
-    "Zamba2ForCausalLM",
-)
-VERIFIED: dict[str, StreamForm] = {
-    **dict.fromkeys(_SUM, "sum"),
-    **dict.fromkeys(_FIRST, "first"),
-}
-"""Form by class of the loaded vLLM model, as ``docs/families.md`` lists them."""
-
-
-def form_of(architecture: str) -> StreamForm:
-    """Return where the stream is in what a decoder layer of a model class returns."""
-    return VERIFIED.get(architecture, "unverified")
 
 
 def check_hooks(
@@ -270,13 +206,6 @@ class Forwarded:
     prompt_rows: list[np.ndarray]
 
 
-def loaded_model(runner: Any) -> torch.nn.Module:
-    """Return the model itself, without what vLLM wraps around it for CUDA graphs."""
-    get = getattr(runner, "get_model", None)
-    model: torch.nn.Module = get() if get is not None else runner.model
-    return model
-
-
 def prompts_of(worker: Any) -> tuple[list[int], ...]:
     """Return the prompts of the check that this engine takes: two, or fewer and shorter ones.
 
@@ -342,8 +271,6 @@ def _run(runner: Any, scheduled: Any, buffers: HookBuffers | None) -> dict[str, 
     runner.execute_model(scheduled)
     found: dict[str, Any] = {}
     if buffers is not None:
-        from actds_writers.engines.vllm.worker import identify
-
         identity = identify(runner, scheduled)
         ids = identity.token_ids.cpu().numpy()
         rows = [of_hook[: len(ids)].float().cpu().numpy() for of_hook in buffers.rows]

@@ -258,12 +258,12 @@ def _check_when_set_up(worker: Any) -> None:
     def setting_up(*args: Any, **kwargs: Any) -> Any:
         result = compile_or_warm_up_model(*args, **kwargs)
         capture = getattr(worker, "_actds", None)
-        if capture is None:
-            from actds_writers.engines.vllm.check import join_check
+        from actds_writers.engines.vllm.check import check_hooks, join_check
 
+        if capture is None:
             join_check(worker)
         else:
-            capture.check_hooks()
+            capture.check(lambda: check_hooks(worker, capture.buffers, capture.hooks, capture.form))
         return result
 
     # The CPU's worker has a method of its own, which a wrapper of the class would miss.

@@ -2,7 +2,9 @@
 
 After every forward it reads who the rows are, compares them with the schedule, and hands the step
 over. Two generations of model runners keep the identity of rows in different places; ``identify``
-is the only one that knows where.
+is the only one that knows where. The table says what decoder layers of a class were seen to
+return: ``tests/matrix`` runs every class of it against ``transformers``, and a class that is not
+there is harvested only when the check of the hooks confirms its rows.
 """
 
 from __future__ import annotations
@@ -24,12 +26,70 @@ from actds_writers.engines.account import (
     layer_config,
     observed,
 )
-from actds_writers.engines.vllm.check import check_hooks, form_of, loaded_model
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import EVERYTHING, Fact, IntArray, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
 
 Value = bool | int | str | None
+
+
+_SUM = (
+    "AfmoeForCausalLM",
+    "ApertusForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "LlamaForCausalLM",
+    "Mamba2ForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronForCausalLM",
+    "NemotronHForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+)
+_FIRST = (
+    "BloomForCausalLM",
+    "CohereForCausalLM",
+    "Exaone4ForCausalLM",
+    "FalconForCausalLM",
+    "FalconH1ForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTJForCausalLM",
+    "Gemma4ForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "HyperCLOVAXForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "OPTForCausalLM",
+    "PhiMoEForCausalLM",
+    "StablelmForCausalLM",
+    "Zamba2ForCausalLM",
+)
+VERIFIED: dict[str, StreamForm] = {
+    **dict.fromkeys(_SUM, "sum"),
+    **dict.fromkeys(_FIRST, "first"),
+}
+"""Form by class of the loaded vLLM model, as ``docs/families.md`` lists them."""
+
+
+def form_of(architecture: str) -> StreamForm:
+    """Return where the stream is in what a decoder layer of a model class returns."""
+    return VERIFIED.get(architecture, "unverified")
 
 
 class WorkerCapture(WorkerSide):
@@ -52,7 +112,7 @@ class WorkerCapture(WorkerSide):
         with failures_told(link):
             self._refuse(worker.vllm_config)
             model = loaded_model(runner)
-            self._form = _form(model, link)
+            self.form = _form(model, link)
             config = runner.model_config
             text = config.hf_text_config
             super().__init__(
@@ -65,17 +125,8 @@ class WorkerCapture(WorkerSide):
                 device=runner.device,
                 max_rows=int(runner.max_num_tokens),
                 padding=PADDING_ROWS,
-                form=self._form,
+                form=self.form,
             )
-
-    def check_hooks(self) -> None:
-        """Hold the hooks' rows of two short prompts against the model's own, before any request.
-
-        Raises:
-            ActdsError: E507 when they differ; E007 when nothing can tell and nobody verified the
-                model class.
-        """
-        self.check(lambda: check_hooks(self._worker, self.buffers, self.hooks, self._form))
 
     def before_step(self) -> None:
         """Forget the counts of the step before; introduce the engine before the first one.
@@ -181,6 +232,13 @@ def _kernel_mode(runner: Any) -> str:
         int(config.compilation_config.mode or 0) > 0 and not config.model_config.enforce_eager
     )
     return "compiled" if compiled else "eager"
+
+
+def loaded_model(runner: Any) -> torch.nn.Module:
+    """Return the model itself, without what vLLM wraps around it for CUDA graphs."""
+    get = getattr(runner, "get_model", None)
+    model: torch.nn.Module = get() if get is not None else runner.model
+    return model
 
 
 @dataclass(frozen=True)
