@@ -21,7 +21,6 @@ from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.stages import Stages, Step
 from actds_writers.harvest.destination import hold, is_taken
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import (
     EVERYTHING,
     Fact,
@@ -158,7 +157,7 @@ class SyntheticEngine:
 
 def pipeline_for(
     out: Path | str,
-    policy: Policy = "block",
+    policy: str = "block",
     *,
     readouts: Readouts | None = None,
     probes: bytes | None = None,

@@ -34,7 +34,6 @@ from actds_testing.synthetic_engine import (
 from actds_validators.validate.validation import validate
 from actds_writers.capture.probes import plan_readouts, read_probes
 from actds_writers.capture.transfer import Lane
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import ClientFacts, HookSpec, LeftOut
 from actds_writers.monitor.snapshot import take_snapshot
 
@@ -58,7 +57,7 @@ class RandomRows(SyntheticEngine):
 
 def harvested(
     out: Path,
-    policy: Policy = "block",
+    policy: str = "block",
     *,
     readouts: Readouts | None = PLANNED,
     probes: bytes | None = None,
@@ -107,7 +106,7 @@ def test_every_computed_row_has_its_readouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["drop_oldest", "drop_newest"])
-def test_a_lost_row_leaves_its_readouts_behind(policy: Policy, tmp_path: Path) -> None:
+def test_a_lost_row_leaves_its_readouts_behind(policy: str, tmp_path: Path) -> None:
     dataset = harvested(tmp_path / "acts", policy, stall=True)
     drops = dataset.drops().to_pylist()
     assert drops
@@ -120,7 +119,7 @@ def test_a_lost_row_leaves_its_readouts_behind(policy: Policy, tmp_path: Path) -
 
 @pytest.mark.parametrize("policy", ["block", "drop_newest"])
 def test_rows_and_drops_whose_readouts_never_came_are_aborted(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that is killed may have sent rows and not yet their readouts."""
     silent, put = threading.Event(), Lane.put

@@ -28,7 +28,6 @@ from actds_testing.synthetic_engine import (
 from actds_validators.validate.validation import validate
 from actds_writers.capture import op as capture
 from actds_writers.capture.transfer import Copier, Mark
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import ClientFacts, HookSpec
 
 pytestmark = pytest.mark.skipif(
@@ -129,7 +128,7 @@ def test_a_copier_waits_for_the_engine_and_not_the_engine_for_it() -> None:
 
 
 @pytest.mark.parametrize("policy", ["block", "drop_oldest", "drop_newest"])
-def test_rows_on_a_gpu_reach_the_dataset_under_pressure(policy: Policy, tmp_path: Path) -> None:
+def test_rows_on_a_gpu_reach_the_dataset_under_pressure(policy: str, tmp_path: Path) -> None:
     out = tmp_path / "acts"
     with pipeline_for(out, policy, readouts=Readouts(8, seed=2)) as pipeline:
         engine = SyntheticEngine(pipeline, "cuda")

@@ -16,7 +16,6 @@ from actds.format.readouts import NONE
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.capture.probes import plan_readouts
 from actds_writers.engines.base import EngineOptions
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import Fact, PromptFact
 from actds_writers.prompts.encoding import (
     Encoded,
@@ -83,7 +82,7 @@ class WriteOptions:
     rows_per_shard: int | None
     ring_mib: int
     store_dtype: str | None
-    overflow: Policy
+    overflow: str
     staging_mib: int = 64
     readouts: bool = True
     probes: Path | None = None

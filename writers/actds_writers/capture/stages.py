@@ -22,6 +22,7 @@ import torch
 from actds.errors import ActdsError
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
 from actds_writers.capture.overflow import Entry, Handover
+from actds_writers.capture.policies import POLICIES
 from actds_writers.capture.transfer import Copier, Lane, Mark, Rows, host_memory, typed
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link
@@ -149,7 +150,11 @@ class Stages:
         self._census = link.connect("census", "worker")
         self._census_lock = threading.Lock()
         self._handover = Handover(
-            link.connect("writer", "worker"), self._staging, self._ring, link.policy, self._lost
+            link.connect("writer", "worker"),
+            self._staging,
+            self._ring,
+            POLICIES[link.policy],
+            self._lost,
         )
         self._unidentified: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
         self._unmoved: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()

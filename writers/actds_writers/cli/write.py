@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from actds_writers.capture.policies import POLICIES
+
 if TYPE_CHECKING:
     from actds_writers.config import WriteOptions
 
@@ -85,7 +87,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--overflow",
-    type=click.Choice(["block", "drop_oldest", "drop_newest"]),
+    type=click.Choice(list(POLICIES)),
     default="block",
     show_default=True,
     help="When the ring is full: make the engine wait, or lose whole steps, recorded.",
@@ -151,7 +153,7 @@ def write(
     store_dtype: str | None,
     order: Literal["permuted", "sequence"],
     rows_per_shard: int | None,
-    overflow: Literal["block", "drop_oldest", "drop_newest"],
+    overflow: str,
     ring_mib: int,
     raw_mib: int,
     staging_mib: int,

@@ -416,4 +416,4 @@ def _processor(device: torch.device) -> str:
 
 def layer_config(config: Any, d_model: int, n_layers: int) -> dict[str, Any]:
     """Return a configuration of ``transformers`` by name, as hook kinds read it."""
-    return {**config.to_dict(), "hidden_size": d_model, "num_hidden_layers": n_layers}
+    return {**vars(config), "hidden_size": d_model, "num_hidden_layers": n_layers}

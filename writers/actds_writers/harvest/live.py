@@ -15,13 +15,14 @@ from contextlib import ExitStack
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason
+from actds_writers.capture.policies import POLICIES
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.sampling import Match, Phase, SamplingRules
-from actds_writers.ipc.link import Link, Policy
+from actds_writers.ipc.link import Link
 from actds_writers.monitor.snapshot import Snapshot, take_snapshot
 
 __all__ = ["LiveRun", "LiveSettings", "parse_live_settings"]
@@ -29,6 +30,13 @@ __all__ = ["LiveRun", "LiveSettings", "parse_live_settings"]
 log = logging.getLogger("vllm.actds")
 PLACE = "--additional-config actds"
 POLL_S = 0.25
+
+
+def _policy(name: str) -> str:
+    if name not in POLICIES:
+        *names, last = map(repr, POLICIES)
+        raise ValueError(f"{', '.join(names)} or {last}")
+    return name
 
 
 class LiveSettings(BaseModel):
@@ -61,7 +69,7 @@ class LiveSettings(BaseModel):
 
     out: Annotated[str, Field(min_length=1)]
     hooks: Annotated[str, Field(min_length=1)]
-    overflow: Policy = "drop_newest"
+    overflow: Annotated[str, AfterValidator(_policy)] = "drop_newest"
     fraction: float | int | str = 1
     seed: int = 0
     phases: list[Phase] = ["prefill", "decode"]

@@ -21,7 +21,7 @@ from pathlib import Path
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason
 from actds_writers.harvest.detach import Detached
-from actds_writers.ipc.link import Link, Policy
+from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
     CensusProgress,
     ClientFacts,
@@ -80,7 +80,7 @@ class Pipeline:
         self,
         hooks: tuple[tuple[str, int], ...],
         store_dtype: str | None,
-        policy: Policy,
+        policy: str,
         ring_nbytes: int,
         writer: WriterSettings,
         client_pid: int,

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Literal
 
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
@@ -22,8 +21,6 @@ from actds.format.readouts import NONE
 ENVIRONMENT = "ACTDS_LINK"
 CONNECT_TIMEOUT_S = 180.0
 """A busy machine takes a minute to start a process; one that has died is seen at once."""
-Policy = Literal["block", "drop_oldest", "drop_newest"]
-"""What happens to a step when the ring is full."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Link:
         run: run id.
         hooks: ``(kind, layer)`` of each hook to capture.
         store_dtype: type to store rows in, ``None`` for the type the model computes in.
-        policy: overflow policy of the ring.
+        policy: name of the overflow policy.
         ring_nbytes: size of the host ring; the worker takes more when two steps need it.
         client_pid: process of the command.
         live: whether the engine serves traffic, which goes on when capture fails.
@@ -52,7 +49,7 @@ class Link:
     run: str
     hooks: tuple[tuple[str, int], ...]
     store_dtype: str | None
-    policy: Policy
+    policy: str
     ring_nbytes: int
     client_pid: int
     live: bool = False

@@ -273,7 +273,8 @@ def _run(runner: Any, scheduled: Any, buffers: HookBuffers | None) -> dict[str, 
     if buffers is not None:
         identity = identify(runner, scheduled)
         ids = identity.token_ids.cpu().numpy()
-        rows = [of_hook[: len(ids)].float().cpu().numpy() for of_hook in buffers.rows]
+        # Copies, for the next step overwrites the buffers.
+        rows = [of_hook[: len(ids)].float().cpu().numpy().copy() for of_hook in buffers.rows]
         for of_hook, seen in zip(rows, buffers.seen.tolist(), strict=True):
             if seen < len(ids):  # a hook that did not run leaves the rows of a step before
                 of_hook[:] = np.nan
