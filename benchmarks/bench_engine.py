@@ -84,10 +84,19 @@ class Inside:
         for owner, names in (
             (SchedulerWitness, ("arrived", "scheduled", "finished")),
             (WorkerCapture, ("before_step", "after_step")),
-            (capture, ("_forward_hook",) if hooks else ()),
         ):
             for name in names:
                 setattr(owner, name, self.timed(getattr(owner, name)))
+        if hooks:
+            install = capture.install_tap
+
+            def timing(tap: Any, number: int, buffers: Any) -> None:
+                install(tap, number, buffers)
+                found = tap.module._forward_hooks
+                key = next(reversed(found))
+                found[key] = self.timed(found[key])
+
+            capture.install_tap = timing
 
 
 VARIANTS = {

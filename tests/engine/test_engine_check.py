@@ -20,16 +20,20 @@ OPTIONS = ("--hooks", "resid_post:0,2", "--max-tokens", "4", "--engine-arg", "bl
 FLOAT32 = (*OPTIONS, "--engine-arg", "dtype=float32")
 DUMMY = ("--engine-arg", "load_format=dummy")
 WRONG = (
-    "from actds_writers.engines.vllm import families as f; f.VERIFIED['LlamaForCausalLM'] = 'first'"
+    "from actds_writers.engines.vllm import worker as f; f.VERIFIED['LlamaForCausalLM'] = 'first'"
 )
-UNKNOWN = "from actds_writers.engines.vllm import families as f; del f.VERIFIED['LlamaForCausalLM']"
-# Only where the hooks are installed: reference and check keep the function as it is.
+UNKNOWN = "from actds_writers.engines.vllm import worker as f; del f.VERIFIED['LlamaForCausalLM']"
+# Only while the hooks are installed: reference and check keep the function as it is.
 OFF_BY_ONE = """
 from actds_writers.capture import op as capture
-from actds_writers.capture import reference
-from actds_writers.engines.vllm import check_run
-found = capture.decoder_layers
-capture.decoder_layers = lambda model: {n - 1: layer for n, layer in found(model).items()}
+found, install = capture.decoder_layers, capture.install
+def shifted(*args, **more):
+    capture.decoder_layers = lambda model: {n - 1: layer for n, layer in found(model).items()}
+    try:
+        return install(*args, **more)
+    finally:
+        capture.decoder_layers = found
+capture.install = shifted
 """
 
 

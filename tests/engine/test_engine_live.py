@@ -125,7 +125,7 @@ def test_a_server_whose_hooks_are_not_the_stream_does_not_start(
 ) -> None:
     # Read by every process of the server when it starts.
     (tmp_path / "sitecustomize.py").write_text(
-        "from actds_writers.engines.vllm import families\n"
+        "from actds_writers.engines.vllm import worker as families\n"
         "families.VERIFIED['LlamaForCausalLM'] = 'first'\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

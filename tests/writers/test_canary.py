@@ -168,11 +168,12 @@ def test_a_capture_that_mixes_requests_up_fails_the_run(
     after_step = Capture.after_step
 
     def mixing(self: Any, step: int, finished: Any, columns: Any, *more: Any) -> None:
-        rows = self._buffers.rows.clone()
+        (block,) = self.buffers.blocks
+        rows = block.clone()
         width = columns.width
         # Requests 0 and 1 of the batch, whose prompts have the same length.
-        self._buffers.rows[:, :width] = rows[:, width : 2 * width]
-        self._buffers.rows[:, width : 2 * width] = rows[:, :width]
+        block[:, :width] = rows[:, width : 2 * width]
+        block[:, width : 2 * width] = rows[:, :width]
         after_step(self, step, finished, columns, *more)
 
     monkeypatch.setattr(Capture, "after_step", mixing)

@@ -22,13 +22,12 @@ from actds_testing.faulty_disk import FaultyDisk, unavailable, wait_until
 from actds_testing.synthetic_engine import GENERATED, PROMPT_LEN, SyntheticEngine, pipeline_for
 from actds_testing.tiny import make_tiny_model
 from actds_validators.validate.validation import validate
-from actds_writers.config import Policy
+from actds_writers.capture.policies import POLICIES
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.recover import recover
 from actds_writers.ipc.messages import ClientFacts
 
-POLICIES: tuple[Policy, ...] = ("block", "drop_oldest", "drop_newest")
-DROPPING = POLICIES[1:]
+DROPPING = [name for name in POLICIES if name != "block"]
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 MAX_REQUESTS = 320
 """Requests that no test needs: one that serves so many is not getting where it should. The engine's
@@ -104,7 +103,7 @@ class Harness:
 
 
 @contextmanager
-def harness(disk: FaultyDisk, policy: Policy) -> Iterator[Harness]:
+def harness(disk: FaultyDisk, policy: str) -> Iterator[Harness]:
     with disk.injected():
         pipeline = pipeline_for(disk.folder, policy)
     with pipeline:
@@ -165,7 +164,7 @@ def positions(interval: dict[str, int]) -> set[tuple[int, int]]:
     return {(interval["request"], p) for p in range(interval["start"], interval["stop"])}
 
 
-def assert_policy_kept(run: Harness, dataset: actds.Dataset, policy: Policy) -> None:
+def assert_policy_kept(run: Harness, dataset: actds.Dataset, policy: str) -> None:
     """Assert that steps were lost under the drop policies only, and nothing waited under them.
 
     That the engine may wait for a thread of its own process is no matter of the disk.
@@ -182,9 +181,7 @@ def stages_that_stalled(dataset: actds.Dataset) -> set[str]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_slow_disk_slows_the_engine_or_costs_logged_steps(
-    disk: FaultyDisk, policy: Policy
-) -> None:
+def test_a_slow_disk_slows_the_engine_or_costs_logged_steps(disk: FaultyDisk, policy: str) -> None:
     with harness(disk, policy) as run:
         disk.throttle(SLOW_BYTES_PER_S)
         run.serve_until(lambda: run.is_held_up() or len(run.engine.drops) >= 60)
@@ -200,7 +197,7 @@ def test_a_slow_disk_slows_the_engine_or_costs_logged_steps(
 
 @pytest.mark.parametrize("policy", DROPPING)
 def test_a_stalled_disk_never_holds_up_an_engine_that_may_drop(
-    disk: FaultyDisk, policy: Policy
+    disk: FaultyDisk, policy: str
 ) -> None:
     with harness(disk, policy) as run:
         run.serve_gently_until(lambda: run.n_shards() >= 2)
@@ -252,7 +249,7 @@ def failed(run: Harness, code: str, words: str, place: str) -> None:
     assert caught.value.place.startswith(place)
 
 
-def lose_some(run: Harness, disk: FaultyDisk, policy: Policy) -> None:
+def lose_some(run: Harness, disk: FaultyDisk, policy: str) -> None:
     """Under a drop policy, go into the failure with losses behind."""
     run.serve_gently_until(lambda: run.n_shards() >= 2)
     if policy != "block":
@@ -262,7 +259,7 @@ def lose_some(run: Harness, disk: FaultyDisk, policy: Policy) -> None:
         run.engine.drain(run.pipeline)
 
 
-def assert_ends_accounted(run: Harness, disk: FaultyDisk, policy: Policy) -> None:
+def assert_ends_accounted(run: Harness, disk: FaultyDisk, policy: str) -> None:
     n_shards = run.n_shards()
     run.serve(20)  # the engine is not held up by a writer that has failed
     run.end_failed()
@@ -274,7 +271,7 @@ def assert_ends_accounted(run: Harness, disk: FaultyDisk, policy: Policy) -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_full_disk_ends_the_run_with_what_was_committed(disk: FaultyDisk, policy: Policy) -> None:
+def test_a_full_disk_ends_the_run_with_what_was_committed(disk: FaultyDisk, policy: str) -> None:
     with harness(disk, policy) as run:
         lose_some(run, disk, policy)
         disk.fill(30_000)
@@ -293,7 +290,7 @@ def test_a_full_disk_ends_the_run_with_what_was_committed(disk: FaultyDisk, poli
     ],
 )
 def test_a_failing_disk_ends_the_run_with_what_was_committed(
-    disk: FaultyDisk, policy: Policy, fault: str, place: str
+    disk: FaultyDisk, policy: str, fault: str, place: str
 ) -> None:
     with harness(disk, policy) as run:
         lose_some(run, disk, policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import secrets
@@ -30,7 +31,6 @@ from actds_testing.synthetic_engine import (
     SyntheticEngine,
 )
 from actds_validators.validate.validation import validate
-from actds_writers.capture.hooks import HookPlace
 from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported
@@ -237,9 +237,9 @@ def test_rules_reach_both_witnesses_and_the_processes_are_nobodys_descendants(
     engine.close()
     run.end("finished")
     assert {process.poll() for process in run._pipeline._processes.values()} == {0}
-    serving._compare_hooks(str(out), [HookPlace("resid_post", h.layer) for h in HOOKS])
+    serving.compare_hooks(str(out), HOOKS)
     with pytest.raises(ActdsError, match=r"E010.*resid_post\.7"):
-        serving._compare_hooks(str(out), [HookPlace("resid_post", 7)])
+        serving.compare_hooks(str(out), [dataclasses.replace(HOOKS[0], name="resid_post.7")])
     seal(open_store(out))
     dataset = clean(out)
     assert dataset.n_rows == 3 * N_POSITIONS + 3 * (GENERATED - 1)

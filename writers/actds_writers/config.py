@@ -17,10 +17,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
+from actds_writers.capture.policies import POLICIES
 from actds_writers.sampling import SamplingRules
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ __all__ = [
     "LiveSettings",
     "Order",
     "PlanSettings",
-    "Policy",
     "WriteSettings",
     "WriterSettings",
     "explained",
@@ -41,8 +41,6 @@ __all__ = [
     "settings_of",
 ]
 
-Policy = Literal["block", "drop_oldest", "drop_newest"]
-"""What happens to a step when the ring is full."""
 Order = Literal["permuted", "sequence"]
 DTypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -57,6 +55,18 @@ Location = Annotated[
     str,
     BeforeValidator(_text),
     Field(min_length=1, json_schema_extra={"format": "path"}),
+]
+
+
+def _policy(name: str) -> str:
+    if name not in POLICIES:
+        *names, last = map(repr, POLICIES)
+        raise ValueError(f"{', '.join(names)} or {last}")
+    return name
+
+
+Overflow = Annotated[
+    str, AfterValidator(_policy), Field(json_schema_extra={"enum": list(POLICIES)})
 ]
 Folder = Annotated[Path, Field(strict=False)]
 Rate = Annotated[float, Field(gt=0)]
@@ -93,7 +103,7 @@ class HarvestSettings(Settings):
     rows_per_shard: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Default: 65536, fewer if memory is short"
     )
-    overflow: Policy = Field(
+    overflow: Overflow = Field(
         default="block",
         description="When the ring is full: make the engine wait, or lose whole steps, recorded",
     )
@@ -191,7 +201,7 @@ class LiveSettings(SamplingRules, HarvestSettings):
     hooks: Annotated[str, Field(min_length=1)] = Field(
         description=HarvestSettings.model_fields["hooks"].description
     )
-    overflow: Policy = Field(
+    overflow: Overflow = Field(
         default="drop_newest", description=HarvestSettings.model_fields["overflow"].description
     )
     weights_digest: bool = Field(

@@ -30,7 +30,7 @@ from actds_writers.ipc.messages import (
     StepsDropped,
     WorkerHello,
 )
-from actds_writers.shards.readout_log import LaneEnd
+from actds_writers.shards.logs import LaneEnd
 from actds_writers.shards.writer import Writer
 
 log = logging.getLogger("actds")

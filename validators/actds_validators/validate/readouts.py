@@ -210,9 +210,15 @@ def _matrices(
             raise ActdsError(
                 "E202", path, got=f"sha256 {got}", expected=str(readouts.probes_sha256)
             )
+        if len({hook.d_model for hook in hooks}) > 1:
+            raise ActdsError(
+                "E103", path, got="probes for hooks of several widths", expected="one width"
+            )
         probes = load_probes(data, path, (len(hooks), readouts.n_probes, hooks[0].d_model))
-    packed = matrix(readouts, probes, len(hooks), hooks[0].d_model)
-    return {hook.name: packed[index] for index, hook in enumerate(hooks)}
+    return {
+        hook.name: matrix(readouts, probes if probes is None else probes[[i]], 1, hook.d_model)[0]
+        for i, hook in enumerate(hooks)
+    }
 
 
 def _check_rows_covered(inventory: Inventory, run: str, mine: RunReadouts) -> None:

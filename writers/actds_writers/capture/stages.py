@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds_writers.capture.op import HookBuffers
+from actds_writers.capture.op import TORCH_TYPES, HookBuffers
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.capture.readouts import Lane, Rows
-from actds_writers.capture.transfer import Copier, Mark, host_memory, typed
+from actds_writers.capture.policies import POLICIES
+from actds_writers.capture.transfer import Copier, Lane, Mark, Rows, host_memory, typed
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
@@ -120,10 +120,10 @@ class Stages:
         self, link: Link, buffers: HookBuffers, hooks: tuple[HookSpec, ...], max_rows: int
     ) -> None:
         self._buffers, self._hooks, self._max_rows = buffers, hooks, max_rows
-        self._n_hooks, _, self._d_model = buffers.rows.shape
+        self._layout, self._n_hooks = buffers.layout, len(hooks)
         self._width = buffers.readouts.shape[2]
-        self._device = buffers.rows.device
-        self._row_nbytes = self._n_hooks * self._d_model * buffers.rows.element_size()
+        self._device = buffers.device
+        self._row_nbytes = self._layout.row_nbytes
         self._readout_nbytes = 4 * self._n_hooks * self._width
         self._error: ActdsError | None = None
         self.n_engine_waits = 0
@@ -152,7 +152,7 @@ class Stages:
             link.connect("writer", "worker"),
             self._staging,
             self._ring,
-            link.settings.overflow,
+            POLICIES[link.settings.overflow],
             self._lost,
         )
         self._unidentified: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
@@ -239,7 +239,12 @@ class Stages:
             entry.stalls.insert(0, stall)
         self.n_engine_waits += bool(entry.stalls)
         if entry.slot is not None:
-            self._staged(entry.slot, n).copy_(self._buffers.rows[:, :n])
+            for staged, rows in zip(
+                self._rows_views(self._staging_memory, entry.slot, n),
+                self._buffers.blocks,
+                strict=True,
+            ):
+                staged.copy_(rows[:, :n])
         moving = _Moving(
             step,
             entry,
@@ -295,7 +300,7 @@ class Stages:
         step, n = moving.step, moving.n_rows
         nbytes = self._narrow_nbytes(n)
         whole = typed(self._narrow_memory, moving.narrow, (1, 1, nbytes), torch.uint8)
-        copier.copy(host[:nbytes].view(1, 1, nbytes), whole, None, moving.done)
+        copier.copy([host[:nbytes].view(1, 1, nbytes)], [whole], None, moving.done)
         ids, seen, readouts = _narrow_views(host, 0, n, self._n_hooks, self._width)
         # Padding rows come behind the scheduled ones, so a hook may see more, never fewer.
         if int(seen.min()) < n:
@@ -351,8 +356,9 @@ class Stages:
             index = None
             if message.kept is not None:
                 index = torch.from_numpy(np.flatnonzero(message.kept))
-            target = self._rows_view(self._host, offset, n_kept)
-            copier.copy(target, self._staged(entry.slot, moving.n_rows), index, moving.done)
+            targets = self._rows_views(self._host, offset, n_kept)
+            sources = self._rows_views(self._staging_memory, entry.slot, moving.n_rows)
+            copier.copy(targets, sources, index, moving.done)
         self._handover.moved(entry, _placed(message, offset, nbytes))
 
     # ------------------------------------------------------------------------------------------
@@ -422,11 +428,17 @@ class Stages:
     def _narrow_views(self, offset: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return _narrow_views(self._narrow_memory, offset, n, self._n_hooks, self._width)
 
-    def _staged(self, slot: int, n: int) -> torch.Tensor:
-        return self._rows_view(self._staging_memory, slot, n)
-
-    def _rows_view(self, memory: torch.Tensor, offset: int, n: int) -> torch.Tensor:
-        return typed(memory, offset, (self._n_hooks, n, self._d_model), self._buffers.rows.dtype)
+    def _rows_views(self, memory: torch.Tensor, offset: int, n: int) -> list[torch.Tensor]:
+        """Return the rows of a step in a ring, ``(n_hooks, n, d_model)`` of each block."""
+        return [
+            typed(
+                memory,
+                offset + n * block.before_nbytes,
+                (len(block.hooks), n, block.d_model),
+                TORCH_TYPES[block.dtype],
+            )
+            for block in self._layout.blocks
+        ]
 
 
 def _placed(message: StepRows, offset: int | None, nbytes: int) -> StepRows:

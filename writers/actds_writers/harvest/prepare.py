@@ -24,7 +24,7 @@ from actds.reading import Catalog
 from actds.schema.v0_1 import RunRecord
 from actds.sealing import runs_with_data
 from actds.store import local_folder, open_for_writing, open_store
-from actds_writers.capture.hooks import parse_hooks
+from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.capture.probes import plan_readouts
 from actds_writers.config import WriteSettings
 from actds_writers.engines.base import EngineOptions
@@ -41,7 +41,7 @@ from actds_writers.prompts.encoding import (
 from actds_writers.prompts.records import OnBroken, PromptSet, read_prompts
 from actds_writers.provenance import capture_facts, model_facts, observed
 from actds_writers.shards.assembly import SpecialTokens
-from actds_writers.sizing.needs import rows_per_shard
+from actds_writers.sizing.needs import Geometry, rows_per_shard
 
 __all__ = [
     "Plan",
@@ -112,18 +112,18 @@ def make_plan(settings: WriteSettings, engine: EngineOptions) -> Plan:
     tokenizer = load_tokenizer(settings.model)
     limit = _known_limit(engine.max_model_len, config)
     encoded = encode(prompts.prompts, tokenizer, limit, settings.max_tokens, on_broken)
-    d_model, itemsize = int(config["hidden_size"]), 4
-    rows = settings.rows_per_shard or rows_per_shard(len(places) * d_model * itemsize)
+    # The widest type: which one the engine will compute in is not known yet.
+    hooks = hook_specs(places, config, "float32")
+    rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
     readouts, probes = NONE, None
     if settings.readouts:
-        hooks = [f"{place.kind}.{place.layer}" for place in places]
         path = None if settings.probes is None else Path(settings.probes)
-        planned, probes = plan_readouts(settings.seed, path, hooks, d_model)
+        planned, probes = plan_readouts(settings.seed, path, hooks)
         readouts = planned.as_field()
     template = chat_template_sha256(prompts.prompts, tokenizer)
     return Plan(
         engine=engine,
-        hooks=tuple((place.kind, place.layer) for place in places),
+        hooks=tuple((hook.kind, hook.layer) for hook in hooks),
         encoded=tuple(encoded),
         client=_client(prompts, encoded),
         tokens=special_tokens(tokenizer, generation_eos(settings.model)),

@@ -145,7 +145,7 @@ class StepDropped:
     Args:
         rows: the step, its place in the ring no longer valid.
         reason: ``queue_full``.
-        policy: ``drop_oldest`` or ``drop_newest``.
+        policy: name of the policy.
         t_ns: wall clock.
         depth: slices in the ring.
     """

@@ -7,7 +7,7 @@ compare them. A load is given, or read from the steps and file sizes of an earli
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,8 @@ import numpy.typing as npt
 from actds.errors import ActdsError
 from actds.reading import Catalog
 from actds.store import Store
-from actds_writers.ipc.ring import ALIGNMENT
+from actds_writers.ipc.messages import HookSpec
+from actds_writers.ipc.ring import ALIGNMENT, BITS
 
 PAGE = 4096
 PADDING_ROWS = 1024
@@ -45,30 +46,45 @@ DEFAULT_ROWS_PER_SHARD = 65_536
 
 
 @dataclass(frozen=True)
+class Width:
+    """A row of one hook: its channels, and the bytes of a channel as stored."""
+
+    d_model: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the row."""
+        return self.d_model * self.itemsize
+
+
+@dataclass(frozen=True)
 class Geometry:
     """What one token is.
 
     Args:
-        n_hooks: hooks.
-        d_model: channels.
-        itemsize: bytes of a channel as stored.
+        hooks: width of each hook.
         n_readouts: numbers per row and hook in the readouts' lane; 0 without readouts.
     """
 
-    n_hooks: int
-    d_model: int
-    itemsize: int
+    hooks: tuple[Width, ...]
     n_readouts: int = 0
 
+    @classmethod
+    def of(cls, hooks: Sequence[HookSpec], n_readouts: int = 0) -> Geometry:
+        """Return the geometry of hooks."""
+        widths = (Width(hook.d_model, BITS[hook.dtype]().itemsize) for hook in hooks)
+        return cls(tuple(widths), n_readouts)
+
     @property
-    def hook_nbytes(self) -> int:
-        """Return the bytes of a row of one hook."""
-        return self.d_model * self.itemsize
+    def n_hooks(self) -> int:
+        """Return the number of hooks."""
+        return len(self.hooks)
 
     @property
     def row_nbytes(self) -> int:
         """Return the bytes of a row over all hooks."""
-        return self.n_hooks * self.hook_nbytes
+        return sum(hook.nbytes for hook in self.hooks)
 
     @property
     def readout_nbytes(self) -> int:
@@ -154,8 +170,9 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
     lane = max(sizes.lane_nbytes, 2 * readout_step) if g.n_readouts else 0
     hooks = (rows + PADDING_ROWS) * (g.row_nbytes + g.readout_nbytes) + 8 * g.n_hooks
     if g.n_readouts:
-        # One row set in float32, and what the rows are multiplied with.
-        hooks += 4 * g.d_model * (rows + PADDING_ROWS + g.n_hooks * (g.n_readouts - 1))
+        # One row set of the widest hook in float32, and what the rows are multiplied with.
+        hooks += 4 * max(hook.d_model for hook in g.hooks) * (rows + PADDING_ROWS)
+        hooks += 4 * sum(hook.d_model for hook in g.hooks) * (g.n_readouts - 1)
     return MemoryBound(
         hooks=hooks,
         staging=max(sizes.staging_nbytes, step_nbytes),
@@ -163,7 +180,7 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
         ring=_up(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),
         lane=_up(lane, PAGE),
         buffers=N_BUFFERS * capacity * (g.row_nbytes + TOKEN_COLUMNS_NBYTES),
-        encode=2 * capacity * g.hook_nbytes,
+        encode=2 * capacity * max(hook.nbytes for hook in g.hooks),
         readouts=2 * READOUT_PART_NBYTES if g.n_readouts else 0,
     )
 
@@ -450,12 +467,12 @@ def read_profile(store: Store) -> Profile:
             tokens_per_step=total / n_steps,
             bursts=tuple(w.burst for w in found),
         ),
-        overhead=_overhead(catalog, store, n_requests, n_steps),
+        overhead=overhead_of(catalog, store, n_requests, n_steps),
         is_short=found[0].n < FEW_WINDOWS,
     )
 
 
-def _overhead(catalog: Catalog, store: Store, n_requests: int, n_steps: int) -> Overhead:
+def overhead_of(catalog: Catalog, store: Store, n_requests: int, n_steps: int) -> Overhead:
     """Return what the files of a dataset say of the bytes beside the rows, and of the ratio."""
     hooks = {hook.name: hook for hook in catalog.genesis.hooks}
     sizes = {hook: h.d_model * DTYPE_NBYTES.get(h.dtype, 2) for hook, h in hooks.items()}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from actds.errors import ActdsError
+from actds.schema.v0_1 import DType
 from actds.store import open_store
 from actds.text import format_nbytes, format_seconds
-from actds_writers.capture.hooks import parse_hooks
+from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, PlanSettings, keywords_of
 from actds_writers.model_folder import model_config
 from actds_writers.sizing.machine import (
@@ -40,7 +42,7 @@ __all__ = ["PlanResult", "plan"]
 
 LABEL = 9
 FOLD = 76
-DTYPE_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES = ("bfloat16", "float16", "float32")
 USUAL_LOAD = {
     "prefill": 0.0,
     "decode": 0.0,
@@ -97,8 +99,7 @@ class PlanResult:
         )
         rates = f"{rates} GB/s"
         lines = [
-            _line("row", f"{g.row_nbytes:,} bytes per token: {g.n_hooks} hooks x {g.d_model} "
-                  f"channels x {g.itemsize} bytes"),
+            _line("row", f"{g.row_nbytes:,} bytes per token: {_hooks(g)}"),
             _line("load", f"{load.mean:,.0f} tokens/s = {load.prefill:,.0f} prefill + "
                   f"{load.decode:,.0f} decode"),
             _line("bursts", bursts),
@@ -128,7 +129,11 @@ class PlanResult:
         n_tokens = self.settings.tokens
         memory = found.memory
         return {
-            "geometry": {**asdict(found.geometry), "row_nbytes": found.geometry.row_nbytes},
+            "geometry": {
+                **asdict(found.geometry),
+                "n_hooks": found.geometry.n_hooks,
+                "row_nbytes": found.geometry.row_nbytes,
+            },
             "load": {**asdict(found.load), "mean": found.load.mean, "peak": found.load.peak},
             "stages": [
                 {
@@ -220,23 +225,22 @@ def _geometry(asked: PlanSettings) -> Geometry:
     Raises:
         ActdsError: E005 no model, E007 unknown hook, E009 neither folder nor numbers.
     """
-    d_model, layers = asked.d_model, asked.layers
-    dtype: str = asked.dtype or "bfloat16"
+    given = {"hidden_size": asked.d_model, "num_hidden_layers": asked.layers}
+    config: dict[str, Any] = dict(given)
+    computed: DType = "bfloat16"
     if asked.model is not None:
-        config = model_config(asked.model)
-        d_model = d_model or int(config["hidden_size"])
-        layers = layers or int(config["num_hidden_layers"])
-        own = str(config.get("dtype") or config.get("torch_dtype"))
-        dtype = asked.dtype or (own if own in DTYPE_NBYTES else "bfloat16")
-    if d_model is None or layers is None:
+        config = {**model_config(asked.model), **{k: v for k, v in given.items() if v is not None}}
+        own = config.get("dtype") or config.get("torch_dtype")
+        computed = own if own in DTYPES else computed
+    if None in (config["hidden_size"], config["num_hidden_layers"]):
         raise ActdsError(
             "E009",
             "--model",
             got="no model folder, and no --d-model with --layers",
             expected="one or the other",
         )
-    places = parse_hooks(asked.hooks, layers)
-    return Geometry(len(places), d_model, DTYPE_NBYTES[dtype], asked.readouts)
+    places = parse_hooks(asked.hooks, config["num_hidden_layers"])
+    return Geometry.of(hook_specs(places, config, computed, asked.dtype), asked.readouts)
 
 
 def _load(asked: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
@@ -377,6 +381,14 @@ def _stalls(found: Capacity) -> list[str]:
         waits = format_seconds(stall.engine_waits_s) if stall.engine_waits_s else "no"
         lines.append(f"{f'{stall.stall_s:g} s':<{LABEL}}{full:<18}{waits:<22}{lost}")
     return lines
+
+
+def _hooks(geometry: Geometry) -> str:
+    """Return how many hooks there are of each width."""
+    return " + ".join(
+        f"{n} hooks x {width.d_model} channels x {width.itemsize} bytes"
+        for width, n in Counter(geometry.hooks).items()
+    )
 
 
 def _tokens(rate: float) -> str:

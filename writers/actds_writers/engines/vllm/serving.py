@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ from actds.format import layout
 from actds.format.readouts import NONE
 from actds.schema.v0_1 import Genesis
 from actds.store import local_folder, open_store
-from actds_writers.capture.hooks import HookPlace, parse_hooks
+from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings
+from actds_writers.engines.account import layer_config
 from actds_writers.engines.base import OPTION
 from actds_writers.engines.vllm.engine import refuse_options
 from actds_writers.harvest.live import LiveRun, parse_live_settings
 from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.ipc.messages import Fact
+from actds_writers.ipc.messages import Fact, HookSpec
 from actds_writers.provenance import capture_facts, model_facts, observed
 from actds_writers.shards.assembly import SpecialTokens
 
@@ -53,17 +55,19 @@ def start(config: Any, document: Any) -> LiveRun:
     schedule_in_step(config)
     model = config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
-    places = parse_hooks(settings.hooks, n_layers)
+    config_of = layer_config(model.hf_text_config, int(model.get_hidden_size()), n_layers)
+    # The widest type, for sizes: a kind may compute in another one than the model.
+    hooks = hook_specs(parse_hooks(settings.hooks, n_layers), config_of, "float32")
     out = _destination(settings.out)
     settings = settings.model_copy(update={"out": out})
     lock = hold(out, shared=True)
     try:
-        _compare_hooks(out, places)
-        readouts, probes = _readouts(settings, places, int(model.get_hidden_size()))
-        writer = _writer_settings(settings, model, len(places), readouts)
+        compare_hooks(out, hooks)
+        readouts, probes = _readouts(settings, hooks)
+        writer = _writer_settings(settings, model, hooks, readouts)
         pipeline = Pipeline(
             writer,
-            tuple((place.kind, place.layer) for place in places),
+            tuple((hook.kind, hook.layer) for hook in hooks),
             # Of an engine core in a process of its own, the client is the parent.
             os.getppid() if multiprocessing.parent_process() is not None else os.getpid(),
             lock,
@@ -73,12 +77,12 @@ def start(config: Any, document: Any) -> LiveRun:
         os.close(lock)
         raise
     # What changes the graph must enter the key of the compile cache, and nothing else should.
-    graph = {"hooks": [f"{place.kind}:{place.layer}" for place in places], "readouts": readouts}
+    graph = {"hooks": [f"{hook.kind}:{hook.layer}" for hook in hooks], "readouts": readouts}
     config.additional_config = {**config.additional_config, "actds": graph}
     rules = settings.rules()
     log.info(
         "actds: capturing %s into %s as run %s; sampling %s; when the ring is full: %s",
-        ", ".join(place.name for place in places),
+        ", ".join(hook.name for hook in hooks),
         out,
         writer.run,
         rules.describe(),
@@ -180,22 +184,20 @@ def _destination(out: str) -> str:
     return str(folder)
 
 
-def _compare_hooks(out: str, places: list[HookPlace]) -> None:
+def compare_hooks(out: str, hooks: Sequence[HookSpec]) -> None:
     """Refuse a dataset with other hooks now; the writer compares types and widths later."""
     store = open_store(out)
     if not store.exists(layout.GENESIS):
         return
     genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
-    found, wanted = [hook.name for hook in genesis.hooks], [place.name for place in places]
+    found, wanted = [hook.name for hook in genesis.hooks], [hook.name for hook in hooks]
     if found != wanted:
         raise ActdsError(
             "E010", f"{out} hooks", got=", ".join(wanted), expected=f"{', '.join(found)}, as there"
         )
 
 
-def _readouts(
-    settings: LiveSettings, places: list[HookPlace], d_model: int
-) -> tuple[str, bytes | None]:
+def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, bytes | None]:
     """Return the value of ``capture.readouts``, and the probes as the bytes of their file."""
     from actds_writers.capture.probes import plan_readouts
 
@@ -209,16 +211,16 @@ def _readouts(
             )
         return NONE, None
     path = None if settings.probes is None else Path(settings.probes)
-    readouts, probes = plan_readouts(settings.seed, path, [place.name for place in places], d_model)
+    readouts, probes = plan_readouts(settings.seed, path, hooks)
     return readouts.as_field(), probes
 
 
 def _writer_settings(
-    settings: LiveSettings, model: Any, n_hooks: int, readouts: str
+    settings: LiveSettings, model: Any, hooks: Sequence[HookSpec], readouts: str
 ) -> WriterSettings:
-    from actds_writers.sizing.needs import rows_per_shard
+    from actds_writers.sizing.needs import Geometry, rows_per_shard
 
-    rows = settings.rows_per_shard or rows_per_shard(n_hooks * int(model.get_hidden_size()) * 4)
+    rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
     return WriterSettings(
         harvest=settings,
         dataset=secrets.token_hex(16),
