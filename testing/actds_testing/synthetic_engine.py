@@ -185,6 +185,7 @@ def pipeline_for(
             os.getpid(),
             lock,
             ring_nbytes=ring_nbytes,
+            staging_nbytes=0,
             lane_nbytes=lane_nbytes,
             probes=probes,
         )

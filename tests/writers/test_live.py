@@ -57,7 +57,8 @@ def live_pipeline(out: Path, run: str) -> Pipeline:
     lock = lock_dataset(out, shared=True)
     try:
         hooks = tuple((h.kind, h.layer) for h in HOOKS)
-        return Pipeline(settings, hooks, os.getpid(), lock, ring_nbytes=RING_NBYTES)
+        sizes = {"ring_nbytes": RING_NBYTES, "staging_nbytes": 0}
+        return Pipeline(settings, hooks, os.getpid(), lock, **sizes)
     finally:
         os.close(lock)
 

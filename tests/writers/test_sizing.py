@@ -91,7 +91,7 @@ def test_memory_of_a_real_pipeline_is_the_predicted_one(
     assert written is not None and written.memory_nbytes is not None
     geometry = Geometry.of(HOOKS, readouts.width if readouts else 0)
     link = pipeline.link
-    sizes = Sizes(MAX_ROWS, 40, RING_NBYTES, link.settings.staging_nbytes, link.lane_nbytes)
+    sizes = Sizes(MAX_ROWS, 40, RING_NBYTES, link.staging_nbytes, link.lane_nbytes)
     bound = memory_bound(geometry, sizes)
     # The synthetic engine's hooks have no padding and no matrix; all else is the same, exactly.
     assert written.memory_nbytes == bound.nbytes - bound.hooks + engine.buffers.nbytes

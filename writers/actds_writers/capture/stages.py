@@ -130,7 +130,7 @@ class Stages:
 
         row_step = _aligned(self._row_nbytes * max_rows)
         narrow_step = self._narrow_nbytes(max_rows)
-        self._staging = RingSpace(max(link.settings.staging_nbytes, row_step))
+        self._staging = RingSpace(max(link.staging_nbytes, row_step))
         self._narrow = RingSpace(max(NARROW_NBYTES, NARROW_STEPS * narrow_step))
         self._narrow_freed = threading.Condition()
         self._staging_memory = self._device_bytes(self._staging.capacity)

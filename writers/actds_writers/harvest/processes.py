@@ -65,6 +65,7 @@ class Pipeline:
         client_pid: process that the engine must not outlive.
         lock: open descriptor of the dataset's lock, which the processes inherit.
         ring_nbytes: size of the host ring, ``None`` for what the settings say.
+        staging_nbytes: size of the staging ring, in the same way.
         lane_nbytes: size of the readouts' lane; two steps at least.
         probes: the user's probes as the bytes of their file.
 
@@ -79,6 +80,7 @@ class Pipeline:
         lock: int,
         *,
         ring_nbytes: int | None = None,
+        staging_nbytes: int | None = None,
         lane_nbytes: int = LANE_NBYTES,
         probes: bytes | None = None,
     ) -> None:
@@ -86,13 +88,15 @@ class Pipeline:
         probes_path = folder / "probes.npy"
         if probes is not None:
             probes_path.write_bytes(probes)
+        asked = writer.harvest
         self.link = Link(
             folder=str(folder),
             key=secrets.token_hex(32),
             run=writer.run,
             hooks=hooks,
-            settings=writer.harvest,
-            ring_nbytes=writer.harvest.ring_nbytes if ring_nbytes is None else ring_nbytes,
+            settings=asked,
+            ring_nbytes=asked.ring_nbytes if ring_nbytes is None else ring_nbytes,
+            staging_nbytes=asked.staging_nbytes if staging_nbytes is None else staging_nbytes,
             client_pid=client_pid,
             live=writer.shared,
             lane_nbytes=lane_nbytes,

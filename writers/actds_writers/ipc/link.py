@@ -35,6 +35,7 @@ class Link:
         hooks: ``(kind, layer)`` of each hook to capture.
         settings: of the harvest.
         ring_nbytes: size of the host ring; the worker takes more when two steps need it.
+        staging_nbytes: size of the staging ring; the worker takes more when a step needs it.
         client_pid: process of the command.
         live: whether the engine serves traffic, which goes on when capture fails.
         lane_nbytes: size of the readouts' lane; the worker takes more when two steps need it.
@@ -48,6 +49,7 @@ class Link:
     hooks: tuple[tuple[str, int], ...]
     settings: HarvestSettings
     ring_nbytes: int
+    staging_nbytes: int
     client_pid: int
     live: bool = False
     lane_nbytes: int = 0
