@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from actds.errors import ActdsError
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
+from actds_writers.harvest.run import HarvestResult
+from actds_writers.monitor.progress import Observer, Snapshot
 
 pytestmark = pytest.mark.engine
 
@@ -188,6 +192,52 @@ def test_a_killed_harvest_onto_an_object_store_is_resumed(
     }
     complete = [r["source_row"] for r in served if (r["run"], r["request"]) not in lost]
     assert sorted(complete) == list(range(40))
+
+
+class Told(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.snapshots: list[Snapshot] = []
+        self.results: list[HarvestResult] = []
+
+    def said(self, line: str) -> None:
+        self.lines.append(line)
+
+    @contextmanager
+    def harvesting(self, snapshot: Callable[[], Snapshot]) -> Iterator[None]:
+        yield
+        self.snapshots.append(snapshot())
+
+    def ended(self, result: HarvestResult) -> None:
+        self.results.append(result)
+
+
+def test_write_from_python_returns_what_was_written_and_prints_nothing(
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in h.ENGINE_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    told = Told()
+    fields: dict[str, Any] = {
+        "out": tmp_path / "acts", "model": model, "prompts": prompts, "hooks": "resid_post:0",
+        "max_tokens": 3, "engine": "transformers", "engine_args": {"max_num_seqs": 4},
+    }  # fmt: skip
+    result = actds.write(observer=told, **fields)
+    assert told.results == [result] and result.reason == "finished"
+    assert result.totals is not None and result.run is not None
+    dataset = actds.open(tmp_path / "acts")
+    assert dataset.n_rows == result.totals.captured == result.seal.totals["rows"]
+    [last] = told.snapshots
+    assert (last.requests_done, last.requests_total) == (10, 10)
+    assert any(str(model) in line for line in told.lines)
+    again = actds.write(resume=True, **fields)
+    assert (again.run, again.totals) == (None, None)
+    assert again.seal == result.seal
+    assert capfd.readouterr() == ("", "")
 
 
 def refused(model: Path, prompts: Path, tmp_path: Path, *options: str) -> ActdsError:

@@ -115,6 +115,13 @@ def test_line_says_every_counter_and_rates_since_the_start() -> None:
     )
 
 
+def test_line_says_what_is_left_where_the_total_is_known() -> None:
+    started = dataclasses.replace(NOW, elapsed_s=4.0, requests_done=0)
+    assert "  128/256 requests  16.0 s left  " in format_line(NOW, None, started)
+    nobody_knows = dataclasses.replace(NOW, requests_total=None)
+    assert "  128 requests  2,000 tokens/s" in format_line(nobody_knows, None, started)
+
+
 def test_rates_are_those_since_the_earlier_snapshot() -> None:
     before = dataclasses.replace(NOW, elapsed_s=10.0, scheduled_tokens=35_000, rows=0)
     assert "  500 tokens/s  8.99 MB/s  " in format_line(NOW, before)

@@ -216,19 +216,24 @@ def eta_s(now: Snapshot, started: Snapshot | None) -> float | None:
     return (now.elapsed_s - started.elapsed_s) * left / done
 
 
-def format_line(now: Snapshot, before: Snapshot | None = None) -> str:
+def format_line(
+    now: Snapshot, before: Snapshot | None = None, started: Snapshot | None = None
+) -> str:
     """Return one line of progress.
 
     Args:
         now: the present counters.
         before: earlier counters; the rates are those since then, else since the start.
+        started: the counters when the engine began to step, for the time that is left.
     """
+    left = eta_s(now, started)
     seconds = now.elapsed_s - (before.elapsed_s if before else 0.0)
     tokens = now.scheduled_tokens - (before.scheduled_tokens if before else 0)
     rows = now.rows - (before.rows if before else 0)
     parts = [
         format_seconds(now.elapsed_s),
         f"{_requests(now)} requests",
+        *([f"{format_seconds(left)} left"] if left else []),
         f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "- tokens/s",
         format_rate(rows * now.row_nbytes, seconds),
         f"{now.rows:,} rows",
@@ -393,7 +398,7 @@ class Display:
 
     def _put(self, now: Snapshot, before: Snapshot | None) -> None:
         if self._live is None:
-            print(format_line(now, before), file=self._stream, flush=True)
+            print(format_line(now, before, self._started), file=self._stream, flush=True)
         else:
             self._live.update(format_screen(now, before, self._started), refresh=True)
 
