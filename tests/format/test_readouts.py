@@ -38,6 +38,9 @@ from actds_writers.ipc.messages import ClientFacts, HookSpec
 from actds_writers.monitor.progress import take_snapshot
 from actds_writers.sampling import LeftOut
 
+pytestmark = pytest.mark.standard
+
+
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 PLANNED = Readouts(8, seed=5)
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from actds.errors import ActdsError
 from actds.text import format_nbytes, format_rate, format_seconds
-from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState
-from actds_writers.ipc.messages import Progress as Written
+from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -116,7 +115,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    written: Written | None,
+    written: WriterProgress | None,
     counted: CensusProgress | None,
     *,
     elapsed_s: float,
@@ -134,7 +133,7 @@ def take_snapshot(
         requests_total: requests that reach the engine, None where nobody knows.
         now_ns: wall clock; now by default.
     """
-    w = written or Written(0, -1, 0, 0)
+    w = written or WriterProgress(0, -1, 0, 0)
     c = counted or CensusProgress(0, 0, 0, 0, 0, None, -1, 0)
     now = time.time_ns() if now_ns is None else now_ns
     queues = {state.stage: state for state in w.stages}
