@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from actds.load.dataset import open as open
     from actds.load.hf import load_dataset as load_dataset
     from actds.load.loader import Loader as Loader
+    from actds_writers.harvest.plan import plan as plan
     from actds_writers.harvest.recover import recover as recover
     from actds_writers.harvest.run import write as write
-    from actds_writers.sizing.plan import plan as plan
 
 __version__ = "0.1.0"
 
@@ -27,7 +27,7 @@ _LAZY = {
     "Loader": "actds.load.loader",
     "load_dataset": "actds.load.hf",
     "open": "actds.load.dataset",
-    "plan": "actds_writers.sizing.plan",
+    "plan": "actds_writers.harvest.plan",
     "recover": "actds_writers.harvest.recover",
     "write": "actds_writers.harvest.run",
 }

@@ -22,10 +22,10 @@ from actds_testing.recovery import shard_records
 from actds_testing.synthetic_engine import GENERATED, PROMPT_LEN, SyntheticEngine, pipeline_for
 from actds_testing.tiny import make_tiny_model
 from actds_validators.validate.validation import validate
-from actds_writers.capture.policies import POLICIES
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.recover import recover
 from actds_writers.ipc.messages import ClientFacts
+from actds_writers.policies import POLICIES
 
 pytestmark = pytest.mark.full
 

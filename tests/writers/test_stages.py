@@ -13,9 +13,9 @@ from actds.errors import ActdsError
 from actds_testing.faulty_disk import wait_until
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.capture.policies import POLICIES
 from actds_writers.ipc.messages import RingFree, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
+from actds_writers.policies import POLICIES
 
 pytestmark = pytest.mark.standard
 

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
-from actds_writers.capture.policies import POLICIES
+from actds_writers.policies import POLICIES
 from actds_writers.sampling import SamplingRules
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import Literal
 import numpy as np
 
 from actds.errors import ActdsError
-from actds_writers.capture.policies import Policy
 from actds_writers.ipc.messages import RingFree, Stall, StepDropped, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
+from actds_writers.policies import Policy
 
 NO_TOKENS = np.empty(0, np.int64)
 AHEAD = 2

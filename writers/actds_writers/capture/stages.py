@@ -22,7 +22,6 @@ import torch
 from actds.errors import ActdsError
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.capture.policies import POLICIES
 from actds_writers.capture.transfer import Copier, Lane, Mark, Rows, host_memory, typed
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link
@@ -39,6 +38,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.ipc.ring import ALIGNMENT, RingSpace
+from actds_writers.policies import POLICIES
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import NARROW_NBYTES, NARROW_STEPS
 

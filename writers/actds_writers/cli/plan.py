@@ -36,7 +36,7 @@ def plan(as_json: bool, **settings: Any) -> None:
     mean load.
     """
     from actds.cli.output import envelope, print_json
-    from actds_writers.sizing.plan import plan as size
+    from actds_writers.harvest.plan import plan as size
 
     found = size(**settings)
     if found.profile is not None:
