@@ -31,6 +31,7 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.arrays import as_ml_dtypes
+from actds.format.positions import Keys, position_key
 from actds.format.shard import Shard, commit_part
 from actds.ledger import Chain
 from actds.reading import Catalog
@@ -360,11 +361,11 @@ def _compare(
     pieces = []
     computed = coarser(_types(catalog, run))
     for hooks, shards in catalog.row_sets(run):
-        stored_at = locate(shards, key(owner, position))
+        stored_at = locate(shards, position_key(owner, position))
         there = stored_at.shard >= 0  # a reference may name a row that was lost
         stored_at = _only(stored_at, there)
         others = _shards_with(alone, hooks[0])
-        replay_at = locate(others, key(replayed_as[there], position[there]))
+        replay_at = locate(others, position_key(replayed_as[there], position[there]))
         if (replay_at.shard < 0).any():
             raise ActdsError(
                 "E504", "canary replay", got="a position without a row", expected="every row"
@@ -488,18 +489,13 @@ class Located:
     step: Ints
 
 
-def key(request: npt.ArrayLike, position: npt.ArrayLike) -> Ints:
-    """Return one number per (request, position)."""
-    return (np.asarray(request, np.int64) << 32) | np.asarray(position, np.int64)
-
-
-def locate(shards: Sequence[Shard], keys: Ints) -> Located:
+def locate(shards: Sequence[Shard], keys: Keys) -> Located:
     """Return where the rows of (request, position) keys lie; keys may repeat, in any order."""
     unique, back = np.unique(keys, return_inverse=True)
     found = {name: np.full(len(unique), -1, np.int64) for name in ("shard", "row", "token", "step")}
     for number, shard in enumerate(shards):
         tokens = shard.tokens(["request", "position", "token_id", "step"])
-        mine = key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
+        mine = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
         at = np.minimum(np.searchsorted(unique, mine), len(unique) - 1)
         rows = np.flatnonzero(unique[at] == mine)
         at = at[rows]
