@@ -10,7 +10,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from actds.errors import ActdsError
+from actds.errors import BusyError
 
 __all__ = ["lock_dataset"]
 
@@ -26,14 +26,14 @@ def lock_dataset(folder: Path, *, shared: bool = False) -> int:
             on the dataset as a whole holds it alone.
 
     Raises:
-        ActdsError: E010 when another program writes the dataset.
+        BusyError: E010 when another program writes the dataset.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        raise ActdsError(
+        raise BusyError(
             "E010",
             str(folder),
             got="a run that is still writing it",

@@ -161,12 +161,16 @@ def explain(code: str | None, as_json: bool) -> None:
     click.echo(f"  {entry.meaning}")
     click.echo(f"  Next: {entry.next_step}")
     click.echo(f"  Spec: 0.1 section {entry.clause}. Exit code: {entry.exit_code}.")
+    click.echo(f"  Python: actds.errors.{entry.raises.__name__}.")
 
 
 def _codes(codes: dict[str, Code]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return envelope("explain", {"codes": {name: asdict(entry) for name, entry in codes.items()}})
+    told = {
+        name: {**asdict(entry), "kind": entry.raises.__name__} for name, entry in codes.items()
+    }
+    return envelope("explain", {"codes": told})
 
 
 @cli.command("schema")
