@@ -13,7 +13,7 @@ from typing import Literal
 from actds import schema
 from actds.errors import ActdsError
 from actds.format import canonical, layout
-from actds.schema.v0_1 import (
+from actds.schema import (
     Body,
     ChainKind,
     CloseBody,

@@ -21,7 +21,7 @@ from actds.format.shard import Shard, file_names, files_root, read_checked
 from actds.format.tables import TableName
 from actds.ledger import ChainState, read_ledger
 from actds.replacement import Replacement, resolve
-from actds.schema.v0_1 import (
+from actds.schema import (
     ChainKind,
     FileEntry,
     Genesis,

@@ -24,7 +24,7 @@ from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root, read_c
 from actds.ledger import Chain, fence
 from actds.lock import lock_dataset
 from actds.reading import Catalog
-from actds.schema.v0_1 import FileEntry, ReplaceBody, Seal, ShardManifest
+from actds.schema import FileEntry, ReplaceBody, Seal, ShardManifest
 from actds.sealing import seal
 from actds.store import LocalStore, Store, open_store
 

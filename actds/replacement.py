@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import FileEntry, ReplaceBody, ShardManifest
+from actds.schema import FileEntry, ReplaceBody, ShardManifest
 
 __all__ = ["Replacement", "Standing", "resolve"]
 

@@ -13,7 +13,7 @@ from actds.describe import write_card
 from actds.errors import ActdsError
 from actds.format import canonical, layout, tables
 from actds.reading import CENSUS_TABLES, Catalog, heads_root
-from actds.schema.v0_1 import FileEntry, Head, Seal
+from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store
 
 __all__ = ["account_run", "check_provenance", "runs_with_data", "seal"]

@@ -30,7 +30,7 @@ from actds import schema
 from actds.format import layout, tables
 from actds.format.shard import ShardRows, commit_part, commit_shard
 from actds.ledger import Chain
-from actds.schema.v0_1 import (
+from actds.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
     Hook,

@@ -20,7 +20,7 @@ from actds.format import layout, tables
 from actds.format.readouts import Readouts, compute, matrix
 from actds.format.shard import ShardRows, commit_part, commit_shard
 from actds.ledger import Chain
-from actds.schema.v0_1 import (
+from actds.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
     Hook,

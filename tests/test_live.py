@@ -82,7 +82,7 @@ def wait_for(what: Any) -> Any:
 def chains(out: Path, run: str) -> dict[str, Any]:
     """Return the chains of a run by kind."""
     dataset = actds.schema.parse(
-        actds.schema.v0_1.Genesis, (out / "actds.json").read_bytes(), "actds.json"
+        actds.schema.Genesis, (out / "actds.json").read_bytes(), "actds.json"
     ).dataset
     found = read_ledger(open_store(out), dataset).values()
     return {state.kind: state for state in found if state.run == run}

@@ -27,7 +27,7 @@ from actds.ledger import Chain
 from actds.lock import lock_dataset
 from actds.reading import Catalog
 from actds.recompress import recompress
-from actds.schema.v0_1 import ReplaceBody
+from actds.schema import ReplaceBody
 from actds.sealing import seal
 from actds.store import LocalStore, Put
 from actds_validators.validate.validation import validate

@@ -17,7 +17,7 @@ from actds.format import canonical, layout, tables
 from actds.format.shard import commit_part
 from actds.ledger import Chain, fence
 from actds.reading import Catalog
-from actds.schema.v0_1 import RunBody
+from actds.schema import RunBody
 from actds.sealing import seal
 from actds.store import LocalStore
 

@@ -23,7 +23,7 @@ from actds.format.shard import (
     row_set_sha256,
 )
 from actds.ledger import Chain, read_chain
-from actds.schema.v0_1 import ShardManifest
+from actds.schema import ShardManifest
 from actds.store import LocalStore
 
 N = 700

@@ -167,9 +167,7 @@ def explain(code: str | None, as_json: bool) -> None:
 def _codes(codes: dict[str, Code]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    told = {
-        name: {**asdict(entry), "kind": entry.raises.__name__} for name, entry in codes.items()
-    }
+    told = {name: {**asdict(entry), "kind": entry.raises.__name__} for name, entry in codes.items()}
     return envelope("explain", {"codes": told})
 
 
@@ -267,7 +265,7 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     from dataclasses import asdict
 
     from actds.recompress import recompress
-    from actds.schema.v0_1 import ShardManifest
+    from actds.schema import ShardManifest
     from actds.text import format_nbytes
 
     def told(old: ShardManifest, new: ShardManifest) -> None:

@@ -16,7 +16,7 @@ from actds import schema
 from actds.errors import ActdsError
 from actds.format import arrays, canonical, layout, tables
 from actds.ledger import Chain
-from actds.schema.v0_1 import FileEntry, PartBody, PartTable, Phase, ShardBody, ShardManifest
+from actds.schema import FileEntry, PartBody, PartTable, Phase, ShardBody, ShardManifest
 from actds.store import Buffer, Store
 
 __all__ = [

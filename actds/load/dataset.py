@@ -15,7 +15,7 @@ from actds.format.tables import TableName
 from actds.load.lazy import LazyArray
 from actds.load.stats import Stats, stats_of
 from actds.reading import Catalog
-from actds.schema.v0_1 import Hook, Phase, RunRecord, Seal
+from actds.schema import Hook, Phase, RunRecord, Seal
 from actds.sealing import check_provenance
 from actds.store import open_store
 

@@ -19,7 +19,7 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset
-from actds.schema.v0_1 import Hook
+from actds.schema import Hook
 
 __all__ = ["NAMES", "SINK_NORM", "Exclusion", "read_exclusion", "warn_where_none"]
 

@@ -24,7 +24,7 @@ from actds.load.exclusion import Exclusion, read_exclusion, warn_where_none
 from actds.load.pool import PROVENANCE_COLUMNS, WEIGHT, open_array
 from actds.load.row_weights import RowWeights, read_row_weights
 from actds.load.selection import select_hooks, select_shards
-from actds.schema.v0_1 import Hook
+from actds.schema import Hook
 
 if TYPE_CHECKING:
     import datasets

@@ -30,7 +30,7 @@ from actds.format.tables import SCHEMAS
 from actds.load.exclusion import Exclusion
 from actds.load.pool import WEIGHT, open_array
 from actds.load.row_weights import RowWeights
-from actds.schema.v0_1 import Hook
+from actds.schema import Hook
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from actds.errors import ActdsError
 from actds.format import arrays
 from actds.format.shard import Shard
-from actds.schema.v0_1 import Hook
+from actds.schema import Hook
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from actds.format.arrays import DTYPES, ArrayReader
 from actds.format.shard import Shard
 from actds.format.tables import PHASES
 from actds.load.order import EpochOrder, Geometry, Pieces, Window, visit_counts
-from actds.schema.v0_1 import Hook
+from actds.schema import Hook
 
 __all__ = [
     "PROVENANCE_COLUMNS",

@@ -16,7 +16,7 @@ from actds.format.tables import PHASES
 from actds.load.dataset import Dataset
 from actds.load.exclusion import Exclusion, warn_where_none
 from actds.load.weights import served_counts
-from actds.schema.v0_1 import Hook
+from actds.schema import Hook
 
 __all__ = [
     "MULTIPLICITY",

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from actds.format import canonical, layout, tables
 from actds.format.shard import files_root, row_set_sha256
 from actds.reading import heads_root
-from actds.schema.v0_1 import FileEntry, Head
+from actds.schema import FileEntry, Head
 from actds.store import LocalStore
 from actds_validators.validate.accounting import check_accounting
 from actds_validators.validate.inventory import take_inventory

@@ -30,7 +30,7 @@ from synthetic_engine import D_MODEL, HOOKS, SyntheticEngine, pipeline_for
 import actds
 from actds.errors import ActdsError
 from actds.ledger import Chain
-from actds.schema.v0_1 import ShardBody
+from actds.schema import ShardBody
 from actds_validators.validate.validation import validate
 from actds_writers import census_process, writer_process
 from actds_writers.harvest.processes import Pipeline

@@ -15,7 +15,7 @@ from actds.errors import ActdsError
 from actds.finding import Finding
 from actds.format import layout, tables
 from actds.format.shard import TOKENS, row_order, row_set_sha256
-from actds.schema.v0_1 import ShardManifest
+from actds.schema import ShardManifest
 from actds_validators.validate.inventory import CENSUS_TABLES, Chain, Inventory
 
 MIN_STEPS_TO_JUDGE_ORDER = 16

@@ -24,7 +24,7 @@ from actds.format.tables import TableName
 from actds.ledger import read_chain
 from actds.reading import CENSUS_TABLES, heads_root
 from actds.replacement import Replacement, resolve
-from actds.schema.v0_1 import (
+from actds.schema import (
     ChainKind,
     CloseBody,
     FileEntry,

@@ -8,7 +8,7 @@ from pathlib import Path
 from actds.errors import ActdsError
 from actds.format import arrays, layout
 from actds.format.array_metadata import parse_metadata
-from actds.schema.v0_1 import ShardManifest
+from actds.schema import ShardManifest
 from actds_validators.validate.inventory import Inventory
 
 MAX_UNREACHABLE = 20

@@ -14,7 +14,7 @@ import pyarrow as pa
 from actds.errors import ActdsError
 from actds.format import arrays, layout, tables
 from actds.format.shard import TOKENS
-from actds.schema.v0_1 import ShardManifest
+from actds.schema import ShardManifest
 from actds_validators.validate.inventory import Inventory
 from actds_validators.validate.readouts import RunReadouts, compare
 

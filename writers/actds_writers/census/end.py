@@ -15,7 +15,7 @@ from actds.errors import ActdsError
 from actds.format import layout, tables
 from actds.format.shard import commit_part, read_checked
 from actds.ledger import Chain, fence, read_ledger
-from actds.schema.v0_1 import PartBody, PartTable, RunBody, ShardBody, ShardManifest
+from actds.schema import PartBody, PartTable, RunBody, ShardBody, ShardManifest
 from actds.store import Store
 from actds_writers.census.census import CensusTables
 

@@ -32,7 +32,7 @@ from actds.format import tables
 from actds.format.shard import Shard, commit_part
 from actds.ledger import Chain
 from actds.reading import Catalog
-from actds.schema.v0_1 import DType
+from actds.schema import DType
 from actds.store import local_folder, open_store
 from actds_writers.config import Plan, WriteOptions, request_key
 from actds_writers.engines.base import Finished

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from actds.format.arrays import as_ml_dtypes
 from actds.format.shard import Shard
-from actds.schema.v0_1 import DType
+from actds.schema import DType
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import CloseReason
+from actds.schema import CloseReason
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.sampling import Match, Phase, SamplingRules
 from actds_writers.ipc.link import Link, Policy

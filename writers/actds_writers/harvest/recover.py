@@ -18,7 +18,7 @@ from actds.format import layout
 from actds.ledger import Chain, ChainState, fence, read_ledger
 from actds.lock import lock_dataset
 from actds.reading import CENSUS_TABLES, Catalog
-from actds.schema.v0_1 import Genesis, Seal, ShardBody
+from actds.schema import Genesis, Seal, ShardBody
 from actds.sealing import runs_with_data, seal
 from actds.store import TEMPORARY, Store, local_folder, open_for_writing
 from actds_writers.census.census import Census

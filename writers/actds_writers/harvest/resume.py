@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds.lock import lock_dataset as lock_dataset
 from actds.reading import Catalog
-from actds.schema.v0_1 import RunRecord
+from actds.schema import RunRecord
 from actds.sealing import runs_with_data
 from actds.store import open_store
 from actds_writers.config import Plan

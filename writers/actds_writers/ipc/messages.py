@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import CloseReason, DType, Origin
+from actds.schema import CloseReason, DType, Origin
 
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]

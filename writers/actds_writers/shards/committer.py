@@ -22,7 +22,7 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.format.shard import ShardRows, commit_shard
 from actds.ledger import Chain
-from actds.schema.v0_1 import ShardManifest
+from actds.schema import ShardManifest
 from actds.store import Store
 from actds_writers.monitor.meters import CommitMeter
 from actds_writers.monitor.occupancy import Occupancy

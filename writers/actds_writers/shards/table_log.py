@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from actds.format import tables
 from actds.format.shard import commit_part
 from actds.ledger import Chain
-from actds.schema.v0_1 import PartTable
+from actds.schema import PartTable
 from actds.store import Store
 
 __all__ = ["TableLog"]

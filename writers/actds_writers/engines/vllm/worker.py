@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import DType
+from actds.schema import DType
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK
 from actds_writers.capture.directions import directions
