@@ -1,131 +1,24 @@
-"""Errors: every way in which actds says no, with its place, its clause and the next step."""
+"""Codes: what each stable code says, what to do about it, and the class of error that carries it.
+
+A new code is a new entry here, never one that was used before.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
 
-__all__ = [
-    "CODES",
-    "ActdsError",
-    "BusyError",
-    "Code",
-    "EngineError",
-    "ExistsError",
-    "InternalError",
-    "InvalidDatasetError",
-    "InvalidInputError",
-    "MissingDependencyError",
-    "NoProvenanceError",
-    "NotFoundError",
-    "NotSealedError",
-    "StoreError",
-    "code_entry",
-]
+__all__ = ["CODES", "Code"]
 
-
-class ActdsError(Exception):
-    """The base of every error; ``ActdsError(code, …)`` makes one of the class of its code.
-
-    Args:
-        code: a key of ``CODES``.
-        place: where: a path inside the dataset, an option, a line.
-        got: what was found there.
-        expected: what is asked for.
-        next_step: overrides the code's general advice.
-
-    Spec: 0.1 section 12.
-    """
-
-    def __new__(cls, code: str, *_: Any, **__: Any) -> Self:
-        kind = CODES[code].raises if cls is ActdsError else cls
-        # One argument: OSError's own reads two of them as an errno and its words.
-        return super(ActdsError, kind).__new__(kind, code)  # type: ignore[return-value]
-
-    def __init__(
-        self, code: str, place: str, *, got: str, expected: str, next_step: str | None = None
-    ) -> None:
-        self.code = code
-        self.place = place
-        self.got = got
-        self.expected = expected
-        self.next_step = next_step or CODES[code].next_step
-        self.args = (f"{code} {place}: {got}; expected {expected}.\n{self.next_step}",)
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-    @property
-    def exit_code(self) -> int:
-        """Return the process exit code when a command ends with this error."""
-        return CODES[self.code].exit_code
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to rebuild the error in another process."""
-        parts = (self.code, self.place, self.got, self.expected, self.next_step)
-        return (_rebuild, (type(self), *parts))
-
-
-def _rebuild(
-    kind: type[ActdsError], code: str, place: str, got: str, expected: str, next_step: str
-) -> ActdsError:
-    return kind(code, place, got=got, expected=expected, next_step=next_step)
-
-
-class InvalidInputError(ActdsError, ValueError):
-    """An argument, an option or an input file cannot be used: call it otherwise."""
-
-
-class NotFoundError(ActdsError, FileNotFoundError):
-    """What a path names is not there: give another path."""
-
-
-class ExistsError(ActdsError, FileExistsError):
-    """A path is taken already: give another one, or go on with what is there."""
-
-
-class BusyError(ActdsError, BlockingIOError):
-    """Another program works on the dataset, or has ended this one's part: wait, or begin anew."""
-
-
-class NotSealedError(ActdsError):
-    """The dataset is not complete yet: wait for its writers, recover it, or seal it."""
-
-
-class NoProvenanceError(ActdsError):
-    """Nothing says how rows came to be, or what became of the others: do not train on them."""
-
-
-class InvalidDatasetError(ActdsError):
-    """The dataset breaks the format: restore it from a copy, or write it again."""
-
-
-class StoreError(ActdsError, OSError):
-    """The disk or the object store refused: free space or mend it, then try again."""
-
-
-class EngineError(ActdsError, RuntimeError):
-    """The engine, or a process of the harvest, failed: see its log, then resume."""
-
-
-class MissingDependencyError(ActdsError, ImportError):
-    """An optional package is not installed: install the named extra."""
-
-
-class InternalError(ActdsError, RuntimeError):
-    """actds failed in a way nobody foresaw: report it."""
-
-
-_OF_FAMILY: dict[str, type[ActdsError]] = {
-    "usage": InvalidInputError,
-    "structure": InvalidDatasetError,
-    "integrity": InvalidDatasetError,
-    "ledger": InvalidDatasetError,
-    "provenance": NoProvenanceError,
-    "accounting": InvalidDatasetError,
-    "writer": EngineError,
-    "values": InvalidDatasetError,
-    "internal": InternalError,
+_OF_FAMILY: dict[str, str] = {
+    "usage": "InvalidInputError",
+    "structure": "InvalidDatasetError",
+    "integrity": "InvalidDatasetError",
+    "ledger": "InvalidDatasetError",
+    "provenance": "NoProvenanceError",
+    "accounting": "InvalidDatasetError",
+    "writer": "EngineError",
+    "values": "InvalidDatasetError",
+    "internal": "InternalError",
 }
 
 
@@ -140,7 +33,7 @@ class Code:
         meaning: what it says about the input.
         next_step: what a person does about it.
         clause: the section of spec 0.1 that it stands on.
-        kind: the class of its errors, where it is not the one of the family.
+        error: the class of ``actds.errors`` that it raises; by default that of its family.
     """
 
     family: str
@@ -148,12 +41,10 @@ class Code:
     meaning: str
     next_step: str
     clause: str
-    kind: type[ActdsError] | None = None
+    error: str = ""
 
-    @property
-    def raises(self) -> type[ActdsError]:
-        """Return the class of an error with this code."""
-        return self.kind or _OF_FAMILY[self.family]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "error", self.error or _OF_FAMILY[self.family])
 
     @property
     def exit_code(self) -> int:
@@ -168,7 +59,7 @@ CODES: dict[str, Code] = {
         "The prompts source does not exist or is of no known kind.",
         "Name a JSONL, Parquet or text file, or hf:FOLDER.",
         "12.1",
-        NotFoundError,
+        "NotFoundError",
     ),
     "E002": Code(
         "usage",
@@ -197,7 +88,7 @@ CODES: dict[str, Code] = {
         "The model path is not a readable model folder.",
         "Give the path of a folder with config.json, weights and tokenizer.",
         "12.1",
-        NotFoundError,
+        "NotFoundError",
     ),
     "E006": Code(
         "usage",
@@ -219,7 +110,7 @@ CODES: dict[str, Code] = {
         "The output path exists already and is not to be continued.",
         "Choose a new path, or go on with --resume.",
         "12.1",
-        ExistsError,
+        "ExistsError",
     ),
     "E009": Code(
         "usage",
@@ -241,7 +132,7 @@ CODES: dict[str, Code] = {
         "An optional package is not installed.",
         "Install the named extra.",
         "12.1",
-        MissingDependencyError,
+        "MissingDependencyError",
     ),
     "E012": Code(
         "usage",
@@ -277,7 +168,7 @@ CODES: dict[str, Code] = {
         "The store overwrites a file that it was asked to create.",
         "Use a store that honours If-None-Match on puts, or a local disk.",
         "8.1",
-        StoreError,
+        "StoreError",
     ),
     "E017": Code(
         "usage",
@@ -299,7 +190,7 @@ CODES: dict[str, Code] = {
         "The path holds no actds.json.",
         "Give the folder that holds actds.json.",
         "2",
-        NotFoundError,
+        "NotFoundError",
     ),
     "E102": Code(
         "structure",
@@ -433,7 +324,7 @@ CODES: dict[str, Code] = {
         "A chain is neither closed nor fenced.",
         "Wait for its writer, or end it with actds recover.",
         "8",
-        NotSealedError,
+        "NotSealedError",
     ),
     "E306": Code(
         "ledger",
@@ -441,7 +332,7 @@ CODES: dict[str, Code] = {
         "The dataset has no seal for its present ledger.",
         "Finish it with actds write --resume, or seal it with actds seal.",
         "8",
-        NotSealedError,
+        "NotSealedError",
     ),
     "E307": Code(
         "ledger",
@@ -456,7 +347,7 @@ CODES: dict[str, Code] = {
         "A writer tried to commit to a chain that was ended for it.",
         "Nothing: the fence did its work. Start a new run.",
         "8",
-        BusyError,
+        "BusyError",
     ),
     "E309": Code(
         "ledger",
@@ -464,7 +355,7 @@ CODES: dict[str, Code] = {
         "A document that may be written only once exists already.",
         "Two writers used one name; start a new run.",
         "8",
-        StoreError,
+        "StoreError",
     ),
     "E310": Code(
         "ledger",
@@ -500,7 +391,7 @@ CODES: dict[str, Code] = {
         "A provenance field is null without a reason, or has a reason beside a value.",
         "Write the run again with a conforming writer.",
         "6",
-        InvalidDatasetError,
+        "InvalidDatasetError",
     ),
     "E403": Code(
         "provenance",
@@ -634,7 +525,7 @@ CODES: dict[str, Code] = {
         "The disk refused a write, a sync or a close.",
         "Free space or mend the disk, then actds write --resume.",
         "9",
-        StoreError,
+        "StoreError",
     ),
     "E504": Code(
         "writer",
@@ -693,15 +584,3 @@ CODES: dict[str, Code] = {
         "12.1",
     ),
 }
-
-
-def code_entry(code: str) -> Code:
-    """Return what a code means.
-
-    Raises:
-        ActdsError: E013 when there is no such code.
-    """
-    entry = CODES.get(code)
-    if entry is None:
-        raise ActdsError("E013", code, got="an unknown code", expected="one of actds explain")
-    return entry

@@ -34,7 +34,7 @@ from actds.accounting.tables import (
     read_spans,
     read_steps,
 )
-from actds.finding import Finding
+from actds.errors import Finding
 from actds.format import tables
 
 __all__ = ["TOTALS", "Account", "account"]

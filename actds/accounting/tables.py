@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.accounting.intervals import Intervals, Keys, index_in, keys, position_of, request_of
-from actds.finding import Finding, Severity
+from actds.errors import Finding, Severity
 from actds.format import tables
 
 MAX_FINDINGS_PER_CODE = 16

@@ -161,7 +161,7 @@ def explain(code: str | None, as_json: bool) -> None:
     click.echo(f"  {entry.meaning}")
     click.echo(f"  Next: {entry.next_step}")
     click.echo(f"  Spec: 0.1 section {entry.clause}. Exit code: {entry.exit_code}.")
-    click.echo(f"  Python: actds.errors.{entry.raises.__name__}.")
+    click.echo(f"  Python: actds.errors.{entry.error}.")
 
 
 def _codes(codes: dict[str, Code]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actds.finding import Finding
+from actds.errors import Finding
 from actds.text import Line, Style, counted, printable
 from actds_validators.validate.validation import Validation
 

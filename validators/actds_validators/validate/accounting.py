@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.accounting.account import TOTALS, Account, account
-from actds.errors import ActdsError
-from actds.finding import Finding
+from actds.errors import ActdsError, Finding
 from actds.format import layout, tables
 from actds.format.shard import TOKENS, row_order, row_set_sha256
 from actds.schema import ShardManifest

@@ -15,8 +15,7 @@ import pyarrow as pa
 
 from actds import schema
 from actds.accounting.account import TOTALS
-from actds.errors import ActdsError
-from actds.finding import Finding, Severity
+from actds.errors import ActdsError, Finding, Severity
 from actds.format import canonical, layout, tables
 from actds.format.readouts import readouts_of
 from actds.format.shard import file_names, files_root

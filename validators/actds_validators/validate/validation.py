@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from actds import __version__
 from actds.accounting.account import TOTALS
-from actds.errors import ActdsError
-from actds.finding import Finding
+from actds.errors import ActdsError, Finding
 from actds.store import Store, open_store
 from actds_validators.validate.accounting import RunAccount, check_accounting
 from actds_validators.validate.canary import check_canary

@@ -1,0 +1,244 @@
+"""Errors and findings: a code, a place, what is there, what was expected, and the next step.
+
+An error has a class by what a caller can do about it; several are standard ones as well, so that
+``except FileNotFoundError`` works. ``actds.codes`` says which code belongs to which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+from actds.codes import CODES, Code
+
+__all__ = [
+    "CODES",
+    "ActdsError",
+    "BusyError",
+    "CheckName",
+    "Code",
+    "EngineError",
+    "ExistsError",
+    "Finding",
+    "Findings",
+    "InternalError",
+    "InvalidDatasetError",
+    "InvalidInputError",
+    "MissingDependencyError",
+    "NoProvenanceError",
+    "NotFoundError",
+    "NotSealedError",
+    "Severity",
+    "StoreError",
+    "code_entry",
+]
+
+Severity = Literal["error", "warning", "note"]
+CheckName = Literal["ledger", "structure", "integrity", "provenance", "accounting", "values"]
+
+
+class ActdsError(Exception):
+    """The base of every error; ``ActdsError(code, …)`` makes one of the class of its code.
+
+    Args:
+        code: a key of ``CODES``.
+        place: where: a path inside the dataset, an option, a line.
+        got: what was found there.
+        expected: what is asked for.
+        next_step: overrides the code's general advice.
+
+    Spec: 0.1 section 12.
+    """
+
+    def __new__(cls, code: str, *_: Any, **__: Any) -> Self:
+        """Return an error of the code's class, or of the subclass that was asked for."""
+        kind = globals()[CODES[code].error] if cls is ActdsError else cls
+        # One argument: OSError's own reads two of them as an errno and its words.
+        return super(ActdsError, kind).__new__(kind, code)
+
+    def __init__(
+        self, code: str, place: str, *, got: str, expected: str, next_step: str | None = None
+    ) -> None:
+        self.code = code
+        self.place = place
+        self.got = got
+        self.expected = expected
+        self.next_step = next_step or CODES[code].next_step
+        self.args = (f"{code} {place}: {got}; expected {expected}.\n{self.next_step}",)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def exit_code(self) -> int:
+        """Return the process exit code when a command ends with this error."""
+        return CODES[self.code].exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to rebuild the error in another process."""
+        parts = (self.code, self.place, self.got, self.expected, self.next_step)
+        return (_rebuild, (type(self), *parts))
+
+
+def _rebuild(
+    kind: type[ActdsError], code: str, place: str, got: str, expected: str, next_step: str
+) -> ActdsError:
+    return kind(code, place, got=got, expected=expected, next_step=next_step)
+
+
+class InvalidInputError(ActdsError, ValueError):
+    """An argument, an option or an input file cannot be used: call it otherwise."""
+
+
+class NotFoundError(ActdsError, FileNotFoundError):
+    """What a path names is not there: give another path."""
+
+
+class ExistsError(ActdsError, FileExistsError):
+    """A path is taken already: give another one, or go on with what is there."""
+
+
+class BusyError(ActdsError, BlockingIOError):
+    """Another program works on the dataset, or has ended this one's part: wait, or begin anew."""
+
+
+class NotSealedError(ActdsError):
+    """The dataset is not complete yet: wait for its writers, recover it, or seal it."""
+
+
+class NoProvenanceError(ActdsError):
+    """Nothing says how rows came to be, or what became of the others: do not train on them."""
+
+
+class InvalidDatasetError(ActdsError):
+    """The dataset breaks the format: restore it from a copy, or write it again."""
+
+
+class StoreError(ActdsError, OSError):
+    """The disk or the object store refused: free space or mend it, then try again."""
+
+
+class EngineError(ActdsError, RuntimeError):
+    """The engine, or a process of the harvest, failed: see its log, then resume."""
+
+
+class MissingDependencyError(ActdsError, ImportError):
+    """An optional package is not installed: install the named extra."""
+
+
+class InternalError(ActdsError, RuntimeError):
+    """actds failed in a way nobody foresaw: report it."""
+
+
+def code_entry(code: str) -> Code:
+    """Return what a code means.
+
+    Raises:
+        ActdsError: E013 when there is no such code.
+    """
+    entry = CODES.get(code)
+    if entry is None:
+        raise ActdsError("E013", code, got="an unknown code", expected="one of actds explain")
+    return entry
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact about one place of a dataset, with a stable code.
+
+    Args:
+        code: a key of ``CODES``.
+        place: path inside the dataset, with the row, request or field where it applies.
+        got: what is there.
+        expected: what the spec asks for.
+        severity: ``error`` fails the check; ``warning`` and ``note`` do not.
+
+    Spec: 0.1 section 12.
+    """
+
+    code: str
+    place: str
+    got: str
+    expected: str
+    severity: Severity = "error"
+
+    @property
+    def next_step(self) -> str:
+        """Return what a person does about it."""
+        return code_entry(self.code).next_step
+
+    def line(self) -> str:
+        """Return the finding as one line a person can act on."""
+        return f"{self.code} {self.place}: {self.got}; expected {self.expected}."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as ``actds validate --json`` lists it."""
+        return {**asdict(self), "next_step": self.next_step}
+
+    @classmethod
+    def from_error(cls, error: ActdsError) -> Finding:
+        """Return the finding that says the same as an error."""
+        return cls(error.code, error.place, error.got, error.expected)
+
+    def error(self) -> ActdsError:
+        """Return the error that says the same."""
+        return ActdsError(self.code, self.place, got=self.got, expected=self.expected)
+
+
+class Findings:
+    """What was found so far, by check.
+
+    Args:
+        strict: raise the first finding that is an error, for whoever cannot go on with it.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._found: list[tuple[CheckName, Finding]] = []
+
+    def __iter__(self) -> Iterator[tuple[CheckName, Finding]]:
+        return iter(self._found)
+
+    def take(self, check: CheckName, finding: Finding | ActdsError) -> None:
+        """Note a finding, or an error as one.
+
+        Raises:
+            ActdsError: the finding, when strict.
+        """
+        if isinstance(finding, ActdsError):
+            if self._strict:
+                raise finding
+            finding = Finding.from_error(finding)
+        elif self._strict and finding.severity == "error":
+            raise finding.error()
+        self._found.append((check, finding))
+
+    def add(
+        self,
+        check: CheckName,
+        code: str,
+        place: str,
+        got: str,
+        expected: str,
+        severity: Severity = "error",
+    ) -> None:
+        """Note one finding of a check.
+
+        Raises:
+            ActdsError: as ``take``.
+        """
+        self.take(check, Finding(code, place, got, expected, severity))
+
+    @contextmanager
+    def noting(self, check: CheckName) -> Iterator[None]:
+        """Run a block; the error that ends it becomes a finding of a check.
+
+        Raises:
+            ActdsError: as ``take``.
+        """
+        try:
+            yield
+        except ActdsError as error:
+            self.take(check, error)
