@@ -54,9 +54,9 @@ class ActdsError(Exception):
 
     def __new__(cls, code: str, *_: Any, **__: Any) -> Self:
         """Return an error of the code's class, or of the subclass that was asked for."""
-        kind = globals()[CODES[code].error] if cls is ActdsError else cls
+        kind: type[ActdsError] = globals()[CODES[code].error] if cls is ActdsError else cls
         # One argument: OSError's own reads two of them as an errno and its words.
-        return super(ActdsError, kind).__new__(kind, code)
+        return super(ActdsError, kind).__new__(kind, code)  # type: ignore[return-value]
 
     def __init__(
         self, code: str, place: str, *, got: str, expected: str, next_step: str | None = None

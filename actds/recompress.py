@@ -23,7 +23,7 @@ from actds.format import arrays, canonical, layout
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root, read_checked
 from actds.ledger import Chain, fence
 from actds.lock import lock_dataset
-from actds.reading import Catalog
+from actds.reading import Catalog, need_dataset
 from actds.schema import FileEntry, ReplaceBody, Seal, ShardManifest
 from actds.sealing import seal
 from actds.store import LocalStore, Store, open_store
@@ -92,8 +92,7 @@ def recompress(
             expected="a local folder",
             next_step="Recompress a local copy before it is uploaded.",
         )
-    if not store.exists(layout.GENESIS):
-        raise ActdsError("E101", store.uri, got=f"no {layout.GENESIS}", expected="a dataset")
+    need_dataset(store)
     lock = lock_dataset(store.root)
     try:
         return _recompress(store, shards, keep, progress)

@@ -16,16 +16,7 @@ from actds.reading import CENSUS_TABLES, Catalog, heads_root
 from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store
 
-__all__ = ["account_run", "check_provenance", "runs_with_data", "seal"]
-
-
-def runs_with_data(catalog: Catalog) -> list[str]:
-    """Return the runs that committed a row or a census; others ended before they began.
-
-    Spec: 0.1 section 8.4.
-    """
-    named = {manifest.run for manifest in catalog.shards} | {run for run, _ in catalog.parts}
-    return [run for run in catalog.run_ids if run in named]
+__all__ = ["account_run", "check_provenance", "seal"]
 
 
 def check_provenance(catalog: Catalog) -> None:
@@ -36,7 +27,7 @@ def check_provenance(catalog: Catalog) -> None:
 
     Spec: 0.1 section 6.
     """
-    for run in runs_with_data(catalog):
+    for run in catalog.runs_with_data:
         if run not in catalog.runs:
             raise ActdsError("E401", layout.run_path(run), got="no run record", expected="one")
         for table in CENSUS_TABLES:
@@ -91,7 +82,7 @@ def seal(store: Store | str | Path) -> Seal:
     check_provenance(catalog)
     totals = dict.fromkeys(TOTALS, 0)
     multiplicity = [tables.empty("multiplicity")]
-    for run in runs_with_data(catalog):
+    for run in catalog.runs_with_data:
         result = account_run(catalog, run)
         for finding in result.findings:
             if finding.severity == "error":

@@ -167,8 +167,7 @@ def explain(code: str | None, as_json: bool) -> None:
 def _codes(codes: dict[str, Code]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    told = {name: {**asdict(entry), "kind": entry.raises.__name__} for name, entry in codes.items()}
-    return envelope("explain", {"codes": told})
+    return envelope("explain", {"codes": {name: asdict(entry) for name, entry in codes.items()}})
 
 
 @cli.command("schema")

@@ -13,7 +13,6 @@ from actds.errors import ActdsError
 from actds.lock import lock_dataset as lock_dataset
 from actds.reading import Catalog
 from actds.schema import RunRecord
-from actds.sealing import runs_with_data
 from actds.store import open_store
 from actds_writers.config import Plan
 from actds_writers.harvest.recover import recover_runs, require_accounted
@@ -47,7 +46,7 @@ def finished_rows(folder: str | Path, plan: Plan) -> set[int]:
     catalog = Catalog.read(store)
     declared = {fact.name: fact.value for fact in plan.facts}
     finished: set[int] = set()
-    for run in runs_with_data(catalog):
+    for run in catalog.runs_with_data:
         if run in catalog.runs:
             _compare(catalog.runs[run], declared)
         finished |= _finished_of(catalog, run)
