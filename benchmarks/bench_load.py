@@ -27,8 +27,8 @@ import torch
 
 import actds
 from actds import schema
+from actds.commit import ShardRows, commit_part, commit_shard
 from actds.format import layout, tables
-from actds.format.shard import ShardRows, commit_part, commit_shard
 from actds.ledger import Chain
 from actds.schema import (
     REQUIRED_PROVENANCE,

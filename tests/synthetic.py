@@ -16,9 +16,9 @@ import pyarrow as pa
 from schedules import WALL_NS, Schedule, simulate
 
 from actds import schema
+from actds.commit import ShardRows, commit_part, commit_shard
 from actds.format import layout, tables
 from actds.format.readouts import Readouts, compute, matrix
-from actds.format.shard import ShardRows, commit_part, commit_shard
 from actds.ledger import Chain
 from actds.schema import (
     REQUIRED_PROVENANCE,

@@ -14,9 +14,9 @@ from schedules import Schedule, simulate
 from synthetic import make_dataset
 
 import actds
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.shard import commit_part
 from actds.ledger import Chain
 from actds.load.dataset import Dataset
 from actds.sealing import seal

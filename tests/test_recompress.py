@@ -20,9 +20,10 @@ from independent_reader import IndependentReader
 from synthetic import make_dataset
 
 import actds
+import actds.commit
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.format import arrays, canonical, layout, shard
+from actds.format import arrays, canonical, layout
 from actds.ledger import Chain
 from actds.lock import lock_dataset
 from actds.reading import Catalog
@@ -41,7 +42,7 @@ def raw_dataset(path: Path, *, every: int = 1, **options: Any) -> Path:
     count = iter(range(10**6))
 
     def commit(*args: Any, **named: Any) -> Any:
-        return shard.commit_shard(*args, **named, raw=next(count) % every == 0)
+        return actds.commit.commit_shard(*args, **named, raw=next(count) % every == 0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic, "commit_shard", commit)

@@ -12,9 +12,9 @@ import pytest
 from synthetic import make_dataset
 
 import actds
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import canonical, layout, tables
-from actds.format.shard import commit_part
 from actds.ledger import Chain, fence
 from actds.reading import Catalog
 from actds.schema import RunBody

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds import schema
+from actds.commit import ShardRows, commit_part, commit_shard
 from actds.format import layout, tables
 from actds.format.readouts import NONE, Readouts
-from actds.format.shard import ShardRows, commit_part, commit_shard
 from actds.ledger import Chain
 from actds.schema import (
     REQUIRED_PROVENANCE,

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from actds import schema
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import layout, tables
-from actds.format.shard import commit_part, read_checked
+from actds.format.shard import read_checked
 from actds.ledger import Chain, fence, read_ledger
 from actds.schema import PartBody, PartTable, RunBody, ShardBody, ShardManifest
 from actds.store import Store

@@ -27,9 +27,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.shard import Shard, commit_part
+from actds.format.shard import Shard
 from actds.ledger import Chain
 from actds.reading import Catalog
 from actds.schema import DType

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from actds.format.shard import commit_part
+from actds.commit import commit_part
 from actds.ledger import Chain
 from actds.store import Store
 from actds_writers.ipc.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello

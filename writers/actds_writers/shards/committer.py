@@ -19,8 +19,8 @@ from typing import Literal
 
 import numpy as np
 
+from actds.commit import ShardRows, commit_shard
 from actds.errors import ActdsError
-from actds.format.shard import ShardRows, commit_shard
 from actds.ledger import Chain
 from actds.schema import ShardManifest
 from actds.store import Store

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.readouts import Readouts
-from actds.format.shard import commit_part
 from actds.ledger import Chain
 from actds.store import Store
 from actds_writers.ipc import ring

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.commit import commit_part
 from actds.format import tables
-from actds.format.shard import commit_part
 from actds.ledger import Chain
 from actds.schema import PartTable
 from actds.store import Store
