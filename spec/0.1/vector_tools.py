@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from actds_validators.validate.inventory import take_inventory
 
 from actds.format import canonical, layout, tables
 from actds.format.shard import files_root, row_set_sha256
@@ -16,7 +17,6 @@ from actds.reading import heads_root
 from actds.schema import FileEntry, Head
 from actds.store import LocalStore
 from actds_validators.validate.accounting import check_accounting
-from actds_validators.validate.inventory import take_inventory
 
 RUN, HOOK = "r-vector", "resid_post.0"
 PREFILL, DECODE = f"shards/{RUN}-prefill-0000", f"shards/{RUN}-decode-0000"

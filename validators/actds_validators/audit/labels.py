@@ -65,7 +65,7 @@ def read_labels(path: Path) -> LabelFile:
     """
     try:
         data = path.read_bytes()
-        given = pq.read_table(pa.BufferReader(data))
+        given = pq.read_table(pa.BufferReader(data), use_threads=False, pre_buffer=False)
         given.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         raise _bad(path, str(error).splitlines()[0][:200], _FILE) from None
