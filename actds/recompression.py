@@ -23,11 +23,10 @@ from actds.errors import ActdsError
 from actds.format import arrays, layout
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root, read_checked
 from actds.ledger import Chain, fence
-from actds.lock import lock_dataset
 from actds.reading import Catalog, need_dataset
 from actds.schema import FileEntry, Seal, ShardManifest
 from actds.sealing import seal
-from actds.store import LocalStore, Store, open_store
+from actds.store import LocalStore, Store, lock_dataset, open_store
 
 __all__ = ["Recompressed", "recompress"]
 

@@ -263,7 +263,7 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     """
     from dataclasses import asdict
 
-    from actds.recompress import recompress
+    from actds.recompression import recompress
     from actds.schema import ShardManifest
     from actds.text import format_nbytes
 

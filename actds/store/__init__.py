@@ -6,7 +6,7 @@ from pathlib import Path
 
 from actds.errors import ActdsError
 from actds.store.base import TEMPORARY, Buffer, Put, Store, StoredFile, file_sha256
-from actds.store.local import LocalFile, LocalStore
+from actds.store.local import LocalFile, LocalStore, lock_dataset
 
 __all__ = [
     "TEMPORARY",
@@ -18,6 +18,7 @@ __all__ = [
     "StoredFile",
     "file_sha256",
     "local_folder",
+    "lock_dataset",
     "open_for_writing",
     "open_store",
 ]

@@ -24,7 +24,7 @@ from vector_tools import HOOK, PREFILL, RUN, Vector
 
 from actds.commit import commit_shard
 from actds.format.readouts import Readouts
-from actds.recompress import recompress
+from actds.recompression import recompress
 from actds_testing.places import VECTORS
 from actds_testing.schedules import WALL_NS, simulate
 from actds_testing.synthetic import make_dataset

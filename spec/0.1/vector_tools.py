@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from actds_validators.validate.inventory import take_inventory
 
 from actds.format import canonical, layout, tables
 from actds.format.shard import files_root, row_set_sha256
-from actds.reading import heads_root
+from actds.reading import heads_root, read_dataset
 from actds.schema import FileEntry, Head
 from actds.store import LocalStore
 from actds_validators.validate.accounting import check_accounting
@@ -187,7 +186,7 @@ class Vector:
 
     def _retotal(self) -> None:
         """Write the totals that the tables imply, and the multiplicity, as a liar would."""
-        inventory = take_inventory(LocalStore(self.path))
+        inventory = read_dataset(LocalStore(self.path))
         found = check_accounting(inventory)[0].account
         t = found.totals
         census = {"requests": t["requests"], "scheduled_tokens": t["scheduled"]}

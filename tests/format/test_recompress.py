@@ -22,12 +22,11 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds.format import arrays, canonical, layout
 from actds.ledger import Chain
-from actds.lock import lock_dataset
 from actds.reading import Catalog
-from actds.recompress import recompress
+from actds.recompression import recompress
 from actds.schema import ReplaceBody
 from actds.sealing import seal
-from actds.store import LocalStore, Put
+from actds.store import LocalStore, Put, lock_dataset
 from actds_testing import synthetic
 from actds_testing.independent_reader import IndependentReader
 from actds_testing.synthetic import make_dataset
@@ -283,7 +282,7 @@ def test_killed_while_old_files_go_the_next_call_removes_the_rest(tmp_path: Path
 
 KILLED = """
 import os, signal, sys
-from actds.recompress import recompress
+from actds.recompression import recompress
 from actds.store import LocalStore
 put, left = LocalStore.put_new, [int(sys.argv[2])]
 def put_new(self, path, parts):

@@ -19,9 +19,8 @@ import pytest
 import actds
 from actds.errors import ActdsError
 from actds.ledger import fence, read_ledger
-from actds.lock import lock_dataset
 from actds.sealing import seal
-from actds.store import open_store
+from actds.store import lock_dataset, open_store
 from actds_testing.synthetic_engine import (
     GENERATED,
     HOOKS,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from actds.errors import ActdsError
 from actds.format import arrays, layout
-from actds.format.array_metadata import parse_metadata
+from actds.format.arrays import parse_metadata
 from actds.reading import Catalog
 from actds.schema import ShardManifest
 from actds.store import file_sha256

@@ -16,11 +16,10 @@ from actds import __version__, schema
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.ledger import Chain, ChainState, fence, read_ledger
-from actds.lock import lock_dataset
 from actds.reading import CENSUS_TABLES, Catalog, need_dataset
 from actds.schema import Genesis, Seal, ShardBody
 from actds.sealing import seal
-from actds.store import TEMPORARY, Store, local_folder, open_for_writing
+from actds.store import TEMPORARY, Store, local_folder, lock_dataset, open_for_writing
 from actds_writers.census.census import Census
 from actds_writers.census.end import (
     LOST_REASON,

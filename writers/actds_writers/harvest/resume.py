@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow.compute as pc
 
 from actds.errors import ActdsError
-from actds.lock import lock_dataset as lock_dataset
 from actds.reading import Catalog
 from actds.schema import RunRecord
+from actds.store import lock_dataset as lock_dataset
 from actds.store import open_store
 from actds_writers.config import Plan
 from actds_writers.harvest.recover import recover_runs, require_accounted
