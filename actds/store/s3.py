@@ -433,6 +433,8 @@ class S3Store:
         """Return the answer to a request that changes nothing."""
         try:
             return self._repeat(request)
+        except ActdsError:
+            raise
         except FileNotFoundError as error:
             got = reason_of(error) if "NoSuchBucket" in str(error) else "no such object"
             raise ActdsError("E104", path, got=got, expected="an object") from None

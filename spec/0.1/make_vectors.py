@@ -77,7 +77,7 @@ def _write_replaced(path: Path) -> None:
     """Write the minimal dataset with raw shards, one of them replaced since."""
     with (
         mock.patch("actds_testing.synthetic.commit_shard", partial(commit_shard, raw=True)),
-        mock.patch("actds.recompress.__version__", "vectors"),
+        mock.patch("actds.recompression.__version__", "vectors"),
     ):
         _write_minimal(path)
         with _fixed_ids(10**6):

@@ -190,7 +190,7 @@ def test_bits_that_differ_are_never_committed(
     def wrong(rows: Any, *args: Any, **named: Any) -> Any:
         return real(np.where(rows == rows[5], rows[4], rows), *args, **named)
 
-    monkeypatch.setattr("actds.recompress.arrays.encode_array", wrong)
+    monkeypatch.setattr("actds.recompression.arrays.encode_array", wrong)
     with pytest.raises(ActdsError, match="E204 shards/t-"):
         recompress(path)
     monkeypatch.undo()

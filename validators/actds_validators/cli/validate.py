@@ -38,6 +38,12 @@ def validate(path: str, level: str, as_json: bool, strict: bool) -> None:
 
     PATH is the dataset's folder. Exit codes: 0 clean, 1 findings, 2 usage, 3 not readable as a
     dataset. Every finding has a code; actds explain CODE says more.
+
+    \b
+    Examples:
+      actds validate acts
+      actds validate acts --level deep
+      actds validate acts --level quick --json
     """
     from actds_validators.report.text import render
     from actds_validators.validate import validation as validation_module
