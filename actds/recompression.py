@@ -26,7 +26,8 @@ from actds.ledger import Chain, fence
 from actds.reading import Catalog, need_dataset
 from actds.schema import FileEntry, Seal, ShardManifest
 from actds.sealing import seal
-from actds.store import LocalStore, Store, lock_dataset, open_store
+from actds.store import Store, open_store
+from actds.store.local import LocalStore, lock_dataset
 
 __all__ = ["Recompressed", "recompress"]
 

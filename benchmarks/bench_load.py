@@ -39,7 +39,7 @@ from actds.schema import (
     RunRecord,
 )
 from actds.sealing import seal
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 
 BATCH = 4096
 PROMPT_LEN = 512

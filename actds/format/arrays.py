@@ -26,7 +26,8 @@ import numpy.typing as npt
 from actds.errors import ActdsError
 from actds.format import canonical
 from actds.format.codec import MAX_BLOCK_NBYTES, CodecError, crc32c, decode_chunk, encode_chunk
-from actds.store import LocalFile, StoredFile
+from actds.store import StoredFile
+from actds.store.local import LocalFile
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from actds.errors import ActdsError, BusyError
-from actds.store.base import TEMPORARY, Buffer, Put, check_path
+from actds.store import TEMPORARY, Buffer, Put, check_path
 
 __all__ = ["LocalFile", "LocalStore", "lock_dataset"]
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from actds.errors import ActdsError
-from actds.store.base import TEMPORARY, Buffer, Put, check_path
+from actds.store import TEMPORARY, Buffer, Put, check_path
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig

@@ -14,7 +14,7 @@ from actds.format import canonical, layout, tables
 from actds.format.shard import files_root, row_set_sha256
 from actds.reading import heads_root, read_dataset
 from actds.schema import FileEntry, Head
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 from actds_validators.validate.accounting import check_accounting
 
 RUN, HOOK = "r-vector", "resid_post.0"

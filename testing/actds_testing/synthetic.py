@@ -27,7 +27,7 @@ from actds.schema import (
     RunBody,
     RunRecord,
 )
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 from actds_testing.schedules import WALL_NS, Schedule, simulate
 
 SOFTWARE = "actds synthetic"

@@ -15,7 +15,7 @@ from actds.errors import ActdsError
 from actds.format import canonical
 from actds.ledger import Chain, fence, read_chain, read_ledger
 from actds.schema import FileEntry, PartBody
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 
 DATASET = "0" * 32
 

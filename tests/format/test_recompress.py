@@ -26,7 +26,8 @@ from actds.reading import Catalog
 from actds.recompression import recompress
 from actds.schema import ReplaceBody
 from actds.sealing import seal
-from actds.store import LocalStore, Put, lock_dataset
+from actds.store import Put
+from actds.store.local import LocalStore, lock_dataset
 from actds_testing import synthetic
 from actds_testing.independent_reader import IndependentReader
 from actds_testing.synthetic import make_dataset
@@ -283,7 +284,7 @@ def test_killed_while_old_files_go_the_next_call_removes_the_rest(tmp_path: Path
 KILLED = """
 import os, signal, sys
 from actds.recompression import recompress
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 put, left = LocalStore.put_new, [int(sys.argv[2])]
 def put_new(self, path, parts):
     left[0] -= 1

@@ -17,7 +17,7 @@ from actds.ledger import Chain, fence
 from actds.reading import Catalog
 from actds.schema import RunBody
 from actds.sealing import seal
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 from actds_testing import forge
 from actds_testing.synthetic import make_dataset
 

@@ -17,7 +17,7 @@ from actds.format import tables
 from actds.format.shard import Shard, files_root, row_order, row_set_sha256
 from actds.ledger import Chain, read_chain
 from actds.schema import ShardManifest
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 
 N = 700
 

@@ -14,7 +14,7 @@ from actds.format import codec, layout
 from actds.ledger import Chain
 from actds.reading import Catalog
 from actds.schema import Genesis, Hook
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.shards.buffers import TOKEN_COLUMNS, ShardBuffer, Slice
 from actds_writers.shards.committer import CommitPlan, Committer

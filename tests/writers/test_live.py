@@ -20,7 +20,8 @@ import actds
 from actds.errors import ActdsError
 from actds.ledger import fence, read_ledger
 from actds.sealing import seal
-from actds.store import lock_dataset, open_store
+from actds.store import open_store
+from actds.store.local import lock_dataset
 from actds_testing.synthetic_engine import (
     GENERATED,
     HOOKS,

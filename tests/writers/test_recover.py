@@ -24,7 +24,7 @@ from actds.format import canonical, layout
 from actds.format.readouts import Readouts
 from actds.reading import Catalog
 from actds.sealing import seal
-from actds.store import LocalStore, lock_dataset
+from actds.store.local import LocalStore, lock_dataset
 from actds_testing.recovery import (
     N_POSITIONS,
     accounts,

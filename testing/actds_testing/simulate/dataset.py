@@ -32,7 +32,7 @@ from actds.schema import (
     RunRecord,
 )
 from actds.sealing import seal
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 from actds_testing.simulate.assemble import HOOK, WALL_NS
 from actds_testing.simulate.losses import Truth
 from actds_testing.simulate.run import Simulated, simulate

@@ -12,7 +12,8 @@ import shutil
 from pathlib import Path
 
 from actds.format import layout
-from actds.store import local_folder, lock_dataset, open_for_writing, open_store
+from actds.store import local_folder, open_for_writing, open_store
+from actds.store.local import lock_dataset
 
 __all__ = ["discard_empty", "has_dataset", "hold", "is_taken"]
 

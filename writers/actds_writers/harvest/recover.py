@@ -19,7 +19,8 @@ from actds.ledger import Chain, ChainState, fence, read_ledger
 from actds.reading import CENSUS_TABLES, Catalog, need_dataset
 from actds.schema import Genesis, Seal, ShardBody
 from actds.sealing import seal
-from actds.store import TEMPORARY, Store, local_folder, lock_dataset, open_for_writing
+from actds.store import TEMPORARY, Store, local_folder, open_for_writing
+from actds.store.local import lock_dataset
 from actds_writers.census.census import Census
 from actds_writers.census.end import (
     LOST_REASON,

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds.reading import Catalog
 from actds.schema import RunRecord
-from actds.store import lock_dataset as lock_dataset
 from actds.store import open_store
+from actds.store.local import lock_dataset as lock_dataset
 from actds_writers.config import Plan
 from actds_writers.harvest.recover import recover_runs, require_accounted
 
