@@ -10,7 +10,7 @@ import pyarrow as pa
 from actds import schema
 from actds.accounting.account import TOTALS, Account, account
 from actds.describe import write_card
-from actds.errors import ActdsError
+from actds.errors import ActdsError, Findings
 from actds.format import canonical, layout, tables
 from actds.reading import CENSUS_TABLES, Catalog, heads_root
 from actds.schema import FileEntry, Head, Seal
@@ -19,22 +19,31 @@ from actds.store import Store, open_store
 __all__ = ["account_run", "check_provenance", "seal"]
 
 
-def check_provenance(catalog: Catalog) -> None:
+def check_provenance(catalog: Catalog, findings: Findings | None = None) -> None:
     """Check that every run with data has a run record and a census.
 
+    A provenance field that is null without a reason (E402) is found where the record is read.
+
+    Args:
+        catalog: the dataset.
+        findings: where E401 no run record and E403 no census are noted; raised when None.
+
     Raises:
-        ActdsError: E401 no run record; E403 no census.
+        NoProvenanceError: the first of them, without ``findings``.
 
     Spec: 0.1 section 6.
     """
+    findings = Findings(strict=True) if findings is None else findings
+    told = {finding.place.split(" ")[0] for _, finding in findings}
     for run in catalog.runs_with_data:
-        if run not in catalog.runs:
-            raise ActdsError("E401", layout.run_path(run), got="no run record", expected="one")
-        for table in CENSUS_TABLES:
-            if not catalog.parts.get((run, table)):
-                raise ActdsError(
-                    "E403", f"census/{run}", got=f"no {table}", expected="requests, steps, spans"
-                )
+        path = layout.run_path(run)
+        if run not in catalog.runs and path not in told:
+            expected = "one for every run with rows"
+            findings.add("provenance", "E401", path, "no run record", expected)
+        missing = [table for table in CENSUS_TABLES if not catalog.parts.get((run, table))]
+        if missing and run not in catalog.incomplete:
+            got, expected = f"no {', no '.join(missing)}", "the tables requests, steps and spans"
+            findings.add("provenance", "E403", f"census/{run}", got, expected)
 
 
 def account_run(catalog: Catalog, run: str) -> Account:

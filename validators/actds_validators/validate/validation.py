@@ -11,8 +11,8 @@ from typing import Any, Literal
 from actds import __version__
 from actds.accounting.account import TOTALS
 from actds.errors import ActdsError, CheckName, Finding
-from actds.format import layout
-from actds.reading import CENSUS_TABLES, Catalog, read_dataset
+from actds.reading import Catalog, read_dataset
+from actds.sealing import check_provenance
 from actds.store import Store, open_store
 from actds_validators.validate.accounting import RunAccount, check_accounting
 from actds_validators.validate.canary import check_canary
@@ -160,7 +160,7 @@ def validate(
         return _unreadable(store, level, error, began)
     _check_ledger(catalog)
     check_structure(catalog)
-    _check_provenance(catalog)
+    check_provenance(catalog, catalog.findings)
     if level in ("full", "deep"):
         check_digests(catalog, lambda amount: progress("bytes", amount))
         check_indexes(catalog)
@@ -190,31 +190,6 @@ def _check_ledger(catalog: Catalog) -> None:
     elif not catalog.is_sealed:
         got = "seals that leave chains out" if catalog.seals else "no seal"
         catalog.findings.add("ledger", "E306", "seal", got, "a seal over every chain")
-
-
-def _check_provenance(catalog: Catalog) -> None:
-    """Check that every run with data has a run record and a census; notes E401 and E403.
-
-    A provenance field that is null without a reason (E402) is noted where the record is read.
-
-    Spec: 0.1 section 6.
-    """
-    told = {finding.place.split(" ")[0] for _, finding in catalog.findings}
-    for run in catalog.runs_with_data:
-        path = layout.run_path(run)
-        if run not in catalog.runs and path not in told:
-            catalog.findings.add(
-                "provenance", "E401", path, "no run record", "one for every run with rows"
-            )
-        missing = [table for table in CENSUS_TABLES if not catalog.parts.get((run, table))]
-        if missing and run not in catalog.incomplete:
-            catalog.findings.add(
-                "provenance",
-                "E403",
-                f"census/{run}",
-                f"no {', no '.join(missing)}",
-                "the tables requests, steps and spans",
-            )
 
 
 def _unreadable(store: Store, level: Level, error: ActdsError, began: float) -> Validation:
