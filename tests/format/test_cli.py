@@ -55,6 +55,7 @@ def loaded(*args: str) -> str:
     return told.stdout
 
 
+@pytest.mark.standard
 def test_help_loads_nothing_heavy_and_no_command_of_another_package() -> None:
     told = loaded("--help")
     assert re.search(r"^  validate +Check a dataset before training on it\.$", told, re.MULTILINE)
@@ -97,6 +98,7 @@ def test_a_missing_path_says_so(name: str, tmp_path: Path) -> None:
     assert f"E101 {tmp_path / 'nope'}: no such path; expected a dataset." in told.output
 
 
+@pytest.mark.standard
 def test_the_reference_is_that_of_the_commands(tmp_path: Path) -> None:
     # In a process of its own: a command that was called by itself remembers its help option.
     path = tmp_path / "cli.md"

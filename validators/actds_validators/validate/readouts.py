@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds.format import canonical, layout, tables
 from actds.format.arrays import as_ml_dtypes
+from actds.format.positions import Keys, position_key, split_key
 from actds.format.readouts import Readouts, compute, load_probes, matrix, readouts_of
 from actds.format.shard import TOKENS
 from actds.reading import Catalog
@@ -24,6 +25,8 @@ TOLERANCE = 1e-4
 row would give."""
 
 Ints = npt.NDArray[np.int64]
+_Tokens = tuple[Keys, Ints]
+"""Keys of positions, and the token of each."""
 KEYS = ["request", "position", "step"]
 TOKEN = "token_id"
 VALUES = ["norm", "projections", "probes"]
@@ -215,9 +218,15 @@ def _matrices(catalog: Catalog, run: str, readouts: Readouts) -> dict[str, npt.N
             raise ActdsError(
                 "E202", path, got=f"sha256 {got}", expected=str(readouts.probes_sha256)
             )
-        probes = load_probes(data, path, (len(hooks), readouts.n_probes, hooks[0].d_model))
-    packed = matrix(readouts, probes, len(hooks), hooks[0].d_model)
-    return {hook.name: packed[index] for index, hook in enumerate(hooks)}
+        widths = sorted({hook.d_model for hook in hooks})
+        if len(widths) > 1:  # one array holds the probes of all hooks
+            got = f"probes, and hooks of {', '.join(map(str, widths))} channels"
+            raise ActdsError("E103", path, got=got, expected="hooks of one width, or no probes")
+        probes = load_probes(data, path, (len(hooks), readouts.n_probes, widths[0]))
+    return {
+        hook.name: matrix(readouts, None if probes is None else probes[[n]], 1, hook.d_model)[0]
+        for n, hook in enumerate(hooks)
+    }
 
 
 def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
@@ -313,7 +322,7 @@ def _check_tokens(catalog: Catalog, run: str, hooks: Mapping[str, HookReadouts])
 
     Spec: 0.1 section 7.8.
     """
-    known = (np.empty(0, np.int64), np.empty(0, np.int64))
+    known: _Tokens = (np.empty(0, np.uint64), np.empty(0, np.int64))
     for manifest in catalog.shards:
         path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
         if manifest.run == run and path not in catalog.unsound:
@@ -334,27 +343,25 @@ def _check_tokens(catalog: Catalog, run: str, hooks: Mapping[str, HookReadouts])
         _check_digests(catalog, run, known)
 
 
-def keys_of(table: pa.Table) -> Ints:
-    """Return request and position of each line as one number, in their order."""
-    request, position = (table[name].to_numpy().astype(np.int64) for name in KEYS[:2])
-    keys: Ints = (request << 32) | position
-    return keys
+def keys_of(table: pa.Table) -> Keys:
+    """Return the key of the position of each line."""
+    return position_key(*(table[name].to_numpy() for name in KEYS[:2]))
 
 
-def _note(catalog: Catalog, run: str, hook: str, lines: tuple[Ints, Ints], want: int) -> None:
+def _note(catalog: Catalog, run: str, hook: str, lines: _Tokens, want: int) -> None:
     (keys, ids), n_more = lines, len(lines[0]) - 1
-    key = int(keys[0])
+    request, position = split_key(keys[0])
     catalog.findings.add(
         "accounting",
         "E417",
-        f"readouts/{run} {hook} request {key >> 32} position {key & 0xFFFFFFFF} token_id "
+        f"readouts/{run} {hook} request {request} position {position} token_id "
         f"(and {n_more} more lines)",
         str(int(ids[0])),
         f"{want}, as its row or another line says",
     )
 
 
-def _check_digests(catalog: Catalog, run: str, known: tuple[Ints, Ints]) -> None:
+def _check_digests(catalog: Catalog, run: str, known: _Tokens) -> None:
     """Compare the tokens of every request of which all are known with the census' digest."""
     requests_read = catalog.sound_table(run, "requests")
     spans_read = catalog.sound_table(run, "spans")
@@ -375,7 +382,7 @@ def _check_digests(catalog: Catalog, run: str, known: tuple[Ints, Ints]) -> None
         whose = np.full(length, request, np.int64)
         for start, stop, of in references.get(request, []):
             whose[start:stop] = of
-        wanted = (whose << 32) | np.arange(length)
+        wanted = position_key(whose, np.arange(length))
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         if not (keys[at] == wanted).all():
             continue
@@ -390,11 +397,11 @@ def _check_digests(catalog: Catalog, run: str, known: tuple[Ints, Ints]) -> None
             )
 
 
-def _tokens(table: pa.Table) -> tuple[Ints, Ints]:
+def _tokens(table: pa.Table) -> _Tokens:
     return keys_of(table), table["token_id"].to_numpy().astype(np.int64)
 
 
-def _joined(known: tuple[Ints, Ints], more: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+def _joined(known: _Tokens, more: _Tokens) -> _Tokens:
     """Return the keys of both, each once and sorted, with the token that was known first."""
     keys, first = np.unique(np.concatenate([known[0], more[0]]), return_index=True)
     return keys, np.concatenate([known[1], more[1]])[first]
