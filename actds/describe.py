@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from actds.format import arrays, layout
 from actds.reading import Catalog
-from actds.schema.v0_1 import CloseBody, FenceBody
+from actds.schema import CloseBody, FenceBody
 from actds.text import (
     Line,
     counted,

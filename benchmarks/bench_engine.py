@@ -218,7 +218,7 @@ def start(
     model: Path, variant: Variant, arguments: dict[str, Any], out: Path, inside: Inside
 ) -> tuple[Any, Any]:
     """Return an engine, with a pipeline when it captures."""
-    from actds.lock import lock_dataset
+    from actds.store.local import lock_dataset
     from actds_writers.config import WriterSettings, WriteSettings
     from actds_writers.engines.vllm import engine as engines
     from actds_writers.harvest.prepare import make_plan

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -24,19 +26,58 @@ ENTRY_POINTS = "actds.commands"
 
 
 class ActdsGroup(click.Group):
-    """The commands of this room and of every installed one; errors without tracebacks."""
+    """The commands of this package and of every installed one; errors without tracebacks.
+
+    A package that adds commands may hold ``SUMMARIES`` beside them, one line of help by name: then
+    ``actds --help`` lists them without importing them.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands, sorted."""
         return sorted({*super().list_commands(ctx), *_plugins()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, loading its room when it is another."""
+        """Return a command, loading its module when another package adds it."""
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
         plugin = _plugins().get(cmd_name)
         return None if plugin is None else _load(plugin)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands; those of other packages stay unloaded where they can."""
+        names = self.list_commands(ctx)
+        room = formatter.width - 6 - max(map(len, names))
+        rows = [(name, self._summary(ctx, name).get_short_help_str(room)) for name in names]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _summary(self, ctx: click.Context, name: str) -> click.Command:
+        plugin = _plugins().get(name)
+        if plugin is not None and name not in self.commands:
+            try:
+                package = import_module(plugin.module.rpartition(".")[0])
+            except ImportError as error:
+                return _unavailable(name, str(error))
+            told = getattr(package, "SUMMARIES", {}).get(name)
+            if told is not None:
+                return click.Command(name, help=told)
+        command = self.get_command(ctx, name)
+        assert command is not None, f"{name} is listed"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments begin with; a mistyped one gets a suggestion."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not near:
+                raise
+            words = f"No such command {args[0]!r}. Did you mean {near[0]!r}?"
+            raise click.UsageError(words, ctx) from error
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take ``--debug`` wherever it stands: whoever repeats a command appends it."""
@@ -119,6 +160,12 @@ def info(path: str, as_json: bool) -> None:
 
     PATH is the dataset's folder. It need not be sealed. What is shown is what the files say;
     actds validate checks that they say the truth.
+
+    \b
+    Examples:
+      actds info acts
+      actds info s3://bucket/acts
+      actds info acts --json
     """
     from dataclasses import asdict
 
@@ -140,6 +187,12 @@ def explain(code: str | None, as_json: bool) -> None:
     """Explain an error code, or list all codes.
 
     CODE is a code such as E203, in upper or lower case.
+
+    \b
+    Examples:
+      actds explain E203
+      actds explain
+      actds explain --json
     """
     if code is None:
         if as_json:
@@ -161,6 +214,7 @@ def explain(code: str | None, as_json: bool) -> None:
     click.echo(f"  {entry.meaning}")
     click.echo(f"  Next: {entry.next_step}")
     click.echo(f"  Spec: 0.1 section {entry.clause}. Exit code: {entry.exit_code}.")
+    click.echo(f"  Python: actds.errors.{entry.error}.")
 
 
 def _codes(codes: dict[str, Code]) -> dict[str, Any]:
@@ -183,6 +237,12 @@ def schema_command(name: str | None, folder: Path | None) -> None:
 
     NAME is a document of a dataset (genesis, run, shard, ledger, seal) or the result of a command
     (audit: what actds audit --json writes).
+
+    \b
+    Examples:
+      actds schema
+      actds schema seal
+      actds schema --write schemas
     """
     schemas = _schemas(name)
     if name is not None and name not in schemas:
@@ -230,6 +290,11 @@ def seal_command(path: str, as_json: bool) -> None:
 
     PATH is the dataset's folder. Every chain has to be closed or fenced. A dataset that did not
     change since its seal keeps it.
+
+    \b
+    Examples:
+      actds seal acts
+      actds seal acts --json
     """
     from actds.accounting.account import TOTALS
     from actds.reading import Catalog
@@ -259,11 +324,17 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     PATH is the dataset's folder. Every row is compared bit by bit before a new shard replaces a
     raw one. A sealed dataset is sealed again, so its digest changes; then the raw files go. Killed
     at any moment, call it again.
+
+    \b
+    Examples:
+      actds recompress acts
+      actds recompress acts --keep
+      actds recompress acts --shard w-1a2b-000003
     """
     from dataclasses import asdict
 
-    from actds.recompress import recompress
-    from actds.schema.v0_1 import ShardManifest
+    from actds.recompression import recompress
+    from actds.schema import ShardManifest
     from actds.text import format_nbytes
 
     def told(old: ShardManifest, new: ShardManifest) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from actds.format.readouts import NONE, Readouts, compute, matrix
-from actds.schema.v0_1 import REQUIRED_PROVENANCE
+from actds.schema import REQUIRED_PROVENANCE
 from actds_testing.faulty_disk import wait_until
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.stages import Stages, Step

@@ -17,10 +17,10 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.lock import lock_dataset
 from actds.reading import Catalog
 from actds.sealing import seal
 from actds.store import local_folder, open_store
+from actds.store.local import lock_dataset
 from actds_testing.harvest import validated
 from actds_testing.server import LANE, scrape
 

@@ -20,7 +20,7 @@ from actds import schema
 from actds.errors import ActdsError
 from actds.format import canonical, layout, tables
 from actds.format.readouts import Readouts, compute, directions, load_probes, matrix, probe_bytes
-from actds.schema.v0_1 import LedgerRecord, PartBody
+from actds.schema import LedgerRecord, PartBody
 from actds.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import (

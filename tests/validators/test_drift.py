@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import actds
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.shard import commit_part
 from actds.ledger import Chain
 from actds.load.dataset import Dataset
 from actds.sealing import seal

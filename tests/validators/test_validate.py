@@ -13,7 +13,7 @@ import click.testing
 import numpy as np
 import pytest
 
-import actds.format.shard
+import actds.commit
 from actds.cli import cli
 from actds.format import tables
 from actds.format.readouts import Readouts
@@ -222,7 +222,7 @@ def test_refuses_rows_without_provenance(tmp_path: Path) -> None:
 def test_finds_a_shard_that_claims_to_be_shuffled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actds.format.shard, "row_order", lambda n, seed: np.arange(n))
+    monkeypatch.setattr(actds.commit, "row_order", lambda n, seed: np.arange(n))
     path = make_dataset(tmp_path / "d", n_requests=12, rows_per_shard=1000)
     found = validate(path, "standard")
     assert codes(found) == {"E415"}, lines(found)

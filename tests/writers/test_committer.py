@@ -13,8 +13,8 @@ from actds import schema
 from actds.format import codec, layout
 from actds.ledger import Chain
 from actds.reading import Catalog
-from actds.schema.v0_1 import Genesis, Hook
-from actds.store import LocalStore
+from actds.schema import Genesis, Hook
+from actds.store.local import LocalStore
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.shards.assembly import TOKEN_COLUMNS, ShardBuffer, Slice
 from actds_writers.shards.committer import RETRY_AFTER, CommitPlan, Committer, RawFallback

@@ -20,9 +20,9 @@ import pytest
 import actds
 from actds.errors import ActdsError
 from actds.ledger import fence, read_ledger
-from actds.lock import lock_dataset
 from actds.sealing import seal
 from actds.store import open_store
+from actds.store.local import lock_dataset
 from actds_testing.synthetic_engine import (
     GENERATED,
     HOOKS,
@@ -89,7 +89,7 @@ def wait_for(what: Any) -> Any:
 def chains(out: Path, run: str) -> dict[str, Any]:
     """Return the chains of a run by kind."""
     dataset = actds.schema.parse(
-        actds.schema.v0_1.Genesis, (out / "actds.json").read_bytes(), "actds.json"
+        actds.schema.Genesis, (out / "actds.json").read_bytes(), "actds.json"
     ).dataset
     found = read_ledger(open_store(out), dataset).values()
     return {state.kind: state for state in found if state.run == run}

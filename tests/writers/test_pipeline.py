@@ -16,9 +16,9 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.lock import lock_dataset
 from actds.sealing import seal
 from actds.store import open_store
+from actds.store.local import lock_dataset
 from actds_testing.faulty_disk import wait_until
 from actds_testing.recovery import shard_records
 from actds_testing.synthetic_engine import (

@@ -22,10 +22,9 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds.format import canonical, layout
 from actds.format.readouts import Readouts
-from actds.lock import lock_dataset
 from actds.reading import Catalog
 from actds.sealing import seal
-from actds.store import LocalStore
+from actds.store.local import LocalStore, lock_dataset
 from actds_testing.recovery import (
     N_POSITIONS,
     accounts,

@@ -21,7 +21,7 @@ from actds.errors import ActdsError
 from actds.format import arrays
 from actds.format.readouts import Readouts
 from actds.reading import Catalog
-from actds.schema.v0_1 import REQUIRED_PROVENANCE
+from actds.schema import REQUIRED_PROVENANCE
 from actds.store import open_store
 from actds.text import format_nbytes
 from actds_testing.synthetic import make_dataset

@@ -24,7 +24,7 @@ from actds import schema
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.ledger import Chain
-from actds.schema.v0_1 import CloseReason, Genesis
+from actds.schema import CloseReason, Genesis
 from actds.store import local_folder, open_store
 from actds_writers.census.census import Census
 from actds_writers.census.journal import (

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import CloseReason
+from actds.schema import CloseReason
 from actds.store import open_for_writing
 from actds_writers.config import WriterSettings
 from actds_writers.ipc.hub import Hub

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import HOOK_KINDS, DType
+from actds.schema import HOOK_KINDS, DType
 from actds_writers.ipc.messages import HookSpec
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import DType
+from actds.schema import DType
 from actds_writers.capture.hooks import StreamForm, Tap, find_kind
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.ipc.ring import RowLayout

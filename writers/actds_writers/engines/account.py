@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import DType
+from actds.schema import DType
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK, HookCheck
 from actds_writers.capture.hooks import ModelConfig, StreamForm, cast_of, hook_specs

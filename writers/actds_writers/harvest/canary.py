@@ -28,14 +28,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.arrays import as_ml_dtypes
 from actds.format.positions import Keys, position_key
-from actds.format.shard import Shard, commit_part
+from actds.format.shard import Shard
 from actds.ledger import Chain
 from actds.reading import Catalog
-from actds.schema.v0_1 import DType
+from actds.schema import DType
 from actds.store import local_folder, open_store
 from actds_writers.config import WriteSettings
 from actds_writers.engines.base import Finished, find_engine

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import CloseReason
+from actds.schema import CloseReason
 from actds_writers.config import LiveSettings, settings_of
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link

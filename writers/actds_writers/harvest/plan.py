@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import DType
+from actds.schema import DType
 from actds.store import open_store
 from actds.text import format_nbytes, format_seconds
 from actds_writers.capture.hooks import hook_specs, parse_hooks

@@ -19,11 +19,10 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.format.readouts import NONE
-from actds.lock import lock_dataset
 from actds.reading import Catalog
-from actds.schema.v0_1 import RunRecord
-from actds.sealing import runs_with_data
+from actds.schema import RunRecord
 from actds.store import local_folder, open_for_writing, open_store
+from actds.store.local import lock_dataset
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.capture.probes import plan_readouts
 from actds_writers.config import WriteSettings
@@ -260,7 +259,7 @@ def finished_rows(folder: str | Path, plan: Plan) -> set[int]:
     catalog = Catalog.read(store)
     declared = {fact.name: fact.value for fact in plan.facts}
     finished: set[int] = set()
-    for run in runs_with_data(catalog):
+    for run in catalog.runs_with_data:
         if run in catalog.runs:
             _compare(catalog.runs[run], declared)
         finished |= _finished_of(catalog, run)

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import CloseReason
+from actds.schema import CloseReason
 from actds_writers.config import CensusSettings, WriterSettings
 from actds_writers.harvest.detach import Detached
 from actds_writers.ipc.link import Link

@@ -16,11 +16,11 @@ from actds import __version__, schema
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.ledger import Chain, ChainState, fence, read_ledger
-from actds.lock import lock_dataset
-from actds.reading import CENSUS_TABLES, Catalog
-from actds.schema.v0_1 import Genesis, Seal, ShardBody
-from actds.sealing import runs_with_data, seal
+from actds.reading import CENSUS_TABLES, Catalog, need_dataset
+from actds.schema import Genesis, Seal, ShardBody
+from actds.sealing import seal
 from actds.store import TEMPORARY, Store, local_folder, open_for_writing
+from actds.store.local import lock_dataset
 from actds_writers.census.census import Census
 from actds_writers.census.journal import (
     LOST_REASON,
@@ -120,8 +120,7 @@ def recover(path: str | Path, *, clear: bool = False) -> RecoverResult:
     Spec: 0.1 section 8.6.
     """
     store = open_for_writing(path)
-    if not store.exists(layout.GENESIS):
-        raise ActdsError("E101", store.uri, got=f"no {layout.GENESIS}", expected="a dataset")
+    need_dataset(store)
     folder = local_folder(path)
     lock = None if folder is None else lock_dataset(folder)
     try:
@@ -192,7 +191,7 @@ def _recover_run(
     if _is_accounted(catalog, run):
         return found
     ended = end_writer_chain(store, catalog.genesis.dataset, run)
-    if ended is None or not (found.n_segments or run in runs_with_data(catalog)):
+    if ended is None or not (found.n_segments or run in catalog.runs_with_data):
         return replace(found, outcome="empty")
     if not found.n_segments and _tells_of_rows(catalog, run):
         return replace(found, outcome="unaccountable")

@@ -22,7 +22,7 @@ import actds
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.reading import Catalog
-from actds.schema.v0_1 import CloseReason, Seal
+from actds.schema import CloseReason, Seal
 from actds.sealing import seal
 from actds.store import open_store
 from actds_writers.config import WriterSettings, WriteSettings, keywords_of

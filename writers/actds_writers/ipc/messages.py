@@ -13,7 +13,7 @@ from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import CloseReason, DType, Origin
+from actds.schema import CloseReason, DType, Origin
 from actds_writers.sampling import EVERYTHING, LeftOut
 
 

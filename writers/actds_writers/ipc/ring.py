@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import DType
+from actds.schema import DType
 from actds_writers.ipc.messages import HookSpec
 
 ALIGNMENT = 64

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
+from actds.commit import commit_part
 from actds.format import tables
-from actds.format.shard import commit_part
 from actds.ledger import Chain
 from actds.store import Store
 from actds_writers.ipc.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello

@@ -145,6 +145,8 @@ def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
 def _records(source: Source, spec: str) -> Iterator[Record]:
     try:
         yield from source.records()
+    except ActdsError:
+        raise
     except OSError as error:
         place = Path(spec).name
         got = error.strerror or str(error)

@@ -19,10 +19,10 @@ from typing import Literal
 
 import numpy as np
 
+from actds.commit import ShardRows, commit_shard
 from actds.errors import ActdsError
-from actds.format.shard import ShardRows, commit_shard
 from actds.ledger import Chain
-from actds.schema.v0_1 import ShardManifest
+from actds.schema import ShardManifest
 from actds.store import Store
 from actds_writers.monitor.meters import CommitMeter, Occupancy
 from actds_writers.shards.assembly import ShardBuffer

@@ -18,12 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.readouts import Readouts
-from actds.format.shard import commit_part
 from actds.ledger import Chain
-from actds.schema.v0_1 import PartTable
+from actds.schema import PartTable
 from actds.store import Store
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import (

@@ -17,7 +17,7 @@ from actds.errors import ActdsError
 from actds.format import layout
 from actds.format.readouts import Readouts
 from actds.ledger import Chain
-from actds.schema.v0_1 import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
+from actds.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
 from actds.store import Store
 from actds_writers.config import WriterSettings
 from actds_writers.ipc import ring

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 if TYPE_CHECKING:
-    from actds.schema.v0_1 import CloseReason
+    from actds.schema import CloseReason
     from actds_writers.harvest.live import LiveRun
 
 EXECUTOR = "vllm.v1.executor.abstract"

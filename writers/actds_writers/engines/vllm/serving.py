@@ -20,7 +20,7 @@ from actds import schema
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.format.readouts import NONE
-from actds.schema.v0_1 import Genesis
+from actds.schema import Genesis
 from actds.store import local_folder, open_store
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings
