@@ -34,11 +34,11 @@ DEMO      := demo
 DEMO_ARGS ?= --hooks resid_post:10,20 --max-tokens 24
 # Small prefix blocks, so that the shared system prompt is found in the cache almost to its end;
 # no compilation, which would take longer than the harvest.
-DEMO_ENGINE ?= --engine block_size=32 --engine max_model_len=2048 --engine enforce_eager=true
+DEMO_ENGINE ?= --engine-arg block_size=32 --engine-arg max_model_len=2048 --engine-arg enforce_eager=true
 # A CPU without bfloat16 instructions is 7 times slower in bfloat16 than in float32. There the demo
 # computes in float32 and stores bfloat16: a cast that the run record names.
 BF16_CPU      := $(shell grep -q -m1 -w -E 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo && echo yes)
-DEMO_NUMERICS ?= $(if $(BF16_CPU),,--engine dtype=float32 --store-dtype bfloat16)
+DEMO_NUMERICS ?= $(if $(BF16_CPU),,--engine-arg dtype=float32 --store-dtype bfloat16)
 DEMO_THREADS  ?= $(shell nproc)
 
 # What an engine on a small CPU machine needs; offline, so that nothing is fetched by name.

@@ -1,9 +1,12 @@
-"""What a dataset is, where it came from and what it lacks: the facts behind ``actds info``."""
+"""What a dataset is, where it came from and what it lacks: facts, the page of info, the card."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -11,9 +14,32 @@ import pyarrow.compute as pc
 
 from actds.format import arrays, layout
 from actds.reading import Catalog
-from actds.schema.v0_1 import CloseBody, FenceBody
+from actds.schema import CloseBody, FenceBody
+from actds.text import (
+    Line,
+    counted,
+    format_nbytes,
+    pairs,
+    printable,
+    share,
+    when,
+)
 
-__all__ = ["ChainFacts", "Facts", "HookFacts", "LossFacts", "RunFacts", "describe"]
+__all__ = [
+    "ChainFacts",
+    "Facts",
+    "HookFacts",
+    "LossFacts",
+    "RunFacts",
+    "card",
+    "describe",
+    "page",
+    "write_card",
+]
+
+_MARKS = {"observed": "observed", "declared": "declared", "unknown": "unknown "}
+_MAX_LISTED, _MAX_NAMED = 20, 3
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 
 
 @dataclass(frozen=True)
@@ -87,7 +113,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that ``actds info`` says; ``as_json`` is its versioned form."""
+    """Everything that ``actds info`` says."""
 
     path: str
     dataset: str
@@ -108,11 +134,6 @@ class Facts:
     runs: list[RunFacts]
     chains: list[ChainFacts]
     unreachable: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the facts under the schema ``actds.info`` version 1."""
-        head: dict[str, Any] = {"format": "actds.info", "version": "1"}
-        return {**head, **asdict(self)}
 
 
 def describe(catalog: Catalog) -> Facts:
@@ -250,3 +271,246 @@ def _counts(column: pa.ChunkedArray) -> dict[str, int]:
 def _sum(table: pa.Table, column: str) -> int:
     total: int | None = pc.sum(table[column]).as_py()
     return total or 0
+
+
+def page(facts: Facts) -> Iterator[Line]:
+    """Yield the page of ``actds info``, line by line; no line holds a control character."""
+    for line in _page_lines(facts):
+        yield Line(printable(line.text), line.style)
+
+
+def _page_lines(facts: Facts) -> Iterator[Line]:
+    yield Line(f"Dataset {facts.path}", "title")
+    if not facts.sealed:
+        after = f" since seal {facts.seal}" if facts.seal else ""
+        yield Line(
+            f"NOT SEALED (E306): the ledger is not closed{after}; what follows may be incomplete "
+            "and is not accounted for. Do not train on it.",
+            "bad",
+        )
+        yield Line(f"Next: actds write --resume, or actds seal {facts.path}", "bad")
+    yield from pairs(
+        {
+            "dataset": facts.dataset,
+            "format": f"actds {facts.format_version}",
+            "written": f"{when(facts.created_ns)} by {facts.writer}",
+            "sealed": f"{when(facts.sealed_ns)}, seal {facts.seal}" if facts.sealed else "no",
+            "digest": facts.digest if facts.sealed else f"{facts.digest} (of an unsealed ledger)",
+        }
+    )
+    yield from _page_hooks(facts)
+    for run in facts.runs:
+        yield from _page_run(run)
+    yield from _missing(facts)
+
+
+def _page_hooks(facts: Facts) -> Iterator[Line]:
+    yield Line("")
+    phases = ", ".join(f"{n:,} {phase}" for phase, n in facts.phases.items()) or "none"
+    yield Line(
+        f"Rows: {sum(facts.phases.values()):,} ({phases}) in {counted(facts.n_shards, 'shard')}",
+        "title",
+    )
+    rows = [("hook", "layer", "rows", "d_model", "type", "size", "stored", "ratio")]
+    for hook in facts.hooks:
+        ratio = "-" if hook.ratio is None else f"{hook.ratio:.3f}x"
+        rows.append(
+            (
+                hook.name,
+                str(hook.layer),
+                f"{hook.n_rows:,}",
+                str(hook.d_model),
+                hook.dtype,
+                format_nbytes(hook.nbytes),
+                format_nbytes(hook.stored_nbytes),
+                ratio,
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        cells = [
+            cell.ljust(width) if column in (0, 4) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield Line("  " + "  ".join(cells).rstrip(), "dim" if number == 0 else "plain")
+    if facts.raw_shards:
+        raw = f"{facts.raw_shards} of {facts.n_shards} shards are stored raw"
+        yield Line(f"  {raw}; compress them with actds recompress")
+    if facts.removable_nbytes:
+        size, n = format_nbytes(facts.removable_nbytes), counted(facts.replaced_shards, "shard")
+        yield Line(f"  {size} of {n} that others replaced; remove them with actds recompress")
+
+
+def _page_run(run: RunFacts) -> Iterator[Line]:
+    yield Line("")
+    yield Line(f"Run {run.run}, started {when(run.started_ns)}", "title")
+    if not run.has_census:
+        yield Line(f"  NO CENSUS (E403): {run.n_rows:,} rows cannot be accounted for.", "bad")
+    else:
+        yield from pairs(_page_census(run))
+    if not run.has_record:
+        yield Line("  NO RUN RECORD (E401): nothing says how the rows came to be.", "bad")
+        return
+    yield Line("  Provenance", "title")
+    width = max(len(name) for name in run.provenance)
+    for name, entry in run.provenance.items():
+        unknown = entry["origin"] == "unknown"
+        value = f"null: {entry['reason']}" if unknown else _value(entry["value"])
+        mark = _MARKS[entry["origin"]]
+        yield Line(f"    {mark}  {name.ljust(width)}  {value}", "dim" if unknown else "plain")
+
+
+def _page_census(run: RunFacts) -> dict[str, str]:
+    ends = ", ".join(f"{n:,} {reason}" for reason, n in run.finish_reasons.items())
+    prompt, cached = run.prompt_tokens or 0, run.cached_tokens or 0
+    lost = sum(loss.n_positions for loss in run.losses)
+    positions = run.n_positions or 0
+    return {
+        "requests": f"{run.n_requests:,} ({ends or 'none'})",
+        "tokens": f"{prompt:,} prompt, {run.generated_tokens:,} generated, {run.n_steps:,} steps",
+        "cache hits": f"{cached:,} prompt tokens ({share(cached, prompt)})",
+        "positions": (
+            f"{positions:,} = {run.n_rows:,} rows ({share(run.n_rows, positions)}) + "
+            f"{run.n_cache_ref:,} served from the prefix cache + {lost:,} without a row"
+        ),
+        "preemptions": f"{run.n_preemptions:,}",
+        "stalls": f"{run.n_stalls:,}, {run.stalled_ns / 1e9:.3f} s",
+    }
+
+
+def _missing(facts: Facts) -> Iterator[Line]:
+    yield Line("")
+    yield Line("What is missing, and why", "title")
+    lines = list(_missing_lines(facts))
+    yield from lines or [Line("  nothing: every position is a row or refers to one")]
+
+
+def _missing_lines(facts: Facts) -> Iterator[Line]:
+    for run in facts.runs:
+        for loss in run.losses:
+            reason = loss.reason or "no reason given"
+            part = share(loss.n_positions, run.n_positions or 0)
+            lost = counted(loss.n_positions, "position")
+            yield Line(f"  {lost} {loss.disposition} ({part}): {reason}")
+        for reason, n in run.skips.items():
+            yield Line(f"  {counted(n, 'request')} skipped: {reason}")
+        yield from _unknown_facts(run)
+    unresolved = facts.totals.get("unresolved", 0)
+    if unresolved:
+        lost = counted(unresolved, "cached position")
+        yield Line(f"  {lost} without a row that they refer to (E410)", "bad")
+    for chain in facts.chains:
+        if chain.state != "closed" or chain.reason != "finished":
+            why = f": {chain.reason}" if chain.reason else ""
+            yield Line(f"  {chain.kind} chain {chain.chain} of run {chain.run} {chain.state}{why}")
+    for path in facts.unreachable[:_MAX_LISTED]:
+        yield Line(f"  {path}: nothing reaches this file (E105); it is no data")
+    more = len(facts.unreachable) - _MAX_LISTED
+    if more > 0:
+        yield Line(f"  and {more:,} more such files")
+
+
+def _unknown_facts(run: RunFacts) -> Iterator[Line]:
+    """Yield the unknown facts of a run by their reason; the provenance above names them all."""
+    by_reason: dict[str, list[str]] = {}
+    for name, entry in run.provenance.items():
+        if entry["origin"] == "unknown":
+            by_reason.setdefault(entry["reason"], []).append(name)
+    for reason, names in by_reason.items():
+        some = ", ".join(names[:_MAX_NAMED])
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        facts = counted(len(names), "fact")
+        yield Line(f"  {facts} of run {run.run} unknown ({some}{more}): {reason}")
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def write_card(catalog: Catalog) -> None:
+    """Write the card of a sealed dataset over an older one.
+
+    Raises:
+        ActdsError: E503 when the disk refuses.
+
+    Spec: 0.1 section 2.4.
+    """
+    catalog.store.replace(layout.CARD, card(catalog).encode())
+
+
+def card(catalog: Catalog) -> str:
+    """Return the card: front matter that previews the tables, and what a visitor asks first.
+
+    Spec: 0.1 section 2.4.
+    """
+    facts = describe(catalog)
+    return "\n".join([*_front_matter(catalog), "", *_card_body(facts), ""])
+
+
+def _front_matter(catalog: Catalog) -> Iterator[str]:
+    # Only the tables: the hub infers one builder per repository, and arrays are none of its kinds.
+    yield from ("---", "tags:", "- actds", "- activations", "configs:")
+    configs = []
+    if catalog.shards:
+        configs.append(("tokens", "shards/*/tokens.parquet"))
+    for table in ("requests", "steps", "spans", "drops", "stalls"):
+        if any(name == table for _, name in catalog.parts):
+            path = layout.part_path(table, "*", 0).replace("000000", "*")
+            configs.append((table, path))
+    if catalog.seal is not None:
+        configs.append(("multiplicity", catalog.seal.multiplicity.path))
+    for name, path in configs:
+        yield from (f"- config_name: {name}", f'  data_files: "{path}"')
+    yield "---"
+
+
+def _card_body(facts: Facts) -> Iterator[str]:
+    models = sorted({_card_fact(run.provenance, "model.name") for run in facts.runs})
+    names = ("engine.name", "engine.version")
+    engines = sorted(
+        {" ".join(_card_fact(run.provenance, name) for name in names) for run in facts.runs}
+    )
+    yield f"# Activations of {', '.join(models)}"
+    yield ""
+    rows = sum(facts.phases.values())
+    phases = ", ".join(f"{n:,} {phase}" for phase, n in facts.phases.items())
+    yield (
+        f"{rows:,} rows ({phases}) captured in {', '.join(engines)}. "
+        f"Format actds {facts.format_version}; dataset `{facts.dataset}`, digest `{facts.digest}`."
+    )
+    yield from ("", "| hook | layer | rows | d_model | type | size | stored |")
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for hook in facts.hooks:
+        sizes = f"{format_nbytes(hook.nbytes)} | {format_nbytes(hook.stored_nbytes)}"
+        yield (
+            f"| {_card_text(hook.name)} | {hook.layer} | {hook.n_rows:,} | {hook.d_model} "
+            f"| {hook.dtype} | {sizes} |"
+        )
+    yield from ("", "## What became of every position", "", "| what | positions | share |")
+    yield "| --- | --- | --- |"
+    positions = sum(run.n_positions or 0 for run in facts.runs)
+    for name in ("captured", "cache_ref", "dropped", "aborted", "filtered"):
+        count = facts.totals.get(name, 0)
+        yield f"| {_card_text(name)} | {count:,} | {share(count, positions)} |"
+    unresolved = facts.totals.get("unresolved", 0)
+    yield ""
+    yield f"Of the cache references {unresolved:,} positions refer to no row."
+    yield from ("", "## Use", "", "```python", "import actds", "")
+    first = facts.hooks[0].name
+    yield from (
+        'dataset = actds.open("PATH")',
+        f'rows = dataset.array("{first}")[:1024]',
+        "```",
+        "",
+    )
+    yield "`actds info PATH` shows the provenance of every run; `actds validate PATH` checks all."
+
+
+def _card_fact(provenance: dict[str, dict[str, object]], name: str) -> str:
+    value = provenance.get(name, {}).get("value")
+    return "(unknown)" if value is None else _card_text(str(value))
+
+
+def _card_text(text: str) -> str:
+    """Return text that Markdown and HTML take literally."""
+    return _SPECIAL.sub(r"\\\1", printable(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")

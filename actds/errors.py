@@ -1,557 +1,135 @@
-"""Error codes: every way in which actds says no, with its place, its clause and the next step."""
+"""Errors and findings: a code, a place, what is there, what was expected, and the next step.
+
+An error has a class by what a caller can do about it; several are standard ones as well, so that
+``except FileNotFoundError`` works. ``actds.codes`` says which code belongs to which.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
 
-__all__ = ["CODES", "ActdsError", "Code", "code_entry"]
+from actds.codes import CODES, Code
+
+__all__ = [
+    "CODES",
+    "ActdsError",
+    "BusyError",
+    "CheckName",
+    "Code",
+    "EngineError",
+    "ExistsError",
+    "Finding",
+    "Findings",
+    "InternalError",
+    "InvalidDatasetError",
+    "InvalidInputError",
+    "MissingDependencyError",
+    "NoProvenanceError",
+    "NotFoundError",
+    "NotSealedError",
+    "Severity",
+    "StoreError",
+    "code_entry",
+]
+
+Severity = Literal["error", "warning", "note"]
+CheckName = Literal["ledger", "structure", "integrity", "provenance", "accounting", "values"]
 
 
-@dataclass(frozen=True)
-class Code:
-    """One stable code.
+class ActdsError(Exception):
+    """The base of every error; ``ActdsError(code, …)`` makes one of the class of its code.
 
     Args:
-        family: ``usage``, ``structure``, ``integrity``, ``ledger``, ``provenance``,
-            ``accounting``, ``writer``, ``values`` or ``internal``.
-        title: the code in a few words.
-        meaning: what it says about the input.
-        next_step: what a person does about it.
-        clause: the section of spec 0.1 that it stands on.
+        code: a key of ``CODES``.
+        place: where: a path inside the dataset, an option, a line.
+        got: what was found there.
+        expected: what is asked for.
+        next_step: overrides the code's general advice.
+
+    Spec: 0.1 section 12.
     """
 
-    family: str
-    title: str
-    meaning: str
-    next_step: str
-    clause: str
+    def __new__(cls, code: str, *_: Any, **__: Any) -> Self:
+        """Return an error of the code's class, or of the subclass that was asked for."""
+        kind: type[ActdsError] = globals()[CODES[code].error] if cls is ActdsError else cls
+        # One argument: OSError's own reads two of them as an errno and its words.
+        return super(ActdsError, kind).__new__(kind, code)  # type: ignore[return-value]
+
+    def __init__(
+        self, code: str, place: str, *, got: str, expected: str, next_step: str | None = None
+    ) -> None:
+        self.code = code
+        self.place = place
+        self.got = got
+        self.expected = expected
+        self.next_step = next_step or CODES[code].next_step
+        self.args = (f"{code} {place}: {got}; expected {expected}.\n{self.next_step}",)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
     @property
     def exit_code(self) -> int:
-        """Return the process exit code when a command ends with this code."""
-        return {"usage": 2, "internal": 4, "writer": 4}.get(self.family, 3)
+        """Return the process exit code when a command ends with this error."""
+        return CODES[self.code].exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to rebuild the error in another process."""
+        parts = (self.code, self.place, self.got, self.expected, self.next_step)
+        return (_rebuild, (type(self), *parts))
 
 
-CODES: dict[str, Code] = {
-    "E001": Code(
-        "usage",
-        "prompts not readable",
-        "The prompts source does not exist or is of no known kind.",
-        "Name a JSONL, Parquet or text file, or hf:FOLDER.",
-        "12.1",
-    ),
-    "E002": Code(
-        "usage",
-        "broken prompt",
-        "A prompt record cannot be read as a prompt.",
-        "Mend the named line; each record needs a `prompt` string or a `messages` list.",
-        "12.1",
-    ),
-    "E003": Code(
-        "usage",
-        "no prompts",
-        "The prompts source holds no prompt.",
-        "Give a source with at least one record.",
-        "12.1",
-    ),
-    "E004": Code(
-        "usage",
-        "prompt too long",
-        "A prompt leaves no room in the model's context for a generated token; it is skipped.",
-        "Shorten it, or raise max_model_len with --engine max_model_len=N.",
-        "12.1",
-    ),
-    "E005": Code(
-        "usage",
-        "model not found",
-        "The model path is not a readable model folder.",
-        "Give the path of a folder with config.json, weights and tokenizer.",
-        "12.1",
-    ),
-    "E006": Code(
-        "usage",
-        "nothing to harvest",
-        "Not one prompt can reach the engine.",
-        "See the skips in the report; give prompts that fit the model.",
-        "12.1",
-    ),
-    "E007": Code(
-        "usage",
-        "unknown hook",
-        "A hook names no place of this model.",
-        "Use KIND:LAYER,... with layers of the named range, for example resid_post:10,20.",
-        "12.1",
-    ),
-    "E008": Code(
-        "usage",
-        "OUT exists",
-        "The output path exists already and is not to be continued.",
-        "Choose a new path, or go on with --resume.",
-        "12.1",
-    ),
-    "E009": Code(
-        "usage",
-        "bad option",
-        "An option has a value that cannot be used.",
-        "Correct the named option.",
-        "12.1",
-    ),
-    "E010": Code(
-        "usage",
-        "cannot resume",
-        "The dataset and this command do not belong together.",
-        "Resume with the model, hooks and precision of the dataset, or write a new one.",
-        "12.1",
-    ),
-    "E011": Code(
-        "usage",
-        "missing dependency",
-        "An optional package is not installed.",
-        "Install the named extra.",
-        "12.1",
-    ),
-    "E012": Code(
-        "usage",
-        "unsupported engine configuration",
-        "The engine is configured in a way that capture cannot account for.",
-        "Remove the named engine option.",
-        "12.1",
-    ),
-    "E013": Code(
-        "usage",
-        "unknown code",
-        "There is no such code.",
-        "List the codes with actds explain.",
-        "12.1",
-    ),
-    "E014": Code(
-        "usage",
-        "bad selection",
-        "A loader argument selects nothing or names something the dataset lacks.",
-        "Correct the argument; actds info shows hooks and phases.",
-        "12.1",
-    ),
-    "E015": Code(
-        "usage",
-        "bad probes",
-        "The probes file does not fit the hooks.",
-        "Give a .safetensors or .npy file with (n_probes, d_model) float values per hook.",
-        "12.1",
-    ),
-    "E016": Code(
-        "usage",
-        "store without create-only puts",
-        "The store overwrites a file that it was asked to create.",
-        "Use a store that honours If-None-Match on puts, or a local disk.",
-        "8.1",
-    ),
-    "E017": Code(
-        "usage",
-        "bad capture configuration",
-        "The capture settings of a live engine cannot be used.",
-        "Correct the named key of --additional-config; see docs/live.md.",
-        "12.1",
-    ),
-    "E018": Code(
-        "usage",
-        "bad weights",
-        "The weights file is not one of this dataset, or does not weigh each stored row once.",
-        "Make it again from the dataset as it is now: actds audit --weights FILE.",
-        "10.4",
-    ),
-    "E101": Code(
-        "structure",
-        "not a dataset",
-        "The path holds no actds.json.",
-        "Give the folder that holds actds.json.",
-        "2",
-    ),
-    "E102": Code(
-        "structure",
-        "malformed document",
-        "A JSON document is not canonical JSON within the limits.",
-        "Do not edit documents by hand; restore the file or write the dataset again.",
-        "2",
-    ),
-    "E103": Code(
-        "structure",
-        "document against the schema",
-        "A document lacks a field, has an unknown one, or a value out of range.",
-        "Restore the file, or write the dataset again with a conforming writer.",
-        "2",
-    ),
-    "E104": Code(
-        "structure",
-        "file missing",
-        "A file that the ledger reaches is not there.",
-        "Restore it from a copy; without it the dataset is incomplete.",
-        "2",
-    ),
-    "E105": Code(
-        "structure",
-        "unreachable file",
-        "A file is there that nothing in the ledger reaches.",
-        "It is no data; clear it away, or keep it outside the dataset.",
-        "2",
-    ),
-    "E106": Code(
-        "structure",
-        "unsupported version",
-        "The dataset has a format version that this reader does not know.",
-        "Upgrade actds.",
-        "2",
-    ),
-    "E107": Code(
-        "structure",
-        "bad path",
-        "A path segment breaks the naming rule or leaves the dataset.",
-        "Do not open the dataset; its writer is broken or hostile.",
-        "2",
-    ),
-    "E108": Code(
-        "structure",
-        "array metadata",
-        "An array's metadata differs from the fixed form of the spec.",
-        "Write the shard again with a conforming writer.",
-        "2",
-    ),
-    "E109": Code(
-        "structure",
-        "table schema",
-        "A table's columns differ from the spec.",
-        "Write the table again with a conforming writer.",
-        "2",
-    ),
-    "E201": Code(
-        "integrity",
-        "size differs",
-        "A file's size differs from its manifest.",
-        "Restore the file from a copy; it was cut or changed.",
-        "2.3",
-    ),
-    "E202": Code(
-        "integrity",
-        "digest differs",
-        "A file's SHA-256 differs from its manifest.",
-        "Restore the file from a copy; it was changed after the commit.",
-        "2.3",
-    ),
-    "E203": Code(
-        "integrity",
-        "row counts differ",
-        "Arrays, token table and manifest of a shard disagree on the number of rows.",
-        "Write the shard again: actds write --resume.",
-        "2.3",
-    ),
-    "E204": Code(
-        "integrity",
-        "damaged chunk",
-        "A chunk cannot be decoded, or its checksum differs.",
-        "Restore the file from a copy.",
-        "2.3",
-    ),
-    "E205": Code(
-        "integrity",
-        "root differs",
-        "A Merkle root is not that of the entries beside it.",
-        "Restore the manifest from a copy.",
-        "2.3",
-    ),
-    "E206": Code(
-        "integrity",
-        "unreadable table",
-        "A Parquet file cannot be read, fails its page checksum, or carries an Arrow schema.",
-        "Restore the file from a copy.",
-        "2.3",
-    ),
-    "E301": Code(
-        "ledger",
-        "gap in a chain",
-        "A chain lacks a record, or a record stands under a wrong number.",
-        "Restore the record; committed data may be missing.",
-        "8",
-    ),
-    "E302": Code(
-        "ledger",
-        "chain broken",
-        "A record's `prev` is not the digest of the record before it.",
-        "History was changed. Restore the chain from a copy.",
-        "8",
-    ),
-    "E303": Code(
-        "ledger",
-        "foreign record",
-        "A record names another dataset, chain or number than its place.",
-        "Remove what was copied in, or restore the chain.",
-        "8",
-    ),
-    "E304": Code(
-        "ledger",
-        "record after the end",
-        "A chain goes on after its close or fence.",
-        "A writer went on after it was ended; do not use what it added.",
-        "8",
-    ),
-    "E305": Code(
-        "ledger",
-        "open chain",
-        "A chain is neither closed nor fenced.",
-        "Wait for its writer, or end it with actds recover.",
-        "8",
-    ),
-    "E306": Code(
-        "ledger",
-        "not sealed",
-        "The dataset has no seal for its present ledger.",
-        "Finish it with actds write --resume, or seal it with actds seal.",
-        "8",
-    ),
-    "E307": Code(
-        "ledger",
-        "seal differs",
-        "The seal's heads, totals or root differ from the ledger.",
-        "Restore the seal and the ledger from a copy.",
-        "8",
-    ),
-    "E308": Code(
-        "ledger",
-        "fenced",
-        "A writer tried to commit to a chain that was ended for it.",
-        "Nothing: the fence did its work. Start a new run.",
-        "8",
-    ),
-    "E309": Code(
-        "ledger",
-        "document exists",
-        "A document that may be written only once exists already.",
-        "Two writers used one name; start a new run.",
-        "8",
-    ),
-    "E310": Code(
-        "ledger",
-        "shard committed twice",
-        "Two ledger records commit the same shard or part.",
-        "Restore the ledger from a copy.",
-        "8",
-    ),
-    "E311": Code(
-        "ledger",
-        "replacement does not fit",
-        "A record replaces a shard that is not committed, is replaced already, or has other rows.",
-        "Restore the ledger from a copy.",
-        "8.5",
-    ),
-    "E312": Code(
-        "ledger",
-        "broken journal",
-        "The journal of a census lacks a segment, or one is not the next of its chain.",
-        "Restore the segment from a copy; its rows stay readable, the run cannot be sealed.",
-        "8.6",
-    ),
-    "E401": Code(
-        "provenance",
-        "no run record",
-        "A shard names a run that has no run record.",
-        "The shard has no provenance: do not train on it.",
-        "6",
-    ),
-    "E402": Code(
-        "provenance",
-        "unexplained field",
-        "A provenance field is null without a reason, or has a reason beside a value.",
-        "Write the run again with a conforming writer.",
-        "6",
-    ),
-    "E403": Code(
-        "provenance",
-        "no census",
-        "A run has rows but no census.",
-        "The rows cannot be accounted for: do not train on them.",
-        "6",
-    ),
-    "E404": Code(
-        "accounting",
-        "gap",
-        "A position of a request has no disposition.",
-        "The census is incomplete; do not use the run.",
-        "7",
-    ),
-    "E405": Code(
-        "accounting",
-        "overlap",
-        "A position of a request has two dispositions.",
-        "The census contradicts itself; do not use the run.",
-        "7",
-    ),
-    "E406": Code(
-        "accounting",
-        "rows differ from the census",
-        "The rows of the shards are not the positions that the census calls captured.",
-        "A row was lost, added or swapped; do not use the run.",
-        "7",
-    ),
-    "E407": Code(
-        "accounting",
-        "row twice",
-        "The same position of a request has two rows in one run.",
-        "Write the run again.",
-        "7",
-    ),
-    "E408": Code(
-        "accounting",
-        "drops differ",
-        "The drop log and the census disagree.",
-        "A loss is unexplained; do not use the run.",
-        "7",
-    ),
-    "E409": Code(
-        "accounting",
-        "scheduled tokens differ",
-        "Scheduled tokens are not the sum of what became of them.",
-        "Rows were computed that nobody accounts for; do not use the run.",
-        "7",
-    ),
-    "E410": Code(
-        "accounting",
-        "unresolved reference",
-        "A cache reference names a position that has no row.",
-        "The reused tokens count as lost; weigh whether that matters.",
-        "7",
-    ),
-    "E411": Code(
-        "accounting",
-        "cached count differs",
-        "The census' cache hits are not those the engine reported.",
-        "The census missed a hit; do not use the run.",
-        "7",
-    ),
-    "E412": Code(
-        "accounting",
-        "step differs",
-        "The rows of a step are not as many as the census says, or name an unknown step.",
-        "Rows were moved between steps; do not use the run.",
-        "7",
-    ),
-    "E413": Code(
-        "accounting",
-        "multiplicity differs",
-        "The multiplicity table is not what the references imply.",
-        "Seal the dataset again with actds seal.",
-        "7",
-    ),
-    "E414": Code(
-        "accounting",
-        "row labels differ",
-        "A row's phase, step or token differs from the census.",
-        "The label is wrong; do not use the run.",
-        "7",
-    ),
-    "E415": Code(
-        "accounting",
-        "totals differ",
-        "The totals of a document are not those of its tables.",
-        "Restore the document, or seal again.",
-        "7",
-    ),
-    "E416": Code(
-        "accounting",
-        "readouts incomplete",
-        "A computed row has no readout, or a readout names a row that was never computed.",
-        "The row set of the readouts is wrong; do not use them.",
-        "7.8",
-    ),
-    "E417": Code(
-        "accounting",
-        "readout differs from its row",
-        "A readout computed again from the stored row is another, or names another token.",
-        "The row and its readout do not belong together; do not use the shard.",
-        "7.8",
-    ),
-    "E418": Code(
-        "accounting",
-        "row of another request",
-        "A canary replay shows that a stored row belongs to another request.",
-        "The capture mixes requests up: do not use the run, and report the engine's version.",
-        "7.9",
-    ),
-    "E501": Code(
-        "writer",
-        "rows differ from the schedule",
-        "The rows captured in a step are not those the scheduler scheduled.",
-        "Report it with the engine's version; the capture point does not run as assumed.",
-        "9",
-    ),
-    "E502": Code(
-        "writer",
-        "writer process ended",
-        "The writer process ended before the harvest did.",
-        "See its message above; go on with actds write --resume.",
-        "9",
-    ),
-    "E503": Code(
-        "writer",
-        "storage failed",
-        "The disk refused a write, a sync or a close.",
-        "Free space or mend the disk, then actds write --resume.",
-        "9",
-    ),
-    "E504": Code(
-        "writer",
-        "engine failed",
-        "The engine could not start or stopped.",
-        "See the engine's message above.",
-        "9",
-    ),
-    "E505": Code(
-        "writer",
-        "census process ended",
-        "The census process ended before the harvest did.",
-        "See its message above; account for the run with actds recover.",
-        "9",
-    ),
-    "E506": Code(
-        "writer",
-        "no response",
-        "A process of the pipeline did not answer in time.",
-        "See its log; go on with actds write --resume.",
-        "9",
-    ),
-    "E507": Code(
-        "writer",
-        "rows are not the model's",
-        "Before the first row, a hook's rows of two short prompts differed from the model's own.",
-        "Harvest it with --writer transformers, and report model and engine version.",
-        "9.1",
-    ),
-    "E601": Code(
-        "values",
-        "not finite",
-        "A row holds NaN or infinity.",
-        "Filter the named rows, and look at the model's numerics.",
-        "4.4",
-    ),
-    "E602": Code(
-        "values",
-        "zero row",
-        "A row is zero in every channel.",
-        "The hook may not be reached; filter the rows or leave the hook out.",
-        "4.4",
-    ),
-    "E603": Code(
-        "values",
-        "repeated row",
-        "Rows of different tokens are bitwise equal.",
-        "Check the capture buffer's life time.",
-        "4.4",
-    ),
-    "E901": Code(
-        "internal",
-        "internal error",
-        "actds failed in a way nobody foresaw.",
-        "Run it again with --debug and report what it prints.",
-        "12.1",
-    ),
-}
+def _rebuild(
+    kind: type[ActdsError], code: str, place: str, got: str, expected: str, next_step: str
+) -> ActdsError:
+    return kind(code, place, got=got, expected=expected, next_step=next_step)
+
+
+class InvalidInputError(ActdsError, ValueError):
+    """An argument, an option or an input file cannot be used: call it otherwise."""
+
+
+class NotFoundError(ActdsError, FileNotFoundError):
+    """What a path names is not there: give another path."""
+
+
+class ExistsError(ActdsError, FileExistsError):
+    """A path is taken already: give another one, or go on with what is there."""
+
+
+class BusyError(ActdsError, BlockingIOError):
+    """Another program works on the dataset, or has ended this one's part: wait, or begin anew."""
+
+
+class NotSealedError(ActdsError):
+    """The dataset is not complete yet: wait for its writers, recover it, or seal it."""
+
+
+class NoProvenanceError(ActdsError):
+    """Nothing says how rows came to be, or what became of the others: do not train on them."""
+
+
+class InvalidDatasetError(ActdsError):
+    """The dataset breaks the format: restore it from a copy, or write it again."""
+
+
+class StoreError(ActdsError, OSError):
+    """The disk or the object store refused: free space or mend it, then try again."""
+
+
+class EngineError(ActdsError, RuntimeError):
+    """The engine, or a process of the harvest, failed: see its log, then resume."""
+
+
+class MissingDependencyError(ActdsError, ImportError):
+    """An optional package is not installed: install the named extra."""
+
+
+class InternalError(ActdsError, RuntimeError):
+    """actds failed in a way nobody foresaw: report it."""
 
 
 def code_entry(code: str) -> Code:
@@ -566,38 +144,101 @@ def code_entry(code: str) -> Code:
     return entry
 
 
-class ActdsError(Exception):
-    """The one error that reaches a person.
+@dataclass(frozen=True)
+class Finding:
+    """One fact about one place of a dataset, with a stable code.
 
     Args:
         code: a key of ``CODES``.
-        place: where: a path inside the dataset, an option, a line.
-        got: what was found there.
-        expected: what is asked for.
-        next_step: overrides the code's general advice.
+        place: path inside the dataset, with the row, request or field where it applies.
+        got: what is there.
+        expected: what the spec asks for.
+        severity: ``error`` fails the check; ``warning`` and ``note`` do not.
 
     Spec: 0.1 section 12.
     """
 
-    def __init__(
-        self, code: str, place: str, *, got: str, expected: str, next_step: str | None = None
-    ) -> None:
-        self.code = code
-        self.place = place
-        self.got = got
-        self.expected = expected
-        self.next_step = next_step or CODES[code].next_step
-        super().__init__(f"{code} {place}: {got}; expected {expected}.\n{self.next_step}")
+    code: str
+    place: str
+    got: str
+    expected: str
+    severity: Severity = "error"
 
     @property
-    def exit_code(self) -> int:
-        """Return the process exit code when a command ends with this error."""
-        return CODES[self.code].exit_code
+    def next_step(self) -> str:
+        """Return what a person does about it."""
+        return code_entry(self.code).next_step
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Return how to rebuild the error in another process."""
-        return (_rebuild, (self.code, self.place, self.got, self.expected, self.next_step))
+    def line(self) -> str:
+        """Return the finding as one line a person can act on."""
+        return f"{self.code} {self.place}: {self.got}; expected {self.expected}."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as ``actds validate --json`` lists it."""
+        return {**asdict(self), "next_step": self.next_step}
+
+    @classmethod
+    def from_error(cls, error: ActdsError) -> Finding:
+        """Return the finding that says the same as an error."""
+        return cls(error.code, error.place, error.got, error.expected)
+
+    def error(self) -> ActdsError:
+        """Return the error that says the same."""
+        return ActdsError(self.code, self.place, got=self.got, expected=self.expected)
 
 
-def _rebuild(code: str, place: str, got: str, expected: str, next_step: str) -> ActdsError:
-    return ActdsError(code, place, got=got, expected=expected, next_step=next_step)
+class Findings:
+    """What was found so far, by check.
+
+    Args:
+        strict: raise the first finding that is an error, for whoever cannot go on with it.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._found: list[tuple[CheckName, Finding]] = []
+
+    def __iter__(self) -> Iterator[tuple[CheckName, Finding]]:
+        return iter(self._found)
+
+    def take(self, check: CheckName, finding: Finding | ActdsError) -> None:
+        """Note a finding, or an error as one.
+
+        Raises:
+            ActdsError: the finding, when strict.
+        """
+        if isinstance(finding, ActdsError):
+            if self._strict:
+                raise finding
+            finding = Finding.from_error(finding)
+        elif self._strict and finding.severity == "error":
+            raise finding.error()
+        self._found.append((check, finding))
+
+    def add(
+        self,
+        check: CheckName,
+        code: str,
+        place: str,
+        got: str,
+        expected: str,
+        severity: Severity = "error",
+    ) -> None:
+        """Note one finding of a check.
+
+        Raises:
+            ActdsError: as ``take``.
+        """
+        self.take(check, Finding(code, place, got, expected, severity))
+
+    @contextmanager
+    def noting(self, check: CheckName) -> Iterator[None]:
+        """Run a block; the error that ends it becomes a finding of a check.
+
+        Raises:
+            ActdsError: as ``take``.
+        """
+        try:
+            yield
+        except ActdsError as error:
+            self.take(check, error)

@@ -13,7 +13,7 @@ from typing import Literal
 from actds import schema
 from actds.errors import ActdsError
 from actds.format import canonical, layout
-from actds.schema.v0_1 import (
+from actds.schema import (
     Body,
     ChainKind,
     CloseBody,
@@ -24,13 +24,21 @@ from actds.schema.v0_1 import (
 )
 from actds.store import Store
 
-__all__ = ["Chain", "ChainState", "fence", "read_chain", "read_ledger"]
+__all__ = [
+    "Chain",
+    "ChainState",
+    "chain_names",
+    "fence",
+    "read_broken_chain",
+    "read_chain",
+    "read_ledger",
+]
 
 GENESIS_PREV = "0" * 64
 _RECORD_NAME = re.compile(r"[0-9]+\.json")
 _FENCE_ATTEMPTS = 64
 
-State = Literal["open", "closed", "fenced"]
+State = Literal["open", "closed", "fenced", "broken"]
 RecordType = Literal["open", "run", "shard", "part", "replace", "close", "fence"]
 
 
@@ -141,34 +149,46 @@ class Chain:
 
 @dataclass(frozen=True)
 class ChainState:
-    """A chain as it was read, unbroken from its first record.
+    """A chain as it was read.
 
     Args:
         chain: its id.
-        records: all records, in order.
-        head: digest of the last record.
-        state: ``open``, ``closed`` or ``fenced``.
-        kind: process that wrote it: ``writer``, ``census`` or ``tool``.
-        run: run that it belongs to.
+        records: all records, in order; of a broken chain those that can be read.
+        head: digest of the last record; empty when broken.
+        state: ``open``, ``closed``, ``fenced``, or ``broken`` when a link does not hold.
+        kind: process that wrote it; ``unknown`` when a broken chain does not say.
+        run: run that it belongs to; empty when a broken chain does not say.
     """
 
     chain: str
     records: list[LedgerRecord]
     head: str
     state: State
-    kind: ChainKind
+    kind: ChainKind | Literal["unknown"]
     run: str
 
     @property
+    def close(self) -> CloseBody | None:
+        """Return the body of the close record, if there is one."""
+        body = self.records[-1].typed_body() if self.records else None
+        return body if isinstance(body, CloseBody) else None
+
+    @property
     def head_entry(self) -> Head | None:
-        """Return the head that a seal pins; None while the chain is open."""
-        if self.state == "open":
+        """Return the head that a seal pins; None while the chain is open, or when broken."""
+        if self.state == "open" or self.state == "broken":
             return None
         return Head(n_records=len(self.records), sha256=self.head, state=self.state)
 
 
-def read_chain(store: Store, dataset: str, chain: str) -> ChainState:
+def read_chain(store: Store, dataset: str, chain: str, version: str | None = None) -> ChainState:
     """Return a chain after checking every link.
+
+    Args:
+        store: where the dataset stands.
+        dataset: its id.
+        chain: id of the chain.
+        version: format version of the dataset; by default each record says its own.
 
     Raises:
         ActdsError: E301 gap or wrong number; E302 broken link; E303 foreign record; E304 record
@@ -188,7 +208,7 @@ def read_chain(store: Store, dataset: str, chain: str) -> ChainState:
         if path.rpartition("/")[2] not in numbered:
             raise ActdsError("E301", path, got="no record", expected=f"{len(numbered)} in a row")
         data = store.read(path, canonical.MAX_DOCUMENT_NBYTES)
-        record = schema.parse(LedgerRecord, data, path)
+        record = schema.parse(LedgerRecord, data, path, version)
         _check_link(record, dataset, chain, seq, prev, path)
         if records and records[-1].type in ("close", "fence"):
             raise ActdsError("E304", path, got=f"a {record.type} record", expected="none")
@@ -228,6 +248,29 @@ def _check_link(
         )
 
 
+def read_broken_chain(store: Store, dataset: str, chain: str) -> ChainState:
+    """Return what a chain that ``read_chain`` refused still says, record by record."""
+    records = []
+    for path in store.list(f"ledger/{chain}"):
+        try:
+            data = store.read(path, canonical.MAX_DOCUMENT_NBYTES)
+            record = schema.parse(LedgerRecord, data, path)
+        except ActdsError:
+            continue  # the refusal told the first fault of the chain; this one follows it
+        if record.dataset == dataset:
+            records.append(record)
+    opening = records[0].typed_body() if records else None
+    if not isinstance(opening, OpenBody):
+        return ChainState(chain, records, "", "broken", "unknown", "")
+    return ChainState(chain, records, "", "broken", opening.kind, opening.run)
+
+
+def chain_names(store: Store) -> list[str]:
+    """Return the names of the folders that hold chains, sorted; a name may be a bad one."""
+    found = (path.split("/") for path in store.list("ledger"))
+    return sorted({parts[1] for parts in found if len(parts) > 2})
+
+
 def read_ledger(store: Store, dataset: str) -> dict[str, ChainState]:
     """Return every chain of a dataset, by id, sorted.
 
@@ -236,9 +279,7 @@ def read_ledger(store: Store, dataset: str) -> dict[str, ChainState]:
 
     Spec: 0.1 section 8.
     """
-    found = (path.split("/") for path in store.list("ledger"))
-    chains = sorted({parts[1] for parts in found if len(parts) > 2})
-    return {chain: read_chain(store, dataset, chain) for chain in chains}
+    return {chain: read_chain(store, dataset, chain) for chain in chain_names(store)}
 
 
 def fence(store: Store, dataset: str, chain: str, reason: str) -> ChainState:

@@ -1,27 +1,27 @@
-"""The catalogue: everything that the ledger of a dataset reaches, checked for its structure.
+"""Reading a dataset: everything that the ledger reaches, with a finding for all that is wrong.
 
-Nothing here judges the accounting, and no listing is taken for truth: listings only find the
-chains and the seals, whose records are numbered and linked.
+Listings only find chains and seals, whose records are numbered and linked: no listing is taken for
+truth. Nothing here judges the accounting. ``read_dataset`` is the one reader: strict it raises the
+first finding, for whoever reads; else it collects them and goes on, for whoever validates.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds import schema
-from actds.errors import ActdsError
+from actds.accounting.account import TOTALS
+from actds.errors import ActdsError, Findings
 from actds.format import canonical, layout, tables
 from actds.format.readouts import readouts_of
-from actds.format.shard import Shard, file_names, files_root, read_checked
+from actds.format.shard import TOKENS, Shard, file_names, files_root, read_checked
 from actds.format.tables import TableName
-from actds.ledger import ChainState, read_ledger
-from actds.replacement import Replacement, resolve
-from actds.schema.v0_1 import (
+from actds.ledger import ChainState, chain_names, read_broken_chain, read_chain
+from actds.schema import (
     ChainKind,
     FileEntry,
     Genesis,
@@ -36,32 +36,55 @@ from actds.schema.v0_1 import (
     ShardBody,
     ShardManifest,
 )
-from actds.store import Store
+from actds.store import Store, local_folder
 
-__all__ = ["CENSUS_TABLES", "LOSS_TABLES", "Catalog", "heads_root"]
+__all__ = [
+    "CENSUS_TABLES",
+    "LOSS_TABLES",
+    "Catalog",
+    "heads_root",
+    "need_dataset",
+    "read_dataset",
+]
 
 CENSUS_TABLES: tuple[TableName, ...] = ("requests", "steps", "spans")
 LOSS_TABLES: tuple[TableName, ...] = ("drops", "stalls")
 _SEAL_NAME = re.compile(r"seal/([0-9]{4,8})\.json")
+_SAME_IN_REPLACEMENT = (
+    "run",
+    "phase",
+    "n_rows",
+    "hooks",
+    "order",
+    "permutation_seed",
+    "first_step",
+    "last_step",
+    "row_set_sha256",
+)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Catalog:
-    """Everything the ledger reaches.
+    """Everything that the ledger reaches, and what is wrong with it.
 
     Args:
         store: where the dataset stands.
         genesis: what the dataset is.
         genesis_sha256: digest of ``actds.json``.
+        findings: what was found; whoever checks more adds to it.
+        chains: every chain, by id.
         runs: run records that are there, by run, in the order in which the runs began.
         shards: manifests of the shards that stand, by run and then in the order of their commits;
             one that replaces another stands in its place.
         replaced: manifests of shards that are read no more; their data may be gone.
         parts: committed parts by (run, table).
-        chains: chains by id.
-        seal: the highest seal, if there is one.
-        seal_sha256: its digest.
+        seals: seals, in order.
+        seal_sha256: digest of the highest seal.
+        files: entry of every data file that a document pins, by path in the dataset.
         reached: path of every file that the ledger or a seal names.
+        unsound: paths that must not be parsed: missing, or other bytes than were committed.
+        opaque: folders whose own document cannot be read, so that nobody knows what they hold.
+        incomplete: runs of which something committed cannot be read: nothing adds up then.
 
     Spec: 0.1 section 2.
     """
@@ -69,18 +92,23 @@ class Catalog:
     store: Store
     genesis: Genesis
     genesis_sha256: str
-    runs: dict[str, RunRecord]
-    shards: list[ShardManifest]
-    replaced: list[ShardManifest]
-    parts: dict[tuple[str, str], list[PartBody]]
-    chains: dict[str, ChainState]
-    seal: Seal | None
-    seal_sha256: str | None
-    reached: frozenset[str]
+    findings: Findings
+    chains: dict[str, ChainState] = field(default_factory=dict)
+    runs: dict[str, RunRecord] = field(default_factory=dict)
+    shards: list[ShardManifest] = field(default_factory=list)
+    replaced: list[ShardManifest] = field(default_factory=list)
+    parts: dict[tuple[str, str], list[PartBody]] = field(default_factory=dict)
+    seals: list[Seal] = field(default_factory=list)
+    seal_sha256: str | None = None
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
+    unsound: set[str] = field(default_factory=set)
+    opaque: set[str] = field(default_factory=set)
+    incomplete: set[str] = field(default_factory=set)
 
     @classmethod
     def read(cls, store: Store) -> Catalog:
-        """Return the catalogue of a dataset.
+        """Return the catalogue of a dataset in which nothing is wrong.
 
         Raises:
             ActdsError: the first thing that is wrong: E101 no dataset; E102, E103, E106, E402 a
@@ -90,7 +118,12 @@ class Catalog:
 
         Spec: 0.1 sections 2 and 8.
         """
-        return _Reader(store).read()
+        return read_dataset(store, strict=True)
+
+    @property
+    def seal(self) -> Seal | None:
+        """Return the highest seal, whether or not it covers every chain."""
+        return self.seals[-1] if self.seals else None
 
     @property
     def is_sealed(self) -> bool:
@@ -100,14 +133,33 @@ class Catalog:
     @property
     def run_ids(self) -> list[str]:
         """Return every run that a chain names, in the order in which they began."""
-        return _run_order(self.chains.values())
+        began: dict[str, int] = {}
+        for state in self.chains.values():
+            opening = state.records[0].typed_body() if state.records else None
+            if isinstance(opening, OpenBody):
+                began[state.run] = min(opening.started_ns, began.get(state.run, opening.started_ns))
+        return sorted(began, key=lambda run: (began[run], run))
+
+    @property
+    def runs_with_data(self) -> list[str]:
+        """Return the runs that committed a row or a part; others ended before they began.
+
+        Spec: 0.1 section 8.4.
+        """
+        named = {manifest.run for manifest in self.shards} | {run for run, _ in self.parts}
+        order = self.run_ids
+        return [run for run in order if run in named] + sorted(named - set(order))
 
     @property
     def unreachable(self) -> list[str]:
         """Return the paths of files that nothing reaches, as they may be printed."""
         known = self.reached | {layout.GENESIS, layout.CARD}
         # The names are anybody's: no control character may reach a terminal.
-        return [_printable(path) for path in self.store.list() if path not in known]
+        return [
+            path.encode("unicode_escape").decode()
+            for path in self.store.list()
+            if path not in known
+        ]
 
     @property
     def digest(self) -> str:
@@ -154,6 +206,30 @@ class Catalog:
         parts = [part for one in wanted for part in self.parts.get((one, name), [])]
         return pa.concat_tables([tables.empty(name), *(self._part(name, p) for p in parts)])
 
+    def file(self, path: str) -> bytes:
+        """Return the bytes of a pinned file, when they are what was committed.
+
+        Raises:
+            ActdsError: E104 missing; E107 a link; E201 size; E202 digest.
+
+        Spec: 0.1 section 2.3.
+        """
+        return read_checked(self.store, path, self.files[path])
+
+    def sound_table(self, run: str, name: TableName) -> pa.Table | None:
+        """Return a table of a run, all parts one after the other; None when one is unsound.
+
+        Raises:
+            ActdsError: as ``file`` and ``tables.from_parquet``.
+        """
+        parts = [tables.empty(name)]
+        for body in self.parts.get((run, name), []):
+            path = body.file.path
+            if path in self.unsound:
+                return None
+            parts.append(tables.from_parquet(name, self.file(path), path))
+        return pa.concat_tables(parts)
+
     def _part(self, name: TableName, part: PartBody) -> pa.Table:
         path = part.file.path
         table = tables.from_parquet(name, read_checked(self.store, path, part.file), path)
@@ -181,220 +257,358 @@ def heads_root(heads: dict[str, Head]) -> str:
     return canonical.merkle_root(leaves)
 
 
-@dataclass
+def need_dataset(store: Store) -> None:
+    """Check that a location holds a dataset.
+
+    Raises:
+        NotFoundError: E101 it does not.
+    """
+    if not store.exists(layout.GENESIS):
+        folder = local_folder(store.uri)
+        if folder is not None and not folder.exists():
+            raise ActdsError("E101", store.uri, got="no such path", expected="a dataset")
+        got = f"no such file in {store.uri}"
+        raise ActdsError("E101", layout.GENESIS, got=got, expected="a dataset")
+
+
+def read_dataset(store: Store, *, strict: bool = False) -> Catalog:
+    """Return everything that can be read of a dataset, with a finding for all that cannot.
+
+    Args:
+        store: where the dataset stands.
+        strict: raise the first finding instead.
+
+    Raises:
+        ActdsError: E101 no dataset; E102, E103, E106 or E107 when ``actds.json`` itself cannot be
+            read, because then nothing can. When strict, see ``Catalog.read``.
+
+    Spec: 0.1 sections 2 and 8.
+    """
+    need_dataset(store)
+    store.learn_sizes("")
+    data = store.read(layout.GENESIS, canonical.MAX_DOCUMENT_NBYTES)
+    genesis = schema.parse(Genesis, data, layout.GENESIS)
+    catalog = Catalog(store, genesis, canonical.digest(data), Findings(strict=strict))
+    reader = _Reader(catalog)
+    reader.read_chains()
+    reader.read_records()
+    reader.read_seals()
+    reader.check_sizes()
+    return catalog
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """A ``replace`` record, the place of the record, and the manifest that it commits."""
+
+    body: ReplaceBody
+    place: str
+    manifest: ShardManifest
+
+
 class _Reader:
-    """Collects a catalogue, chain by chain."""
+    """Fills a catalogue: the chains, what their records name, the seals."""
 
-    store: Store
-    runs: dict[str, RunRecord] = field(default_factory=dict)
-    shards: list[ShardManifest] = field(default_factory=list)
-    replacements: list[Replacement] = field(default_factory=list)
-    parts: dict[tuple[str, str], list[PartBody]] = field(default_factory=dict)
-    reached: set[str] = field(default_factory=set)
-
-    def read(self) -> Catalog:
-        store = self.store
-        if not store.exists(layout.GENESIS):
-            raise ActdsError("E101", store.uri, got=f"no {layout.GENESIS}", expected="a dataset")
-        store.learn_sizes("")
-        data = store.read(layout.GENESIS, canonical.MAX_DOCUMENT_NBYTES)
-        self.genesis = schema.parse(Genesis, data, layout.GENESIS)
-        genesis_sha256 = canonical.digest(data)
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.store, self.genesis = catalog.store, catalog.genesis
         self.hooks = {hook.name for hook in self.genesis.hooks}
-        chains = read_ledger(store, self.genesis.dataset)
-        records = [record for state in chains.values() for record in state.records]
-        store.read_ahead(
+        self.replacements: list[_Replacement] = []
+
+    def read_chains(self) -> None:
+        catalog, dataset = self.catalog, self.genesis.dataset
+        for name in chain_names(self.store):
+            try:
+                state = read_chain(self.store, dataset, name, self.genesis.version)
+            except ActdsError as error:
+                catalog.findings.take("ledger", error)
+                if error.code == "E107":
+                    catalog.opaque.add(f"ledger/{name}")
+                    continue
+                # So that the files of the chain are not called unreachable.
+                catalog.reached.update(self.store.list(f"ledger/{name}"))
+                state = read_broken_chain(self.store, dataset, name)
+                catalog.incomplete.add(state.run)
+            catalog.chains[name] = state
+
+    def read_records(self) -> None:
+        catalog = self.catalog
+        records = [record for state in catalog.chains.values() for record in state.records]
+        self.store.read_ahead(
             (layout.manifest_path(str(r.body.get("shard"))) for r in records if r.type == "shard"),
             canonical.MAX_DOCUMENT_NBYTES,
         )
-        for state in chains.values():
+        for state in catalog.chains.values():
             for record in state.records:
                 self._take(state, record)
-        standing = resolve(self.shards, self.replacements)
-        for error in standing.errors:
-            raise error
-        for manifest in standing.shards:
-            for entry in manifest.files:
-                self._check_size(f"{layout.shard_dir(manifest.shard)}/{entry.path}", entry)
-        seal, seal_sha256 = self._seals(chains, genesis_sha256)
-        order = {run: number for number, run in enumerate(_run_order(chains.values()))}
-        return Catalog(
-            store=store,
-            genesis=self.genesis,
-            genesis_sha256=genesis_sha256,
-            runs={run: self.runs[run] for run in order if run in self.runs},
-            shards=sorted(standing.shards, key=lambda manifest: order[manifest.run]),
-            replaced=standing.replaced,
-            parts={
-                key: sorted(parts, key=lambda part: part.file.path)
-                for key, parts in sorted(self.parts.items(), key=lambda item: order[item[0][0]])
-            },
-            chains=chains,
-            seal=seal,
-            seal_sha256=seal_sha256,
-            reached=frozenset(self.reached),
-        )
+        self._replace()
+        order = {run: number for number, run in enumerate(catalog.run_ids)}
+        catalog.shards.sort(key=lambda manifest: order.get(manifest.run, len(order)))
+        catalog.runs = {run: catalog.runs[run] for run in order if run in catalog.runs}
+        ordered = sorted(catalog.parts, key=lambda key: order.get(key[0], len(order)))
+        catalog.parts = {
+            key: sorted(catalog.parts[key], key=lambda part: part.file.path) for key in ordered
+        }
 
     def _take(self, state: ChainState, record: LedgerRecord) -> None:
+        catalog = self.catalog
         place = layout.record_path(state.chain, record.seq)
-        self.reached.add(place)
+        catalog.reached.add(place)
         body = record.typed_body()
         if isinstance(body, RunBody):
-            self._take_run(state, body, place)
-        elif isinstance(body, ShardBody):
-            self.shards.append(self._take_shard(state, body, place, "writer"))
-        elif isinstance(body, ReplaceBody):
-            manifest = self._take_shard(state, body, place, "tool")
-            self.replacements.append(Replacement(body, place, manifest))
-        elif isinstance(body, PartBody):
-            self._take_part(state, body, place)
+            with catalog.findings.noting("provenance"):
+                self._take_run(state, body, place)
+            return
+        try:
+            if isinstance(body, ShardBody):
+                catalog.shards.append(self._take_shard(state, body, place, "writer"))
+            elif isinstance(body, ReplaceBody):
+                manifest = self._take_shard(state, body, place, "tool")
+                self.replacements.append(_Replacement(body, place, manifest))
+            elif isinstance(body, PartBody):
+                self._take_part(state, body, place)
+        except ActdsError as error:
+            catalog.findings.take("structure", error)
+            if error.code != "E310":  # of a shard committed twice the first commit stands
+                catalog.incomplete.add(state.run)
+                if isinstance(body, ShardBody | ReplaceBody):
+                    catalog.opaque.add(layout.shard_dir(body.shard))
 
     def _take_run(self, state: ChainState, body: RunBody, place: str) -> None:
         path = layout.run_path(body.run)
         if state.kind != "writer" or body.run != state.run:
-            raise _foreign(place, f"run {body.run}", f"run {state.run} in its writer chain")
+            _foreign(state, place, f"run {body.run}", f"run {state.run} in its writer chain")
         self._reach(path, place)
         if not self.store.exists(path):
             return  # No provenance: E401 is for those who judge, and who may look all the same.
-        data = self.store.read(path, canonical.MAX_DOCUMENT_NBYTES)
-        _check_digest(path, data, body.sha256)
-        record = schema.parse(RunRecord, data, path)
-        got = (record.dataset, record.run)
-        if got != (self.genesis.dataset, body.run):
-            raise _foreign(path, f"run {record.run} of {record.dataset}", f"run {body.run} of this")
-        self.runs[body.run] = record
+        record = schema.parse(
+            RunRecord, self._document(path, body.sha256), path, self.genesis.version
+        )
+        if (record.dataset, record.run) != (self.genesis.dataset, body.run):
+            got = f"run {record.run} of dataset {record.dataset}"
+            _foreign(state, path, got, f"run {body.run} of this one")
+        self.catalog.runs[body.run] = record
         readouts = readouts_of(record)
         if readouts is not None and readouts.n_probes:
-            self.reached.add(layout.probes_path(body.run))
+            self.catalog.reached.add(layout.probes_path(body.run))
 
     def _take_shard(
         self, state: ChainState, body: ShardBody | ReplaceBody, place: str, kind: ChainKind
     ) -> ShardManifest:
         if state.kind != kind:
-            raise _foreign(place, f"{body.shard} in a {state.kind} chain", f"a {kind} chain")
+            _foreign(state, place, f"{body.shard} in a {state.kind} chain", f"a {kind} chain")
         path = layout.manifest_path(body.shard)
         self._reach(path, place)
-        data = self.store.read(path, canonical.MAX_DOCUMENT_NBYTES)
-        _check_digest(path, data, body.manifest_sha256)
-        manifest = schema.parse(ShardManifest, data, path)
+        data = self._document(path, body.manifest_sha256)
+        manifest = schema.parse(ShardManifest, data, path, self.genesis.version)
         got = (manifest.dataset, manifest.shard, manifest.chain, manifest.run)
         expected = (self.genesis.dataset, body.shard, state.chain, state.run)
         if got != expected:
-            raise _foreign(path, " ".join(got), " ".join(expected))
+            _foreign(state, path, " ".join(got), " ".join(expected))
         if manifest.n_rows != body.n_rows:
-            raise ActdsError(
-                "E203", path, got=f"{manifest.n_rows} rows", expected=f"{body.n_rows} rows"
+            self.catalog.findings.add(
+                "integrity",
+                "E203",
+                path,
+                f"{manifest.n_rows} rows",
+                f"{body.n_rows} rows, as in {place}",
             )
-        self._check_files(manifest, path)
+        self._check_manifest(manifest, path)
+        self.catalog.reached.update(_data_files(manifest))
         return manifest
 
-    def _check_files(self, manifest: ShardManifest, path: str) -> None:
-        unknown = sorted(set(manifest.hooks) - self.hooks)
-        if unknown or sorted(set(manifest.hooks)) != manifest.hooks:
-            raise ActdsError(
-                "E103", f"{path} hooks", got=f"{manifest.hooks}", expected="hooks of actds.json"
-            )
+    def _check_manifest(self, manifest: ShardManifest, path: str) -> None:
+        """Check what a manifest says against itself and against the genesis.
+
+        Raises:
+            ActdsError: E103 hooks or files that are not those of the spec.
+        """
+        findings = self.catalog.findings
+        if set(manifest.hooks) - self.hooks or sorted(set(manifest.hooks)) != manifest.hooks:
+            expected = "sorted hooks of actds.json"
+            raise ActdsError("E103", f"{path} hooks", got=f"{manifest.hooks}", expected=expected)
         names, wanted = [entry.path for entry in manifest.files], file_names(manifest.hooks)
         if names != wanted:
             odd = sorted(set(names) ^ set(wanted)) or ["their order"]
             raise ActdsError(
-                "E103", f"{path} files", got=f"other files in {odd[0]}", expected=f"{wanted}"
+                "E103", f"{path} files", got=f"other files in {odd[0]}", expected=", ".join(wanted)
             )
         if (manifest.permutation_seed is None) != (manifest.order == "sequence"):
-            raise ActdsError(
-                "E103",
-                f"{path} permutation_seed",
-                got=str(manifest.permutation_seed),
-                expected="a seed when permuted, null in sequence",
-            )
+            got, expected = f"{manifest.permutation_seed}", "a seed when permuted, null in sequence"
+            findings.add("structure", "E103", f"{path} permutation_seed", got, expected)
         root = files_root(manifest.files)
         if root != manifest.root:
-            raise ActdsError("E205", f"{path} root", got=manifest.root, expected=root)
-        for entry in manifest.files:
-            self.reached.add(f"{layout.shard_dir(manifest.shard)}/{entry.path}")
+            findings.add("integrity", "E205", f"{path} root", manifest.root, root)
 
     def _take_part(self, state: ChainState, body: PartBody, place: str) -> None:
-        kind = layout.chain_kind_of(body.table)
-        if state.kind != kind or not layout.is_part_path(body.file.path, body.table, state.run):
-            raise _foreign(
-                place,
-                f"{body.file.path} in a {state.kind} chain",
-                f"{layout.part_path(body.table, state.run, 0)} in a {kind} chain",
+        kind, path = layout.chain_kind_of(body.table), body.file.path
+        if state.kind != kind or not layout.is_part_path(path, body.table, state.run):
+            first = layout.part_path(body.table, state.run, 0)
+            got, expected = (
+                f"{path} in a {state.kind} chain",
+                f"{first} or a later part in a {kind}",
             )
-        self._reach(body.file.path, place)
-        self._check_size(body.file.path, body.file)
-        self.parts.setdefault((state.run, body.table), []).append(body)
+            _foreign(state, place, got, f"{expected} chain")
+        self._reach(path, place)
+        self.catalog.files[path] = body.file
+        self.catalog.parts.setdefault((state.run, body.table), []).append(body)
 
     def _reach(self, path: str, place: str) -> None:
-        if path in self.reached:
+        if path in self.catalog.reached:
             raise ActdsError("E310", place, got=f"{path} again", expected="one commit of it")
-        self.reached.add(path)
+        self.catalog.reached.add(path)
 
-    def _check_size(self, path: str, entry: FileEntry) -> None:
-        self.reached.add(path)
-        nbytes = self.store.size(path)
-        if nbytes != entry.nbytes:
-            raise ActdsError("E201", path, got=f"{nbytes} bytes", expected=f"{entry.nbytes} bytes")
+    def _document(self, path: str, sha256: str) -> bytes:
+        data = self.store.read(path, canonical.MAX_DOCUMENT_NBYTES)
+        got = canonical.digest(data)
+        if got != sha256:
+            raise ActdsError("E202", path, got=f"sha256 {got}", expected=sha256)
+        return data
 
-    def _seals(
-        self, chains: dict[str, ChainState], genesis_sha256: str
-    ) -> tuple[Seal | None, str | None]:
+    def _replace(self) -> None:
+        """Let the replacements stand.
+
+        A record that does not hold has no effect: what it would replace goes on standing. One that
+        replaces a shard whose manifest cannot be read stands, for the manifest is the finding.
+        """
+        catalog = self.catalog
+        unread = {layout.shard_dir(one.body.replaced) for one in self.replacements} & catalog.opaque
+        judged, rest = list[_Replacement](), list[_Replacement]()
+        for one in self.replacements:
+            (rest if layout.shard_dir(one.body.replaced) in unread else judged).append(one)
+        _resolve(catalog, judged)
+        catalog.shards += [one.manifest for one in rest]
+        for manifest in catalog.shards:
+            catalog.files.update(_data_files(manifest))
+
+    def read_seals(self) -> None:
+        catalog = self.catalog
         found = sum(1 for path in self.store.list("seal") if _SEAL_NAME.fullmatch(path))
-        seal: Seal | None = None
-        digest: str | None = None
+        previous: str | None = None
         for n in range(1, found + 1):
             path = layout.seal_path(n)
-            self.reached.add(path)
-            if not self.store.exists(path):
-                raise _seal_differs(path, "no seal", f"seals 1 to {found}")
-            data = self.store.read(path, canonical.MAX_DOCUMENT_NBYTES)
-            seal = schema.parse(Seal, data, path)
-            named = (seal.dataset, seal.n, seal.previous, seal.genesis_sha256)
-            expected = (self.genesis.dataset, n, digest, genesis_sha256)
-            if named != expected:
-                raise _seal_differs(path, f"{named}", f"{expected}")
-            self._check_seal(seal, chains, path)
-            digest = canonical.digest(data)
-        return seal, digest
+            with catalog.findings.noting("ledger"):
+                catalog.reached.add(path)
+                if not self.store.exists(path):
+                    raise ActdsError("E307", path, got="no seal", expected=f"seals 1 to {found}")
+                data = self.store.read(path, canonical.MAX_DOCUMENT_NBYTES)
+                seal = schema.parse(Seal, data, path, self.genesis.version)
+                self._check_seal(seal, n, previous, path)
+                previous = catalog.seal_sha256 = canonical.digest(data)
+                catalog.seals.append(seal)
 
-    def _check_seal(self, seal: Seal, chains: dict[str, ChainState], path: str) -> None:
+    def _check_seal(self, seal: Seal, n: int, previous: str | None, path: str) -> None:
+        catalog, findings = self.catalog, self.catalog.findings
+
+        def differs(what: str, got: object, expected: object) -> None:
+            findings.add("ledger", "E307", f"{path} {what}", str(got), str(expected))
+
+        if (seal.dataset, seal.n) != (self.genesis.dataset, n):
+            differs("n", f"seal {seal.n} of {seal.dataset}", f"seal {n} of this dataset")
+        if seal.previous != previous:
+            differs("previous", seal.previous, previous)
+        if seal.genesis_sha256 != catalog.genesis_sha256:
+            differs("genesis_sha256", seal.genesis_sha256, catalog.genesis_sha256)
+        for name, head in sorted(seal.heads.items()):
+            state = catalog.chains.get(name)
+            if state is None:
+                differs(f"heads {name}", "no such chain", f"{head.n_records} records")
+            elif state.head_entry != head and state.state != "broken":
+                now = f"{state.state} after {len(state.records)} records"
+                differs(f"heads {name}", now, f"{head.state} after {head.n_records}, the same head")
+        odd = sorted(seal.totals.keys() ^ set(TOTALS))
+        if odd:
+            findings.add(
+                "ledger", "E103", f"{path} totals", f"a difference in {odd[0]}", str(TOTALS)
+            )
         root = heads_root(seal.heads)
         if root != seal.root:
-            raise ActdsError("E205", f"{path} root", got=seal.root, expected=root)
-        for chain, head in sorted(seal.heads.items()):
-            state = chains.get(chain)
-            got = state.head_entry if state else None
-            if got != head:
-                raise _seal_differs(
-                    f"ledger/{chain}", str(got or "no closed chain"), f"{head} as in {path}"
-                )
-        if seal.multiplicity.path != layout.multiplicity_path(seal.n):
-            raise _seal_differs(path, seal.multiplicity.path, f"{layout.multiplicity_path(seal.n)}")
-        self._check_size(seal.multiplicity.path, seal.multiplicity)
+            findings.add("integrity", "E205", f"{path} root", seal.root, root)
+        table, wanted = seal.multiplicity, layout.multiplicity_path(n)
+        if table.path != wanted:
+            differs("multiplicity", table.path, wanted)
+        else:
+            catalog.files[wanted] = table
+            catalog.reached.add(wanted)
+
+    def check_sizes(self) -> None:
+        catalog = self.catalog
+        for path, entry in sorted(catalog.files.items()):
+            try:
+                nbytes = self.store.size(path)
+            except ActdsError as error:
+                catalog.unsound.add(path)
+                catalog.findings.take("structure", error)
+                continue
+            if nbytes != entry.nbytes:
+                catalog.unsound.add(path)
+                got, expected = f"{nbytes} bytes", f"{entry.nbytes} bytes"
+                catalog.findings.add("integrity", "E201", path, got, expected)
 
 
-def _run_order(chains: Iterable[ChainState]) -> list[str]:
-    began: dict[str, int] = {}
-    for state in chains:
-        opening = state.records[0].typed_body()
-        if isinstance(opening, OpenBody):
-            began[state.run] = min(opening.started_ns, began.get(state.run, opening.started_ns))
-    return sorted(began, key=lambda run: (began[run], run))
+def _data_files(manifest: ShardManifest) -> dict[str, FileEntry]:
+    folder = layout.shard_dir(manifest.shard)
+    return {f"{folder}/{entry.path}": entry for entry in manifest.files}
 
 
-def _check_digest(path: str, data: bytes, expected: str) -> None:
-    got = canonical.digest(data)
-    if got != expected:
-        raise ActdsError("E202", path, got=f"sha256 {got}", expected=expected)
+def _foreign(state: ChainState, place: str, got: str, expected: str) -> None:
+    """Raise E303, but not for what a broken chain says: its break is the finding."""
+    if state.state != "broken":
+        raise ActdsError("E303", place, got=got, expected=expected)
 
 
-def _foreign(place: str, got: str, expected: str) -> ActdsError:
-    return ActdsError("E303", place, got=got, expected=expected)
+def _resolve(catalog: Catalog, replacements: list[_Replacement]) -> None:
+    """Let shards stand for those that they replace.
+
+    Chains have no order among each other, so a record waits until the shard that it replaces is
+    committed, by a ``shard`` or by another ``replace`` record.
+
+    Spec: 0.1 section 8.5.
+    """
+    shards, replaced = catalog.shards, catalog.replaced
+    at = {manifest.shard: index for index, manifest in enumerate(shards)}
+    waiting, n_before = list(replacements), -1
+    while waiting and len(waiting) != n_before:
+        n_before, later = len(waiting), list[_Replacement]()
+        for one in waiting:
+            index = at.get(one.body.replaced)
+            if index is None:
+                later.append(one)
+                continue
+            try:
+                _check_replacement(one, shards[index])
+            except ActdsError as error:
+                catalog.findings.take("ledger", error)
+                continue
+            replaced.append(shards[index])
+            shards[index] = one.manifest
+            at[one.manifest.shard] = index
+        waiting = later
+    for one in waiting:
+        got = f"shard {one.body.replaced}, which is not committed"
+        catalog.findings.take("ledger", _misfit(one, got, "a committed shard"))
 
 
-def _seal_differs(place: str, got: str, expected: str) -> ActdsError:
-    return ActdsError("E307", place, got=got, expected=expected)
+def _check_replacement(one: _Replacement, old: ShardManifest) -> None:
+    """Check that a shard stands and that another one holds the same rows in the same order.
+
+    Raises:
+        ActdsError: E311.
+    """
+    if old.shard != one.body.replaced:
+        raise _misfit(one, f"shard {one.body.replaced}, replaced already", "a shard that stands")
+    for name in _SAME_IN_REPLACEMENT:
+        got, expected = getattr(one.manifest, name), getattr(old, name)
+        if got != expected:
+            raise _misfit(one, f"{name} {got}", f"{expected}, as of shard {old.shard}")
+    got_tokens, tokens = _tokens(one.manifest), _tokens(old)
+    if got_tokens != tokens:
+        raise _misfit(one, f"other bytes in {TOKENS}", f"those of shard {old.shard}")
 
 
-def _printable(path: str) -> str:
-    return path.encode("unicode_escape").decode("ascii")
+def _tokens(manifest: ShardManifest) -> list[FileEntry]:
+    return [entry for entry in manifest.files if entry.path == TOKENS]
+
+
+def _misfit(one: _Replacement, got: str, expected: str) -> ActdsError:
+    return ActdsError("E311", one.place, got=got[:400], expected=expected[:400])

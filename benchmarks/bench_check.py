@@ -64,7 +64,7 @@ def harvest(args: argparse.Namespace, prompts: Path, out: Path, option: str) -> 
     command = [
         sys.executable, "-m", "actds", "write", str(out), "--model", str(args.model),
         "--prompts", str(prompts), "--hooks", args.hooks, "--max-tokens", "2", "--quiet", option,
-        "--engine", f"dtype={args.dtype}", *(word for e in ENGINE for word in ("--engine", e)),
+        *(word for e in (f"dtype={args.dtype}", *ENGINE) for word in ("--engine-arg", e)),
     ]  # fmt: skip
     before, began = cpu_seconds(), time.perf_counter()
     subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=True, capture_output=True)

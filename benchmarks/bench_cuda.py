@@ -20,6 +20,7 @@ import torch
 from actds.format.readouts import Readouts, matrix
 from actds_writers.capture import op as capture
 from actds_writers.capture.transfer import Copier, Mark, host_memory, typed
+from actds_writers.ipc.messages import HookSpec
 
 
 class Layer(torch.nn.Module):
@@ -62,13 +63,14 @@ def graph_of(
             packed = matrix(Readouts(8, 1, n_probes), probes, len(layers), args.d_model)
         capture.install(
             model,
-            layers,
+            [
+                HookSpec(f"resid_post.{n}", "resid_post", n, args.d_model, "bfloat16")
+                for n in layers
+            ],
             max_rows=rows,
-            d_model=args.d_model,
-            dtype=torch.bfloat16,
             device=torch.device("cuda"),
             form="sum",
-            directions=packed,
+            directions=None if packed is None else list(packed),
         )
     fed = torch.randn(rows, args.d_model, device="cuda", dtype=torch.bfloat16) / 64
     with torch.no_grad():

@@ -84,10 +84,19 @@ class Inside:
         for owner, names in (
             (SchedulerWitness, ("arrived", "scheduled", "finished")),
             (WorkerCapture, ("before_step", "after_step")),
-            (capture, ("_forward_hook",) if hooks else ()),
         ):
             for name in names:
                 setattr(owner, name, self.timed(getattr(owner, name)))
+        if hooks:
+            install = capture.install_tap
+
+            def timing(tap: Any, number: int, buffers: Any) -> None:
+                install(tap, number, buffers)
+                found = tap.module._forward_hooks
+                key = next(reversed(found))
+                found[key] = self.timed(found[key])
+
+            capture.install_tap = timing
 
 
 VARIANTS = {
@@ -209,14 +218,14 @@ def start(
     model: Path, variant: Variant, arguments: dict[str, Any], out: Path, inside: Inside
 ) -> tuple[Any, Any]:
     """Return an engine, with a pipeline when it captures."""
-    from actds_writers.config import WriteOptions, make_plan
+    from actds.store.local import lock_dataset
+    from actds_writers.config import WriterSettings, WriteSettings
     from actds_writers.engines.vllm import engine as engines
+    from actds_writers.harvest.prepare import make_plan
     from actds_writers.harvest.processes import Pipeline
-    from actds_writers.harvest.resume import lock_dataset
-    from actds_writers.settings import WriterSettings
 
     if variant.hooks is None or variant.naive:
-        engine = engines.Engine(model, arguments, None, temperature=0.0, seed=0)
+        engine = engines.VllmEngine(model, arguments, None, temperature=0.0, seed=0)
         if variant.naive:
             add_naive_hooks(engine, variant, out, inside)
         return engine, None
@@ -225,27 +234,21 @@ def start(
     if variant.n_probes:
         probes = out.parent / "probes.npy"
         np.save(probes, probe_matrix(variant.n_probes, model).T)
-    plan = make_plan(
-        WriteOptions(
-            out=out, model=model, prompts=str(source), hooks=variant.hooks, max_tokens=1,
-            temperature=0.0, seed=0, engine=arguments, resume=False, skip_broken=False,
-            order="permuted", rows_per_shard=None, ring_mib=256, store_dtype=None,
-            overflow="block", readouts=variant.readouts, probes=probes,
-        )
+    harvest = WriteSettings(
+        out=str(out), model=model, prompts=str(source), hooks=variant.hooks, max_tokens=1,
+        readouts=variant.readouts, probes=None if probes is None else str(probes),
     )  # fmt: skip
+    plan = make_plan(harvest, engines.VLLM.options(arguments))
     out.mkdir()
     settings = WriterSettings(
-        root=str(out), dataset=secrets.token_hex(16), run="r-bench", resume=False,
+        harvest=harvest, dataset=secrets.token_hex(16), run="r-bench", resume=False,
         started_ns=time.time_ns(), software="bench", facts=plan.facts, tokens=plan.tokens,
-        rows_per_shard=plan.rows_per_shard, order="permuted", seed=0, n_threads=1,
-        readouts=plan.readouts,
+        rows_per_shard=plan.rows_per_shard, n_threads=1, readouts=plan.readouts,
     )  # fmt: skip
-    pipeline = Pipeline(
-        plan.hooks, None, "block", 256 << 20, settings, os.getpid(), lock_dataset(out),
-        probes=plan.probes,
-    )  # fmt: skip
+    lock = lock_dataset(out)
+    pipeline = Pipeline(settings, plan.hooks, os.getpid(), lock, probes=plan.probes)
     pipeline.connect()
-    engine = engines.Engine(model, arguments, pipeline.link, temperature=0.0, seed=0)
+    engine = engines.VllmEngine(model, arguments, pipeline.link, temperature=0.0, seed=0)
     return engine, pipeline
 
 

@@ -27,10 +27,10 @@ import torch
 
 import actds
 from actds import schema
+from actds.commit import ShardRows, commit_part, commit_shard
 from actds.format import layout, tables
-from actds.format.shard import ShardRows, commit_part, commit_shard
 from actds.ledger import Chain
-from actds.schema.v0_1 import (
+from actds.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
     Hook,
@@ -38,8 +38,8 @@ from actds.schema.v0_1 import (
     RunBody,
     RunRecord,
 )
-from actds.seal import seal
-from actds.store import LocalStore
+from actds.sealing import seal
+from actds.store.local import LocalStore
 
 BATCH = 4096
 PROMPT_LEN = 512

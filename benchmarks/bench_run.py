@@ -26,7 +26,7 @@ import torch
 from actds.format.readouts import Readouts, compute, matrix
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.ipc.messages import HookSpec, RequestArrived, RequestFinished
-from actds_writers.monitor.snapshot import take_snapshot
+from actds_writers.monitor.progress import take_snapshot
 from actds_writers.sizing import machine
 
 KEEP_S = 10.0
@@ -39,7 +39,8 @@ class Producer(SyntheticEngine):
         """Leave normal rows and their readouts in the buffers, for every step to come."""
         shape = (len(self.hooks), n_rows, self.hooks[0].d_model)
         rows = np.random.default_rng(seed).standard_normal(shape, np.float32)
-        self.buffers.rows.copy_(torch.from_numpy(rows))
+        for buffer, values in zip(self.buffers.rows, torch.from_numpy(rows), strict=True):
+            buffer.copy_(values)
         if self.readouts is not None:
             packed = matrix(self.readouts, None, len(self.hooks), shape[2])
             for hook in range(len(self.hooks)):
@@ -48,7 +49,7 @@ class Producer(SyntheticEngine):
 
     def prefill(self, number: int) -> None:
         """Serve a request that is one prefill and one token of its own."""
-        n = self.buffers.rows.shape[1]
+        n = len(self.buffers.rows[0])
         self.scheduler.send(RequestArrived(number, f"p{number}-x", f"p{number}", n, 1, None, None))
         self.step(number, 0, n, prompt_len=n)
         self.scheduler.send(RequestFinished(number, 2, "length", 1, "0" * 64))

@@ -28,7 +28,7 @@ from actds.accounting.records import (
     read_spans,
     read_steps,
 )
-from actds.finding import Finding
+from actds.errors import Finding
 from actds.format import tables
 from actds.format.positions import (
     Intervals,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.finding import Finding, Severity
+from actds.errors import Finding, Severity
 from actds.format import tables
 from actds.format.positions import Index, Intervals, Ints, Keys, of_keys, position_key, split_key
 

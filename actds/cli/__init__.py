@@ -6,9 +6,10 @@ Everything heavy is imported inside the command that needs it: ``actds --help`` 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from typing import Any
 import click
 
 from actds import __version__
-from actds.cli.results import ResultCommand, result_schema
-from actds.errors import CODES, ActdsError, code_entry
+from actds.cli.output import ResultCommand, envelope, print_json, print_lines, result_schema
+from actds.errors import CODES, ActdsError, Code, code_entry
 
 __all__ = ["cli", "main"]
 
@@ -25,19 +26,58 @@ ENTRY_POINTS = "actds.commands"
 
 
 class ActdsGroup(click.Group):
-    """The commands of this room and of every installed one; errors without tracebacks."""
+    """The commands of this package and of every installed one; errors without tracebacks.
+
+    A package that adds commands may hold ``SUMMARIES`` beside them, one line of help by name: then
+    ``actds --help`` lists them without importing them.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands, sorted."""
         return sorted({*super().list_commands(ctx), *_plugins()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, loading its room when it is another."""
+        """Return a command, loading its module when another package adds it."""
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
         plugin = _plugins().get(cmd_name)
         return None if plugin is None else _load(plugin)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands; those of other packages stay unloaded where they can."""
+        names = self.list_commands(ctx)
+        room = formatter.width - 6 - max(map(len, names))
+        rows = [(name, self._summary(ctx, name).get_short_help_str(room)) for name in names]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _summary(self, ctx: click.Context, name: str) -> click.Command:
+        plugin = _plugins().get(name)
+        if plugin is not None and name not in self.commands:
+            try:
+                package = import_module(plugin.module.rpartition(".")[0])
+            except ImportError as error:
+                return _unavailable(name, str(error))
+            told = getattr(package, "SUMMARIES", {}).get(name)
+            if told is not None:
+                return click.Command(name, help=told)
+        command = self.get_command(ctx, name)
+        assert command is not None, f"{name} is listed"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments begin with; a mistyped one gets a suggestion."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not near:
+                raise
+            words = f"No such command {args[0]!r}. Did you mean {near[0]!r}?"
+            raise click.UsageError(words, ctx) from error
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take ``--debug`` wherever it stands: whoever repeats a command appends it."""
@@ -105,10 +145,6 @@ def _fail(ctx: click.Context, error: ActdsError) -> None:
     ctx.exit(error.exit_code)
 
 
-def _echo_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=2, sort_keys=True))
-
-
 @click.group(cls=ActdsGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", prog_name="actds", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -124,43 +160,43 @@ def info(path: str, as_json: bool) -> None:
 
     PATH is the dataset's folder. It need not be sealed. What is shown is what the files say;
     actds validate checks that they say the truth.
+
+    \b
+    Examples:
+      actds info acts
+      actds info s3://bucket/acts
+      actds info acts --json
     """
-    from actds.describe import describe
+    from dataclasses import asdict
+
+    from actds.describe import describe, page
     from actds.reading import Catalog
     from actds.store import open_store
-    from actds.text import render
 
     facts = describe(Catalog.read(open_store(path)))
     if as_json:
-        _echo_json(facts.as_json())
-        return
-    lines = render(facts)
-    if not sys.stdout.isatty():
-        for line in lines:
-            click.echo(line.text)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    styles = {"title": "bold", "alarm": "bold red", "dim": "dim", "plain": ""}
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(Text(line.text, styles[line.style]), soft_wrap=True)
+        print_json(envelope("info", asdict(facts)))
+    else:
+        print_lines(page(facts))
 
 
 @cli.command()
 @click.argument("code", required=False, metavar="[CODE]")
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON (actds.explain 1).")
 def explain(code: str | None, as_json: bool) -> None:
     """Explain an error code, or list all codes.
 
     CODE is a code such as E203, in upper or lower case.
-    """
-    from dataclasses import asdict
 
+    \b
+    Examples:
+      actds explain E203
+      actds explain
+      actds explain --json
+    """
     if code is None:
         if as_json:
-            _echo_json({name: asdict(entry) for name, entry in CODES.items()})
+            print_json(_codes(CODES))
             return
         family = ""
         for name, entry in CODES.items():
@@ -172,12 +208,19 @@ def explain(code: str | None, as_json: bool) -> None:
     name = code.upper()
     entry = code_entry(name)
     if as_json:
-        _echo_json({"code": name, **asdict(entry)})
+        print_json(_codes({name: entry}))
         return
     click.echo(f"{name}: {entry.title} ({entry.family})")
     click.echo(f"  {entry.meaning}")
     click.echo(f"  Next: {entry.next_step}")
     click.echo(f"  Spec: 0.1 section {entry.clause}. Exit code: {entry.exit_code}.")
+    click.echo(f"  Python: actds.errors.{entry.error}.")
+
+
+def _codes(codes: dict[str, Code]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return envelope("explain", {"codes": {name: asdict(entry) for name, entry in codes.items()}})
 
 
 @cli.command("schema")
@@ -194,6 +237,12 @@ def schema_command(name: str | None, folder: Path | None) -> None:
 
     NAME is a document of a dataset (genesis, run, shard, ledger, seal) or the result of a command
     (audit: what actds audit --json writes).
+
+    \b
+    Examples:
+      actds schema
+      actds schema seal
+      actds schema --write schemas
     """
     schemas = _schemas(name)
     if name is not None and name not in schemas:
@@ -206,7 +255,7 @@ def schema_command(name: str | None, folder: Path | None) -> None:
             (folder / f"{one}.json").write_text(text + "\n", encoding="utf-8")
             click.echo(f"wrote {folder / f'{one}.json'}", err=True)
     elif name is not None:
-        _echo_json(schemas[name][1]())
+        print_json(schemas[name][1]())
     else:
         for one, (words, _) in schemas.items():
             click.echo(f"{one:8}{words}")
@@ -233,22 +282,29 @@ def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[
 
 @cli.command("seal")
 @click.argument("path", metavar="PATH")
-@click.option("--json", "as_json", is_flag=True, help="Print the seal as JSON.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the seal, a document of the dataset, as JSON."
+)
 def seal_command(path: str, as_json: bool) -> None:
     """Seal a dataset: account for every position, then pin its ledger.
 
     PATH is the dataset's folder. Every chain has to be closed or fenced. A dataset that did not
     change since its seal keeps it.
+
+    \b
+    Examples:
+      actds seal acts
+      actds seal acts --json
     """
     from actds.accounting.account import TOTALS
     from actds.reading import Catalog
-    from actds.seal import seal
+    from actds.sealing import seal
     from actds.store import open_store
 
     store = open_store(path)
     document = seal(store)
     if as_json:
-        _echo_json(document.model_dump(mode="json"))
+        print_json(document.model_dump(mode="json"))
         return
     totals = ", ".join(f"{name} {document.totals.get(name, 0):,}" for name in TOTALS)
     click.echo(f"seal {document.n} {Catalog.read(store).digest}")
@@ -259,29 +315,37 @@ def seal_command(path: str, as_json: bool) -> None:
 @click.argument("path", metavar="PATH")
 @click.option("--shard", "shards", multiple=True, metavar="ID", help="Only this shard; repeatable.")
 @click.option("--keep", is_flag=True, help="Leave the files of the replaced shards in place.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print what was done as JSON (actds.recompress 1)."
+)
 def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: bool) -> None:
     """Compress the shards that a harvest under pressure wrote raw.
 
     PATH is the dataset's folder. Every row is compared bit by bit before a new shard replaces a
     raw one. A sealed dataset is sealed again, so its digest changes; then the raw files go. Killed
     at any moment, call it again.
+
+    \b
+    Examples:
+      actds recompress acts
+      actds recompress acts --keep
+      actds recompress acts --shard w-1a2b-000003
     """
     from dataclasses import asdict
 
-    from actds.recompress import recompress
-    from actds.schema.v0_1 import ShardManifest
-    from actds.text import human_nbytes
+    from actds.recompression import recompress
+    from actds.schema import ShardManifest
+    from actds.text import format_nbytes
 
     def told(old: ShardManifest, new: ShardManifest) -> None:
         click.echo(f"{old.shard} -> {new.shard}: {old.n_rows:,} rows", err=True)
 
     done = recompress(path, shards or None, keep=keep, progress=told)
     if as_json:
-        _echo_json({"format": "actds.recompress", "version": "1", **asdict(done)})
+        print_json(envelope("recompress", asdict(done)))
         return
     if done.shards:
-        before, after = human_nbytes(done.nbytes_before), human_nbytes(done.nbytes_after)
+        before, after = format_nbytes(done.nbytes_before), format_nbytes(done.nbytes_after)
         ratio = done.nbytes_before / done.nbytes_after
         click.echo(f"{len(done.shards)} raw shards: {before} now {after} ({ratio:.3f}x)")
     else:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import struct
 import threading
+from functools import cache
 from typing import Any, Literal
 
 import google_crc32c
-import numcodecs.blosc
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -39,9 +39,6 @@ _FORMAT_VERSION, _ZSTD_VERSION = 2, 1
 _SHUFFLE, _MEMCPYED, _DONT_SPLIT, _ZSTD = 0x01, 0x02, 0x10, 4 << 5
 _MIN_SPLIT_ITEMS = 128  # c-blosc never splits a block of fewer items, nor the shorter last block
 _N_SAMPLES, _MAX_NOISE_COUNT = 512, 16
-
-# zarr does the same at import: the pool inside c-blosc is global, and not safe beside ours.
-numcodecs.blosc.use_threads = False
 
 
 class CodecError(ValueError):
@@ -250,9 +247,19 @@ def decode_chunk(frame: BytesLike, out: BytesLike, *, itemsize: int | None = Non
         return
     _check_streams(source, target.size, flags, typesize, block)
     try:
-        numcodecs.blosc.decompress(source, target)
+        _blosc().decompress(source, target)
     except (RuntimeError, ValueError) as error:
         raise CodecError(f"the streams do not decode: {error}") from None
+
+
+@cache
+def _blosc() -> Any:
+    """Return the decoder, imported when the first frame is decoded."""
+    import numcodecs.blosc
+
+    # zarr does the same at import: the pool inside c-blosc is global, and not safe beside ours.
+    numcodecs.blosc.use_threads = False
+    return numcodecs.blosc
 
 
 def _check_header(source: Bytes, expected_nbytes: int) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from actds.errors import ActdsError
 from actds.format import canonical, layout
 
 if TYPE_CHECKING:
-    from actds.schema.v0_1 import RunRecord
+    from actds.schema import RunRecord
 
 __all__ = [
     "NONE",

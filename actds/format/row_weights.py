@@ -177,6 +177,8 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
             path, read_dictionary=["shard"], page_checksum_verification=True
         ) as file:
             yield file
+    except ActdsError:
+        raise
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:  # KeyError: no shard column
         why = str(error).splitlines()[0][:200]
         raise _bad(path, why, "a readable Parquet file") from None

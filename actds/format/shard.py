@@ -1,12 +1,9 @@
-"""Shards: rows of one phase committed whole, read back lazily; and parts of tables."""
+"""Shards: rows of one phase that were committed whole, read back lazily."""
 
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +13,11 @@ from actds import schema
 from actds.errors import ActdsError
 from actds.format import arrays, canonical, layout, tables
 from actds.format.positions import position_key
-from actds.ledger import Chain
-from actds.schema.v0_1 import FileEntry, PartBody, PartTable, Phase, ShardBody, ShardManifest
-from actds.store import Buffer, Store
+from actds.schema import FileEntry, Phase, ShardManifest
+from actds.store import Store
 
 __all__ = [
     "Shard",
-    "ShardRows",
-    "commit_part",
-    "commit_shard",
     "file_names",
     "files_root",
     "read_checked",
@@ -34,29 +27,6 @@ __all__ = [
 
 TOKENS = "tokens.parquet"
 GROUP_METADATA = "acts.zarr/zarr.json"
-Order = Literal["permuted", "sequence"]
-
-
-@dataclass(frozen=True)
-class ShardRows:
-    """The rows of one buffer, in the order in which they were captured.
-
-    Args:
-        hooks: bit patterns ``(n_rows, d_model)`` of each hook: ``uint16`` for bfloat16 and
-            float16, ``uint32`` for float32.
-        dtypes: type of each hook's values.
-        tokens: columns of the tokens table, ``(n_rows,)`` each; ``phase`` may be left out.
-        phase: phase of all rows.
-        first_step: lowest step of the rows.
-        last_step: highest step of the rows.
-    """
-
-    hooks: dict[str, npt.NDArray[Any]]
-    dtypes: dict[str, str]
-    tokens: dict[str, npt.NDArray[Any]]
-    phase: Phase
-    first_step: int
-    last_step: int
 
 
 def row_order(n_rows: int, seed: int) -> npt.NDArray[np.int64]:
@@ -99,114 +69,6 @@ def file_names(hooks: list[str]) -> list[str]:
         folder = layout.array_dir(hook)
         names += [f"{folder}/zarr.json", f"{folder}/{arrays.SHARD_PATH}"]
     return sorted(names)
-
-
-def commit_shard(
-    store: Store,
-    chain: Chain,
-    rows: ShardRows,
-    *,
-    shard: str,
-    run: str,
-    order: Order,
-    seed: int,
-    raw: bool = False,
-    pool: Executor | None = None,
-) -> ShardManifest:
-    """Commit one shard: data, then manifest, then the ledger record that acknowledges it.
-
-    Args:
-        store: where the dataset stands.
-        chain: the writer's chain.
-        rows: the rows; not kept after the return.
-        shard: new id of the shard.
-        run: run of the rows.
-        order: ``permuted`` shuffles the rows by ``seed``, one order for all hooks and tokens;
-            ``sequence`` keeps them.
-        seed: seed of the order.
-        raw: copy the chunks instead of compressing them.
-        pool: threads that encode chunks.
-
-    Returns:
-        The manifest as it was written.
-
-    Raises:
-        ActdsError: E203 when hooks and tokens differ in their number of rows, E414 when a row has
-            another phase; E308, E309 or E503 when the commit failed, and then the chain is dead.
-
-    Spec: 0.1 sections 5 and 8.1.
-    """
-    n_rows = _count_rows(rows, layout.shard_dir(shard))
-    permutation = row_order(n_rows, seed) if order == "permuted" else None
-    tokens, row_set = _tokens_table(rows, n_rows, permutation, layout.shard_dir(shard))
-    entries: list[FileEntry] = []
-
-    def put(path: str, parts: list[Buffer]) -> None:
-        written = store.put_new(f"{layout.shard_dir(shard)}/{path}", parts)
-        entries.append(FileEntry(path=path, nbytes=written.nbytes, sha256=written.sha256))
-
-    with chain.fatal():
-        put(GROUP_METADATA, [arrays.group_metadata()])
-        for hook in sorted(rows.hooks):
-            # One hook after the other: the permuted copy is as large as the hook's rows.
-            bits = rows.hooks[hook]
-            bits = np.ascontiguousarray(bits) if permutation is None else bits[permutation]
-            encoded = arrays.encode_array(bits, rows.dtypes[hook], raw=raw, pool=pool)
-            folder = layout.array_dir(hook)
-            put(f"{folder}/zarr.json", [encoded.metadata])
-            put(f"{folder}/{arrays.SHARD_PATH}", list(encoded.parts))
-        put(TOKENS, [tokens])
-        entries.sort(key=lambda entry: entry.path)
-        manifest = ShardManifest(
-            dataset=chain.dataset,
-            run=run,
-            chain=chain.chain,
-            shard=shard,
-            phase=rows.phase,
-            n_rows=n_rows,
-            hooks=sorted(rows.hooks),
-            order=order,
-            permutation_seed=None if permutation is None else seed,
-            compression="raw" if raw else "normal",
-            first_step=rows.first_step,
-            last_step=rows.last_step,
-            row_set_sha256=row_set,
-            files=entries,
-            root=files_root(entries),
-        )
-        written = store.put_new(layout.manifest_path(shard), [schema.to_bytes(manifest)])
-        body = ShardBody(shard=shard, manifest_sha256=written.sha256, n_rows=n_rows)
-        chain.append("shard", body)
-    return manifest
-
-
-def commit_part(
-    store: Store, chain: Chain, table: PartTable, run: str, n: int, rows: pa.Table
-) -> PartBody:
-    """Commit part ``n`` of a table of a run: the file, then the ledger record.
-
-    Args:
-        store: where the dataset stands.
-        chain: the census chain for requests, steps and spans, the writer's for drops and stalls.
-        table: which table.
-        run: run of the rows.
-        n: number of the part, from 0 without a gap.
-        rows: the part, in the spec's columns.
-
-    Raises:
-        ActdsError: E109 when the columns are others; E308, E309 or E503 when the commit failed,
-            and then the chain is dead.
-
-    Spec: 0.1 sections 6.2 and 8.1.
-    """
-    data = tables.to_parquet(table, rows)
-    path = layout.part_path(table, run, n)
-    with chain.fatal():
-        written = store.put_new(path, [data])
-        entry = FileEntry(path=path, nbytes=written.nbytes, sha256=written.sha256)
-        body = PartBody(table=table, file=entry, n_rows=rows.num_rows)
-        chain.append("part", body)
-    return body
 
 
 class Shard:
@@ -330,28 +192,3 @@ def read_checked(store: Store, path: str, entry: FileEntry) -> bytes:
     if got != entry.sha256:
         raise ActdsError("E202", path, got=f"sha256 {got}", expected=entry.sha256)
     return data
-
-
-def _count_rows(rows: ShardRows, place: str) -> int:
-    counts = {f"hook {hook}": len(bits) for hook, bits in rows.hooks.items()}
-    counts |= {f"column {name}": len(column) for name, column in rows.tokens.items()}
-    if len(set(counts.values())) != 1 or not rows.hooks:
-        raise ActdsError("E203", place, got=repr(counts)[:400], expected="equal row counts")
-    return len(rows.tokens["request"])
-
-
-def _tokens_table(
-    rows: ShardRows, n_rows: int, permutation: npt.NDArray[np.int64] | None, place: str
-) -> tuple[bytes, str]:
-    """Return the tokens table in the shard's order as Parquet, and the digest of its row set."""
-    phase = rows.tokens.get("phase")
-    if phase is not None and not (np.asarray(phase) == rows.phase).all():
-        raise ActdsError("E414", place, got="rows of two phases", expected=f"{rows.phase} only")
-    columns: dict[str, object] = {
-        name: np.asarray(column) if permutation is None else np.asarray(column)[permutation]
-        for name, column in rows.tokens.items()
-    }
-    columns["phase"] = pa.repeat(pa.scalar(rows.phase, pa.string()), n_rows)
-    table = tables.build("tokens", columns)
-    row_set = row_set_sha256(rows.tokens["request"], rows.tokens["position"])
-    return tables.to_parquet("tokens", table), row_set

@@ -21,8 +21,8 @@ from actds.format.row_weights import RowWeights, read_row_weights
 from actds.format.shard import Shard
 from actds.format.tables import TableName
 from actds.reading import Catalog
-from actds.schema.v0_1 import Hook, Phase, RunRecord, Seal
-from actds.seal import check_provenance
+from actds.schema import Hook, Phase, RunRecord, Seal
+from actds.sealing import check_provenance
 from actds.store import open_store
 
 if TYPE_CHECKING:

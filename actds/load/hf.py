@@ -31,7 +31,7 @@ from actds.load.selection import (
     select,
     warn_where_none,
 )
-from actds.schema.v0_1 import Hook
+from actds.schema import Hook
 
 if TYPE_CHECKING:
     import datasets

@@ -30,7 +30,7 @@ from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
 from actds.load.dataset import open_array, rows_at_a_time
 from actds.load.selection import WEIGHT, Selection
-from actds.schema.v0_1 import Hook
+from actds.schema import Hook
 
 if TYPE_CHECKING:
     import torch

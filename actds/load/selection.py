@@ -20,7 +20,7 @@ from actds.format.positions import position_key
 from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset
-from actds.schema.v0_1 import Hook
+from actds.schema import Hook
 
 __all__ = [
     "FILTERS",

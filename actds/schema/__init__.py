@@ -1,7 +1,13 @@
-"""Format versions: one module each, and the registry that says which this reader knows."""
+"""Documents of the format: the current names, and a registry of the versions that can be read.
+
+Everything outside this package imports the names from here. A further version is one module beside
+``v0_1`` and one :func:`register`; what its documents are read into are subclasses of the names.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -9,24 +15,144 @@ from pydantic import ValidationError
 from actds.errors import ActdsError
 from actds.format import canonical
 from actds.schema import v0_1
-from actds.schema.v0_1 import Document
+from actds.schema.v0_1 import (
+    BODIES,
+    FORMAT_VERSION,
+    HOOK_KINDS,
+    REQUIRED_PROVENANCE,
+    Body,
+    ChainKind,
+    CloseBody,
+    CloseReason,
+    Count,
+    DatasetId,
+    Digest,
+    Document,
+    DType,
+    FenceBody,
+    FileEntry,
+    Genesis,
+    Head,
+    Hook,
+    LedgerRecord,
+    OpenBody,
+    Origin,
+    PartBody,
+    PartTable,
+    Phase,
+    ProvenanceField,
+    RelativePath,
+    ReplaceBody,
+    RunBody,
+    RunRecord,
+    Scalar,
+    Seal,
+    Segment,
+    ShardBody,
+    ShardManifest,
+    Text,
+)
 
-KNOWN_VERSIONS = ("0.1",)
-DOCUMENTS: dict[str, type[Document]] = {
-    "genesis": v0_1.Genesis,
-    "run": v0_1.RunRecord,
-    "shard": v0_1.ShardManifest,
-    "ledger": v0_1.LedgerRecord,
-    "seal": v0_1.Seal,
-}
+__all__ = [
+    "BODIES",
+    "DOCUMENTS",
+    "FORMAT_VERSION",
+    "HOOK_KINDS",
+    "REQUIRED_PROVENANCE",
+    "VERSIONS",
+    "Body",
+    "ChainKind",
+    "CloseBody",
+    "CloseReason",
+    "Count",
+    "DType",
+    "DatasetId",
+    "Digest",
+    "Document",
+    "FenceBody",
+    "FileEntry",
+    "FormatVersion",
+    "Genesis",
+    "Head",
+    "Hook",
+    "LedgerRecord",
+    "OpenBody",
+    "Origin",
+    "PartBody",
+    "PartTable",
+    "Phase",
+    "ProvenanceField",
+    "RelativePath",
+    "ReplaceBody",
+    "RunBody",
+    "RunRecord",
+    "Scalar",
+    "Seal",
+    "Segment",
+    "ShardBody",
+    "ShardManifest",
+    "Text",
+    "json_schema",
+    "parse",
+    "register",
+    "to_bytes",
+]
 
 Model = TypeVar("Model", bound=Document)
 
-__all__ = ["DOCUMENTS", "KNOWN_VERSIONS", "json_schema", "parse", "to_bytes"]
+
+@dataclass(frozen=True)
+class FormatVersion:
+    """One version of the format.
+
+    Args:
+        version: as documents name it.
+        documents: the model of each document by its name: ``genesis``, ``run``, ``shard``,
+            ``ledger``, ``seal``; each the current one or a subclass of it.
+    """
+
+    version: str
+    documents: Mapping[str, type[Document]]
 
 
-def parse(model: type[Model], data: bytes, place: str) -> Model:
+DOCUMENTS: dict[str, type[Document]] = {
+    "genesis": Genesis,
+    "run": RunRecord,
+    "shard": ShardManifest,
+    "ledger": LedgerRecord,
+    "seal": Seal,
+}
+"""The documents of the current version, which is the one that is written."""
+
+VERSIONS: dict[str, FormatVersion] = {}
+"""The versions that this reader knows."""
+
+
+def register(version: FormatVersion) -> None:
+    """Let documents of a format version be read.
+
+    Raises:
+        ValueError: the version is known already, or a model is none of the document's.
+    """
+    if version.version in VERSIONS:
+        raise ValueError(f"format version {version.version} is registered already")
+    for name, current in DOCUMENTS.items():
+        if not issubclass(version.documents[name], current):
+            raise ValueError(f"{version.documents[name]} is no {current.__name__}")
+    VERSIONS[version.version] = version
+
+
+register(FormatVersion(v0_1.FORMAT_VERSION, DOCUMENTS))
+
+
+def parse(model: type[Model], data: bytes, place: str, version: str | None = None) -> Model:
     """Return a document of the format from its canonical bytes.
+
+    Args:
+        model: the document by its current name.
+        data: the bytes.
+        place: what an error names.
+        version: of the dataset, as its genesis says; when None, the document says its own.
 
     Raises:
         ActdsError: E102 malformed, E106 a version this reader does not know, E103 against the
@@ -36,14 +162,13 @@ def parse(model: type[Model], data: bytes, place: str) -> Model:
     """
     document = canonical.parse(data, place)
     if isinstance(document, dict):
-        version = document.get("version")
-        if isinstance(version, str) and version not in KNOWN_VERSIONS:
+        told = document.get("version")
+        if isinstance(told, str) and told not in VERSIONS:
+            known = ", ".join(VERSIONS)
             raise ActdsError(
-                "E106",
-                place,
-                got=f"format version {version[:40]}",
-                expected=f"one of {', '.join(KNOWN_VERSIONS)}",
+                "E106", place, got=f"format version {told[:40]}", expected=f"one of {known}"
             )
+        model = _of_version(model, version or told)
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -56,6 +181,15 @@ def parse(model: type[Model], data: bytes, place: str) -> Model:
             got=repr(first.get("input"))[:120],
             expected=first["msg"],
         ) from None
+
+
+def _of_version(model: type[Model], version: object) -> type[Model]:
+    """Return what a version calls a document; the current model where it says nothing usable."""
+    known = VERSIONS.get(version) if isinstance(version, str) else None
+    for name, current in DOCUMENTS.items():
+        if current is model and known is not None:
+            return known.documents[name]  # type: ignore[return-value]  # register checked it
+    return model
 
 
 def to_bytes(document: Document) -> bytes:
@@ -73,7 +207,7 @@ def json_schema(name: str) -> dict[str, Any]:
     """
     schema = DOCUMENTS[name].model_json_schema()
     if name == "ledger":
-        for kind, body in v0_1.BODIES.items():
+        for kind, body in BODIES.items():
             sub = body.model_json_schema(ref_template="#/$defs/{model}")
             schema.setdefault("$defs", {}).update(sub.pop("$defs", {}))
             schema["$defs"][f"{kind}_body"] = sub

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 FORMAT_VERSION: Literal["0.1"] = "0.1"
 
@@ -24,6 +34,28 @@ DType = Literal["bfloat16", "float16", "float32"]
 Phase = Literal["prefill", "decode"]
 
 
+HOOK_KINDS = "actds.hook_kinds"
+"""Entry point group under which another package registers a hook kind of its own."""
+
+
+def _known_kind(kind: str) -> str:
+    """Refuse a kind that neither the format nor an installed package knows.
+
+    A kind that only a package knows is an agreement among those who have it: everybody else's
+    reader refuses the dataset, as section 11 asks for.
+    """
+    if kind != "resid_post" and not entry_points(group=HOOK_KINDS, name=kind):
+        raise PydanticCustomError("literal_error", "Input should be 'resid_post'")
+    return kind
+
+
+HookKind = Annotated[
+    str,
+    AfterValidator(_known_kind),
+    WithJsonSchema({"const": "resid_post", "type": "string"}),
+]
+
+
 class Document(BaseModel):
     """A document of the format: frozen, strict, without unknown fields."""
 
@@ -37,7 +69,7 @@ class Hook(Document):
     """
 
     name: Segment = Field(description="array name, for example resid_post.10")
-    kind: Literal["resid_post"] = Field(description="what stands at the place")
+    kind: HookKind = Field(description="what stands at the place")
     layer: Count = Field(description="decoder layer, from 0")
     d_model: Annotated[int, Field(ge=1, le=2**20)] = Field(description="channels of a row")
     dtype: DType = Field(description="type of the stored rows, section 4.4")

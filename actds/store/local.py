@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import secrets
@@ -13,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from actds.errors import ActdsError
-from actds.store.base import TEMPORARY, Buffer, Put, check_path
+from actds.errors import ActdsError, BusyError
+from actds.store import TEMPORARY, Buffer, Put, check_path
 
-__all__ = ["LocalFile", "LocalStore"]
+__all__ = ["LocalFile", "LocalStore", "lock_dataset"]
 
 _BUFFERS_PER_WRITE = 512  # below IOV_MAX (1024), the most that one writev takes
 
@@ -400,3 +401,31 @@ def _not_regular(path: str, got: str) -> ActdsError:
 
 def _storage_error(path: str, error: OSError) -> ActdsError:
     return ActdsError("E503", path, got=error.strerror or str(error), expected="a durable write")
+
+
+def lock_dataset(folder: Path, *, shared: bool = False) -> int:
+    """Return an open descriptor that holds the dataset's lock for as long as it is open.
+
+    The processes of a run inherit it, so the lock outlives a command that was killed.
+
+    Args:
+        folder: the dataset's folder.
+        shared: let other engines hold it too, each with a run of its own; a program that works
+            on the dataset as a whole holds it alone.
+
+    Raises:
+        BusyError: E010 when another program writes the dataset.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise BusyError(
+            "E010",
+            str(folder),
+            got="a run that is still writing it",
+            expected="no other writer",
+            next_step="Wait until it has ended.",
+        ) from None
+    return descriptor

@@ -89,10 +89,10 @@ def harvest_all(args: argparse.Namespace) -> Setting:
         sys.executable, str(HERE / "traffic.py"), str(schedule), "OUT", "--model", str(model),
         "--prompts", str(prompts), "--hooks", args.hooks, "--rows-per-shard", "64",
         "--ring-mib", "1", "--staging-mib", "1", "--quiet", "--seed", str(args.seed),
-        *(part for option in ENGINE for part in ("--engine", option)),
+        *(part for option in ENGINE for part in ("--engine-arg", option)),
     ]  # fmt: skip
     if not args.model:
-        command += ["--engine", "load_format=dummy"]
+        command += ["--engine-arg", "load_format=dummy"]
     deadline = time.monotonic() + args.minutes * 60
     rate = 0
     written: dict[str, int] = {}

@@ -93,31 +93,27 @@ def harvest(schedule: Path, arguments: list[str]) -> int:
 
     entries = [json.loads(line) for line in schedule.read_text().splitlines()]
 
-    class BurstyRun(command._Run):
-        def _feed(self, engine: Any) -> None:
-            limit = engine.max_model_len
+    class Bursts(command.Feed):
+        def serve(self, engine: Any) -> None:
             burst, began = 0, time.monotonic()
-            while self._queue or self._live:
-                if self._interrupts:
-                    self._abort(engine)
+            while self.queue or self.live:
+                if self.interrupted:
+                    self.abort(engine, self.live)
                     return
-                while self._queue and _is_due(entries[self._row()], burst, began):
+                while self.queue and _is_due(entries[self._row()], burst, began):
                     wanted = entries[self._row()]["max_tokens"]
-                    self._add(engine, replace(self._queue.pop(), max_tokens=wanted), limit)
-                if self._live:
-                    for finished in engine.step():
-                        self._live.discard(finished.key)
-                        self._n_finished += 1
-                elif self._queue and (entry := entries[self._row()])["burst"] > burst:
-                    burst, began = entry["burst"], time.monotonic() + entry["pause_s"]
-                else:
-                    time.sleep(0.002)
-                self._pipeline.poll()
+                    self.add(engine, replace(self.queue.pop(), max_tokens=wanted))
+                if self.queue and not self.live:
+                    if (entry := entries[self._row()])["burst"] > burst:
+                        burst, began = entry["burst"], time.monotonic() + entry["pause_s"]
+                    else:
+                        time.sleep(0.002)
+                self.step(engine)
 
         def _row(self) -> int:
-            return self._queue[-1].prompt.row
+            return self.queue[-1].prompt.row
 
-    command._Run = BurstyRun  # type: ignore[misc]
+    command.Feed = Bursts  # type: ignore[misc]
     sys.argv = ["actds", "write", *arguments]
     return main() or 0
 

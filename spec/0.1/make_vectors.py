@@ -22,9 +22,9 @@ from unittest import mock
 from vector_faults import FAULTS
 from vector_tools import HOOK, PREFILL, RUN, Vector
 
+from actds.commit import commit_shard
 from actds.format.readouts import Readouts
-from actds.format.shard import commit_shard
-from actds.recompress import recompress
+from actds.recompression import recompress
 from actds_testing.places import VECTORS
 from actds_testing.schedules import WALL_NS, simulate
 from actds_testing.synthetic import make_dataset
@@ -77,7 +77,7 @@ def _write_replaced(path: Path) -> None:
     """Write the minimal dataset with raw shards, one of them replaced since."""
     with (
         mock.patch("actds_testing.synthetic.commit_shard", partial(commit_shard, raw=True)),
-        mock.patch("actds.recompress.__version__", "vectors"),
+        mock.patch("actds.recompression.__version__", "vectors"),
     ):
         _write_minimal(path)
         with _fixed_ids(10**6):

@@ -12,11 +12,10 @@ import pyarrow.parquet as pq
 
 from actds.format import canonical, layout, tables
 from actds.format.shard import files_root, row_set_sha256
-from actds.reading import heads_root
-from actds.schema.v0_1 import FileEntry, Head
-from actds.store import LocalStore
+from actds.reading import heads_root, read_dataset
+from actds.schema import FileEntry, Head
+from actds.store.local import LocalStore
 from actds_validators.validate.accounting import check_accounting
-from actds_validators.validate.inventory import take_inventory
 
 RUN, HOOK = "r-vector", "resid_post.0"
 PREFILL, DECODE = f"shards/{RUN}-prefill-0000", f"shards/{RUN}-decode-0000"
@@ -187,7 +186,7 @@ class Vector:
 
     def _retotal(self) -> None:
         """Write the totals that the tables imply, and the multiplicity, as a liar would."""
-        inventory = take_inventory(LocalStore(self.path))
+        inventory = read_dataset(LocalStore(self.path))
         found = check_accounting(inventory)[0].account
         t = found.totals
         census = {"requests": t["requests"], "scheduled_tokens": t["scheduled"]}

@@ -37,8 +37,8 @@ def main() -> None:
             file.write(message(question))
     options = ["--hooks", "resid_post:10,20", "--max-tokens", "24", "--quiet"]
     engine = ["block_size=32", "max_model_len=1024", "max_num_seqs=2", "enforce_eager=true"]
-    numerics = ["--engine", "dtype=float32", "--store-dtype", "bfloat16"]
-    options += [word for one in engine for word in ("--engine", one)] + numerics
+    numerics = ["--engine-arg", "dtype=float32", "--store-dtype", "bfloat16"]
+    options += [word for one in engine for word in ("--engine-arg", one)] + numerics
     done = run(out, REAL_MODEL, prompts, *options)
     if done.returncode:
         sys.exit(done.stderr)

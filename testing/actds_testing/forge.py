@@ -10,7 +10,7 @@ from typing import Any
 from actds.format import canonical
 from actds.format.shard import files_root
 from actds.reading import heads_root
-from actds.schema.v0_1 import FileEntry, Head
+from actds.schema import FileEntry, Head
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -34,9 +34,16 @@ ENGINE_ENVIRONMENT = {
 # One process instead of three: each imports vLLM for itself, which takes longer than the harvest.
 # The processes of a normal engine have tests of their own.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-ALONE = ("--engine", "distributed_executor_backend=uni")
-TINY = ("--engine", "load_format=dummy", "--engine", "dtype=float32", "--engine", "block_size=32")
-EAGER = ("--engine", "enforce_eager=true")
+ALONE = ("--engine-arg", "distributed_executor_backend=uni")
+TINY = (
+    "--engine-arg",
+    "load_format=dummy",
+    "--engine-arg",
+    "dtype=float32",
+    "--engine-arg",
+    "block_size=32",
+)
+EAGER = ("--engine-arg", "enforce_eager=true")
 
 
 def environment(**extra: str) -> dict[str, str]:

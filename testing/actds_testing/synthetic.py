@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from actds import schema
+from actds.commit import ShardRows, commit_part, commit_shard
 from actds.format import layout, tables
 from actds.format.readouts import Readouts, compute, matrix
-from actds.format.shard import ShardRows, commit_part, commit_shard
 from actds.ledger import Chain
-from actds.schema.v0_1 import (
+from actds.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
     Hook,
@@ -27,7 +27,7 @@ from actds.schema.v0_1 import (
     RunBody,
     RunRecord,
 )
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 from actds_testing.schedules import WALL_NS, Schedule, simulate
 
 SOFTWARE = "actds synthetic"
@@ -121,7 +121,7 @@ def make_dataset(
     census.close("finished", _census_totals(told))
     assert n_shards or not len(told.rows)
     if sealed:
-        from actds.seal import seal
+        from actds.sealing import seal
 
         seal(store)
     return Path(path)

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from actds.format.readouts import NONE, Readouts, compute, matrix
-from actds.schema.v0_1 import REQUIRED_PROVENANCE
+from actds.schema import REQUIRED_PROVENANCE
 from actds_testing.faulty_disk import wait_until
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.stages import Stages, Step
-from actds_writers.harvest.destination import hold, is_taken
+from actds_writers.config import HarvestSettings, WriterSettings
+from actds_writers.harvest.prepare import hold, is_taken
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import (
     EVERYTHING,
     Fact,
@@ -32,7 +32,6 @@ from actds_writers.ipc.messages import (
     RequestFinished,
     StepScheduled,
 )
-from actds_writers.settings import WriterSettings
 from actds_writers.shards.assembly import SpecialTokens
 
 D_MODEL = 32
@@ -56,16 +55,12 @@ class SyntheticEngine:
         max_rows: int = MAX_ROWS,
     ) -> None:
         link = pipeline.link
-        self.hooks, d_model = hooks, hooks[0].d_model
+        self.hooks = hooks
         self.scheduler = link.connect("census", "scheduler")
         self.readouts = Readouts.from_field(link.readouts, "readouts")
         self.probes = np.load(link.probes_path) if link.probes_path else None
         width = self.readouts.width if self.readouts else 0
-        self.buffers = HookBuffers(
-            torch.zeros(len(hooks), max_rows, d_model, dtype=torch.bfloat16, device=device),
-            torch.zeros(len(hooks), dtype=torch.int64, device=device),
-            torch.zeros(len(hooks), max_rows, width, device=device),
-        )
+        self.buffers = HookBuffers.allocate(hooks, max_rows, device, width)
         self.stages = Stages(link, self.buffers, hooks, max_rows)
         self.drops: list[int] = []
         tell = self.stages._handover._on_drop
@@ -123,7 +118,7 @@ class SyntheticEngine:
         )
         positions = np.arange(start, stop)
         self.leave(number, positions)
-        ids = torch.from_numpy(positions).to(self.buffers.rows.device)
+        ids = torch.from_numpy(positions).to(self.buffers.device)
         step = Step(
             self.n_steps,
             one,
@@ -141,12 +136,13 @@ class SyntheticEngine:
     def leave(self, number: int, positions: np.ndarray) -> None:
         """Leave in the buffers what the hooks of a model would."""
         bits, n = self.row_bits(number, positions), len(positions)
-        self.buffers.rows[:, :n].view(torch.int16).copy_(torch.from_numpy(bits.view(np.int16)))
+        for rows, values in zip(self.buffers.rows, bits.view(np.int16), strict=True):
+            rows[:n].view(torch.int16).copy_(torch.from_numpy(values))
         self.buffers.seen.fill_(n)
         if self.readouts is not None:
             packed = matrix(self.readouts, self.probes, len(self.hooks), self.hooks[0].d_model)
             for hook in range(len(self.hooks)):
-                rows = self.buffers.rows[hook, :n].float().cpu().numpy()
+                rows = self.buffers.rows[hook][:n].float().cpu().numpy()
                 self.buffers.readouts[hook, :n] = torch.from_numpy(compute(rows, packed[hook]))
 
     def settle(self) -> None:
@@ -166,7 +162,7 @@ class SyntheticEngine:
 
 def pipeline_for(
     out: Path | str,
-    policy: Policy = "block",
+    policy: str = "block",
     *,
     readouts: Readouts | None = None,
     probes: bytes | None = None,
@@ -179,22 +175,24 @@ def pipeline_for(
 ) -> Pipeline:
     assert resume or not is_taken(out)
     settings = WriterSettings(
-        root=str(out), dataset=secrets.token_hex(16), run=run, resume=resume, started_ns=1,
-        software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard,
-        order="permuted", seed=3, n_threads=1, readouts=readouts.as_field() if readouts else NONE,
+        harvest=HarvestSettings(
+            out=str(out), hooks="as of the synthetic engine", overflow=policy, seed=3
+        ),
+        dataset=secrets.token_hex(16), run=run, resume=resume, started_ns=1, software="test",
+        facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard, n_threads=1,
+        readouts=readouts.as_field() if readouts else NONE,
     )  # fmt: skip
     lock = hold(out)
     try:
         pipeline = Pipeline(
-            tuple((h.kind, h.layer) for h in hooks),
-            None,
-            policy,
-            ring_nbytes,
             settings,
+            tuple((h.kind, h.layer) for h in hooks),
             os.getpid(),
             lock,
-            probes=probes,
+            ring_nbytes=ring_nbytes,
+            staging_nbytes=0,
             lane_nbytes=lane_nbytes,
+            probes=probes,
         )
     finally:
         os.close(lock)

@@ -17,9 +17,9 @@ from actds_testing import harvest as h
 pytestmark = pytest.mark.engine
 
 HOOKS = ("resid_post.10", "resid_post.20")
-OPTIONS = ("--hooks", "resid_post:10,20", "--engine", "max_model_len=512", *h.EAGER)
-CACHED = ("--engine", "block_size=32", "--engine", "max_num_batched_tokens=128",
-          "--engine", "max_num_seqs=8")  # fmt: skip
+OPTIONS = ("--hooks", "resid_post:10,20", "--engine-arg", "max_model_len=512", *h.EAGER)
+CACHED = ("--engine-arg", "block_size=32", "--engine-arg", "max_num_batched_tokens=128",
+          "--engine-arg", "max_num_seqs=8")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cached(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Prefix caching and chunked prefill on, computed and stored in float32."""
     out = tmp_path_factory.mktemp("cached") / "acts"
-    float32 = ("--engine", "dtype=float32", "--max-tokens", "8")
+    float32 = ("--engine-arg", "dtype=float32", "--max-tokens", "8")
     return h.harvest(out, h.REAL_MODEL, prompts, *OPTIONS, *CACHED, *float32)
 
 
@@ -52,7 +52,7 @@ def cached(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def uncached(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """The same without the prefix cache, every token computed."""
     out = tmp_path_factory.mktemp("uncached") / "acts"
-    off = ("--engine", "dtype=float32", "--engine", "enable_prefix_caching=false")
+    off = ("--engine-arg", "dtype=float32", "--engine-arg", "enable_prefix_caching=false")
     return h.harvest_alone(out, h.REAL_MODEL, prompts, *OPTIONS, *off, "--max-tokens", "8")
 
 

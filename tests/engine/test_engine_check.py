@@ -15,20 +15,24 @@ from actds_testing.tiny import make_random_model
 
 pytestmark = pytest.mark.engine
 
-OPTIONS = ("--hooks", "resid_post:0,2", "--max-tokens", "4", "--engine", "block_size=32")
-FLOAT32 = (*OPTIONS, "--engine", "dtype=float32")
-DUMMY = ("--engine", "load_format=dummy")
+OPTIONS = ("--hooks", "resid_post:0,2", "--max-tokens", "4", "--engine-arg", "block_size=32")
+FLOAT32 = (*OPTIONS, "--engine-arg", "dtype=float32")
+DUMMY = ("--engine-arg", "load_format=dummy")
 WRONG = (
-    "from actds_writers.engines.vllm import families as f; f.VERIFIED['LlamaForCausalLM'] = 'first'"
+    "from actds_writers.engines.vllm import worker as f; f.VERIFIED['LlamaForCausalLM'] = 'first'"
 )
-UNKNOWN = "from actds_writers.engines.vllm import families as f; del f.VERIFIED['LlamaForCausalLM']"
-# Only where the hooks are installed: reference and check keep the function as it is.
+UNKNOWN = "from actds_writers.engines.vllm import worker as f; del f.VERIFIED['LlamaForCausalLM']"
+# Only while the hooks are installed: reference and check keep the function as it is.
 OFF_BY_ONE = """
 from actds_writers.capture import op as capture
-from actds_writers.capture import reference
-from actds_writers.engines.vllm import check_run
-found = capture.decoder_layers
-capture.decoder_layers = lambda model: {n - 1: layer for n, layer in found(model).items()}
+found, install = capture.decoder_layers, capture.install
+def shifted(*args, **more):
+    capture.decoder_layers = lambda model: {n - 1: layer for n, layer in found(model).items()}
+    try:
+        return install(*args, **more)
+    finally:
+        capture.decoder_layers = found
+capture.install = shifted
 """
 
 
@@ -111,7 +115,7 @@ def test_dummy_weights_are_held_against_the_next_layer(
     tmp_path: Path, model: Path, prompts: Path
 ) -> None:
     dataset = h.harvest_alone(
-        tmp_path / "acts", model, prompts, *FLOAT32, *DUMMY, "--engine", "max_num_seqs=1"
+        tmp_path / "acts", model, prompts, *FLOAT32, *DUMMY, "--engine-arg", "max_num_seqs=1"
     )
     said = check_of(dataset)
     assert said["against"] == "engine" and "load_format is dummy" in said["reason"]

@@ -42,10 +42,10 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def eager(model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """The baseline: everything in the cache's reach, steps of 64 tokens."""
     out = tmp_path_factory.mktemp("eager") / "acts"
-    small = ("--engine", "max_num_batched_tokens=64", "--engine", "max_num_seqs=8")
+    small = ("--engine-arg", "max_num_batched_tokens=64", "--engine-arg", "max_num_seqs=8")
     return h.harvest(
         out, model, prompts, *OPTIONS, *h.EAGER, *small, "--max-tokens", "6",
-        "--engine", "max_model_len=512", "--rows-per-shard", "200",
+        "--engine-arg", "max_model_len=512", "--rows-per-shard", "200",
     )  # fmt: skip
 
 
@@ -68,8 +68,8 @@ def preempted(model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFacto
     """Too few KV blocks for the requests; the engine in the command's own process."""
     return h.harvest_alone(
         tmp_path_factory.mktemp("preempted") / "acts", model, prompts, *OPTIONS, *h.EAGER,
-        "--engine", "num_gpu_blocks_override=24", "--engine", "max_model_len=512",
-        "--engine", "enable_prefix_caching=false", "--max-tokens", "96",
+        "--engine-arg", "num_gpu_blocks_override=24", "--engine-arg", "max_model_len=512",
+        "--engine-arg", "enable_prefix_caching=false", "--max-tokens", "96",
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def test_requests_that_hit_blocks_of_the_same_step_are_references(
     prompts = h.write_prompts(tmp_path / "p.jsonl", [{"prompt": text} for _ in range(6)])
     dataset = h.harvest_alone(
         tmp_path / "acts", model, prompts, *OPTIONS, *h.EAGER, "--max-tokens", "2",
-        "--engine", "max_num_batched_tokens=512", "--engine", "max_model_len=512",
+        "--engine-arg", "max_num_batched_tokens=512", "--engine-arg", "max_model_len=512",
     )  # fmt: skip
     assert h.total(dataset.requests(), "cached_tokens") >= 4 * 96
     spans = dataset.spans().to_pylist()
@@ -111,8 +111,8 @@ def test_compiled_rows_are_captured_and_equal_eager_ones(
 ) -> None:
     dataset = h.harvest_alone(
         tmp_path / "acts", model, prompts, *OPTIONS, "--max-tokens", "6",
-        "--engine", "max_model_len=512", "--engine", "enforce_eager=false",
-        "--engine", 'compilation_config={"mode":3}',
+        "--engine-arg", "max_model_len=512", "--engine-arg", "enforce_eager=false",
+        "--engine-arg", 'compilation_config={"mode":3}',
         VLLM_CACHE_ROOT=str(tmp_path / "cache"),
     )  # fmt: skip
     assert set(dataset.steps()["kernel_mode"].to_pylist()) == {"compiled"}
@@ -130,7 +130,7 @@ def test_two_tensor_parallel_ranks_write_each_row_once(
 ) -> None:
     dataset = h.harvest(
         tmp_path / "acts", model, prompts, *OPTIONS, *h.EAGER, "--max-tokens", "6",
-        "--engine", "tensor_parallel_size=2", "--engine", "max_model_len=512",
+        "--engine-arg", "tensor_parallel_size=2", "--engine-arg", "max_model_len=512",
     )  # fmt: skip
     fields = next(iter(dataset.runs.values())).fields
     assert fields["serving.tensor_parallel"].value == 2

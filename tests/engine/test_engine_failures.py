@@ -20,9 +20,9 @@ from actds_testing.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
-OPTIONS = ("--hooks", "resid_post:1", *h.TINY, *h.EAGER, "--engine", "max_model_len=512")
+OPTIONS = ("--hooks", "resid_post:1", *h.TINY, *h.EAGER, "--engine-arg", "max_model_len=512")
 ALONE = (*OPTIONS, *h.ALONE)
-SLOW = ("--engine", "max_num_seqs=2", "--rows-per-shard", "64", "--max-tokens", "48")
+SLOW = ("--engine-arg", "max_num_seqs=2", "--rows-per-shard", "64", "--max-tokens", "48")
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +128,10 @@ def test_a_stalled_writer_under_a_drop_policy_costs_recorded_steps_only(tmp_path
     # Wide rows, so that a few steps fill the ring however slow the machine is.
     model = make_tiny_model(tmp_path / "wide", hidden=512, dtype="float32", tokenizer=True)
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 400)
-    options = ("--hooks", "resid_post:all", *h.TINY, *h.EAGER, "--engine", "max_model_len=512",
-               "--engine", "max_num_seqs=16", "--rows-per-shard", "64", "--max-tokens", "48",
+    options = ("--hooks", "resid_post:all", *h.TINY, *h.EAGER, "--engine-arg", "max_model_len=512",
+               "--engine-arg", "max_num_seqs=16", "--rows-per-shard", "64", "--max-tokens", "48",
                "--overflow", "drop_newest", "--ring-mib", "1",
-               "--engine", "max_num_batched_tokens=128", *h.ALONE)  # fmt: skip
+               "--engine-arg", "max_num_batched_tokens=128", *h.ALONE)  # fmt: skip
     process = start(out, model, prompts, *options, **h.ONE_PROCESS)
     wait_for(lambda: n_shards(out) >= 2, process)
     writer = writer_of(out)
@@ -179,7 +179,7 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing_committed(
     try:
         prompts = many_prompts(tmp_path / "p.jsonl", 600)
         hooks = ("--hooks", "resid_post:all", *h.TINY, *h.EAGER, "--max-tokens", "64",
-                 "--engine", "max_model_len=512", "--rows-per-shard", "1024")  # fmt: skip
+                 "--engine-arg", "max_model_len=512", "--rows-per-shard", "1024")  # fmt: skip
         done = h.run_alone(disk / "acts", model, prompts, *hooks)
         assert done.returncode == 4, done.stderr
         assert "E503" in done.stderr
@@ -246,7 +246,7 @@ def test_the_plugin_is_inert_outside_a_harvest() -> None:
 @pytest.mark.full
 def test_an_engine_that_cannot_start_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 2)
-    done = h.run_alone(out, model, prompts, *OPTIONS, "--engine", "quantization=awq")
+    done = h.run_alone(out, model, prompts, *OPTIONS, "--engine-arg", "quantization=awq")
     assert done.returncode == 4
     assert "E504 engine" in done.stderr
     assert not out.exists()

@@ -17,18 +17,17 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.lock import lock_dataset
 from actds.reading import Catalog
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import local_folder, open_store
+from actds.store.local import lock_dataset
 from actds_testing.harvest import validated
 from actds_testing.server import LANE, scrape
 
 pytest.importorskip("vllm")
 from actds_testing.server import Server
 from actds_testing.tiny import make_tiny_model
-from actds_writers.harvest.sampling import Labels, SamplingRules
-from actds_writers.ipc.messages import EVERYTHING
+from actds_writers.sampling import EVERYTHING, Labels, SamplingRules
 
 pytestmark = pytest.mark.engine
 
@@ -127,7 +126,7 @@ def test_a_server_whose_hooks_are_not_the_stream_does_not_start(
 ) -> None:
     # Read by every process of the server when it starts.
     (tmp_path / "sitecustomize.py").write_text(
-        "from actds_writers.engines.vllm import families\n"
+        "from actds_writers.engines.vllm import worker as families\n"
         "families.VERIFIED['LlamaForCausalLM'] = 'first'\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

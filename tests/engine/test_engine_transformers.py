@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,15 @@ from actds.errors import ActdsError
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
+from actds_writers.harvest.run import HarvestResult
+from actds_writers.monitor.progress import Observer, Snapshot
 
 pytestmark = pytest.mark.engine
 
 HOOKS = ("resid_post.0", "resid_post.2")
-OPTIONS = ("--writer", "transformers", "--hooks", "resid_post:0,2", "--max-tokens", "7")
+OPTIONS = ("--engine", "transformers", "--hooks", "resid_post:0,2", "--max-tokens", "7")
 # Batches of four whose prompts are prefilled in chunks of 12 columns: padding in both directions.
-BATCHES = ("--engine", "max_num_seqs=4", "--engine", "max_num_batched_tokens=48")
+BATCHES = ("--engine-arg", "max_num_seqs=4", "--engine-arg", "max_num_batched_tokens=48")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +141,15 @@ def test_ctrl_c_seals_and_resume_completes(model: Path, prompts: Path, tmp_path:
     out = tmp_path / "acts"
     many = tmp_path / "many.jsonl"
     many.write_text(prompts.read_text() * 6)
-    options = (*OPTIONS, "--engine", "max_num_seqs=2", "--temperature", "1", "--max-tokens", "40")
+    options = (
+        *OPTIONS,
+        "--engine-arg",
+        "max_num_seqs=2",
+        "--temperature",
+        "1",
+        "--max-tokens",
+        "40",
+    )
     process = subprocess.Popen(
         h.command(out, model, many, *options), env=h.environment(), stderr=subprocess.PIPE
     )
@@ -160,7 +172,7 @@ def test_a_killed_harvest_onto_an_object_store_is_resumed(
 ) -> None:
     many = tmp_path / "many.jsonl"
     many.write_text(prompts.read_text() * 4)
-    options = (*OPTIONS, "--rows-per-shard", "64", "--engine", "max_num_seqs=2")
+    options = (*OPTIONS, "--rows-per-shard", "64", "--engine-arg", "max_num_seqs=2")
     process = subprocess.Popen(
         h.command(s3_root, model, many, *options), env=h.environment(), stderr=subprocess.DEVNULL
     )
@@ -183,6 +195,52 @@ def test_a_killed_harvest_onto_an_object_store_is_resumed(
     assert sorted(complete) == list(range(40))
 
 
+class Told(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.snapshots: list[Snapshot] = []
+        self.results: list[HarvestResult] = []
+
+    def said(self, line: str) -> None:
+        self.lines.append(line)
+
+    @contextmanager
+    def harvesting(self, snapshot: Callable[[], Snapshot]) -> Iterator[None]:
+        yield
+        self.snapshots.append(snapshot())
+
+    def ended(self, result: HarvestResult) -> None:
+        self.results.append(result)
+
+
+def test_write_from_python_returns_what_was_written_and_prints_nothing(
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in h.ENGINE_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    told = Told()
+    fields: dict[str, Any] = {
+        "out": tmp_path / "acts", "model": model, "prompts": prompts, "hooks": "resid_post:0",
+        "max_tokens": 3, "engine": "transformers", "engine_args": {"max_num_seqs": 4},
+    }  # fmt: skip
+    result = actds.write(observer=told, **fields)
+    assert told.results == [result] and result.reason == "finished"
+    assert result.totals is not None and result.run is not None
+    dataset = actds.open(tmp_path / "acts")
+    assert dataset.n_rows == result.totals.captured == result.seal.totals["rows"]
+    [last] = told.snapshots
+    assert (last.requests_done, last.requests_total) == (10, 10)
+    assert any(str(model) in line for line in told.lines)
+    again = actds.write(resume=True, **fields)
+    assert (again.run, again.totals) == (None, None)
+    assert again.seal == result.seal
+    assert capfd.readouterr() == ("", "")
+
+
 def refused(model: Path, prompts: Path, tmp_path: Path, *options: str) -> ActdsError:
     """Return the error of a harvest in this process, which must leave nothing behind."""
     from click.testing import CliRunner
@@ -190,7 +248,7 @@ def refused(model: Path, prompts: Path, tmp_path: Path, *options: str) -> ActdsE
     from actds_writers.cli.write import write
 
     out = tmp_path / "acts"
-    words = ["--model", str(model), "--prompts", str(prompts), "--writer", "transformers"]
+    words = ["--model", str(model), "--prompts", str(prompts), "--engine", "transformers"]
     result = CliRunner().invoke(write, [str(out), *words, "--hooks", "resid_post:0", *options])
     assert isinstance(result.exception, ActdsError), result.output
     assert not out.exists()
@@ -201,7 +259,7 @@ def refused(model: Path, prompts: Path, tmp_path: Path, *options: str) -> ActdsE
     "option", ["block_size=16", "max_num_seqs=0", "dtype=int8", "max_num_batched_tokens=4"]
 )
 def test_options_that_cannot_be_used_are_refused(option: str, tmp_path: Path) -> None:
-    error = refused(tmp_path, tmp_path / "none.jsonl", tmp_path, "--engine", option)
+    error = refused(tmp_path, tmp_path / "none.jsonl", tmp_path, "--engine-arg", option)
     assert error.code == "E009"
     assert option.split("=")[0] in error.place
 
@@ -209,8 +267,8 @@ def test_options_that_cannot_be_used_are_refused(option: str, tmp_path: Path) ->
 def test_a_model_that_lacks_a_weight_is_refused(model: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
+    from actds_writers.engines.transformers import Options
     from actds_writers.engines.transformers.engine import _load
-    from actds_writers.engines.transformers.options import Options
 
     broken = tmp_path / "model"
     shutil.copytree(model, broken)
@@ -226,11 +284,11 @@ def test_a_model_that_lacks_a_weight_is_refused(model: Path, tmp_path: Path) -> 
 
 
 def test_more_positions_than_the_model_has_are_refused(model: Path) -> None:
+    from actds_writers.engines.transformers import Options
     from actds_writers.engines.transformers.engine import _load, _max_model_len
-    from actds_writers.engines.transformers.options import Options
 
     plain = _load(model, Options())
     assert _max_model_len(plain, Options()) == 1024
     assert _max_model_len(plain, Options(max_model_len=99)) == 99
-    with pytest.raises(ActdsError, match="E009 --engine max_model_len"):
+    with pytest.raises(ActdsError, match="E009 --engine-arg max_model_len"):
         _max_model_len(plain, Options(max_model_len=1025))

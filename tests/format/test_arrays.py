@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from actds.errors import ActdsError
 from actds.format import canonical
-from actds.format.array_metadata import DTYPES
 from actds.format.arrays import (
+    DTYPES,
     ArrayReader,
     array_metadata,
     as_ml_dtypes,

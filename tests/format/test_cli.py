@@ -36,18 +36,66 @@ def dataset(original: Path, tmp_path: Path) -> Path:
     return shutil.copytree(original, tmp_path / "d")
 
 
-@pytest.mark.standard
-def test_help_loads_nothing_heavy() -> None:
+HEAVY = (
+    "torch pyarrow numpy zarr vllm datasets pydantic rich duckdb scipy jinja2 ml_dtypes numcodecs"
+)
+
+
+def loaded(*args: str) -> str:
+    """Return which heavy modules, and which modules of commands, a command loads."""
     script = (
         "import sys; from actds.cli import cli\n"
-        "cli(['--help'], standalone_mode=False)\n"
-        "print([m for m in ('torch','pyarrow','numpy','zarr','vllm','datasets','pydantic')"
-        " if m in sys.modules])"
+        f"cli({list(args)!r}, standalone_mode=False)\n"
+        f"print([m for m in sys.modules if m in {HEAVY.split()!r}"
+        " or m.startswith(('actds_writers.cli.', 'actds_validators.cli.'))])"
     )
     told = subprocess.run(
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=True
     )
-    assert "info" in told.stdout and told.stdout.endswith("[]\n")
+    return told.stdout
+
+
+@pytest.mark.standard
+def test_help_loads_nothing_heavy_and_no_command_of_another_package() -> None:
+    told = loaded("--help")
+    assert re.search(r"^  validate +Check a dataset before training on it\.$", told, re.MULTILINE)
+    assert told.endswith("\n[]\n")
+
+
+def test_the_list_of_commands_says_what_their_help_says() -> None:
+    from actds_validators.cli import SUMMARIES as validators
+    from actds_writers.cli import SUMMARIES as writers
+
+    ctx = click.Context(cli)
+    for name, summary in (validators | writers).items():
+        command = cli.get_command(ctx, name)
+        assert command is not None and command.help is not None
+        assert command.help.splitlines()[0] == summary
+    assert {*validators, *writers} == set(cli.list_commands(ctx)) - set(cli.commands)
+
+
+def test_what_is_mistyped_gets_a_suggestion() -> None:
+    for args, words in (
+        (("validte", "d"), "Did you mean 'validate'?"),
+        (("info", "d", "--jsn"), "--json"),
+        (("frobnicate",), "No such command 'frobnicate'."),
+    ):
+        told = run(*args)
+        assert (told.exit_code, told.stdout) == (2, "") and words in told.stderr
+    assert "Did you mean" not in run("frobnicate").stderr
+
+
+@pytest.mark.parametrize("name", ["info", "explain", "schema", "seal", "recompress", "validate"])
+def test_help_ends_with_examples(name: str) -> None:
+    told = run(name, "--help").output
+    assert told.count(f"  actds {name}") >= 2 and "Examples:" in told
+
+
+@pytest.mark.parametrize("name", ["info", "seal", "recompress", "validate"])
+def test_a_missing_path_says_so(name: str, tmp_path: Path) -> None:
+    told = run(name, tmp_path / "nope")
+    assert told.exit_code == 3
+    assert f"E101 {tmp_path / 'nope'}: no such path; expected a dataset." in told.output
 
 
 @pytest.mark.standard
@@ -187,7 +235,20 @@ def test_every_code_can_be_explained() -> None:
         assert told.exit_code == 0
         for words in (code, entry.title, entry.meaning, entry.next_step, entry.clause):
             assert words in told.output
-    assert json.loads(run("explain", "--json").output).keys() == CODES.keys()
+    assert json.loads(run("explain", "--json").output)["codes"].keys() == CODES.keys()
+
+
+def test_json_means_the_same_in_every_command(original: Path, dataset: Path) -> None:
+    for args, form in (
+        (("info", original), ("actds.info", "1")),
+        (("explain",), ("actds.explain", "1")),
+        (("explain", "E203"), ("actds.explain", "1")),
+        (("seal", dataset), ("actds.seal", "0.1")),
+        (("recompress", dataset), ("actds.recompress", "1")),
+        (("validate", original), ("actds.validate", "1")),
+    ):
+        document = json.loads(run(*args, "--json").stdout)
+        assert (document["format"], document["version"]) == form, args
 
 
 def test_schemas_are_printed_and_written(tmp_path: Path) -> None:

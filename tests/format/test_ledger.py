@@ -14,8 +14,8 @@ from test_store import full_disk
 from actds.errors import ActdsError
 from actds.format import canonical
 from actds.ledger import Chain, fence, read_chain, read_ledger
-from actds.schema.v0_1 import FileEntry, PartBody
-from actds.store import LocalStore
+from actds.schema import FileEntry, PartBody
+from actds.store.local import LocalStore
 
 DATASET = "0" * 32
 

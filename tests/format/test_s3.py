@@ -19,7 +19,7 @@ pytest.importorskip("moto", reason="needs moto's S3 server")
 import actds
 from actds.errors import ActdsError
 from actds.ledger import Chain, fence, read_ledger
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import TEMPORARY, Store, file_sha256, open_for_writing, open_store
 from actds.store.s3 import S3Store
 from actds_testing.s3_server import Exchange, proxy
@@ -284,8 +284,8 @@ def test_a_repeated_put_does_not_take_another_object_for_its_own(
 def test_a_store_that_does_not_answer_is_given_up_with_the_reason(
     root: str, server: int, monkeypatch: Environment
 ) -> None:
-    monkeypatch.setattr("actds.store.s3_client.PATIENCE_S", 0.3)
-    monkeypatch.setattr("actds.store.s3_client.FIRST_PATIENCE_S", 0.3)
+    monkeypatch.setattr("actds.store.s3.PATIENCE_S", 0.3)
+    monkeypatch.setattr("actds.store.s3.FIRST_PATIENCE_S", 0.3)
     statuses = [503, 403]
 
     def refuse(exchange: Exchange) -> None:

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import actds
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import canonical, layout, tables
-from actds.format.shard import commit_part
 from actds.ledger import Chain, fence
 from actds.reading import Catalog
-from actds.schema.v0_1 import RunBody
-from actds.seal import seal
-from actds.store import LocalStore
+from actds.schema import RunBody
+from actds.sealing import seal
+from actds.store.local import LocalStore
 from actds_testing import forge
 from actds_testing.synthetic import make_dataset
 

@@ -11,20 +11,13 @@ import pytest
 from test_store import full_disk
 
 from actds import schema
+from actds.commit import ShardRows, commit_part, commit_shard
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.shard import (
-    Shard,
-    ShardRows,
-    commit_part,
-    commit_shard,
-    files_root,
-    row_order,
-    row_set_sha256,
-)
+from actds.format.shard import Shard, files_root, row_order, row_set_sha256
 from actds.ledger import Chain, read_chain
-from actds.schema.v0_1 import ShardManifest
-from actds.store import LocalStore
+from actds.schema import ShardManifest
+from actds.store.local import LocalStore
 
 N = 700
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from actds.errors import ActdsError
-from actds.store import TEMPORARY, LocalStore, file_sha256, open_store
+from actds.store import TEMPORARY, file_sha256, open_store
+from actds.store.local import LocalStore
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from test_arrays import reader, write
 from zarr.storage import LocalStore
 
 from actds import zarr_plugin
-from actds.format.array_metadata import array_metadata
-from actds.format.arrays import group_metadata
+from actds.format.arrays import array_metadata, group_metadata
 from actds.format.codec import MAX_BLOCK_NBYTES
 from actds.zarr_plugin import BFloat16, FrameBlosc, FrameBloscCodec
 

@@ -16,7 +16,7 @@ import pytest
 from actds.accounting import account as accounting
 from actds.errors import CODES
 from actds.format import arrays, canonical, codec, tables
-from actds.format.array_metadata import MAX_CHUNK_NBYTES
+from actds.format.arrays import MAX_CHUNK_NBYTES
 from actds.format.shard import row_set_sha256
 from actds_testing.places import ROOT
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from actds.errors import CODES
+from actds.errors import CODES, ActdsError, Finding
 from actds.format import canonical
-from actds.reading import Catalog
+from actds.reading import Catalog, read_dataset
 from actds.store import open_store
 from actds_testing.places import VECTORS
 from actds_validators.validate.validation import Validation, validate
@@ -101,3 +101,20 @@ def test_valid_vector_documents_are_canonical() -> None:
     for path in (VECTORS / "valid").rglob("*.json"):
         data = path.read_bytes()
         assert canonical.dump(canonical.parse(data, path.name)) == data
+
+
+@pytest.mark.parametrize("vector", INVALID, ids=lambda vector: vector.name)
+def test_strict_reading_raises_the_first_finding_of_the_reader(
+    vector: Path, tmp_path: Path
+) -> None:
+    store = open_store(unpack(vector, tmp_path / "dataset"))
+    try:
+        found = [finding for _, finding in read_dataset(store).findings]
+    except ActdsError as error:  # a dataset of which nothing can be read
+        found = [Finding.from_error(error)]
+    if not found:
+        assert list(Catalog.read(store).findings) == []
+        return
+    with pytest.raises(ActdsError) as raised:
+        Catalog.read(store)
+    assert Finding.from_error(raised.value) == found[0]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import actds
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.shard import commit_part
 from actds.ledger import Chain
 from actds.load.dataset import Dataset
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing import synthetic
 from actds_testing.schedules import Schedule, simulate

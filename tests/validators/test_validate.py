@@ -13,11 +13,11 @@ import click.testing
 import numpy as np
 import pytest
 
-import actds.format.shard
+import actds.commit
 from actds.cli import cli
 from actds.format import tables
 from actds.format.readouts import Readouts
-from actds.seal import seal
+from actds.sealing import seal
 from actds_testing import synthetic
 from actds_testing.places import VECTORS
 from actds_testing.schedules import simulate
@@ -222,7 +222,7 @@ def test_refuses_rows_without_provenance(tmp_path: Path) -> None:
 def test_finds_a_shard_that_claims_to_be_shuffled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actds.format.shard, "row_order", lambda n, seed: np.arange(n))
+    monkeypatch.setattr(actds.commit, "row_order", lambda n, seed: np.arange(n))
     path = make_dataset(tmp_path / "d", n_requests=12, rows_per_shard=1000)
     found = validate(path, "standard")
     assert codes(found) == {"E415"}, lines(found)
@@ -362,7 +362,7 @@ def test_json_says_the_same_under_its_schema(copy_dataset: Copy) -> None:
     (path / "stray.txt").write_text("x")
     document = json.loads(run(str(path), "--json", "--strict").stdout)
     found = validate(path)
-    assert document["schema"] == "actds.validate/1"
+    assert (document["format"], document["version"]) == ("actds.validate", "1")
     assert (document["ok"], document["exit_code"], document["strict"]) == (False, 1, True)
     assert document["totals"] == found.totals
     assert document["runs"] == found.runs

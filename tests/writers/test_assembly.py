@@ -28,15 +28,16 @@ def step(
     )
 
 
-def rows_for(message: StepRows) -> np.ndarray:
+def rows_for(message: StepRows) -> tuple[np.ndarray]:
     """Return one hook of one channel whose value is the row's place in the step."""
-    return np.arange(len(message.positions), dtype=np.uint16)[None, :, None]
+    return (np.arange(len(message.positions), dtype=np.uint16)[None, :, None],)
 
 
 def stored(slices: dict, phase: str) -> list[tuple[int, int, int]]:
     """Return (request, position, value) of the rows of a phase."""
     piece = slices[phase]
-    values = piece.rows[0, :, 0] if piece.select is None else piece.rows[0, piece.select, 0]
+    (rows,) = piece.rows
+    values = rows[0, :, 0] if piece.select is None else rows[0, piece.select, 0]
     return list(
         zip(piece.columns["request"].tolist(), piece.columns["position"].tolist(),
             values.tolist(), strict=True)

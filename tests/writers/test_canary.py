@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 
 import actds
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.shard import commit_part
 from actds.ledger import Chain
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
 from actds_validators.validate.validation import validate
-from actds_writers.harvest import canary_compare as compare
+from actds_writers.harvest import canary as compare
 from actds_writers.harvest.canary import Share
+from actds_writers.harvest.run import HarvestResult
+from actds_writers.monitor.progress import Observer
 
 N_REQUESTS, LENGTH, D_MODEL = 6, 40, 64
 
@@ -148,23 +150,30 @@ def test_validate_refuses_canaries(changes: dict[str, Any], code: str, copy_data
     assert found[0].startswith(f"{code} canary/")
 
 
+class Heard(Observer):
+    def __init__(self) -> None:
+        self.results: list[HarvestResult] = []
+
+    def ended(self, result: HarvestResult) -> None:
+        self.results.append(result)
+
+
 @pytest.mark.engine
 def test_a_capture_that_mixes_requests_up_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real engine of this process hands two requests each other's rows; the replay does not."""
-    from actds_writers.config import WriteOptions
     from actds_writers.engines.transformers.worker import Capture
-    from actds_writers.harvest.run import write
 
     after_step = Capture.after_step
 
     def mixing(self: Any, step: int, finished: Any, columns: Any, *more: Any) -> None:
-        rows = self._buffers.rows.clone()
+        (block,) = self.buffers.blocks
+        rows = block.clone()
         width = columns.width
         # Requests 0 and 1 of the batch, whose prompts have the same length.
-        self._buffers.rows[:, :width] = rows[:, width : 2 * width]
-        self._buffers.rows[:, width : 2 * width] = rows[:, :width]
+        block[:, :width] = rows[:, width : 2 * width]
+        block[:, width : 2 * width] = rows[:, :width]
         after_step(self, step, finished, columns, *more)
 
     monkeypatch.setattr(Capture, "after_step", mixing)
@@ -176,15 +185,16 @@ def test_a_capture_that_mixes_requests_up_fails_the_run(
         [{"id": f"q{i}", "prompt": f"{i}{i} and {i} ".ljust(20, "xyzw"[i])} for i in range(4)],
     )
     out = tmp_path / "acts"
-    options = WriteOptions(
-        out=out, model=model, prompts=str(prompts), hooks="resid_post:1,2", max_tokens=4,
-        temperature=0.0, seed=0, engine={"max_num_seqs": 4}, resume=False, skip_broken=False,
-        order="permuted", rows_per_shard=None, ring_mib=1, store_dtype=None, overflow="block",
-        staging_mib=1, readouts=False, probes=None, writer="transformers", canary="100%",
-        quiet=True,
-    )  # fmt: skip
+    observer = Heard()
     with pytest.raises(ActdsError, match="E418") as caught:
-        write(options)
+        actds.write(
+            out=out, model=model, prompts=prompts, hooks="resid_post:1,2", max_tokens=4,
+            engine="transformers", engine_args={"max_num_seqs": 4}, ring_mib=1, staging_mib=1,
+            readouts=False, canary="100%", observer=observer,
+        )  # fmt: skip
+    # The result is told before the error, and the error is not lost with it.
+    [result] = observer.results
+    assert result.canary is not None and result.canary.n_foreign
     assert "request 0" in caught.value.place
     # The evidence is sealed, and the gate refuses it.
     dataset = actds.open(out)

@@ -9,7 +9,8 @@ import torch
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts, compute, matrix
 from actds_writers.capture import op as capture
-from actds_writers.capture.streams import StreamForm
+from actds_writers.capture.hooks import StreamForm
+from actds_writers.ipc.messages import HookSpec
 
 
 class Layer(torch.nn.Module):
@@ -46,15 +47,14 @@ def installed(
     directions: np.ndarray | None = None,
     form: StreamForm = "unverified",
 ) -> capture.HookBuffers:
+    stored = next(name for name, one in capture.TORCH_TYPES.items() if one == dtype)
     return capture.install(
         model,
-        layers,
+        [HookSpec(f"resid_post.{n}", "resid_post", n, 8, stored) for n in layers],
         max_rows=16,
-        d_model=8,
-        dtype=dtype,
         device=torch.device("cpu"),
         form=form,
-        directions=directions,
+        directions=None if directions is None else list(directions),
     )
 
 
@@ -71,8 +71,8 @@ def test_the_buffers_hold_the_residual_stream_after_each_layer(split: bool, comp
             run(hidden)
         assert buffers.seen.tolist() == [n, n]
         after_first = hidden * 1.5
-        assert torch.allclose(buffers.rows[0, :n], after_first)
-        assert torch.allclose(buffers.rows[1, :n], after_first * 2.5 * 3.5)
+        assert torch.allclose(buffers.rows[0][:n], after_first)
+        assert torch.allclose(buffers.rows[1][:n], after_first * 2.5 * 3.5)
 
 
 def test_a_hook_that_did_not_run_has_seen_nothing() -> None:
@@ -88,7 +88,7 @@ def test_a_cast_rounds_to_nearest_even() -> None:
     buffers = installed(model, [0], torch.bfloat16)
     hidden = torch.randn(4, 8)
     model(hidden)
-    assert torch.equal(buffers.rows[0, :4], (hidden * 1.5).to(torch.bfloat16))
+    assert torch.equal(buffers.rows[0][:4], (hidden * 1.5).to(torch.bfloat16))
 
 
 def test_a_layer_that_does_not_exist_is_named() -> None:
@@ -155,7 +155,7 @@ def test_readouts_are_those_of_the_stored_rows(dtype: torch.dtype, compiled: boo
         with torch.no_grad():
             run(torch.randn(n, 8))
         for hook in range(2):
-            rows = buffers.rows[hook, :n].float().numpy()
+            rows = buffers.rows[hook][:n].float().numpy()
             want = compute(rows, packed[hook])
             assert np.allclose(buffers.readouts[hook, :n].numpy(), want, rtol=1e-5, atol=1e-5)
             assert np.allclose(want[:, 9:], rows @ probes[hook].T, rtol=1e-5, atol=1e-5)

@@ -13,12 +13,11 @@ from actds import schema
 from actds.format import codec, layout
 from actds.ledger import Chain
 from actds.reading import Catalog
-from actds.schema.v0_1 import Genesis, Hook
-from actds.store import LocalStore
+from actds.schema import Genesis, Hook
+from actds.store.local import LocalStore
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.shards.buffers import TOKEN_COLUMNS, ShardBuffer, Slice
-from actds_writers.shards.committer import CommitPlan, Committer
-from actds_writers.shards.raw_fallback import RETRY_AFTER, RawFallback
+from actds_writers.shards.assembly import TOKEN_COLUMNS, ShardBuffer, Slice
+from actds_writers.shards.committer import RETRY_AFTER, CommitPlan, Committer, RawFallback
 
 D_MODEL, ROWS_PER_SHARD = 16, 32
 HOOK = HookSpec("resid_post.1", "resid_post", 1, D_MODEL, "bfloat16")
@@ -97,7 +96,7 @@ class Loop:
         columns = {name: (number % 256).astype(kind) for name, kind in TOKEN_COLUMNS.items()}
         columns["request"] = number.astype(np.uint32)
         rows = np.repeat((number + 1).astype(np.uint16)[:, None], D_MODEL, axis=1)[None]
-        self.buffer.append(Slice(self.n_shards, rows, None, columns))
+        self.buffer.append(Slice(self.n_shards, (rows,), None, columns))
         self.n_shards += 1
 
     def shard(self) -> None:
@@ -184,7 +183,8 @@ def test_rows_of_steps_that_are_not_durable_are_no_part_of_a_shard(tmp_path: Pat
     def fill(steps: range) -> None:
         for step in steps:
             columns = {name: np.full(3, step, kind) for name, kind in TOKEN_COLUMNS.items()}
-            buffer.append(Slice(step, np.full((1, 3, D_MODEL), step, np.uint16), None, columns))
+            rows = np.full((1, 3, D_MODEL), step, np.uint16)
+            buffer.append(Slice(step, (rows,), None, columns))
 
     fill(range(5, 9))
     buffer.keep_through(8)

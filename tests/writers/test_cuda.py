@@ -16,7 +16,7 @@ import torch
 
 import actds
 from actds.format.readouts import Readouts, compute, matrix
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import (
     GENERATED,
@@ -28,8 +28,7 @@ from actds_testing.synthetic_engine import (
 from actds_validators.validate.validation import validate
 from actds_writers.capture import op as capture
 from actds_writers.capture.transfer import Copier, Mark
-from actds_writers.ipc.link import Policy
-from actds_writers.ipc.messages import ClientFacts
+from actds_writers.ipc.messages import ClientFacts, HookSpec
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: run 'make cuda' where there is one"
@@ -71,13 +70,11 @@ def test_a_cuda_graph_replays_the_capture(with_readouts: bool, compiled: bool) -
     packed = matrix(Readouts(8, seed=1), None, 2, d_model)
     buffers = capture.install(
         model,
-        [0, 2],
+        [HookSpec(f"resid_post.{n}", "resid_post", n, d_model, "bfloat16") for n in (0, 2)],
         max_rows=64,
-        d_model=d_model,
-        dtype=torch.bfloat16,
         device=torch.device("cuda"),
         form="sum",
-        directions=packed if with_readouts else None,
+        directions=list(packed) if with_readouts else None,
     )
     run = torch.compile(model, fullgraph=True) if compiled else model
     fed = torch.randn(n, d_model, device="cuda", dtype=torch.bfloat16)
@@ -131,7 +128,7 @@ def test_a_copier_waits_for_the_engine_and_not_the_engine_for_it() -> None:
 
 
 @pytest.mark.parametrize("policy", ["block", "drop_oldest", "drop_newest"])
-def test_rows_on_a_gpu_reach_the_dataset_under_pressure(policy: Policy, tmp_path: Path) -> None:
+def test_rows_on_a_gpu_reach_the_dataset_under_pressure(policy: str, tmp_path: Path) -> None:
     out = tmp_path / "acts"
     with pipeline_for(out, policy, readouts=Readouts(8, seed=2)) as pipeline:
         engine = SyntheticEngine(pipeline, "cuda")

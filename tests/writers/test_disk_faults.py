@@ -14,7 +14,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.faulty_disk import FaultyDisk, unavailable, wait_until
@@ -24,14 +24,13 @@ from actds_testing.tiny import make_tiny_model
 from actds_validators.validate.validation import validate
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.recover import recover
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import ClientFacts
+from actds_writers.policies import POLICIES
 
 pytestmark = pytest.mark.full
 
 
-POLICIES: tuple[Policy, ...] = ("block", "drop_oldest", "drop_newest")
-DROPPING = POLICIES[1:]
+DROPPING = [name for name in POLICIES if name != "block"]
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 MAX_REQUESTS = 320
 """Requests that no test needs: one that serves so many is not getting where it should. The engine's
@@ -96,7 +95,8 @@ class Harness:
 
     def is_held_up(self) -> bool:
         """Return whether a step waits for room in the host ring, as it may under ``block``."""
-        return self.pipeline.link.policy == "block" and "ring" in self.engine.stages.waiting
+        waits = self.pipeline.link.settings.overflow == "block"
+        return waits and "ring" in self.engine.stages.waiting
 
     def end(self) -> None:
         """End a run that went well, and check that everything agrees."""
@@ -117,7 +117,7 @@ class Harness:
 
 
 @contextmanager
-def harness(disk: FaultyDisk, policy: Policy) -> Iterator[Harness]:
+def harness(disk: FaultyDisk, policy: str) -> Iterator[Harness]:
     with disk.injected():
         pipeline = pipeline_for(disk.folder, policy)
     with pipeline:
@@ -178,7 +178,7 @@ def positions(interval: dict[str, int]) -> set[tuple[int, int]]:
     return {(interval["request"], p) for p in range(interval["start"], interval["stop"])}
 
 
-def assert_policy_kept(run: Harness, dataset: actds.Dataset, policy: Policy) -> None:
+def assert_policy_kept(run: Harness, dataset: actds.Dataset, policy: str) -> None:
     """Assert that steps were lost under the drop policies only, and nothing waited under them.
 
     That the engine may wait for a thread of its own process is no matter of the disk.
@@ -195,9 +195,7 @@ def stages_that_stalled(dataset: actds.Dataset) -> set[str]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_slow_disk_slows_the_engine_or_costs_logged_steps(
-    disk: FaultyDisk, policy: Policy
-) -> None:
+def test_a_slow_disk_slows_the_engine_or_costs_logged_steps(disk: FaultyDisk, policy: str) -> None:
     with harness(disk, policy) as run:
         disk.throttle(SLOW_BYTES_PER_S)
         run.serve_until(lambda: run.is_held_up() or len(run.engine.drops) >= 60)
@@ -213,7 +211,7 @@ def test_a_slow_disk_slows_the_engine_or_costs_logged_steps(
 
 @pytest.mark.parametrize("policy", DROPPING)
 def test_a_stalled_disk_never_holds_up_an_engine_that_may_drop(
-    disk: FaultyDisk, policy: Policy
+    disk: FaultyDisk, policy: str
 ) -> None:
     with harness(disk, policy) as run:
         run.serve_gently_until(lambda: run.n_shards() >= 2)
@@ -263,7 +261,7 @@ def failed(run: Harness, code: str, words: str, place: str) -> None:
     assert caught.value.place.startswith(place)
 
 
-def lose_some(run: Harness, disk: FaultyDisk, policy: Policy) -> None:
+def lose_some(run: Harness, disk: FaultyDisk, policy: str) -> None:
     """Under a drop policy, go into the failure with losses behind."""
     run.serve_gently_until(lambda: run.n_shards() >= 2)
     if policy != "block":
@@ -273,7 +271,7 @@ def lose_some(run: Harness, disk: FaultyDisk, policy: Policy) -> None:
         run.engine.drain(run.pipeline)
 
 
-def assert_ends_accounted(run: Harness, disk: FaultyDisk, policy: Policy) -> None:
+def assert_ends_accounted(run: Harness, disk: FaultyDisk, policy: str) -> None:
     n_committed, n_manifests = run.n_shards(), len(list(run.out.glob("shards/*/shard.json")))
     run.serve(20)  # the engine is not held up by a writer that has failed
     run.end_failed()
@@ -284,7 +282,7 @@ def assert_ends_accounted(run: Harness, disk: FaultyDisk, policy: Policy) -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_full_disk_ends_the_run_with_what_was_committed(disk: FaultyDisk, policy: Policy) -> None:
+def test_a_full_disk_ends_the_run_with_what_was_committed(disk: FaultyDisk, policy: str) -> None:
     with harness(disk, policy) as run:
         lose_some(run, disk, policy)
         disk.fill(30_000)
@@ -303,7 +301,7 @@ def test_a_full_disk_ends_the_run_with_what_was_committed(disk: FaultyDisk, poli
     ],
 )
 def test_a_failing_disk_ends_the_run_with_what_was_committed(
-    disk: FaultyDisk, policy: Policy, fault: str, place: str
+    disk: FaultyDisk, policy: str, fault: str, place: str
 ) -> None:
     with harness(disk, policy) as run:
         lose_some(run, disk, policy)
@@ -365,7 +363,7 @@ def test_a_slow_disk_costs_a_real_engine_logged_steps_only(
     disk.throttle(1_000_000)
     dataset = h.harvest_alone(
         disk.folder, model, prompts, "--hooks", "resid_post:all", *h.TINY, *h.EAGER,
-        "--engine", "max_model_len=512", "--engine", "max_num_batched_tokens=128",
+        "--engine-arg", "max_model_len=512", "--engine-arg", "max_num_batched_tokens=128",
         "--rows-per-shard", "64", "--max-tokens", "48", "--overflow", "drop_newest",
         "--ring-mib", "1", "--staging-mib", "1",
         **disk.environment(),

@@ -7,26 +7,33 @@ from pathlib import Path
 import pytest
 
 from actds.errors import ActdsError
-from actds_writers.engines.options import (
-    OWNED,
-    REFUSED,
-    check_engine_options,
-    parse_engine_options,
-)
+from actds_writers.engines.base import engine_names, find_engine
+from actds_writers.engines.vllm import engine as vllm_engine
+from actds_writers.engines.vllm.engine import OWNED, REFUSED, VLLM, VllmOptions, refuse_options
 
 KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "revision"})
 
 
+@pytest.fixture(autouse=True)
+def known_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "argument_names", lambda: KNOWN)
+
+
+def parse(*items: str) -> dict[str, object]:
+    options = VLLM.parse(items)
+    assert isinstance(options, VllmOptions)
+    return options.arguments()
+
+
 def refusal(*items: str) -> ActdsError:
     with pytest.raises(ActdsError) as caught:
-        parse_engine_options(items, KNOWN)
+        VLLM.parse(items)
     return caught.value
 
 
 def test_values_are_json_where_they_can_be_and_strings_else() -> None:
     items = ["max-model-len=64", "enforce_eager=True", 'hf_overrides={"a": [1]}', "dtype=float32"]
-    options = parse_engine_options([*items, "swap=0.5", "revision = null"], KNOWN)
-    assert options == {
+    assert parse(*items, "swap=0.5", "revision = null") == {
         "max_model_len": 64,
         "enforce_eager": True,
         "hf_overrides": {"a": [1]},
@@ -45,7 +52,7 @@ def test_malformed_word_is_refused(item: str) -> None:
 
 def test_unknown_key_is_refused_with_the_nearest_name() -> None:
     error = refusal("max_model_length=64")
-    assert (error.code, error.place) == ("E009", "--engine max_model_length")
+    assert (error.code, error.place) == ("E009", "--engine-arg max_model_length")
     assert "max_model_len" in error.expected
 
 
@@ -82,13 +89,13 @@ def test_configuration_that_capture_cannot_account_for_is_refused_with_the_reaso
 ) -> None:
     error = refusal(item)
     key = item.split("=")[0].replace("-", "_")
-    assert (error.code, error.place) == ("E012", f"--engine {key}")
+    assert (error.code, error.place) == ("E012", f"--engine-arg {key}")
     assert REFUSED[key].reason in error.got
 
 
 def test_harmless_value_of_a_refused_option_passes() -> None:
     items = ["pipeline_parallel_size=1", "async_scheduling=false", "speculative_config=null"]
-    assert parse_engine_options(items, KNOWN) == {
+    assert parse(*items) == {
         "pipeline_parallel_size": 1,
         "async_scheduling": False,
         "speculative_config": None,
@@ -96,9 +103,9 @@ def test_harmless_value_of_a_refused_option_passes() -> None:
 
 
 def test_live_configuration_is_held_against_the_same_rules() -> None:
-    check_engine_options({"async_scheduling": False, "pipeline_parallel_size": 1, "other": 3})
-    with pytest.raises(ActdsError, match="E012 --engine async_scheduling"):
-        check_engine_options({"async_scheduling": True})
+    refuse_options({"async_scheduling": False, "pipeline_parallel_size": 1, "other": 3})
+    with pytest.raises(ActdsError, match="E012 --engine-arg async_scheduling"):
+        refuse_options({"async_scheduling": True})
 
 
 def test_every_option_that_has_a_rule_is_one_that_vllm_takes() -> None:
@@ -111,3 +118,23 @@ def test_every_option_that_has_a_rule_is_one_that_vllm_takes() -> None:
     engine_args = next(n for n in classes if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
     names = {ast.unparse(n.target) for n in engine_args.body if isinstance(n, ast.AnnAssign)}
     assert set(REFUSED) | set(OWNED) <= names
+
+
+def test_an_engine_that_nobody_registers_is_refused_with_the_nearest_name() -> None:
+    assert engine_names()[:2] == ["vllm", "transformers"]
+    assert [find_engine(name).name for name in engine_names()[:2]] == ["vllm", "transformers"]
+    with pytest.raises(ActdsError, match=r"E009.*'transformer'.*transformers"):
+        find_engine("transformer")
+
+
+def test_a_replay_runs_one_request_at_a_time_and_reuses_no_prefix() -> None:
+    given = VLLM.options({"max_num_seqs": 8, "enforce_eager": True})
+    alone = VLLM.alone(given)
+    assert isinstance(alone, VllmOptions)
+    assert alone.arguments() == {
+        "max_num_seqs": 1,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+    }
+    transformers = find_engine("transformers")
+    assert transformers.alone(transformers.options({"dtype": "float32"})).max_num_seqs == 1

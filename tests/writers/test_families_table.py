@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actds_testing.families import table
-from actds_writers.engines.vllm.families import VERIFIED
+from actds_writers.engines.vllm.worker import VERIFIED
 
 # GELU computed in another way; bfloat16, where rounding can send a token to another expert.
 BOUNDS = {"Bloom": 1e-3, "Qwen3-Next": 0.05}

@@ -13,14 +13,16 @@ import torch
 from actds.errors import ActdsError
 from actds_testing.tiny import make_random_model, make_tiny_model
 from actds_writers.capture import check as hook_check
-from actds_writers.capture import reference
-from actds_writers.capture.reference import (
+from actds_writers.capture import check as reference
+from actds_writers.capture.check import (
     NoReferenceError,
     load_reference,
-    states_after_layers,
+    reference_states,
     states_in_fresh_process,
 )
+from actds_writers.ipc.messages import HookSpec
 
+BOUND = {"resid_post.1": 1e-3}
 DRAW = np.random.default_rng(0)
 STATES = DRAW.normal(size=(4, 20, 16)).cumsum(axis=0).astype(np.float32)
 
@@ -29,7 +31,9 @@ def compared(
     rows: np.ndarray, layer: int = 1, limit: float = 1e-3, decoded: np.ndarray | None = None
 ) -> hook_check.HookCheck:
     name = f"resid_post.{layer}"
-    return hook_check.compare_with_forward({name: rows}, {name: layer}, STATES, limit, decoded)
+    hook = HookSpec(name, "resid_post", layer, 16, "float32")
+    states = {"resid_post": dict(enumerate(STATES))}
+    return hook_check.compare_with_forward({hook: rows}, states, {name: limit}, decoded)
 
 
 def test_rows_of_the_layer_pass_and_their_distance_is_on_record() -> None:
@@ -94,7 +98,7 @@ def test_one_row_of_another_position_is_seen_under_any_bound(limit: float) -> No
 
 
 def test_without_a_second_model_the_next_reader_decides_and_the_record_says_so() -> None:
-    found = hook_check.compare_with_next({"resid_post.1": 0.0}, 1e-3, 41, "it is too large")
+    found = hook_check.compare_with_next({"resid_post.1": 0.0}, BOUND, 41, "it is too large")
     said = json.loads(str(found.fact().value))
     assert said == {
         "against": "engine",
@@ -104,7 +108,7 @@ def test_without_a_second_model_the_next_reader_decides_and_the_record_says_so()
         "rows": 41,
     }
     with pytest.raises(ActdsError, match="E507"):
-        hook_check.compare_with_next({"resid_post.1": 0.5}, 1e-3, 41, "it is too large")
+        hook_check.compare_with_next({"resid_post.1": 0.5}, BOUND, 41, "it is too large")
 
 
 def test_bounds_follow_the_coarsest_type_on_the_way() -> None:
@@ -127,10 +131,10 @@ def test_the_reference_is_transformers_hidden_states_and_draws_no_random_number(
 ) -> None:
     model = load_reference(make_random_model(tmp_path / "m"), 100_000)
     before = torch.get_rng_state()
-    (states,) = states_after_layers(model, [[5, 6, 7, 8]])
+    states = reference_states(model, [[5, 6, 7, 8]])["resid_post"]
     assert torch.equal(torch.get_rng_state(), before)
     said = model(torch.tensor([[5, 6, 7, 8]]), output_hidden_states=True).hidden_states
-    assert states.shape == (4, 4, 64)
+    assert {layer: rows.shape for layer, rows in states.items()} == dict.fromkeys(range(4), (4, 64))
     assert np.allclose(states[1], said[2][0].detach().numpy())
     assert not np.allclose(states[3], said[4][0].detach().numpy())  # behind the final norm
 
@@ -138,9 +142,11 @@ def test_the_reference_is_transformers_hidden_states_and_draws_no_random_number(
 @pytest.mark.standard
 def test_a_fresh_process_computes_the_same_states_and_says_why_it_cannot(tmp_path: Path) -> None:
     folder, prompts = make_random_model(tmp_path / "m"), [[5, 6, 7, 8], [9]]
-    own = states_after_layers(load_reference(folder, 100_000), prompts)
+    own = reference_states(load_reference(folder, 100_000), prompts)["resid_post"]
     fresh = states_in_fresh_process(folder, 100_000, prompts, trust_remote_code=False)
-    assert all(np.array_equal(a, b) for a, b in zip(own, fresh, strict=True))
+    assert own[0].shape == (5, 64)
+    assert own.keys() == fresh["resid_post"].keys() == set(range(4))
+    assert all(np.array_equal(own[n], fresh["resid_post"][n]) for n in own)
     with pytest.raises(NoReferenceError, match=r"^transformers does not load it"):
         states_in_fresh_process(tmp_path / "nothing", 100_000, prompts)
 
@@ -174,4 +180,4 @@ class Scaled(torch.nn.Module):
 def test_layers_that_do_not_return_the_hidden_states_are_no_reference(tmp_path: Path) -> None:
     model = Scaled(load_reference(make_random_model(tmp_path / "m"), 100_000))
     with pytest.raises(NoReferenceError, match=r"hidden_states\[1\] is not what its layer 0"):
-        states_after_layers(model, [[5, 6, 7]])
+        reference_states(model, [[5, 6, 7]])

@@ -6,7 +6,7 @@ import pytest
 
 from actds.errors import ActdsError
 from actds_writers.capture.hooks import parse_hooks
-from actds_writers.config import model_config
+from actds_writers.model_folder import model_config
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from actds.errors import ActdsError
 from actds.format import layout
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 from actds_writers.census import journal as journal_module
 from actds_writers.census.journal import (
     KINDS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import secrets
@@ -19,9 +20,9 @@ import pytest
 import actds
 from actds.errors import ActdsError
 from actds.ledger import fence, read_ledger
-from actds.lock import lock_dataset
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
+from actds.store.local import lock_dataset
 from actds_testing.synthetic_engine import (
     GENERATED,
     HOOKS,
@@ -30,17 +31,15 @@ from actds_testing.synthetic_engine import (
     SyntheticEngine,
 )
 from actds_validators.validate.validation import validate
-from actds_writers.capture.hooks import HookPlace
+from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported
 from actds_writers.engines.vllm.scheduler import OWNERS_PER_BLOCK, SchedulerWitness
 from actds_writers.engines.vllm.worker import WorkerCapture
 from actds_writers.harvest.live import LiveRun, parse_live_settings
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.harvest.sampling import SamplingRules
 from actds_writers.ipc.link import Sender
-from actds_writers.ipc.messages import LeftOut
-from actds_writers.settings import WriterSettings
+from actds_writers.sampling import LeftOut, SamplingRules
 from actds_writers.shards.assembly import SpecialTokens
 
 pytestmark = pytest.mark.standard
@@ -54,16 +53,15 @@ def live_pipeline(out: Path, run: str) -> Pipeline:
     """Return the processes of one engine among several."""
     out.mkdir(exist_ok=True)
     settings = WriterSettings(
-        root=str(out), dataset=secrets.token_hex(16), run=run, resume=False, started_ns=1,
-        software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=40,
-        order="permuted", seed=3, n_threads=1, shared=True,
+        harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
+        dataset=secrets.token_hex(16), run=run, resume=False, started_ns=1, software="test",
+        facts=(), tokens=SpecialTokens(), rows_per_shard=40, n_threads=1, shared=True,
     )  # fmt: skip
     lock = lock_dataset(out, shared=True)
     try:
-        return Pipeline(
-            tuple((h.kind, h.layer) for h in HOOKS), None, "block", RING_NBYTES, settings,
-            os.getpid(), lock,
-        )  # fmt: skip
+        hooks = tuple((h.kind, h.layer) for h in HOOKS)
+        sizes = {"ring_nbytes": RING_NBYTES, "staging_nbytes": 0}
+        return Pipeline(settings, hooks, os.getpid(), lock, **sizes)
     finally:
         os.close(lock)
 
@@ -91,7 +89,7 @@ def wait_for(what: Any) -> Any:
 def chains(out: Path, run: str) -> dict[str, Any]:
     """Return the chains of a run by kind."""
     dataset = actds.schema.parse(
-        actds.schema.v0_1.Genesis, (out / "actds.json").read_bytes(), "actds.json"
+        actds.schema.Genesis, (out / "actds.json").read_bytes(), "actds.json"
     ).dataset
     found = read_ledger(open_store(out), dataset).values()
     return {state.kind: state for state in found if state.run == run}
@@ -243,9 +241,9 @@ def test_rules_reach_both_witnesses_and_the_processes_are_nobodys_descendants(
     engine.close()
     run.end("finished")
     assert {process.poll() for process in run._pipeline._processes.values()} == {0}
-    serving._compare_hooks(str(out), [HookPlace("resid_post", h.layer) for h in HOOKS])
+    serving.compare_hooks(str(out), HOOKS)
     with pytest.raises(ActdsError, match=r"E010.*resid_post\.7"):
-        serving._compare_hooks(str(out), [HookPlace("resid_post", 7)])
+        serving.compare_hooks(str(out), [dataclasses.replace(HOOKS[0], name="resid_post.7")])
     seal(open_store(out))
     dataset = clean(out)
     assert dataset.n_rows == 3 * N_POSITIONS + 3 * (GENERATED - 1)

@@ -18,14 +18,14 @@ from test_live import engine_config
 import actds
 from actds.errors import ActdsError
 from actds.format.readouts import NONE, readouts_of
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing.server import LANE, scrape
 from actds_testing.synthetic_engine import D_MODEL, GENERATED, HOOKS, PROMPT_LEN, SyntheticEngine
 from actds_validators.validate.validation import validate
 from actds_writers.engines.vllm import serving
 from actds_writers.harvest.live import LiveRun
-from actds_writers.ipc.messages import LeftOut
+from actds_writers.sampling import LeftOut
 
 pytestmark = pytest.mark.standard
 

@@ -20,15 +20,13 @@ from test_progress import COUNTED, NOW, WITH_LANE, WRITTEN, snapshot
 
 import actds
 from actds.errors import ActdsError
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.ipc.messages import ClientFacts
-from actds_writers.monitor.dashboard import format_line
 from actds_writers.monitor.meters import LATENCY_BUCKETS_S
 from actds_writers.monitor.metrics import serve_metrics
-from actds_writers.monitor.progress import Progress
-from actds_writers.monitor.snapshot import Snapshot, take_snapshot
+from actds_writers.monitor.progress import Progress, Snapshot, format_line, take_snapshot
 
 pytestmark = pytest.mark.standard
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from actds_writers.engines.vllm import check_run
-from actds_writers.engines.vllm.check_run import NextReaders
+from actds_writers.engines.vllm import check as vllm_check
+from actds_writers.engines.vllm.check import NextReaders
 
 D_MODEL, N_ROWS = 32, 20
 
@@ -89,7 +89,7 @@ def nothing(_runner: object) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_run, "eager", nothing)
+    monkeypatch.setattr(vllm_check, "eager", nothing)
 
 
 @pytest.mark.parametrize(

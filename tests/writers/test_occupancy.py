@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 
 from actds.format import tables
 from actds_writers.ipc.messages import Fact, Stall, StepRows, WorkerHello
-from actds_writers.monitor.meters import LATENCY_BUCKETS_S, CommitMeter, Meters
-from actds_writers.monitor.occupancy import EXACT_DEPTHS, Occupancy, depth_bin, occupancy_table
+from actds_writers.monitor.meters import (
+    EXACT_DEPTHS,
+    LATENCY_BUCKETS_S,
+    CommitMeter,
+    Meters,
+    Occupancy,
+    depth_bin,
+    occupancy_table,
+)
 
 
 def test_time_is_counted_at_the_depth_that_stood() -> None:

@@ -16,8 +16,9 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
+from actds.store.local import lock_dataset
 from actds_testing.faulty_disk import wait_until
 from actds_testing.recovery import shard_records
 from actds_testing.synthetic_engine import (
@@ -28,8 +29,6 @@ from actds_testing.synthetic_engine import (
     pipeline_for,
 )
 from actds_validators.validate.validation import validate
-from actds_writers.harvest.resume import lock_dataset
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import (
     ClientFacts,
     RequestArrived,
@@ -131,9 +130,7 @@ def test_a_second_run_is_refused_while_the_first_one_writes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("policy", ["drop_oldest", "drop_newest"])
-def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(
-    policy: Policy, tmp_path: Path
-) -> None:
+def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(policy: str, tmp_path: Path) -> None:
     out = tmp_path / "acts"
     with pipeline_for(out, policy) as pipeline:
         engine = SyntheticEngine(pipeline)

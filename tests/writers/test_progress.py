@@ -12,18 +12,20 @@ import pytest
 from rich.console import Console
 
 from actds.errors import ActdsError
+from actds.text import format_nbytes, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
-from actds_writers.monitor.dashboard import (
+from actds_writers.monitor.progress import (
     WIDTH,
+    Progress,
+    Snapshot,
+    Stage,
+    Totals,
     eta_s,
     format_line,
-    format_nbytes,
     format_screen,
-    format_seconds,
+    format_summary,
+    take_snapshot,
 )
-from actds_writers.monitor.progress import Progress
-from actds_writers.monitor.snapshot import Snapshot, Stage, take_snapshot
-from actds_writers.monitor.summary import Totals, format_summary
 
 SECOND = 10**9
 WRITTEN = WriterProgress(
@@ -110,6 +112,13 @@ def test_line_says_every_counter_and_rates_since_the_start() -> None:
         "20.0 s  128/256 requests  2,000 tokens/s  4.49 MB/s  39,000 rows  89.9 MB  "
         "12,345 cached  queues 2/15/1  0 dropped"
     )
+
+
+def test_line_says_what_is_left_where_the_total_is_known() -> None:
+    started = dataclasses.replace(NOW, elapsed_s=4.0, requests_done=0)
+    assert "  128/256 requests  16.0 s left  " in format_line(NOW, None, started)
+    nobody_knows = dataclasses.replace(NOW, requests_total=None)
+    assert "  128 requests  2,000 tokens/s" in format_line(nobody_knows, None, started)
 
 
 def test_rates_are_those_since_the_earlier_snapshot() -> None:

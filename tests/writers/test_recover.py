@@ -22,10 +22,9 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds.format import canonical, layout
 from actds.format.readouts import Readouts
-from actds.lock import lock_dataset
 from actds.reading import Catalog
-from actds.seal import seal
-from actds.store import LocalStore
+from actds.sealing import seal
+from actds.store.local import LocalStore, lock_dataset
 from actds_testing.recovery import (
     N_POSITIONS,
     accounts,
@@ -40,16 +39,15 @@ from actds_testing.recovery import (
     shard_records,
 )
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
-from actds_writers.harvest import recover as recover_module
+from actds_writers.harvest.prepare import finished_rows
 from actds_writers.harvest.recover import recover
-from actds_writers.harvest.resume import finished_rows
 from actds_writers.ipc.messages import ClientFacts
 
 pytestmark = pytest.mark.standard
 
 
 if TYPE_CHECKING:
-    from actds_writers.config import Plan
+    from actds_writers.harvest.prepare import Plan
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +289,7 @@ def test_the_command_says_what_it_found(copy: Path) -> None:
     assert "acknowledged rows" in told.output
     assert "--clear removes them" in told.output
     facts = json.loads(CliRunner().invoke(cli, ["recover", str(copy), "--json"]).output)
-    assert facts["schema"] == recover_module.SCHEMA
+    assert (facts["format"], facts["version"]) == ("actds.recover", "1")
     assert [run["outcome"] for run in facts["runs"]] == ["accounted"]
     assert facts["seal"] == 1
     assert facts["error"] is None

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from actds.cli import cli
 from actds.format.readouts import Readouts
-from actds.seal import seal
+from actds.sealing import seal
 from actds.store import open_store
 from actds.store.s3 import S3Store
 from actds_testing.recovery import (
@@ -28,15 +28,15 @@ from actds_testing.recovery import (
 )
 from actds_testing.s3_server import BUCKET, s3_environment
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
+from actds_writers.harvest.prepare import finished_rows
 from actds_writers.harvest.recover import recover
-from actds_writers.harvest.resume import finished_rows
 from actds_writers.ipc.messages import ClientFacts
 
 pytestmark = pytest.mark.standard
 
 
 if TYPE_CHECKING:
-    from actds_writers.config import Plan
+    from actds_writers.harvest.prepare import Plan
 
 N_PROMPTS = 30
 PROMPTS = prompts(N_PROMPTS)

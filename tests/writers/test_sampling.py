@@ -15,16 +15,14 @@ from test_census import arrived, finished, scheduled
 from actds.accounting.account import account
 from actds.format import tables
 from actds_writers.census.census import Census
-from actds_writers.harvest.sampling import Labels, SamplingRules, client_request_id
 from actds_writers.ipc.messages import (
-    EVERYTHING,
     ClientFacts,
-    LeftOut,
     Reference,
     RequestArrived,
     RequestFinished,
     StepLost,
 )
+from actds_writers.sampling import EVERYTHING, Labels, LeftOut, SamplingRules, client_request_id
 
 
 def rules(**fields: Any) -> SamplingRules:

@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -20,11 +21,11 @@ from actds.errors import ActdsError
 from actds.format import arrays
 from actds.format.readouts import Readouts
 from actds.reading import Catalog
-from actds.schema.v0_1 import REQUIRED_PROVENANCE
+from actds.schema import REQUIRED_PROVENANCE
 from actds.store import open_store
+from actds.text import format_nbytes
 from actds_testing.synthetic import make_dataset
 from actds_testing.synthetic_engine import (
-    D_MODEL,
     HOOKS,
     MAX_ROWS,
     RING_NBYTES,
@@ -32,18 +33,14 @@ from actds_testing.synthetic_engine import (
     pipeline_for,
 )
 from actds_writers.cli.plan import plan
+from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
-from actds_writers.monitor.dashboard import format_nbytes
-from actds_writers.settings import WriterSettings
-from actds_writers.shards import readout_log
-from actds_writers.shards.assembly import SpecialTokens
-from actds_writers.shards.buffers import TOKEN_COLUMNS
+from actds_writers.shards import logs
+from actds_writers.shards.assembly import TOKEN_COLUMNS, SpecialTokens
 from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
 from actds_writers.sizing import needs as sizing
-from actds_writers.sizing.capacity import MIB, capacity
-from actds_writers.sizing.load_profile import _overhead, read_profile, windows
-from actds_writers.sizing.machine import DEFAULTS, Machine, Rate, machine, measure
+from actds_writers.sizing.machine import DEFAULTS, MIB, Machine, Rate, capacity, machine, measure
 from actds_writers.sizing.needs import (
     MEASURED,
     Burst,
@@ -51,10 +48,14 @@ from actds_writers.sizing.needs import (
     Load,
     Overhead,
     Sizes,
+    Width,
     memory_bound,
+    overhead_of,
     peak_queue,
+    read_profile,
     stalled,
     stored_nbytes_per_token,
+    windows,
 )
 
 stages = pytest.importorskip("actds_writers.capture.stages", reason="needs torch")
@@ -70,7 +71,7 @@ def test_constants_are_those_of_the_stages() -> None:
     assert sizing.NARROW_STEPS == stages.NARROW_STEPS
     assert sizing.NARROW_NBYTES == stages.NARROW_NBYTES
     assert len(PHASES) + SPARE_BUFFERS == sizing.N_BUFFERS
-    assert sizing.READOUT_PART_NBYTES == readout_log.PART_NBYTES
+    assert sizing.READOUT_PART_NBYTES == logs.PART_NBYTES
     columns = sum(np.dtype(kind).itemsize for kind in TOKEN_COLUMNS.values())
     assert columns == sizing.TOKEN_COLUMNS_NBYTES
 
@@ -89,7 +90,7 @@ def test_memory_of_a_real_pipeline_is_the_predicted_one(
         pipeline.finish("finished")
         written = pipeline.written
     assert written is not None and written.memory_nbytes is not None
-    geometry = Geometry(len(HOOKS), D_MODEL, 2, readouts.width if readouts else 0)
+    geometry = Geometry.of(HOOKS, readouts.width if readouts else 0)
     link = pipeline.link
     sizes = Sizes(MAX_ROWS, 40, RING_NBYTES, link.staging_nbytes, link.lane_nbytes)
     bound = memory_bound(geometry, sizes)
@@ -100,14 +101,18 @@ def test_memory_of_a_real_pipeline_is_the_predicted_one(
 
 
 def test_memory_grows_with_every_option() -> None:
-    geometry, sizes = Geometry(2, 576, 2, 9), Sizes(8192, 65_536, 1 << 28)
+    geometry, sizes = Geometry((Width(576, 2),) * 2, 9), Sizes(8192, 65_536, 1 << 28)
     small = memory_bound(geometry, sizes).nbytes
     for change in ("max_step_rows", "rows_per_shard", "ring_nbytes"):
         more = dataclasses.replace(sizes, **{change: 2 * getattr(sizes, change)})
         assert memory_bound(geometry, more).nbytes > small, change
-    for change in ("n_hooks", "d_model", "itemsize", "n_readouts"):
-        wide = dataclasses.replace(geometry, **{change: 2 * getattr(geometry, change)})
-        assert memory_bound(wide, sizes).nbytes > small, change
+    for wide in (
+        Geometry(geometry.hooks + geometry.hooks, 9),
+        Geometry((Width(576, 2), Width(600, 2)), 9),
+        Geometry((Width(576, 2), Width(576, 4)), 9),
+        Geometry(geometry.hooks, 18),
+    ):
+        assert memory_bound(wide, sizes).nbytes > small, wide
 
 
 def test_rows_per_shard_keeps_the_buffers_within_their_budget() -> None:
@@ -128,9 +133,9 @@ def written_run(out: Path, *, d_model: int, n_rows: int, rows_per_shard: int) ->
     nbytes = len(hooks) * per_step * d_model * 2
     memory = ring.create(out.parent / "ring", nbytes)
     settings = WriterSettings(
-        root=str(out), dataset=secrets.token_hex(16), run="r-size", resume=False, started_ns=1,
-        software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard,
-        order="permuted", seed=3, n_threads=1,
+        harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
+        dataset=secrets.token_hex(16), run="r-size", resume=False, started_ns=1, software="test",
+        facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard, n_threads=1,
     )  # fmt: skip
     facts = tuple(
         Fact(name, "none" if name == "capture.readouts" else "test", "declared")
@@ -163,7 +168,9 @@ def test_bytes_on_disk_are_the_predicted_ones(tmp_path: Path) -> None:
     bits = (sample.view(np.uint32) >> 16).astype(np.uint16)
     ratio = bits.nbytes / arrays.encode_array(bits, "bfloat16").nbytes
     overhead = dataclasses.replace(MEASURED, ratio=ratio, request=0.0, step=0.0)
-    parts = stored_nbytes_per_token(Geometry(2, d_model, 2), overhead, LOAD, rows_per_shard)
+    parts = stored_nbytes_per_token(
+        Geometry((Width(d_model, 2),) * 2), overhead, LOAD, rows_per_shard
+    )
     assert found == pytest.approx(sum(parts.values()) * n_rows, rel=0.03)
     assert parts["rows"] == pytest.approx(2 * d_model * 2 / ratio)
     beside = sum(p.stat().st_size for p in out.glob("shards/*/tokens.parquet")) / n_rows
@@ -172,7 +179,7 @@ def test_bytes_on_disk_are_the_predicted_ones(tmp_path: Path) -> None:
 
 def test_readouts_and_census_are_counted_per_row_and_per_request() -> None:
     overhead = Overhead(2.0, 5.0, 100.0, 50.0, 4.0, 1_000.0, 500.0, "made up")
-    parts = stored_nbytes_per_token(Geometry(2, 100, 2, 9), overhead, LOAD, 1_000)
+    parts = stored_nbytes_per_token(Geometry((Width(100, 2),) * 2, 9), overhead, LOAD, 1_000)
     assert parts == {
         "rows": 200.0,
         "tokens": 5.0,
@@ -236,7 +243,12 @@ RATES = Machine(*(Rate(gbps, "given") for gbps in (10.0, 5.0, 1.0, 0.5)), n_thre
 def judged(load: Load, rates: Machine = RATES, **options: Any) -> Any:
     facts: dict[str, Any] = {"stall_s": 10.0}
     return capacity(
-        Geometry(2, 1_000, 2), Sizes(512, 65_536, 0), load, rates, MEASURED, **{**facts, **options}
+        Geometry((Width(1_000, 2),) * 2),
+        Sizes(512, 65_536, 0),
+        load,
+        rates,
+        MEASURED,
+        **{**facts, **options},
     )
 
 
@@ -312,7 +324,7 @@ def test_a_profile_of_nothing_is_refused(tmp_path: Path) -> None:
 def test_bytes_of_a_dataset_are_those_of_its_files(tmp_path: Path) -> None:
     store = open_store(make_dataset(tmp_path / "d", n_requests=12))
     catalog = Catalog.read(store)
-    found = _overhead(catalog, store, n_requests=12, n_steps=4)
+    found = overhead_of(catalog, store, n_requests=12, n_steps=4)
 
     def nbytes(pattern: str) -> int:
         sizes = [path.stat().st_size for path in (tmp_path / "d").glob(pattern)]
@@ -378,7 +390,8 @@ def test_page_and_json_say_the_same_and_fit_a_terminal() -> None:
 def test_options_that_follow_are_options_of_write() -> None:
     from actds_writers.cli.write import write
 
-    known = {name for option in write.params for name in option.opts}
+    options = write.get_params(click.Context(write))
+    known = {name for option in options for name in option.opts}
     told = json.loads(run(*MODEL, *RATE, "--json").output)["options"]
     assert {word for word in told if word.startswith("--")} <= known
 
@@ -416,7 +429,8 @@ def test_a_model_folder_says_size_and_type(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = json.loads(run("--model", tmp_path, *RATE, "--readouts", 0, "--json").output)
     assert facts["geometry"] == {
-        "n_hooks": 6, "d_model": 64, "itemsize": 4, "n_readouts": 0, "row_nbytes": 6 * 64 * 4,
+        "hooks": 6 * [{"d_model": 64, "itemsize": 4}], "n_hooks": 6, "n_readouts": 0,
+        "row_nbytes": 6 * 64 * 4,
     }  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from actds.errors import ActdsError
 from actds_testing.faulty_disk import wait_until
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import RingFree, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
+from actds_writers.policies import POLICIES
 
 pytestmark = pytest.mark.standard
 
@@ -31,14 +31,14 @@ def rows(step: int) -> StepRows:
 class Worker:
     """A handover with rings of a few steps, before a writer that answers when told."""
 
-    def __init__(self, policy: Policy, in_staging: int = 3, in_ring: int = 4) -> None:
+    def __init__(self, policy: str, in_staging: int = 3, in_ring: int = 4) -> None:
         self.writer, ours = Pipe()
         self.lost: list[tuple[int, str]] = []
         self.handover = Handover(
             ours,
             RingSpace(in_staging * NBYTES),
             RingSpace(in_ring * NBYTES),
-            policy,
+            POLICIES[policy],
             lambda step, reason: self.lost.append((step, reason)),
         )
         self.n = 0
@@ -76,7 +76,7 @@ def take_all(writer: Connection) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("policy", ["drop_oldest", "drop_newest"])
-def test_which_steps_a_policy_gives_up(policy: Policy) -> None:
+def test_which_steps_a_policy_gives_up(policy: str) -> None:
     worker = Worker(policy)
     if policy == "drop_oldest":
         for _ in range(10):

@@ -90,12 +90,12 @@ def test_resuming_what_is_no_dataset(model: Path, prompts: Path, tmp_path: Path)
 
 def test_an_engine_option_that_is_malformed(model: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "acts"
-    refused(write(out, model, prompts, "--engine", "nonsense"), "E009", out, "key=value")
+    refused(write(out, model, prompts, "--engine-arg", "nonsense"), "E009", out, "key=value")
 
 
 def test_an_engine_option_that_cannot_be_accounted_for(
     model: Path, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "acts"
-    option = ("--engine", "pipeline_parallel_size=2")
+    option = ("--engine-arg", "pipeline_parallel_size=2")
     refused(write(out, model, prompts, *option), "E012", out, "pipeline_parallel_size")

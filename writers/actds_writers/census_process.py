@@ -24,7 +24,7 @@ from actds import schema
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.ledger import Chain
-from actds.schema.v0_1 import CloseReason, Genesis
+from actds.schema import CloseReason, Genesis
 from actds.store import local_folder, open_store
 from actds_writers.census.census import Census
 from actds_writers.census.journal import (
@@ -36,10 +36,10 @@ from actds_writers.census.journal import (
     merged,
     remove_journal,
 )
+from actds_writers.config import CensusSettings
 from actds_writers.ipc.hub import Hub
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import ClientFacts, Done, Failed, Finish, Secure, Secured
-from actds_writers.settings import CensusSettings
 
 log = logging.getLogger("actds")
 POLL_S = 0.1

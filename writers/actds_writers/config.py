@@ -1,306 +1,400 @@
-"""The plan of a run: everything that can be checked before an engine starts.
+"""The settings of a harvest: each one's name, type, bounds, default and words, once.
 
-Stands before the token's way: from the command's arguments to settings, prompts and facts.
+The options of ``actds write`` and ``actds plan`` are made from these models, the fields are the
+keyword arguments of ``actds.write`` and ``actds.plan``, and what a server is given under ``actds``
+in ``--additional-config`` is read with one. The processes of a harvest get the model itself, so a
+new setting is a field here and the place that uses it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
-from actds_writers.capture.hooks import parse_hooks
-from actds_writers.capture.probes import plan_readouts
-from actds_writers.engines.base import WriterName
-from actds_writers.ipc.link import Policy
-from actds_writers.ipc.messages import Fact, PromptFact
-from actds_writers.prompts.encoding import (
-    Encoded,
-    chat_template_sha256,
-    encode,
-    load_tokenizer,
-    special_tokens,
-)
-from actds_writers.prompts.records import PromptSet, read_prompts
-from actds_writers.shards.assembly import SpecialTokens
-from actds_writers.sizing.needs import rows_per_shard
+from actds_writers.policies import POLICIES
+from actds_writers.sampling import SamplingRules
+
+if TYPE_CHECKING:
+    from actds_writers.ipc.messages import Fact
+    from actds_writers.shards.assembly import SpecialTokens
+
+__all__ = [
+    "CensusSettings",
+    "HarvestSettings",
+    "LiveSettings",
+    "Order",
+    "PlanSettings",
+    "WriteSettings",
+    "WriterSettings",
+    "explained",
+    "keywords_of",
+    "settings_of",
+]
 
 Order = Literal["permuted", "sequence"]
-HASH_CHUNK = 1 << 22
-UNKNOWN_LIMIT = 2**31
-LOOPBACK = "127.0.0.1"
-DEFAULT_RAW_MIB = 64
-"""Smaller shards spend their time in fsync, not in encoding: raw gains nothing there."""
+DTypeName = Literal["bfloat16", "float16", "float32"]
+
+MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class WriteOptions:
-    """The arguments of ``actds write``.
+def _text(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+Location = Annotated[
+    str,
+    BeforeValidator(_text),
+    Field(min_length=1, json_schema_extra={"format": "path"}),
+]
+
+
+def _policy(name: str) -> str:
+    if name not in POLICIES:
+        *names, last = map(repr, POLICIES)
+        raise ValueError(f"{', '.join(names)} or {last}")
+    return name
+
+
+Overflow = Annotated[
+    str, AfterValidator(_policy), Field(json_schema_extra={"enum": list(POLICIES)})
+]
+Folder = Annotated[Path, Field(strict=False)]
+Rate = Annotated[float, Field(gt=0)]
+
+
+class Settings(BaseModel):
+    """Fields that are checked as they are given: a string is no number, and nothing is ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the settings with these fields.
+
+        Raises:
+            ActdsError: E009 with the field, what it is and what it should be.
+        """
+        return settings_of(cls, fields, lambda key: key or cls.__name__, "E009")
+
+
+class HarvestSettings(Settings):
+    """What every harvest has, whether ``actds write`` feeds the engine or clients do."""
+
+    out: Location = Field(description="Dataset: a new folder, or a URI such as s3://bucket/name")
+    hooks: str = Field(
+        description="Places to capture: resid_post:10,20, resid_post:0-29, resid_post:all",
+    )
+    seed: int = Field(default=0, description="Seed of the engine and the row order")
+    store_dtype: DTypeName | None = Field(
+        default=None,
+        description="Store rows in another type than the model computes in; recorded as a cast",
+    )
+    order: Order = Field(default="permuted", description="Row order inside a shard")
+    rows_per_shard: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Default: 65536, fewer if memory is short"
+    )
+    overflow: Overflow = Field(
+        default="block",
+        description="When the ring is full: make the engine wait, or lose whole steps, recorded",
+    )
+    ring_mib: Annotated[int, Field(ge=1)] = Field(
+        default=256, description="Shared memory between engine and writer; two steps at least"
+    )
+    # Smaller shards spend their time in fsync, not in encoding: raw gains nothing there.
+    raw_mib: Annotated[int, Field(ge=0)] = Field(
+        default=64,
+        description="Write a shard raw when so much waits to be committed; 0 never. "
+        "See actds recompress",
+    )
+    staging_mib: Annotated[int, Field(ge=1)] = Field(
+        default=64, description="Memory on the device between model and transfer; one step at least"
+    )
+    readouts: bool = Field(
+        default=True,
+        description="Norm and 8 seeded projections of every computed row, also of those that "
+        "are lost",
+    )
+    probes: Location | None = Field(
+        default=None,
+        description="Probes to read out as well: .npy or .safetensors, (n_probes, d_model) per "
+        "hook",
+    )
+    check: bool = Field(
+        default=True,
+        description="Hold the hooks' rows of two short prompts against the model's own before "
+        "the first row",
+    )
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
+        default=None,
+        description="Serve Prometheus metrics at this port, 0 for a free one; needs actds[metrics]",
+    )
+    metrics_host: str = Field(
+        default="127.0.0.1",
+        description="Address of the metrics; they are open to whoever can reach it",
+    )
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Return the size of the host ring that is asked for."""
+        return self.ring_mib * MIB
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Return the size of the staging ring that is asked for."""
+        return self.staging_mib * MIB
+
+    @property
+    def raw_threshold_nbytes(self) -> int:
+        """Return the bytes that wait, from which shards are written raw; 0 never."""
+        return self.raw_mib * MIB
+
+
+class WriteSettings(HarvestSettings):
+    """A harvest that serves prompts: the options of ``actds write``."""
+
+    model: Folder = Field(description="Model folder: config.json, weights, tokenizer")
+    prompts: Location = Field(
+        description="JSONL, JSON, Parquet or text file, or hf:FOLDER. Records hold prompt, text "
+        "or messages",
+    )
+    engine: str = Field(
+        default="vllm",
+        description="Engine that runs the model: vllm, transformers for models that vLLM cannot "
+        "run, or one that another package registers",
+    )
+    engine_args: dict[str, Any] = Field(
+        default={},
+        description="An option of the engine; for vllm an argument of its EngineArgs",
+        json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
+    )
+    max_tokens: int = Field(default=128, description="Generated tokens per request at most")
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="Sampling temperature"
+    )
+    canary: str | None = Field(
+        default=None,
+        description="Replay so many requests alone after the harvest and compare: 0.1%, or a "
+        "number",
+        json_schema_extra={"metavar": "SHARE"},
+    )
+    resume: bool = Field(
+        default=False, description="Go on with OUT without redoing finished requests"
+    )
+    skip_broken: bool = Field(
+        default=False, description="Record broken prompt records and go on without them"
+    )
+
+
+class LiveSettings(SamplingRules, HarvestSettings):
+    """A harvest of a server's traffic: the value of ``actds`` in ``--additional-config``."""
+
+    hooks: Annotated[str, Field(min_length=1)] = Field(
+        description=HarvestSettings.model_fields["hooks"].description
+    )
+    overflow: Overflow = Field(
+        default="drop_newest", description=HarvestSettings.model_fields["overflow"].description
+    )
+    weights_digest: bool = Field(
+        default=True, description="Hash the weight files before the server starts"
+    )
+
+    def rules(self) -> SamplingRules:
+        """Return the sampling rules alone."""
+        return SamplingRules(**{name: getattr(self, name) for name in SamplingRules.model_fields})
+
+
+class PlanSettings(Settings):
+    """A harvest that is only sized: the options of ``actds plan``."""
+
+    model: Folder | None = Field(default=None, description="Model folder with config.json")
+    d_model: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Channels, without a model folder"
+    )
+    layers: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Layers, without a model folder"
+    )
+    hooks: str = Field(default="resid_post:all", description="Hooks, as of actds write")
+    dtype: DTypeName | None = Field(
+        default=None, description="Type of the stored rows. Default: the model's, else bfloat16"
+    )
+    readouts: Annotated[int, Field(ge=0)] = Field(
+        default=9, description="Numbers per row and hook beside the row; 0 for none"
+    )
+    prefill_rate: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Prompt tokens per second"
+    )
+    decode_rate: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Generated tokens per second"
+    )
+    bursts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(),
+        description="A load of FACTOR times the mean for SECONDS; may be repeated",
+        json_schema_extra={"option": "--burst", "metavar": "FACTOR:SECONDS"},
+    )
+    profile: Location | None = Field(
+        default=None,
+        description="Take rates, bursts and bytes from an earlier harvest",
+        json_schema_extra={"metavar": "DATASET"},
+    )
+    tokens_per_request: Rate | None = Field(
+        default=None, description="Computed tokens per request. Default: 512"
+    )
+    tokens_per_step: Rate | None = Field(default=None, description="Tokens per step. Default: 512")
+    tokens: int = Field(default=1_000_000_000, description="Tokens that are to be stored")
+    stall: Annotated[float, Field(ge=0)] = Field(
+        default=10.0, description="Seconds that the disk may stand still without a loss"
+    )
+    max_step_rows: Annotated[int, Field(ge=1)] = Field(
+        default=8192, description="Tokens of the largest step: vLLM's max_num_batched_tokens"
+    )
+    rows_per_shard: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Default: as of actds write"
+    )
+    ring_mib: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Judge this ring instead of proposing one"
+    )
+    staging_mib: Annotated[int, Field(ge=0)] = Field(
+        default=HarvestSettings.model_fields["staging_mib"].default,
+        description="Staging ring on the device; one step at least",
+    )
+    threads: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Threads that encode"
+    )
+    d2h_gbps: Rate | None = Field(
+        default=None, description="Rate from the device to the host, GB/s"
+    )
+    copy_gbps: Rate | None = Field(default=None, description="Rate of a memory copy, GB/s")
+    encode_gbps: Rate | None = Field(default=None, description="Rate of one encoding thread, GB/s")
+    disk_gbps: Rate | None = Field(default=None, description="Rate of hashed, synced writes, GB/s")
+    measure: Folder | None = Field(
+        default=None,
+        description="Measure the rates that are not given, here and on FOLDER's disk; takes "
+        "seconds",
+        json_schema_extra={"metavar": "FOLDER"},
+    )
+
+
+S = TypeVar("S", bound=BaseModel)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def settings_of(
+    model: type[S], fields: Mapping[str, Any], place: Callable[[str], str], code: str
+) -> S:
+    """Return settings, or say what is wrong with the first that is.
 
     Args:
-        out: where the dataset stands: a folder, or a URI.
-        model: model folder.
-        prompts: prompt source.
-        hooks: hook specification.
-        max_tokens: generated tokens per request at most.
-        temperature: sampling temperature.
-        seed: seed of the engine and of the row order.
-        engine: parsed engine options.
-        resume: whether to go on with ``out``.
-        skip_broken: whether broken prompt records are recorded and left out.
-        order: row order inside a shard.
-        rows_per_shard: rows per shard, ``None`` to choose by memory.
-        ring_mib: size of the host ring.
-        store_dtype: type to store rows in, ``None`` for the type the model computes in.
-        overflow: what happens to a step when the ring is full.
-        staging_mib: size of the staging ring.
-        readouts: whether every computed row leaves readouts.
-        probes: file of the user's probes, ``None`` without.
-        raw_mib: MiB that wait to be committed, from which shards are written raw; 0 never.
-        quiet: whether no progress is shown.
-        metrics_host: where metrics are served.
-        metrics_port: port of the metrics, 0 for a free one, ``None`` to serve none.
-        writer: which engine runs the model.
-        canary: share or number of the requests that are replayed alone, ``None`` for none.
-        check: whether the hooks are checked before the first row.
+        model: which settings.
+        fields: their values by name.
+        place: returns what an error names as its place, of a key or of none.
+        code: code of the error.
+
+    Raises:
+        ActdsError: with the key, what it is and what it should be.
+    """
+    unknown = sorted(set(map(str, fields)) - set(model.model_fields))
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], model.model_fields, n=2)
+        known = " or ".join(close) or f"one of {', '.join(sorted(model.model_fields))}"
+        got = "a key that is not known"
+        raise ActdsError(code, place(unknown[0][:80]), got=got, expected=known)
+    try:
+        return model.model_validate(dict(fields))
+    except ValidationError as error:
+        raise explained(error, place, code) from None
+
+
+def explained(error: ValidationError, place: Callable[[str], str], code: str) -> ActdsError:
+    """Return what pydantic says of the first bad value, as an error with place and next step."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    expected = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    value = first["input"]
+    got = str(value) if isinstance(value, Decimal) else repr(value)[:80]
+    if first["type"] == "missing":
+        got, expected = "nothing", "a value"
+    elif first["type"] == "extra_forbidden":
+        got, expected = "a key that is not known", "header or xarg, and values"
+    return ActdsError(code, place(key), got=got, expected=expected)
+
+
+def keywords_of(model: type[BaseModel]) -> Callable[[F], F]:
+    """Return a decorator that shows a model's fields as the keyword arguments of a function.
+
+    ``help`` and editors then name each with its type and default; they stand in the model only.
     """
 
-    out: str | Path
-    model: Path
-    prompts: str
-    hooks: str
-    max_tokens: int
-    temperature: float
-    seed: int
-    engine: dict[str, Any]
-    resume: bool
-    skip_broken: bool
-    order: Order
-    rows_per_shard: int | None
-    ring_mib: int
-    store_dtype: str | None
-    overflow: Policy
-    staging_mib: int = 64
-    readouts: bool = True
-    probes: Path | None = None
-    raw_mib: int = DEFAULT_RAW_MIB
-    quiet: bool = False
-    metrics_host: str = LOOPBACK
-    metrics_port: int | None = None
-    writer: WriterName = "vllm"
-    canary: str | None = None
-    check: bool = True
+    def decorate(function: F) -> F:
+        own = list(inspect.signature(function).parameters.values())
+        named = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        fields = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for p in inspect.signature(model).parameters.values()
+            if p.name not in {parameter.name for parameter in named}
+        ]
+        result = inspect.signature(function).return_annotation
+        shown = inspect.Signature(
+            sorted([*named, *fields], key=lambda p: p.kind), return_annotation=result
+        )
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run that is ready to start.
+class WriterSettings:
+    """What the writer process needs to know beside the settings of the harvest.
 
     Args:
-        hooks: ``(kind, layer)`` of each hook.
-        encoded: every prompt with its tokens, or its reason to be skipped.
-        client: where every request comes from.
+        harvest: the settings.
+        dataset: id for a new dataset.
+        run: id of the run.
+        resume: whether the dataset is there already.
+        started_ns: wall clock of the start.
+        software: program and version.
+        facts: provenance that only the command knows.
         tokens: ids that set row flags.
-        facts: provenance that the command knows.
-        rows_per_shard: rows per shard.
+        rows_per_shard: rows after which a shard is committed, at a step's end.
+        n_threads: threads that encode.
+        shared: whether other engines may write the dataset too; whoever is first begins it.
         readouts: value of ``capture.readouts``.
-        probes: the user's probes as the bytes of their file, ``None`` without.
     """
 
-    hooks: tuple[tuple[str, int], ...]
-    encoded: tuple[Encoded, ...]
-    client: tuple[PromptFact, ...]
-    tokens: SpecialTokens
+    harvest: HarvestSettings
+    dataset: str
+    run: str
+    resume: bool
+    started_ns: int
+    software: str
     facts: tuple[Fact, ...]
+    tokens: SpecialTokens
     rows_per_shard: int
-    readouts: str
-    probes: bytes | None
+    n_threads: int
+    shared: bool = False
+    readouts: str = NONE
 
 
-def make_plan(options: WriteOptions) -> Plan:
-    """Return the plan of a run; nothing is written and no engine started.
+@dataclass(frozen=True)
+class CensusSettings:
+    """What the census process needs to know; fields as in ``WriterSettings``.
 
-    Raises:
-        ActdsError: E001 to E003, E005, E007, E009, E015, with what to change.
+    Args:
+        root: where the dataset stands.
+        reserve_nbytes: disk space held back, so that a full disk can still be accounted for.
     """
-    config = model_config(options.model)
-    places = parse_hooks(options.hooks, int(config["num_hidden_layers"]))
-    prompts = read_prompts(options.prompts, "skip" if options.skip_broken else "error")
-    tokenizer = load_tokenizer(options.model)
-    encoded = encode(
-        prompts.prompts,
-        tokenizer,
-        _known_limit(options.engine.get("max_model_len"), config),
-        options.max_tokens,
-        "skip" if options.skip_broken else "error",
-    )
-    d_model, itemsize = int(config["hidden_size"]), 4
-    rows = options.rows_per_shard or rows_per_shard(len(places) * d_model * itemsize)
-    readouts, probes = NONE, None
-    if options.readouts:
-        hooks = [f"{place.kind}.{place.layer}" for place in places]
-        planned, probes = plan_readouts(options.seed, options.probes, hooks, d_model)
-        readouts = planned.as_field()
-    template = chat_template_sha256(prompts.prompts, tokenizer)
-    return Plan(
-        hooks=tuple((place.kind, place.layer) for place in places),
-        encoded=tuple(encoded),
-        client=_client(prompts, encoded),
-        tokens=special_tokens(tokenizer, _generation_eos(options.model)),
-        facts=(
-            *_facts(options, prompts, encoded, template, rows),
-            Fact("capture.readouts", readouts, "declared"),
-        ),
-        rows_per_shard=rows,
-        readouts=readouts,
-        probes=probes,
-    )
 
-
-def _known_limit(asked: object, config: dict[str, Any]) -> int:
-    """Return the positions per request as far as known; the engine has the last word later."""
-    if isinstance(asked, int) and asked > 0:
-        return asked
-    own = config.get("max_position_embeddings")
-    if asked is None and isinstance(own, int) and not config.get("rope_scaling"):
-        return own
-    return UNKNOWN_LIMIT
-
-
-def model_config(model: Path) -> dict[str, Any]:
-    """Return the parsed ``config.json`` of a model folder, the text part of a composed one.
-
-    Raises:
-        ActdsError: E005 when there is none or it lacks what capture needs.
-    """
-    path = model / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        words = error.strerror if isinstance(error, OSError) else str(error)
-        raise ActdsError(
-            "E005", str(model), got=f"config.json: {words}", expected="a model folder"
-        ) from None
-    text = dict(config.get("text_config", config))
-    fields = ("num_hidden_layers", "hidden_size")
-    if not all(isinstance(text.get(field), int) for field in fields):
-        text.update(_renamed(model))
-    for field in fields:
-        if not isinstance(text.get(field), int):
-            raise ActdsError(
-                "E005", f"{model} config.json", got=f"no {field}", expected="a decoder model"
-            )
-    return text
-
-
-def _renamed(model: Path) -> dict[str, int]:
-    """Return what a configuration calls by other names (``n_layer``, ``d_model``) or leaves out."""
-    try:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # no transformers, a family that it does not know, or a broken file
-    names = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
-    found = {name: getattr(config, name, None) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, int)}
-
-
-def weights_sha256(model: Path) -> str | None:
-    """Return the SHA-256 over the sorted 'name sha256' lines of the weight files.
-
-    ``None`` when the folder holds no weight file.
-
-    Spec: 0.1 section 6.1.
-    """
-    lines = []
-    for path in sorted(model.glob("*.safetensors")) + sorted(model.glob("*.bin")):
-        lines.append(f"{path.name} {_file_sha256(path)}\n")
-    return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else None
-
-
-def _file_sha256(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
-
-
-def _generation_eos(model: Path) -> list[int]:
-    path = model / "generation_config.json"
-    if not path.is_file():
-        return []
-    try:
-        eos = json.loads(path.read_bytes())["eos_token_id"]
-    except (ValueError, KeyError, TypeError):
-        return []  # the tokenizer's own EOS stands
-    return [eos] if isinstance(eos, int) else [int(token) for token in eos or []]
-
-
-def request_key(index: int) -> str:
-    """Return the id under which a prompt is added to the engine."""
-    return f"p{index}"
-
-
-def _client(prompts: PromptSet, encoded: list[Encoded]) -> tuple[PromptFact, ...]:
-    served = [
-        PromptFact(
-            request_key(e.prompt.index), e.prompt.external_id, e.prompt.source, e.prompt.row, e.skip
-        )
-        for e in encoded
-    ]
-    broken = [
-        PromptFact(request_key(s.index), s.external_id, s.source, s.row, s.reason)
-        for s in prompts.skips
-    ]
-    return tuple(sorted([*served, *broken], key=lambda prompt: prompt.source_row))
-
-
-def _facts(
-    options: WriteOptions, prompts: PromptSet, encoded: list[Encoded], template: str, rows: int
-) -> tuple[Fact, ...]:
-    """Return the provenance that only the command knows."""
-    source = prompts.source
-    tokenizer = options.model / "tokenizer.json"
-    skipped = len(prompts.skips) + sum(e.skip is not None for e in encoded)
-    declared: dict[str, bool | int | str] = {
-        "sampling.temperature": str(options.temperature),
-        "sampling.max_tokens": options.max_tokens,
-        "sampling.seed": options.seed,
-        "capture.method": "forward hook with one custom op per decoder layer",
-        "serving.mode": "offline",
-        "prompts.source": source.name,
-        "prompts.kind": source.kind,
-        "capture.overflow_policy": options.overflow,
-        "capture.order": options.order,
-        "capture.rows_per_shard": rows,
-        "capture.raw_threshold_nbytes": options.raw_mib << 20,
-        "capture.sampling": "all",
-    }
-    observed: dict[str, bool | int | str] = {
-        "tokenizer.chat_template_sha256": template,
-        "prompts.n_records": source.n_records,
-        "prompts.n_skipped": skipped,
-    }
-    facts = [Fact(name, value, "declared") for name, value in declared.items()]
-    facts += [Fact(name, value, "observed") for name, value in observed.items()]
-    facts.append(_or_unknown("prompts.sha256", source.sha256, source.sha256_reason))
-    facts.append(
-        _or_unknown(
-            "model.weights_sha256", weights_sha256(options.model), "the folder has no weight file"
-        )
-    )
-    digest = _file_sha256(tokenizer) if tokenizer.is_file() else None
-    facts.append(_or_unknown("tokenizer.sha256", digest, "the folder has no tokenizer.json"))
-    return tuple(facts)
-
-
-def _or_unknown(name: str, value: str | None, reason: str | None) -> Fact:
-    if value is None:
-        return Fact(name, None, "unknown", reason or "not known")
-    return Fact(name, value, "observed")
+    root: str
+    run: str
+    software: str
+    reserve_nbytes: int = 4 << 20

@@ -17,8 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import CloseReason
+from actds.schema import CloseReason
 from actds.store import open_for_writing
+from actds_writers.config import WriterSettings
 from actds_writers.ipc.hub import Hub
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
@@ -31,8 +32,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
     WriterProgress,
 )
-from actds_writers.settings import WriterSettings
-from actds_writers.shards.readout_log import LaneEnd
+from actds_writers.shards.logs import LaneEnd
 from actds_writers.shards.writer import Writer
 
 log = logging.getLogger("actds")
@@ -98,7 +98,7 @@ class WriterProcess:
     def _begin(self, hello: WorkerHello) -> Writer:
         path = self._link.probes_path
         writer = Writer(
-            open_for_writing(self._settings.root),
+            open_for_writing(self._settings.harvest.out),
             self._settings,
             hello,
             self._secure,

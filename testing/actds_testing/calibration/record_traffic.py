@@ -21,7 +21,6 @@ import string
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,9 +162,10 @@ def _spread(clock: Any, on: float, off: float, random: Any) -> Any:
 def harvest(r: Recording, folder: Path) -> Path:
     """Harvest the requests of a recording as they arrive; return the dataset."""
     from actds_testing.tiny import make_tiny_model
-    from actds_writers.config import WriteOptions, make_plan, request_key
-    from actds_writers.harvest import run as command
-    from actds_writers.harvest.destination import hold
+    from actds_writers.config import WriteSettings
+    from actds_writers.harvest.prepare import request_key
+    from actds_writers.harvest.run import Feed
+    from actds_writers.harvest.run import harvest as run
 
     model = make_tiny_model(folder / "model", n_layers=2, dtype="float32", tokenizer=True)
     wanted = requests(r)
@@ -177,44 +177,32 @@ def harvest(r: Recording, folder: Path) -> Path:
         "max_model_len": MAX_LEN, "max_num_batched_tokens": 512, "max_num_seqs": 64,
         "distributed_executor_backend": "uni", **dict(r.engine),
     }  # fmt: skip
-    options = WriteOptions(
-        out=folder / "acts", model=model, prompts=str(prompts), hooks="resid_post:1",
-        max_tokens=200, temperature=1.0, seed=r.seed, engine=engine, resume=False,
-        skip_broken=False, order="sequence", rows_per_shard=None, ring_mib=256, store_dtype=None,
-        overflow="block", readouts=False, quiet=True,
+    settings = WriteSettings(
+        out=str(folder / "acts"), model=model, prompts=str(prompts), hooks="resid_post:1",
+        max_tokens=200, temperature=1.0, seed=r.seed, engine_args=engine, order="sequence",
+        readouts=False,
     )  # fmt: skip
 
-    class Arriving(command._Run):
-        """A run whose prompts arrive while the engine steps."""
+    class Arriving(Feed):
+        """Prompts that arrive while the engine steps."""
 
-        def _feed(self, engine: Any) -> None:
-            plan = {e.prompt.index: e for e in self._queue}
+        def serve(self, engine: Any) -> None:
+            plan = {e.prompt.index: e for e in self.queue}
             todo = [(wanted[n], e) for n, e in sorted(plan.items())]
-            self._queue, step, leaving = [], 0, {}
-            while todo or self._live:
+            self.queue, step, leaving = [], 0, {}
+            while todo or self.live:
                 while todo and todo[0][0].at <= step:
                     one, encoded = todo.pop(0)
                     room = min(one.max_tokens, MAX_LEN - len(encoded.token_ids))
-                    self._add(engine, replace(encoded, max_tokens=room), engine.max_model_len)
+                    self.add(engine, replace(encoded, max_tokens=room))
                     leaving[request_key(encoded.prompt.index)] = one.cancel_at
-                gone = [key for key in self._live if leaving[key] <= step]
+                gone = {key for key in self.live if leaving[key] <= step}
                 if gone:
-                    engine.abort(gone)
-                    self._live.difference_update(gone)
-                    self._n_finished += len(gone)
-                for finished in engine.step() if self._live else []:
-                    self._live.discard(finished.key)
-                    self._n_finished += 1
-                    if finished.cached_tokens is not None:
-                        self._cached[finished.key] = finished.cached_tokens
-                self._pipeline.poll()
+                    self.abort(engine, gone)
+                self.step(engine)
                 step += 1
 
-    lock = hold(options.out)
-    try:
-        print(Arriving(options, make_plan(options), lock, time.monotonic()).harvest().summary)
-    finally:
-        os.close(lock)
+    print(run(settings, feed=Arriving).summary)
     return folder / "acts"
 
 
@@ -254,8 +242,8 @@ def keep_rows(out: Path) -> None:
         dataset = harvest_alone(
             Path(folder) / "acts", ROOT / "demo" / "model", some,
             "--hooks", f"resid_post:{REAL_HOOK}", "--max-tokens", "24",
-            "--engine", "dtype=float32", "--engine", "enforce_eager=true",
-            "--engine", "enable_prefix_caching=false", "--engine", "max_model_len=2048",
+            "--engine-arg", "dtype=float32", "--engine-arg", "enforce_eager=true",
+            "--engine-arg", "enable_prefix_caching=false", "--engine-arg", "max_model_len=2048",
         )  # fmt: skip
         found = dataset.readouts().sort_by([("request", "ascending"), ("position", "ascending")])
         projections = np.stack(found["projections"].to_numpy())[:, :N_PROJECTIONS]

@@ -63,7 +63,7 @@ def start(out: Path, model: Path, prompts: Path, before_exit: Callable[[], None]
         os.dup2(log, 1)
         os.dup2(log, 2)
         options = ("--hooks", "resid_post:1", "--rows-per-shard", "64", "--max-tokens", "24",
-                   "--engine", "max_num_seqs=4", "--engine", "max_model_len=512",
+                   "--engine-arg", "max_num_seqs=4", "--engine-arg", "max_model_len=512",
                    *h.TINY, *h.EAGER, *h.ALONE)  # fmt: skip
         sys.argv = h.command(out, model, prompts, *options)[2:]
         try:

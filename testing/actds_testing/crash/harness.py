@@ -28,7 +28,7 @@ import numpy as np
 import actds
 from actds.errors import ActdsError
 from actds.ledger import Chain
-from actds.schema.v0_1 import ShardBody
+from actds.schema import ShardBody
 from actds_testing import synthetic_engine
 from actds_testing.synthetic_engine import D_MODEL, HOOKS, SyntheticEngine, pipeline_for
 from actds_validators.validate.validation import validate

@@ -50,7 +50,7 @@ def harvest(family: Family, folder: Path) -> None:
         "actds", "write", str(folder / "acts"), "--model", str(folder / "model"),
         "--prompts", str(folder / "prompts.jsonl"), "--max-tokens", "6", "--no-readouts",
         "--hooks", "resid_post:" + ",".join(map(str, LAYERS)),
-        *(word for item in engine.items() for word in ("--engine", "=".join(item))),
+        *(word for item in engine.items() for word in ("--engine-arg", "=".join(item))),
     ]  # fmt: skip
     from actds.cli import main
 

@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds import schema
+from actds.commit import ShardRows, commit_part, commit_shard
 from actds.format import layout, tables
 from actds.format.readouts import NONE, Readouts
-from actds.format.shard import ShardRows, commit_part, commit_shard
 from actds.ledger import Chain
-from actds.schema.v0_1 import (
+from actds.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
     Hook,
@@ -31,8 +31,8 @@ from actds.schema.v0_1 import (
     RunBody,
     RunRecord,
 )
-from actds.seal import seal
-from actds.store import LocalStore
+from actds.sealing import seal
+from actds.store.local import LocalStore
 from actds_testing.simulate.assemble import HOOK, WALL_NS
 from actds_testing.simulate.losses import Truth
 from actds_testing.simulate.run import Simulated, simulate

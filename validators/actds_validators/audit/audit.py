@@ -19,7 +19,7 @@ import pyarrow as pa
 import actds
 from actds.errors import ActdsError
 from actds.reading import Catalog
-from actds.seal import check_provenance
+from actds.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.audit.accounting import account_run, accounting
 from actds_validators.audit.bands import bands_of

@@ -86,6 +86,8 @@ def replaced(path: Path) -> Iterator[Path]:
         yield temporary
         if temporary != target:
             os.replace(temporary, target)
+    except ActdsError:
+        raise
     except OSError as error:
         raise unwritable(path, error.strerror or str(error)) from error
     finally:

@@ -26,7 +26,8 @@ from actds.format import layout, tables
 from actds.format.shard import TOKENS
 from actds.format.tables import TableName
 from actds.reading import Catalog
-from actds.store import LocalStore, file_sha256
+from actds.store import file_sha256
+from actds.store.local import LocalStore
 from actds_validators.audit.executor import N_THREADS
 
 __all__ = [

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from actds.cli.results import ResultCommand
+from actds.cli.output import ResultCommand, print_lines
 from actds.errors import ActdsError
-from actds_validators.cli.validate import print_lines
 
 if TYPE_CHECKING:
     from actds_validators.audit.executor import EngineName

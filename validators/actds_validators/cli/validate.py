@@ -1,8 +1,7 @@
-"""The command ``actds validate``."""
+"""The command ``actds validate``: a verdict, the checks, the findings, the totals."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -11,12 +10,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from actds.cli.output import envelope, print_json, print_lines
+from actds.text import Line, Style, counted, printable
+
 if TYPE_CHECKING:
-    from actds_validators.report.text import Line
-    from actds_validators.validate.validation import Progress
+    from actds.errors import Finding
+    from actds_validators.validate.validation import Progress, Validation
 
 LEVELS = ("quick", "standard", "full", "deep")
-_COLOURS = {"title": "bold", "good": "green", "bad": "bold red", "warn": "yellow", "dim": "dim"}
+MAX_FINDINGS = 50
+_MARKS = {"passed": "✓", "failed": "✗", "skipped": "-"}
+_STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "skipped": "dim"}
 _QUIET_S = 2.0
 
 
@@ -31,7 +35,7 @@ _QUIET_S = 2.0
     "full: + digests of every file. deep: + decode every chunk, NaN, zero and repeated rows.",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print the result as JSON (actds.validate/1)."
+    "--json", "as_json", is_flag=True, help="Print the result as JSON (actds.validate 1)."
 )
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
 def validate(path: str, level: str, as_json: bool, strict: bool) -> None:
@@ -39,31 +43,22 @@ def validate(path: str, level: str, as_json: bool, strict: bool) -> None:
 
     PATH is the dataset's folder. Exit codes: 0 clean, 1 findings, 2 usage, 3 not readable as a
     dataset. Every finding has a code; actds explain CODE says more.
+
+    \b
+    Examples:
+      actds validate acts
+      actds validate acts --level deep
+      actds validate acts --level quick --json
     """
-    from actds_validators.report.text import render
     from actds_validators.validate import validation as validation_module
 
     with _progress() as progress:
         result = validation_module.validate(path, level, progress)  # type: ignore[arg-type]
     if as_json:
-        click.echo(json.dumps(result.as_json(strict=strict), indent=2, sort_keys=True))
+        print_json(envelope("validate", result.as_json(strict=strict)))
     else:
-        print_lines(render(result, strict=strict))
+        print_lines(page(result, strict=strict))
     sys.exit(result.exit_code(strict=strict))
-
-
-def print_lines(lines: Iterator[Line]) -> None:
-    """Print the lines of a page, in colour on a terminal."""
-    if not sys.stdout.isatty():
-        for line in lines:
-            click.echo(line.text)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(Text(line.text, _COLOURS.get(line.style, "")), soft_wrap=True)
 
 
 @contextmanager
@@ -93,3 +88,84 @@ def _progress() -> Iterator[Progress]:
     finally:
         if last > began:
             sys.stderr.write("\n")
+
+
+def page(validation: Validation, *, strict: bool = False) -> Iterator[Line]:
+    """Yield the page, line by line; no line holds a control character."""
+    for line in _page(validation, strict):
+        yield Line(printable(line.text), line.style)
+
+
+def _page(validation: Validation, strict: bool) -> Iterator[Line]:
+    yield _verdict(validation, strict)
+    for check in validation.checks:
+        text = f"  {_MARKS[check.state]} {check.name.ljust(10)}  {check.detail}".rstrip()
+        yield Line(text, _STYLES[check.state])
+    yield from _findings(validation)
+    yield from _totals(validation)
+
+
+def _verdict(validation: Validation, strict: bool) -> Line:
+    n_errors, n_warnings = len(validation.errors), len(validation.warnings)
+    code = validation.exit_code(strict=strict)
+    if code == 3:
+        return Line(f"UNREADABLE {validation.path}: not a dataset that can be checked", "bad")
+    count = f"{counted(n_errors, 'error')}, {counted(n_warnings, 'warning')}"
+    if code:
+        return Line(f"REFUSED {validation.path} at level {validation.level}: {count}", "bad")
+    warned = f", {counted(n_warnings, 'warning')}" if n_warnings else ""
+    # Below level full nobody looked at the activations: that is no verdict on the dataset.
+    verdict = "VALID" if validation.level in ("full", "deep") else "NO ERROR in"
+    return Line(
+        f"{verdict} {validation.path} at level {validation.level}: seal {validation.seal}, "
+        f"digest {(validation.digest or '')[:16]}{warned}",
+        "good",
+    )
+
+
+def _findings(validation: Validation) -> Iterator[Line]:
+    if not validation.findings:
+        return
+    yield Line("")
+    advised: set[str] = set()
+    for finding in validation.findings[:MAX_FINDINGS]:
+        yield Line(f"{_label(finding)}{finding.line()}", _style(finding))
+        if finding.code not in advised:
+            advised.add(finding.code)
+            yield Line(f"    Next: {finding.next_step}", "dim")
+    more = len(validation.findings) - MAX_FINDINGS
+    if more > 0:
+        yield Line(f"and {more:,} more findings; --json lists them all", "warn")
+
+
+def _label(finding: Finding) -> str:
+    return "" if finding.severity == "error" else f"{finding.severity} "
+
+
+def _style(finding: Finding) -> Style:
+    return "bad" if finding.severity == "error" else "warn"
+
+
+def _totals(validation: Validation) -> Iterator[Line]:
+    if not validation.runs:
+        return
+    totals = validation.totals
+    yield Line("")
+    yield Line(_sentence(totals), "title")
+    if len(validation.runs) > 1:
+        for run, counts in validation.runs.items():
+            yield Line(f"  run {run}: {_sentence(counts)}")
+
+
+def _sentence(totals: dict[str, int]) -> str:
+    parts = [f"{totals['rows']:,} rows of {totals['requests']:,} requests"]
+    words = {
+        "cache_ref": "cache references",
+        "unresolved": "of them unresolved",
+        "dropped": "dropped",
+        "aborted": "aborted",
+        "filtered": "filtered",
+        "recomputed": "recomputed",
+    }
+    parts += [f"{totals[name]:,} {word}" for name, word in words.items()]
+    return f"{', '.join(parts)}; {totals['scheduled']:,} tokens scheduled"

@@ -5,7 +5,7 @@ From the result's verdict, limits and heads; tables only.
 
 from __future__ import annotations
 
-from actds.text import human_nbytes
+from actds.text import format_nbytes
 from actds_validators.audit.result import Audit, Limits, Number, Options, Verdict
 from actds_validators.report.parts import Part, Row, Table, Tone, first
 from actds_validators.report.words import Sentence, count, kept, limit_of, measured, number, seconds
@@ -42,7 +42,7 @@ def blind_part(audit: Audit) -> Part:
 def settings_part(audit: Audit) -> Part:
     """Return the part on settings and digests."""
     lead = "What was audited, with which settings; the same settings and seed give these numbers."
-    peak = "not measured" if audit.peak_nbytes is None else human_nbytes(audit.peak_nbytes)
+    peak = "not measured" if audit.peak_nbytes is None else format_nbytes(audit.peak_nbytes)
     runs, more = first(audit.runs, 20)
     rows = [
         Row(("path", Sentence(audit.path))),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from actds.text import Line, Style
 from actds_validators.audit.result import (
     Audit,
     Difference,
@@ -19,7 +20,6 @@ from actds_validators.audit.result import (
 from actds_validators.report.accounting import balance, never_computed
 from actds_validators.report.forest import worst_first
 from actds_validators.report.mechanism import smallest_first
-from actds_validators.report.text import Line, Style
 from actds_validators.report.words import (
     Sentence,
     against,

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.accounting.account import TOTALS, Account, account
-from actds.errors import ActdsError
-from actds.finding import Finding
+from actds.errors import ActdsError, Finding
 from actds.format import layout, tables
-from actds.format.shard import TOKENS, row_order, row_set_sha256
-from actds.schema.v0_1 import ShardManifest
-from actds_validators.validate.inventory import CENSUS_TABLES, Chain, Inventory
+from actds.format.shard import TOKENS, Shard, row_order, row_set_sha256
+from actds.ledger import ChainState
+from actds.reading import CENSUS_TABLES, Catalog
+from actds.schema import ShardManifest
 
 MIN_STEPS_TO_JUDGE_ORDER = 16
 """A random order of so many steps is sorted by chance less than once in 10**13 shards."""
@@ -38,12 +38,12 @@ class RunAccount:
 
 
 def check_accounting(
-    inventory: Inventory, progress: Callable[[int], None] = lambda n_rows: None
+    catalog: Catalog, progress: Callable[[int], None] = lambda n_rows: None
 ) -> list[RunAccount]:
     """Check every run that has a census, and the documents that quote its totals.
 
     Args:
-        inventory: the dataset; notes E203, E206, E404 to E415 and whatever a table is wrong in.
+        catalog: the dataset; notes E203, E206, E404 to E415 and whatever a table is wrong in.
         progress: called with the rows of each token table that is done.
 
     Returns:
@@ -52,35 +52,37 @@ def check_accounting(
     Spec: 0.1 section 7.
     """
     accounts = []
-    for run in inventory.runs_with_data:
-        if all(inventory.parts.get((run, table)) for table in CENSUS_TABLES):
-            accounts.append(_check_run(inventory, run, progress))
+    for run in catalog.runs_with_data:
+        if all(catalog.parts.get((run, table)) for table in CENSUS_TABLES):
+            accounts.append(_check_run(catalog, run, progress))
     for one in accounts:
         if one.complete:
-            _check_close_totals(inventory, one)
-    every_run = [one.run for one in accounts] == inventory.runs_with_data
-    if inventory.seal is not None and every_run and all(one.complete for one in accounts):
-        _check_seal_totals(inventory, accounts)
-        with inventory.noting("accounting"):
-            _check_multiplicity(inventory, accounts)
+            _check_close_totals(catalog, one)
+    every_run = [one.run for one in accounts] == catalog.runs_with_data
+    if catalog.is_sealed and every_run and all(one.complete for one in accounts):
+        _check_seal_totals(catalog, accounts)
+        with catalog.findings.noting("accounting"):
+            _check_multiplicity(catalog, accounts)
     return accounts
 
 
-def _check_run(inventory: Inventory, run: str, progress: Callable[[int], None]) -> RunAccount:
-    reader = _Tables(inventory, run, progress)
+def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> RunAccount:
+    reader = _Tables(catalog, run, progress)
     requests, steps, spans, drops = (reader.table(name) for name in (*CENSUS_TABLES, "drops"))
     reader.table("stalls")
     accounts = []
-    for hooks, shards in _row_sets(inventory, run):
+    row_sets = catalog.row_sets(run)
+    for hooks, shards in row_sets:
         one = account(run, requests, steps, spans, drops, reader.tokens(shards))
-        suffix = f" (hooks {', '.join(hooks)})" if hooks else ""
+        suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
         findings = [_named(finding, suffix) for finding in one.findings]
         accounts.append(replace(one, findings=findings))
-    complete = not reader.broken and run not in inventory.incomplete
+    complete = not reader.broken and run not in catalog.incomplete
     if complete:
         # With a table missing, what then lacks a row is no second fault.
         found = dict.fromkeys(finding for one in accounts for finding in one.findings)
-        inventory.findings += [("accounting", finding) for finding in found]
+        for finding in found:
+            catalog.findings.take("accounting", finding)
     return RunAccount(run, accounts[0], complete)
 
 
@@ -89,28 +91,11 @@ def _named(finding: Finding, suffix: str) -> Finding:
     return replace(finding, place=finding.place + suffix) if rows else finding
 
 
-def _row_sets(inventory: Inventory, run: str) -> list[tuple[list[str], list[ShardManifest]]]:
-    """Return the distinct sets of shards that hold a hook; the hooks are named if there are two.
-
-    Usually all hooks stand in all shards. Stages of a pipeline write shards of disjoint hooks,
-    and then every hook accounts for every row by itself.
-    """
-    mine = [manifest for manifest in inventory.shards if manifest.run == run]
-    sets: dict[tuple[str, ...], tuple[list[str], list[ShardManifest]]] = {}
-    for hook in inventory.genesis.hooks:
-        holding = [manifest for manifest in mine if hook.name in manifest.hooks]
-        key = tuple(manifest.shard for manifest in holding)
-        sets.setdefault(key, ([], holding))[0].append(hook.name)
-    if len(sets) == 1:
-        return [([], holding) for _, holding in sets.values()]
-    return list(sets.values())
-
-
 class _Tables:
     """Reads the tables of a run once each: hashed, then parsed, then judged by themselves."""
 
-    def __init__(self, inventory: Inventory, run: str, progress: Callable[[int], None]) -> None:
-        self.inventory = inventory
+    def __init__(self, catalog: Catalog, run: str, progress: Callable[[int], None]) -> None:
+        self.catalog = catalog
         self.run = run
         self.progress = progress
         self.broken = False
@@ -119,21 +104,21 @@ class _Tables:
     def table(self, name: tables.TableName) -> pa.Table:
         """Return a table of the run, without the parts that cannot be read."""
         parts = [tables.empty(name)]
-        for _, body in self.inventory.parts.get((self.run, name), []):
+        for body in self.catalog.parts.get((self.run, name), []):
             path = body.file.path
             part = self._read(name, path, None)
             if part is None:
                 continue
             if part.num_rows != body.n_rows:
-                self.inventory.add(
+                self.catalog.findings.add(
                     "integrity", "E203", path, f"{part.num_rows} rows", f"{body.n_rows} rows"
                 )
             parts.append(part)
         return pa.concat_tables(parts)
 
-    def tokens(self, shards: list[ShardManifest]) -> Iterator[pa.Table]:
+    def tokens(self, shards: list[Shard]) -> Iterator[pa.Table]:
         """Yield the token table of each shard, without those that cannot be read."""
-        for manifest in shards:
+        for manifest in (shard.manifest for shard in shards):
             path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
             table = self._read("tokens", path, None)
             self.progress(manifest.n_rows)
@@ -141,45 +126,43 @@ class _Tables:
                 continue
             if manifest.shard not in self._judged:
                 self._judged.add(manifest.shard)
-                _check_shard_tokens(self.inventory, manifest, table, path)
+                _check_shard_tokens(self.catalog, manifest, table, path)
             yield table
 
     def _read(
         self, name: tables.TableName, path: str, columns: list[str] | None
     ) -> pa.Table | None:
-        if path in self.inventory.unsound:
+        if path in self.catalog.unsound:
             self.broken = True
             return None
         try:
-            data = self.inventory.read(path)
+            data = self.catalog.file(path)
             return tables.from_parquet(name, data, path, columns)
         except ActdsError as error:
             self.broken = True
-            self.inventory.unsound.add(path)
-            check = "structure" if error.code == "E109" else "integrity"
-            finding = Finding.from_error(error)
-            self.inventory.findings.append((check, finding))  # type: ignore[arg-type]
+            self.catalog.unsound.add(path)
+            self.catalog.findings.take("structure" if error.code == "E109" else "integrity", error)
             return None
 
 
 def _check_shard_tokens(
-    inventory: Inventory, manifest: ShardManifest, table: pa.Table, path: str
+    catalog: Catalog, manifest: ShardManifest, table: pa.Table, path: str
 ) -> None:
     """Check a token table against what the manifest says about its rows."""
     place = layout.manifest_path(manifest.shard)
     if table.num_rows != manifest.n_rows:
-        inventory.add(
+        catalog.findings.add(
             "integrity",
             "E203",
             path,
             f"{table.num_rows} token rows",
             f"{manifest.n_rows} rows, as in the manifest",
         )
-        inventory.incomplete.add(manifest.run)
+        catalog.incomplete.add(manifest.run)
         return
     wrong = np.flatnonzero(pc.not_equal(table["phase"], manifest.phase).to_numpy())
     if len(wrong):
-        inventory.add(
+        catalog.findings.add(
             "accounting",
             "E414",
             f"{path} row {wrong[0]} phase",
@@ -189,7 +172,7 @@ def _check_shard_tokens(
     step = table["step"].to_numpy()
     got = (int(step.min()), int(step.max()))
     if got != (manifest.first_step, manifest.last_step):
-        inventory.add(
+        catalog.findings.add(
             "accounting",
             "E415",
             f"{place} first_step, last_step",
@@ -198,14 +181,14 @@ def _check_shard_tokens(
         )
     digest = row_set_sha256(table["request"].to_numpy(), table["position"].to_numpy())
     if digest != manifest.row_set_sha256:
-        inventory.add(
+        catalog.findings.add(
             "accounting", "E415", f"{place} row_set_sha256", manifest.row_set_sha256, digest
         )
-    _check_order(inventory, manifest, step, place)
+    _check_order(catalog, manifest, step, place)
 
 
 def _check_order(
-    inventory: Inventory, manifest: ShardManifest, step: npt.NDArray[np.uint64], place: str
+    catalog: Catalog, manifest: ShardManifest, step: npt.NDArray[np.uint64], place: str
 ) -> None:
     """Check that a shard which says that it is permuted does not stand in its old order."""
     if manifest.permutation_seed is None or len(np.unique(step)) < MIN_STEPS_TO_JUDGE_ORDER:
@@ -213,7 +196,7 @@ def _check_order(
     before = np.empty_like(step)
     before[row_order(len(step), manifest.permutation_seed)] = step
     if _is_sorted(step) and not _is_sorted(before):
-        inventory.add(
+        catalog.findings.add(
             "accounting",
             "E415",
             f"{place} order",
@@ -226,9 +209,9 @@ def _is_sorted(values: npt.NDArray[np.uint64]) -> bool:
     return bool((values[1:] >= values[:-1]).all())
 
 
-def _check_close_totals(inventory: Inventory, one: RunAccount) -> None:
+def _check_close_totals(catalog: Catalog, one: RunAccount) -> None:
     """Check the totals in the close records of a run's chains; a fenced chain has none."""
-    chains = [chain for chain in inventory.chains.values() if chain.run == one.run]
+    chains = [chain for chain in catalog.chains.values() if chain.run == one.run]
     totals = one.account.totals
     census = {
         "requests": totals["requests"],
@@ -239,12 +222,12 @@ def _check_close_totals(inventory: Inventory, one: RunAccount) -> None:
         mine = [chain for chain in chains if chain.kind == kind]
         for chain in mine:
             if len(mine) > 1 and kind == "writer":
-                expected = {"rows": _rows_of(inventory, chain)}
+                expected = {"rows": _rows_of(catalog, chain)}
             elif len(mine) > 1:
                 continue  # no one of several witnesses counts the whole run
             if chain.close is not None:
                 _compare_totals(
-                    inventory,
+                    catalog,
                     layout.record_path(chain.chain, len(chain.records) - 1),
                     chain.close.totals,
                     expected,
@@ -261,20 +244,22 @@ def _writer_totals(one: RunAccount) -> dict[str, int]:
     }
 
 
-def _rows_of(inventory: Inventory, chain: Chain) -> int:
-    committed = (*inventory.shards, *inventory.replaced)
+def _rows_of(catalog: Catalog, chain: ChainState) -> int:
+    committed = (*catalog.shards, *catalog.replaced)
     return sum(m.n_rows for m in committed if m.chain == chain.chain)
 
 
 def _compare_totals(
-    inventory: Inventory, place: str, got: dict[str, int], expected: dict[str, int], complete: bool
+    catalog: Catalog, place: str, got: dict[str, int], expected: dict[str, int], complete: bool
 ) -> None:
     for name, value in expected.items():
         if name not in got:
             if complete:
-                inventory.add("accounting", "E415", f"{place} totals", f"no {name}", f"{value}")
+                catalog.findings.add(
+                    "accounting", "E415", f"{place} totals", f"no {name}", f"{value}"
+                )
         elif got[name] != value:
-            inventory.add(
+            catalog.findings.add(
                 "accounting",
                 "E415",
                 f"{place} totals {name}",
@@ -283,22 +268,22 @@ def _compare_totals(
             )
 
 
-def _check_seal_totals(inventory: Inventory, accounts: list[RunAccount]) -> None:
-    seal = inventory.seals[-1]
+def _check_seal_totals(catalog: Catalog, accounts: list[RunAccount]) -> None:
+    seal = catalog.seals[-1]
     expected = {name: sum(one.account.totals[name] for one in accounts) for name in TOTALS}
-    _compare_totals(inventory, layout.seal_path(seal.n), seal.totals, expected, complete=True)
+    _compare_totals(catalog, layout.seal_path(seal.n), seal.totals, expected, complete=True)
 
 
-def _check_multiplicity(inventory: Inventory, accounts: list[RunAccount]) -> None:
+def _check_multiplicity(catalog: Catalog, accounts: list[RunAccount]) -> None:
     """Check the multiplicity table of the seal against what the references imply.
 
     Raises:
         ActdsError: as reading a pinned table.
     """
-    path = inventory.seals[-1].multiplicity.path
-    if path in inventory.unsound:
+    path = catalog.seals[-1].multiplicity.path
+    if path in catalog.unsound:
         return
-    stored = tables.from_parquet("multiplicity", inventory.read(path), path)
+    stored = tables.from_parquet("multiplicity", catalog.file(path), path)
     implied = pa.concat_tables(
         [tables.empty("multiplicity"), *(one.account.multiplicity for one in accounts)]
     )
@@ -311,7 +296,7 @@ def _check_multiplicity(inventory: Inventory, accounts: list[RunAccount]) -> Non
         (i for i, pair in enumerate(zip(got, expected, strict=False)) if pair[0] != pair[1]),
         min(len(got), len(expected)),
     )
-    inventory.add(
+    catalog.findings.add(
         "accounting", "E413", f"{path} row {row}", _entry(got, row), _entry(expected, row)
     )
 

@@ -9,60 +9,62 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.positions import position_key
-from actds_validators.validate.inventory import Inventory
+from actds.reading import Catalog
 
 VERDICTS = ("same", "diverged", "foreign")
 COLUMNS = ["request", "position", "hook", "verdict"]
 
 
-def check_canary(inventory: Inventory) -> None:
+def check_canary(catalog: Catalog) -> None:
     """Check the canary table of every run that has one.
 
     Args:
-        inventory: the dataset; notes E418 for a row of another request, E414 for a line that
+        catalog: the dataset; notes E418 for a row of another request, E414 for a line that
             names no stored row.
 
     Spec: 0.1 section 7.9.
     """
-    for run in inventory.runs_with_data:
-        if not inventory.parts.get((run, "canary")):
+    for run in catalog.runs_with_data:
+        if not catalog.parts.get((run, "canary")):
             continue
         try:
-            canary = _read(inventory, run, "canary", COLUMNS)
-            spans = _read(inventory, run, "spans", None)
+            canary = _read(catalog, run, "canary", COLUMNS)
+            spans = _read(catalog, run, "spans", None)
         except ActdsError as error:
-            inventory.add("integrity", error.code, error.place, error.got, error.expected)
+            catalog.findings.take("integrity", error)
             continue
         if canary is None:
             continue
-        _check_words(inventory, run, canary)
-        _check_foreign(inventory, run, canary)
-        if spans is not None and run not in inventory.incomplete:
-            _check_stored(inventory, run, canary, spans)
+        _check_words(catalog, run, canary)
+        _check_foreign(catalog, run, canary)
+        if spans is not None and run not in catalog.incomplete:
+            _check_stored(catalog, run, canary, spans)
 
 
 def _read(
-    inventory: Inventory, run: str, name: tables.TableName, columns: list[str] | None
+    catalog: Catalog, run: str, name: tables.TableName, columns: list[str] | None
 ) -> pa.Table | None:
     """Return a table of a run, ``None`` when a part of it must not be parsed."""
     parts = [tables.empty(name) if columns is None else tables.empty(name).select(columns)]
-    for _, body in inventory.parts.get((run, name), []):
+    for body in catalog.parts.get((run, name), []):
         path = body.file.path
-        if path in inventory.unsound:
+        if path in catalog.unsound:
             return None
-        part = tables.from_parquet(name, inventory.read(path), path, columns)
+        part = tables.from_parquet(name, catalog.file(path), path, columns)
         if part.num_rows != body.n_rows and name == "canary":
-            inventory.add("integrity", "E203", path, f"{part.num_rows} rows", f"{body.n_rows} rows")
+            catalog.findings.add(
+                "integrity", "E203", path, f"{part.num_rows} rows", f"{body.n_rows} rows"
+            )
         parts.append(part)
     return pa.concat_tables(parts)
 
 
-def _check_words(inventory: Inventory, run: str, canary: pa.Table) -> None:
-    hooks = [hook.name for hook in inventory.genesis.hooks]
+def _check_words(catalog: Catalog, run: str, canary: pa.Table) -> None:
+    hooks = [hook.name for hook in catalog.genesis.hooks]
     for column, known in (("verdict", VERDICTS), ("hook", hooks)):
         unknown = sorted(set(pc.unique(canary[column]).to_pylist()) - set(known))
         if unknown:
-            inventory.add(
+            catalog.findings.add(
                 "accounting",
                 "E414",
                 f"canary/{run} {column}",
@@ -71,7 +73,7 @@ def _check_words(inventory: Inventory, run: str, canary: pa.Table) -> None:
             )
 
 
-def _check_foreign(inventory: Inventory, run: str, canary: pa.Table) -> None:
+def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:
     """Note each request with a row of another one, at its first such row."""
     foreign = canary.filter(pc.equal(canary["verdict"], "foreign")).sort_by(
         [("request", "ascending"), ("position", "ascending")]
@@ -81,7 +83,7 @@ def _check_foreign(inventory: Inventory, run: str, canary: pa.Table) -> None:
     for at, count in zip(first.tolist(), counts.tolist(), strict=True):
         row = foreign.slice(at, 1).to_pylist()[0]
         more = f" (and {count - 1} more rows)" if count > 1 else ""
-        inventory.add(
+        catalog.findings.add(
             "accounting",
             "E418",
             f"canary/{run} {_who(row)} hook {row['hook']}{more}",
@@ -90,7 +92,7 @@ def _check_foreign(inventory: Inventory, run: str, canary: pa.Table) -> None:
         )
 
 
-def _check_stored(inventory: Inventory, run: str, canary: pa.Table, spans: pa.Table) -> None:
+def _check_stored(catalog: Catalog, run: str, canary: pa.Table, spans: pa.Table) -> None:
     """Note lines whose position has no row, neither its own nor a referenced one."""
     own = pc.equal(spans["disposition"], "captured")
     referenced = pc.and_(
@@ -108,7 +110,7 @@ def _check_stored(inventory: Inventory, run: str, canary: pa.Table, spans: pa.Ta
     if len(where):
         row = canary.slice(int(where[0]), 1).to_pylist()[0]
         more = f" (and {len(where) - 1} more rows)" if len(where) > 1 else ""
-        inventory.add(
+        catalog.findings.add(
             "accounting",
             "E414",
             f"canary/{run} {_who(row)}{more}",

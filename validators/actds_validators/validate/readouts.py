@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +15,18 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds.format import canonical, layout, tables
 from actds.format.arrays import as_ml_dtypes
+from actds.format.positions import Keys, position_key, split_key
 from actds.format.readouts import Readouts, compute, load_probes, matrix, readouts_of
 from actds.format.shard import TOKENS
-from actds_validators.validate.inventory import Inventory
-from actds_validators.validate.readout_tokens import check_tokens, keys_of
+from actds.reading import Catalog
 
 TOLERANCE = 1e-4
 """Of the row's norm times the direction's: far above rounding in float32, far below what another
 row would give."""
 
 Ints = npt.NDArray[np.int64]
+_Tokens = tuple[Keys, Ints]
+"""Keys of positions, and the token of each."""
 KEYS = ["request", "position", "step"]
 TOKEN = "token_id"
 VALUES = ["norm", "projections", "probes"]
@@ -94,11 +98,11 @@ class RunReadouts:
     packed: dict[str, npt.NDArray[np.float32]]
 
 
-def check_readouts(inventory: Inventory, *, values: bool) -> dict[str, RunReadouts]:
+def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
     """Check row set and tokens of the readouts of every run; notes E416, E417.
 
     Args:
-        inventory: the dataset.
+        catalog: the dataset.
         values: whether the values will be compared with the rows.
 
     Returns:
@@ -107,27 +111,29 @@ def check_readouts(inventory: Inventory, *, values: bool) -> dict[str, RunReadou
     Spec: 0.1 section 7.8.
     """
     found: dict[str, RunReadouts] = {}
-    for run, record in sorted(inventory.runs.items()):
-        if run in inventory.incomplete or run not in inventory.runs_with_data:
+    for run, record in sorted(catalog.runs.items()):
+        if run in catalog.incomplete or run not in catalog.runs_with_data:
             continue
         place = f"{layout.run_path(run)} capture.readouts"
-        with inventory.noting("accounting"):
+        with catalog.findings.noting("accounting"):
             readouts = readouts_of(record)
-            parts = inventory.parts.get((run, "readouts"), [])
+            parts = catalog.parts.get((run, "readouts"), [])
             if readouts is None:
                 if parts:
-                    inventory.add("accounting", "E416", place, "none", "the readouts there are")
+                    catalog.findings.add(
+                        "accounting", "E416", place, "none", "the readouts there are"
+                    )
                 continue
-            found[run] = _read(inventory, run, readouts, values=values)
-            _check_rows_covered(inventory, run, found[run])
-            _check_losses_covered(inventory, run, found[run])
-            _check_computed(inventory, run, found[run])
-            check_tokens(inventory, run, found[run].hooks)
+            found[run] = _read(catalog, run, readouts, values=values)
+            _check_rows_covered(catalog, run, found[run])
+            _check_losses_covered(catalog, run, found[run])
+            _check_computed(catalog, run, found[run])
+            _check_tokens(catalog, run, found[run].hooks)
     return found
 
 
 def compare(
-    inventory: Inventory,
+    catalog: Catalog,
     mine: RunReadouts,
     hook: str,
     tokens: pa.Table,
@@ -138,7 +144,7 @@ def compare(
     """Compare the readouts of stored rows with those computed again; notes E417.
 
     Args:
-        inventory: the dataset.
+        catalog: the dataset.
         mine: the readouts of the rows' run.
         hook: the rows' hook.
         tokens: their token rows, in the same order.
@@ -165,7 +171,7 @@ def compare(
     row = int(wrong[0])
     column = int(np.argmax(np.abs(stored[row] - want[row]) / scale))
     key = {name: tokens[name][int(there[row])].as_py() for name in ("request", "position")}
-    inventory.add(
+    catalog.findings.add(
         "values",
         "E417",
         f"{place} request {key['request']} position {key['position']} readout {column} "
@@ -175,21 +181,25 @@ def compare(
     )
 
 
-def _read(inventory: Inventory, run: str, readouts: Readouts, *, values: bool) -> RunReadouts:
+def _read(catalog: Catalog, run: str, readouts: Readouts, *, values: bool) -> RunReadouts:
     columns = [*KEYS, TOKEN, "hook", *(VALUES if values else [])]
     parts = [tables.empty("readouts").select(columns)]
-    for _, body in inventory.parts.get((run, "readouts"), []):
+    for body in catalog.parts.get((run, "readouts"), []):
         path = body.file.path
-        part = tables.from_parquet("readouts", inventory.read(path), path, columns)
+        part = tables.from_parquet("readouts", catalog.file(path), path, columns)
         if part.num_rows != body.n_rows:
-            inventory.add("integrity", "E203", path, f"{part.num_rows} rows", f"{body.n_rows} rows")
+            catalog.findings.add(
+                "integrity", "E203", path, f"{part.num_rows} rows", f"{body.n_rows} rows"
+            )
         parts.append(part)
     table = pa.concat_tables(parts)
-    hooks = {hook.name: hook for hook in inventory.genesis.hooks}
+    hooks = {hook.name: hook for hook in catalog.genesis.hooks}
     unknown = sorted(set(pc.unique(table["hook"]).to_pylist()) - set(hooks))
     if unknown:
-        inventory.add("accounting", "E416", f"readouts/{run}", f"hook {unknown[0]}", "a known hook")
-    packed = _matrices(inventory, run, readouts) if values else {}
+        catalog.findings.add(
+            "accounting", "E416", f"readouts/{run}", f"hook {unknown[0]}", "a known hook"
+        )
+    packed = _matrices(catalog, run, readouts) if values else {}
     by_hook = {
         name: HookReadouts(table.filter(pc.equal(table["hook"], name)).drop(["hook"]))
         for name in hooks
@@ -197,14 +207,12 @@ def _read(inventory: Inventory, run: str, readouts: Readouts, *, values: bool) -
     return RunReadouts(by_hook, packed)
 
 
-def _matrices(
-    inventory: Inventory, run: str, readouts: Readouts
-) -> dict[str, npt.NDArray[np.float32]]:
-    hooks = inventory.genesis.hooks
+def _matrices(catalog: Catalog, run: str, readouts: Readouts) -> dict[str, npt.NDArray[np.float32]]:
+    hooks = catalog.genesis.hooks
     probes = None
     if readouts.n_probes:
         path = layout.probes_path(run)
-        data = inventory.store.read(path)
+        data = catalog.store.read(path)
         got = canonical.digest(data)
         if got != readouts.probes_sha256:
             raise ActdsError(
@@ -221,26 +229,26 @@ def _matrices(
     }
 
 
-def _check_rows_covered(inventory: Inventory, run: str, mine: RunReadouts) -> None:
+def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
     """Every stored row has its readouts, at every hook, from the step that computed it."""
-    for manifest in inventory.shards:
+    for manifest in catalog.shards:
         path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
-        if manifest.run != run or path in inventory.unsound:
+        if manifest.run != run or path in catalog.unsound:
             continue
-        tokens = tables.from_parquet("tokens", inventory.read(path), path, KEYS)
+        tokens = tables.from_parquet("tokens", catalog.file(path), path, KEYS)
         for hook in manifest.hooks:
             missing = np.flatnonzero(mine.hooks[hook].find(tokens) < 0)
-            _note_missing(inventory, f"readouts/{run} {hook}", tokens, missing, path)
+            _note_missing(catalog, f"readouts/{run} {hook}", tokens, missing, path)
 
 
-def _check_losses_covered(inventory: Inventory, run: str, mine: RunReadouts) -> None:
+def _check_losses_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
     """Every row that an overflow policy gave up left its readouts behind."""
     parts = [tables.empty("drops")]
-    for _, body in inventory.parts.get((run, "drops"), []):
+    for body in catalog.parts.get((run, "drops"), []):
         path = body.file.path
-        if path in inventory.unsound:
+        if path in catalog.unsound:
             return
-        parts.append(tables.from_parquet("drops", inventory.read(path), path))
+        parts.append(tables.from_parquet("drops", catalog.file(path), path))
     drops = pa.concat_tables(parts)
     start, stop = (drops[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
     length = stop - start
@@ -256,13 +264,13 @@ def _check_losses_covered(inventory: Inventory, run: str, mine: RunReadouts) -> 
     )
     for hook, readouts in mine.hooks.items():
         missing = np.flatnonzero(readouts.find(lost) < 0)
-        _note_missing(inventory, f"readouts/{run} {hook}", lost, missing, f"losses/{run}")
+        _note_missing(catalog, f"readouts/{run} {hook}", lost, missing, f"losses/{run}")
 
 
-def _check_computed(inventory: Inventory, run: str, mine: RunReadouts) -> None:
+def _check_computed(catalog: Catalog, run: str, mine: RunReadouts) -> None:
     """No readout stands twice, or belongs to a step or a position that nobody computed."""
-    steps_read = inventory.sound_table(run, "steps")
-    spans_read = inventory.sound_table(run, "spans")
+    steps_read = catalog.sound_table(run, "steps")
+    spans_read = catalog.sound_table(run, "spans")
     if steps_read is None or spans_read is None:
         return
     steps = steps_read["step"].to_numpy()
@@ -274,7 +282,7 @@ def _check_computed(inventory: Inventory, run: str, mine: RunReadouts) -> None:
         place = f"readouts/{run} {hook}"
         twin = readouts.first_twin
         if twin is not None:
-            inventory.add("accounting", "E416", place, f"{_words(twin)} twice", "it once")
+            catalog.findings.add("accounting", "E416", place, f"{_words(twin)} twice", "it once")
         table = readouts.table
         who = table["request"].to_numpy().astype(np.int64)
         known = who < len(computed)
@@ -285,20 +293,115 @@ def _check_computed(inventory: Inventory, run: str, mine: RunReadouts) -> None:
         if len(where):
             key = _words(readouts.key_at(int(where[0])))
             got = f"{key} and {len(where) - 1} more"
-            inventory.add(
+            catalog.findings.add(
                 "accounting", "E416", place, got, "rows that the census says were computed"
             )
 
 
 def _note_missing(
-    inventory: Inventory, place: str, wanted: pa.Table, missing: Ints, whose: str
+    catalog: Catalog, place: str, wanted: pa.Table, missing: Ints, whose: str
 ) -> None:
     if not len(missing):
         return
     key = {name: wanted[name][int(missing[0])].as_py() for name in KEYS}
     got = f"none for {_words(key)} and {len(missing) - 1} more"
-    inventory.add("accounting", "E416", place, got, f"one for every row of {whose}")
+    catalog.findings.add("accounting", "E416", place, got, f"one for every row of {whose}")
 
 
 def _words(key: dict[str, int]) -> str:
     return f"request {key['request']} position {key['position']} step {key['step']}"
+
+
+def _check_tokens(catalog: Catalog, run: str, hooks: Mapping[str, HookReadouts]) -> None:
+    """Check the tokens that the readouts of a run name; notes E417.
+
+    Args:
+        catalog: the dataset.
+        run: whose readouts.
+        hooks: the readouts by hook.
+
+    Spec: 0.1 section 7.8.
+    """
+    known: _Tokens = (np.empty(0, np.uint64), np.empty(0, np.int64))
+    for manifest in catalog.shards:
+        path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
+        if manifest.run == run and path not in catalog.unsound:
+            columns = [*KEYS[:2], TOKEN]
+            rows = tables.from_parquet("tokens", catalog.file(path), path, columns)
+            known = _joined(known, _tokens(rows))
+    wrong = 0
+    for hook, lines in hooks.items():
+        keys, ids = _tokens(lines.table)
+        both = _joined(known, (keys, ids))
+        at = np.searchsorted(both[0], keys)
+        differ = np.flatnonzero(both[1][at] != ids)
+        if len(differ):
+            wrong += 1
+            _note(catalog, run, hook, (keys[differ], ids[differ]), int(both[1][at[differ[0]]]))
+        known = both
+    if not wrong:
+        _check_digests(catalog, run, known)
+
+
+def keys_of(table: pa.Table) -> Keys:
+    """Return the key of the position of each line."""
+    return position_key(*(table[name].to_numpy() for name in KEYS[:2]))
+
+
+def _note(catalog: Catalog, run: str, hook: str, lines: _Tokens, want: int) -> None:
+    (keys, ids), n_more = lines, len(lines[0]) - 1
+    request, position = split_key(keys[0])
+    catalog.findings.add(
+        "accounting",
+        "E417",
+        f"readouts/{run} {hook} request {request} position {position} token_id "
+        f"(and {n_more} more lines)",
+        str(int(ids[0])),
+        f"{want}, as its row or another line says",
+    )
+
+
+def _check_digests(catalog: Catalog, run: str, known: _Tokens) -> None:
+    """Compare the tokens of every request of which all are known with the census' digest."""
+    requests_read = catalog.sound_table(run, "requests")
+    spans_read = catalog.sound_table(run, "spans")
+    if requests_read is None or spans_read is None:
+        return
+    keys, ids = known
+    spans = spans_read.filter(pc.is_valid(spans_read["ref_request"]))
+    references: dict[int, list[tuple[int, int, int]]] = {}
+    names = ("request", "start", "stop", "ref_request")
+    for request, *span in zip(*(spans[name].to_pylist() for name in names), strict=True):
+        references.setdefault(request, []).append((span[0], span[1], span[2]))
+    names = ("request", "prompt_len", "generated_len", "token_digest")
+    columns = (requests_read[name].to_pylist() for name in names)
+    for request, prompt_len, generated_len, digest in zip(*columns, strict=True):
+        length = prompt_len + max(generated_len - 1, 0)
+        if digest is None or not 0 < length <= len(keys):
+            continue
+        whose = np.full(length, request, np.int64)
+        for start, stop, of in references.get(request, []):
+            whose[start:stop] = of
+        wanted = position_key(whose, np.arange(length))
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        if not (keys[at] == wanted).all():
+            continue
+        got = hashlib.sha256(ids[at].astype("<u4").tobytes()).hexdigest()
+        if got != digest:
+            catalog.findings.add(
+                "accounting",
+                "E417",
+                f"readouts/{run} request {request} token_id",
+                f"ids of digest {got[:16]}...",
+                f"{digest[:16]}..., the census' token_digest",
+            )
+
+
+def _tokens(table: pa.Table) -> _Tokens:
+    return keys_of(table), table["token_id"].to_numpy().astype(np.int64)
+
+
+def _joined(known: _Tokens, more: _Tokens) -> _Tokens:
+    """Return the keys of both, each once and sorted, with the token that was known first."""
+    keys, first = np.unique(np.concatenate([known[0], more[0]]), return_index=True)
+    return keys, np.concatenate([known[1], more[1]])[first]

@@ -10,26 +10,23 @@ from typing import Any, Literal
 
 from actds import __version__
 from actds.accounting.account import TOTALS
-from actds.errors import ActdsError
-from actds.finding import Finding
+from actds.errors import ActdsError, CheckName, Finding
+from actds.reading import Catalog, read_dataset
+from actds.sealing import check_provenance
 from actds.store import Store, open_store
 from actds_validators.validate.accounting import RunAccount, check_accounting
 from actds_validators.validate.canary import check_canary
-from actds_validators.validate.integrity import check_digests, check_indexes
-from actds_validators.validate.inventory import CheckName, Inventory, take_inventory
-from actds_validators.validate.provenance import check_provenance
+from actds_validators.validate.files import check_digests, check_indexes, check_structure
 from actds_validators.validate.readouts import RunReadouts, check_readouts
-from actds_validators.validate.structure import check_structure
 from actds_validators.validate.values import check_values
 
-__all__ = ["CHECKS", "LEVELS", "SCHEMA", "Check", "Level", "Validation", "validate"]
+__all__ = ["CHECKS", "LEVELS", "Check", "Level", "Validation", "validate"]
 
 Level = Literal["quick", "standard", "full", "deep"]
 State = Literal["passed", "failed", "skipped"]
 Progress = Callable[[str, int], None]
 
 LEVELS: tuple[Level, ...] = ("quick", "standard", "full", "deep")
-SCHEMA = "actds.validate/1"
 CHECKS: dict[CheckName, Level] = {
     "ledger": "quick",
     "structure": "quick",
@@ -111,9 +108,8 @@ class Validation:
         return int(bool(self.errors or (strict and self.warnings)))
 
     def as_json(self, *, strict: bool = False) -> dict[str, Any]:
-        """Return the validation under the schema ``actds.validate/1``."""
+        """Return the validation as ``actds validate --json`` prints it."""
         return {
-            "schema": SCHEMA,
             "actds": __version__,
             "path": self.path,
             "dataset": self.dataset,
@@ -159,23 +155,41 @@ def validate(
     began = time.monotonic()
     store = open_store(path) if isinstance(path, str | Path) else path
     try:
-        inventory = take_inventory(store)
+        catalog = read_dataset(store)
     except ActdsError as error:
         return _unreadable(store, level, error, began)
-    check_structure(inventory)
-    check_provenance(inventory)
+    _check_ledger(catalog)
+    check_structure(catalog)
+    check_provenance(catalog, catalog.findings)
     if level in ("full", "deep"):
-        check_digests(inventory, lambda amount: progress("bytes", amount))
-        check_indexes(inventory)
+        check_digests(catalog, lambda amount: progress("bytes", amount))
+        check_indexes(catalog)
     accounts: list[RunAccount] = []
     readouts: dict[str, RunReadouts] = {}
     if level != "quick":
-        accounts = check_accounting(inventory, lambda amount: progress("rows", amount))
-        check_canary(inventory)
-        readouts = check_readouts(inventory, values=level == "deep")
+        accounts = check_accounting(catalog, lambda amount: progress("rows", amount))
+        check_canary(catalog)
+        readouts = check_readouts(catalog, values=level == "deep")
     if level == "deep":
-        check_values(inventory, lambda amount: progress("values", amount), readouts)
-    return _result(inventory, level, accounts, began)
+        check_values(catalog, lambda amount: progress("values", amount), readouts)
+    return _result(catalog, level, accounts, began)
+
+
+def _check_ledger(catalog: Catalog) -> None:
+    """Check that the ledger is complete: every chain ended, a seal over all; notes E305, E306.
+
+    Spec: 0.1 sections 8.2 and 8.4.
+    """
+    for name, state in catalog.chains.items():
+        if state.state == "open":
+            got = f"an open {state.kind} chain of run {state.run}"
+            catalog.findings.add("ledger", "E305", f"ledger/{name}", got, "a close or a fence")
+    if not catalog.chains:
+        expected = "at least one, closed and sealed"
+        catalog.findings.add("ledger", "E306", "ledger", "no chain", expected)
+    elif not catalog.is_sealed:
+        got = "seals that leave chains out" if catalog.seals else "no seal"
+        catalog.findings.add("ledger", "E306", "seal", got, "a seal over every chain")
 
 
 def _unreadable(store: Store, level: Level, error: ActdsError, began: float) -> Validation:
@@ -186,65 +200,59 @@ def _unreadable(store: Store, level: Level, error: ActdsError, began: float) -> 
     return Validation(store.uri, level, None, None, None, checks, [finding], {}, took)
 
 
-def _result(
-    inventory: Inventory, level: Level, accounts: list[RunAccount], began: float
-) -> Validation:
+def _result(catalog: Catalog, level: Level, accounts: list[RunAccount], began: float) -> Validation:
     order = {"error": 0, "warning": 1, "note": 2}
-    found = [finding for _, finding in inventory.findings]
+    found = [finding for _, finding in catalog.findings]
     findings = sorted(
         dict.fromkeys(found), key=lambda finding: (order[finding.severity], finding.code)
     )
-    seal = inventory.seal
+    seal = catalog.seal if catalog.is_sealed else None
     return Validation(
-        path=inventory.store.uri,
+        path=catalog.store.uri,
         level=level,
-        dataset=inventory.genesis.dataset,
+        dataset=catalog.genesis.dataset,
         seal=seal.n if seal else None,
-        digest=inventory.seal_sha256 if seal else None,
-        checks=[_check(inventory, name, level, accounts) for name in CHECKS],
+        digest=catalog.seal_sha256 if seal else None,
+        checks=[_check(catalog, name, level, accounts) for name in CHECKS],
         findings=findings,
         runs={one.run: one.account.totals for one in accounts},
         duration_s=time.monotonic() - began,
     )
 
 
-def _check(
-    inventory: Inventory, name: CheckName, level: Level, accounts: list[RunAccount]
-) -> Check:
+def _check(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunAccount]) -> Check:
     if LEVELS.index(CHECKS[name]) > LEVELS.index(level):
         return Check(name, "skipped", f"level {CHECKS[name]} runs it")
     failed = any(
-        check == name and finding.severity == "error" for check, finding in inventory.findings
+        check == name and finding.severity == "error" for check, finding in catalog.findings
     )
     unjudged = name == "accounting" and any(not one.complete for one in accounts)
     state: State = "failed" if failed or unjudged else "passed"
-    return Check(name, state, _detail(inventory, name, level, accounts))
+    return Check(name, state, _detail(catalog, name, level, accounts))
 
 
-def _detail(inventory: Inventory, name: CheckName, level: Level, accounts: list[RunAccount]) -> str:
+def _detail(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunAccount]) -> str:
     """Return what a check looked at, in a few words."""
     match name:
         case "ledger":
-            n_records = sum(len(chain.records) for chain in inventory.chains.values())
-            return (
-                f"chains {len(inventory.chains)}, records {n_records}, seals {len(inventory.seals)}"
-            )
+            n_records = sum(len(chain.records) for chain in catalog.chains.values())
+            return f"chains {len(catalog.chains)}, records {n_records}, seals {len(catalog.seals)}"
         case "structure":
-            n_hooks = len(inventory.genesis.hooks)
-            return f"shards {len(inventory.shards)}, hooks {n_hooks}, files {len(inventory.files)}"
+            n_hooks = len(catalog.genesis.hooks)
+            return f"shards {len(catalog.shards)}, hooks {n_hooks}, files {len(catalog.files)}"
         case "integrity":
             return _INTEGRITY[level]
         case "provenance":
-            return f"run records {len(inventory.runs)}"
+            return f"run records {len(catalog.runs)}"
         case "accounting":
-            return _accounted(inventory, accounts)
+            return _accounted(catalog, accounts)
         case "values":
             return "every row of every hook decoded"
 
 
-def _accounted(inventory: Inventory, accounts: list[RunAccount]) -> str:
+def _accounted(catalog: Catalog, accounts: list[RunAccount]) -> str:
     judged = [one for one in accounts if one.complete]
     rows = sum(one.account.totals["rows"] for one in judged)
-    runs = inventory.runs_with_data
+    runs = catalog.runs_with_data
     text = f"runs {len(judged)} of {len(runs)}, rows {rows:,} against the census"
     return text if len(judged) == len(runs) else f"{text}; the others cannot be read"

@@ -14,8 +14,8 @@ import pyarrow as pa
 from actds.errors import ActdsError
 from actds.format import arrays, layout, tables
 from actds.format.shard import TOKENS
-from actds.schema.v0_1 import ShardManifest
-from actds_validators.validate.inventory import Inventory
+from actds.reading import Catalog
+from actds.schema import ShardManifest
 from actds_validators.validate.readouts import RunReadouts, compare
 
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}
@@ -29,37 +29,37 @@ Rows = npt.NDArray[np.int64]
 
 
 def check_values(
-    inventory: Inventory,
+    catalog: Catalog,
     progress: Callable[[int], None] = lambda nbytes: None,
     readouts: Mapping[str, RunReadouts] = MappingProxyType({}),
 ) -> None:
     """Decode every chunk and look at every row.
 
     Args:
-        inventory: the dataset; notes E204, E417, E601, E602 and E603.
+        catalog: the dataset; notes E204, E417, E601, E602 and E603.
         progress: called with the decoded bytes of each hook of each shard that is done.
         readouts: by run, to be compared with those computed again.
 
     Spec: 0.1 sections 4.4 and 7.8.
     """
-    for manifest in inventory.shards:
+    for manifest in catalog.shards:
         try:
-            _check_shard(inventory, manifest, progress, readouts.get(manifest.run))
+            _check_shard(catalog, manifest, progress, readouts.get(manifest.run))
         except ActdsError as error:
-            inventory.add("integrity", error.code, error.place, error.got, error.expected)
+            catalog.findings.take("integrity", error)
 
 
 def _check_shard(
-    inventory: Inventory,
+    catalog: Catalog,
     manifest: ShardManifest,
     progress: Callable[[int], None],
     readouts: RunReadouts | None,
 ) -> None:
     folder = layout.shard_dir(manifest.shard)
     path = f"{folder}/{TOKENS}"
-    if path in inventory.unsound:
+    if path in catalog.unsound:
         return
-    tokens = tables.from_parquet("tokens", inventory.read(path), path)
+    tokens = tables.from_parquet("tokens", catalog.file(path), path)
     if tokens.num_rows != manifest.n_rows:
         return  # E203, told by the check of accounting
     hashes: dict[str, Hashes] = {}
@@ -67,10 +67,10 @@ def _check_shard(
         for hook in manifest.hooks:
             metadata = f"{folder}/{layout.array_dir(hook)}/zarr.json"
             data = f"{folder}/{layout.array_dir(hook)}/{arrays.SHARD_PATH}"
-            if inventory.unsound & {metadata, data}:
+            if catalog.unsound & {metadata, data}:
                 continue
-            file = inventory.store.open_file(data)
-            reader = arrays.ArrayReader(inventory.read(metadata), file, place=data)
+            file = catalog.store.open_file(data)
+            reader = arrays.ArrayReader(catalog.file(metadata), file, place=data)
             stack.enter_context(reader)
             if reader.n_rows != manifest.n_rows:
                 continue  # E203, told by the check of structure
@@ -85,20 +85,20 @@ def _check_shard(
             ) -> None:
                 if readouts is not None:
                     rows = tokens.slice(start, len(bits))
-                    compare(inventory, readouts, hook, rows, bits, dtype, place)
+                    compare(catalog, readouts, hook, rows, bits, dtype, place)
 
             try:
-                hashes[hook] = _check_rows(inventory, reader, tokens, place, look)
+                hashes[hook] = _check_rows(catalog, reader, tokens, place, look)
             except ActdsError as error:
-                inventory.add("integrity", error.code, error.place, error.got, error.expected)
+                catalog.findings.take("integrity", error)
                 continue
-            _check_repeats(inventory, reader, tokens, hashes[hook], place)
+            _check_repeats(catalog, reader, tokens, hashes[hook], place)
             progress(reader.nbytes)
-    _check_hooks_apart(inventory, manifest, tokens, hashes)
+    _check_hooks_apart(catalog, manifest, tokens, hashes)
 
 
 def _check_rows(
-    inventory: Inventory,
+    catalog: Catalog,
     reader: arrays.ArrayReader,
     tokens: pa.Table,
     place: str,
@@ -123,9 +123,9 @@ def _check_rows(
         hashes[start : start + len(bits)] = _hash(bits)
         look(start, bits)
     _note(
-        inventory, "E601", place, np.concatenate(broken), tokens, "NaN or infinity", "finite values"
+        catalog, "E601", place, np.concatenate(broken), tokens, "NaN or infinity", "finite values"
     )
-    _note(inventory, "E602", place, np.concatenate(zero), tokens, "only zeros", "a computed state")
+    _note(catalog, "E602", place, np.concatenate(zero), tokens, "only zeros", "a computed state")
     # A zero or broken row is told once; it is no repeated row as well.
     hashes[np.concatenate(broken + zero)] = 0
     return hashes
@@ -143,7 +143,7 @@ def _hash(bits: npt.NDArray[Any]) -> Hashes:
 
 
 def _check_repeats(
-    inventory: Inventory,
+    catalog: Catalog,
     reader: arrays.ArrayReader,
     tokens: pa.Table,
     hashes: Hashes,
@@ -164,7 +164,7 @@ def _check_repeats(
         return
     one, other = int(left[twins[0]]), int(right[twins[0]])
     _note(
-        inventory,
+        catalog,
         "E603",
         place,
         right[some][twins],
@@ -175,7 +175,7 @@ def _check_repeats(
 
 
 def _check_hooks_apart(
-    inventory: Inventory, manifest: ShardManifest, tokens: pa.Table, hashes: dict[str, Hashes]
+    catalog: Catalog, manifest: ShardManifest, tokens: pa.Table, hashes: dict[str, Hashes]
 ) -> None:
     """Note hooks that hold the same rows: two names for one buffer, or a layer off by one."""
     hooks = list(hashes)
@@ -183,9 +183,7 @@ def _check_hooks_apart(
         for other in hooks[i + 1 :]:
             same = np.flatnonzero((hashes[one] == hashes[other]) & (hashes[one] != 0))
             place = f"shards/{manifest.shard} hook {other}"
-            _note(
-                inventory, "E603", place, same, tokens, f"the bits of hook {one}", "another state"
-            )
+            _note(catalog, "E603", place, same, tokens, f"the bits of hook {one}", "another state")
 
 
 def _who(tokens: pa.Table, row: int) -> str:
@@ -193,7 +191,7 @@ def _who(tokens: pa.Table, row: int) -> str:
 
 
 def _note(
-    inventory: Inventory,
+    catalog: Catalog,
     code: str,
     place: str,
     rows: Rows,
@@ -206,4 +204,4 @@ def _note(
     row = int(rows.min())
     more = f" (and {len(rows) - 1} more rows)" if len(rows) > 1 else ""
     where = f"{place} row {row}, {_who(tokens, row)}{more}"
-    inventory.add("values", code, where, got, expected)
+    catalog.findings.add("values", code, where, got, expected)

@@ -1,17 +1,189 @@
-"""Hook specifications: ``resid_post:10,20`` to places of a model."""
+"""Hook kinds, and hook specifications: ``resid_post:10,20`` to places of a model.
+
+A kind is one class here, or in another package that names it under the entry point group
+``actds.hook_kinds``: every process of a harvest finds it by name. Imports no torch, so that a
+harvest can be planned where none is.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import re
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from actds.errors import ActdsError
+from actds.schema import HOOK_KINDS, DType
+from actds_writers.ipc.messages import HookSpec
 
-__all__ = ["KINDS", "HookPlace", "parse_hooks"]
+if TYPE_CHECKING:
+    import torch
 
-KINDS = ("resid_post",)
+__all__ = [
+    "HookKind",
+    "HookPlace",
+    "ModelConfig",
+    "StreamForm",
+    "Tap",
+    "cast_of",
+    "find_kind",
+    "hook_specs",
+    "kind_names",
+    "parse_hooks",
+]
+
 MAX_SPEC_LENGTH = 4096
 _ITEM = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
+
+ModelConfig = Mapping[str, Any]
+"""A model's configuration by the names of its ``config.json``; ``hidden_size`` and
+``num_hidden_layers`` are there under these names, whatever the family calls them."""
+StreamForm = Literal["sum", "first", "unverified"]
+"""Where the stream is in the output of a decoder layer.
+
+``sum``: the first two tensors of a tuple, whose sum it is. ``first``: the output itself, or the
+first tensor of a tuple. ``unverified``: nobody has looked at this model class; a single tensor and
+a pair of one shape are taken as most models mean them, everything else is refused, and the check
+of the hooks has to confirm it before the first row.
+"""
+
+
+class Tap(NamedTuple):
+    """Where the rows of one hook are seen in a loaded model.
+
+    Args:
+        module: whose forward is hooked.
+        read: returns the rows from positional arguments, keyword arguments and output of that
+            forward: one tensor ``(n, d_model)``, or two whose sum they are. It is traced into the
+            compiled graph.
+        before: whether it is called before the forward, with no output: a module may change its
+            inputs in place.
+    """
+
+    module: torch.nn.Module
+    read: Callable[[tuple[Any, ...], dict[str, Any], Any], tuple[torch.Tensor, torch.Tensor | None]]
+    before: bool = False
+
+
+class HookKind(ABC):
+    """What stands at a place of a model; one object per kind."""
+
+    name: ClassVar[str]
+    """The hook of layer L is called ``<name>.<L>``; lower case, as in spec 0.1 section 3.1."""
+    summary: ClassVar[str]
+    """One line of help."""
+    next_reads: ClassVar[bool] = False
+    """Whether a part behind the layer reads exactly these rows, which a check can look for where no
+    plain forward can be had."""
+
+    @abstractmethod
+    def width(self, config: ModelConfig) -> int:
+        """Return the channels of a row."""
+
+    def dtype(self, computed: DType) -> DType:
+        """Return the type in which a model that computes in ``computed`` has these values."""
+        return computed
+
+    @abstractmethod
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        """Return where the rows are seen.
+
+        Args:
+            model: a loaded model, not yet compiled.
+            layer: decoder layer.
+            form: where the stream is in what its layers return.
+
+        Raises:
+            ActdsError: E007 when the model has no such place.
+        """
+
+    def reference(self, model: torch.nn.Module, layer: int) -> Tap:
+        """Return where a plain forward of ``transformers`` has the same rows; raises as ``tap``."""
+        return self.tap(model, layer, "first")
+
+    def said(self, output: Any) -> Mapping[int, torch.Tensor]:
+        """Return what a ``transformers`` model itself says of the place, by layer.
+
+        Args:
+            output: of a forward with ``output_hidden_states``.
+        """
+        return {}
+
+
+class _ResidPost(HookKind):
+    """The residual stream after a decoder layer.
+
+    Spec: 0.1 section 3.1.
+    """
+
+    name = "resid_post"
+    summary = "residual stream after decoder layer L"
+    next_reads = True
+
+    def width(self, config: ModelConfig) -> int:
+        """Return the width of the stream."""
+        return int(config["hidden_size"])
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        """Return the output of the layer; raises as ``HookKind.tap``."""
+        from actds_writers.capture.op import decoder_layers, residual_stream
+
+        found = decoder_layers(model)
+        if layer not in found:
+            raise ActdsError(
+                "E007",
+                f"{self.name}:{layer}",
+                got="no such decoder layer",
+                expected=f"a layer of 0-{max(found, default=-1)}",
+            )
+        place = f"{type(model).__name__} layer {layer}"
+
+        def read(
+            _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return residual_stream(output, form, place)
+
+        return Tap(found[layer], read)
+
+    def said(self, output: Any) -> Mapping[int, torch.Tensor]:
+        """Return ``hidden_states``, less that of the last layer, behind which is the final norm."""
+        hidden = getattr(output, "hidden_states", None) or ()
+        return {layer: state for layer, state in enumerate(hidden[1:-1])}
+
+
+BUILT_IN: dict[str, HookKind] = {kind.name: kind for kind in (_ResidPost(),)}
+
+
+def kind_names() -> list[str]:
+    """Return the names of the kinds that can be asked for, ours first."""
+    found = {entry.name for entry in entry_points(group=HOOK_KINDS)}
+    return [*BUILT_IN, *sorted(found - set(BUILT_IN))]
+
+
+@functools.cache
+def find_kind(name: str) -> HookKind:
+    """Return a kind by name.
+
+    Raises:
+        ActdsError: E007 when no package registers the name, E011 when it cannot be imported.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    entries = entry_points(group=HOOK_KINDS, name=name)
+    if not entries:
+        names = kind_names()
+        close = difflib.get_close_matches(name, names, n=1) or names
+        raise _unknown(f"the kind {name[:40]!r}", f"one of {', '.join(close)}")
+    try:
+        kind: HookKind = next(iter(entries)).load()
+    except (ImportError, AttributeError) as error:
+        raise ActdsError(
+            "E011", f"hook kind {name}", got=str(error).splitlines()[0], expected="it importable"
+        ) from None
+    return kind
 
 
 class HookPlace(NamedTuple):
@@ -24,6 +196,49 @@ class HookPlace(NamedTuple):
     def name(self) -> str:
         """Return the name of the hook's array, for example ``resid_post.10``."""
         return f"{self.kind}.{self.layer}"
+
+
+def hook_specs(
+    places: Sequence[tuple[str, int]],
+    config: ModelConfig,
+    computed: DType,
+    store_dtype: DType | None = None,
+) -> tuple[HookSpec, ...]:
+    """Return hooks with the width and type of each.
+
+    Args:
+        places: kind and layer of each.
+        config: configuration of the model.
+        computed: type the model computes in.
+        store_dtype: type to store all of them in, ``None`` for the type each is computed in.
+
+    Raises:
+        ActdsError: E007 for a kind whose width the configuration does not say.
+    """
+    specs = []
+    for kind_name, layer in places:
+        kind = find_kind(kind_name)
+        try:
+            width = kind.width(config)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _unknown(
+                f"{kind_name} of a model whose configuration lacks {error}", "another kind"
+            ) from None
+        dtype = store_dtype or kind.dtype(computed)
+        specs.append(HookSpec(HookPlace(kind_name, layer).name, kind_name, layer, width, dtype))
+    return tuple(specs)
+
+
+def cast_of(hooks: Sequence[HookSpec], computed: DType) -> str:
+    """Return the value of ``capture.cast``: none, or each cast and, of several, whose it is."""
+    casts: dict[str, list[str]] = {}
+    for hook in hooks:
+        own = find_kind(hook.kind).dtype(computed)
+        words = "none" if own == hook.dtype else f"{own} to {hook.dtype}, nearest even"
+        casts.setdefault(words, []).append(hook.name)
+    if len(casts) == 1:
+        return next(iter(casts))
+    return "; ".join(f"{', '.join(names)}: {words}" for words, names in casts.items())
 
 
 def parse_hooks(spec: str, n_layers: int) -> list[HookPlace]:
@@ -44,8 +259,7 @@ def parse_hooks(spec: str, n_layers: int) -> list[HookPlace]:
     places: set[HookPlace] = set()
     for part in filter(None, (part.strip() for part in spec.split(";"))):
         kind, colon, layers = (piece.strip() for piece in part.partition(":"))
-        if kind not in KINDS:
-            raise _unknown(f"the kind {kind[:40]!r}", f"one of {', '.join(KINDS)}")
+        find_kind(kind)
         if not colon or not layers:
             raise _unknown(f"no layer for {kind}", f"{kind}:LAYER,... with {_range(n_layers)}")
         for item in layers.split(","):

@@ -1,6 +1,6 @@
 """The capture op: one in-graph copy per hook from the model into a buffer, and its readouts.
 
-First stage of the token's way. Imports torch only; knows nothing of vLLM or transformers.
+First stage of the data path. Knows nothing of vLLM or transformers.
 
 A Python hook that copies is traced away under compilation without any error. So the hook's body
 is one custom op, traced into the graph, which also writes how many rows it saw; the worker
@@ -10,14 +10,18 @@ compares that with the schedule at every step.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds_writers.capture.streams import StreamForm, residual_stream
+from actds.schema import DType
+from actds_writers.capture.hooks import StreamForm, Tap, find_kind
+from actds_writers.ipc.messages import HookSpec
+from actds_writers.ipc.ring import RowLayout
 
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|h|blocks))\.(\d+)")
 _LANGUAGE_MODEL = ("get_language_model", "get_decoder")
@@ -71,30 +75,83 @@ for _name, _body in (("capture", _capture), ("capture_and_read", _capture_and_re
     torch.library.register_fake(f"actds::{_name}", _fake, lib=_library)
 
 
+TORCH_TYPES: dict[DType, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
 @dataclass(frozen=True)
 class HookBuffers:
     """Where the hooks leave what they saw of a step; the same memory at every step.
 
     Args:
-        rows: ``(n_hooks, max_rows, d_model)`` in the stored type, on the model's device.
+        layout: how rows of the hooks lie in memory.
+        blocks: ``(n_hooks, max_rows, d_model)`` of each block, on the model's device.
         seen: int64 ``(n_hooks,)``: rows each hook saw in the last step, 0 when it did not run.
         readouts: float32 ``(n_hooks, max_rows, n_readouts)``, no column without readouts.
         beside_nbytes: what the readouts need beside: directions and scratch.
     """
 
-    rows: torch.Tensor
+    layout: RowLayout
+    blocks: tuple[torch.Tensor, ...]
     seen: torch.Tensor
     readouts: torch.Tensor
     beside_nbytes: int = 0
+
+    @classmethod
+    def allocate(
+        cls,
+        hooks: Sequence[HookSpec],
+        max_rows: int,
+        device: torch.device | str,
+        n_readouts: int = 0,
+        beside_nbytes: int = 0,
+    ) -> HookBuffers:
+        """Return buffers for steps of at most ``max_rows`` rows, padding included."""
+        layout = RowLayout(hooks)
+        blocks = tuple(
+            torch.zeros(
+                len(block.hooks),
+                max_rows,
+                block.d_model,
+                dtype=TORCH_TYPES[block.dtype],
+                device=device,
+            )
+            for block in layout.blocks
+        )
+        seen = torch.zeros(len(hooks), dtype=torch.int64, device=device)
+        readouts = torch.zeros(len(hooks), max_rows, n_readouts, device=device)
+        return cls(layout, blocks, seen, readouts, beside_nbytes)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the model's device."""
+        return self.seen.device
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """Return the rows of each hook, ``(max_rows, d_model)``, views of the blocks."""
+        return tuple(self.blocks[block][place] for block, place in self.layout.places)
 
     def reset(self) -> None:
         """Forget what the hooks saw, before a step."""
         self.seen.zero_()
 
+    def compact(self, index: torch.Tensor) -> None:
+        """Move the rows of real tokens to the front.
+
+        Args:
+            index: int64 ``(n,)`` of these rows, on the device.
+        """
+        for buffer in (*self.blocks, self.readouts):
+            buffer[:, : len(index)] = buffer[:, index]
+
     @property
     def nbytes(self) -> int:
         """Return the bytes of all buffers."""
-        tensors = (self.rows, self.seen, self.readouts)
+        tensors = (*self.blocks, self.seen, self.readouts)
         return self.beside_nbytes + sum(tensor.nbytes for tensor in tensors)
 
 
@@ -142,99 +199,119 @@ def _of_language_model(
 
 def install(
     model: torch.nn.Module,
-    layers: list[int],
+    hooks: Sequence[HookSpec],
     *,
     max_rows: int,
-    d_model: int,
-    dtype: torch.dtype,
     device: torch.device,
     form: StreamForm,
-    directions: np.ndarray | None = None,
+    directions: Sequence[np.ndarray] | None = None,
 ) -> HookBuffers:
-    """Hook decoder layers so that every forward leaves their residual stream in the buffers.
+    """Hook a model so that every forward leaves the rows of its hooks in the buffers.
 
     Must run after the weights are loaded and before the model is compiled.
 
     Args:
         model: the loaded model.
-        layers: decoder layers, in the order of the buffers.
+        hooks: the hooks; a cast happens where the model computes in another type than is stored.
         max_rows: rows of the largest step, padding included.
-        d_model: channels of the residual stream.
-        dtype: type of the stored rows; a cast happens when the model computes in another.
         device: device of the model.
         form: where the residual stream is in what a decoder layer returns.
-        directions: float32 ``(n_hooks, d_model, n_products)`` of the readouts, ``None`` for no
+        directions: of each hook float32 ``(d_model, n_products)`` of the readouts, ``None`` for no
             readouts.
 
     Raises:
-        ActdsError: E007 when a layer does not exist, or several lists could be the decoder's. A
+        ActdsError: E007 when a place does not exist, or several lists could be the decoder's. A
             layer whose output does not have the form raises it at the first forward.
 
     Spec: 0.1 section 3.1.
     """
-    found = decoder_layers(model)
-    missing = [layer for layer in layers if layer not in found]
-    if missing:
-        raise ActdsError(
-            "E007",
-            f"resid_post:{missing[0]}",
-            got="no such decoder layer",
-            expected=f"a layer of 0-{max(found, default=-1)}",
-        )
-    n_readouts = 0 if directions is None else 1 + directions.shape[2]
-    buffers = HookBuffers(
-        rows=torch.zeros(len(layers), max_rows, d_model, dtype=dtype, device=device),
-        seen=torch.zeros(len(layers), dtype=torch.int64, device=device),
-        readouts=torch.zeros(len(layers), max_rows, n_readouts, device=device),
-        beside_nbytes=0 if directions is None else directions.nbytes + 4 * max_rows * d_model,
-    )
-    for index, layer in enumerate(layers):
-        _hook(found[layer], buffers, index, form, f"{type(model).__name__} layer {layer}")
-    if directions is not None:
-        # One scratch for all: the layers run one after the other.
-        scratch = torch.empty(max_rows, d_model, device=device)
-        for index, layer in enumerate(layers):
-            matrix = torch.from_numpy(np.ascontiguousarray(directions[index])).to(device)
-            _read_out(found[layer], buffers, index, matrix, scratch)
+    taps = [find_kind(hook.kind).tap(model, hook.layer, form) for hook in hooks]
+    if directions is None:
+        buffers = HookBuffers.allocate(hooks, max_rows, device)
+        for number, (tap, rows) in enumerate(zip(taps, buffers.rows, strict=True)):
+            install_tap(tap, number, (rows, buffers.seen[number : number + 1]))
+        return buffers
+    widest = max(hook.d_model for hook in hooks)
+    beside = sum(matrix.nbytes for matrix in directions) + 4 * max_rows * widest
+    buffers = HookBuffers.allocate(hooks, max_rows, device, 1 + directions[0].shape[1], beside)
+    # One scratch for all: the hooks run one after the other.
+    scratch = torch.empty(max_rows * widest, device=device)
+    for number, (hook, tap, rows) in enumerate(zip(hooks, taps, buffers.rows, strict=True)):
+        matrix = torch.from_numpy(np.ascontiguousarray(directions[number])).to(device)
+        own = scratch[: max_rows * hook.d_model].view(max_rows, hook.d_model)
+        seen = buffers.seen[number : number + 1]
+        install_tap(tap, number, (rows, seen, matrix, own, buffers.readouts[number]))
     return buffers
 
 
-def _hook(
-    module: torch.nn.Module, buffers: HookBuffers, index: int, form: StreamForm, place: str
-) -> None:
-    # Attributes of the module, so that the compiled graph takes them as inputs of the layer.
-    module._actds_rows = buffers.rows[index]
-    module._actds_seen = buffers.seen[index : index + 1]
-    module._actds_directions = None  # type: ignore[assignment]
-    module._actds_form, module._actds_place = form, place  # type: ignore[assignment]
-    module.register_forward_hook(_forward_hook)
+def install_tap(tap: Tap, number: int, buffers: tuple[torch.Tensor, ...]) -> None:
+    """Leave the rows of a tap in a hook's buffers, and its readouts where there are five."""
+    # Attributes of the module, so that the compiled graph takes them as inputs of the layer; with
+    # the hook's number, as several hooks may stand at one module.
+    names = [f"_actds_{number}_{i}" for i in range(len(buffers))]
+    for name, buffer in zip(names, buffers, strict=True):
+        setattr(tap.module, name, buffer)
+    op = torch.ops.actds.capture if len(buffers) == 2 else torch.ops.actds.capture_and_read
+    read = tap.read
 
+    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden, residual = read(args, kwargs, None)
+        op(hidden, residual, *[getattr(module, name) for name in names])
 
-def _read_out(
-    module: torch.nn.Module,
-    buffers: HookBuffers,
-    index: int,
-    directions: torch.Tensor,
-    scratch: torch.Tensor,
-) -> None:
-    module._actds_directions = directions
-    module._actds_scratch = scratch
-    module._actds_readouts = buffers.readouts[index]
+    def after(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        hidden, residual = read(args, kwargs, output)
+        op(hidden, residual, *[getattr(module, name) for name in names])
 
-
-def _forward_hook(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-    form, place = cast("StreamForm", module._actds_form), cast(str, module._actds_place)
-    hidden, residual = residual_stream(output, form, place)
-    rows, seen = module._actds_rows, module._actds_seen
-    if module._actds_directions is None:
-        torch.ops.actds.capture(hidden, residual, rows, seen)
+    if tap.before:
+        tap.module.register_forward_pre_hook(before, with_kwargs=True)
     else:
-        torch.ops.actds.capture_and_read(
-            hidden,
-            residual,
-            rows,
-            seen,
-            module._actds_directions,
-            module._actds_scratch,
-            module._actds_readouts,
-        )
+        tap.module.register_forward_hook(after, with_kwargs=True)
+
+
+def residual_stream(
+    output: Any, form: StreamForm, place: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return hidden and residual of a layer's output; their sum is the residual stream.
+
+    Rows of a padded batch, ``(batch, width, d_model)``, are laid flat.
+
+    Args:
+        output: what the decoder layer returned.
+        form: where the stream is in it.
+        place: model class and layer, for the error.
+
+    Raises:
+        ActdsError: E007 when the output does not have that form.
+
+    Spec: 0.1 section 3.1.
+    """
+    if isinstance(output, torch.Tensor) and form != "sum":
+        return output.flatten(0, -2), None
+    tensors = list(output) if isinstance(output, tuple | list) else []
+    first = tensors[0] if tensors and isinstance(tensors[0], torch.Tensor) else None
+    second = tensors[1] if len(tensors) > 1 and isinstance(tensors[1], torch.Tensor) else None
+    pair = first is not None and second is not None and first.shape == second.shape
+    if first is not None and form == "first":
+        return first.flatten(0, -2), None
+    if pair and (form == "sum" or len(tensors) == 2):
+        assert first is not None and second is not None
+        return first.flatten(0, -2), second.flatten(0, -2)
+    raise ActdsError(
+        "E007",
+        place,
+        got=f"a decoder layer that returns {_describe(output)}",
+        expected="(hidden, residual)" if form == "sum" else "one tensor, or (hidden, residual)",
+        next_step="Harvest it with --engine transformers, which runs the model's own code.",
+    )
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, torch.Tensor):
+        return f"one tensor {tuple(output.shape)}"
+    if isinstance(output, tuple | list):
+        parts = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
+                 for part in output]  # fmt: skip
+        return f"{len(parts)} parts: {', '.join(map(str, parts))}"[:200]
+    return type(output).__name__

@@ -21,9 +21,9 @@ from typing import Literal
 import numpy as np
 
 from actds.errors import ActdsError
-from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import RingFree, Stall, StepDropped, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
+from actds_writers.policies import Policy
 
 NO_TOKENS = np.empty(0, np.int64)
 AHEAD = 2
@@ -125,18 +125,14 @@ class Handover:
         with self._changed:
             entry = Entry(step, None)
             while self._notes_nbytes > NOTES_NBYTES:
-                self._wait(entry, "staging", self._staging.depth)
+                self.wait(entry, "staging")
             while nbytes:
                 self._check()
                 entry.slot = self._staging.reserve(nbytes)
                 if entry.slot is not None:
                     break
-                if self._policy == "block":
-                    self._wait(entry, "staging", self._staging.depth)
-                elif self._policy == "drop_newest" or not self._drop_staged():
-                    self._drop(
-                        entry, "queue_full" if "ring" in self.waiting else "dma_backpressure"
-                    )
+                if not self._policy.staging_is_full(self, entry):
+                    self._drop(entry, self._why_staging_is_full())
                     break
             self._queue.append(entry)
             if entry.slot is not None:
@@ -164,14 +160,10 @@ class Handover:
                 offset = self._ring.reserve(nbytes)
                 if offset is not None:
                     return offset
-                if self._policy == "drop_oldest":
-                    if not self._drop_ready():
-                        # All that is older is with the writer already.
-                        self._free_slot(entry)
-                        self._drop(entry, "queue_full")
-                        return None
-                    continue
-                self._wait(entry, "ring", self._ring.depth)
+                if not self._policy.ring_is_full(self, entry):
+                    self._free_slot(entry)
+                    self._drop(entry, "queue_full")
+                    return None
 
     def moved(self, entry: Entry, message: StepRows) -> None:
         """Take an entry that is complete: its rows are in the host ring, or it was dropped.
@@ -222,10 +214,15 @@ class Handover:
         self._listener.join()
         self._writer.close()
 
-    # under the lock ---------------------------------------------------------------------------
+    # for policies, under the lock -------------------------------------------------------------
 
-    def _wait(self, entry: Entry, stage: str, depth: int) -> None:
-        """Wait for a change; the time counts as one stall of the stage."""
+    def wait(self, entry: Entry, stage: str) -> None:
+        """Wait for a change; the time counts as one stall of the stage, ``staging`` or ``ring``.
+
+        Raises:
+            ActdsError: E502 when the writer is gone.
+        """
+        depth = self._ring.depth if stage == "ring" else self._staging.depth
         began, began_ns = time.monotonic_ns(), time.time_ns()
         self.waiting.add(stage)
         self._changed.wait()
@@ -240,12 +237,7 @@ class Handover:
     def _why_staging_is_full(self) -> str:
         return "queue_full" if "ring" in self.waiting else "dma_backpressure"
 
-    def _drop(self, entry: Entry, reason: str) -> None:
-        entry.state, entry.reason = "dropped", reason
-        entry.dropped_ns, entry.depth = time.time_ns(), self._ring.depth
-        self._on_drop(entry.step, reason)
-
-    def _drop_staged(self) -> bool:
+    def drop_staged(self) -> bool:
         """Give up the oldest step that waits in stage 1; return whether there was one."""
         while self._in_staging:
             waiting = self._in_staging.popleft()
@@ -255,7 +247,7 @@ class Handover:
                 return True
         return False
 
-    def _drop_ready(self) -> bool:
+    def drop_ready(self) -> bool:
         """Give up the oldest step that the writer does not hold; return whether there was one."""
         while self._in_ring:
             waiting = self._in_ring.popleft()
@@ -265,6 +257,13 @@ class Handover:
                 self._note(waiting)
                 return True
         return False
+
+    # under the lock ---------------------------------------------------------------------------
+
+    def _drop(self, entry: Entry, reason: str) -> None:
+        entry.state, entry.reason = "dropped", reason
+        entry.dropped_ns, entry.depth = time.time_ns(), self._ring.depth
+        self._on_drop(entry.step, reason)
 
     def _note(self, entry: Entry) -> None:
         """Keep of a dropped step only what its log needs."""
@@ -307,7 +306,7 @@ class Handover:
                 self._notes_nbytes -= _note_nbytes(message)
                 reason = entry.reason or "queue_full"
                 losses.append(
-                    StepDropped(message, reason, self._policy, entry.dropped_ns, entry.depth)
+                    StepDropped(message, reason, self._policy.name, entry.dropped_ns, entry.depth)
                 )
             elif losses:
                 break

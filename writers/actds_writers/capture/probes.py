@@ -1,44 +1,72 @@
-"""A user's probes: read from a file, checked against the hooks, packed for the capture op.
-
-Stands before the token's way.
+"""What rows are multiplied with: random directions and a user's probes, from their file, checked
+against the hooks, to the packed matrices of the capture op.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.format.readouts import DEFAULT_PROJECTIONS, Readouts, probe_bytes
+from actds.format.readouts import DEFAULT_PROJECTIONS, Readouts, matrix, probe_bytes
+from actds_writers.ipc.messages import HookSpec
 
 Floats = npt.NDArray[np.float32]
 
 
 def plan_readouts(
-    seed: int, path: Path | None, hooks: list[str], d_model: int
+    seed: int, path: Path | None, hooks: Sequence[HookSpec]
 ) -> tuple[Readouts, bytes | None]:
     """Return the readouts of a run, and its probes as the bytes of their file.
 
     Args:
         seed: seed of the random directions.
         path: file of the user's probes, ``None`` without.
-        hooks: names of the hooks, in order.
-        d_model: channels of a row.
+        hooks: the hooks, in order.
 
     Raises:
-        ActdsError: E015 when the file does not fit the hooks.
+        ActdsError: E015 when the file does not fit the hooks, or these differ in width: the file
+            of a dataset is one array over all of them.
 
     Spec: 0.1 section 7.8.
     """
     if path is None:
         return Readouts(DEFAULT_PROJECTIONS, seed), None
-    probes = read_probes(path, hooks, d_model)
+    widths = sorted({hook.d_model for hook in hooks})
+    if len(widths) > 1:
+        got = f"probes for hooks of {' and '.join(map(str, widths))} channels"
+        raise _bad(path, got, "hooks of one width, or no probes")
+    probes = read_probes(path, [hook.name for hook in hooks], widths[0])
     data = probe_bytes(probes)
     digest = hashlib.sha256(data).hexdigest()
     return Readouts(DEFAULT_PROJECTIONS, seed, probes.shape[1], digest), data
+
+
+def directions(
+    field: str, probes_path: str | None, hooks: Sequence[HookSpec]
+) -> list[Floats] | None:
+    """Return what the rows of each hook are multiplied with, ``None`` for a run without readouts.
+
+    Args:
+        field: value of ``capture.readouts``.
+        probes_path: npy file of the probes, ``None`` without.
+        hooks: the hooks, in order.
+
+    Returns:
+        float32 ``(d_model, n_products)`` for each hook.
+    """
+    readouts = Readouts.from_field(field, "readouts")
+    if readouts is None:
+        return None
+    probes = np.load(Path(probes_path)) if probes_path else None
+    return [
+        matrix(readouts, None if probes is None else probes[i : i + 1], 1, hook.d_model)[0]
+        for i, hook in enumerate(hooks)
+    ]
 
 
 def read_probes(path: Path, hooks: list[str], d_model: int) -> Floats:

@@ -20,20 +20,17 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds_writers.capture.op import HookBuffers
+from actds_writers.capture.op import TORCH_TYPES, HookBuffers
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.capture.readouts import Lane, Rows
-from actds_writers.capture.transfer import Copier, Mark, host_memory, typed
+from actds_writers.capture.transfer import Copier, Lane, Mark, Rows, host_memory, typed
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
-    EVERYTHING,
     BoolArray,
     Fact,
     Failed,
     HookSpec,
     IntArray,
-    LeftOut,
     Stall,
     StepExecuted,
     StepLost,
@@ -41,6 +38,8 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.ipc.ring import ALIGNMENT, RingSpace
+from actds_writers.policies import POLICIES
+from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import NARROW_NBYTES, NARROW_STEPS
 
 CLOSE_TIMEOUT_S = 10.0
@@ -121,10 +120,10 @@ class Stages:
         self, link: Link, buffers: HookBuffers, hooks: tuple[HookSpec, ...], max_rows: int
     ) -> None:
         self._buffers, self._hooks, self._max_rows = buffers, hooks, max_rows
-        self._n_hooks, _, self._d_model = buffers.rows.shape
+        self._layout, self._n_hooks = buffers.layout, len(hooks)
         self._width = buffers.readouts.shape[2]
-        self._device = buffers.rows.device
-        self._row_nbytes = self._n_hooks * self._d_model * buffers.rows.element_size()
+        self._device = buffers.device
+        self._row_nbytes = self._layout.row_nbytes
         self._readout_nbytes = 4 * self._n_hooks * self._width
         self._error: ActdsError | None = None
         self.n_engine_waits = 0
@@ -150,7 +149,11 @@ class Stages:
         self._census = link.connect("census", "worker")
         self._census_lock = threading.Lock()
         self._handover = Handover(
-            link.connect("writer", "worker"), self._staging, self._ring, link.policy, self._lost
+            link.connect("writer", "worker"),
+            self._staging,
+            self._ring,
+            POLICIES[link.settings.overflow],
+            self._lost,
         )
         self._unidentified: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
         self._unmoved: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
@@ -247,7 +250,12 @@ class Stages:
             entry.stalls.insert(0, stall)
         self.n_engine_waits += bool(entry.stalls)
         if entry.slot is not None:
-            self._staged(entry.slot, n).copy_(self._buffers.rows[:, :n])
+            for staged, rows in zip(
+                self._rows_views(self._staging_memory, entry.slot, n),
+                self._buffers.blocks,
+                strict=True,
+            ):
+                staged.copy_(rows[:, :n])
         moving = _Moving(
             step,
             entry,
@@ -303,7 +311,7 @@ class Stages:
         step, n = moving.step, moving.n_rows
         nbytes = self._narrow_nbytes(n)
         whole = typed(self._narrow_memory, moving.narrow, (1, 1, nbytes), torch.uint8)
-        copier.copy(host[:nbytes].view(1, 1, nbytes), whole, None, moving.done)
+        copier.copy([host[:nbytes].view(1, 1, nbytes)], [whole], None, moving.done)
         ids, seen, readouts = _narrow_views(host, 0, n, self._n_hooks, self._width)
         # Padding rows come behind the scheduled ones, so a hook may see more, never fewer.
         if int(seen.min()) < n:
@@ -359,8 +367,9 @@ class Stages:
             index = None
             if message.kept is not None:
                 index = torch.from_numpy(np.flatnonzero(message.kept))
-            target = self._rows_view(self._host, offset, n_kept)
-            copier.copy(target, self._staged(entry.slot, moving.n_rows), index, moving.done)
+            targets = self._rows_views(self._host, offset, n_kept)
+            sources = self._rows_views(self._staging_memory, entry.slot, moving.n_rows)
+            copier.copy(targets, sources, index, moving.done)
         self._handover.moved(entry, _placed(message, offset, nbytes))
 
     # ------------------------------------------------------------------------------------------
@@ -430,11 +439,17 @@ class Stages:
     def _narrow_views(self, offset: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return _narrow_views(self._narrow_memory, offset, n, self._n_hooks, self._width)
 
-    def _staged(self, slot: int, n: int) -> torch.Tensor:
-        return self._rows_view(self._staging_memory, slot, n)
-
-    def _rows_view(self, memory: torch.Tensor, offset: int, n: int) -> torch.Tensor:
-        return typed(memory, offset, (self._n_hooks, n, self._d_model), self._buffers.rows.dtype)
+    def _rows_views(self, memory: torch.Tensor, offset: int, n: int) -> list[torch.Tensor]:
+        """Return the rows of a step in a ring, ``(n_hooks, n, d_model)`` of each block."""
+        return [
+            typed(
+                memory,
+                offset + n * block.before_nbytes,
+                (len(block.hooks), n, block.d_model),
+                TORCH_TYPES[block.dtype],
+            )
+            for block in self._layout.blocks
+        ]
 
 
 def _placed(message: StepRows, offset: int | None, nbytes: int) -> StepRows:

@@ -1,15 +1,29 @@
-"""Transfer: device memory to host memory, beside the engine.
+"""Transfer: from device memory to host memory, and the lane of the readouts, beside the engine.
 
-Stage 1 to stage 2 of the token's way. On CUDA a stream of its own copies into page-locked memory
-and the engine's stream never waits; on a CPU the same calls are plain copies.
+On CUDA a stream of its own copies into page-locked memory and the engine's stream never waits; on a
+CPU the same calls are plain copies. The lane is narrow, bounded, and never dropped: when it is full
+the engine waits, whatever the overflow policy says of rows. Its other end is in ``shards.logs``.
 """
 
 from __future__ import annotations
 
 import mmap
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from actds.errors import ActdsError
+from actds_writers.ipc import ring
+from actds_writers.ipc.messages import IntArray, Stall, StepReadouts
+from actds_writers.ipc.ring import RingSpace
 
 
 class Mark:
@@ -52,27 +66,34 @@ class Copier:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(
-        self, target: torch.Tensor, source: torch.Tensor, index: torch.Tensor | None, after: Mark
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        index: torch.Tensor | None,
+        after: Mark,
     ) -> None:
         """Copy rows and wait until they are there.
 
         Args:
-            target: ``(n_hooks, n_kept, width)`` in host memory.
-            source: ``(n_hooks, n, width)`` on the device.
+            targets: ``(n_hooks, n_kept, width)`` each, in host memory.
+            sources: ``(n_hooks, n, width)`` each, on the device.
             index: int64 ``(n_kept,)`` of the rows to copy, on the host; ``None`` for all.
             after: what must be over before.
         """
         if self._stream is None:
-            if index is None:
-                target.copy_(source)
-            else:
-                torch.index_select(source, 1, index, out=target)
+            for target, source in zip(targets, sources, strict=True):
+                if index is None:
+                    target.copy_(source)
+                else:
+                    torch.index_select(source, 1, index, out=target)
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after.event)
             if index is not None:
-                source = source.index_select(1, index.to(self._device, non_blocking=True))
-            target.copy_(source, non_blocking=True)
+                index = index.to(self._device, non_blocking=True)
+            for target, source in zip(targets, sources, strict=True):
+                kept = source if index is None else source.index_select(1, index)
+                target.copy_(kept, non_blocking=True)
         self._stream.synchronize()
 
 
@@ -95,3 +116,104 @@ def typed(
         count *= extent
     nbytes = count * dtype.itemsize
     return memory[offset : offset + nbytes].view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Whose readouts they are: request, position and token of each row."""
+
+    requests: IntArray
+    positions: IntArray
+    token_ids: IntArray
+
+
+class Lane:
+    """The worker's end of the lane.
+
+    Args:
+        connection: to the writer's end.
+        path: shared memory to make.
+        nbytes: its size.
+    """
+
+    def __init__(self, connection: Connection, path: Path, nbytes: int) -> None:
+        self.path, self.nbytes = path, nbytes
+        self._connection = connection
+        self._space = RingSpace(nbytes)
+        self._memory = torch.frombuffer(ring.create(path, nbytes), dtype=torch.uint8)
+        self._changed = threading.Condition()
+        self._gone = False
+        # One message is with the writer at a time, so a writer that stands still fills no socket.
+        self._waiting: queue.SimpleQueue[StepReadouts | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send_all, name="actds-lane", daemon=True)
+        self._thread.start()
+
+    @property
+    def depth(self) -> int:
+        """Return the steps whose readouts the writer has not copied yet."""
+        return self._space.depth
+
+    def put(self, step: int, rows: Rows, readouts: torch.Tensor) -> None:
+        """Copy the readouts of a step into the lane, waiting for room if need be.
+
+        Args:
+            step: number of the step.
+            rows: whose they are.
+            readouts: float32 ``(n_hooks, n, width)`` in host memory.
+
+        Raises:
+            ActdsError: E502 when the writer is gone.
+        """
+        if not readouts.numel():
+            return
+        offset, waited = self._reserve(readouts.nbytes, step)
+        typed(self._memory, offset, tuple(readouts.shape), torch.float32).copy_(readouts)
+        self._waiting.put(
+            StepReadouts(
+                step,
+                offset,
+                readouts.nbytes,
+                rows.requests,
+                rows.positions,
+                rows.token_ids,
+                waited,
+                self.depth,
+            )
+        )
+
+    def close(self) -> None:
+        """End the link."""
+        self._waiting.put(None)
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
+        with suppress(OSError):
+            self._connection.close()
+
+    def _reserve(self, nbytes: int, step: int) -> tuple[int, Stall | None]:
+        began, began_ns = time.monotonic_ns(), time.time_ns()
+        with self._changed:
+            depth, waited = self._space.depth, False
+            while (offset := self._space.reserve(nbytes)) is None and not self._gone:
+                waited = True
+                self._changed.wait()
+            if offset is None or self._gone:
+                raise ActdsError(
+                    "E502", "readouts", got="the writer process is gone", expected="a writer"
+                )
+        duration = time.monotonic_ns() - began
+        return offset, Stall("readouts", began_ns, duration, depth, step) if waited else None
+
+    def _send_all(self) -> None:
+        while (message := self._waiting.get()) is not None:
+            try:
+                self._connection.send(message)
+                self._connection.recv()
+            except (EOFError, OSError, TypeError):  # TypeError: closed while it waits
+                with self._changed:
+                    self._gone = True
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._space.free(message.offset)
+                self._changed.notify_all()

@@ -21,11 +21,12 @@ import zstandard
 from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
 from actds import schema
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import canonical, layout, tables
-from actds.format.shard import commit_part, read_checked
+from actds.format.shard import read_checked
 from actds.ledger import Chain, fence, read_ledger
-from actds.schema.v0_1 import PartBody, PartTable, RunBody, ShardBody, ShardManifest
+from actds.schema import PartBody, PartTable, RunBody, ShardBody, ShardManifest
 from actds.store import Store, local_folder
 from actds_writers.census.census import CensusTables
 from actds_writers.ipc.messages import (

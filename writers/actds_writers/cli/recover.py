@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
@@ -10,7 +9,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from actds_writers.harvest.recover import Recovery, RunFound
+    from actds_writers.harvest.recover import RecoverResult, RunFound
 
 _SHOWN = 20
 _WORDS = {
@@ -21,12 +20,20 @@ _WORDS = {
 }
 
 
-@click.command()
+EXAMPLES = """\b
+Examples:
+  actds recover acts
+  actds recover acts --clear
+  actds recover s3://bucket/acts --json
+"""
+
+
+@click.command(epilog=EXAMPLES)
 @click.argument("path", metavar="PATH")
 @click.option(
     "--clear", is_flag=True, help="Remove what nothing reaches: uncommitted shards, journals."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.recover/1).")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.recover 1).")
 def recover(path: str, clear: bool, as_json: bool) -> None:
     """Recover a dataset whose harvest was killed or lost its power.
 
@@ -34,11 +41,12 @@ def recover(path: str, clear: bool, as_json: bool) -> None:
     all others as aborted, ends what is open and seals the dataset. Refuses while a process still
     writes the folder; an object store has no lock, and a process that writes there is ended.
     """
+    from actds.cli.output import envelope, print_json
     from actds_writers.harvest.recover import recover as run
 
     done = run(path, clear=clear)
     if as_json:
-        click.echo(json.dumps(done.as_json(), indent=2, sort_keys=True))
+        print_json(envelope("recover", done.as_json()))
     else:
         for line in _lines(done):
             click.echo(line)
@@ -46,7 +54,7 @@ def recover(path: str, clear: bool, as_json: bool) -> None:
         raise done.error
 
 
-def _lines(done: Recovery) -> Iterator[str]:
+def _lines(done: RecoverResult) -> Iterator[str]:
     from actds.text import printable
 
     for run in done.runs:

@@ -1,17 +1,51 @@
-"""What the command asks of an engine, whichever it is.
+"""What a harvest asks of an engine, and how an engine is found.
 
-Stands at the client's side, outside the token's way; imports no engine before one is started.
+Stands at the client's side, outside the data path. An engine is one package that names an
+``EngineKind`` under the entry point group ``actds.engines``; nothing here knows any of them by
+more than its name, and none is imported before it is asked for.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from actds.errors import ActdsError
 from actds_writers.ipc.link import Link
 
-WriterName = Literal["vllm", "transformers"]
+__all__ = [
+    "GROUP",
+    "OPTION",
+    "Engine",
+    "EngineKind",
+    "EngineOptions",
+    "EngineValue",
+    "Finished",
+    "engine_names",
+    "find_engine",
+    "parse_words",
+]
+
+GROUP = "actds.engines"
+OPTION = "--engine-arg"
+"""How the command names one option of an engine; the place that errors name."""
+BUILT_IN = {
+    "vllm": "actds_writers.engines.vllm.engine:VLLM",
+    "transformers": "actds_writers.engines.transformers:TRANSFORMERS",
+}
+"""The engines of this distribution, which is also usable where it is not installed."""
+
+EngineValue = bool | int | float | str | list[Any] | dict[str, Any] | None
+Positive = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -30,7 +64,7 @@ class Finished:
 
 
 class Engine(Protocol):
-    """An engine that captures, driven from the command's process."""
+    """An engine that runs and captures, driven from the command's process."""
 
     @property
     def max_model_len(self) -> int:
@@ -61,32 +95,172 @@ class Engine(Protocol):
         """End the engine and its links."""
 
 
-def start_engine(
-    writer: WriterName,
-    model: Path,
-    options: dict[str, Any],
-    link: Link,
-    *,
-    temperature: float,
-    seed: int,
-) -> Engine:
-    """Return a running engine.
+class EngineOptions(BaseModel):
+    """Options of an engine as the user gave them; what every engine has, and a harvest reads.
 
     Args:
-        writer: which engine.
-        model: model folder.
-        options: engine arguments of the user.
-        link: where writer and census listen.
-        temperature: sampling temperature.
-        seed: engine seed.
+        max_model_len: positions per request, ``None`` for the engine's own choice.
+        max_num_seqs: requests of a step at most, ``None`` for the engine's own choice.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    max_model_len: Positive | None = None
+    max_num_seqs: Positive | None = None
+
+
+class EngineKind(ABC):
+    """An engine as a harvest knows it before it runs: what the entry point names.
+
+    The engine itself is imported by ``start`` alone.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """One line of help."""
+    option_type: ClassVar[type[EngineOptions]] = EngineOptions
+
+    @abstractmethod
+    def start(
+        self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
+    ) -> Engine:
+        """Return a running engine, whose hooks are in place and whose accounts are begun.
+
+        Args:
+            model: model folder.
+            options: the user's options, of type ``option_type``.
+            link: where writer and census listen.
+            temperature: sampling temperature.
+            seed: seed of the sampling.
+
+        Raises:
+            ActdsError: E504 when the engine does not start; E005, E007, E009, E012 what it cannot
+                run or capture; E011 what has to be installed beside it.
+        """
+
+    def options(self, given: Mapping[str, object]) -> EngineOptions:
+        """Return options by name as a typed model.
+
+        Raises:
+            ActdsError: E009 a name or value that cannot be used, E012 one that cannot be accounted
+                for.
+        """
+        try:
+            return self.option_type.model_validate(dict(given))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            key = str(first["loc"][0]) if first["loc"] else ""
+            if first["type"] == "extra_forbidden":
+                known = list(self.option_type.model_fields)
+                close = difflib.get_close_matches(key, known, n=2) or known
+                got = f"an option that the {self.name} engine does not have"
+                raise bad_option(key, got, " or ".join(close)) from None
+            words = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+            raise bad_option(key, str(first["input"])[:80], words) from None
+
+    def parse(self, words: Sequence[str]) -> EngineOptions:
+        """Return the options of ``key=value`` words.
+
+        Raises:
+            ActdsError: as ``parse_words`` and ``options``; E011 when the names cannot be checked.
+        """
+        return self.checked(parse_words(words))
+
+    def checked(self, given: Mapping[str, object]) -> EngineOptions:
+        """Return options whose names are held against what the installed engine takes.
+
+        Raises:
+            ActdsError: as ``options``; E011 when the names cannot be checked.
+        """
+        return self.options(given)
+
+    def alone(self, options: EngineOptions) -> EngineOptions:
+        """Return the options of the same engine with one request at a time, nothing reused."""
+        return options.model_copy(update={"max_num_seqs": 1})
+
+
+def engine_names() -> list[str]:
+    """Return the names of the engines that can be asked for, ours first."""
+    found = sorted({entry.name for entry in entry_points(group=GROUP)} - set(BUILT_IN))
+    return [*BUILT_IN, *found]
+
+
+def find_engine(name: str) -> EngineKind:
+    """Return an engine by name.
 
     Raises:
-        ActdsError: E504 when the engine does not start; E005, E007, E011 what it lacks.
+        ActdsError: E009 when no package registers the name, E011 when it cannot be imported.
     """
-    if writer == "transformers":
-        from actds_writers.engines.transformers.engine import Engine as TransformersEngine
+    try:
+        if name in BUILT_IN:
+            module, _, attribute = BUILT_IN[name].partition(":")
+            found = getattr(import_module(module), attribute)
+        else:
+            entries = entry_points(group=GROUP, name=name)
+            if not entries:
+                names = engine_names()
+                close = difflib.get_close_matches(name, names, n=1) or names
+                raise ActdsError(
+                    "E009",
+                    "--engine",
+                    got=repr(name)[:80],
+                    expected=", ".join(close),
+                    next_step=f"Options of an engine: {OPTION} KEY=VALUE." if "=" in name else None,
+                )
+            found = next(iter(entries)).load()
+    except (ImportError, AttributeError) as error:
+        raise ActdsError(
+            "E011", f"engine {name}", got=str(error).splitlines()[0], expected="it importable"
+        ) from None
+    engine: EngineKind = found
+    return engine
 
-        return TransformersEngine(model, options, link, temperature=temperature, seed=seed)
-    from actds_writers.engines.vllm.engine import Engine as VllmEngine
 
-    return VllmEngine(model, options, link, temperature=temperature, seed=seed)
+def parse_words(items: Sequence[str]) -> dict[str, EngineValue]:
+    """Return options by name from ``key=value`` words, whichever engine they are for.
+
+    A value is read as JSON (``true``, ``64``, ``{"a":1}``); what is no JSON is a string. Dashes
+    in a key are read as underscores.
+
+    Raises:
+        ActdsError: E009 for a word that is no ``key=value``, or a key that is repeated.
+    """
+    options: dict[str, EngineValue] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        key = key.strip().replace("-", "_")
+        text = text.strip()
+        if not equals or not key.isidentifier() or not key.isascii():
+            expected = "key=value, for example max_model_len=4096"
+            raise ActdsError("E009", OPTION, got=repr(item[:80]), expected=expected)
+        if not text:
+            raise bad_option(key, "no value", f"{key}=VALUE")
+        if key in options:
+            raise bad_option(key, "the same option twice", "it once")
+        options[key] = _value(key, text)
+    return options
+
+
+def bad_option(key: str, got: str, expected: str) -> ActdsError:
+    """Return E009 for an option of an engine."""
+    return ActdsError("E009", f"{OPTION} {key}", got=got, expected=expected)
+
+
+_WORDS: Mapping[str, EngineValue] = {"True": True, "False": False, "None": None}
+
+
+def _value(key: str, text: str) -> EngineValue:
+    if text in _WORDS:
+        # As a string, False would be true.
+        return _WORDS[text]
+    try:
+        value: EngineValue = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        if text[0] in '{["':
+            raise bad_option(key, f"{text[:80]!r}", "a value that is JSON") from None
+        return text
+    return value
+
+
+def _no_constant(text: str) -> EngineValue:
+    raise ValueError(text)

@@ -3,7 +3,7 @@
 Beside the token's way, after its end. What is replayed is the exact sequence of tokens that the
 client sent and received, as a prompt: so every position is compared whatever the sampling, and the
 harvest's own tables are no witness for themselves. Knows the plan, the dataset and the replaying
-process; the comparison is in ``canary_compare``.
+process. The comparison knows shards and numbers only; no engine and no process.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.positions import position_key
-from actds.format.shard import Shard, commit_part
+from actds.format.arrays import as_ml_dtypes
+from actds.format.positions import Keys, position_key
+from actds.format.shard import Shard
 from actds.ledger import Chain
 from actds.reading import Catalog
-from actds.schema.v0_1 import DType
+from actds.schema import DType
 from actds.store import local_folder, open_store
-from actds_writers.config import Plan, WriteOptions, request_key
-from actds_writers.engines.base import Finished
-from actds_writers.harvest import canary_compare as compare
+from actds_writers.config import WriteSettings
+from actds_writers.engines.base import Finished, find_engine
+from actds_writers.harvest.prepare import Plan, request_key
 from actds_writers.ipc.messages import Failed
 from actds_writers.prompts.encoding import Encoded
 
@@ -133,18 +136,18 @@ class Canary:
     """The canaries of one run.
 
     Args:
-        options: arguments of the harvest, with ``canary`` set.
+        settings: of the harvest, with ``canary`` set.
         plan: its plan.
 
     Raises:
         ActdsError: E009 when ``--canary`` cannot be used.
     """
 
-    def __init__(self, options: WriteOptions, plan: Plan) -> None:
-        self._options, self._plan = options, plan
+    def __init__(self, settings: WriteSettings, plan: Plan) -> None:
+        self._settings, self._plan = settings, plan
         servable = [encoded for encoded in plan.encoded if encoded.skip is None]
-        self._wanted = Share.parse(options.canary or "").of(len(servable))
-        order = np.random.Generator(np.random.Philox(key=options.seed)).permutation(len(servable))
+        self._wanted = Share.parse(settings.canary or "").of(len(servable))
+        order = np.random.Generator(np.random.Philox(key=settings.seed)).permutation(len(servable))
         chosen = [servable[i] for i in order[: 2 * self._wanted + SPARE]]
         self._candidates = {request_key(encoded.prompt.index): encoded for encoded in chosen}
         self._sampled: dict[str, tuple[int, ...]] = {}
@@ -154,13 +157,20 @@ class Canary:
         if finished.key in self._candidates and finished.token_ids:
             self._sampled[finished.key] = finished.token_ids
 
-    def replay(self, run: str, software: str, interrupted: Callable[[], int]) -> Outcome | None:
+    def replay(
+        self,
+        run: str,
+        software: str,
+        interrupted: Callable[[], int],
+        said: Callable[[str], None],
+    ) -> Outcome | None:
         """Replay, compare and commit the table; return what it came to.
 
         Args:
             run: run that is checked; its chains are closed.
             software: program and version.
             interrupted: number of interruptions up to now.
+            said: takes a line on what is being done.
 
         Returns:
             ``None`` when the replay was interrupted.
@@ -168,7 +178,7 @@ class Canary:
         Raises:
             ActdsError: what stopped the replay.
         """
-        catalog = Catalog.read(open_store(self._options.out))
+        catalog = Catalog.read(open_store(self._settings.out))
         requests = _Requests.of(
             catalog, run, {encoded.prompt.row for encoded in self._candidates.values()}
         )
@@ -181,7 +191,7 @@ class Canary:
         chosen = chosen[: self._wanted]
         if not chosen:
             raise _nothing(run, "no finished request with a stored row")
-        print(f"Replaying {len(chosen)} requests alone ...", file=sys.stderr, flush=True)
+        said(f"Replaying {len(chosen)} requests alone ...")
         with self._replayed(chosen, interrupted) as (folder, sampled):
             if sampled is None:
                 return None
@@ -189,7 +199,7 @@ class Canary:
             table, outcome = _compare(catalog, run, requests, alone, chosen)
         if not table.num_rows:
             raise _nothing(run, "no stored row of the requests that were replayed")
-        if self._options.temperature == 0:
+        if self._settings.temperature == 0:
             same = [
                 sampled.get(request_key(e.prompt.index)) == tokens[-1] for e, _, tokens in chosen
             ]
@@ -205,18 +215,19 @@ class Canary:
 
         The tokens are ``None`` when it was interrupted.
         """
-        beside = local_folder(self._options.out)
+        beside = local_folder(self._settings.out)
         parent = beside.absolute().parent if beside else None
         folder = Path(tempfile.mkdtemp(prefix=".actds-canary-", dir=parent))
         try:
-            options = _alone(self._options, folder / "acts")
+            settings = _alone(self._settings, folder / "acts")
+            engine = find_engine(settings.engine).alone(self._plan.engine)
             encoded = tuple(
                 replace(one, token_ids=tokens[:-1], max_tokens=1) for one, _, tokens in chosen
             )
             keys = {request_key(one.prompt.index) for one in encoded}
             client = tuple(prompt for prompt in self._plan.client if prompt.key in keys)
-            plan = replace(self._plan, encoded=encoded, client=client)
-            yield folder / "acts", _run(options, plan, interrupted)
+            plan = replace(self._plan, engine=engine, encoded=encoded, client=client)
+            yield folder / "acts", _run(settings, plan, interrupted)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -231,27 +242,23 @@ def _nothing(run: str, got: str) -> ActdsError:
     )
 
 
-def _alone(options: WriteOptions, out: Path) -> WriteOptions:
-    """Return the options of a replay: the same engine, one request at a time, nothing lost."""
-    engine = {**options.engine, "max_num_seqs": 1}
-    if options.writer == "vllm":
-        engine["enable_prefix_caching"] = False
-    return replace(
-        options,
-        out=out,
-        engine=engine,
-        resume=False,
-        canary=None,
-        temperature=0.0,
-        order="sequence",
-        overflow="block",
-        quiet=True,
-        metrics_port=None,
+def _alone(settings: WriteSettings, out: Path) -> WriteSettings:
+    """Return the settings of a replay: the same engine, one request at a time, nothing lost."""
+    return settings.model_copy(
+        update={
+            "out": str(out),
+            "resume": False,
+            "canary": None,
+            "temperature": 0.0,
+            "order": "sequence",
+            "overflow": "block",
+            "metrics_port": None,
+        }
     )
 
 
 def _run(
-    options: WriteOptions, plan: Plan, interrupted: Callable[[], int]
+    settings: WriteSettings, plan: Plan, interrupted: Callable[[], int]
 ) -> dict[str, int] | None:
     """Run the replaying process to its end; return what it sampled, ``None`` if interrupted."""
     process = subprocess.Popen(
@@ -264,7 +271,7 @@ def _run(
     assert process.stdout is not None
     told = interrupted()
     try:
-        pickle.dump((options, plan), process.stdin)
+        pickle.dump((settings, plan), process.stdin)
         process.stdin.close()
         while True:
             try:
@@ -339,7 +346,7 @@ def _compare(
     source_rows = {encoded.prompt.row for encoded, _, _ in chosen}
     replays = _Requests.of(alone, alone.run_ids[0], source_rows)
     columns: list[np.ndarray] = []
-    numbers = compare.prefixes([tokens for _, _, tokens in chosen])
+    numbers = prefixes([tokens for _, _, tokens in chosen])
     for (encoded, number, tokens), prefix in zip(chosen, numbers, strict=True):
         replayed = replays.served[encoded.prompt.row]
         for start, stop, owner in requests.owners[number]:
@@ -353,13 +360,13 @@ def _compare(
             )
     request, position, owner, replayed_as, fed, same = np.concatenate(columns, axis=1)
     pieces = []
-    computed = compare.coarser(_types(catalog, run))
+    computed = coarser(_types(catalog, run))
     for hooks, shards in catalog.row_sets(run):
-        stored_at = compare.locate(shards, position_key(owner, position))
+        stored_at = locate(shards, position_key(owner, position))
         there = stored_at.shard >= 0  # a reference may name a row that was lost
         stored_at = _only(stored_at, there)
         others = _shards_with(alone, hooks[0])
-        replay_at = compare.locate(others, position_key(replayed_as[there], position[there]))
+        replay_at = locate(others, position_key(replayed_as[there], position[there]))
         if (replay_at.shard < 0).any():
             raise ActdsError(
                 "E504", "canary replay", got="a position without a row", expected="every row"
@@ -367,10 +374,10 @@ def _compare(
         wrong_token = stored_at.token_id != fed[there]
         after = _after(request[there], position[there], wrong_token)
         for hook in hooks:
-            stored = compare.gather(shards, stored_at, hook)
-            alone_rows = compare.gather(others, replay_at, hook)
-            relative, cosine = compare.distances(stored, alone_rows)
-            far = compare.is_foreign(stored, alone_rows, relative, same[there], computed)
+            stored = gather(shards, stored_at, hook)
+            alone_rows = gather(others, replay_at, hook)
+            relative, cosine = distances(stored, alone_rows)
+            far = is_foreign(stored, alone_rows, relative, same[there], computed)
             verdict = np.where(far, np.where(after, "diverged", "foreign"), "same")
             verdict[wrong_token] = "foreign"
             pieces.append(
@@ -424,8 +431,8 @@ def _after(request: np.ndarray, position: np.ndarray, wrong: np.ndarray) -> np.n
     return position > limits
 
 
-def _only(located: compare.Located, mask: np.ndarray) -> compare.Located:
-    return compare.Located(
+def _only(located: Located, mask: np.ndarray) -> Located:
+    return Located(
         located.shard[mask], located.row[mask], located.token_id[mask], located.step[mask]
     )
 
@@ -439,7 +446,7 @@ def _types(catalog: Catalog, run: str) -> list[DType]:
     fields = catalog.runs[run].fields
     computed, precision = fields["numerics.dtype"].value, fields["numerics.matmul_precision"].value
     types = [hook.dtype for hook in catalog.genesis.hooks]
-    types += [name for name in compare.FAR if name == computed]
+    types += [name for name in FAR if name == computed]
     if precision not in ("highest", None):
         types.append("float16")  # TF32 has as many digits
     return types
@@ -451,3 +458,131 @@ def _commit(catalog: Catalog, run: str, software: str, table: pa.Table, outcome:
     for n, first in enumerate(range(0, max(table.num_rows, 1), ROWS_PER_PART)):
         commit_part(catalog.store, chain, "canary", run, n, table.slice(first, ROWS_PER_PART))
     chain.close("finished", {"requests": outcome.n_requests, "foreign": outcome.n_foreign})
+
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.float32]
+
+FAR: dict[DType, float] = {"bfloat16": 0.4, "float16": 0.1, "float32": 0.01}
+"""Relative L2 from which a row is another one, by the type it was computed in: several times the
+largest distance between a batch and the same request alone, see docs/canary.md."""
+NEAR: dict[DType, float] = {"bfloat16": 0.04, "float16": 0.01, "float32": 0.001}
+"""Relative L2 up to which a row is never another one."""
+MARGIN = 2.0
+"""Between the two, how many times nearer another replayed row has to be."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where rows of a run lie.
+
+    Args:
+        shard: index of the shard of each row, -1 where there is no row.
+        row: row in the shard.
+        token_id: token of each row.
+        step: step that computed it.
+    """
+
+    shard: Ints
+    row: Ints
+    token_id: Ints
+    step: Ints
+
+
+def locate(shards: Sequence[Shard], keys: Keys) -> Located:
+    """Return where the rows of (request, position) keys lie; keys may repeat, in any order."""
+    unique, back = np.unique(keys, return_inverse=True)
+    found = {name: np.full(len(unique), -1, np.int64) for name in ("shard", "row", "token", "step")}
+    for number, shard in enumerate(shards):
+        tokens = shard.tokens(["request", "position", "token_id", "step"])
+        mine = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
+        at = np.minimum(np.searchsorted(unique, mine), len(unique) - 1)
+        rows = np.flatnonzero(unique[at] == mine)
+        at = at[rows]
+        found["shard"][at], found["row"][at] = number, rows
+        found["token"][at] = tokens["token_id"].to_numpy()[rows]
+        found["step"][at] = tokens["step"].to_numpy()[rows]
+    return Located(*(found[name][back] for name in ("shard", "row", "token", "step")))
+
+
+def gather(shards: Sequence[Shard], located: Located, hook: str) -> Rows:
+    """Return the rows of a hook, float32 ``(n, d_model)``, in the order of ``located``."""
+    rows: Rows | None = None
+    for number, shard in enumerate(shards):
+        mine = np.flatnonzero(located.shard == number)
+        if not len(mine):
+            continue
+        with shard.array(hook) as reader:
+            values = as_ml_dtypes(reader.gather(located.row[mine]), reader.dtype)
+        if rows is None:
+            rows = np.zeros((len(located.row), values.shape[1]), np.float32)
+        rows[mine] = values.astype(np.float32)
+    return np.zeros((len(located.row), 1), np.float32) if rows is None else rows
+
+
+def distances(stored: Rows, replayed: Rows) -> tuple[Floats, Floats]:
+    """Return relative L2 and cosine of each pair of rows.
+
+    The distance is measured against the replayed row's norm; against a row of zeros it is
+    infinite, unless both are.
+    """
+    one, other = stored.astype(np.float64), replayed.astype(np.float64)
+    apart = np.linalg.norm(one - other, axis=1)
+    norms = np.linalg.norm(one, axis=1), np.linalg.norm(other, axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(apart == 0, 0.0, apart / norms[1])
+        cosine = np.where(apart == 0, 1.0, (one * other).sum(axis=1) / (norms[0] * norms[1]))
+    return np.nan_to_num(relative, nan=np.inf), np.nan_to_num(cosine, nan=0.0)
+
+
+def is_foreign(
+    stored: Rows, replayed: Rows, relative: Floats, prefix: Ints, computed: DType
+) -> npt.NDArray[np.bool_]:
+    """Return which stored rows belong to another request or position than their own.
+
+    A row far from its own replay is foreign. One that is neither near nor far is foreign when
+    another of the replayed rows is nearer by a clear margin: rounding moves a row, but not onto
+    another one. Rows of equal tokens up to their position are one and the same.
+
+    Args:
+        stored: what the harvest stored, ``(n, d_model)``.
+        replayed: the same tokens alone, row by row.
+        relative: relative L2 of the pairs.
+        prefix: equal where the tokens up to the row are equal.
+        computed: type that the rows were computed or stored in, the coarser of both.
+
+    Spec: 0.1 section 7.9.
+    """
+    foreign = relative > FAR[computed]
+    unsure = np.flatnonzero(~foreign & (relative > NEAR[computed]))
+    squares = (replayed.astype(np.float64) ** 2).sum(axis=1)
+    for row in unsure:
+        products = (replayed @ stored[row]).astype(np.float64)
+        apart = squares - 2 * products + float(stored[row].astype(np.float64) @ stored[row])
+        apart[prefix == prefix[row]] = np.inf
+        # The difference of large numbers finds the nearest row, and is too coarse for its distance.
+        nearest = replayed[int(apart.argmin())].astype(np.float64)
+        own = np.sqrt(squares[row]) * relative[row]
+        others = np.isfinite(apart).any()
+        foreign[row] = others and np.linalg.norm(nearest - stored[row]) * MARGIN < own
+    return foreign
+
+
+def prefixes(sequences: Sequence[Sequence[int]]) -> list[Ints]:
+    """Return a number per token: equal where all tokens up to there are equal."""
+    known: dict[tuple[int, int], int] = {}
+    found = []
+    for tokens in sequences:
+        numbers, parent = np.empty(len(tokens), np.int64), -1
+        for position, token in enumerate(tokens):
+            parent = known.setdefault((parent, token), len(known))
+            numbers[position] = parent
+        found.append(numbers)
+    return found
+
+
+def coarser(types: Iterable[DType]) -> DType:
+    """Return the type of the fewest digits."""
+    order: tuple[DType, ...] = ("float32", "float16", "bfloat16")
+    return max(types, key=order.index)

@@ -1,6 +1,6 @@
 """The process that replays canaries: a harvest of its own, one request at a time.
 
-``python -m actds_writers.harvest.canary_replay`` reads options and plan from standard input. A
+``python -m actds_writers.harvest.canary_replay`` reads settings and plan from standard input. A
 process of its own, because an engine starts with its process and leaves nothing of the harvest's
 behind.
 """
@@ -11,18 +11,17 @@ import json
 import os
 import pickle
 import sys
-import time
 from dataclasses import asdict
 
 from actds.errors import ActdsError
 from actds_writers.engines.base import Finished
-from actds_writers.harvest.run import run_plan
+from actds_writers.harvest.run import harvest_plan
 from actds_writers.ipc.messages import Failed
 
 
 def main() -> int:
     """Replay; standard output gets the sampled tokens by key, or the error, as JSON."""
-    options, plan = pickle.load(sys.stdin.buffer)
+    settings, plan = pickle.load(sys.stdin.buffer)
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an engine may print
     sampled: dict[str, int] = {}
@@ -32,12 +31,12 @@ def main() -> int:
 
     with answer:
         try:
-            written = run_plan(options, plan, time.monotonic(), heard)
+            result = harvest_plan(settings, plan, heard)
         except ActdsError as error:
             json.dump(asdict(Failed.of(error)), answer)
             return 1
         json.dump(sampled, answer)
-    return 0 if written.reason == "finished" else 2
+    return 0 if result.reason == "finished" else 2
 
 
 if __name__ == "__main__":

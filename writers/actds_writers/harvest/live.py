@@ -1,89 +1,31 @@
-"""A harvest beside a serving engine: its settings, and the supervision of its processes.
+"""A harvest beside a serving engine: the supervision of its processes.
 
-Around the token's way, in the engine-core process of a server; imports no engine. Nothing here is
-on a request's way, and nothing that fails here ends the service.
+Runs in the engine-core process of a server, on a thread of its own. Nothing here is on a request's
+way, and nothing that fails here ends the service.
 """
 
 from __future__ import annotations
 
-import difflib
 import logging
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from decimal import Decimal
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import CloseReason
+from actds.schema import CloseReason
+from actds_writers.config import LiveSettings, settings_of
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.harvest.sampling import Match, Phase, SamplingRules
-from actds_writers.ipc.link import Link, Policy
-from actds_writers.monitor.snapshot import Snapshot, take_snapshot
+from actds_writers.ipc.link import Link
+from actds_writers.monitor.progress import Snapshot, take_snapshot
+from actds_writers.sampling import SamplingRules
 
-__all__ = ["LiveRun", "LiveSettings", "parse_live_settings"]
+__all__ = ["LiveRun", "parse_live_settings"]
 
 log = logging.getLogger("vllm.actds")
 PLACE = "--additional-config actds"
 POLL_S = 0.25
-
-
-class LiveSettings(BaseModel):
-    """The value of ``actds`` in ``--additional-config``.
-
-    Args:
-        out: dataset folder; made when it is not there, joined when another engine was first.
-        hooks: places to capture, as ``actds write --hooks``.
-        overflow: what happens to a step when the ring is full.
-        fraction: as in ``SamplingRules``, like the next four.
-        seed: seed of the sampling and of the row order.
-        phases: phases that are stored.
-        only: a request must match one of these.
-        skip: a request that matches one of these is left out.
-        order: row order inside a shard.
-        rows_per_shard: rows per shard, ``None`` to choose by memory.
-        ring_mib: size of the host ring.
-        staging_mib: size of the staging ring on the device.
-        readouts: whether every computed row that the rules leave in leaves readouts.
-        probes: file of the user's probes, ``None`` without.
-        raw_mib: MiB that wait to be committed, from which shards are written raw; 0 never.
-        store_dtype: type to store rows in, ``None`` for the type the model computes in.
-        weights_digest: whether the weight files are hashed before the server starts.
-        metrics_host: where metrics of the capture are served.
-        metrics_port: port of the metrics, ``None`` to serve none; replica N takes this plus N.
-        check: whether the hooks are checked before the server is up.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    out: Annotated[str, Field(min_length=1)]
-    hooks: Annotated[str, Field(min_length=1)]
-    overflow: Policy = "drop_newest"
-    fraction: float | int | str = 1
-    seed: int = 0
-    phases: list[Phase] = ["prefill", "decode"]
-    only: list[Match] = []
-    skip: list[Match] = []
-    order: Literal["permuted", "sequence"] = "permuted"
-    rows_per_shard: Annotated[int, Field(ge=1)] | None = None
-    ring_mib: Annotated[int, Field(ge=1)] = 256
-    staging_mib: Annotated[int, Field(ge=1)] = 64
-    readouts: bool = True
-    probes: Annotated[str, Field(min_length=1)] | None = None
-    raw_mib: Annotated[int, Field(ge=0)] = 64
-    store_dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    weights_digest: bool = True
-    metrics_host: str = "127.0.0.1"
-    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    check: bool = True
-
-    def rules(self) -> SamplingRules:
-        """Return the sampling rules."""
-        names = ("fraction", "seed", "phases", "only", "skip")
-        return SamplingRules.model_validate({name: getattr(self, name) for name in names})
 
 
 def parse_live_settings(document: Any) -> LiveSettings:
@@ -96,37 +38,11 @@ def parse_live_settings(document: Any) -> LiveSettings:
         ActdsError: E017 with the key, what it is and what it should be.
     """
     if not isinstance(document, dict):
-        raise _bad("", _words(document), 'an object such as {"out": "...", "hooks": "..."}')
-    unknown = sorted(set(map(str, document)) - set(LiveSettings.model_fields))
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], LiveSettings.model_fields, n=2)
-        known = " or ".join(close) or f"one of {', '.join(sorted(LiveSettings.model_fields))}"
-        raise _bad(unknown[0][:80], "a key that is not known", known)
-    try:
-        settings = LiveSettings.model_validate(document)
-        settings.rules()
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        raise _bad(".".join(map(str, first["loc"])), *_explain(first)) from None
-    return settings
-
-
-def _explain(error: Any) -> tuple[str, str]:
-    """Return what was got and what is expected, in words."""
-    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    if error["type"] == "missing":
-        return "nothing", "a value"
-    if error["type"] == "extra_forbidden":
-        return "a key that is not known", "header or xarg, and values"
-    return _words(error["input"]), message
-
-
-def _words(value: object) -> str:
-    return str(value) if isinstance(value, Decimal) else repr(value)[:80]
-
-
-def _bad(key: str, got: str, expected: str) -> ActdsError:
-    return ActdsError("E017", f"{PLACE}.{key}" if key else PLACE, got=got, expected=expected)
+        expected = 'an object such as {"out": "...", "hooks": "..."}'
+        raise ActdsError("E017", PLACE, got=repr(document)[:80], expected=expected)
+    return settings_of(
+        LiveSettings, document, lambda key: f"{PLACE}.{key}" if key else PLACE, "E017"
+    )
 
 
 class LiveRun:

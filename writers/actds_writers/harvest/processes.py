@@ -19,9 +19,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import CloseReason
+from actds.schema import CloseReason
+from actds_writers.config import CensusSettings, WriterSettings
 from actds_writers.harvest.detach import Detached
-from actds_writers.ipc.link import Link, Policy
+from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
     CensusProgress,
     ClientFacts,
@@ -30,15 +31,12 @@ from actds_writers.ipc.messages import (
     Finish,
     WriterProgress,
 )
-from actds_writers.settings import CensusSettings, WriterSettings
+from actds_writers.sizing.needs import LANE_NBYTES
 
 FINISH_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 120.0
 """Longer than the patience of either process with an engine that is still there."""
 SHARED_MEMORY = Path("/dev/shm")
-LANE_NBYTES = 32 << 20
-"""Readouts that may wait for the writer, before they make the engine wait: a disk that stands
-still costs rows under a drop policy, and never a readout."""
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """Frames of a mebibyte are made and dropped by the thousand; giving each back to the system and
 taking it again costs more than encoding it."""
@@ -62,56 +60,50 @@ class Pipeline:
     """Writer and census of one run.
 
     Args:
+        writer: settings of the writer, and in them those of the harvest.
         hooks: ``(kind, layer)`` of each hook.
-        store_dtype: type to store rows in, ``None`` for the model's own.
-        policy: overflow policy of the ring.
-        ring_nbytes: size of the host ring.
-        writer: settings of the writer.
+        client_pid: process that the engine must not outlive.
         lock: open descriptor of the dataset's lock, which the processes inherit.
-        staging_nbytes: size of the staging ring; a step at least.
+        ring_nbytes: size of the host ring, ``None`` for what the settings say.
+        staging_nbytes: size of the staging ring, in the same way.
         lane_nbytes: size of the readouts' lane; two steps at least.
         probes: the user's probes as the bytes of their file.
-        check: whether the engine checks its hooks before the first row.
 
     Use as a context manager: leaving it ends the processes and removes the ring.
     """
 
     def __init__(
         self,
-        hooks: tuple[tuple[str, int], ...],
-        store_dtype: str | None,
-        policy: Policy,
-        ring_nbytes: int,
         writer: WriterSettings,
+        hooks: tuple[tuple[str, int], ...],
         client_pid: int,
         lock: int,
         *,
-        staging_nbytes: int = 0,
+        ring_nbytes: int | None = None,
+        staging_nbytes: int | None = None,
         lane_nbytes: int = LANE_NBYTES,
         probes: bytes | None = None,
-        check: bool = True,
     ) -> None:
         folder = private_folder()
         probes_path = folder / "probes.npy"
         if probes is not None:
             probes_path.write_bytes(probes)
+        asked = writer.harvest
         self.link = Link(
             folder=str(folder),
             key=secrets.token_hex(32),
             run=writer.run,
             hooks=hooks,
-            store_dtype=store_dtype,
-            policy=policy,
-            ring_nbytes=ring_nbytes,
+            settings=asked,
+            ring_nbytes=asked.ring_nbytes if ring_nbytes is None else ring_nbytes,
+            staging_nbytes=asked.staging_nbytes if staging_nbytes is None else staging_nbytes,
             client_pid=client_pid,
             live=writer.shared,
-            staging_nbytes=staging_nbytes,
             lane_nbytes=lane_nbytes,
             readouts=writer.readouts,
             probes_path=None if probes is None else str(probes_path),
-            check=check,
         )
-        census = CensusSettings(writer.root, writer.run, writer.software)
+        census = CensusSettings(writer.harvest.out, writer.run, writer.software)
         self._processes = {
             "census": self._start("census_process", census, lock),
             "writer": self._start("writer_process", writer, lock),

@@ -16,11 +16,11 @@ from actds import __version__, schema
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.ledger import Chain, ChainState, fence, read_ledger
-from actds.lock import lock_dataset
-from actds.reading import CENSUS_TABLES, Catalog
-from actds.schema.v0_1 import Genesis, Seal, ShardBody
-from actds.seal import runs_with_data, seal
+from actds.reading import CENSUS_TABLES, Catalog, need_dataset
+from actds.schema import Genesis, Seal, ShardBody
+from actds.sealing import seal
 from actds.store import TEMPORARY, Store, local_folder, open_for_writing
+from actds.store.local import lock_dataset
 from actds_writers.census.census import Census
 from actds_writers.census.journal import (
     LOST_REASON,
@@ -35,7 +35,6 @@ from actds_writers.census.journal import (
 )
 from actds_writers.ipc.messages import ClientFacts, RequestArrived
 
-SCHEMA = "actds.recover/1"
 FENCED = "its process ended without closing it"
 _CLEARED = ("journal/", "census/", "losses/", "readouts/", "canary/", "runs/", "seal/")
 _MAX_REQUEST_GAP = 1 << 20
@@ -66,7 +65,7 @@ class RunFound:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoverResult:
     """What recovery found and did.
 
     Args:
@@ -86,9 +85,8 @@ class Recovery:
     error: ActdsError | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the recovery under the schema ``actds.recover/1``."""
+        """Return the facts of the document ``actds.recover``."""
         return {
-            "schema": SCHEMA,
             "actds": __version__,
             "path": self.path,
             "runs": [run.__dict__ for run in self.runs],
@@ -99,24 +97,31 @@ class Recovery:
         }
 
 
-def recover(uri: str | Path, *, clear: bool = False) -> Recovery:
+def recover(path: str | Path, *, clear: bool = False) -> RecoverResult:
     """Recover a dataset whose processes are gone; done twice, it changes nothing more.
 
+    Keeps every acknowledged row, accounts for all others as aborted, ends what is open, and seals
+    the dataset. Why it could not be sealed stands in the result, beside what was found.
+
     Args:
-        uri: the dataset. In an object store there is no lock: a process that is not gone after
-            all is fenced, and ends at its next commit.
+        path: the dataset, a folder or a URI. In an object store there is no lock: a process that
+            is not gone after all is fenced, and ends at its next commit.
         clear: remove the files that nothing reaches.
 
     Raises:
         ActdsError: E101 no dataset; E010 a live process; E503 the disk refuses; what is broken
             in ledger or files.
 
+    Example:
+        >>> result = actds.recover("acts")  # doctest: +SKIP
+        >>> [(run.outcome, run.n_rows) for run in result.runs]  # doctest: +SKIP
+        [('recovered', 18432)]
+
     Spec: 0.1 section 8.6.
     """
-    store = open_for_writing(uri)
-    if not store.exists(layout.GENESIS):
-        raise ActdsError("E101", store.uri, got=f"no {layout.GENESIS}", expected="a dataset")
-    folder = local_folder(uri)
+    store = open_for_writing(path)
+    need_dataset(store)
+    folder = local_folder(path)
     lock = None if folder is None else lock_dataset(folder)
     try:
         runs = recover_runs(store)
@@ -128,7 +133,7 @@ def recover(uri: str | Path, *, clear: bool = False) -> Recovery:
         unreachable = dict(_unreachable(store))
         if clear:
             _clear(store, unreachable)
-        return Recovery(store.uri, tuple(runs), unreachable, clear, sealed, error)
+        return RecoverResult(store.uri, tuple(runs), unreachable, clear, sealed, error)
     finally:
         if lock is not None:
             os.close(lock)
@@ -186,7 +191,7 @@ def _recover_run(
     if _is_accounted(catalog, run):
         return found
     ended = end_writer_chain(store, catalog.genesis.dataset, run)
-    if ended is None or not (found.n_segments or run in runs_with_data(catalog)):
+    if ended is None or not (found.n_segments or run in catalog.runs_with_data):
         return replace(found, outcome="empty")
     if not found.n_segments and _tells_of_rows(catalog, run):
         return replace(found, outcome="unaccountable")

@@ -1,6 +1,6 @@
-"""One run of ``actds write``: plan, processes, engine, feeding, end, seal.
+"""One harvest of ``actds.write``: plan, processes, engine, requests, end, seal.
 
-Conducts the token's way from the command's process; carries no row itself.
+Runs in the caller's process and carries no row itself.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
+from typing import Any, Literal
 
 import pyarrow.compute as pc
 
@@ -21,22 +22,35 @@ import actds
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.reading import Catalog
-from actds.schema.v0_1 import CloseReason, Seal
-from actds.seal import seal
+from actds.schema import CloseReason, Seal
+from actds.sealing import seal
 from actds.store import open_store
-from actds_writers.config import Plan, WriteOptions, make_plan, request_key
-from actds_writers.engines.base import Engine, Finished, start_engine
+from actds_writers.config import WriterSettings, WriteSettings, keywords_of
+from actds_writers.engines.base import Engine, Finished, find_engine
 from actds_writers.harvest.canary import Canary, Outcome, Share
-from actds_writers.harvest.destination import discard_empty, has_dataset, hold, is_taken
+from actds_writers.harvest.prepare import (
+    Plan,
+    discard_empty,
+    finished_rows,
+    has_dataset,
+    hold,
+    is_taken,
+    make_plan,
+    request_key,
+)
 from actds_writers.harvest.processes import Ended, Pipeline
 from actds_writers.harvest.recover import recover_runs, require_accounted
-from actds_writers.harvest.resume import finished_rows
-from actds_writers.ipc.messages import ClientFacts
-from actds_writers.monitor.progress import Progress
-from actds_writers.monitor.snapshot import Snapshot, take_snapshot
-from actds_writers.monitor.summary import Totals, format_summary
+from actds_writers.ipc.messages import ClientFacts, PromptFact
+from actds_writers.monitor.progress import (
+    Observer,
+    Snapshot,
+    Totals,
+    format_summary,
+    take_snapshot,
+)
 from actds_writers.prompts.encoding import Encoded
-from actds_writers.settings import WriterSettings
+
+__all__ = ["Feed", "HarvestResult", "harvest", "harvest_plan", "write"]
 
 CONNECT_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 300.0
@@ -45,69 +59,119 @@ CAUSE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a run came to.
+class HarvestResult:
+    """What a harvest came to.
 
     Args:
-        run: its id, ``None`` when there was nothing left to do.
-        reason: ``finished`` or ``interrupted``.
-        summary: lines for a person.
+        path: the dataset, as it was named.
+        run: id of the run, ``None`` when every prompt was finished before.
+        reason: ``interrupted`` by Ctrl-C or SIGTERM: committed, sealed, and to be resumed.
         seal: the dataset's seal.
+        totals: what became of every request and position of the run, ``None`` without one.
+        canary: what the replay of canaries came to, ``None`` without one.
     """
 
+    path: str
     run: str | None
-    reason: str
-    summary: str
+    reason: Literal["finished", "interrupted"]
     seal: Seal
+    totals: Totals | None = None
+    canary: Outcome | None = None
+
+    @property
+    def summary(self) -> str:
+        """Return the result in lines for a person."""
+        if self.totals is None:
+            return f"Every prompt is finished; {self.path} is sealed."
+        return format_summary(self.totals)
 
 
-def write(options: WriteOptions) -> Written:
-    """Harvest one run into a new or a resumed dataset.
+@keywords_of(WriteSettings)
+def write(*, observer: Observer | None = None, **settings: Any) -> HarvestResult:
+    """Harvest activations from a real engine into a new dataset, or resume one.
+
+    Serves every prompt, stores the hooks' rows of every token that the engine computes, accounts
+    for every token, and seals. Prints nothing. The first Ctrl-C or SIGTERM ends the harvest in
+    order when this is called on the main thread.
+
+    Args:
+        observer: told how the harvest goes.
+        settings: the fields of ``WriteSettings``, the options of ``actds write``: ``out``,
+            ``model``, ``prompts`` and ``hooks`` are required.
 
     Raises:
         ActdsError: what stopped it; everything committed before is sealed where that is possible.
 
+    Example:
+        >>> result = actds.write(
+        ...     out="acts", model="models/small", prompts="prompts.jsonl", hooks="resid_post:10,20",
+        ...     engine="transformers", engine_args={"max_num_seqs": 4}, max_tokens=64,
+        ... )  # doctest: +SKIP
+        >>> result.seal.totals["rows"]  # doctest: +SKIP
+        18_432
+
     Spec: 0.1 section 9.
     """
-    began = time.monotonic()
-    if options.canary is not None:
-        Share.parse(options.canary)
-    _check_out(options)
-    _check_metrics(options)
-    plan = make_plan(options)
-    created = not is_taken(options.out)
-    if created and not _servable(plan):
-        return _nothing_to_do(options, plan, resumed=False)
-    lock = hold(options.out)
+    return harvest(WriteSettings.of(settings), observer)
+
+
+def harvest(
+    settings: WriteSettings, observer: Observer | None = None, feed: type[Feed] | None = None
+) -> HarvestResult:
+    """Harvest one run into a new or a resumed dataset.
+
+    Args:
+        settings: of the harvest.
+        observer: told how it goes.
+        feed: what hands the requests to the engine, ``Feed`` by default.
+
+    Raises:
+        ActdsError: as ``write``.
+    """
+    began, observer = time.monotonic(), observer or Observer()
+    engine = find_engine(settings.engine).checked(settings.engine_args)
+    if settings.canary is not None:
+        Share.parse(settings.canary)
+    _check_out(settings)
+    _check_metrics(settings)
+    plan = make_plan(settings, engine)
+    created = not is_taken(settings.out)
+    if created:
+        _require_prompt(settings, plan)
+    lock = hold(settings.out)
     try:
-        if options.resume:
-            plan = _without(plan, finished_rows(options.out, plan))
+        if settings.resume:
+            plan = _without(plan, finished_rows(settings.out, plan))
             if not _servable(plan):
-                return _nothing_to_do(options, plan, resumed=True)
-        return _Run(options, plan, lock, began).harvest()
+                sealed = seal(open_store(settings.out))
+                result = HarvestResult(settings.out, None, "finished", sealed)
+                observer.ended(result)
+                return result
+        return _Run(settings, plan, lock, began, observer, feed or Feed).harvest()
     finally:
         os.close(lock)
         if created:
-            discard_empty(options.out)
+            discard_empty(settings.out)
 
 
-def run_plan(
-    options: WriteOptions, plan: Plan, began: float, heard: Callable[[Finished], None]
-) -> Written:
+def harvest_plan(
+    settings: WriteSettings, plan: Plan, heard: Callable[[Finished], None]
+) -> HarvestResult:
     """Harvest a plan into a new dataset.
 
     Args:
-        options: the arguments.
+        settings: of the harvest.
         plan: what to serve.
-        began: monotonic clock of the start.
         heard: told of every request that ended.
 
     Raises:
         ActdsError: as ``write``.
     """
-    lock = hold(options.out)
+    lock = hold(settings.out)
     try:
-        return _Run(options, plan, lock, began, heard).harvest()
+        run = _Run(settings, plan, lock, time.monotonic(), Observer(), Feed)
+        run.feed.heard = heard
+        return run.harvest()
     finally:
         os.close(lock)
 
@@ -116,26 +180,38 @@ def _servable(plan: Plan) -> bool:
     return any(encoded.skip is None for encoded in plan.encoded)
 
 
-def _check_out(options: WriteOptions) -> None:
-    if options.resume and not has_dataset(options.out):
+def _require_prompt(settings: WriteSettings, plan: Plan) -> None:
+    if _servable(plan):
+        return
+    skips = [prompt.skip for prompt in plan.client if prompt.skip]
+    raise ActdsError(
+        "E006",
+        settings.prompts,
+        got=f"{len(skips)} prompts, all skipped; the first: {skips[0] if skips else 'none'}",
+        expected="at least one prompt that fits the model",
+    )
+
+
+def _check_out(settings: WriteSettings) -> None:
+    if settings.resume and not has_dataset(settings.out):
         raise ActdsError(
             "E010",
-            str(options.out),
+            settings.out,
             got="no dataset",
             expected="a dataset to go on with",
             next_step="Leave --resume away to begin a new one.",
         )
-    if not options.resume and is_taken(options.out):
-        raise ActdsError("E008", str(options.out), got="it exists", expected="a new path")
+    if not settings.resume and is_taken(settings.out):
+        raise ActdsError("E008", settings.out, got="it exists", expected="a new path")
 
 
-def _check_metrics(options: WriteOptions) -> None:
+def _check_metrics(settings: WriteSettings) -> None:
     """Refuse a port that cannot be served now rather than after the engine's start."""
-    if options.metrics_port is not None:
+    if settings.metrics_port is not None:
         from actds_writers.monitor.metrics import serve_metrics
 
         idle = Snapshot(elapsed_s=0.0, requests_done=0, requests_total=0)
-        serve_metrics(options.metrics_host, options.metrics_port, lambda: idle).close()
+        serve_metrics(settings.metrics_host, settings.metrics_port, lambda: idle).close()
 
 
 def _without(plan: Plan, done: set[int]) -> Plan:
@@ -147,18 +223,85 @@ def _without(plan: Plan, done: set[int]) -> Plan:
     )
 
 
-def _nothing_to_do(options: WriteOptions, plan: Plan, *, resumed: bool) -> Written:
-    if not resumed:
-        skips = [prompt.skip for prompt in plan.client if prompt.skip]
-        raise ActdsError(
-            "E006",
-            options.prompts,
-            got=f"{len(skips)} prompts, all skipped; the first: {skips[0] if skips else 'none'}",
-            expected="at least one prompt that fits the model",
-        )
-    sealed = seal(open_store(options.out))
-    text = f"Every prompt of {options.prompts} is finished; {options.out} is sealed."
-    return Written(None, "finished", text, sealed)
+class Feed:
+    """Hands the requests of a plan to an engine, and knows what became of each.
+
+    A subclass may hand them over at other times: it overrides ``serve``.
+
+    Args:
+        plan: the requests.
+        poll: to be called between steps; raises what made a process of the harvest fail.
+    """
+
+    def __init__(self, plan: Plan, poll: Callable[[], None]) -> None:
+        self.poll = poll
+        self.heard: Callable[[Finished], None] = lambda finished: None
+        self.queue = [e for e in plan.encoded if e.skip is None]
+        self.n_requests = len(self.queue)
+        self.queue.reverse()
+        self.live: set[str] = set()
+        self.n_finished = 0
+        self.interrupted = False
+        self._client = plan.client
+        self._cached: dict[str, int] = {}
+        self.refused: dict[str, str] = {}
+
+    def serve(self, engine: Engine) -> None:
+        """Feed every prompt and step the engine until all requests have ended."""
+        window = 2 * engine.max_num_seqs
+        while self.queue or self.live:
+            while self.queue and len(self.live) < window and not self.interrupted:
+                self.add(engine, self.queue.pop())
+            if self.interrupted:
+                self.abort(engine, self.live)
+                break
+            self.step(engine)
+
+    def add(self, engine: Engine, encoded: Encoded) -> None:
+        """Add a prompt, or note why the engine does not take it."""
+        key, limit = request_key(encoded.prompt.index), engine.max_model_len
+        room = limit - len(encoded.token_ids)
+        if room < 1:
+            length = len(encoded.token_ids)
+            self.refused[key] = (
+                f"E004 row {encoded.prompt.row}: {length} prompt tokens; "
+                f"the engine takes {limit - 1}"
+            )
+            return
+        try:
+            engine.add(key, encoded.token_ids, min(encoded.max_tokens, room))
+        except ValueError as error:
+            words = " ".join(str(error).split())[:300]
+            self.refused[key] = f"E002 row {encoded.prompt.row}: the engine says: {words}"
+            return
+        self.live.add(key)
+
+    def step(self, engine: Engine) -> None:
+        """Run the engine until it says something, when a request is under way."""
+        for finished in engine.step() if self.live else []:
+            self.live.discard(finished.key)
+            self.n_finished += 1
+            self.heard(finished)
+            if finished.cached_tokens is not None:
+                self._cached[finished.key] = finished.cached_tokens
+        self.poll()
+
+    def abort(self, engine: Engine, keys: set[str]) -> None:
+        """End requests under way; what they owe is accounted as aborted."""
+        engine.abort(sorted(keys))
+        self.n_finished += len(keys)
+        self.live = self.live - keys
+
+    def facts(self) -> ClientFacts:
+        """Return what became of every prompt, those never fed excluded."""
+        unfed = {request_key(e.prompt.index) for e in self.queue}
+
+        def told(prompt: PromptFact) -> PromptFact:
+            words = self.refused.get(prompt.key)
+            return prompt if words is None else replace(prompt, skip=words)
+
+        prompts = tuple(told(prompt) for prompt in self._client if prompt.key not in unfed)
+        return ClientFacts(prompts, self._cached)
 
 
 class _Run:
@@ -166,80 +309,44 @@ class _Run:
 
     def __init__(
         self,
-        options: WriteOptions,
+        settings: WriteSettings,
         plan: Plan,
         lock: int,
         began: float,
-        heard: Callable[[Finished], None] | None = None,
+        observer: Observer,
+        feed: type[Feed],
     ) -> None:
-        self._options, self._plan, self._began = options, plan, began
-        self._canary = Canary(options, plan) if options.canary else None
-        self._heard = heard or (self._canary.finished if self._canary else lambda finished: None)
-        self._queue = [e for e in plan.encoded if e.skip is None]
-        self._n_requests = len(self._queue)
-        self._queue.reverse()
-        self._live: set[str] = set()
-        self._n_finished = 0
-        self._cached: dict[str, int] = {}
-        self._refused: dict[str, str] = {}
+        self._settings, self._plan, self._began = settings, plan, began
+        self._observer = observer
+        self._canary = Canary(settings, plan) if settings.canary else None
         self._interrupts = 0
-        self._settings = WriterSettings(
-            root=str(options.out),
+        self._writer = WriterSettings(
+            harvest=settings,
             dataset=secrets.token_hex(16),
             run=layout.new_id("r"),
-            resume=options.resume,
+            resume=settings.resume,
             started_ns=time.time_ns(),
             software=f"actds {actds.__version__}",
             facts=plan.facts,
             tokens=plan.tokens,
             rows_per_shard=plan.rows_per_shard,
-            order=options.order,
-            seed=options.seed,
             n_threads=max(1, (os.cpu_count() or 2) // 2),
-            raw_threshold_nbytes=options.raw_mib << 20,
             readouts=plan.readouts,
         )
-        self._pipeline = Pipeline(
-            plan.hooks,
-            options.store_dtype,
-            options.overflow,
-            options.ring_mib << 20,
-            self._settings,
-            os.getpid(),
-            lock,
-            staging_nbytes=options.staging_mib << 20,
-            probes=plan.probes,
-            check=options.check,
-        )
+        self._pipeline = Pipeline(self._writer, plan.hooks, os.getpid(), lock, probes=plan.probes)
+        self.feed = feed(plan, self._pipeline.poll)
+        if self._canary is not None:
+            self.feed.heard = self._canary.finished
 
-    def harvest(self) -> Written:
+    def harvest(self) -> HarvestResult:
         """Run to the end; return what was written.
 
         Raises:
             ActdsError: what stopped the run.
         """
-        failure: ActdsError | None = None
         with self._pipeline, self._interruptible(), ExitStack() as watch:
-            self._pipeline.connect()
-            # Should the census be killed, its journal still knows whose the requests were.
-            self._pipeline.tell_client_facts(ClientFacts(self._plan.client))
-            engine: Engine | None = None
-            try:
-                engine = self._start()
-                self._serve_metrics(watch)
-                with Progress(self._snapshot, quiet=self._options.quiet):
-                    self._feed(engine)
-                    self._drain()
-            except ActdsError as error:
-                failure = self._cause(error)
-            finally:
-                # Also after a second Ctrl-C: writer and census end only when the engine has.
-                if engine is not None:
-                    engine.shutdown()
-            reason: CloseReason = (
-                "failed" if failure else "interrupted" if self._interrupts else "finished"
-            )
-            self._tell_client_facts()
+            failure, reason = self._serve(watch)
+            self._pipeline.tell_client_facts(self.feed.facts())
             try:
                 ended = self._pipeline.finish(reason)
                 self._pipeline.poll()
@@ -248,7 +355,7 @@ class _Run:
         if failure is not None:
             self._seal_what_there_is()
             raise failure
-        if not has_dataset(self._options.out):
+        if not has_dataset(self._settings.out):
             raise ActdsError(
                 "E006", "harvest", got="interrupted before the first step", expected="a step"
             )
@@ -259,35 +366,65 @@ class _Run:
                     outcome = self._replay(self._canary)
                 except ActdsError as error:
                     failure = error
-            if self._interrupts:
-                reason = "interrupted"
-        sealed = seal(open_store(self._options.out))
-        summary = self._summary(ended, sealed, outcome)
+        sealed = seal(open_store(self._settings.out))
+        result = HarvestResult(
+            path=self._settings.out,
+            run=self._writer.run,
+            reason="interrupted" if self._interrupts else "finished",
+            seal=sealed,
+            totals=self._totals(ended, sealed, outcome),
+            canary=outcome,
+        )
+        self._observer.ended(result)
         if outcome is not None:
-            failure = outcome.error(self._settings.run)
+            failure = outcome.error(self._writer.run)
         if failure is not None:
-            print(summary, flush=True)
             raise failure
-        return Written(self._settings.run, reason, summary, sealed)
+        return result
+
+    def _serve(self, watch: ExitStack) -> tuple[ActdsError | None, CloseReason]:
+        """Start the engine, serve and drain; return what failed, and how the run ends.
+
+        Args:
+            watch: ends the metrics, after the last commit.
+        """
+        engine: Engine | None = None
+        failure: ActdsError | None = None
+        self._pipeline.connect()
+        # Should the census be killed, its journal still knows whose the requests were.
+        self._pipeline.tell_client_facts(ClientFacts(self._plan.client))
+        try:
+            engine = self._start()
+            self._serve_metrics(watch)
+            with self._observer.harvesting(self._snapshot):
+                self.feed.serve(engine)
+                self._require_served()
+                self._drain()
+        except ActdsError as error:
+            failure = self._cause(error)
+        finally:
+            # Also after a second Ctrl-C: writer and census end only when the engine has.
+            if engine is not None:
+                engine.shutdown()
+        return failure, "failed" if failure else "interrupted" if self._interrupts else "finished"
 
     def _replay(self, canary: Canary) -> Outcome | None:
         """Replay the canaries and commit what they say, before the seal."""
-        settings = self._settings
-        outcome = canary.replay(settings.run, settings.software, lambda: self._interrupts)
+        run, software = self._writer.run, self._writer.software
+        outcome = canary.replay(run, software, lambda: self._interrupts, self._observer.said)
         if outcome is None:
-            print("The canary replay was interrupted: nothing is compared.", file=sys.stderr)
+            self._observer.said("The canary replay was interrupted: nothing is compared.")
         return outcome
 
     def _start(self) -> Engine:
-        options = self._options
-        print(f"Starting the engine for {options.model} ...", file=sys.stderr, flush=True)
-        engine = start_engine(
-            options.writer,
-            options.model,
-            options.engine,
+        settings = self._settings
+        self._observer.said(f"Starting the engine for {settings.model} ...")
+        engine = find_engine(settings.engine).start(
+            settings.model,
+            self._plan.engine,
             self._pipeline.link,
-            temperature=options.temperature,
-            seed=options.seed,
+            temperature=settings.temperature,
+            seed=settings.seed,
         )
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while not (self._pipeline.counted and self._pipeline.counted.connected):
@@ -304,34 +441,12 @@ class _Run:
             time.sleep(0.02)
         return engine
 
-    def _feed(self, engine: Engine) -> None:
-        """Feed every prompt and step the engine until all requests have ended."""
-        window = 2 * engine.max_num_seqs
-        limit = engine.max_model_len
-        while self._queue or self._live:
-            while self._queue and len(self._live) < window and not self._interrupts:
-                self._add(engine, self._queue.pop(), limit)
-            if self._interrupts:
-                self._abort(engine)
-                break
-            for finished in engine.step() if self._live else []:
-                self._live.discard(finished.key)
-                self._n_finished += 1
-                self._heard(finished)
-                if finished.cached_tokens is not None:
-                    self._cached[finished.key] = finished.cached_tokens
-            self._pipeline.poll()
-        if not self._n_finished and not self._interrupts:
-            first = next(iter(self._refused.values()), "none")
+    def _require_served(self) -> None:
+        if not self.feed.n_finished and not self._interrupts:
+            first = next(iter(self.feed.refused.values()), "none")
             raise ActdsError(
-                "E006", self._options.prompts, got=first, expected="a prompt the engine takes"
+                "E006", self._settings.prompts, got=first, expected="a prompt the engine takes"
             )
-
-    def _abort(self, engine: Engine) -> None:
-        """End the requests under way; what they owe is accounted as aborted."""
-        engine.abort(sorted(self._live))
-        self._n_finished += len(self._live)
-        self._live.clear()
 
     def _drain(self) -> None:
         """Wait until the scheduler has let go of every request and the writer has every step.
@@ -343,47 +458,15 @@ class _Run:
         while time.monotonic() < deadline:
             self._pipeline.poll()
             counted, written = self._pipeline.counted, self._pipeline.written
-            if counted and counted.n_finished >= self._n_finished:
+            if counted and counted.n_finished >= self.feed.n_finished:
                 if counted.last_step < 0:
                     return
                 if written and written.last_step >= counted.last_step:
                     return
             time.sleep(0.02)
-        print(
-            f"The writer is behind after {DRAIN_TIMEOUT_S:.0f} s; the rest counts as aborted.",
-            file=sys.stderr,
+        self._observer.said(
+            f"The writer is behind after {DRAIN_TIMEOUT_S:.0f} s; the rest counts as aborted."
         )
-
-    def _add(self, engine: Engine, encoded: Encoded, limit: int) -> None:
-        """Add a prompt, or note why the engine does not take it."""
-        key = request_key(encoded.prompt.index)
-        room = limit - len(encoded.token_ids)
-        if room < 1:
-            length = len(encoded.token_ids)
-            self._refused[key] = (
-                f"E004 row {encoded.prompt.row}: {length} prompt tokens; "
-                f"the engine takes {limit - 1}"
-            )
-            return
-        try:
-            engine.add(key, encoded.token_ids, min(encoded.max_tokens, room))
-        except ValueError as error:
-            words = " ".join(str(error).split())[:300]
-            self._refused[key] = f"E002 row {encoded.prompt.row}: the engine says: {words}"
-            return
-        self._live.add(key)
-
-    def _tell_client_facts(self) -> None:
-        """Tell the census what became of every prompt, those never fed included."""
-        unfed = {request_key(e.prompt.index) for e in self._queue}
-        prompts = tuple(
-            replace(prompt, skip=self._refused[prompt.key])
-            if prompt.key in self._refused
-            else prompt
-            for prompt in self._plan.client
-            if prompt.key not in unfed
-        )
-        self._pipeline.tell_client_facts(ClientFacts(prompts, self._cached))
 
     def _cause(self, error: ActdsError) -> ActdsError:
         """Return what lies behind an engine that died: the pipeline often knows it better."""
@@ -398,40 +481,45 @@ class _Run:
 
     def _seal_what_there_is(self) -> None:
         """Seal what was committed before a failure, where that is possible."""
+        out = self._settings.out
         try:
-            if not has_dataset(self._options.out):
+            if not has_dataset(out):
                 return
-            store = open_store(self._options.out)
+            store = open_store(out)
             require_accounted(recover_runs(store))
             sealed = seal(store)
         except ActdsError as error:
-            print(f"{self._options.out} is not sealed: {error}", file=sys.stderr)
+            self._observer.said(f"{out} is not sealed: {error}")
         else:
-            rows = sealed.totals["rows"]
-            print(f"{self._options.out} is sealed with {rows:,} rows.", file=sys.stderr)
+            self._observer.said(f"{out} is sealed with {sealed.totals['rows']:,} rows.")
 
     def _snapshot(self) -> Snapshot:
         return take_snapshot(
             self._pipeline.written,
             self._pipeline.counted,
             elapsed_s=time.monotonic() - self._began,
-            requests_done=self._n_finished,
-            requests_total=self._n_requests,
+            requests_done=self.feed.n_finished,
+            requests_total=self.feed.n_requests,
         )
 
     def _serve_metrics(self, watch: ExitStack) -> None:
         """Serve metrics until the end of the run; only now, for the engine may have forked."""
-        port, host = self._options.metrics_port, self._options.metrics_host
+        port, host = self._settings.metrics_port, self._settings.metrics_host
         if port is None:
             return
         from actds_writers.monitor.metrics import serve_metrics
 
         server = watch.enter_context(serve_metrics(host, port, self._snapshot))
-        print(f"Metrics at http://{host}:{server.port}/metrics", file=sys.stderr, flush=True)
+        self._observer.said(f"Metrics at http://{host}:{server.port}/metrics")
 
-    def _summary(self, ended: Ended, sealed: Seal, outcome: Outcome | None) -> str:
-        catalog = Catalog.read(open_store(self._options.out))
-        run = self._settings.run
+    def _totals(self, ended: Ended, sealed: Seal, outcome: Outcome | None) -> Totals:
+        """Return what became of every request and position.
+
+        Raises:
+            ActdsError: E409 when it is not what the engine computed.
+        """
+        catalog = Catalog.read(open_store(self._settings.out))
+        run = self._writer.run
         shards = [shard for shard in catalog.shards if shard.run == run]
         stored = sum(entry.nbytes for shard in shards for entry in shard.files)
         reasons = catalog.table("requests", run)["finish_reason"].value_counts().to_pylist()
@@ -443,41 +531,47 @@ class _Run:
         never = pc.and_(pc.equal(spans["disposition"], "aborted"), pc.is_null(spans["step"]))
         owed = spans.filter(never)
         uncomputed = pc.sum(pc.subtract(owed["stop"], owed["start"])).as_py() or 0
-        return format_summary(
-            Totals(
-                path=str(self._options.out),
-                elapsed_s=time.monotonic() - self._began,
-                requests={row["values"]: row["counts"] for row in reasons},
-                scheduled=census["scheduled_tokens"],
-                recomputed=census["recomputed"],
-                captured=census["captured"],
-                cache_ref=census["cache_ref"],
-                dropped=census["dropped"],
-                aborted=census["aborted"],
-                aborted_uncomputed=uncomputed,
-                filtered=census["filtered"],
-                unresolved=sealed.totals.get("unresolved", 0),
-                n_hooks=len(catalog.genesis.hooks),
-                n_shards=len(shards),
-                row_nbytes=ended.writer["rows"] * row_nbytes,
-                stored_nbytes=stored,
-                seal=catalog.seal_sha256,
-                canary=outcome.line() if outcome else None,
-            )
+        totals = Totals(
+            path=self._settings.out,
+            elapsed_s=time.monotonic() - self._began,
+            requests={row["values"]: row["counts"] for row in reasons},
+            scheduled=census["scheduled_tokens"],
+            recomputed=census["recomputed"],
+            captured=census["captured"],
+            cache_ref=census["cache_ref"],
+            dropped=census["dropped"],
+            aborted=census["aborted"],
+            aborted_uncomputed=uncomputed,
+            filtered=census["filtered"],
+            unresolved=sealed.totals.get("unresolved", 0),
+            n_hooks=len(catalog.genesis.hooks),
+            n_shards=len(shards),
+            row_nbytes=ended.writer["rows"] * row_nbytes,
+            stored_nbytes=stored,
+            seal=catalog.seal_sha256,
+            canary=outcome.line() if outcome else None,
         )
+        totals.check()
+        return totals
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Let the first Ctrl-C or SIGTERM end the run in order; a second one end it at once."""
+        """Let the first Ctrl-C or SIGTERM end the run in order; a second one end it at once.
+
+        Signals are the main thread's; a harvest on another one leaves them as they are.
+        """
 
         def note(signum: int, _frame: FrameType | None) -> None:
             self._interrupts += 1
+            self.feed.interrupted = True
             if self._interrupts > 1:
                 raise KeyboardInterrupt
             name = signal.Signals(signum).name
-            print(f"\n{name}: draining; once more to stop at once.", file=sys.stderr, flush=True)
+            self._observer.said(f"\n{name}: draining; once more to stop at once.")
 
-        before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+        ours = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM) if ours else ()
+        before = {s: signal.signal(s, note) for s in signals}
         try:
             yield
         finally:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Literal
 
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
+from actds_writers.config import HarvestSettings
 
 ENVIRONMENT = "ACTDS_LINK"
 CONNECT_TIMEOUT_S = 180.0
@@ -27,8 +27,6 @@ CONNECT_TIMEOUT_S = 180.0
 MAX_WAITING = 100_000
 """Messages that may wait; about a minute of a busy engine."""
 CLOSE_TIMEOUT_S = 10.0
-Policy = Literal["block", "drop_oldest", "drop_newest"]
-"""What happens to a step when the ring is full."""
 
 
 @dataclass(frozen=True)
@@ -40,36 +38,34 @@ class Link:
         key: shared secret of the harvest, hexadecimal.
         run: run id.
         hooks: ``(kind, layer)`` of each hook to capture.
-        store_dtype: type to store rows in, ``None`` for the type the model computes in.
-        policy: overflow policy of the ring.
+        settings: of the harvest.
         ring_nbytes: size of the host ring; the worker takes more when two steps need it.
+        staging_nbytes: size of the staging ring; the worker takes more when a step needs it.
         client_pid: process of the command.
         live: whether the engine serves traffic, which goes on when capture fails.
-        staging_nbytes: size of the staging ring; the worker takes more when a step needs it.
         lane_nbytes: size of the readouts' lane; the worker takes more when two steps need it.
         readouts: value of ``capture.readouts``.
         probes_path: npy file of the user's probes, ``None`` without.
-        check: whether the hooks are checked before the first row.
     """
 
     folder: str
     key: str
     run: str
     hooks: tuple[tuple[str, int], ...]
-    store_dtype: str | None
-    policy: Policy
+    settings: HarvestSettings
     ring_nbytes: int
+    staging_nbytes: int
     client_pid: int
     live: bool = False
-    staging_nbytes: int = 0
     lane_nbytes: int = 0
     readouts: str = NONE
     probes_path: str | None = None
-    check: bool = True
 
     def to_environment(self) -> str:
         """Return the value of the environment variable."""
-        return json.dumps(self.__dict__)
+        shared = set(HarvestSettings.model_fields)
+        settings = self.settings.model_dump(mode="json", include=shared)
+        return json.dumps({**self.__dict__, "settings": settings})
 
     @classmethod
     def from_environment(cls) -> Link | None:
@@ -78,6 +74,7 @@ class Link:
         if not text:
             return None
         fields = json.loads(text)
+        fields["settings"] = HarvestSettings.model_validate_json(json.dumps(fields["settings"]))
         fields["hooks"] = tuple((kind, int(layer)) for kind, layer in fields["hooks"])
         return cls(**fields)
 

@@ -13,7 +13,8 @@ from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import CloseReason, DType, Origin
+from actds.schema import CloseReason, DType, Origin
+from actds_writers.sampling import EVERYTHING, LeftOut
 
 
 def _int_array(values: list[int]) -> np.ndarray:
@@ -165,7 +166,7 @@ class StepDropped:
     Args:
         rows: the step, its place in the ring no longer valid.
         reason: ``queue_full``.
-        policy: ``drop_oldest`` or ``drop_newest``.
+        policy: name of the policy.
         t_ns: wall clock.
         depth: slices in the ring.
     """
@@ -262,23 +263,6 @@ class Secured:
 
 
 # scheduler → census ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """Why rows of a request are not stored, by phase; ``None`` where they are.
-
-    Args:
-        prefill: reason for prompt positions, such as ``sampling:fraction``.
-        decode: reason for generated positions.
-    """
-
-    prefill: str | None = None
-    decode: str | None = None
-
-
-EVERYTHING = LeftOut()
-"""Nothing of the request is left out."""
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,26 @@ from __future__ import annotations
 import bisect
 import mmap
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from actds.errors import ActdsError
+from actds.schema import DType
+from actds_writers.ipc.messages import HookSpec
 
 ALIGNMENT = 64
+BITS: dict[DType, type[np.unsignedinteger[Any]]] = {
+    "bfloat16": np.uint16,
+    "float16": np.uint16,
+    "float32": np.uint32,
+}
+"""Bit patterns by type of the rows."""
+Arrays = tuple[np.ndarray, ...]
+"""Rows of several hooks: bit patterns ``(n_hooks, n, d_model)``, one array per block."""
 
 
 def create(path: Path, nbytes: int) -> mmap.mmap:
@@ -113,6 +125,76 @@ class RingSpace:
                 return free_from
             free_from = self._stops[start]
         return free_from if self.capacity - free_from >= size else None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Hooks of one width and type, whose rows lie together, ``(n_hooks, n, d_model)``.
+
+    Args:
+        hooks: their numbers, in the order of the hooks.
+        d_model: channels of a row.
+        dtype: type of the rows.
+        before_nbytes: bytes per row of the blocks that lie before.
+    """
+
+    hooks: tuple[int, ...]
+    d_model: int
+    dtype: DType
+    before_nbytes: int
+
+    @property
+    def row_nbytes(self) -> int:
+        """Return the bytes of one row of all its hooks."""
+        return len(self.hooks) * self.d_model * BITS[self.dtype]().itemsize
+
+
+class RowLayout:
+    """How the rows of several hooks lie in memory: one block per width and type.
+
+    Blocks of wide types come first, so that every block is aligned to its own type whatever the
+    number of rows, and ``n`` rows take exactly ``n * row_nbytes``.
+
+    Args:
+        hooks: the hooks, in order.
+    """
+
+    def __init__(self, hooks: Sequence[HookSpec]) -> None:
+        groups: dict[tuple[int, DType], list[int]] = {}
+        for number, hook in enumerate(hooks):
+            groups.setdefault((hook.d_model, hook.dtype), []).append(number)
+        blocks: list[Block] = []
+        self.row_nbytes = 0
+        for (d_model, dtype), numbers in sorted(
+            groups.items(), key=lambda group: -BITS[group[0][1]]().itemsize
+        ):
+            blocks.append(Block(tuple(numbers), d_model, dtype, self.row_nbytes))
+            self.row_nbytes += blocks[-1].row_nbytes
+        self.blocks = tuple(blocks)
+        places = {
+            number: (b, i) for b, block in enumerate(blocks) for i, number in enumerate(block.hooks)
+        }
+        self.places = tuple(places[number] for number in range(len(hooks)))
+        """Of each hook, its block and its place there."""
+
+    def arrays(self, memory: mmap.mmap, offset: int, n_rows: int) -> Arrays:
+        """Return the bit patterns of ``n_rows`` rows in shared memory, by block, without a copy."""
+        return tuple(
+            view(
+                memory,
+                offset + n_rows * block.before_nbytes,
+                (len(block.hooks), n_rows, block.d_model),
+                BITS[block.dtype],
+            )
+            for block in self.blocks
+        )
+
+    def empty(self, n_rows: int) -> Arrays:
+        """Return new memory for the bit patterns of ``n_rows`` rows, by block."""
+        return tuple(
+            np.empty((len(block.hooks), n_rows, block.d_model), BITS[block.dtype])
+            for block in self.blocks
+        )
 
 
 def view(

@@ -13,7 +13,7 @@ from typing import Any
 
 from actds.errors import ActdsError
 from actds_writers.monitor.meters import LATENCY_BUCKETS_S
-from actds_writers.monitor.snapshot import Snapshot
+from actds_writers.monitor.progress import Snapshot
 
 try:
     from prometheus_client import CollectorRegistry, start_http_server

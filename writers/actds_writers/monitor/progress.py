@@ -1,26 +1,349 @@
-"""Progress: what a harvest is doing, live on stderr.
+"""Progress: what a harvest is doing, from the last words of writer and census to lines on stderr.
 
-Beside the token's way, on a thread of its own: a terminal that does not take its words delays
-nothing but them. Imports snapshot and dashboard.
+A snapshot is the state at one moment; the display shows snapshots, a line or a screen each, on a
+thread of its own: a terminal that does not take its words delays nothing but them. The summary is
+what the harvest came to, in lines that add up.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from actds_writers.monitor.dashboard import format_line, format_screen
-from actds_writers.monitor.snapshot import Snapshot
+from actds.errors import ActdsError
+from actds.text import format_nbytes, format_rate, format_seconds
+from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.text import Text
 
-__all__ = ["Display", "Progress"]
+    from actds_writers.harvest.run import HarvestResult
+
+STAGES = ("staging", "ring", "pool")
+LANE = "readouts"
+"""The lane of the readouts, a queue beside the stages."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the three stages, or the lane of the readouts beside them.
+
+    Args:
+        name: ``staging``, ``ring``, ``pool`` or ``readouts``.
+        nbytes: bytes that have left it since the start: copied by the hooks, taken out of the
+            ring, made durable; taken out of the lane.
+        depth: entries in its queue, None where not known yet.
+        capacity: entries that the queue holds at most, None where not known yet.
+        fill: how full the queue is, 0 to 1, by bytes where entries differ in size.
+        n_stalls: times the stage before it waited.
+        stall_s: how long, all together.
+    """
+
+    name: str
+    nbytes: int = 0
+    depth: int | None = None
+    capacity: int | None = None
+    fill: float | None = None
+    n_stalls: int = 0
+    stall_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The counters of a harvest at one moment, all of them totals since its start.
+
+    Args:
+        elapsed_s: seconds since the start.
+        requests_done: requests that ended, skipped ones not included.
+        requests_total: requests that reach the engine; None where nobody knows, as in serving.
+        waiting: requests that wait in the scheduler.
+        running: requests that run.
+        scheduled_tokens: tokens the engine computed.
+        recomputed_tokens: of these, computed before.
+        cached_tokens: prompt tokens it reused from the prefix cache.
+        queried_tokens: prompt tokens it looked up there.
+        rows: rows that reached the writer.
+        row_nbytes: bytes of one row over all hooks.
+        dropped: rows lost to an overflow policy, by reason.
+        stages: staging, ring and pool.
+        lane: the lane of the readouts, None without readouts or before the first word of it.
+        backlog_nbytes: bytes that wait to be encoded.
+        commits: what is durable.
+        memory_nbytes: bound of all stages together, None where not known.
+        last_commit_age_s: seconds since the last commit, None before the first.
+        writer_silent_s: seconds since the writer's last word, None before the first.
+    """
+
+    elapsed_s: float
+    requests_done: int
+    requests_total: int | None
+    waiting: int = 0
+    running: int = 0
+    scheduled_tokens: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
+    queried_tokens: int = 0
+    rows: int = 0
+    row_nbytes: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    stages: tuple[Stage, Stage, Stage] = (Stage("staging"), Stage("ring"), Stage("pool"))
+    lane: Stage | None = None
+    backlog_nbytes: int = 0
+    commits: CommitTotals = field(default_factory=CommitTotals)
+    memory_nbytes: int | None = None
+    last_commit_age_s: float | None = None
+    writer_silent_s: float | None = None
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Return the rows lost to an overflow policy, for any reason."""
+        return sum(self.dropped.values())
+
+    @property
+    def cache_hit_share(self) -> float | None:
+        """Return the hits per prompt token looked up, None before the first."""
+        return self.cached_tokens / self.queried_tokens if self.queried_tokens else None
+
+
+def take_snapshot(
+    written: WriterProgress | None,
+    counted: CensusProgress | None,
+    *,
+    elapsed_s: float,
+    requests_done: int,
+    requests_total: int | None,
+    now_ns: int | None = None,
+) -> Snapshot:
+    """Return what writer and census have said, as one snapshot.
+
+    Args:
+        written: the writer's last word, None before the first.
+        counted: the census' last word, None before the first.
+        elapsed_s: seconds since the start.
+        requests_done: requests that ended.
+        requests_total: requests that reach the engine, None where nobody knows.
+        now_ns: wall clock; now by default.
+    """
+    w = written or WriterProgress(0, -1, 0, 0)
+    c = counted or CensusProgress(0, 0, 0, 0, 0, None, -1, 0)
+    now = time.time_ns() if now_ns is None else now_ns
+    queues = {state.stage: state for state in w.stages}
+    nbytes = (c.scheduled_tokens * w.row_nbytes, w.ring_nbytes, w.commits.nbytes_in)
+    pool_depth = w.queue_depth if written else None
+    # The worker's own word, by way of the census, is newer than what came with the last step.
+    newest = (c.staging_depth, c.ring_depth, pool_depth)
+    staging, ring, pool = (
+        _stage(queues.get(name, StageState(name)), moved, depth)
+        for name, moved, depth in zip(STAGES, nbytes, newest, strict=True)
+    )
+    lane = queues.get(LANE)
+    return Snapshot(
+        elapsed_s=elapsed_s,
+        requests_done=requests_done,
+        requests_total=requests_total,
+        waiting=c.waiting,
+        running=c.running,
+        scheduled_tokens=c.scheduled_tokens,
+        recomputed_tokens=c.recomputed_tokens,
+        cached_tokens=c.cached_tokens,
+        queried_tokens=c.queried_tokens,
+        rows=w.n_rows,
+        row_nbytes=w.row_nbytes,
+        dropped=dict(c.dropped),
+        stages=(staging, ring, pool),
+        lane=_stage(lane, lane.moved_nbytes, c.lane_depth) if lane else None,
+        backlog_nbytes=w.backlog_nbytes,
+        commits=w.commits,
+        memory_nbytes=w.memory_nbytes,
+        last_commit_age_s=_age_s(w.commits.last_ns, now),
+        writer_silent_s=_age_s(w.t_ns, now),
+    )
+
+
+def _stage(state: StageState, nbytes: int, newest: int | None) -> Stage:
+    depth = state.depth if newest is None else newest
+    fill = None
+    if depth is not None and state.capacity_nbytes:
+        fill = min(1.0, depth * state.entry_nbytes / state.capacity_nbytes)
+    elif depth is not None and state.capacity:
+        fill = min(1.0, depth / state.capacity)
+    return Stage(
+        name=state.stage,
+        nbytes=nbytes,
+        depth=depth,
+        capacity=state.capacity,
+        fill=fill,
+        n_stalls=state.n_stalls,
+        stall_s=state.stall_ns / 1e9,
+    )
+
+
+def _age_s(then_ns: int | None, now_ns: int) -> float | None:
+    return None if then_ns is None else max(0.0, (now_ns - then_ns) / 1e9)
+
+
+WIDTH = 79
+LABEL_WIDTH, QUEUE_WIDTH, GAUGE_WIDTH, RATE_WIDTH = 10, 13, 10, 11
+SILENT_S = 3.0
+"""A writer that has said nothing for so long is waiting for something, most likely the disk."""
+WAITS = {"staging": "step", "ring": "step", "pool": "shard", LANE: "step"}
+LEAVES = {"staging": "captured", "ring": "taken", "pool": "committed", LANE: "taken"}
+
+
+def eta_s(now: Snapshot, started: Snapshot | None) -> float | None:
+    """Return the seconds until the last request ends, None where nothing tells.
+
+    Args:
+        now: the present counters.
+        started: those when the engine began to step.
+    """
+    if now.requests_total is None or started is None:
+        return None
+    done = now.requests_done - started.requests_done
+    if done <= 0 or now.elapsed_s <= started.elapsed_s:
+        return None
+    left = max(0, now.requests_total - now.requests_done)
+    return (now.elapsed_s - started.elapsed_s) * left / done
+
+
+def format_line(
+    now: Snapshot, before: Snapshot | None = None, started: Snapshot | None = None
+) -> str:
+    """Return one line of progress.
+
+    Args:
+        now: the present counters.
+        before: earlier counters; the rates are those since then, else since the start.
+        started: the counters when the engine began to step, for the time that is left.
+    """
+    left = eta_s(now, started)
+    seconds = now.elapsed_s - (before.elapsed_s if before else 0.0)
+    tokens = now.scheduled_tokens - (before.scheduled_tokens if before else 0)
+    rows = now.rows - (before.rows if before else 0)
+    parts = [
+        format_seconds(now.elapsed_s),
+        f"{_requests(now)} requests",
+        *([f"{format_seconds(left)} left"] if left else []),
+        f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "- tokens/s",
+        format_rate(rows * now.row_nbytes, seconds),
+        f"{now.rows:,} rows",
+        format_nbytes(now.rows * now.row_nbytes),
+        f"{now.cached_tokens:,} cached",
+        f"queues {'/'.join(_depth(stage) for stage in now.stages)}",
+        f"{now.dropped_tokens:,} dropped",
+    ]
+    return "  ".join(parts)
+
+
+def format_screen(
+    now: Snapshot, before: Snapshot | None = None, started: Snapshot | None = None
+) -> Text:
+    """Return the screen.
+
+    Args:
+        now: the present counters.
+        before: earlier counters; the rates are those since then, else since the start.
+        started: the counters when the engine began to step, for the time that is left.
+    """
+    from rich.text import Text
+
+    seconds = now.elapsed_s - (before.elapsed_s if before else 0.0)
+    screen = Text(overflow="ellipsis", no_wrap=True)
+    left = eta_s(now, started)
+    rest = f"   {format_seconds(left)} left" if left else ""
+    _line(screen, "time", format_seconds(now.elapsed_s) + rest)
+    _line(screen, "requests", _head(now))
+    _line(screen, "tokens", _tokens(now, before, seconds))
+    _line(screen, "rows", f"{now.rows:,} captured   {now.commits.n_rows:,} durable")
+    for index, stage in enumerate(now.stages):
+        _stage_line(screen, stage, before.stages[index] if before else Stage(stage.name), seconds)
+    if now.lane is not None:
+        earlier = before.lane if before else None
+        _stage_line(screen, now.lane, earlier or Stage(LANE), seconds)
+    _line(screen, "disk", _disk(now, before, seconds))
+    _line(screen, "commits", _commits(now))
+    if now.writer_silent_s is not None and now.writer_silent_s > SILENT_S:
+        waits = f"silent for {format_seconds(now.writer_silent_s)}; it waits for the disk"
+        _line(screen, "writer", waits, "yellow")
+    if now.memory_nbytes is not None:
+        _line(screen, "memory", f"{format_nbytes(now.memory_nbytes)} at most, all stages")
+    lost = ", ".join(f"{n:,} {reason}" for reason, n in sorted(now.dropped.items()))
+    _line(screen, "dropped", lost or "0", "bold red" if now.dropped_tokens else "")
+    return screen
+
+
+def _line(screen: Text, label: str, words: str, style: str = "") -> None:
+    if screen:
+        screen.append("\n")
+    screen.append(f"{label:<{LABEL_WIDTH}}", "dim")
+    screen.append(words[: WIDTH - LABEL_WIDTH], style)
+
+
+def _head(now: Snapshot) -> str:
+    share = f" ({now.requests_done / now.requests_total:.0%})" if now.requests_total else ""
+    return f"{_requests(now)}{share}   {now.running:,} running   {now.waiting:,} waiting"
+
+
+def _tokens(now: Snapshot, before: Snapshot | None, seconds: float) -> str:
+    tokens = now.scheduled_tokens - (before.scheduled_tokens if before else 0)
+    rate = f"{tokens / seconds:,.0f}/s" if seconds > 0 else "-"
+    share = now.cache_hit_share
+    hits = "-" if share is None else f"{share:.1%}"
+    again = f"   {now.recomputed_tokens:,} recomputed" if now.recomputed_tokens else ""
+    return f"{now.scheduled_tokens:,} scheduled   {rate}   cache hits {hits}{again}"
+
+
+def _stage_line(screen: Text, stage: Stage, before: Stage, seconds: float) -> None:
+    full = stage.fill or 0.0
+    filled = round(full * GAUGE_WIDTH)
+    gauge = "#" * filled + "." * (GAUGE_WIDTH - filled)
+    rate = format_rate(stage.nbytes - before.nbytes, seconds)
+    screen.append(f"\n{stage.name:<{LABEL_WIDTH}}", "dim")
+    screen.append(gauge, "red" if full > 0.9 else "yellow" if full > 0.5 else "green")
+    waits = f"{_depth(stage)} {WAITS[stage.name]}{'' if stage.depth == 1 else 's'}"
+    screen.append(f" {full:>4.0%} {waits:<{QUEUE_WIDTH}}")
+    screen.append(f"{rate:>{RATE_WIDTH}} {LEAVES[stage.name]}")
+    if stage.n_stalls:
+        screen.append(f"  {stage.n_stalls:,} stalls {stage.stall_s:,.1f} s", "yellow")
+
+
+def _disk(now: Snapshot, before: Snapshot | None, seconds: float) -> str:
+    c = now.commits
+    written = c.nbytes_out - (before.commits.nbytes_out if before else 0)
+    ratio = f"   {c.nbytes_in / c.nbytes_out:.2f}x" if c.nbytes_out else ""
+    behind = f"   {format_nbytes(now.backlog_nbytes)} to encode" if now.backlog_nbytes else ""
+    return f"{format_nbytes(c.nbytes_out)}   {format_rate(written, seconds)}{ratio}{behind}"
+
+
+def _commits(now: Snapshot) -> str:
+    c = now.commits
+    words = f"{c.n_shards:,}"
+    if c.n_raw_shards:
+        words += f" ({c.n_raw_shards:,} raw)"
+    if c.p50_s is not None and c.p99_s is not None:
+        words += f"   p50 {c.p50_s:.3g} s   p99 {c.p99_s:.3g} s"
+    if now.last_commit_age_s is not None:
+        words += f"   last {format_seconds(now.last_commit_age_s)} ago"
+    return words
+
+
+def _requests(now: Snapshot) -> str:
+    total = "" if now.requests_total is None else f"/{now.requests_total:,}"
+    return f"{now.requests_done:,}{total}"
+
+
+def _depth(stage: Stage) -> str:
+    return "-" if stage.depth is None else f"{stage.depth:,}"
+
 
 PLAIN_INTERVAL_S = 5.0
 TERMINAL_INTERVAL_S = 0.5
@@ -74,9 +397,27 @@ class Display:
 
     def _put(self, now: Snapshot, before: Snapshot | None) -> None:
         if self._live is None:
-            print(format_line(now, before), file=self._stream, flush=True)
+            print(format_line(now, before, self._started), file=self._stream, flush=True)
         else:
             self._live.update(format_screen(now, before, self._started), refresh=True)
+
+
+class Observer:
+    """Told how a harvest goes; a subclass does something with what it wants to know."""
+
+    def said(self, line: str) -> None:
+        """Take a line on what is being done."""
+
+    def harvesting(self, snapshot: Callable[[], Snapshot]) -> AbstractContextManager[object]:
+        """Return what is entered while requests are served.
+
+        Args:
+            snapshot: returns the present counters; may be called on any thread.
+        """
+        return nullcontext()
+
+    def ended(self, result: HarvestResult) -> None:
+        """Take the result, also of a harvest that a canary then fails."""
 
 
 class Progress:
@@ -138,3 +479,144 @@ class Progress:
             while not self._ended.wait(self._interval_s):
                 display.show(self._snapshot())
             display.close(self._snapshot())
+
+
+SUMMARY_LABEL_WIDTH = 11
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What became of every request and every position of a run.
+
+    Args:
+        path: the dataset, as the user named it.
+        elapsed_s: seconds from start to seal.
+        requests: number of requests by finish reason, skipped ones included.
+        scheduled: tokens the engine computed.
+        recomputed: of these, computed again after a preemption.
+        captured: positions with a row.
+        cache_ref: positions that another request computed.
+        dropped: positions lost to an overflow policy.
+        aborted: positions lost to an end, computed or not.
+        aborted_uncomputed: of these, the ones the engine never computed.
+        filtered: positions left out by a filter.
+        unresolved: cache references to a position without a row.
+        n_hooks: hooks per row.
+        n_shards: shards of the run.
+        row_nbytes: bytes of the rows over all hooks, before compression.
+        stored_nbytes: bytes of their files.
+        seal: digest of the seal, None when the dataset was left open.
+        canary: what a canary replay found, None without one.
+    """
+
+    path: str
+    elapsed_s: float
+    requests: Mapping[str, int]
+    scheduled: int
+    recomputed: int
+    captured: int
+    cache_ref: int
+    dropped: int
+    aborted: int
+    aborted_uncomputed: int
+    filtered: int
+    unresolved: int
+    n_hooks: int
+    n_shards: int
+    row_nbytes: int
+    stored_nbytes: int
+    seal: str | None
+    canary: str | None = None
+
+    @property
+    def n_positions(self) -> int:
+        """Return the positions that the requests owe."""
+        return self.captured + self.cache_ref + self.dropped + self.aborted + self.filtered
+
+    def check(self) -> dict[str, int]:
+        """Return what became of the scheduled tokens.
+
+        Raises:
+            ActdsError: E409 when they are not the sum of what became of them.
+
+        Spec: 0.1 section 7.
+        """
+        computed = {
+            "captured": self.captured,
+            "recomputed": self.recomputed,
+            "dropped": self.dropped,
+            "aborted": self.aborted - self.aborted_uncomputed,
+            "filtered": self.filtered,
+        }
+        if sum(computed.values()) != self.scheduled or min(computed.values()) < 0:
+            raise ActdsError(
+                "E409",
+                self.path,
+                got=f"{self.scheduled:,} scheduled tokens",
+                expected=f"{sum(computed.values()):,} = {_sum(computed)}",
+            )
+        return computed
+
+
+def format_summary(totals: Totals) -> str:
+    """Return the last lines of a harvest.
+
+    Raises:
+        ActdsError: E409 when the scheduled tokens are not the sum of what became of them.
+
+    Spec: 0.1 section 7.
+    """
+    computed = totals.check()
+    positions = {
+        "captured": totals.captured,
+        "cache_ref": totals.cache_ref,
+        "dropped": totals.dropped,
+        "aborted": totals.aborted,
+        "filtered": totals.filtered,
+    }
+    path = shlex.quote(totals.path)
+    state = f"sealed {totals.seal[:16]}" if totals.seal else "not sealed"
+    lines = [
+        ("dataset", f"{totals.path} ({state})"),
+        ("requests", f"{sum(totals.requests.values()):,} = {_sum(totals.requests)}"),
+        ("scheduled", f"{totals.scheduled:,} tokens = {_sum(computed)}"),
+        ("positions", f"{totals.n_positions:,} = {_sum(positions)}"),
+        ("rows", _rows(totals)),
+        ("size", _size(totals)),
+        ("time", _speed(totals)),
+    ]
+    if totals.unresolved:
+        words = f"{totals.unresolved:,} of the cache_ref positions have no row here (E410)"
+        lines.append(("unresolved", words))
+    if totals.canary:
+        lines.append(("canary", totals.canary))
+    if totals.seal:
+        lines += [("next", f"actds validate {path}"), ("", f"actds info {path}")]
+    else:
+        lines += [("next", f"actds seal {path}")]
+    return "\n".join(f"{label:<{SUMMARY_LABEL_WIDTH}}{words}" for label, words in lines)
+
+
+def _sum(parts: Mapping[str, int]) -> str:
+    return " + ".join(f"{count:,} {name}" for name, count in parts.items()) or "0"
+
+
+def _rows(totals: Totals) -> str:
+    hooks = "1 hook" if totals.n_hooks == 1 else f"{totals.n_hooks} hooks"
+    shards = "1 shard" if totals.n_shards == 1 else f"{totals.n_shards:,} shards"
+    return f"{totals.captured:,} x {hooks} in {shards}"
+
+
+def _size(totals: Totals) -> str:
+    words = f"{totals.row_nbytes / 1e9:.3f} GB of rows, {totals.stored_nbytes / 1e9:.3f} GB stored"
+    if not totals.stored_nbytes:
+        return words
+    return f"{words} ({totals.row_nbytes / totals.stored_nbytes:.3f}x)"
+
+
+def _speed(totals: Totals) -> str:
+    words = format_seconds(totals.elapsed_s)
+    if totals.elapsed_s <= 0:
+        return words
+    tokens, nbytes = totals.scheduled / totals.elapsed_s, totals.row_nbytes / totals.elapsed_s
+    return f"{words}, {tokens:,.0f} tokens/s, {nbytes / 1e6:,.1f} MB/s of rows"

@@ -1,19 +1,22 @@
-"""Prompts: read a source of prompts into records, and say which record is no prompt."""
+"""Prompts: files and folders of prompts read into records, and which record is no prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
-from actds_writers.prompts.sources import Broken, Record, Source, open_source
 
 OnBroken = Literal["error", "skip"]
 Message = dict[str, Any]
 
-__all__ = ["OnBroken", "Prompt", "PromptSet", "PromptSource", "SkippedRecord", "read_prompts"]
 
 FIELDS = ("messages", "prompt", "text")
 """Where a record may hold its prompt; the first that is there and not null is taken."""
@@ -142,6 +145,8 @@ def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
 def _records(source: Source, spec: str) -> Iterator[Record]:
     try:
         yield from source.records()
+    except ActdsError:
+        raise
     except OSError as error:
         place = Path(spec).name
         got = error.strerror or str(error)
@@ -151,18 +156,18 @@ def _records(source: Source, spec: str) -> Iterator[Record]:
 def _content(record: Any) -> tuple[str, str | None, list[Message] | None]:
     if not isinstance(record, dict):
         raise Broken(f"a JSON {_kind(record)}", "an object with `prompt` or `messages`")
-    for field in FIELDS:
-        value = record.get(field)
+    for name in FIELDS:
+        value = record.get(name)
         if value is None:
             continue
-        if field == "messages":
-            return field, None, _messages(value)
+        if name == "messages":
+            return name, None, _messages(value)
         if not isinstance(value, str):
-            raise Broken(f"`{field}` is a {_kind(value)}", "a string")
+            raise Broken(f"`{name}` is a {_kind(value)}", "a string")
         if not value:
-            raise Broken(f"`{field}` is empty", "a string with text in it")
-        _require_unicode(value, f"`{field}`")
-        return field, value, None
+            raise Broken(f"`{name}` is empty", "a string with text in it")
+        _require_unicode(value, f"`{name}`")
+        return name, value, None
     present = ", ".join(sorted(str(key) for key in record)[:8]) or "none"
     raise Broken(f"fields {present}", "a `prompt` string or a `messages` list")
 
@@ -212,3 +217,276 @@ def _require_unicode(text: str, place: str) -> None:
 def _kind(value: Any) -> str:
     names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number" if isinstance(value, int | float) else "value")
+
+
+COLUMNS = ("id", "messages", "prompt", "text")
+BATCH_ROWS = 1024
+BLOCK_NBYTES = 1 << 20
+
+
+class Broken(Exception):
+    """A record that cannot be read as a prompt: what was found, and what is asked for."""
+
+    def __init__(self, got: str, expected: str) -> None:
+        super().__init__(got, expected)
+        self.got = got
+        self.expected = expected
+
+
+@dataclass(frozen=True)
+class Record:
+    """One raw record.
+
+    Args:
+        place: what an error names, for example ``prompts.jsonl line 7``.
+        value: what the record holds, or the way in which it is broken.
+    """
+
+    place: str
+    value: Any
+
+
+class Source(Protocol):
+    """A stream of records that knows its name and, after the last record, its digest."""
+
+    kind: str
+    name: str
+
+    @property
+    def sha256_reason(self) -> str | None:
+        """Return why there is no digest, else None."""
+
+    def records(self) -> Iterator[Record]:
+        """Yield every record once, in order."""
+
+    def sha256(self) -> str | None:
+        """Return the digest of the bytes that were read; None for a folder."""
+
+
+def open_source(spec: str) -> Source:
+    """Return the source that a specification names; nothing is read yet.
+
+    Raises:
+        ActdsError: E001 when it is missing or of no known kind.
+    """
+    if spec.startswith("hf:"):
+        return _open_folder(Path(spec.removeprefix("hf:")), spec)
+    path = Path(spec)
+    if path.is_dir():
+        raise _unreadable(path.name, "a folder", "a file, or hf:FOLDER for a folder of prompts")
+    if not path.exists():
+        raise _unreadable(spec, "no such file", "a JSONL, Parquet or text file, or hf:FOLDER")
+    return _open_file(path, path.name)
+
+
+def _open_file(path: Path, name: str) -> _File:
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        got = f"a file ending in {path.suffix!r}" if path.suffix else "a file without an ending"
+        raise _unreadable(name, got, f"one of {', '.join(sorted(_READERS))}")
+    kind, read = reader
+    return _File(kind, name, path, read)
+
+
+@dataclass
+class _File:
+    """One file of prompts, hashed while it is read."""
+
+    kind: str
+    name: str
+    path: Path
+    read: Callable[[_HashedLines, str], Iterator[Record]]
+    sha256_reason: str | None = None
+    _lines: _HashedLines = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lines = _HashedLines(self.path)
+
+    def records(self) -> Iterator[Record]:
+        return self.read(self._lines, self.name)
+
+    def sha256(self) -> str | None:
+        return self._lines.hexdigest()
+
+
+@dataclass
+class _Folder:
+    """Several files read one after the other as one source."""
+
+    name: str
+    paths: list[Path]
+    root: Path
+    read: Callable[[_HashedLines, str], Iterator[Record]]
+    kind: str = "hf"
+
+    @property
+    def sha256_reason(self) -> str:
+        return f"the source is a folder of {len(self.paths)} files"
+
+    def records(self) -> Iterator[Record]:
+        for path in self.paths:
+            name = f"{self.name}/{path.relative_to(self.root).as_posix()}"
+            yield from self.read(_HashedLines(path), name)
+
+    def sha256(self) -> str | None:
+        return None
+
+
+class _HashedLines:
+    """The lines of a file, and the digest of all its bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._digest = hashlib.sha256()
+        self._complete = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        with self.path.open("rb") as stream:
+            for line in stream:
+                self._digest.update(line)
+                yield line
+        self._complete = True
+
+    def hexdigest(self) -> str:
+        if not self._complete:
+            with self.path.open("rb") as stream:
+                self._digest = hashlib.file_digest(stream, "sha256")
+            self._complete = True
+        return self._digest.hexdigest()
+
+
+def _numbered(lines: _HashedLines, name: str) -> Iterator[tuple[str, str | Broken]]:
+    """Yield (place, text) of the lines that are not blank; place counts from 1 like an editor."""
+    for number, raw in enumerate(lines, start=1):
+        if number == 1:
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+        if not raw.strip():
+            continue
+        place = f"{name} line {number}"
+        try:
+            yield place, raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            yield place, Broken(f"byte {raw[error.start]:#04x} at {error.start}", "UTF-8")
+
+
+def _read_text(lines: _HashedLines, name: str) -> Iterator[Record]:
+    for place, text in _numbered(lines, name):
+        value = text if isinstance(text, Broken) else {"text": text.rstrip("\r\n")}
+        yield Record(place, value)
+
+
+def _read_jsonl(lines: _HashedLines, name: str) -> Iterator[Record]:
+    for place, text in _numbered(lines, name):
+        yield Record(place, text if isinstance(text, Broken) else _parse(text))
+
+
+def _read_json(lines: _HashedLines, name: str) -> Iterator[Record]:
+    """Yield the members of a JSON array; a ``.json`` file of JSON lines is read as such."""
+    with lines.path.open("rb") as stream:
+        head = stream.read(BLOCK_NBYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if head and not head.startswith(b"["):
+        yield from _read_jsonl(lines, name)
+        return
+    try:
+        members = json.loads(b"".join(lines).decode("utf-8-sig").strip() or "[]")
+    except (ValueError, RecursionError) as error:
+        raise ActdsError("E002", name, got=_words(error), expected="a JSON array") from None
+    for row, value in enumerate(members):
+        yield Record(f"{name} row {row}", value)
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Broken(_words(error), "a JSON object on one line")
+
+
+def _read_parquet(lines: _HashedLines, name: str) -> Iterator[Record]:
+    try:
+        with pq.ParquetFile(lines.path) as file:
+            columns = _columns(file.schema_arrow.names, name)
+            yield from _rows(file.iter_batches(BATCH_ROWS, columns=columns), name)
+    except pa.ArrowException as error:
+        raise _unreadable(name, _words(error), "a Parquet file") from None
+
+
+def _read_arrow(lines: _HashedLines, name: str) -> Iterator[Record]:
+    try:
+        with pa.memory_map(str(lines.path)) as file, pa.ipc.open_stream(file) as stream:
+            columns = _columns(stream.schema.names, name)
+            yield from _rows((batch.select(columns) for batch in stream), name)
+    except pa.ArrowException as error:
+        raise _unreadable(name, _words(error), "an Arrow file of save_to_disk") from None
+
+
+def _columns(names: list[str], place: str) -> list[str]:
+    columns = [name for name in COLUMNS if name in names]
+    if not set(columns) - {"id"}:
+        got = f"columns {', '.join(names[:8]) or 'none'}"
+        raise ActdsError("E002", place, got=got, expected="a column prompt, text or messages")
+    return columns
+
+
+def _rows(batches: Iterator[pa.RecordBatch], name: str) -> Iterator[Record]:
+    row = 0
+    for batch in batches:
+        for value in batch.to_pylist():
+            yield Record(f"{name} row {row}", value)
+            row += 1
+
+
+def _open_folder(root: Path, spec: str) -> Source:
+    if root.is_file():
+        return _open_file(root, root.name)
+    if not root.is_dir():
+        raise _unreadable(spec, "no such folder", "a folder on this machine")
+    name = root.resolve().name
+    if (root / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in root.glob("*/state.json"))
+        example = f"{spec}/{splits[0]}" if splits else "a dataset with a split"
+        raise _unreadable(spec, f"splits {', '.join(splits) or 'none'}", f"one split: {example}")
+    if (root / "state.json").is_file():
+        return _Folder(name, _saved_files(root, spec), root, _read_arrow)
+    paths = {
+        suffix: sorted(path for path in root.rglob(f"*{suffix}") if path.is_file())
+        for suffix in (".parquet", ".jsonl")
+    }
+    found = [suffix for suffix, members in paths.items() if members]
+    if len(found) != 1:
+        got = "both Parquet and JSONL files" if found else "no Parquet or JSONL file"
+        raise _unreadable(spec, got, "a folder of save_to_disk, of Parquet or of JSONL files")
+    return _Folder(name, paths[found[0]], root, _READERS[found[0]][1])
+
+
+def _saved_files(root: Path, spec: str) -> list[Path]:
+    """Return the data files of a saved dataset, in its order."""
+    try:
+        state = json.loads((root / "state.json").read_text(encoding="utf-8"))
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(spec, f"state.json: {_words(error)}", "a saved dataset") from None
+    # Old versions of datasets saved a selection as an index beside the unselected rows.
+    if state.get("_indices_data_files"):
+        raise _unreadable(spec, "a saved selection", "a dataset saved after flatten_indices()")
+    missing = [name for name in names if not (root / name).is_file()]
+    if missing or any(Path(name).name != name for name in names):
+        raise _unreadable(spec, f"no data file {(missing or names)[0]}", "the files it names")
+    return [root / name for name in names]
+
+
+def _words(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+
+
+def _unreadable(place: str, got: str, expected: str) -> ActdsError:
+    return ActdsError("E001", place, got=got, expected=expected)
+
+
+_READERS: dict[str, tuple[str, Callable[[_HashedLines, str], Iterator[Record]]]] = {
+    ".jsonl": ("jsonl", _read_jsonl),
+    ".ndjson": ("jsonl", _read_jsonl),
+    ".json": ("json", _read_json),
+    ".parquet": ("parquet", _read_parquet),
+    ".txt": ("text", _read_text),
+}

@@ -12,15 +12,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 from actds import schema
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.format.readouts import Readouts
 from actds.ledger import Chain
-from actds.schema.v0_1 import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
+from actds.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
 from actds.store import Store
+from actds_writers.config import WriterSettings
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import (
     Fact,
@@ -33,14 +32,11 @@ from actds_writers.ipc.messages import (
     StepsDropped,
     WorkerHello,
 )
+from actds_writers.ipc.ring import RowLayout
 from actds_writers.monitor.meters import Meters
-from actds_writers.settings import WriterSettings
-from actds_writers.shards.assembly import Assembly
-from actds_writers.shards.buffers import BITS, ShardBuffer
+from actds_writers.shards.assembly import Assembly, ShardBuffer
 from actds_writers.shards.committer import CommitPlan, Committer
-from actds_writers.shards.losses import DropLog
-from actds_writers.shards.readout_log import ReadoutLog
-from actds_writers.shards.table_log import TableLog
+from actds_writers.shards.logs import DropLog, ReadoutLog, TableLog
 from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
 
 PHASES = ("prefill", "decode")
@@ -74,7 +70,7 @@ class Writer:
         self._before_commit = before_commit
         self._hooks = hello.hooks
         self._memory: mmap.mmap = ring.attach(Path(hello.ring_path), hello.ring_nbytes)
-        self._bits = BITS[hello.hooks[0].dtype]
+        self._layout = RowLayout(hello.hooks)
         dataset = _genesis(store, settings, hello.hooks)
         self._chain = Chain.begin(store, dataset, settings.run, "writer", settings.software)
         if probes is not None:
@@ -86,10 +82,10 @@ class Writer:
         buffers = [ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)]
         plan = CommitPlan(
             settings.run,
-            settings.order,
-            settings.seed,
+            settings.harvest.order,
+            settings.harvest.seed,
             settings.n_threads,
-            settings.raw_threshold_nbytes,
+            settings.harvest.raw_threshold_nbytes,
         )
         self._committer = Committer(store, self._chain, plan, buffers, self._make_durable)
         self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
@@ -117,7 +113,7 @@ class Writer:
     @property
     def row_nbytes(self) -> int:
         """Return the bytes of one row over all hooks."""
-        return sum(hook.d_model * np.dtype(self._bits).itemsize for hook in self._hooks)
+        return self._layout.row_nbytes
 
     def step(self, message: StepRows) -> RingFree:
         """Take the rows of a step out of the ring; return what the ring may forget.
@@ -190,8 +186,7 @@ class Writer:
         return totals
 
     def _take(self, message: StepRows) -> None:
-        shape = (len(self._hooks), message.n_kept, self._hooks[0].d_model)
-        rows = ring.view(self._memory, message.offset, shape, self._bits)
+        rows = self._layout.arrays(self._memory, message.offset, message.n_kept)
         slices = self._assembly.slices(message, rows)
         self.meters.taken(sum(piece.n_rows for piece in slices.values()), message.nbytes)
         for phase, piece in slices.items():
@@ -236,9 +231,7 @@ class Writer:
     def _own_nbytes(self, hello: WorkerHello) -> int:
         """Return the bytes that the writer holds at most: buffers, one shard's copies, readouts."""
         readouts = Readouts.from_field(self._settings.readouts, "capture.readouts")
-        itemsize, d_model = np.dtype(self._bits).itemsize, self._hooks[0].d_model
-        width = readouts.width if readouts else 0
-        geometry = Geometry(len(self._hooks), d_model, itemsize, width)
+        geometry = Geometry.of(self._hooks, readouts.width if readouts else 0)
         sizes = Sizes(hello.max_step_rows, self._settings.rows_per_shard, hello.ring_nbytes)
         return memory_bound(geometry, sizes).writer_nbytes
 
@@ -262,13 +255,7 @@ class Writer:
 def _genesis(store: Store, settings: WriterSettings, found: tuple[HookSpec, ...]) -> str:
     """Write the genesis of a new dataset, or compare with the one that is there; return its id."""
     hooks = [
-        Hook(
-            name=h.name,
-            kind="resid_post",
-            layer=h.layer,
-            d_model=h.d_model,
-            dtype=h.dtype,
-        )
+        Hook(name=h.name, kind=h.kind, layer=h.layer, d_model=h.d_model, dtype=h.dtype)
         for h in found
     ]
     if not settings.resume:

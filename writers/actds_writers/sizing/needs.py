@@ -1,32 +1,23 @@
-"""Sizing: what a harvest needs, in bytes, and what becomes of it when something is too slow.
+"""What a harvest needs, in bytes, and what becomes of it when something is too slow.
 
-Before the token's way; pure arithmetic, imports no stage. The formulas of memory are those by which
-worker and writer reserve it, and tests compare them.
+Pure arithmetic; the formulas of memory are those by which worker and writer reserve it, and tests
+compare them. A load is given, or read from the steps and file sizes of an earlier harvest.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from actds_writers.ipc.ring import ALIGNMENT
+import numpy as np
+import numpy.typing as npt
 
-__all__ = [
-    "MEASURED",
-    "Burst",
-    "Geometry",
-    "Load",
-    "MemoryBound",
-    "Overhead",
-    "Sizes",
-    "Stalled",
-    "census_nbytes",
-    "memory_bound",
-    "peak_queue",
-    "rows_per_shard",
-    "stalled",
-    "stored_nbytes_per_token",
-]
+from actds.errors import ActdsError
+from actds.reading import Catalog
+from actds.store import Store
+from actds_writers.ipc.messages import HookSpec
+from actds_writers.ipc.ring import ALIGNMENT, BITS
 
 PAGE = 4096
 PADDING_ROWS = 1024
@@ -35,6 +26,9 @@ NARROW_STEPS = 4
 NARROW_NBYTES = 4 << 20
 """Steps of the largest size whose identity and readouts may wait on the device, and bytes of them
 at least: only a full lane should ever make the engine wait for these."""
+LANE_NBYTES = 32 << 20
+"""Readouts that may wait for the writer, before they make the engine wait: a disk that stands
+still costs rows under a drop policy, and never a readout."""
 N_BUFFERS = 3
 """Two phases being filled, and one that is being committed."""
 TOKEN_COLUMNS_NBYTES = 28
@@ -52,30 +46,45 @@ DEFAULT_ROWS_PER_SHARD = 65_536
 
 
 @dataclass(frozen=True)
+class Width:
+    """A row of one hook: its channels, and the bytes of a channel as stored."""
+
+    d_model: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the row."""
+        return self.d_model * self.itemsize
+
+
+@dataclass(frozen=True)
 class Geometry:
     """What one token is.
 
     Args:
-        n_hooks: hooks.
-        d_model: channels.
-        itemsize: bytes of a channel as stored.
+        hooks: width of each hook.
         n_readouts: numbers per row and hook in the readouts' lane; 0 without readouts.
     """
 
-    n_hooks: int
-    d_model: int
-    itemsize: int
+    hooks: tuple[Width, ...]
     n_readouts: int = 0
 
+    @classmethod
+    def of(cls, hooks: Sequence[HookSpec], n_readouts: int = 0) -> Geometry:
+        """Return the geometry of hooks."""
+        widths = (Width(hook.d_model, BITS[hook.dtype]().itemsize) for hook in hooks)
+        return cls(tuple(widths), n_readouts)
+
     @property
-    def hook_nbytes(self) -> int:
-        """Return the bytes of a row of one hook."""
-        return self.d_model * self.itemsize
+    def n_hooks(self) -> int:
+        """Return the number of hooks."""
+        return len(self.hooks)
 
     @property
     def row_nbytes(self) -> int:
         """Return the bytes of a row over all hooks."""
-        return self.n_hooks * self.hook_nbytes
+        return sum(hook.nbytes for hook in self.hooks)
 
     @property
     def readout_nbytes(self) -> int:
@@ -161,8 +170,9 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
     lane = max(sizes.lane_nbytes, 2 * readout_step) if g.n_readouts else 0
     hooks = (rows + PADDING_ROWS) * (g.row_nbytes + g.readout_nbytes) + 8 * g.n_hooks
     if g.n_readouts:
-        # One row set in float32, and what the rows are multiplied with.
-        hooks += 4 * g.d_model * (rows + PADDING_ROWS + g.n_hooks * (g.n_readouts - 1))
+        # One row set of the widest hook in float32, and what the rows are multiplied with.
+        hooks += 4 * max(hook.d_model for hook in g.hooks) * (rows + PADDING_ROWS)
+        hooks += 4 * sum(hook.d_model for hook in g.hooks) * (g.n_readouts - 1)
     return MemoryBound(
         hooks=hooks,
         staging=max(sizes.staging_nbytes, step_nbytes),
@@ -170,7 +180,7 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
         ring=_up(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),
         lane=_up(lane, PAGE),
         buffers=N_BUFFERS * capacity * (g.row_nbytes + TOKEN_COLUMNS_NBYTES),
-        encode=2 * capacity * g.hook_nbytes,
+        encode=2 * capacity * max(hook.nbytes for hook in g.hooks),
         readouts=2 * READOUT_PART_NBYTES if g.n_readouts else 0,
     )
 
@@ -354,3 +364,135 @@ def stalled(load: Load, ring_tokens: float, stall_s: float) -> Stalled:
 
 def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
+
+
+WINDOWS_S = (1.0, 10.0)
+FEW_WINDOWS = 20
+DTYPE_NBYTES = {"float32": 4}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Tokens per second over windows of one length.
+
+    Args:
+        seconds: the length.
+        n: how many whole windows.
+        mean, p50, p99, max: of their rates, in tokens per second.
+    """
+
+    seconds: float
+    n: int
+    mean: float
+    p50: float
+    p99: float
+    max: float
+
+    @property
+    def burst(self) -> Burst:
+        """Return the 99th percentile as a burst over the mean."""
+        return Burst(max(1.0, self.p99 / self.mean), self.seconds)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a dataset tells.
+
+    Args:
+        windows: by length; those with at least two whole windows.
+        load: mean load, with the windows' 99th percentiles as bursts.
+        overhead: bytes of tables per token and the ratio of the rows, as they are on its disk.
+        is_short: whether there are so few windows that the 99th percentile is the maximum.
+    """
+
+    windows: tuple[Windows, ...]
+    load: Load
+    overhead: Overhead
+    is_short: bool
+
+
+def windows(runs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], seconds: float) -> Windows | None:
+    """Return the rates over whole windows, ``None`` with fewer than two.
+
+    Args:
+        runs: wall clock in nanoseconds and tokens of each step, by run.
+        seconds: length of a window.
+    """
+    rates: list[np.ndarray] = []
+    for t_ns, n_tokens in runs:
+        t = np.asarray(t_ns, np.int64)
+        if not len(t):
+            continue
+        index = (t - t.min()) // int(seconds * 1e9)
+        sums = np.bincount(index, weights=np.asarray(n_tokens, np.float64))
+        rates.append(sums[:-1] / seconds)  # the last window is cut by the end of the run
+    found = np.concatenate(rates) if rates else np.empty(0)
+    if len(found) < 2 or not found.sum():
+        return None
+    p50, p99 = np.quantile(found, (0.5, 0.99))
+    return Windows(
+        seconds, len(found), float(found.mean()), float(p50), float(p99), float(found.max())
+    )
+
+
+def read_profile(store: Store) -> Profile:
+    """Return the profile of a dataset.
+
+    Raises:
+        ActdsError: E009 when its steps are too few to say anything; as ``Catalog.read``.
+    """
+    catalog = Catalog.read(store)
+    steps = [catalog.table("steps", run) for run in catalog.run_ids]
+    series = [(s["t_ns"].to_numpy(), s["batch_tokens"].to_numpy()) for s in steps]
+    found = tuple(w for seconds in WINDOWS_S if (w := windows(series, seconds)) is not None)
+    if not found or not catalog.shards:
+        raise ActdsError(
+            "E009",
+            f"--profile {store.uri}",
+            got=f"{sum(s.num_rows for s in steps)} steps in less than two seconds, or no shard",
+            expected="a harvest of a few seconds at least",
+            next_step="Give --prefill-rate, --decode-rate and --burst instead.",
+        )
+    prefill = sum(int(s["prefill_tokens"].to_numpy().sum()) for s in steps)
+    decode = sum(int(s["decode_tokens"].to_numpy().sum()) for s in steps)
+    n_steps = sum(s.num_rows for s in steps)
+    n_requests = sum(catalog.table("requests", run).num_rows for run in catalog.run_ids)
+    total, mean = prefill + decode, found[0].mean
+    return Profile(
+        windows=found,
+        load=Load(
+            prefill=mean * prefill / total,
+            decode=mean * decode / total,
+            tokens_per_request=total / max(1, n_requests),
+            tokens_per_step=total / n_steps,
+            bursts=tuple(w.burst for w in found),
+        ),
+        overhead=overhead_of(catalog, store, n_requests, n_steps),
+        is_short=found[0].n < FEW_WINDOWS,
+    )
+
+
+def overhead_of(catalog: Catalog, store: Store, n_requests: int, n_steps: int) -> Overhead:
+    """Return what the files of a dataset say of the bytes beside the rows, and of the ratio."""
+    hooks = {hook.name: hook for hook in catalog.genesis.hooks}
+    sizes = {hook: h.d_model * DTYPE_NBYTES.get(h.dtype, 2) for hook, h in hooks.items()}
+    n_rows = sum(shard.n_rows for shard in catalog.shards)
+    rows = sum(shard.n_rows * sizes[hook] for shard in catalog.shards for hook in shard.hooks)
+    frames = _nbytes(catalog, lambda path: path.endswith("/c/0/0"))
+    tokens = _nbytes(catalog, lambda path: path == "tokens.parquet")
+    parts: dict[str, int] = {}
+    for (_run, table), bodies in catalog.parts.items():
+        parts[table] = parts.get(table, 0) + sum(body.file.nbytes for body in bodies)
+    requests = parts.get("requests", 0) + parts.get("spans", 0)
+    return replace(
+        MEASURED,
+        ratio=rows / max(1, frames),
+        token=tokens / max(1, n_rows),
+        request=requests / max(1, n_requests),
+        step=parts.get("steps", 0) / max(1, n_steps),
+        source=f"measured: {n_rows:,} rows of {store.uri}",
+    )
+
+
+def _nbytes(catalog: Catalog, wanted: Callable[[str], bool]) -> int:
+    return sum(e.nbytes for shard in catalog.shards for e in shard.files if wanted(e.path))

@@ -15,7 +15,7 @@ from typing import cast
 import actds
 from actds.errors import ActdsError
 from actds.load.dataset import Dataset
-from actds.store import LocalStore
+from actds.store.local import LocalStore
 from actds_validators.audit.drift.compare import (
     Column,
     common_hooks,

@@ -1,1 +1,65 @@
-"""Everything that touches the transformers library: engine, batches, worker, witness."""
+"""The engine on transformers: its options, few, typed, all known before a model is loaded.
+
+Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from actds_writers.engines.base import Engine, EngineKind, EngineOptions, bad_option
+from actds_writers.ipc.link import Link
+
+__all__ = ["TRANSFORMERS", "Options"]
+
+
+class Options(EngineOptions):
+    """How the model is run.
+
+    Args:
+        max_model_len: positions per request, ``None`` for what the model was made for.
+        max_num_seqs: requests of a batch at most.
+        max_num_batched_tokens: tokens of a step at most, padding included.
+        dtype: type to compute in; ``auto`` is the type of the weights.
+        attn_implementation: attention of transformers, ``None`` for its own choice.
+        device: torch device, ``None`` for a GPU where there is one.
+    """
+
+    max_num_seqs: Annotated[int, Field(ge=1)] = 8
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    attn_implementation: str | None = None
+    device: str | None = None
+
+
+class Transformers(EngineKind):
+    """The model's own code, in batches made by hand."""
+
+    name = "transformers"
+    summary = "The model's own code in transformers; slower, and for models that vLLM cannot run."
+    option_type = Options
+
+    def options(self, given: Mapping[str, object]) -> Options:
+        """Return options by name as a typed model; raises as ``EngineKind.options``."""
+        options = super().options(given)
+        assert isinstance(options, Options)
+        if options.max_num_batched_tokens < options.max_num_seqs:
+            got = f"{options.max_num_batched_tokens} tokens for {options.max_num_seqs} requests"
+            raise bad_option("max_num_batched_tokens", got, "at least max_num_seqs")
+        return options
+
+    def start(
+        self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
+    ) -> Engine:
+        """Return the engine with its model loaded; raises as ``EngineKind.start``."""
+        from actds_writers.engines.transformers.engine import Engine as TransformersEngine
+
+        assert isinstance(options, Options)
+        return TransformersEngine(model, options, link, temperature=temperature, seed=seed)
+
+
+TRANSFORMERS = Transformers()

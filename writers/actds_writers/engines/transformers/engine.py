@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from actds.errors import ActdsError
-from actds_writers.engines.base import Finished
-from actds_writers.engines.transformers.options import Options, resolve
+from actds_writers.engines.base import OPTION, Finished
+from actds_writers.engines.transformers import Options
 from actds_writers.ipc.link import Link
 
 try:
@@ -22,9 +22,7 @@ try:
     import transformers
 
     from actds_writers.engines.transformers.batch import Batch, Sequence
-    from actds_writers.engines.transformers.observe import observe
-    from actds_writers.engines.transformers.witness import SchedulerWitness
-    from actds_writers.engines.transformers.worker import Capture
+    from actds_writers.engines.transformers.worker import Capture, Scheduler, observe
 except ImportError as missing:
     raise ActdsError(
         "E011",
@@ -52,13 +50,13 @@ class Engine:
     def __init__(
         self,
         model: Path,
-        options: dict[str, Any],
+        options: Options,
         link: Link,
         *,
         temperature: float,
         seed: int,
     ) -> None:
-        self._folder, self._options, self._link = model, resolve(options), link
+        self._folder, self._options, self._link = model, options, link
         self._temperature, self._seed = temperature, seed
         self._model = _load(model, self._options)
         self._stop_tokens = _stop_tokens(self._model, model)
@@ -71,7 +69,7 @@ class Engine:
             links.callback(self._capture.close)
             census = link.connect("census", "scheduler")
             links.callback(census.close)
-            self._witness = SchedulerWitness(census, temperature, seed)
+            self._scheduler = Scheduler(census)
             self._links = links.pop_all()
 
     @property
@@ -99,12 +97,15 @@ class Engine:
         if self._temperature > 0:
             generator = torch.Generator(self._model.device)
             generator.manual_seed(self._seed + self._n_requests)
-        sequence = Sequence(
-            key, self._n_requests, list(token_ids), len(token_ids), max_tokens, generator
-        )
+        sampling = {
+            "max_tokens": max_tokens,
+            "seed": self._seed + self._n_requests,
+            "temperature": str(self._temperature),
+        }
         self._n_requests += 1
+        number = self._scheduler.number_request(key, len(token_ids), sampling)
+        sequence = Sequence(key, number, list(token_ids), len(token_ids), max_tokens, generator)
         self._waiting.append(sequence)
-        self._witness.arrived(sequence)
 
     def step(self) -> list[Finished]:
         """Run one step; return the requests that ended.
@@ -123,7 +124,7 @@ class Engine:
         ended = set(keys)
         for sequence in [*(self._batch.sequences if self._batch else ()), *self._waiting]:
             if sequence.key in ended:
-                self._witness.finished(sequence, "abort")
+                self._scheduler.finished(sequence, "abort")
         self._waiting = deque(s for s in self._waiting if s.key not in ended)
         if self._batch is not None:
             self._batch.keep([s.key not in ended for s in self._batch.sequences])
@@ -143,28 +144,27 @@ class Engine:
             batch = Batch(self._model, requests, self._options.max_num_batched_tokens)
             self._batch = batch
         columns = batch.next_columns()
-        step, finished = self._witness.scheduled(columns, len(self._waiting), len(batch.sequences))
+        n_running = len(batch.sequences)
+        step, finished = self._scheduler.scheduled(columns, len(self._waiting), n_running)
         self._capture.before_step()
         began = time.monotonic_ns()
         with torch.inference_mode():
             logits = batch.forward(columns)
         duration_ns = time.monotonic_ns() - began
         assert batch.input_ids is not None
-        self._introduce(batch.cache)
+        self._capture.introduce(
+            lambda: observe(
+                self._model,
+                batch.cache,
+                type(self),
+                self._folder,
+                self._options,
+                self._max_model_len,
+                self._link.client_pid,
+            )
+        )
         self._capture.after_step(step, finished, columns, batch.input_ids, duration_ns)
         return self._sample(batch, logits) if logits is not None else []
-
-    def _introduce(self, cache: Any) -> None:
-        facts = observe(
-            self._model,
-            cache,
-            type(self),
-            self._folder,
-            self._options,
-            self._max_model_len,
-            self._link.client_pid,
-        )
-        self._capture.introduce(facts)
 
     def _sample(self, batch: Batch, logits: torch.Tensor) -> list[Finished]:
         """Sample a token for every request of the batch; return those that end with it."""
@@ -178,7 +178,7 @@ class Engine:
         ended = []
         for sequence, reason in zip(requests, reasons, strict=True):
             if reason is not None:
-                self._witness.finished(sequence, reason)
+                self._scheduler.finished(sequence, reason)
                 sampled = tuple(sequence.token_ids[sequence.prompt_len :])
                 ended.append(Finished(sequence.key, None, sampled))
         return ended
@@ -217,7 +217,7 @@ def _load(folder: Path, options: Options) -> Any:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
         words = " ".join(str(error).split())[:300]
-        raise ActdsError("E009", "--engine device", got=words, expected="a torch device") from None
+        raise ActdsError("E009", f"{OPTION} device", got=words, expected="a torch device") from None
 
 
 def _stop_tokens(model: Any, folder: Path) -> frozenset[int]:
@@ -239,6 +239,6 @@ def _max_model_len(model: Any, options: Options) -> int:
     asked = options.max_model_len
     if own is not None and asked is not None and asked > own:
         raise ActdsError(
-            "E009", "--engine max_model_len", got=str(asked), expected=f"at most {own}"
+            "E009", f"{OPTION} max_model_len", got=str(asked), expected=f"at most {own}"
         )
     return int(asked or own or 2**31)

@@ -1,37 +1,65 @@
-"""Witness B's eyes: in the engine, from the hooks' buffers to the stages.
+"""Both sides of the account in the transformers engine, and the check of its hooks.
 
-After every forward it takes the rows of real tokens out of the padded ones and hands the step
-over; what follows happens beside the engine.
+After every forward the worker's side takes the rows of real tokens out of the padded ones. There is
+no prefix cache, hence no reference, and nothing is preempted.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import DType
 from actds_writers.capture import op as capture
-from actds_writers.capture.check import NO_CHECK
-from actds_writers.capture.directions import directions
-from actds_writers.capture.stages import Stages, Step
-from actds_writers.capture.transfer import Mark
-from actds_writers.engines.transformers.batch import Columns
-from actds_writers.engines.transformers.check import check_hooks
+from actds_writers.capture.check import (
+    HookCheck,
+    NoReferenceError,
+    bound,
+    check_prompts,
+    compare_with_forward,
+    reference_states,
+)
+from actds_writers.engines.account import (
+    SchedulerSide,
+    WorkerSide,
+    failures_told,
+    layer_config,
+)
+from actds_writers.engines.transformers import Options
+from actds_writers.engines.transformers.batch import Batch, Columns, Sequence
 from actds_writers.ipc.link import Link
-from actds_writers.ipc.messages import Fact, Failed, HookSpec
+from actds_writers.ipc.messages import Fact, HookSpec
+from actds_writers.provenance import Readers, engine_facts, observed
 
-DTYPES: dict[str, DType] = {
-    "torch.bfloat16": "bfloat16",
-    "torch.float16": "float16",
-    "torch.float32": "float32",
-}
+NO_BLOCKS = "a transformers cache has no blocks"
 
 
-class Capture:
-    """Captures from one model: installs the hooks, then hands over each step.
+class Scheduler(SchedulerSide):
+    """Tells the census about the batches of one engine."""
+
+    def scheduled(
+        self, columns: Columns, waiting: int, running: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """Tell of a step; return its number and the requests that ended since the one before."""
+        starts = np.concatenate([[0], np.cumsum(columns.n_rows)[:-1]])
+        return self.number_step(
+            [sequence.number for sequence in columns.sequences],
+            columns.positions[starts].tolist(),
+            columns.n_rows.tolist(),
+            waiting=waiting,
+            running=running,
+        )
+
+    def finished(self, sequence: Sequence, reason: str) -> None:
+        """Tell how a request ended."""
+        self.end_request(sequence.number, reason, sequence.token_ids, sequence.prompt_len)
+
+
+class Capture(WorkerSide):
+    """Captures from one model of transformers.
 
     Args:
         model: the loaded model.
@@ -44,68 +72,30 @@ class Capture:
     """
 
     def __init__(self, model: Any, link: Link, max_rows: int) -> None:
-        self._max_rows = max_rows
-        self._introduced = False
-        self._began: Mark | None = None
-        self._check_fact = NO_CHECK
-        try:
-            self._install(model, link)
-        except ActdsError as error:
-            with link.connect("writer", "worker") as writer:
-                writer.send(Failed.of(error))
-            raise
-
-    def _install(self, model: Any, link: Link) -> None:
-        computed = DTYPES.get(str(model.dtype))
-        if computed is None:
-            raise ActdsError(
-                "E012", "--engine dtype", got=str(model.dtype), expected=", ".join(DTYPES.values())
+        layers = capture.decoder_layers(model)
+        config = model.config.get_text_config()
+        with failures_told(link):
+            if not layers:
+                raise ActdsError(
+                    "E007",
+                    type(model).__name__,
+                    got="no module named layers.N",
+                    expected="a model whose decoder layers are found by that name",
+                )
+            super().__init__(
+                model,
+                link,
+                config=layer_config(config, int(config.hidden_size), len(layers)),
+                computed=model.dtype,
+                device=model.device,
+                max_rows=max_rows,
             )
-        if not capture.decoder_layers(model):
-            raise ActdsError(
-                "E007",
-                type(model).__name__,
-                got="no module named layers.N",
-                expected="a model whose decoder layers are found by that name",
-            )
-        d_model = int(model.config.get_text_config().hidden_size)
-        stored: DType = link.store_dtype or computed  # type: ignore[assignment]
-        self._hooks = tuple(
-            HookSpec(f"{kind}.{layer}", kind, layer, d_model, stored) for kind, layer in link.hooks
-        )
-        self._device = model.device
-        self._buffers = capture.install(
-            model,
-            [hook.layer for hook in self._hooks],
-            max_rows=self._max_rows,
-            d_model=d_model,
-            dtype=getattr(torch, stored),
-            device=model.device,
-            form="first",
-            directions=directions(link, len(self._hooks), d_model),
-        )
-        self._cast = "none" if computed == stored else f"{computed} to {stored}, nearest even"
-        if link.check:
-            found = check_hooks(model, self._buffers, self._hooks, self._max_rows)
-            self._check_fact = found.fact()
-        self._stages = Stages(link, self._buffers, self._hooks, self._max_rows)
-
-    def close(self) -> None:
-        """End the links; the writer learns that nothing more comes."""
-        self._stages.close()
-
-    def before_step(self) -> None:
-        """Forget the counts of the step before."""
-        self._buffers.reset()
-        self._began = Mark(self._device, timed=True)
-
-    def introduce(self, facts: tuple[Fact, ...]) -> None:
-        """Introduce the engine, once: after its first forward, when everything is chosen."""
-        if self._introduced:
-            return
-        self._introduced = True
-        cast = Fact("capture.cast", self._cast, "observed")
-        self._stages.introduce((*facts, cast, self._check_fact))
+        if link.settings.check:
+            try:
+                self.check(lambda: check_hooks(model, self.buffers, self.hooks, max_rows))
+            except ActdsError:
+                self.close()
+                raise
 
     def after_step(
         self,
@@ -128,26 +118,155 @@ class Capture:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
         """
         n, n_padded = len(columns.index), input_ids.numel()
-        seen = set(self._buffers.seen.tolist())
+        seen = set(self.buffers.seen.tolist())
         if seen != {n_padded}:
             got = f"{' or '.join(map(str, sorted(seen)))} rows at a hook"
-            error = ActdsError("E501", f"step {step}", got=got, expected=f"{n_padded} rows")
-            self._stages.fail(error)
-            raise error
-        index = torch.from_numpy(columns.index).to(self._device)
+            self.stop(step, got, f"{n_padded} rows")
+        index = torch.from_numpy(columns.index).to(input_ids.device)
         if n < n_padded:
-            for buffer in (self._buffers.rows, self._buffers.readouts):
-                buffer[:, :n] = buffer[:, index]
-        told = Step(
-            step=step,
-            requests=np.array([s.number for s in columns.sequences], np.int64),
-            n_rows=columns.n_rows.astype(np.int64),
-            prompt_lens=np.array([s.prompt_len for s in columns.sequences], np.int64),
-            left_out=(),
+            self.buffers.compact(index)
+        self.hand_over(
+            step,
+            [sequence.number for sequence in columns.sequences],
+            columns.n_rows.tolist(),
+            [sequence.prompt_len for sequence in columns.sequences],
+            input_ids.flatten()[index],
+            torch.from_numpy(columns.positions).to(input_ids.device),
             finished=finished,
             duration_ns=duration_ns,
             kernel_mode="eager",
-            began=self._began,
         )
-        positions = torch.from_numpy(columns.positions).to(self._device)
-        self._stages.hand_over(told, input_ids.flatten()[index], positions)
+
+
+def check_hooks(
+    model: Any, buffers: capture.HookBuffers, hooks: tuple[HookSpec, ...], max_tokens: int
+) -> HookCheck:
+    """Return what the check of the hooks came to.
+
+    Args:
+        model: the hooked model.
+        buffers: what its hooks write.
+        hooks: the hooks, in the order of the buffers.
+        max_tokens: tokens of a step at most.
+
+    Raises:
+        ActdsError: E507 when rows are not the model's; E007 when the model's layers do not return
+            what it calls its hidden states.
+
+    Spec: 0.1 section 9.1.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    prompts = check_prompts(vocabulary, max_tokens)
+    rows = _rows(model, buffers, prompts, max_tokens)
+    kinds = sorted({hook.kind for hook in hooks})
+    try:
+        states = reference_states(model, prompts, kinds)
+    except NoReferenceError as missing:
+        raise ActdsError(
+            "E007",
+            type(model).__name__,
+            got=f"no stream to capture: {missing}",
+            expected="decoder layers that return the residual stream",
+            next_step="See docs/families.md for models that can be harvested.",
+        ) from None
+    computed = str(model.dtype).removeprefix("torch.")
+    bounds = {hook.name: bound(computed, hook.dtype) for hook in hooks}
+    return compare_with_forward(dict(zip(hooks, rows, strict=True)), states, bounds)
+
+
+def _rows(
+    model: Any, buffers: capture.HookBuffers, prompts: tuple[list[int], ...], max_tokens: int
+) -> list[np.ndarray]:
+    """Return the rows of a batch of the prompts, ``(n, d_model)`` by hook, prompt by prompt."""
+    sequences = [
+        Sequence(f"check-{number}", number, list(prompt), len(prompt), 1)
+        for number, prompt in enumerate(prompts)
+    ]
+    found: list[list[list[np.ndarray]]] = [[[] for _ in sequences] for _ in buffers.rows]
+    batch, logits = Batch(model, sequences, max_tokens), None
+    with torch.inference_mode():
+        while logits is None:
+            columns = batch.next_columns()
+            buffers.reset()
+            logits = batch.forward(columns)
+            index = torch.from_numpy(columns.index).to(buffers.device)
+            edges = np.cumsum(columns.n_rows)[:-1]
+            for of_hook, rows, seen in zip(found, buffers.rows, buffers.seen, strict=True):
+                values = rows[index].float().cpu().numpy()
+                if not int(seen):
+                    values[:] = np.nan
+                for sequence, part in zip(columns.sequences, np.split(values, edges), strict=True):
+                    of_hook[sequence.number].append(part)
+    return [np.concatenate([part for parts in of_hook for part in parts]) for of_hook in found]
+
+
+def observe(
+    model: Any,
+    cache: Any,
+    engine: type,
+    folder: Path,
+    options: Options,
+    max_model_len: int,
+    client_pid: int,
+) -> tuple[Fact, ...]:
+    """Return the facts of a run record that can be seen after the first forward.
+
+    Args:
+        model: the loaded model.
+        cache: its cache after a forward.
+        engine: class that runs the batches.
+        folder: model folder.
+        options: options with their defaults.
+        max_model_len: positions per request.
+        client_pid: process of the command.
+    """
+
+    def version() -> str:
+        import transformers
+
+        return str(transformers.__version__)
+
+    name = f"{engine.__module__}.{engine.__qualname__}"
+    quantization = getattr(model.config, "quantization_config", None)
+    readers: Readers = {
+        "engine.name": lambda: "transformers",
+        "engine.version": version,
+        "engine.runner": lambda: name,
+        "engine.scheduler": lambda: name,
+        "model.d_model": lambda: int(model.config.get_text_config().hidden_size),
+        "model.quantization": lambda: str(
+            getattr(quantization, "quant_method", None) or quantization or "none"
+        ),
+        "numerics.dtype": lambda: str(model.dtype).removeprefix("torch."),
+        "numerics.kv_cache_dtype": lambda: _cache_dtype(cache),
+        "numerics.kv_cache_class": lambda: type(cache).__name__,
+        "numerics.attention_backend": lambda: str(model.config._attn_implementation),
+        "serving.enforce_eager": lambda: not hasattr(model, "_orig_mod"),
+        "serving.compilation_mode": lambda: "NONE",
+        "serving.cudagraph_mode": lambda: "NONE",
+        "serving.prefix_caching": lambda: False,
+        "serving.chunked_prefill": lambda: True,
+        "serving.async_scheduling": lambda: False,
+        "serving.max_model_len": lambda: max_model_len,
+        "serving.max_num_seqs": lambda: options.max_num_seqs,
+        "serving.max_num_batched_tokens": lambda: options.max_num_batched_tokens,
+        "serving.tensor_parallel": lambda: 1,
+        "serving.pipeline_parallel": lambda: 1,
+        "serving.data_parallel": lambda: 1,
+        "serving.speculative_method": lambda: "none",
+    }
+    absent = ("serving.block_size", "serving.n_kv_blocks")
+    return (
+        *engine_facts(
+            readers, model=model, folder=folder, device=model.device, client_pid=client_pid
+        ),
+        *(observed(field, None, NO_BLOCKS) for field in absent),
+    )
+
+
+def _cache_dtype(cache: Any) -> str:
+    for layer in cache.layers:
+        keys = getattr(layer, "keys", None)
+        if keys is not None:
+            return str(keys.dtype).removeprefix("torch.")
+    raise AttributeError("no attention layer in the cache")

@@ -1,37 +1,56 @@
-"""The check of the hooks in a vLLM worker: its prompts, what they are held against, its result.
+"""The check of the hooks in a vLLM worker, between the set-up of its engine and its first step.
 
-Stands in the worker between the set-up of the engine and its first step.
+Two steps (both prompts, then one decoded token each) go through the model as it will serve,
+compiled and in graphs; then once more without them, where what each module reads can be seen. The
+schedule is made by hand and nothing of it is left: no scheduler, census or writer hears of it.
+Every tensor-parallel rank runs it, rank 0 compares.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds_writers.capture.check import HookCheck, bound, compare_with_forward, compare_with_next
-from actds_writers.capture.op import HookBuffers
-from actds_writers.capture.reference import (
+from actds_writers.capture.check import (
+    HookCheck,
     NoReferenceError,
+    States,
+    bound,
+    check_prompts,
+    compare_with_forward,
+    compare_with_next,
     load_reference,
-    states_after_layers,
+    reference_states,
+    relative_l2,
     states_in_fresh_process,
 )
-from actds_writers.capture.streams import StreamForm
-from actds_writers.engines.vllm.check_run import (
-    Forwarded,
-    NextReaders,
-    eager,
-    forward_prompts,
-    loaded_model,
-    prompts_of,
-)
+from actds_writers.capture.hooks import StreamForm, find_kind
+from actds_writers.capture.op import HookBuffers, decoder_layers
+from actds_writers.engines.vllm.worker import identify, loaded_model
 from actds_writers.ipc.messages import HookSpec
 
-__all__ = ["check_hooks", "join_check"]
+__all__ = [
+    "Forwarded",
+    "NextReaders",
+    "check_hooks",
+    "eager",
+    "forward_prompts",
+    "join_check",
+    "prompts_of",
+]
+
+_NAME = "actds-check-{}"
+_CLEARLY = 0.25
+"""Share of the other distance at which a norm hands on the sum, or the residual as it was."""
 
 
 def check_hooks(
@@ -62,18 +81,22 @@ def check_hooks(
     forwarded = forward_prompts(worker, prompts, buffers)
     assert forwarded is not None
     model = loaded_model(worker.model_runner)
-    layers = [hook.layer for hook in hooks]
-    readers = NextReaders(model, forwarded.prompt_rows, layers)
+    # Only of these is it known that the part behind the layer reads the rows themselves.
+    read = [i for i, hook in enumerate(hooks) if find_kind(hook.kind).next_reads]
+    layers = [hooks[i].layer for i in read]
+    readers = NextReaders(model, [forwarded.prompt_rows[i] for i in read], layers)
     with readers.watching(worker.model_runner):
         forward_prompts(worker, prompts, buffers, after_prompts=readers.stop)
-    limit = _limit(worker, hooks[0])
+    bounds = _bounds(worker, hooks)
     try:
-        states = _reference_states(worker, model, forwarded)
+        states = _reference_states(worker, model, hooks, forwarded)
     except NoReferenceError as missing:
-        return _without_reference(model, form, hooks, forwarded, readers, limit, str(missing))
-    rows = {hook.name: forwarded.rows[index] for index, hook in enumerate(hooks)}
-    layer_of = {hook.name: hook.layer for hook in hooks}
-    return compare_with_forward(rows, layer_of, states, limit, forwarded.decoded)
+        seen = {hooks[read[i]].name: distance for i, distance in readers.distances.items()}
+        n_rows = len(forwarded.prompt_rows[0])
+        check = compare_with_next(seen, bounds, n_rows, str(missing))
+        return _without_reference(model, form, hooks, check)
+    rows = dict(zip(hooks, forwarded.rows, strict=True))
+    return compare_with_forward(rows, states, bounds, forwarded.decoded)
 
 
 def join_check(worker: Any) -> None:
@@ -86,7 +109,7 @@ def join_check(worker: Any) -> None:
         forward_prompts(worker, prompts, None)
 
 
-def _limit(worker: Any, hook: HookSpec) -> float:
+def _bounds(worker: Any, hooks: Sequence[HookSpec]) -> dict[str, float]:
     config = worker.vllm_config
     kv_dtype = str(config.cache_config.cache_dtype)
     coarse = (
@@ -95,14 +118,17 @@ def _limit(worker: Any, hook: HookSpec) -> float:
         or torch.get_float32_matmul_precision() != "highest"
     )
     computed = str(worker.model_runner.model_config.dtype).removeprefix("torch.")
-    return bound(computed, hook.dtype, coarse=coarse)
+    return {hook.name: bound(computed, hook.dtype, coarse=coarse) for hook in hooks}
 
 
-def _reference_states(worker: Any, model: torch.nn.Module, forwarded: Forwarded) -> np.ndarray:
-    """Return the stream after every layer of a plain forward, ``(n_layers, n, d_model)``.
+def _reference_states(
+    worker: Any, model: torch.nn.Module, hooks: Sequence[HookSpec], forwarded: Forwarded
+) -> States:
+    """Return what the hooks' kinds would see at every layer of a plain forward.
 
     Raises:
-        NoReferenceError: transformers cannot have the weights that the engine runs.
+        NoReferenceError: transformers cannot have the weights that the engine runs, or not these
+            places.
     """
     config = worker.vllm_config
     own = config.model_config
@@ -115,47 +141,335 @@ def _reference_states(worker: Any, model: torch.nn.Module, forwarded: Forwarded)
     ranks = int(config.parallel_config.tensor_parallel_size)
     size = ranks * sum(parameter.numel() for parameter in model.parameters())
     options = {"revision": own.revision, "trust_remote_code": bool(own.trust_remote_code)}
+    kinds = sorted({hook.kind for hook in hooks})
     # vLLM's backend for models of transformers changes their classes, for all of this process.
     if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
-        parts = states_in_fresh_process(own.model, size, forwarded.sequences, **options)
+        states = states_in_fresh_process(own.model, size, forwarded.sequences, kinds, **options)
     else:
         reference = load_reference(own.model, size, **options)
-        parts = states_after_layers(reference, forwarded.sequences)
-    states: np.ndarray = np.concatenate(parts, axis=1)
-    if states.shape[1:] != forwarded.rows.shape[1:]:
-        raise NoReferenceError(
-            f"transformers' layers return {states.shape[1:]}, the hooks see "
-            f"{forwarded.rows.shape[1:]}"
-        )
+        states = reference_states(reference, forwarded.sequences, kinds)
+    for hook, rows in zip(hooks, forwarded.rows, strict=True):
+        found = states[hook.kind].get(hook.layer)
+        if found is None:
+            raise NoReferenceError(f"transformers' model has no {hook.name}")
+        if found.shape != rows.shape:
+            raise NoReferenceError(
+                f"transformers' layers return {found.shape}, the hooks see {rows.shape}"
+            )
     return states
 
 
 def _without_reference(
-    model: torch.nn.Module,
-    form: StreamForm,
-    hooks: tuple[HookSpec, ...],
-    forwarded: Forwarded,
-    readers: NextReaders,
-    limit: float,
-    reason: str,
+    model: torch.nn.Module, form: StreamForm, hooks: Sequence[HookSpec], check: HookCheck
 ) -> HookCheck:
-    found = {
-        hook.name: readers.distances[index]
-        for index, hook in enumerate(hooks)
-        if index in readers.distances
-    }
-    # What was seen counts, also where something behind another hook was not.
-    check = compare_with_next(found, limit, forwarded.prompt_rows.shape[1], reason)
-    unseen = [hook.name for hook in hooks if hook.name not in found]
+    """Return a check against the engine alone, where that is enough.
+
+    What was seen counts, also where something behind another hook was not.
+
+    Raises:
+        ActdsError: E007 when nothing compared a hook that the table of classes does not vouch for.
+    """
+    unseen = [hook for hook in hooks if hook.name not in check.distances]
     if not unseen:
         return check
-    if form != "unverified":
-        said = f"{reason}; nothing reads the stream behind {', '.join(unseen)}"
-        return replace(check, against="engine" if found else "table", reason=said)
+    # The table says where the stream is, and nothing of any other kind.
+    vouched = form != "unverified" and all(find_kind(hook.kind).next_reads for hook in unseen)
+    if vouched:
+        names = ", ".join(hook.name for hook in unseen)
+        said = f"{check.reason}; nothing reads the stream behind {names}"
+        return replace(check, against="engine" if check.distances else "table", reason=said)
     raise ActdsError(
         "E007",
         type(model).__name__,
-        got=f"a model class that was never verified, and nothing to check its rows with: {reason}",
+        got=f"{'a model class' if form == 'unverified' else unseen[0].kind} that was never "
+        f"verified, and nothing to check its rows with: {check.reason}",
         expected="a class of docs/families.md, or a model that transformers can load beside it",
-        next_step="Harvest it with --writer transformers, which runs the model's own code.",
+        next_step="Harvest it with --engine transformers, which runs the model's own code.",
     )
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """What the hooks left of the check's prompts.
+
+    Args:
+        sequences: token ids of each prompt as the model read them, the decoded one included.
+        rows: float32 ``(n, d_model)`` of each hook, the sequences one behind the other.
+        decoded: bool ``(n,)``: rows of the decode step.
+        prompt_rows: float32 ``(m, d_model)`` of each hook, those of the prompts' step, in its
+            order.
+    """
+
+    sequences: tuple[tuple[int, ...], ...]
+    rows: list[np.ndarray]
+    decoded: np.ndarray
+    prompt_rows: list[np.ndarray]
+
+
+def prompts_of(worker: Any) -> tuple[list[int], ...]:
+    """Return the prompts of the check that this engine takes: two, or fewer and shorter ones.
+
+    Empty when its KV cache does not hold a single short one.
+    """
+    runner, scheduler = worker.model_runner, worker.vllm_config.scheduler_config
+    model = runner.model_config
+    longest = min(int(scheduler.max_num_batched_tokens) // 2, int(model.max_model_len) - 1)
+    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+    # Block 0 is the null block. A block beyond the last would be memory of somebody else.
+    room = int(runner.kv_cache_config.num_blocks) - 1
+    for length in (longest, min(longest, 4)):
+        prompts = check_prompts(int(model.get_vocab_size()), length)
+        for n in range(min(len(prompts), int(scheduler.max_num_seqs)), 0, -1):
+            if sum(_n_blocks(s, len(p) + 1) for p in prompts[:n] for s in specs) <= room:
+                return prompts[:n]
+    return ()
+
+
+def forward_prompts(
+    worker: Any,
+    prompts: tuple[list[int], ...],
+    buffers: HookBuffers | None,
+    after_prompts: Callable[[], None] = lambda: None,
+) -> Forwarded | None:
+    """Run the prompts and one decode step through the worker's model runner.
+
+    Args:
+        worker: a worker whose engine is set up and has not run a request.
+        prompts: token ids.
+        buffers: what the hooks write; ``None`` on a rank without hooks.
+        after_prompts: called between the prompts' step and the decode step.
+    """
+    runner = worker.model_runner
+    names = [_NAME.format(number) for number in range(len(prompts))]
+    first = _run(runner, _prefill(runner, names, prompts), buffers)
+    after_prompts()
+    second = _run(runner, _decode(names, prompts), buffers)
+    _forget(runner, names)  # after an error nothing is run any more
+    if buffers is None:
+        return None
+    tokens = tuple((*first[name][0].tolist(), *second[name][0].tolist()) for name in names)
+    parts = [part[name][1] for name in names for part in (first, second)]
+    decoded = [np.full(len(part[0]), number % 2 == 1) for number, part in enumerate(parts)]
+    return Forwarded(
+        tokens,
+        _joined(parts),
+        np.concatenate(decoded),
+        _joined([rows for _, rows in first.values()]),
+    )
+
+
+def _joined(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """Return the rows of each hook, part behind part."""
+    return [np.concatenate(of_hook) for of_hook in zip(*parts, strict=True)]
+
+
+@torch.inference_mode()
+def _run(runner: Any, scheduled: Any, buffers: HookBuffers | None) -> dict[str, Any]:
+    """Run one step; return token ids and rows by request."""
+    if buffers is not None:
+        buffers.reset()
+    runner.execute_model(scheduled)
+    found: dict[str, Any] = {}
+    if buffers is not None:
+        identity = identify(runner, scheduled)
+        ids = identity.token_ids.cpu().numpy()
+        # Copies, for the next step overwrites the buffers.
+        rows = [of_hook[: len(ids)].float().cpu().numpy().copy() for of_hook in buffers.rows]
+        for of_hook, seen in zip(rows, buffers.seen.tolist(), strict=True):
+            if seen < len(ids):  # a hook that did not run leaves the rows of a step before
+                of_hook[:] = np.nan
+        stops = np.cumsum(identity.n_rows)
+        for name, start, stop in zip(
+            identity.request_ids, stops - identity.n_rows, stops, strict=True
+        ):
+            found[name] = (ids[start:stop].copy(), [of_hook[start:stop] for of_hook in rows])
+    output = runner.sample_tokens(None)
+    if hasattr(output, "get_output"):  # asynchronous: the token must be there for the next step
+        output.get_output()
+    return found
+
+
+def _prefill(runner: Any, names: list[str], prompts: tuple[list[int], ...]) -> Any:
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+    known = {field.name for field in dataclasses.fields(NewRequestData)}
+    # Block 0 is vLLM's null block. No request has a block yet; what is written is overwritten.
+    blocks = iter(range(1, 1 << 30))
+    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+    scheduled = SchedulerOutput.make_empty()
+    for name, prompt in zip(names, prompts, strict=True):
+        fields = {
+            "req_id": name,
+            "prompt_token_ids": prompt,
+            "mm_features": [],
+            "sampling_params": SamplingParams(temperature=0.0, max_tokens=2),
+            "pooling_params": None,
+            "block_ids": tuple(
+                [next(blocks) for _ in range(_n_blocks(spec, len(prompt) + 1))] for spec in specs
+            ),
+            "num_computed_tokens": 0,
+            "lora_request": None,
+            "prefill_token_ids": prompt,
+        }
+        scheduled.scheduled_new_reqs.append(
+            NewRequestData(**{name: value for name, value in fields.items() if name in known})
+        )
+        scheduled.num_scheduled_tokens[name] = len(prompt)
+    scheduled.total_num_scheduled_tokens = sum(map(len, prompts))
+    return scheduled
+
+
+def _n_blocks(spec: Any, n_tokens: int) -> int:
+    """Return the blocks that a request of so many tokens has in a cache group."""
+    spec = getattr(spec, "first_spec", spec)
+    return -(-n_tokens // int(spec.block_size)) + int(getattr(spec, "num_speculative_blocks", 0))
+
+
+def _decode(names: list[str], prompts: tuple[list[int], ...]) -> Any:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    scheduled = SchedulerOutput.make_empty()
+    cached = scheduled.scheduled_cached_reqs
+    cached.req_ids = list(names)
+    cached.new_token_ids = []
+    cached.new_block_ids = [None] * len(names)
+    cached.num_computed_tokens = [len(prompt) for prompt in prompts]
+    cached.num_output_tokens = [1] * len(names)
+    scheduled.num_scheduled_tokens = dict.fromkeys(names, 1)
+    scheduled.total_num_scheduled_tokens = len(names)
+    return scheduled
+
+
+def _forget(runner: Any, names: list[str]) -> None:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.finished_req_ids = set(names)
+    with torch.inference_mode():
+        runner.execute_model(scheduled)
+
+
+class NextReaders:
+    """Watches what reads the stream behind each hook, in a forward without graphs.
+
+    The stream that layer L hands on is what a part of layer L+1 reads, its first norm as a rule;
+    behind the last layer, what a module outside all layers reads. A norm that is given a residual
+    reads the sum if it hands the sum on, and the first alone if it hands the residual on as it was
+    (vLLM's Cohere); one that hands nothing on tells nothing. The layer's own pair is not asked.
+
+    Args:
+        model: the model itself.
+        rows: float32 ``(n, d_model)`` of each hook that the forward is to repeat.
+        layers: decoder layer of each hook.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, rows: Sequence[np.ndarray], layers: Sequence[int]
+    ) -> None:
+        self._model, self._rows, self._hooked = model, rows, layers
+        self._handles: list[Any] = []
+        self._past_last = False
+        self.distances: dict[int, float] = {}
+        """Smallest mean relative L2 by hook; a hook that nothing was seen behind has none."""
+
+    @contextlib.contextmanager
+    def watching(self, runner: Any) -> Iterator[None]:
+        """Watch the forwards of a model runner."""
+        layers = decoder_layers(self._model)
+        inside = {id(module) for layer in layers.values() for module in layer.modules()}
+        last = max(layers)
+        outside = [m for m in self._model.modules() if id(m) not in inside]
+        for hook, number in enumerate(self._hooked):
+            if number < last:
+                for module in list(layers[number + 1].modules())[1:]:
+                    self._watch(module, hook, lambda: True)
+            else:
+                for module in outside:
+                    if not list(module.children()):
+                        self._watch(module, hook, lambda: self._past_last)
+        self._handles.append(layers[last].register_forward_hook(self._at_last))
+        self._handles.append(layers[min(layers)].register_forward_pre_hook(self._at_first))
+        try:
+            with eager(runner):
+                yield
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Watch no further forward."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _at_first(self, *_: Any) -> None:
+        self._past_last = False
+
+    def _at_last(self, *_: Any) -> None:
+        self._past_last = True
+
+    def _watch(self, module: torch.nn.Module, hook: int, now: Callable[[], bool]) -> None:
+        given: list[torch.Tensor] = []  # copies: kernels work in place
+
+        def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given[:] = self._matching(hook, [*args, *kwargs.values()]) if now() else []
+            if len(given) == 1:
+                self._compare(hook, given[0])
+
+        def after(_module: Any, _inputs: Any, output: Any) -> None:
+            if len(given) != 2 or not isinstance(output, tuple):
+                return
+            hidden, residual = given
+            added = hidden + residual
+            handed_on = self._matching(hook, list(output))
+            if not handed_on:
+                return
+            to_sum, to_residual = (
+                min(float(torch.linalg.norm(part - kept)) for part in handed_on)
+                for kept in (added, residual)
+            )
+            # Where the two are all but the same, nothing tells which was meant.
+            if to_sum <= to_residual * _CLEARLY:
+                self._compare(hook, added)
+            elif to_residual <= to_sum * _CLEARLY:
+                self._compare(hook, hidden)
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _matching(self, hook: int, values: list[Any]) -> list[torch.Tensor]:
+        """Return copies of the float tensors that have the shape of the hook's rows."""
+        want = self._rows[hook]
+        tensors = [
+            value.flatten(0, -2)[: len(want)].float().clone()
+            for value in values
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
+        ]
+        return [tensor for tensor in tensors if tensor.shape == want.shape]
+
+    def _compare(self, hook: int, stream: torch.Tensor) -> None:
+        distance = relative_l2(self._rows[hook], stream.cpu().numpy())
+        if not distance >= self.distances.get(hook, np.inf):
+            self.distances[hook] = distance
+
+
+@contextlib.contextmanager
+def eager(runner: Any) -> Iterator[None]:
+    """Let forwards run neither compiled nor as replayed graphs, which call no Python hook."""
+    from vllm.config import CUDAGraphMode
+
+    patched = []
+    for module in {sys.modules[base.__module__] for base in type(runner).__mro__}:
+        original = getattr(module, "set_forward_context", None)
+        if original is not None:
+            patched.append((module, original))
+            forced = functools.partial(_without_graphs, original, CUDAGraphMode.NONE)
+            module.set_forward_context = forced  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, original in patched:
+            module.set_forward_context = original  # type: ignore[attr-defined]
+
+
+def _without_graphs(original: Callable[..., Any], none: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{**kwargs, "skip_compiled": True, "cudagraph_runtime_mode": none})

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 if TYPE_CHECKING:
-    from actds.schema.v0_1 import CloseReason
+    from actds.schema import CloseReason
     from actds_writers.harvest.live import LiveRun
 
 EXECUTOR = "vllm.v1.executor.abstract"
@@ -177,10 +177,10 @@ def _drain(live: LiveRun, engine_core: Any) -> CloseReason:
     state = getattr(engine_core, "shutdown_state", None)
     crashed = state is not None and getattr(state, "name", "") == "RUNNING"
     scheduler = engine_core.scheduler
-    witness = getattr(scheduler, "_actds", None)
+    account = getattr(scheduler, "_actds", None)
     unfinished = scheduler.get_num_unfinished_requests()
     patience_s = CRASH_PATIENCE_S if crashed else DRAIN_TIMEOUT_S
-    drained = witness is not None and live.drain(lambda: witness.last_step, patience_s)
+    drained = account is not None and live.drain(lambda: account.last_step, patience_s)
     close()
     return "failed" if crashed else "finished" if drained and not unfinished else "interrupted"
 
@@ -227,7 +227,7 @@ def _wrap_worker() -> None:
 
             self._actds = WorkerCapture(self, _link)
             _closers.append(self._actds.close)
-        if _link is not None and _link.check:
+        if _link is not None and _link.settings.check:
             _check_when_set_up(self)
         return result
 
@@ -258,12 +258,12 @@ def _check_when_set_up(worker: Any) -> None:
     def setting_up(*args: Any, **kwargs: Any) -> Any:
         result = compile_or_warm_up_model(*args, **kwargs)
         capture = getattr(worker, "_actds", None)
-        if capture is None:
-            from actds_writers.engines.vllm.check import join_check
+        from actds_writers.engines.vllm.check import check_hooks, join_check
 
+        if capture is None:
             join_check(worker)
         else:
-            capture.check()
+            capture.check(lambda: check_hooks(worker, capture.buffers, capture.hooks, capture.form))
         return result
 
     # The CPU's worker has a method of its own, which a wrapper of the class would miss.

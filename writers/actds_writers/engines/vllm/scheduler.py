@@ -1,32 +1,22 @@
-"""Witness A: what the scheduler decided, told to the census process.
+"""The scheduler's side of the account in vLLM: requests, steps, and whose prefix was reused.
 
-Stands at the engine's scheduler, outside the token's way: it never sees a row. It numbers
-requests and steps, and knows which request computed each prefix block, so that a prefix hit can
-name the position where the same token was computed.
+It knows which request computed each prefix block, so that a prefix hit can name the position where
+the same token was computed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from actds.errors import ActdsError
-from actds_writers.harvest.sampling import Labels, SamplingRules
+from actds_writers.engines.account import Channel, SchedulerSide
 from actds_writers.ipc.messages import (
-    EVERYTHING,
-    LeftOut,
     Reference,
-    RequestArrived,
-    RequestFinished,
-    StepScheduled,
 )
+from actds_writers.sampling import EVERYTHING, Labels, LeftOut, SamplingRules
 
 DIGEST_NBYTES = 16
 """Bytes kept of each prefix-block digest."""
@@ -34,14 +24,6 @@ OWNERS_PER_BLOCK = 4
 """Prefix blocks that are remembered, per KV block: a block in use is touched less often than new
 ones come, and an owner that is forgotten leaves a reference that resolves to nothing."""
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
-
-
-class Channel(Protocol):
-    """Where the census is told: a connection, or a sender that never waits."""
-
-    def send(self, message: object) -> None:
-        """Tell the census something."""
-        ...
 
 
 @dataclass
@@ -69,7 +51,7 @@ class StepMark:
     left_out: dict[str, LeftOut] = field(default_factory=dict)
 
 
-class SchedulerWitness:
+class SchedulerWitness(SchedulerSide):
     """Follows one scheduler.
 
     Args:
@@ -86,16 +68,11 @@ class SchedulerWitness:
         n_blocks: int | None = None,
         rules: SamplingRules | None = None,
     ) -> None:
-        self._census = census
+        super().__init__(census)
         self._block_size = block_size
         self._rules = rules
         self._tracked: dict[str, _Tracked] = {}
         self._owners = _Owners(None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks)
-        self._n_requests = 0
-        self._step = -1
-        self.last_step = -1
-        """The last step that had tokens."""
-        self._finished: list[int] = []
 
     def arrived(self, request: Any) -> None:
         """Number a request that the scheduler took.
@@ -113,85 +90,65 @@ class SchedulerWitness:
         if request.request_id in self._tracked:
             return
         external_id = _external_id(request.request_id)
-        tracked = _Tracked(self._n_requests, self._left_out(request, external_id))
-        self._n_requests += 1
-        self._tracked[request.request_id] = tracked
+        left_out = self._left_out(request, external_id)
         n_blocks = request.num_prompt_tokens // self._block_size
-        digests = tuple(bytes(h)[:DIGEST_NBYTES] for h in request.block_hashes[:n_blocks])
-        self._census.send(
-            RequestArrived(
-                request=tracked.number,
-                internal_id=request.request_id,
-                external_id=external_id,
-                prompt_len=request.num_prompt_tokens,
-                arrival_ns=int(request.arrival_time * 1e9),
-                sampling=_sampling(request.sampling_params),
-                block_digests=digests or None,
-                left_out=tracked.left_out,
-            )
+        number = self.number_request(
+            external_id,
+            request.num_prompt_tokens,
+            _sampling(request.sampling_params),
+            internal_id=request.request_id,
+            arrival_ns=int(request.arrival_time * 1e9),
+            block_digests=tuple(bytes(h)[:DIGEST_NBYTES] for h in request.block_hashes[:n_blocks]),
+            left_out=left_out,
         )
+        self._tracked[request.request_id] = _Tracked(number, left_out)
 
     def scheduled(self, scheduler: Any, output: Any, preempted: tuple[str, ...]) -> StepMark:
         """Tell what a call of ``schedule`` decided; return the mark for the workers."""
-        self._step += 1
         n_tokens = output.num_scheduled_tokens
-        finished = tuple(self._finished)
-        scheduled = {request: self._tracked[request] for request in n_tokens}
-        numbers = {request: tracked.number for request, tracked in scheduled.items()}
-        left_out = {
-            request: tracked.left_out
-            for request, tracked in scheduled.items()
-            if tracked.left_out != EVERYTHING
-        }
-        if n_tokens:
-            self.last_step = self._step
-            self._finished.clear()  # an empty step reaches no worker
-            requests, starts, counts = [], [], []
-            references: list[Reference] = []
-            for engine_id, count in n_tokens.items():
-                request, tracked = scheduler.requests[engine_id], self._tracked[engine_id]
-                # schedule() has advanced the count by what it scheduled.
-                start = request.num_computed_tokens - count
-                references += self._references(request, tracked, start)
-                tracked.high_water = max(tracked.high_water, start + count)
-                self._own_blocks(request, tracked)
-                requests.append(tracked.number)
-                starts.append(start)
-                counts.append(count)
-            self._census.send(
-                StepScheduled(
-                    step=self._step,
-                    t_ns=time.time_ns(),
-                    requests=np.array(requests, np.int64),
-                    starts=np.array(starts, np.int64),
-                    n_tokens=np.array(counts, np.int64),
-                    references=tuple(references),
-                    waiting=len(scheduler.waiting),
-                    running=len(scheduler.running),
-                    preempted=tuple(self._tracked[p].number for p in preempted),
-                    kv_usage=float(scheduler.kv_cache_manager.usage),
-                )
-            )
-        return StepMark(self._step, numbers, finished, left_out)
+        tracked_of = {request: self._tracked[request] for request in n_tokens}
+        starts: list[int] = []
+        references: list[Reference] = []
+        for engine_id, count in n_tokens.items():
+            request, tracked = scheduler.requests[engine_id], tracked_of[engine_id]
+            # schedule() has advanced the count by what it scheduled.
+            start = request.num_computed_tokens - count
+            references += self._references(request, tracked, start)
+            tracked.high_water = max(tracked.high_water, start + count)
+            self._own_blocks(request, tracked)
+            starts.append(start)
+        step, finished = self.number_step(
+            [tracked.number for tracked in tracked_of.values()],
+            starts,
+            list(n_tokens.values()),
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            references=tuple(references),
+            preempted=tuple(self._tracked[p].number for p in preempted),
+            kv_usage=float(scheduler.kv_cache_manager.usage),
+        )
+        return StepMark(
+            step,
+            {request: tracked.number for request, tracked in tracked_of.items()},
+            finished,
+            {
+                request: tracked.left_out
+                for request, tracked in tracked_of.items()
+                if tracked.left_out != EVERYTHING
+            },
+        )
 
     def finished(self, request: Any) -> None:
         """Tell how a request ended."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
-        self._finished.append(tracked.number)
         reason = request.get_finished_reason()
-        # Nothing sampled: the whole prompt is owed, as in spec section 7.1.
-        n_fed = request.num_prompt_tokens + max(request.num_output_tokens - 1, 0)
-        ids = np.array(request.all_token_ids[:n_fed], dtype="<u4")
-        self._census.send(
-            RequestFinished(
-                request=tracked.number,
-                t_ns=time.time_ns(),
-                reason=str(reason) if reason is not None else "abort",
-                generated_len=request.num_output_tokens,
-                token_digest=hashlib.sha256(ids.tobytes()).hexdigest(),
-            )
+        self.end_request(
+            tracked.number,
+            str(reason) if reason is not None else "abort",
+            list(request.all_token_ids[: request.num_prompt_tokens + request.num_output_tokens]),
+            request.num_prompt_tokens,
         )
 
     def _left_out(self, request: Any, external_id: str) -> LeftOut:
@@ -267,10 +224,10 @@ def _external_id(internal_id: str) -> str:
     return internal_id[:-9] if _RANDOM_SUFFIX.fullmatch(internal_id[-9:]) else internal_id
 
 
-def _sampling(params: Any) -> str | None:
+def _sampling(params: Any) -> dict[str, object] | None:
     if params is None:
         return None
-    fields = {
+    return {
         "max_tokens": params.max_tokens,
         "min_p": str(params.min_p),
         "seed": params.seed,
@@ -278,4 +235,3 @@ def _sampling(params: Any) -> str | None:
         "top_k": params.top_k,
         "top_p": str(params.top_p),
     }
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"))

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ from actds import schema
 from actds.errors import ActdsError
 from actds.format import layout
 from actds.format.readouts import NONE
-from actds.schema.v0_1 import Genesis
+from actds.schema import Genesis
 from actds.store import local_folder, open_store
-from actds_writers.capture.hooks import HookPlace, parse_hooks
-from actds_writers.engines.options import check_engine_options
-from actds_writers.harvest.destination import hold
-from actds_writers.harvest.live import LiveRun, LiveSettings, parse_live_settings
+from actds_writers.capture.hooks import hook_specs, parse_hooks
+from actds_writers.config import LiveSettings, WriterSettings
+from actds_writers.engines.account import layer_config
+from actds_writers.engines.base import OPTION
+from actds_writers.engines.vllm.engine import refuse_options
+from actds_writers.harvest.live import LiveRun, parse_live_settings
+from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.ipc.messages import Fact
-from actds_writers.settings import WriterSettings
+from actds_writers.ipc.messages import Fact, HookSpec
+from actds_writers.provenance import capture_facts, model_facts, observed
 from actds_writers.shards.assembly import SpecialTokens
 
 log = logging.getLogger("vllm.actds")
@@ -51,36 +55,34 @@ def start(config: Any, document: Any) -> LiveRun:
     schedule_in_step(config)
     model = config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
-    places = parse_hooks(settings.hooks, n_layers)
+    config_of = layer_config(model.hf_text_config, int(model.get_hidden_size()), n_layers)
+    # The widest type, for sizes: a kind may compute in another one than the model.
+    hooks = hook_specs(parse_hooks(settings.hooks, n_layers), config_of, "float32")
     out = _destination(settings.out)
+    settings = settings.model_copy(update={"out": out})
     lock = hold(out, shared=True)
     try:
-        _compare_hooks(out, places)
-        readouts, probes = _readouts(settings, places, int(model.get_hidden_size()))
-        writer = _writer_settings(settings, model, out, len(places), readouts)
+        compare_hooks(out, hooks)
+        readouts, probes = _readouts(settings, hooks)
+        writer = _writer_settings(settings, model, hooks, readouts)
         pipeline = Pipeline(
-            tuple((place.kind, place.layer) for place in places),
-            settings.store_dtype,
-            settings.overflow,
-            settings.ring_mib << 20,
             writer,
+            tuple((hook.kind, hook.layer) for hook in hooks),
             # Of an engine core in a process of its own, the client is the parent.
             os.getppid() if multiprocessing.parent_process() is not None else os.getpid(),
             lock,
-            staging_nbytes=settings.staging_mib << 20,
             probes=probes,
-            check=settings.check,
         )
     except BaseException:
         os.close(lock)
         raise
     # What changes the graph must enter the key of the compile cache, and nothing else should.
-    graph = {"hooks": [f"{place.kind}:{place.layer}" for place in places], "readouts": readouts}
+    graph = {"hooks": [f"{hook.kind}:{hook.layer}" for hook in hooks], "readouts": readouts}
     config.additional_config = {**config.additional_config, "actds": graph}
     rules = settings.rules()
     log.info(
         "actds: capturing %s into %s as run %s; sampling %s; when the ring is full: %s",
-        ", ".join(place.name for place in places),
+        ", ".join(hook.name for hook in hooks),
         out,
         writer.run,
         rules.describe(),
@@ -125,9 +127,9 @@ def refuse(config: Any) -> None:
         "scheduler_cls": config.scheduler_config.scheduler_cls,
     }
     try:
-        check_engine_options(options)
+        refuse_options(options)
     except ActdsError as error:
-        place = error.place.removeprefix("--engine ")
+        place = error.place.removeprefix(f"{OPTION} ")
         raise ActdsError(
             error.code, f"engine option {place}", got=error.got, expected=error.expected
         ) from None
@@ -182,22 +184,20 @@ def _destination(out: str) -> str:
     return str(folder)
 
 
-def _compare_hooks(out: str, places: list[HookPlace]) -> None:
+def compare_hooks(out: str, hooks: Sequence[HookSpec]) -> None:
     """Refuse a dataset with other hooks now; the writer compares types and widths later."""
     store = open_store(out)
     if not store.exists(layout.GENESIS):
         return
     genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
-    found, wanted = [hook.name for hook in genesis.hooks], [place.name for place in places]
+    found, wanted = [hook.name for hook in genesis.hooks], [hook.name for hook in hooks]
     if found != wanted:
         raise ActdsError(
             "E010", f"{out} hooks", got=", ".join(wanted), expected=f"{', '.join(found)}, as there"
         )
 
 
-def _readouts(
-    settings: LiveSettings, places: list[HookPlace], d_model: int
-) -> tuple[str, bytes | None]:
+def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, bytes | None]:
     """Return the value of ``capture.readouts``, and the probes as the bytes of their file."""
     from actds_writers.capture.probes import plan_readouts
 
@@ -211,18 +211,18 @@ def _readouts(
             )
         return NONE, None
     path = None if settings.probes is None else Path(settings.probes)
-    readouts, probes = plan_readouts(settings.seed, path, [place.name for place in places], d_model)
+    readouts, probes = plan_readouts(settings.seed, path, hooks)
     return readouts.as_field(), probes
 
 
 def _writer_settings(
-    settings: LiveSettings, model: Any, out: str, n_hooks: int, readouts: str
+    settings: LiveSettings, model: Any, hooks: Sequence[HookSpec], readouts: str
 ) -> WriterSettings:
-    from actds_writers.sizing.needs import rows_per_shard
+    from actds_writers.sizing.needs import Geometry, rows_per_shard
 
-    rows = settings.rows_per_shard or rows_per_shard(n_hooks * int(model.get_hidden_size()) * 4)
+    rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
     return WriterSettings(
-        root=out,
+        harvest=settings,
         dataset=secrets.token_hex(16),
         run=layout.new_id("r"),
         resume=False,
@@ -231,72 +231,44 @@ def _writer_settings(
         facts=tuple(_facts(settings, model, rows, readouts)),
         tokens=_special_tokens(model),
         rows_per_shard=rows,
-        order=settings.order,
-        seed=settings.seed,
         # The engine needs the machine more than the writer does.
         n_threads=max(1, (os.cpu_count() or 2) // 4),
         shared=True,
-        raw_threshold_nbytes=settings.raw_mib << 20,
         readouts=readouts,
     )
 
 
 def _special_tokens(model: Any) -> SpecialTokens:
-    from actds_writers.config import _generation_eos
+    from actds_writers.model_folder import generation_eos
     from actds_writers.prompts.encoding import load_tokenizer, special_tokens
 
     if model.skip_tokenizer_init:
         return SpecialTokens()
     folder = Path(model.model)
-    return special_tokens(load_tokenizer(Path(model.tokenizer)), _generation_eos(folder))
+    return special_tokens(load_tokenizer(Path(model.tokenizer)), generation_eos(folder))
 
 
 def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list[Fact]:
-    """Return the provenance that only this side knows."""
-    declared: dict[str, bool | int | str] = {
-        "capture.method": "forward hook with one custom op per decoder layer",
-        "capture.overflow_policy": settings.overflow,
-        "capture.order": settings.order,
-        "capture.rows_per_shard": rows,
-        "capture.raw_threshold_nbytes": settings.raw_mib << 20,
-        "capture.sampling": settings.rules().describe(),
-        "capture.readouts": readouts,
+    """Return the provenance of a harvest whose prompts come from clients."""
+    unknown = {
+        "sampling.temperature": PER_REQUEST,
+        "sampling.max_tokens": PER_REQUEST,
+        "tokenizer.chat_template_sha256": "applied by the server, and a client may send its own",
+        **{f"prompts.{n}": LIVE_TRAFFIC for n in ("source", "sha256", "n_records", "n_skipped")},
     }
-    facts = [Fact(name, value, "declared") for name, value in declared.items()]
-    facts += [
-        Fact("serving.mode", "live", "observed"),
-        Fact("sampling.seed", int(model.seed or 0), "observed"),
-        Fact("sampling.temperature", None, "unknown", PER_REQUEST),
-        Fact("sampling.max_tokens", None, "unknown", PER_REQUEST),
-        Fact(
-            "tokenizer.chat_template_sha256",
-            None,
-            "unknown",
-            "applied by the server, and a client may send its own",
-        ),
-    ]
-    facts += [
-        Fact(f"prompts.{name}", None, "unknown", LIVE_TRAFFIC)
-        for name in ("source", "sha256", "n_records", "n_skipped")
-    ]
-    return [*facts, *_model_facts(settings, model)]
-
-
-def _model_facts(settings: LiveSettings, model: Any) -> list[Fact]:
-    from actds_writers.config import _file_sha256, _or_unknown, weights_sha256
-
-    folder, tokenizer = Path(model.model), Path(str(model.tokenizer)) / "tokenizer.json"
-    weights, why = None, "weights_digest is false"
-    if not folder.is_dir():
-        why = "the model was named by its repository; see model.revision"
-    elif settings.weights_digest:
-        weights, why = weights_sha256(folder), "the folder has no weight file"
-    digest = _file_sha256(tokenizer) if tokenizer.is_file() else None
     facts = [
-        _or_unknown("model.weights_sha256", weights, why),
-        _or_unknown("tokenizer.sha256", digest, "no tokenizer.json in a folder of this machine"),
+        *capture_facts(settings, rows, readouts, settings.rules().describe()),
+        observed("serving.mode", "live"),
+        observed("sampling.seed", int(model.seed or 0)),
+        *(observed(name, None, reason) for name, reason in unknown.items()),
+        *model_facts(
+            Path(model.model),
+            Path(str(model.tokenizer)),
+            weights=settings.weights_digest,
+            no_tokenizer="no tokenizer.json in a folder of this machine",
+        ),
     ]
     revision = getattr(model.hf_config, "_commit_hash", None)
     if revision:
-        facts.append(Fact("model.revision", str(revision), "observed"))
+        facts.append(observed("model.revision", str(revision)))
     return facts

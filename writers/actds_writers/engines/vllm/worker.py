@@ -1,41 +1,94 @@
-"""Witness B's eyes: in the worker, from the hooks' buffers to the stages.
+"""The worker's side of the account in vLLM, and where a worker has its facts.
 
 After every forward it reads who the rows are, compares them with the schedule, and hands the step
-over; what follows happens beside the engine.
+over. Two generations of model runners keep the identity of rows in different places; ``identify``
+is the only one that knows where. The table says what decoder layers of a class were seen to
+return: ``tests/matrix`` runs every class of it against ``transformers``, and a class that is not
+there is harvested only when the check of the hooks confirms its rows.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds.schema.v0_1 import DType
-from actds_writers.capture import op as capture
-from actds_writers.capture.check import NO_CHECK
-from actds_writers.capture.directions import directions
-from actds_writers.capture.stages import Stages, Step
-from actds_writers.capture.streams import StreamForm
-from actds_writers.capture.transfer import Mark
-from actds_writers.engines.vllm.check import check_hooks
-from actds_writers.engines.vllm.check_run import loaded_model
-from actds_writers.engines.vllm.families import form_of
-from actds_writers.engines.vllm.layouts import RowIdentity, identify
-from actds_writers.engines.vllm.observe import observe
+from actds_writers.capture.hooks import StreamForm
+from actds_writers.engines.account import (
+    WorkerSide,
+    failures_told,
+    layer_config,
+)
 from actds_writers.ipc.link import Link
-from actds_writers.ipc.messages import EVERYTHING, Fact, Failed, HookSpec, LeftOut
+from actds_writers.ipc.messages import Fact, IntArray
+from actds_writers.provenance import Readers, engine_facts
+from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
 
-DTYPES: dict[str, DType] = {
-    "torch.bfloat16": "bfloat16",
-    "torch.float16": "float16",
-    "torch.float32": "float32",
+_SUM = (
+    "AfmoeForCausalLM",
+    "ApertusForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "LlamaForCausalLM",
+    "Mamba2ForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronForCausalLM",
+    "NemotronHForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+)
+_FIRST = (
+    "BloomForCausalLM",
+    "CohereForCausalLM",
+    "Exaone4ForCausalLM",
+    "FalconForCausalLM",
+    "FalconH1ForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTJForCausalLM",
+    "Gemma4ForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "HyperCLOVAXForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "OPTForCausalLM",
+    "PhiMoEForCausalLM",
+    "StablelmForCausalLM",
+    "Zamba2ForCausalLM",
+)
+VERIFIED: dict[str, StreamForm] = {
+    **dict.fromkeys(_SUM, "sum"),
+    **dict.fromkeys(_FIRST, "first"),
 }
+"""Form by class of the loaded vLLM model, as ``docs/families.md`` lists them."""
 
 
-class WorkerCapture:
+def form_of(architecture: str) -> StreamForm:
+    """Return where the stream is in what a decoder layer of a model class returns."""
+    return VERIFIED.get(architecture, "unverified")
+
+
+class WorkerCapture(WorkerSide):
     """Captures in one worker: installs the hooks, then hands over each step.
 
     Args:
@@ -48,82 +101,36 @@ class WorkerCapture:
     """
 
     def __init__(self, worker: Any, link: Link) -> None:
-        self._worker, self._link = worker, link
+        self._worker = worker
         self._numbers: dict[str, tuple[int, int]] = {}
         self._left_out: dict[str, LeftOut] = {}
-        self._introduced = False
-        self._began: Mark | None = None
-        self._check_fact = NO_CHECK
-        try:
-            self._install(worker.model_runner)
-        except ActdsError as error:
-            with link.connect("writer", "worker") as writer:
-                writer.send(Failed.of(error))
-            raise
-
-    def _install(self, runner: Any) -> None:
-        link = self._link
-        self._refuse(self._worker.vllm_config)
-        model = loaded_model(runner)
-        self._form = _form(model, link)
-        d_model = int(runner.model_config.get_hidden_size())
-        dtype = getattr(torch, link.store_dtype or DTYPES[str(runner.model_config.dtype)])
-        self._hooks = tuple(
-            HookSpec(f"{kind}.{layer}", kind, layer, d_model, DTYPES[str(dtype)])
-            for kind, layer in link.hooks
-        )
-        self._max_rows = int(runner.max_num_tokens)
-        self._device = runner.device
-        self._buffers = capture.install(
-            model,
-            [hook.layer for hook in self._hooks],
-            max_rows=self._max_rows + PADDING_ROWS,
-            d_model=d_model,
-            dtype=dtype,
-            device=runner.device,
-            form=self._form,
-            directions=directions(link, len(self._hooks), d_model),
-        )
-        computed = DTYPES[str(runner.model_config.dtype)]
-        stored = self._hooks[0].dtype
-        self._cast = "none" if computed == stored else f"{computed} to {stored}, nearest even"
-        self._stages = Stages(link, self._buffers, self._hooks, self._max_rows)
-
-    def check(self) -> None:
-        """Hold the hooks' rows of two short prompts against the model's own, before any request.
-
-        Raises:
-            ActdsError: E507 when they differ; E007 when nothing can tell and nobody verified the
-                model class.
-        """
-        try:
-            self._check_fact = check_hooks(
-                self._worker, self._buffers, self._hooks, self._form
-            ).fact()
-        except ActdsError as error:
-            self._stages.fail(error)
-            raise
-
-    def close(self) -> None:
-        """End the links; the writer learns that nothing more comes."""
-        self._stages.close()
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until the writer has taken every step; return whether it has."""
-        return self._stages.drain(timeout_s)
+        runner = worker.model_runner
+        with failures_told(link):
+            self._refuse(worker.vllm_config)
+            model = loaded_model(runner)
+            self.form = _form(model, link)
+            config = runner.model_config
+            text = config.hf_text_config
+            super().__init__(
+                model,
+                link,
+                config=layer_config(
+                    text, int(config.get_hidden_size()), int(text.num_hidden_layers)
+                ),
+                computed=config.dtype,
+                device=runner.device,
+                max_rows=int(runner.max_num_tokens),
+                padding=PADDING_ROWS,
+                form=self.form,
+            )
 
     def before_step(self) -> None:
         """Forget the counts of the step before; introduce the engine before the first one.
 
         Only now is the engine completely set up: cache sized, kernels chosen, graphs compiled.
         """
-        self._buffers.reset()
-        self._began = Mark(self._device, timed=True)
-        if not self._introduced:
-            self._introduced = True
-            facts = observe(self._worker, self._link.client_pid)
-            cast = Fact("capture.cast", self._cast, "observed")
-            self._stages.introduce((*facts, cast, self._check_fact))
+        super().before_step()
+        self.introduce(lambda: observe(self._worker, self.link.client_pid))
 
     def after_step(self, runner: Any, scheduled: Any, duration_ns: int) -> None:
         """Hand over the rows of the step that just ran.
@@ -133,7 +140,7 @@ class WorkerCapture:
         """
         mark = getattr(scheduled, "_actds", None)
         if mark is None:
-            self._stop(-1, "a step without the scheduler's mark", "a marked step")
+            self.stop(-1, "a step without the scheduler's mark", "a marked step")
         self._learn(scheduled, mark)
         identity = identify(runner, scheduled)
         self._compare(mark.step, identity, scheduled)
@@ -143,18 +150,18 @@ class WorkerCapture:
             if count
         ]
         numbers, prompt_lens, n_rows, left_out = zip(*rows, strict=True)
-        step = Step(
-            step=mark.step,
-            requests=np.array(numbers, np.int64),
-            n_rows=np.array(n_rows, np.int64),
-            prompt_lens=np.array(prompt_lens, np.int64),
-            left_out=left_out if self._left_out else (),
+        self.hand_over(
+            mark.step,
+            numbers,
+            n_rows,
+            prompt_lens,
+            identity.token_ids,
+            identity.positions,
             finished=mark.finished,
             duration_ns=duration_ns,
             kernel_mode=_kernel_mode(runner),
-            began=self._began,
+            left_out=left_out if self._left_out else (),
         )
-        self._stages.hand_over(step, identity.token_ids, identity.positions)
 
     def _learn(self, scheduled: Any, mark: Any) -> None:
         """Keep number, prompt length and rules of requests that are new to this worker."""
@@ -171,12 +178,7 @@ class WorkerCapture:
         wanted = {r: c for r, c in scheduled.num_scheduled_tokens.items() if c}
         got = {r: int(c) for r, c in zip(identity.request_ids, identity.n_rows, strict=True) if c}
         if wanted != got or len(identity.positions) != n:
-            self._stop(step, f"{sum(got.values())} identified rows", f"{n} scheduled rows")
-
-    def _stop(self, step: int, got: str, expected: str) -> NoReturn:
-        error = ActdsError("E501", f"step {step}", got=got, expected=expected)
-        self._stages.fail(error)
-        raise error
+            self.stop(step, f"{sum(got.values())} identified rows", f"{n} scheduled rows")
 
     @staticmethod
     def _refuse(config: Any) -> None:
@@ -204,13 +206,13 @@ def _form(model: torch.nn.Module, link: Link) -> StreamForm:
     """
     name = type(model).__name__
     form = form_of(name)
-    if form == "unverified" and not link.check:
+    if form == "unverified" and not link.settings.check:
         raise ActdsError(
             "E007",
             name,
             got="a model class that was never verified, and no check",
             expected="a class of docs/families.md, or the check of the hooks",
-            next_step="Leave --check on, or harvest with --writer transformers.",
+            next_step="Leave --check on, or harvest with --engine transformers.",
         )
     return form
 
@@ -226,3 +228,150 @@ def _kernel_mode(runner: Any) -> str:
         int(config.compilation_config.mode or 0) > 0 and not config.model_config.enforce_eager
     )
     return "compiled" if compiled else "eager"
+
+
+def loaded_model(runner: Any) -> torch.nn.Module:
+    """Return the model itself, without what vLLM wraps around it for CUDA graphs."""
+    get = getattr(runner, "get_model", None)
+    model: torch.nn.Module = get() if get is not None else runner.model
+    return model
+
+
+@dataclass(frozen=True)
+class RowIdentity:
+    """Who the rows of a step are.
+
+    Args:
+        request_ids: the engine's ids, in row order.
+        n_rows: rows of each request.
+        positions: ``(n,)`` on the device, valid until the next step.
+        token_ids: ``(n,)`` on the device, the buffer that the model read.
+    """
+
+    request_ids: list[str]
+    n_rows: IntArray
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+
+
+def identify(runner: Any, scheduled: Any) -> RowIdentity:
+    """Return the identity of the rows that the last forward computed.
+
+    Args:
+        runner: the worker's model runner.
+        scheduled: the ``SchedulerOutput`` of the step.
+    """
+    n = scheduled.total_num_scheduled_tokens
+    state = getattr(runner, "execute_model_state", None)
+    batch = getattr(state, "input_batch", None)
+    if batch is not None:  # second generation
+        order = list(batch.req_ids)
+        buffers = runner.input_buffers
+        token_ids, positions = buffers.input_ids[:n], buffers.positions[:n]
+        edges = np.asarray(batch.query_start_loc_np[: len(order) + 1], dtype=np.int64)
+        n_rows = np.diff(edges)
+    else:
+        order = list(runner.input_batch.req_ids)
+        token_ids, positions = runner.input_ids.gpu[:n], _positions(runner)[:n]
+        n_rows = np.array([scheduled.num_scheduled_tokens.get(r, 0) for r in order], np.int64)
+    return RowIdentity(order, n_rows, positions, token_ids)
+
+
+def _positions(runner: Any) -> Any:
+    # A CpuGpuBuffer in some releases, a plain tensor in others.
+    return getattr(runner.positions, "gpu", runner.positions)
+
+
+def observe(worker: Any, client_pid: int) -> tuple[Fact, ...]:
+    """Return the facts of a run record that a worker can see once its engine is set up.
+
+    Args:
+        worker: the vLLM worker.
+        client_pid: process that started the engine.
+    """
+    runner, config = worker.model_runner, worker.vllm_config
+    readers: Readers = {
+        **_engine(runner, config),
+        **_model(runner, config),
+        **_numerics(runner, config),
+        **_serving(config),
+    }
+    return engine_facts(
+        readers,
+        model=loaded_model(runner),
+        folder=Path(config.model_config.model),
+        device=runner.device,
+        client_pid=client_pid,
+    )
+
+
+def _engine(runner: Any, config: Any) -> Readers:
+    def version() -> str:
+        import vllm
+
+        return str(vllm.__version__)
+
+    def scheduler() -> str:
+        found = config.scheduler_config.get_scheduler_cls()
+        return f"{found.__module__}.{found.__qualname__}"
+
+    return {
+        "engine.name": lambda: "vllm",
+        "engine.version": version,
+        "engine.runner": lambda: f"{type(runner).__module__}.{type(runner).__qualname__}",
+        "engine.scheduler": scheduler,
+    }
+
+
+def _model(runner: Any, config: Any) -> Readers:
+    return {
+        "model.d_model": lambda: int(runner.model_config.get_hidden_size()),
+        "model.quantization": lambda: str(config.model_config.quantization or "none"),
+        "model.load_format": lambda: str(config.load_config.load_format),
+    }
+
+
+def _numerics(runner: Any, config: Any) -> Readers:
+    def attention() -> str:
+        for layer in config.compilation_config.static_forward_context.values():
+            backend = getattr(layer, "attn_backend", None)
+            if backend is not None:
+                return str(backend.get_name())
+        raise AttributeError("no attention layer in the forward context")
+
+    def kv_dtype() -> str:
+        declared = str(config.cache_config.cache_dtype)
+        return str(runner.kv_cache_dtype) if declared == "auto" else declared
+
+    return {
+        "numerics.dtype": lambda: str(runner.model_config.dtype).removeprefix("torch."),
+        "numerics.kv_cache_dtype": lambda: kv_dtype().removeprefix("torch."),
+        "numerics.attention_backend": attention,
+    }
+
+
+def _serving(config: Any) -> Readers:
+    cache, scheduler = config.cache_config, config.scheduler_config
+    parallel, compilation = config.parallel_config, config.compilation_config
+    speculative = config.speculative_config
+    return {
+        "serving.enforce_eager": lambda: bool(config.model_config.enforce_eager),
+        "serving.compilation_mode": lambda: str(
+            getattr(compilation.mode, "name", compilation.mode)
+        ),
+        "serving.cudagraph_mode": lambda: str(
+            getattr(compilation.cudagraph_mode, "name", compilation.cudagraph_mode)
+        ),
+        "serving.prefix_caching": lambda: bool(cache.enable_prefix_caching),
+        "serving.chunked_prefill": lambda: bool(scheduler.enable_chunked_prefill),
+        "serving.async_scheduling": lambda: bool(scheduler.async_scheduling),
+        "serving.block_size": lambda: int(cache.block_size),
+        "serving.n_kv_blocks": lambda: int(cache.num_gpu_blocks),
+        "serving.max_model_len": lambda: int(config.model_config.max_model_len),
+        "serving.max_num_seqs": lambda: int(scheduler.max_num_seqs),
+        "serving.max_num_batched_tokens": lambda: int(scheduler.max_num_batched_tokens),
+        "serving.tensor_parallel": lambda: int(parallel.tensor_parallel_size),
+        "serving.pipeline_parallel": lambda: int(parallel.pipeline_parallel_size),
+        "serving.data_parallel": lambda: int(parallel.data_parallel_size),
+        "serving.speculative_method": lambda: str(speculative.method) if speculative else "none",
+    }

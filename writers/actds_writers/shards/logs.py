@@ -1,25 +1,29 @@
-"""The readout log: readouts of every computed row, from the lane to committed parts.
+"""The writer's tables beside the shards: what was dropped, what waited, and the readouts.
 
-Beside stage 3, inside the writer process, on a thread of its own: it goes on while the rows wait
-for the disk, and no row is committed before its readouts are.
+Drops and stalls are packed and committed at the end of a run. Readouts come through a lane of their
+own, on a thread of its own: they go on while the rows wait for the disk, and no row is committed
+before its readouts are.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from actds.commit import commit_part
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.readouts import Readouts
-from actds.format.shard import commit_part
 from actds.ledger import Chain
+from actds.schema import PartTable
 from actds.store import Store
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import (
@@ -28,9 +32,114 @@ from actds_writers.ipc.messages import (
     ReadoutsFree,
     StageState,
     Stall,
+    StepDropped,
     StepReadouts,
 )
+from actds_writers.shards.assembly import Interval
 from actds_writers.sizing.needs import READOUT_PART_NBYTES as PART_NBYTES
+
+__all__ = ["DropLog", "LaneEnd", "ReadoutLog", "TableLog"]
+
+PACKED_ROWS = 2048
+"""A row as an object takes half a kilobyte to one, packed about a tenth of it."""
+ROWS_PER_PART = 1_000_000
+
+
+class TableLog:
+    """Collects the rows of a table.
+
+    Args:
+        name: the table.
+    """
+
+    def __init__(self, name: PartTable) -> None:
+        self._name: PartTable = name
+        self._rows: list[dict[str, Any]] = []
+        self._packed: list[pa.Table] = []
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Add rows, each with every column of the table."""
+        self._rows.extend(rows)
+        if len(self._rows) >= PACKED_ROWS:
+            self._pack()
+
+    def keep_through(self, step: int) -> pa.Table:
+        """Forget the rows of later steps; return those that are left."""
+        self._pack()
+        self._packed = [table.filter(pc.less_equal(table["step"], step)) for table in self._packed]
+        return pa.concat_tables([tables.empty(self._name), *self._packed])
+
+    def commit(self, store: Store, chain: Chain, run: str) -> None:
+        """Commit the rows in parts; nothing when there are none.
+
+        Raises:
+            ActdsError: as ``commit_part``.
+        """
+        self._pack()
+        if not self._packed:
+            return
+        table = pa.concat_tables(self._packed)
+        for n, first in enumerate(range(0, table.num_rows, ROWS_PER_PART)):
+            commit_part(store, chain, self._name, run, n, table.slice(first, ROWS_PER_PART))
+
+    def _pack(self) -> None:
+        if self._rows:
+            names = tables.SCHEMAS[self._name].names
+            columns: dict[str, object] = {n: [row[n] for row in self._rows] for n in names}
+            self._packed.append(tables.build(self._name, columns))
+            self._rows.clear()
+
+
+class DropLog:
+    """Collects the drops of a run.
+
+    Spec: 0.1 section 6.3.
+    """
+
+    def __init__(self) -> None:
+        self._log = TableLog("drops")
+        self._n_events = 0
+        self._last_step = -1
+        self.n_tokens = 0
+
+    def add(
+        self, dropped: StepDropped, intervals: list[Interval], state: dict[str, int | float | None]
+    ) -> None:
+        """Log one dropped step.
+
+        Args:
+            dropped: the event.
+            intervals: positions that would have been stored.
+            state: depths and latencies of the queues when it was logged.
+        """
+        n_tokens = sum(interval.stop - interval.start for interval in intervals)
+        event = {
+            "drop": self._n_events,
+            "t_ns": dropped.t_ns,
+            "step": dropped.rows.step,
+            "drop_reason": dropped.reason,
+            "policy": dropped.policy,
+            "n_tokens": n_tokens,
+            "batch_tokens": len(dropped.rows.positions),
+            "max_seq_len": int(dropped.rows.positions.max()) + 1,
+            **state,
+        }
+        self._log.add({**event, **interval._asdict()} for interval in intervals)
+        self._n_events += bool(intervals)
+        self._last_step = dropped.rows.step
+        self.n_tokens += n_tokens
+
+    def keep_through(self, step: int) -> None:
+        """Forget the drops of later steps: without readouts they count as aborted."""
+        if self._last_step > step:
+            kept = self._log.keep_through(step)
+            lengths = pc.subtract(kept["stop"], kept["start"])
+            self.n_tokens = int(pc.sum(lengths).as_py() or 0)
+
+    def commit(self, store: Store, chain: Chain, run: str) -> None:
+        """Commit the log in parts; nothing when there was no drop."""
+        self._log.commit(store, chain, run)
+
 
 STAGE = "readouts"
 LANE_TIMEOUT_S = 60.0

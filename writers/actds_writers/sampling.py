@@ -1,7 +1,6 @@
 """Sampling rules: what of live traffic is left out of the dataset, request by request.
 
-Beside the scheduler, before the token's way begins; pure, imports the messages only. What the
-rules leave out is computed and served like the rest; the census calls it ``filtered``.
+What the rules leave out is computed and served like the rest; the census calls it ``filtered``.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from pydantic import (
 )
 
 from actds.format import canonical
-from actds_writers.ipc.messages import EVERYTHING, LeftOut
 
-__all__ = ["Labels", "Match", "SamplingRules", "client_request_id"]
+__all__ = ["EVERYTHING", "Labels", "LeftOut", "Match", "SamplingRules", "client_request_id"]
 
 Phase = Literal["prefill", "decode"]
 _HASH_RANGE = 2**64
@@ -53,6 +51,23 @@ class Labels:
         if name == "x-request-id":
             return client_request_id(self.external_id)
         return self.session_id
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Why rows of a request are not stored, by phase; ``None`` where they are.
+
+    Args:
+        prefill: reason for prompt positions, such as ``sampling:fraction``.
+        decode: reason for generated positions.
+    """
+
+    prefill: str | None = None
+    decode: str | None = None
+
+
+EVERYTHING = LeftOut()
+"""Nothing of the request is left out."""
 
 
 def client_request_id(external_id: str) -> str:
@@ -117,20 +132,24 @@ def _decimal(value: Any) -> Any:
 class SamplingRules(_Model):
     """Which requests and phases are stored.
 
-    Args:
-        fraction: share of the requests, by a hash of ``external_id``; a larger share of the same
-            seed holds the smaller one.
-        seed: seed of that hash.
-        phases: phases that are stored.
-        only: when not empty, a request must match one of these.
-        skip: a request that matches one of these is left out, whatever else holds.
+    A share is drawn by a hash of ``external_id``; a larger share of the same seed holds the
+    smaller one.
     """
 
-    fraction: Annotated[Decimal, BeforeValidator(_decimal), Field(ge=0, le=1)] = Decimal(1)
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    phases: Annotated[list[Phase], Field(min_length=1)] = ["prefill", "decode"]
-    only: list[Match] = []
-    skip: list[Match] = []
+    fraction: Annotated[Decimal, BeforeValidator(_decimal), Field(ge=0, le=1)] = Field(
+        default=Decimal(1), description="Share of the requests that is stored"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=0, description="Seed of the share, of the row order and of the readouts"
+    )
+    phases: Annotated[list[Phase], Field(min_length=1)] = Field(
+        default=["prefill", "decode"], description="Phases that are stored"
+    )
+    only: list[Match] = Field(default=[], description="A request must match one of these")
+    skip: list[Match] = Field(
+        default=[],
+        description="A request that matches one of these is left out, whatever else holds",
+    )
 
     @field_serializer("fraction")
     def _plain(self, fraction: Decimal) -> str:

@@ -17,16 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
-from actds import __version__, schema
+from actds import __version__
+from actds.commit import NewShard
 from actds.errors import ActdsError
-from actds.format import arrays, canonical, layout
+from actds.format import arrays, layout
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root, read_checked
 from actds.ledger import Chain, fence
-from actds.lock import lock_dataset
-from actds.reading import Catalog
-from actds.schema.v0_1 import FileEntry, ReplaceBody, Seal, ShardManifest
-from actds.seal import seal
-from actds.store import LocalStore, Store, open_store
+from actds.reading import Catalog, need_dataset
+from actds.schema import FileEntry, Seal, ShardManifest
+from actds.sealing import seal
+from actds.store import Store, open_store
+from actds.store.local import LocalStore, lock_dataset
 
 __all__ = ["Recompressed", "recompress"]
 
@@ -92,8 +93,7 @@ def recompress(
             expected="a local folder",
             next_step="Recompress a local copy before it is uploaded.",
         )
-    if not store.exists(layout.GENESIS):
-        raise ActdsError("E101", store.uri, got=f"no {layout.GENESIS}", expected="a dataset")
+    need_dataset(store)
     lock = lock_dataset(store.root)
     try:
         return _recompress(store, shards, keep, progress)
@@ -208,47 +208,26 @@ def _replace(
     store: LocalStore, chain: Chain, old: Shard, name: str, pool: Executor
 ) -> ShardManifest:
     """Write a shard anew, compare, and commit the replacement; return the new manifest."""
-    entries: list[FileEntry] = []
-
-    def put(path: str, parts: Sequence[bytes]) -> None:
-        with chain.fatal():
-            written = store.put_new(f"{layout.shard_dir(name)}/{path}", parts)
-        entries.append(FileEntry(path=path, nbytes=written.nbytes, sha256=written.sha256))
-
-    put(GROUP_METADATA, [arrays.group_metadata()])
+    new = NewShard(store, chain, name)
+    new.put(GROUP_METADATA, [arrays.group_metadata()])
     for hook in old.hooks:
         _check_array_file(old, hook)
         with old.array(hook) as reader:
-            encoded = arrays.encode_array(reader.read_all(pool), reader.dtype, pool=pool)
-        folder = layout.array_dir(hook)
-        put(f"{folder}/zarr.json", [encoded.metadata])
-        put(f"{folder}/{arrays.SHARD_PATH}", encoded.parts)
+            new.put_array(hook, arrays.encode_array(reader.read_all(pool), reader.dtype, pool=pool))
     entry = _entry(old.manifest, TOKENS)
-    put(TOKENS, [read_checked(store, f"{layout.shard_dir(old.name)}/{TOKENS}", entry)])
-    entries.sort(key=lambda entry: entry.path)
+    new.put(TOKENS, [read_checked(store, f"{layout.shard_dir(old.name)}/{TOKENS}", entry)])
     manifest = old.manifest.model_copy(
         update={
             "chain": chain.chain,
             "shard": name,
             "compression": "normal",
-            "files": entries,
-            "root": files_root(entries),
+            "files": new.files,
+            "root": files_root(new.files),
         }
     )
     for hook in old.hooks:
         _compare(old, Shard(store, manifest), hook)
-    with chain.fatal():
-        data = schema.to_bytes(manifest)
-        store.put_new(layout.manifest_path(name), [data])
-        chain.append(
-            "replace",
-            ReplaceBody(
-                replaced=old.name,
-                shard=name,
-                manifest_sha256=canonical.digest(data),
-                n_rows=manifest.n_rows,
-            ),
-        )
+    new.commit(manifest, replaced=old.name)
     return manifest
 
 

@@ -7,42 +7,43 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from actds import card, schema
+from actds import schema
 from actds.accounting.account import TOTALS, Account, account
-from actds.errors import ActdsError
+from actds.describe import write_card
+from actds.errors import ActdsError, Findings
 from actds.format import canonical, layout, tables
 from actds.reading import CENSUS_TABLES, Catalog, heads_root
-from actds.schema.v0_1 import FileEntry, Head, Seal
+from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store
 
-__all__ = ["account_run", "check_provenance", "runs_with_data", "seal"]
+__all__ = ["account_run", "check_provenance", "seal"]
 
 
-def runs_with_data(catalog: Catalog) -> list[str]:
-    """Return the runs that committed a row or a census; others ended before they began.
-
-    Spec: 0.1 section 8.4.
-    """
-    named = {manifest.run for manifest in catalog.shards} | {run for run, _ in catalog.parts}
-    return [run for run in catalog.run_ids if run in named]
-
-
-def check_provenance(catalog: Catalog) -> None:
+def check_provenance(catalog: Catalog, findings: Findings | None = None) -> None:
     """Check that every run with data has a run record and a census.
 
+    A provenance field that is null without a reason (E402) is found where the record is read.
+
+    Args:
+        catalog: the dataset.
+        findings: where E401 no run record and E403 no census are noted; raised when None.
+
     Raises:
-        ActdsError: E401 no run record; E403 no census.
+        NoProvenanceError: the first of them, without ``findings``.
 
     Spec: 0.1 section 6.
     """
-    for run in runs_with_data(catalog):
-        if run not in catalog.runs:
-            raise ActdsError("E401", layout.run_path(run), got="no run record", expected="one")
-        for table in CENSUS_TABLES:
-            if not catalog.parts.get((run, table)):
-                raise ActdsError(
-                    "E403", f"census/{run}", got=f"no {table}", expected="requests, steps, spans"
-                )
+    findings = Findings(strict=True) if findings is None else findings
+    told = {finding.place.split(" ")[0] for _, finding in findings}
+    for run in catalog.runs_with_data:
+        path = layout.run_path(run)
+        if run not in catalog.runs and path not in told:
+            expected = "one for every run with rows"
+            findings.add("provenance", "E401", path, "no run record", expected)
+        missing = [table for table in CENSUS_TABLES if not catalog.parts.get((run, table))]
+        if missing and run not in catalog.incomplete:
+            got, expected = f"no {', no '.join(missing)}", "the tables requests, steps and spans"
+            findings.add("provenance", "E403", f"census/{run}", got, expected)
 
 
 def account_run(catalog: Catalog, run: str) -> Account:
@@ -83,14 +84,14 @@ def seal(store: Store | str | Path) -> Seal:
     catalog = Catalog.read(store)
     heads = _heads(catalog)
     if catalog.is_sealed and catalog.seal is not None:
-        card.write(catalog)
+        write_card(catalog)
         return catalog.seal
     if not heads:
         raise ActdsError("E305", "ledger", got="no chain", expected="at least one closed chain")
     check_provenance(catalog)
     totals = dict.fromkeys(TOTALS, 0)
     multiplicity = [tables.empty("multiplicity")]
-    for run in runs_with_data(catalog):
+    for run in catalog.runs_with_data:
         result = account_run(catalog, run)
         for finding in result.findings:
             if finding.severity == "error":
@@ -113,7 +114,7 @@ def seal(store: Store | str | Path) -> Seal:
         multiplicity=_put_multiplicity(store, n, pa.concat_tables(multiplicity)),
     )
     store.put_new(layout.seal_path(n), [schema.to_bytes(document)])
-    card.write(Catalog.read(store))
+    write_card(Catalog.read(store))
     return document
 
 

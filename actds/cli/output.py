@@ -1,0 +1,71 @@
+"""What commands print: one JSON document, or lines that stand out on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from actds.text import Line
+
+__all__ = ["ResultCommand", "envelope", "print_json", "print_lines", "result_schema"]
+
+_COLOURS = {"title": "bold", "good": "green", "bad": "bold red", "warn": "yellow", "dim": "dim"}
+
+
+def envelope(name: str, facts: Mapping[str, Any], version: str = "1") -> dict[str, Any]:
+    """Return the one form of what ``--json`` prints: its format, its version, then the facts.
+
+    Args:
+        name: of the command; the format is ``actds.NAME``.
+        facts: what the command found or did, at the top level of the document.
+        version: of the document, raised when a field changes its meaning or goes.
+    """
+    return {"format": f"actds.{name}", "version": version, **facts}
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print a document on stdout, the only thing that a command with ``--json`` prints there.
+
+    Args:
+        document: an ``envelope``, or a document of the format, which begins with the same fields.
+    """
+    click.echo(json.dumps(document, indent=2, sort_keys=True))
+
+
+def print_lines(lines: Iterable[Line]) -> None:
+    """Print the lines of a page, in colour on a terminal."""
+    if not sys.stdout.isatty():
+        for line in lines:
+            click.echo(line.text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for line in lines:
+        console.print(Text(line.text, _COLOURS.get(line.style, "")), soft_wrap=True)
+
+
+class ResultCommand(click.Command):
+    """A command whose ``--json`` prints one document, which ``actds schema`` knows by its name.
+
+    Args:
+        result: returns the model of the document.
+    """
+
+    def __init__(self, *args: Any, result: Callable[[], type[BaseModel]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.result = result
+
+
+def result_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON Schema of a document that a command prints; every field is always there."""
+    schema = model.model_json_schema(by_alias=True, mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -1,0 +1,242 @@
+"""Commits: data first, then the manifest, then the ledger record that acknowledges both.
+
+This is the only place that knows the order. What is killed on the way leaves files that nothing
+reaches, never a record of something that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from actds import schema
+from actds.errors import ActdsError
+from actds.format import arrays, layout, tables
+from actds.format.shard import GROUP_METADATA, TOKENS, files_root, row_order, row_set_sha256
+from actds.ledger import Chain
+from actds.schema import (
+    FileEntry,
+    PartBody,
+    PartTable,
+    Phase,
+    ReplaceBody,
+    ShardBody,
+    ShardManifest,
+)
+from actds.store import Buffer, Store
+
+__all__ = ["NewShard", "ShardRows", "commit_part", "commit_shard"]
+
+Order = Literal["permuted", "sequence"]
+
+
+class NewShard:
+    """A shard on its way: its files are put, and nothing reaches them until ``commit``.
+
+    A failed write ends the chain for good.
+
+    Args:
+        store: where the dataset stands.
+        chain: the chain of this process.
+        name: new id of the shard.
+
+    Spec: 0.1 section 8.1.
+    """
+
+    def __init__(self, store: Store, chain: Chain, name: str) -> None:
+        self.store, self.chain, self.name = store, chain, name
+        self._entries: list[FileEntry] = []
+
+    @property
+    def files(self) -> list[FileEntry]:
+        """Return the entries of the files that were put, in the order of a manifest."""
+        return sorted(self._entries, key=lambda entry: entry.path)
+
+    def put(self, path: str, parts: Sequence[Buffer]) -> None:
+        """Write a data file, durably.
+
+        Raises:
+            ActdsError: E308, E309 or E503 when the write failed, and then the chain is dead.
+        """
+        with self.chain.fatal():
+            written = self.store.put_new(f"{layout.shard_dir(self.name)}/{path}", parts)
+        entry = FileEntry(path=path, nbytes=written.nbytes, sha256=written.sha256)
+        self._entries.append(entry)
+
+    def put_array(self, hook: str, encoded: arrays.EncodedArray) -> None:
+        """Write the two files of a hook's array; errors as ``put``."""
+        folder = layout.array_dir(hook)
+        self.put(f"{folder}/zarr.json", [encoded.metadata])
+        self.put(f"{folder}/{arrays.SHARD_PATH}", encoded.parts)
+
+    def commit(self, manifest: ShardManifest, *, replaced: str | None = None) -> None:
+        """Write the manifest, then the record: the rows are acknowledged when this returns.
+
+        Args:
+            manifest: of the files that were put.
+            replaced: the shard that this one stands for.
+
+        Raises:
+            ActdsError: as ``put``.
+        """
+        with self.chain.fatal():
+            data = schema.to_bytes(manifest)
+            digest = self.store.put_new(layout.manifest_path(self.name), [data]).sha256
+        n_rows = manifest.n_rows
+        if replaced is None:
+            body = ShardBody(shard=self.name, manifest_sha256=digest, n_rows=n_rows)
+            self.chain.append("shard", body)
+            return
+        self.chain.append(
+            "replace",
+            ReplaceBody(replaced=replaced, shard=self.name, manifest_sha256=digest, n_rows=n_rows),
+        )
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The rows of one buffer, in the order in which they were captured.
+
+    Args:
+        hooks: bit patterns ``(n_rows, d_model)`` of each hook: ``uint16`` for bfloat16 and
+            float16, ``uint32`` for float32.
+        dtypes: type of each hook's values.
+        tokens: columns of the tokens table, ``(n_rows,)`` each; ``phase`` may be left out.
+        phase: phase of all rows.
+        first_step: lowest step of the rows.
+        last_step: highest step of the rows.
+    """
+
+    hooks: dict[str, npt.NDArray[Any]]
+    dtypes: dict[str, str]
+    tokens: dict[str, npt.NDArray[Any]]
+    phase: Phase
+    first_step: int
+    last_step: int
+
+
+def commit_shard(
+    store: Store,
+    chain: Chain,
+    rows: ShardRows,
+    *,
+    shard: str,
+    run: str,
+    order: Order,
+    seed: int,
+    raw: bool = False,
+    pool: Executor | None = None,
+) -> ShardManifest:
+    """Commit the rows of one buffer as a shard.
+
+    Args:
+        store: where the dataset stands.
+        chain: the writer's chain.
+        rows: the rows; not kept after the return.
+        shard: new id of the shard.
+        run: run of the rows.
+        order: ``permuted`` shuffles the rows by ``seed``, one order for all hooks and tokens;
+            ``sequence`` keeps them.
+        seed: seed of the order.
+        raw: copy the chunks instead of compressing them.
+        pool: threads that encode chunks.
+
+    Returns:
+        The manifest as it was written.
+
+    Raises:
+        ActdsError: E203 when hooks and tokens differ in their number of rows, E414 when a row has
+            another phase; E308, E309 or E503 when the commit failed, and then the chain is dead.
+
+    Spec: 0.1 sections 5 and 8.1.
+    """
+    n_rows = _count_rows(rows, layout.shard_dir(shard))
+    permutation = row_order(n_rows, seed) if order == "permuted" else None
+    tokens, row_set = _tokens_table(rows, n_rows, permutation, layout.shard_dir(shard))
+    new = NewShard(store, chain, shard)
+    new.put(GROUP_METADATA, [arrays.group_metadata()])
+    for hook in sorted(rows.hooks):
+        # One hook after the other: the permuted copy is as large as the hook's rows.
+        bits = rows.hooks[hook]
+        bits = np.ascontiguousarray(bits) if permutation is None else bits[permutation]
+        new.put_array(hook, arrays.encode_array(bits, rows.dtypes[hook], raw=raw, pool=pool))
+    new.put(TOKENS, [tokens])
+    manifest = ShardManifest(
+        dataset=chain.dataset,
+        run=run,
+        chain=chain.chain,
+        shard=shard,
+        phase=rows.phase,
+        n_rows=n_rows,
+        hooks=sorted(rows.hooks),
+        order=order,
+        permutation_seed=None if permutation is None else seed,
+        compression="raw" if raw else "normal",
+        first_step=rows.first_step,
+        last_step=rows.last_step,
+        row_set_sha256=row_set,
+        files=new.files,
+        root=files_root(new.files),
+    )
+    new.commit(manifest)
+    return manifest
+
+
+def commit_part(
+    store: Store, chain: Chain, table: PartTable, run: str, n: int, rows: pa.Table
+) -> PartBody:
+    """Commit part ``n`` of a table of a run: the file, then the ledger record.
+
+    Args:
+        store: where the dataset stands.
+        chain: the census chain for requests, steps and spans, the writer's for drops and stalls.
+        table: which table.
+        run: run of the rows.
+        n: number of the part, from 0 without a gap.
+        rows: the part, in the spec's columns.
+
+    Raises:
+        ActdsError: E109 when the columns are others; E308, E309 or E503 when the commit failed,
+            and then the chain is dead.
+
+    Spec: 0.1 sections 6.2 and 8.1.
+    """
+    data = tables.to_parquet(table, rows)
+    path = layout.part_path(table, run, n)
+    with chain.fatal():
+        written = store.put_new(path, [data])
+        entry = FileEntry(path=path, nbytes=written.nbytes, sha256=written.sha256)
+        body = PartBody(table=table, file=entry, n_rows=rows.num_rows)
+        chain.append("part", body)
+    return body
+
+
+def _count_rows(rows: ShardRows, place: str) -> int:
+    counts = {f"hook {hook}": len(bits) for hook, bits in rows.hooks.items()}
+    counts |= {f"column {name}": len(column) for name, column in rows.tokens.items()}
+    if len(set(counts.values())) != 1 or not rows.hooks:
+        raise ActdsError("E203", place, got=repr(counts)[:400], expected="equal row counts")
+    return len(rows.tokens["request"])
+
+
+def _tokens_table(
+    rows: ShardRows, n_rows: int, permutation: npt.NDArray[np.int64] | None, place: str
+) -> tuple[bytes, str]:
+    """Return the tokens table in the shard's order as Parquet, and the digest of its row set."""
+    phase = rows.tokens.get("phase")
+    if phase is not None and not (np.asarray(phase) == rows.phase).all():
+        raise ActdsError("E414", place, got="rows of two phases", expected=f"{rows.phase} only")
+    columns: dict[str, object] = {
+        name: np.asarray(column) if permutation is None else np.asarray(column)[permutation]
+        for name, column in rows.tokens.items()
+    }
+    columns["phase"] = pa.repeat(pa.scalar(rows.phase, pa.string()), n_rows)
+    table = tables.build("tokens", columns)
+    row_set = row_set_sha256(rows.tokens["request"], rows.tokens["position"])
+    return tables.to_parquet("tokens", table), row_set

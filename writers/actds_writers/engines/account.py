@@ -1,0 +1,354 @@
+"""The two sides of the account as every engine keeps them, and what both can see of the engine.
+
+The scheduler's side tells the census what was decided and never sees a row; the worker's side hooks
+the model and hands the rows of every step over. What an engine adds is where its own facts are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+import torch
+
+from actds.errors import ActdsError
+from actds.schema import DType
+from actds_writers.capture import op as capture
+from actds_writers.capture.check import NO_CHECK, HookCheck
+from actds_writers.capture.hooks import ModelConfig, StreamForm, cast_of, hook_specs
+from actds_writers.capture.probes import directions
+from actds_writers.capture.stages import Stages, Step
+from actds_writers.capture.transfer import Mark
+from actds_writers.engines.base import OPTION
+from actds_writers.ipc.link import Link
+from actds_writers.ipc.messages import (
+    Fact,
+    Failed,
+    Reference,
+    RequestArrived,
+    RequestFinished,
+    StepScheduled,
+)
+from actds_writers.sampling import EVERYTHING, LeftOut
+
+__all__ = [
+    "Channel",
+    "SchedulerSide",
+    "WorkerSide",
+    "failures_told",
+    "layer_config",
+]
+
+
+class Channel(Protocol):
+    """Where the census is told: a connection, or a sender that never waits."""
+
+    def send(self, message: object) -> None:
+        """Tell the census something."""
+        ...
+
+    def close(self) -> None:
+        """End the link."""
+        ...
+
+
+class SchedulerSide:
+    """Numbers requests and steps, and tells the census of them.
+
+    Args:
+        census: where the census process is told.
+    """
+
+    def __init__(self, census: Channel) -> None:
+        self._census = census
+        self._n_requests = 0
+        self._step = -1
+        self.last_step = -1
+        """The last step that had tokens."""
+        self._ended: list[int] = []
+
+    def number_request(
+        self,
+        external_id: str,
+        prompt_len: int,
+        sampling: Mapping[str, object] | None,
+        *,
+        internal_id: str | None = None,
+        arrival_ns: int | None = None,
+        block_digests: tuple[bytes, ...] = (),
+        left_out: LeftOut = EVERYTHING,
+    ) -> int:
+        """Tell of a request that the scheduler took; return its number.
+
+        Args:
+            external_id: the client's id.
+            prompt_len: prompt tokens.
+            sampling: its sampling parameters, ``None`` when they are not known.
+            internal_id: the engine's id, where that is another.
+            arrival_ns: wall clock of its arrival, ``None`` for now.
+            block_digests: digests of its full prefix blocks.
+            left_out: why rows of it are not stored.
+        """
+        number = self._n_requests
+        self._n_requests += 1
+        words = None
+        if sampling is not None:
+            words = json.dumps(sampling, sort_keys=True, separators=(",", ":"))
+        self._census.send(
+            RequestArrived(
+                request=number,
+                internal_id=internal_id or external_id,
+                external_id=external_id,
+                prompt_len=prompt_len,
+                arrival_ns=time.time_ns() if arrival_ns is None else arrival_ns,
+                sampling=words,
+                block_digests=block_digests or None,
+                left_out=left_out,
+            )
+        )
+        return number
+
+    def number_step(
+        self,
+        requests: Sequence[int],
+        starts: Sequence[int],
+        n_tokens: Sequence[int],
+        *,
+        waiting: int,
+        running: int,
+        references: tuple[Reference, ...] = (),
+        preempted: tuple[int, ...] = (),
+        kv_usage: float | None = None,
+    ) -> tuple[int, tuple[int, ...]]:
+        """Tell of a step; return its number and the requests that ended since the one before.
+
+        A step without tokens has a number, and nobody hears of it.
+
+        Args:
+            requests: number of each scheduled request.
+            starts: first position that the step computes for it.
+            n_tokens: tokens scheduled for it.
+            waiting: requests that wait.
+            running: requests that run.
+            references: prefix positions that became known as reused.
+            preempted: requests that were preempted.
+            kv_usage: share of the KV cache in use, ``None`` without blocks.
+        """
+        self._step += 1
+        ended = tuple(self._ended)
+        if len(requests):
+            self.last_step = self._step
+            self._ended.clear()
+            self._census.send(
+                StepScheduled(
+                    step=self._step,
+                    t_ns=time.time_ns(),
+                    requests=np.array(requests, np.int64),
+                    starts=np.array(starts, np.int64),
+                    n_tokens=np.array(n_tokens, np.int64),
+                    references=references,
+                    waiting=waiting,
+                    running=running,
+                    preempted=preempted,
+                    kv_usage=kv_usage,
+                )
+            )
+        return self._step, ended
+
+    def end_request(
+        self, number: int, reason: str, token_ids: Sequence[int], prompt_len: int
+    ) -> None:
+        """Tell how a request ended.
+
+        Args:
+            number: its number.
+            reason: ``stop``, ``length``, ``abort`` or another word of the engine.
+            token_ids: prompt, then what was sampled.
+            prompt_len: prompt tokens.
+        """
+        self._ended.append(number)
+        n_sampled = len(token_ids) - prompt_len
+        # Nothing sampled: the whole prompt is owed, as in spec section 7.1.
+        ids = np.array(token_ids[: prompt_len + max(n_sampled - 1, 0)], dtype="<u4")
+        self._census.send(
+            RequestFinished(
+                request=number,
+                t_ns=time.time_ns(),
+                reason=reason,
+                generated_len=n_sampled,
+                token_digest=hashlib.sha256(ids.tobytes()).hexdigest(),
+            )
+        )
+
+    def close(self) -> None:
+        """End the link."""
+        self._census.close()
+
+
+@contextlib.contextmanager
+def failures_told(link: Link) -> Iterator[None]:
+    """Tell the writer what keeps a worker from capturing at all, once."""
+    try:
+        yield
+    except ActdsError as error:
+        with link.connect("writer", "worker") as writer:
+            writer.send(Failed.of(error))
+        raise
+
+
+class WorkerSide:
+    """Captures from one model: installs the hooks, then hands over each step.
+
+    Args:
+        model: the loaded model, not yet compiled.
+        link: where writer and census listen.
+        config: the model's configuration.
+        computed: type the model computes in.
+        device: device of the model.
+        max_rows: rows of the largest step.
+        padding: rows that a forward may have beyond these.
+        form: where the stream is in what the model's layers return.
+
+    Raises:
+        ActdsError: E007 unknown layer or none that can be captured, E012 a type that cannot be
+            stored.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        link: Link,
+        *,
+        config: ModelConfig,
+        computed: torch.dtype,
+        device: torch.device,
+        max_rows: int,
+        padding: int = 0,
+        form: StreamForm = "first",
+    ) -> None:
+        self.link, self._device = link, device
+        self._introduced = False
+        self._began: Mark | None = None
+        self._check_fact = NO_CHECK
+        own = _stored_type(computed)
+        store: DType | None = link.settings.store_dtype
+        self.hooks = hook_specs(link.hooks, config, own, store)
+        self._cast = cast_of(self.hooks, own)
+        self.buffers = capture.install(
+            model,
+            self.hooks,
+            max_rows=max_rows + padding,
+            device=device,
+            form=form,
+            directions=directions(link.readouts, link.probes_path, self.hooks),
+        )
+        self.stages = Stages(link, self.buffers, self.hooks, max_rows)
+
+    def check(self, run: Callable[[], HookCheck]) -> None:
+        """Check the hooks before any request, and note what it came to.
+
+        Raises:
+            ActdsError: E507 rows that are not the model's; E007 nothing that could tell.
+        """
+        try:
+            self._check_fact = run().fact()
+        except ActdsError as error:
+            self.stages.fail(error)
+            raise
+
+    def before_step(self) -> None:
+        """Forget the counts of the step before."""
+        self.buffers.reset()
+        self._began = Mark(self._device, timed=True)
+
+    def introduce(self, facts: Callable[[], tuple[Fact, ...]]) -> None:
+        """Introduce the engine to the writer, once, when everything about it is chosen.
+
+        Args:
+            facts: what can be observed of it.
+        """
+        if not self._introduced:
+            self._introduced = True
+            cast = Fact("capture.cast", self._cast, "observed")
+            self.stages.introduce((*facts(), cast, self._check_fact))
+
+    def hand_over(
+        self,
+        step: int,
+        requests: Sequence[int],
+        n_rows: Sequence[int],
+        prompt_lens: Sequence[int],
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        finished: tuple[int, ...],
+        duration_ns: int,
+        kernel_mode: str | None,
+        left_out: tuple[LeftOut, ...] = (),
+    ) -> None:
+        """Hand over the rows of the step that just ran.
+
+        Args:
+            step: its number.
+            requests: number of each request, in row order.
+            n_rows: rows of each.
+            prompt_lens: prompt tokens of each.
+            token_ids: token fed at each row, from the buffer that the model read.
+            positions: position of each row.
+            finished: requests that ended before the step.
+            duration_ns: how long the model ran.
+            kernel_mode: ``eager``, ``compiled`` or ``cudagraph``.
+            left_out: what the sampling rules say of each; empty when they say nothing.
+
+        Raises:
+            ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
+        """
+        ran = Step(
+            step=step,
+            requests=np.array(requests, np.int64),
+            n_rows=np.array(n_rows, np.int64),
+            prompt_lens=np.array(prompt_lens, np.int64),
+            left_out=left_out,
+            finished=finished,
+            duration_ns=duration_ns,
+            kernel_mode=kernel_mode,
+            began=self._began,
+        )
+        self.stages.hand_over(ran, token_ids, positions)
+
+    def stop(self, step: int, got: str, expected: str) -> NoReturn:
+        """End the capture: rows are not those of the schedule.
+
+        Raises:
+            ActdsError: E501.
+        """
+        error = ActdsError("E501", f"step {step}", got=got, expected=expected)
+        self.stages.fail(error)
+        raise error
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the writer has taken every step; return whether it has."""
+        return self.stages.drain(timeout_s)
+
+    def close(self) -> None:
+        """End the links; the writer learns that nothing more comes."""
+        self.stages.close()
+
+
+def _stored_type(computed: torch.dtype) -> DType:
+    for name, dtype in capture.TORCH_TYPES.items():
+        if dtype == computed:
+            return name
+    raise ActdsError(
+        "E012", f"{OPTION} dtype", got=str(computed), expected=", ".join(capture.TORCH_TYPES)
+    )
+
+
+def layer_config(config: Any, d_model: int, n_layers: int) -> dict[str, Any]:
+    """Return a configuration of ``transformers`` by name, as hook kinds read it."""
+    return {**vars(config), "hidden_size": d_model, "num_hidden_layers": n_layers}

@@ -1,0 +1,403 @@
+"""The plan of a harvest: what it needs at every stage, as a page and as facts for a program."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from actds.errors import ActdsError
+from actds.schema import DType
+from actds.store import open_store
+from actds.text import format_nbytes, format_seconds
+from actds_writers.capture.hooks import hook_specs, parse_hooks
+from actds_writers.config import MIB, PlanSettings, keywords_of
+from actds_writers.model_folder import model_config
+from actds_writers.sizing.machine import (
+    Capacity,
+    Machine,
+    capacity,
+    machine,
+    measure,
+    usual_threads,
+)
+from actds_writers.sizing.needs import (
+    LANE_NBYTES,
+    MEASURED,
+    Burst,
+    Geometry,
+    Load,
+    Overhead,
+    Profile,
+    Sizes,
+    census_nbytes,
+    read_profile,
+    rows_per_shard,
+)
+
+__all__ = ["PlanResult", "plan"]
+
+LABEL = 9
+FOLD = 76
+DTYPES = ("bfloat16", "float16", "float32")
+USUAL_LOAD = {
+    "prefill": 0.0,
+    "decode": 0.0,
+    "tokens_per_request": 512.0,
+    "tokens_per_step": 512.0,
+}
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What a harvest needs.
+
+    Args:
+        settings: what was asked.
+        capacity: stage by stage what the load needs, and which stage saturates first.
+        machine: the rates it was held against.
+        measured: the rates that were measured, in GB/s by name.
+        overhead: bytes beside the rows, and where the figures come from.
+        profile: what an earlier harvest says of the load, ``None`` without one.
+    """
+
+    settings: PlanSettings
+    capacity: Capacity
+    machine: Machine
+    measured: dict[str, float]
+    overhead: Overhead
+    profile: Profile | None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether every stage carries the mean load."""
+        return self.capacity.fits
+
+    @property
+    def command(self) -> list[str]:
+        """Return the ``actds write`` command that follows, as words."""
+        asked, sizes = self.settings, self.capacity.sizes
+        model = "FOLDER" if asked.model is None else str(asked.model)
+        words = ["actds", "write", "OUT", "--model", model, "--prompts", "SOURCE"]
+        words += ["--hooks", asked.hooks or "HOOKS"]
+        words += ["--engine-arg", f"max_num_batched_tokens={sizes.max_step_rows}"]
+        words += ["--rows-per-shard", str(sizes.rows_per_shard)]
+        words += ["--ring-mib", str(max(1, -(-sizes.ring_nbytes // MIB)))]
+        words += ["--staging-mib", str(max(1, -(-sizes.staging_nbytes // MIB)))]
+        return [*words, "--overflow", "block"]
+
+    def lines(self) -> list[str]:
+        """Return the page, line by line."""
+        found, overhead, n_tokens = self.capacity, self.overhead, self.settings.tokens
+        g, load = found.geometry, found.load
+        bursts = ", ".join(f"{b.factor:.3g}x for {b.seconds:g} s" for b in load.bursts) or "none"
+        rates = ", ".join(
+            f"{name} {rate.gbps:.3g} ({rate.origin})" for name, rate in self.machine.rates.items()
+        )
+        rates = f"{rates} GB/s"
+        lines = [
+            _line("row", f"{g.row_nbytes:,} bytes per token: {_hooks(g)}"),
+            _line("load", f"{load.mean:,.0f} tokens/s = {load.prefill:,.0f} prefill + "
+                  f"{load.decode:,.0f} decode"),
+            _line("bursts", bursts),
+            "",
+            f"{'stage':<{LABEL}}{'what':<22}{'bytes/token':>11}{'mean':>12}{'burst':>12}"
+            f"{'tokens/s':>12}",
+        ]  # fmt: skip
+        for stage in found.stages:
+            limit = "-" if math.isinf(stage.max_tokens) else _tokens(stage.max_tokens)
+            lines.append(
+                f"{stage.name:<{LABEL}}{stage.what:<22}{stage.nbytes_per_token:>11,.0f}"
+                f"{_rate(stage.gbps(load.mean)):>12}{_rate(stage.gbps(load.peak)):>12}{limit:>12}"
+            )
+        lines += [_line("rates", rates), "", *_bottleneck(found), ""]
+        lines += [
+            *_needs(found, overhead, n_tokens),
+            "",
+            *_stalls(found),
+            "",
+            *_folded(self.command),
+        ]
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same facts, without infinities: what has no limit is null."""
+        found, machine, overhead = self.capacity, self.machine, self.overhead
+        n_tokens = self.settings.tokens
+        memory = found.memory
+        return {
+            "geometry": {
+                **asdict(found.geometry),
+                "n_hooks": found.geometry.n_hooks,
+                "row_nbytes": found.geometry.row_nbytes,
+            },
+            "load": {**asdict(found.load), "mean": found.load.mean, "peak": found.load.peak},
+            "stages": [
+                {
+                    "name": stage.name,
+                    "nbytes_per_token": stage.nbytes_per_token,
+                    "mean_gbps": stage.gbps(found.load.mean),
+                    "burst_gbps": stage.gbps(found.load.peak),
+                    "max_tokens_per_s": _finite(stage.max_tokens),
+                    "rate": stage.origin,
+                }
+                for stage in found.stages
+            ],
+            "rates": {name: asdict(rate) for name, rate in machine.rates.items()},
+            "n_threads": machine.n_threads,
+            "bottleneck": found.bottleneck.name,
+            "fits_mean": found.fits,
+            "fits_burst": found.fits_burst,
+            "sustained_share": found.sustained_share,
+            "disk": {
+                "nbytes_per_token": found.stored_nbytes,
+                "by_part": found.stored,
+                "n_tokens": n_tokens,
+                "nbytes": found.stored_nbytes * n_tokens,
+                "ratio": overhead.ratio,
+                "source": overhead.source,
+            },
+            "ring": {
+                "burst_nbytes": _finite(found.ring_burst_nbytes),
+                "stall_nbytes": _finite(found.ring_stall_nbytes),
+                "nbytes": _finite(found.ring_nbytes),
+                "stall_s": found.stall_s,
+            },
+            "memory": {
+                **asdict(memory),
+                "device_nbytes": memory.device_nbytes,
+                "shared_nbytes": memory.shared_nbytes,
+                "writer_nbytes": memory.writer_nbytes,
+                "nbytes": memory.nbytes,
+                "census_nbytes": _census_nbytes(found.load, n_tokens),
+            },
+            "stalls": [
+                {name: _finite(value) for name, value in asdict(stall).items()}
+                for stall in found.stalls
+            ],
+            "options": self.command,
+        }
+
+
+@keywords_of(PlanSettings)
+def plan(**settings: Any) -> PlanResult:
+    """Size a harvest: bytes per second at every stage, disk, rings, memory.
+
+    Args:
+        settings: the fields of ``PlanSettings``, the options of ``actds plan``.
+
+    Raises:
+        ActdsError: E005 no model, E007 unknown hook, E009 what is missing or cannot be used, E503
+            a disk that refuses to be measured; what is wrong with the dataset of ``profile``.
+
+    Example:
+        >>> found = actds.plan(
+        ...     d_model=2048, layers=24, hooks="resid_post:10,20",
+        ...     prefill_rate=9_000, decode_rate=1_000, bursts=["4:10"],
+        ... )
+        >>> found.capacity.bottleneck.name
+        'pool'
+    """
+    asked = PlanSettings.of(settings)
+    geometry = _geometry(asked)
+    load, overhead, profile = _load(asked)
+    sizes = Sizes(
+        max_step_rows=asked.max_step_rows,
+        rows_per_shard=asked.rows_per_shard or rows_per_shard(geometry.row_nbytes),
+        ring_nbytes=(asked.ring_mib or 0) * MIB,
+        staging_nbytes=asked.staging_mib * MIB,
+        lane_nbytes=LANE_NBYTES,
+    )
+    names = ("d2h", "copy", "encode", "disk")
+    measured = {} if asked.measure is None else measure(asked.measure)
+    given = {name: getattr(asked, f"{name}_gbps") for name in names}
+    rates = machine(given, measured, asked.threads or usual_threads())
+    found = capacity(geometry, sizes, load, rates, overhead, stall_s=asked.stall)
+    return PlanResult(asked, found, rates, measured, overhead, profile)
+
+
+def _geometry(asked: PlanSettings) -> Geometry:
+    """Return what a token is, from a model folder or from numbers.
+
+    Raises:
+        ActdsError: E005 no model, E007 unknown hook, E009 neither folder nor numbers.
+    """
+    given = {"hidden_size": asked.d_model, "num_hidden_layers": asked.layers}
+    config: dict[str, Any] = dict(given)
+    computed: DType = "bfloat16"
+    if asked.model is not None:
+        config = {**model_config(asked.model), **{k: v for k, v in given.items() if v is not None}}
+        own = config.get("dtype") or config.get("torch_dtype")
+        computed = own if own in DTYPES else computed
+    if None in (config["hidden_size"], config["num_hidden_layers"]):
+        raise ActdsError(
+            "E009",
+            "--model",
+            got="no model folder, and no --d-model with --layers",
+            expected="one or the other",
+        )
+    places = parse_hooks(asked.hooks, config["num_hidden_layers"])
+    return Geometry.of(hook_specs(places, config, computed, asked.dtype), asked.readouts)
+
+
+def _load(asked: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
+    """Return load and bytes: given before measured before assumed.
+
+    Raises:
+        ActdsError: E009 when no rate is known; as ``read_profile``.
+    """
+    given = {
+        "prefill": asked.prefill_rate,
+        "decode": asked.decode_rate,
+        "tokens_per_request": asked.tokens_per_request,
+        "tokens_per_step": asked.tokens_per_step,
+    }
+    known = {name: value for name, value in given.items() if value is not None}
+    bursts = tuple(_burst(text) for text in asked.bursts)
+    if asked.profile is not None:
+        profile = read_profile(open_store(asked.profile))
+        load = profile.load
+        facts = {name: getattr(load, name) for name in given}
+        load = Load(**{**facts, **known}, bursts=bursts or load.bursts)
+        return load, profile.overhead, profile
+    if not known.get("prefill", 0.0) + known.get("decode", 0.0):
+        raise ActdsError(
+            "E009",
+            "--prefill-rate, --decode-rate",
+            got="no rate",
+            expected="tokens per second, or --profile DATASET",
+        )
+    return Load(**{**USUAL_LOAD, **known}, bursts=bursts), MEASURED, None
+
+
+def _burst(text: str) -> Burst:
+    try:
+        factor, seconds = (float(part) for part in text.split(":"))
+    except ValueError:
+        factor = seconds = 0.0
+    if not (1.0 <= factor < 1e6 and 0.0 < seconds < 1e9):
+        raise ActdsError(
+            "E009",
+            "--burst",
+            got=ascii(text)[:80],
+            expected="FACTOR:SECONDS with a factor of at least 1, for example 4:10",
+        )
+    return Burst(factor, seconds)
+
+
+def _line(label: str, words: str) -> str:
+    return f"{label:<{LABEL}}{words}"
+
+
+def _bottleneck(found: Capacity) -> list[str]:
+    limit, load = found.bottleneck.max_tokens, found.load
+    times = f"{limit / load.mean:.2f} times the mean"
+    if load.bursts:
+        times += f", {limit / load.peak:.2f} times the strongest burst"
+    lines = [
+        _line("first", f"{found.bottleneck.name} saturates first, at {_tokens(limit)} tokens/s"),
+        _line("", times),
+    ]
+    if not found.fits:
+        lost = 1 - found.sustained_share
+        lines += [
+            _line("", f"block: the engine slows to {found.sustained_share:.0%}"),
+            _line("", f"drop_newest, drop_oldest: {lost:.0%} of the rows are lost"),
+            _line("", "no ring helps: fewer hooks, a faster stage, or fewer tokens"),
+        ]
+    elif not found.fits_burst:
+        lines.append(_line("", "the ring has to hold the rest of the burst"))
+    return lines
+
+
+def _folded(command: list[str]) -> list[str]:
+    """Return a command in lines that a shell takes as one, options kept beside their values."""
+    lines, line = [], ""
+    words = [shlex.quote(word) for word in command]
+    starts = [i for i, word in enumerate(words) if word.startswith("--")] + [len(words)]
+    groups = [words[: starts[0]], *(words[a:b] for a, b in itertools.pairwise(starts))]
+    for group in map(" ".join, groups):
+        if line and len(line) + len(group) > FOLD:
+            lines.append(f"{line} \\")
+            line = " "
+        line = f"{line} {group}" if line else group
+    return [*lines, line]
+
+
+def _needs(found: Capacity, overhead: Overhead, n_tokens: int) -> list[str]:
+    stored, memory, load = found.stored, found.memory, found.load
+    parts = " + ".join(f"{value:,.1f} {name}" for name, value in stored.items() if value >= 0.05)
+    lines = [
+        _line("disk", f"{found.stored_nbytes:,.0f} bytes per token = {parts}"),
+        _line("", f"{format_nbytes(found.stored_nbytes * n_tokens)} for {n_tokens:,} tokens, "
+              f"{format_nbytes(found.stored_nbytes * load.mean)}/s"),
+        _line("", f"rows at {overhead.ratio:.3g}x"),
+        _line("", overhead.source),
+    ]  # fmt: skip
+    if math.isinf(found.ring_nbytes):
+        lines.append(_line("ring", "none is large enough"))
+    else:
+        lines += [
+            _line("ring", f"{format_nbytes(found.ring_burst_nbytes)} for the bursts, "
+                  f"{format_nbytes(found.ring_stall_nbytes)} for a stall of {found.stall_s:g} s"),
+            _line("", f"{found.ring_nbytes / MIB:,.0f} MiB for both at once, and a quarter more"),
+        ]  # fmt: skip
+    lines += [
+        _line("memory", f"{format_nbytes(memory.nbytes)} at most = "
+              f"{format_nbytes(memory.device_nbytes)} device + "
+              f"{format_nbytes(memory.shared_nbytes)} shared + "
+              f"{format_nbytes(memory.writer_nbytes)} writer"),
+        _line("", f"{format_nbytes(_census_nbytes(load, n_tokens))} more for the census, little "
+              "by little"),
+    ]  # fmt: skip
+    slow = min((r for r in (load.prefill, load.decode) if r > 0), default=0.0)
+    if slow:
+        seconds = found.sizes.rows_per_shard / slow
+        lines.append(
+            _line("at risk", f"up to {found.sizes.rows_per_shard:,} rows per phase, not durable "
+                  f"for up to {format_seconds(seconds)}")
+        )  # fmt: skip
+    return lines
+
+
+def _census_nbytes(load: Load, n_tokens: int) -> float:
+    n_requests, n_steps = n_tokens / load.tokens_per_request, n_tokens / load.tokens_per_step
+    return census_nbytes(n_requests, n_steps, n_tokens)
+
+
+def _stalls(found: Capacity) -> list[str]:
+    ring = format_nbytes(found.memory.ring)
+    lines = [
+        f"a stall of the disk, at the mean load, with a ring of {ring}:",
+        f"{'stall':<{LABEL}}{'ring full after':<18}{'block: engine waits':<22}"
+        "drop_newest, drop_oldest: rows lost",
+    ]
+    for stall in found.stalls:
+        full = "never" if stall.filled_s >= stall.stall_s else format_seconds(stall.filled_s)
+        lost = f"{stall.lost_tokens:,.0f} ({stall.lost_share:.0%})" if stall.lost_tokens else "none"
+        waits = format_seconds(stall.engine_waits_s) if stall.engine_waits_s else "no"
+        lines.append(f"{f'{stall.stall_s:g} s':<{LABEL}}{full:<18}{waits:<22}{lost}")
+    return lines
+
+
+def _hooks(geometry: Geometry) -> str:
+    """Return how many hooks there are of each width."""
+    return " + ".join(
+        f"{n} hooks x {width.d_model} channels x {width.itemsize} bytes"
+        for width, n in Counter(geometry.hooks).items()
+    )
+
+
+def _tokens(rate: float) -> str:
+    return f"{rate:,.0f}" if rate < 1e7 else f"{rate / 1e6:,.0f} M"
+
+
+def _rate(gbps: float) -> str:
+    return f"{format_nbytes(gbps * 1e9)}/s"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

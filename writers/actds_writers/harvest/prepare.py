@@ -1,0 +1,287 @@
+"""Before a harvest: everything that can be checked, read and locked before an engine starts.
+
+From the settings to a plan: where the dataset stands, what an earlier run has finished, prompts,
+tokens and facts. A local dataset is locked for as long as a process of the run lives. An object
+store knows no lock: what keeps two runs apart there is that each has chains and names of its own,
+and that no put overwrites.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+
+from actds.errors import ActdsError
+from actds.format import layout
+from actds.format.readouts import NONE
+from actds.reading import Catalog
+from actds.schema import RunRecord
+from actds.store import local_folder, open_for_writing, open_store
+from actds.store.local import lock_dataset
+from actds_writers.capture.hooks import hook_specs, parse_hooks
+from actds_writers.capture.probes import plan_readouts
+from actds_writers.config import WriteSettings
+from actds_writers.engines.base import EngineOptions
+from actds_writers.harvest.recover import recover_runs, require_accounted
+from actds_writers.ipc.messages import Fact, PromptFact
+from actds_writers.model_folder import generation_eos, model_config
+from actds_writers.prompts.encoding import (
+    Encoded,
+    chat_template_sha256,
+    encode,
+    load_tokenizer,
+    special_tokens,
+)
+from actds_writers.prompts.records import OnBroken, PromptSet, read_prompts
+from actds_writers.provenance import capture_facts, model_facts, observed
+from actds_writers.shards.assembly import SpecialTokens
+from actds_writers.sizing.needs import Geometry, rows_per_shard
+
+__all__ = [
+    "Plan",
+    "discard_empty",
+    "finished_rows",
+    "has_dataset",
+    "hold",
+    "is_taken",
+    "make_plan",
+    "request_key",
+]
+
+UNKNOWN_LIMIT = 2**31
+MUST_AGREE = (
+    "model.config_sha256",
+    "model.weights_sha256",
+    "tokenizer.sha256",
+    "prompts.source",
+    "prompts.n_records",
+    "prompts.sha256",
+    "sampling.temperature",
+    "sampling.max_tokens",
+)
+"""Facts in which a run that goes on with a dataset has to be like those before it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is ready to start.
+
+    Args:
+        engine: options of the engine.
+        hooks: ``(kind, layer)`` of each hook.
+        encoded: every prompt with its tokens, or its reason to be skipped.
+        client: where every request comes from.
+        tokens: ids that set row flags.
+        facts: provenance that the command knows.
+        rows_per_shard: rows per shard.
+        readouts: value of ``capture.readouts``.
+        probes: the user's probes as the bytes of their file, ``None`` without.
+    """
+
+    engine: EngineOptions
+    hooks: tuple[tuple[str, int], ...]
+    encoded: tuple[Encoded, ...]
+    client: tuple[PromptFact, ...]
+    tokens: SpecialTokens
+    facts: tuple[Fact, ...]
+    rows_per_shard: int
+    readouts: str
+    probes: bytes | None
+
+
+def make_plan(settings: WriteSettings, engine: EngineOptions) -> Plan:
+    """Return the plan of a run; nothing is written and no engine started.
+
+    Args:
+        settings: of the harvest.
+        engine: options of the engine.
+
+    Raises:
+        ActdsError: E001 to E003, E005, E007, E009, E015, with what to change.
+    """
+    config = model_config(settings.model)
+    places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
+    on_broken: OnBroken = "skip" if settings.skip_broken else "error"
+    prompts = read_prompts(settings.prompts, on_broken)
+    tokenizer = load_tokenizer(settings.model)
+    limit = _known_limit(engine.max_model_len, config)
+    encoded = encode(prompts.prompts, tokenizer, limit, settings.max_tokens, on_broken)
+    # The widest type: which one the engine will compute in is not known yet.
+    hooks = hook_specs(places, config, "float32")
+    rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
+    readouts, probes = NONE, None
+    if settings.readouts:
+        path = None if settings.probes is None else Path(settings.probes)
+        planned, probes = plan_readouts(settings.seed, path, hooks)
+        readouts = planned.as_field()
+    template = chat_template_sha256(prompts.prompts, tokenizer)
+    return Plan(
+        engine=engine,
+        hooks=tuple((hook.kind, hook.layer) for hook in hooks),
+        encoded=tuple(encoded),
+        client=_client(prompts, encoded),
+        tokens=special_tokens(tokenizer, generation_eos(settings.model)),
+        facts=(
+            *_facts(settings, prompts, encoded, template),
+            *capture_facts(settings, rows, readouts, "all"),
+        ),
+        rows_per_shard=rows,
+        readouts=readouts,
+        probes=probes,
+    )
+
+
+def _known_limit(asked: object, config: dict[str, Any]) -> int:
+    """Return the positions per request as far as known; the engine has the last word later."""
+    if isinstance(asked, int) and asked > 0:
+        return asked
+    own = config.get("max_position_embeddings")
+    if asked is None and isinstance(own, int) and not config.get("rope_scaling"):
+        return own
+    return UNKNOWN_LIMIT
+
+
+def request_key(index: int) -> str:
+    """Return the id under which a prompt is added to the engine."""
+    return f"p{index}"
+
+
+def _client(prompts: PromptSet, encoded: list[Encoded]) -> tuple[PromptFact, ...]:
+    served = [
+        PromptFact(
+            request_key(e.prompt.index), e.prompt.external_id, e.prompt.source, e.prompt.row, e.skip
+        )
+        for e in encoded
+    ]
+    broken = [
+        PromptFact(request_key(s.index), s.external_id, s.source, s.row, s.reason)
+        for s in prompts.skips
+    ]
+    return tuple(sorted([*served, *broken], key=lambda prompt: prompt.source_row))
+
+
+def _facts(
+    settings: WriteSettings, prompts: PromptSet, encoded: list[Encoded], template: str
+) -> list[Fact]:
+    """Return the provenance of a harvest that serves prompts."""
+    source, model = prompts.source, settings.model
+    declared: dict[str, bool | int | str] = {
+        "sampling.temperature": str(settings.temperature),
+        "sampling.max_tokens": settings.max_tokens,
+        "sampling.seed": settings.seed,
+        "serving.mode": "offline",
+        "prompts.source": source.name,
+        "prompts.kind": source.kind,
+    }
+    n_skipped = len(prompts.skips) + sum(e.skip is not None for e in encoded)
+    return [
+        *(Fact(name, value, "declared") for name, value in declared.items()),
+        observed("tokenizer.chat_template_sha256", template),
+        observed("prompts.n_records", source.n_records),
+        observed("prompts.n_skipped", n_skipped),
+        observed("prompts.sha256", source.sha256, source.sha256_reason),
+        *model_facts(model, model, no_tokenizer="the folder has no tokenizer.json"),
+    ]
+
+
+def is_taken(out: str | Path) -> bool:
+    """Return whether anything is there already.
+
+    Raises:
+        ActdsError: E009, E011 for a location of no known kind; E104 when a store does not answer.
+    """
+    folder = local_folder(out)
+    if folder is None:
+        return bool(open_store(out).list())
+    return folder.exists() or folder.is_symlink()
+
+
+def has_dataset(out: str | Path) -> bool:
+    """Return whether a dataset has begun there.
+
+    Raises:
+        ActdsError: as ``is_taken``.
+    """
+    folder = local_folder(out)
+    if folder is None:
+        return open_store(out).exists(layout.GENESIS)
+    return (folder / layout.GENESIS).is_file()
+
+
+def hold(out: str | Path, *, shared: bool = False) -> int:
+    """Return an open descriptor that holds the lock of a dataset, whose folder is made if needed.
+
+    For an object store the descriptor holds nothing; that the store creates without overwriting
+    is checked instead.
+
+    Args:
+        out: the location.
+        shared: let other engines hold it too, as in ``lock_dataset``.
+
+    Raises:
+        ActdsError: E010 when another run writes the dataset; E016 when the store overwrites; E503
+            when it takes no put.
+    """
+    folder = local_folder(out)
+    if folder is None:
+        open_for_writing(out)
+        return os.open(os.devnull, os.O_RDONLY)
+    folder.mkdir(parents=True, exist_ok=True)
+    return lock_dataset(folder, shared=shared)
+
+
+def discard_empty(out: str | Path) -> None:
+    """Remove the local folder of a dataset that never began; an object store has no folders."""
+    folder = local_folder(out)
+    if folder is not None and not (folder / layout.GENESIS).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def finished_rows(folder: str | Path, plan: Plan) -> set[int]:
+    """Return the source rows whose requests an earlier run finished, every position accounted.
+
+    A request counts as finished when it ended by itself and none of its positions is aborted;
+    what an overflow policy dropped stays dropped. The caller holds the dataset's lock, so no
+    process of an earlier run is left: what was killed is recovered.
+
+    Raises:
+        ActdsError: E010 when the dataset was made from another model or other prompts; E312 when
+            a run of it has neither census nor journal.
+    """
+    store = open_store(folder)
+    require_accounted(recover_runs(store))
+    store.remove_temporary()
+    catalog = Catalog.read(store)
+    declared = {fact.name: fact.value for fact in plan.facts}
+    finished: set[int] = set()
+    for run in catalog.runs_with_data:
+        if run in catalog.runs:
+            _compare(catalog.runs[run], declared)
+        finished |= _finished_of(catalog, run)
+    return finished
+
+
+def _finished_of(catalog: Catalog, run: str) -> set[int]:
+    spans = catalog.table("spans", run)
+    aborted = spans.filter(pc.equal(spans["disposition"], "aborted"))
+    incomplete = set(aborted["request"].to_pylist())
+    requests = catalog.table("requests", run).select(["request", "source_row", "finish_reason"])
+    return {
+        row["source_row"]
+        for row in requests.to_pylist()
+        if row["finish_reason"] in ("stop", "length") and row["request"] not in incomplete
+    }
+
+
+def _compare(record: RunRecord, declared: dict[str, bool | int | str | None]) -> None:
+    for name in MUST_AGREE:
+        before = record.fields[name].value if name in record.fields else None
+        if name in declared and before != declared[name]:
+            raise ActdsError(
+                "E010", name, got=repr(declared[name]), expected=f"{before!r} as in {record.run}"
+            )

@@ -1,0 +1,86 @@
+"""What a model's folder says: its size, the ids that end a sequence, the digests of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from actds.errors import ActdsError
+
+__all__ = ["file_sha256", "generation_eos", "model_config", "weights_sha256"]
+
+HASH_CHUNK = 1 << 22
+
+
+def model_config(model: Path) -> dict[str, Any]:
+    """Return the parsed ``config.json`` of a model folder, the text part of a composed one.
+
+    Raises:
+        ActdsError: E005 when there is none or it lacks what capture needs.
+    """
+    path = model / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else str(error)
+        raise ActdsError(
+            "E005", str(model), got=f"config.json: {words}", expected="a model folder"
+        ) from None
+    text = dict(config.get("text_config", config))
+    fields = ("num_hidden_layers", "hidden_size")
+    if not all(isinstance(text.get(field), int) for field in fields):
+        text.update(_renamed(model))
+    for field in fields:
+        if not isinstance(text.get(field), int):
+            raise ActdsError(
+                "E005", f"{model} config.json", got=f"no {field}", expected="a decoder model"
+            )
+    return text
+
+
+def _renamed(model: Path) -> dict[str, int]:
+    """Return what a configuration calls by other names (``n_layer``, ``d_model``) or leaves out."""
+    try:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # no transformers, a family that it does not know, or a broken file
+    names = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
+
+
+def generation_eos(model: Path) -> list[int]:
+    """Return the ids that end a sequence by ``generation_config.json``, none without one."""
+    path = model / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        eos = json.loads(path.read_bytes())["eos_token_id"]
+    except (ValueError, KeyError, TypeError):
+        return []  # the tokenizer's own EOS stands
+    return [eos] if isinstance(eos, int) else [int(token) for token in eos or []]
+
+
+def weights_sha256(model: Path) -> str | None:
+    """Return the SHA-256 over the sorted 'name sha256' lines of the weight files.
+
+    ``None`` when the folder holds no weight file.
+
+    Spec: 0.1 section 6.1.
+    """
+    paths = sorted(model.glob("*.safetensors")) + sorted(model.glob("*.bin"))
+    lines = "".join(f"{path.name} {file_sha256(path)}\n" for path in paths)
+    return hashlib.sha256(lines.encode()).hexdigest() if paths else None
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()

@@ -1,0 +1,136 @@
+"""Provenance: the facts of a run record, read from what runs and not from what was asked for.
+
+A configuration flag is not a fact: an engine hands over readers of the loaded model, the runner
+and the configuration after it was resolved. What cannot be read is unknown, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from actds_writers.config import HarvestSettings
+from actds_writers.ipc.messages import Fact
+from actds_writers.model_folder import file_sha256, weights_sha256
+
+__all__ = [
+    "Readers",
+    "Value",
+    "capture_facts",
+    "engine_facts",
+    "model_facts",
+    "observed",
+]
+
+Value = bool | int | str | None
+Readers = Mapping[str, Callable[[], Value]]
+"""What reads each field of a run record."""
+
+
+def engine_facts(
+    readers: Readers, *, model: Any, folder: Path, device: Any, client_pid: int
+) -> tuple[Fact, ...]:
+    """Return what an engine can see once it is set up: its own facts, and those of every engine.
+
+    Args:
+        readers: of the engine's own fields; they win over the common ones.
+        model: the loaded model, whose decoder layers are counted.
+        folder: model folder.
+        device: torch device that it computes on.
+        client_pid: process that started the engine.
+    """
+    import torch
+
+    from actds_writers.capture.op import decoder_layers
+
+    common: Readers = {
+        "engine.own_process": lambda: os.getpid() != client_pid,
+        "model.name": lambda: folder.name,
+        "model.architecture": lambda: type(model).__name__,
+        "model.config_sha256": lambda: file_sha256(folder / "config.json"),
+        "model.n_layers": lambda: len(decoder_layers(model)),
+        "numerics.device": lambda: str(device.type),
+        "numerics.matmul_precision": torch.get_float32_matmul_precision,
+        "numerics.deterministic": torch.are_deterministic_algorithms_enabled,
+        "machine.platform": lambda: f"{platform.system()} {platform.machine()}",
+        "machine.processor": lambda: _processor(device),
+        "machine.python": lambda: sys.version.split()[0],
+        "machine.torch": lambda: str(torch.__version__),
+    }
+    return tuple(_read(name, reader) for name, reader in {**common, **readers}.items())
+
+
+def capture_facts(
+    settings: HarvestSettings, rows_per_shard: int, readouts: str, sampling: str
+) -> list[Fact]:
+    """Return what the settings decide of the capture.
+
+    Args:
+        settings: of the harvest.
+        rows_per_shard: rows per shard, chosen by memory where the settings leave it open.
+        readouts: value of ``capture.readouts``.
+        sampling: value of ``capture.sampling``.
+    """
+    declared: dict[str, bool | int | str] = {
+        "capture.method": "forward hook with one custom op per decoder layer",
+        "capture.overflow_policy": settings.overflow,
+        "capture.order": settings.order,
+        "capture.rows_per_shard": rows_per_shard,
+        "capture.raw_threshold_nbytes": settings.raw_threshold_nbytes,
+        "capture.sampling": sampling,
+        "capture.readouts": readouts,
+    }
+    return [Fact(name, value, "declared") for name, value in declared.items()]
+
+
+def model_facts(
+    model: Path, tokenizer: Path, *, weights: bool = True, no_tokenizer: str
+) -> list[Fact]:
+    """Return the digests of a model's files.
+
+    Args:
+        model: model folder; anything else is a name, whose weights are elsewhere.
+        tokenizer: folder of its tokenizer.
+        weights: whether the weight files are hashed.
+        no_tokenizer: the reason when there is no ``tokenizer.json``.
+    """
+    digest, why = None, "weights_digest is false"
+    if not model.is_dir():
+        why = "the model was named by its repository; see model.revision"
+    elif weights:
+        digest, why = weights_sha256(model), "the folder has no weight file"
+    path = tokenizer / "tokenizer.json"
+    return [
+        observed("model.weights_sha256", digest, why),
+        observed("tokenizer.sha256", file_sha256(path) if path.is_file() else None, no_tokenizer),
+    ]
+
+
+def observed(name: str, value: Value, reason: str | None = None) -> Fact:
+    """Return a fact that was observed, or that it is unknown, and why."""
+    if value is None:
+        return Fact(name, None, "unknown", reason or "not known")
+    return Fact(name, value, "observed")
+
+
+def _read(name: str, reader: Callable[[], Value]) -> Fact:
+    try:
+        value = reader()
+    except (AttributeError, KeyError, ImportError, OSError, TypeError, ValueError) as error:
+        return Fact(name, None, "unknown", f"not readable: {type(error).__name__}: {error}"[:500])
+    return observed(name, value, "the engine does not set it")
+
+
+def _processor(device: Any) -> str:
+    if device.type == "cuda":
+        import torch
+
+        return str(torch.cuda.get_device_name(device))
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
