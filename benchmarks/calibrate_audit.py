@@ -107,7 +107,7 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
     from actds_validators.audit.result import Limits
     from actds_validators.audit.sources import arrow_source
     from actds_validators.audit.verdict import judge
-    from actds_validators.statistics.family import benjamini_hochberg
+    from actds_validators.statistics.intervals import benjamini_hochberg
 
     began = time.monotonic()
     scenario = replace(SCENARIOS[task.scenario], n_steps=task.steps, **changes)

@@ -68,9 +68,9 @@ from actds_validators.audit.weights import (
     weighting,
 )
 from actds_validators.audit.weights_file import write_weights
-from actds_validators.statistics.jackknife import jackknife_many, smd_of_stored
-from actds_validators.statistics.within import Within
-from actds_validators.statistics.within import within_cells as within_test
+from actds_validators.statistics.association import Within
+from actds_validators.statistics.association import within_cells as within_test
+from actds_validators.statistics.intervals import jackknife_many, smd_of_stored
 
 __all__ = ["Audited", "Sections", "audit", "audit_sources"]
 

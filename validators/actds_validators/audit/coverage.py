@@ -32,8 +32,8 @@ from actds_validators.audit.result import (
     CoverageCell,
 )
 from actds_validators.audit.sources import RunSource
-from actds_validators.statistics.distances import jensen_shannon, total_variation
-from actds_validators.statistics.runs import Floats
+from actds_validators.statistics.distributions import jensen_shannon, total_variation
+from actds_validators.statistics.events import Floats
 
 __all__ = ["CoverageCounts", "coverage", "read_spans"]
 

@@ -14,17 +14,11 @@ import numpy as np
 from actds_validators.audit.result import Association, Covariate, Limits, Mechanism
 from actds_validators.audit.series import LOAD_STEPS, SYSTEM, Series
 from actds_validators.audit.sums import CovariateSums
-from actds_validators.statistics.change import change
-from actds_validators.statistics.equivalence import detectable
-from actds_validators.statistics.events import one_per_event
-from actds_validators.statistics.family import benjamini_hochberg
-from actds_validators.statistics.jackknife import Interval
-from actds_validators.statistics.naive import naive_chi_square, naive_z
-from actds_validators.statistics.runs import Floats
-from actds_validators.statistics.score import block_score
-from actds_validators.statistics.shift import circular_shift
-from actds_validators.statistics.trend import Trend, trend
-from actds_validators.statistics.within import Within
+from actds_validators.statistics.association import Within, block_score, change
+from actds_validators.statistics.distributions import naive_chi_square, naive_z
+from actds_validators.statistics.events import Floats, one_per_event
+from actds_validators.statistics.intervals import Interval, benjamini_hochberg, detectable
+from actds_validators.statistics.shift import Trend, circular_shift, trend
 
 __all__ = ["TIME", "Mechanisms", "family", "load_trends", "mechanism"]
 

@@ -19,19 +19,24 @@ from actds_validators.audit.result import (
 )
 from actds_validators.audit.series import SYSTEM, Series
 from actds_validators.audit.sums import CovariateSums
-from actds_validators.statistics.bound import farthest_mean, worst_case
-from actds_validators.statistics.distances import jensen_shannon, total_variation
-from actds_validators.statistics.equivalence import at_least, error_of_draws
-from actds_validators.statistics.jackknife import (
+from actds_validators.statistics.distributions import (
+    farthest_mean,
+    jensen_shannon,
+    total_variation,
+    worst_case,
+)
+from actds_validators.statistics.events import Floats
+from actds_validators.statistics.intervals import (
     Blocks,
     Interval,
+    at_least,
     difference_sums,
+    error_of_draws,
     jackknife_many,
     loss_rate,
     smd,
     smd_of_stored,
 )
-from actds_validators.statistics.runs import Floats
 
 __all__ = [
     "block_totals",

@@ -23,9 +23,8 @@ from actds_validators.audit.result import (
 )
 from actds_validators.audit.series import Series
 from actds_validators.audit.sources import RunSource
-from actds_validators.statistics.jackknife import block_sums, jackknife_many, loss_rate
-from actds_validators.statistics.load import lag_correlation
-from actds_validators.statistics.trend import Trend
+from actds_validators.statistics.intervals import block_sums, jackknife_many, loss_rate
+from actds_validators.statistics.shift import Trend, lag_correlation
 
 __all__ = ["QueueCounts", "queues", "read_queues"]
 

@@ -18,8 +18,8 @@ from actds_validators.statistics.events import (
     count_events,
     effective_events,
 )
-from actds_validators.statistics.jackknife import Blocks, blocks
-from actds_validators.statistics.load import ewma
+from actds_validators.statistics.intervals import Blocks, blocks
+from actds_validators.statistics.shift import ewma
 
 __all__ = ["LOAD_STEPS", "MAX_TICKS", "RunSteps", "Series", "make_series", "read_steps"]
 

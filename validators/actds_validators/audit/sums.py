@@ -14,7 +14,7 @@ import numpy.typing as npt
 from actds_validators.audit.result import Covariate
 from actds_validators.audit.tokens import TokenSums
 from actds_validators.audit.values import ValueSums
-from actds_validators.statistics.jackknife import Blocks
+from actds_validators.statistics.intervals import Blocks
 
 __all__ = ["CovariateSums", "content_sums", "value_sums"]
 

@@ -43,7 +43,7 @@ from actds_validators.audit.verdict_words import (
     unproven,
     unresolved_first,
 )
-from actds_validators.statistics.bound import loss_that_allows
+from actds_validators.statistics.distributions import loss_that_allows
 
 __all__ = ["Evidence", "judge"]
 

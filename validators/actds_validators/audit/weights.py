@@ -28,8 +28,8 @@ from actds_validators.audit.result import (
 from actds_validators.audit.series import SYSTEM, Series
 from actds_validators.audit.tokens import CellEdges, TokenSums
 from actds_validators.audit.values import ValueSums
-from actds_validators.statistics.jackknife import Interval, from_replicates, smd
-from actds_validators.statistics.runs import Floats
+from actds_validators.statistics.events import Floats
+from actds_validators.statistics.intervals import Interval, from_replicates, smd
 from actds_validators.statistics.weighting import (
     effective_rows,
     inverse_probability,

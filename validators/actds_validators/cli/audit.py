@@ -159,7 +159,7 @@ def audit(
     )
     _need_folders(html, json_file, weights)
     from actds_validators.audit.audit import audit as run_audit
-    from actds_validators.audit.drift.comparison import open_comparison
+    from actds_validators.audit.drift.compare import open_comparison
     from actds_validators.report import html as page
     from actds_validators.report import terminal
 
