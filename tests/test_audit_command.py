@@ -50,7 +50,9 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def no_audit(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Let the audit note that it began, and do nothing."""
     audited: list[object] = []
-    monkeypatch.setattr("actds_validators.audit.audit.audit", lambda *args: audited.append(args))
+    monkeypatch.setattr(
+        "actds_validators.audit.run.audit_dataset", lambda *args: audited.append(args)
+    )
     return audited
 
 

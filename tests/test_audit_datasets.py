@@ -22,9 +22,10 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds.store import open_store
 from actds_testing.simulate import SCENARIOS, Simulated, simulate, write_dataset
-from actds_validators.audit.audit import Sections, audit
+from actds_validators.audit.api import audit
+from actds_validators.audit.data import connect
 from actds_validators.audit.result import Audit, Limits
-from actds_validators.audit.sources import connect
+from actds_validators.audit.run import Sections
 from actds_validators.audit.verdict import judge
 
 LIMITS = Limits()

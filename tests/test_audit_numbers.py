@@ -16,8 +16,8 @@ from sklearn.isotonic import IsotonicRegression
 from statsmodels.stats.multitest import multipletests
 
 from actds_testing.simulate import SCENARIOS, simulate
-from actds_validators.audit.audit import Sections
 from actds_validators.audit.result import Difference, Estimate
+from actds_validators.audit.run import Sections
 from actds_validators.audit.verdict import judge
 from actds_validators.statistics.association import within
 from actds_validators.statistics.weighting import nested_rates

@@ -24,7 +24,7 @@ from actds.cli import cli
 from actds.format import tables
 from actds.format.readouts import Readouts, matrix
 from actds_testing.simulate import SCENARIOS, simulate
-from actds_validators.audit.audit import audit
+from actds_validators.audit.api import audit
 from actds_validators.audit.result import Limits, StratumLoss, Verdict
 from actds_validators.audit.verdict import judge
 from actds_validators.statistics.strata import poisson_binomial_tail, stratum_p

@@ -11,7 +11,7 @@ import pytest
 from audit_tokens import audited, changed, tables_of
 
 from actds_testing.simulate import SCENARIOS, simulate
-from actds_validators.audit.audit import Sections
+from actds_validators.audit.run import Sections
 from actds_validators.statistics.distributions import farthest_mean, worst_case
 from actds_validators.statistics.intervals import from_replicates, jackknife_many
 

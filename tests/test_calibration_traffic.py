@@ -34,8 +34,8 @@ from traffic_losses import (
 )
 
 from actds.format import tables
-from actds_validators.audit.accounting import account_run
-from actds_validators.audit.sources import arrow_source
+from actds_validators.audit.census import account_run
+from actds_validators.audit.data import arrow_source
 from actds_validators.statistics.association import Within, block_score, change, within_cells
 from actds_validators.statistics.intervals import blocks
 from actds_validators.statistics.shift import circular_shift
