@@ -238,7 +238,7 @@ def test_selection_within_steps_is_seen_in_every_nth_of_many(
     seen: list[Passed] = []
 
     def kept(*args: Any, **options: Any) -> Passed:
-        seen.append(audit_run.pass_over(*args, **options))
+        seen.append(pass_over(*args, **options))
         return seen[-1]
 
     monkeypatch.setattr(audit_run, "pass_over", kept)

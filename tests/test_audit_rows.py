@@ -20,7 +20,7 @@ from actds.format import tables
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_validators.audit import data, lookup, run
 from actds_validators.audit.data import StepRanges, column, explode, labels_of
-from actds_validators.audit.run import Sections
+from actds_validators.audit.run import Sections, pass_over
 from actds_validators.cli.audit import audit as command
 
 Tables = dict[str, pa.Table]
@@ -160,7 +160,7 @@ def test_cells_within_steps_are_limited_over_all_runs(monkeypatch: pytest.Monkey
     seen: list[run.Passed] = []
 
     def watched(*arguments: Any, **named: Any) -> run.Passed:
-        seen.append(run.pass_over(*arguments, **named))
+        seen.append(pass_over(*arguments, **named))
         return seen[-1]
 
     def n_cells() -> int:

@@ -262,10 +262,8 @@ def _source(
         for row in connection.execute("select distinct hook from readouts order by hook").fetchall()
     ]
     readouts = parts.get("readouts", ())
-    longest = {name: longest(readouts, name) for name in ("projections", "probes")}
-    return RunSource(
-        run, connection, tuple(hooks), longest["projections"], longest["probes"], parts
-    )
+    widths = [longest(readouts, name) for name in ("projections", "probes")]
+    return RunSource(run, connection, tuple(hooks), *widths, parts)
 
 
 def longest(parts: tuple[Part, ...], name: str) -> int:
