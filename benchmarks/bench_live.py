@@ -24,11 +24,8 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from server import Server  # noqa: E402
-from tiny import make_tiny_model  # noqa: E402
+from actds_testing.server import Server
+from actds_testing.tiny import make_tiny_model
 
 HOOKS = "resid_post:1,2"
 ROUND_LIMIT_S = 120.0

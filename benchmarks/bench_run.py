@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -22,12 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torch
-from synthetic_engine import SyntheticEngine, pipeline_for
 
 from actds.format.readouts import Readouts, compute, matrix
+from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.ipc.messages import HookSpec, RequestArrived, RequestFinished
 from actds_writers.monitor.snapshot import take_snapshot
 from actds_writers.sizing import machine

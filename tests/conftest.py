@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from s3_server import BUCKET, s3_environment, s3_server
-from synthetic import make_dataset
+
+from actds_testing.s3_server import BUCKET, s3_environment, s3_server
+from actds_testing.synthetic import make_dataset
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -278,7 +278,9 @@ def from_parquet(
                     "E206", place, got="an Arrow schema in the footer", expected="plain Parquet"
                 )
             _check(name, file.schema_arrow, place)
-            table = file.read(columns=columns)
+            # A thread of Arrow's pool that still holds Python's bytes when the interpreter ends
+            # aborts the process (apache/arrow#34314): bytes are read by this thread alone.
+            table = file.read(columns=columns, use_threads=isinstance(data, str))
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ActdsError(
             "E206", place, got=str(error).splitlines()[0][:200], expected="a readable Parquet file"

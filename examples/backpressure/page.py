@@ -325,7 +325,7 @@ def _setting(setting: Setting, runs: dict[str, Run]) -> list[str]:
         f"Seed {t['seed']} everywhere; {len(plain.tokens['lost']):,} tokens in "
         f"{plain.n_steps:,} steps.",
         f"- **Disk**: every write below the dataset's folder goes through a preloaded library "
-        f"(`tests/faulty_disk.c`) that lets {setting.rate / 1e6:.2f} MB/s pass: "
+        f"(`testing/actds_testing/faulty_disk.c`) that lets {setting.rate / 1e6:.2f} MB/s pass: "
         f"{100 * setting.share:.0f} % of what the plain run wrote per busy second. The rings are "
         "as small as the engine's step allows, and a shard has 64 rows, so that a burst does "
         "not fit into memory.",

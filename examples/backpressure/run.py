@@ -20,15 +20,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from analysis import read
+from page import Arm, Setting, write_page
+from traffic import Traffic
+
+from actds_testing.faulty_disk import FaultyDisk, unavailable
+from actds_testing.tiny import make_tiny_model
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent.parent / "tests")]
-
-from analysis import read  # noqa: E402
-from faulty_disk import FaultyDisk, unavailable  # noqa: E402
-from page import Arm, Setting, write_page  # noqa: E402
-from tiny import make_tiny_model  # noqa: E402
-from traffic import Traffic  # noqa: E402
-
 ARMS = ("plain", "block", "drop_oldest", "drop_newest", "plain again")
 ENGINE = ("dtype=float32", "enforce_eager=true", "block_size=32", "max_model_len=1024",
           "max_num_seqs=8", "max_num_batched_tokens=64",

@@ -19,17 +19,15 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
+from vector_faults import FAULTS
+from vector_tools import HOOK, PREFILL, RUN, Vector
 
-from schedules import WALL_NS, simulate  # noqa: E402
-from synthetic import make_dataset  # noqa: E402
-from vector_faults import FAULTS  # noqa: E402
-from vector_tools import HOOK, PREFILL, RUN, Vector  # noqa: E402
-
-from actds.format.readouts import Readouts  # noqa: E402
-from actds.format.shard import commit_shard  # noqa: E402
-from actds.recompress import recompress  # noqa: E402
+from actds.format.readouts import Readouts
+from actds.format.shard import commit_shard
+from actds.recompress import recompress
+from actds_testing.places import VECTORS
+from actds_testing.schedules import WALL_NS, simulate
+from actds_testing.synthetic import make_dataset
 
 
 def write(root: Path) -> None:
@@ -78,7 +76,7 @@ def _write_minimal(path: Path, readouts: Readouts | None = None) -> None:
 def _write_replaced(path: Path) -> None:
     """Write the minimal dataset with raw shards, one of them replaced since."""
     with (
-        mock.patch("synthetic.commit_shard", partial(commit_shard, raw=True)),
+        mock.patch("actds_testing.synthetic.commit_shard", partial(commit_shard, raw=True)),
         mock.patch("actds.recompress.__version__", "vectors"),
     ):
         _write_minimal(path)
@@ -113,4 +111,4 @@ def _fixed_ids(first: int = 1) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "vectors")
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else VECTORS)

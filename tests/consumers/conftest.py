@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore
-from synthetic import make_dataset
 
 import actds
 from actds.format.readouts import Readouts
+from actds_testing.synthetic import make_dataset
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"

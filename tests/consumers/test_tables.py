@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import actds
+from actds_testing import places
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def test_duckdb(path: Path, expected: Counter[tuple[str, str]]) -> None:
     dataset = actds.open(path)
     tokens, requests = dataset.tokens(run=True), dataset.requests(run=True)
     assert tokens.num_rows and requests.num_rows
-    page = (Path(__file__).parents[2] / "docs" / "use.md").read_text()
+    page = (places.DOCS / "use.md").read_text()
     found = duckdb.sql(page.split('"""')[1]).fetchall()
     assert {(run, client): n for run, client, n in found} == expected
 

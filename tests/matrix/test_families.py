@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
-import table
-from families import FAMILIES, Family
+
+from actds_testing.families import table
+from actds_testing.families.models import FAMILIES, Family
 
 pytestmark = pytest.mark.matrix
 RESULTS = json.loads(table.RESULTS.read_text("utf-8"))
@@ -36,7 +37,7 @@ def test_rows_are_those_of_transformers_or_nothing_is_stored(
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.slug)
 def test_the_docs_say_what_a_run_gives(family: Family, found: dict[str, Any]) -> None:
-    """When this fails after an update of vLLM: python tests/matrix/table.py, and look at it."""
+    """After an update of vLLM: python -m actds_testing.families.table, and look at what changed."""
     if (here := table.setting()) != {name: RESULTS[name] for name in here}:
         pytest.skip(f"the page was made with other versions or on another processor: {here}")
     was, now = DOCUMENTED[family.name], found[family.name]

@@ -262,8 +262,8 @@ def _source(
         for row in connection.execute("select distinct hook from readouts order by hook").fetchall()
     ]
     readouts = parts.get("readouts", ())
-    widths = [longest(readouts, name) for name in ("projections", "probes")]
-    return RunSource(run, connection, tuple(hooks), *widths, parts)
+    n_projections, n_probes = (longest(readouts, name) for name in ("projections", "probes"))
+    return RunSource(run, connection, tuple(hooks), n_projections, n_probes, parts)
 
 
 def longest(parts: tuple[Part, ...], name: str) -> int:
@@ -451,7 +451,7 @@ def read_labels(path: Path) -> LabelFile:
     """
     try:
         data = path.read_bytes()
-        given = pq.read_table(pa.BufferReader(data))
+        given = pq.read_table(pa.BufferReader(data), use_threads=False, pre_buffer=False)
         given.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         raise _bad(path, str(error).splitlines()[0][:200], _FILE) from None

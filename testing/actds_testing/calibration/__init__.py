@@ -1,0 +1,1 @@
+"""Calibration: audits of runs whose truth is known, simulated and recorded."""

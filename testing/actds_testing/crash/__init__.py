@@ -1,0 +1,1 @@
+"""Sudden ends at random: kills and power cuts, and what they cost."""

@@ -1,0 +1,1 @@
+"""Model families: tiny models of each, harvested and held against transformers."""

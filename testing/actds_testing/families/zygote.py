@@ -1,0 +1,310 @@
+"""Harvest every family and compare its rows with transformers; one JSON file each.
+
+    python -m actds_testing.families.zygote FOLDER [SLUG ...]
+
+vLLM and transformers are imported once; each family runs in forked processes, so that none can
+hide the result of another, and ends after a time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from actds_testing.families.models import FAMILIES, HIDDEN, N_LAYERS, Family, make
+
+AT_ONCE = 2
+TIMEOUT_S = 120.0
+LAYERS = (0, N_LAYERS // 2, N_LAYERS - 1)
+ENGINE = {
+    "dtype": "float32", "block_size": "32", "max_model_len": "256", "max_num_seqs": "4",
+    "max_num_batched_tokens": "128", "enforce_eager": "true",
+    "distributed_executor_backend": "uni",
+}  # fmt: skip
+SHARED = "Every prompt begins with these words, which fill more than two blocks of the cache. "
+PROMPTS = {
+    "long": SHARED + "And this one goes on for longer than a step of the engine can take at once.",
+    "short": "A prompt of its own.",
+    "hit": SHARED + "One.",
+    "again": SHARED + "One, and then another one.",
+    "repeated": SHARED + "One.",
+}
+ERROR = re.compile(r"\b(E\d{3}) (.*)")
+
+
+def harvest(family: Family, folder: Path) -> None:
+    """Run the command, in this process."""
+    know_class(folder / "model")
+    prompts = "".join(json.dumps({"id": k, "prompt": v}) + "\n" for k, v in PROMPTS.items())
+    (folder / "prompts.jsonl").write_text(prompts)
+    engine = {**ENGINE, **dict(option.split("=", 1) for option in family.engine)}
+    sys.argv = [
+        "actds", "write", str(folder / "acts"), "--model", str(folder / "model"),
+        "--prompts", str(folder / "prompts.jsonl"), "--max-tokens", "6", "--no-readouts",
+        "--hooks", "resid_post:" + ",".join(map(str, LAYERS)),
+        *(word for item in engine.items() for word in ("--engine", "=".join(item))),
+    ]  # fmt: skip
+    from actds.cli import main
+
+    main()
+
+
+def generate(family: Family, folder: Path) -> None:
+    """Run the engine without any capture, to tell whose an error is."""
+    from vllm import LLM, SamplingParams
+
+    know_class(folder / "model")
+    options = {**ENGINE, **dict(option.split("=", 1) for option in family.engine)}
+    typed = {k: v if k in ("dtype", "distributed_executor_backend") else json.loads(v)
+             for k, v in options.items()}  # fmt: skip
+    llm = LLM(str(folder / "model"), async_scheduling=False, **typed)
+    llm.generate(list(PROMPTS.values()), SamplingParams(temperature=0, max_tokens=6))
+
+
+def know_class(model: Path) -> None:
+    """Spare vLLM a process of its own for looking at the model's class."""
+    from vllm import ModelRegistry
+
+    for name in json.loads((model / "config.json").read_text()).get("architectures", []):
+        known = ModelRegistry.models.get(name)
+        # Imported before there is an engine, classes of the Transformers backend do not work.
+        if known is None or not hasattr(known, "load_model_cls") or "transformers" in str(known):
+            continue
+        with contextlib.suppress(Exception):
+            ModelRegistry.register_model(name, known.load_model_cls())
+
+
+def compare(family: Family, folder: Path) -> dict[str, Any]:
+    """Return how far the stored rows are from a plain forward of transformers."""
+    import numpy as np
+
+    import actds
+    from actds_testing import harvest as h
+    from actds_testing import tiny
+    from actds_validators.validate.validation import validate
+
+    report = validate(folder / "acts", "deep")
+    assert not report.errors, f"the dataset is not valid: {report.errors[0]}"
+    dataset = actds.open(folder / "acts")
+    hooks = {layer: h.rows_of(dataset, f"resid_post.{layer}") for layer in LAYERS}
+    rows = hooks[0]
+    tokens = {
+        name: dict(enumerate(tiny.byte_tokenizer()(text)["input_ids"]))
+        for name, text in PROMPTS.items()
+    }
+    names = h.external_ids(dataset)
+    for shard in dataset.shards:
+        for row in shard.tokens(["request", "position", "token_id"]).to_pylist():
+            name = names[shard.manifest.run, row["request"]]
+            known = tokens[name].setdefault(row["position"], row["token_id"])
+            assert known == row["token_id"], f"another token at {name}:{row['position']}"
+    want = reference(family, folder / "model", {
+        name: [ids[i] for i in range(len(ids))] for name, ids in tokens.items()
+    })  # fmt: skip
+    worst = {}
+    for layer, found in hooks.items():
+        got = np.stack(list(found.values()))
+        wanted = np.stack([want[name][layer][position] for name, position in found])
+        distances = h.relative_l2(got, wanted)
+        worst[layer] = float(distances.mean() if family.mean else distances.max())
+    table = dataset.requests(run=True)
+    (record,) = dataset.runs.values()
+    return {
+        "vllm_class": record.fields["model.architecture"].value,
+        "check": json.loads(str(record.fields["capture.check"].value)).get("against"),
+        "relative_l2": {str(layer): value for layer, value in worst.items()},
+        "n_rows": len(rows),
+        "n_cached": int(sum(table["cached_tokens"].to_pylist())),
+        "right": all(value <= family.bound for value in worst.values()),
+    }
+
+
+def reference(
+    family: Family, model: Path, tokens: dict[str, list[int]]
+) -> dict[str, dict[int, Any]]:
+    """Return the outputs of decoder layers, ``(n_positions, d_model)`` by request and layer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForImageTextToText if family.text else AutoModelForCausalLM
+    plain = kind.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    stacks = [
+        module
+        for path, module in plain.named_modules()
+        if re.fullmatch(r"(?:.*\.)?(?:layers|h|blocks)", path) and len(module) == N_LAYERS
+    ]
+    states: dict[str, dict[int, Any]] = {name: {} for name in tokens}
+    current = {"name": ""}
+
+    def keep(layer: int) -> Callable[..., None]:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            stream = output[0] if isinstance(output, tuple) else output
+            name = current["name"]
+            assert stream.shape == (1, len(tokens[name]), HIDDEN), stream.shape
+            states[name][layer] = stream[0].clone().numpy()
+
+        return hook
+
+    assert len(stacks) == 1, "which are the decoder layers of transformers?"
+    for layer in LAYERS:
+        stacks[0][layer].register_forward_hook(keep(layer))
+    with torch.no_grad():
+        for name, ids in tokens.items():
+            current["name"] = name
+            plain(torch.tensor([ids]), use_cache=False)
+    return states
+
+
+def run_family(family: Family, folder: Path) -> dict[str, Any]:
+    """Return a family's outcome: right, wrong, refused, not started or failed."""
+    found: dict[str, Any] = {"family": family.name, "model_type": family.model_type}
+    if family.note:
+        found["note"] = family.note
+    folder.mkdir(parents=True)
+    try:
+        make(family, folder / "model")
+    except Exception as error:
+        return {**found, "outcome": "not started", "reason": f"transformers: {words(error)}"}
+    architecture = json.loads((folder / "model" / "config.json").read_text())["architectures"][0]
+    found["transformers_class"] = architecture
+    code, log = forked(lambda: harvest(family, folder), folder / "harvest.log")
+    named = ERROR.findall(log)
+    found |= vllm_class(architecture)
+    if code == 0:
+        try:
+            figures = compare(family, folder)
+        except Exception as error:
+            return {**found, "outcome": "failed", "reason": words(error),
+                    "log": traceback.format_exc()[-2000:]}  # fmt: skip
+        right = figures.pop("right")
+        return {**found, "outcome": "right" if right else "wrong", **figures}
+    if named and named[-1][0] != "E504":
+        return {**found, "outcome": "refused", "code": named[-1][0], "reason": plain(named[-1][1])}
+    code, log = forked(lambda: generate(family, folder), folder / "generate.log")
+    if code == 0:
+        reason = plain(named[-1][1]) if named else "no error with a code"
+        return {**found, "outcome": "failed", "reason": reason, "log": log[-2000:]}
+    return {**found, "outcome": "not started", "reason": f"vLLM: {last_error(log)}"}
+
+
+def vllm_class(architecture: str) -> dict[str, str]:
+    """Return the class of vLLM that runs a model, as far as it knows one."""
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.models.get(architecture)
+    if known is None:
+        return {}
+    cls = getattr(known, "class_name", None) or known.model_cls.__name__
+    return {"vllm_class": str(cls)}
+
+
+def words(error: BaseException) -> str:
+    """Return an error in one line."""
+    return plain(f"{type(error).__name__}: {error}")
+
+
+def plain(text: str) -> str:
+    """Return words without colours, paths of this machine and line breaks, at most 300 letters."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    text = re.sub(r"/\S*/(site-packages/)?", "", " ".join(text.split()))
+    return text[:300]
+
+
+def last_error(log: str) -> str:
+    """Return the last line of a traceback that names an error."""
+    lines = [re.sub(r"^\S*\[rank0\]:\s*", "", line) for line in log.splitlines()]
+    errors = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    if not errors:
+        return plain(lines[-1]) if lines else "no words"
+    found = lines[errors[-1]]
+    if "validation error" in found:  # pydantic says what it is in the line that follows
+        found = " ".join(lines[errors[-1] : errors[-1] + 2]).partition(" [type=")[0]
+        found = found.partition("Value error, ")[2] or found
+    missing = re.findall(r"ModuleNotFoundError: (No module named '\w+')", log)
+    if "failed to be inspected" in found and missing:
+        found = missing[-1]
+    return plain(re.split(r": \{|\. The available", found)[0])
+
+
+def forked(call: Callable[[], None], log: Path) -> tuple[int, str]:
+    """Run a call in a process of its own; return its exit code and what it said."""
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        code = 1
+        try:
+            said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            call()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    status = wait(pid, time.monotonic() + TIMEOUT_S)
+    said_text = log.read_text(errors="replace") if log.exists() else ""
+    return (os.waitstatus_to_exitcode(status) if status is not None else 124), said_text
+
+
+def wait(pid: int, deadline: float) -> int | None:
+    """Wait for a process; end its group at the deadline and return ``None``."""
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(0.05)
+
+
+def main(out: Path, slugs: list[str]) -> None:
+    """Run the families, some at once."""
+    import logging
+
+    import torch
+    import transformers  # noqa: F401
+    import vllm  # noqa: F401
+    from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
+    from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401
+
+    logging.disable(logging.NOTSET)
+    torch.set_num_threads(1)
+    waiting = [family for family in FAMILIES if not slugs or family.slug in slugs]
+    waiting.reverse()
+    running: dict[int, Family] = {}
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            family = waiting.pop()
+            pid = os.fork()
+            if pid == 0:
+                found: dict[str, Any] = {"family": family.name, "outcome": "failed"}
+                try:
+                    found = run_family(family, out / family.slug)
+                except BaseException:
+                    found["reason"] = traceback.format_exc()[-2000:]
+                (out / f"{family.slug}.json").write_text(json.dumps(found, indent=1))
+                os._exit(0)
+            running[pid] = family
+        pid, _ = os.waitpid(-1, 0)
+        running.pop(pid, None)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

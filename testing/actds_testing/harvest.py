@@ -1,0 +1,133 @@
+"""Real harvests for tests: ``actds write`` in a process of its own, with a real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+import actds
+from actds.load.dataset import Dataset
+from actds_testing.places import DEMO_MODEL
+
+REAL_MODEL = DEMO_MODEL
+TIMEOUT_S = 1500
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# One process instead of three: each imports vLLM for itself, which takes longer than the harvest.
+# The processes of a normal engine have tests of their own.
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ALONE = ("--engine", "distributed_executor_backend=uni")
+TINY = ("--engine", "load_format=dummy", "--engine", "dtype=float32", "--engine", "block_size=32")
+EAGER = ("--engine", "enforce_eager=true")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return the environment of an engine on a small machine."""
+    return {**os.environ, **ENGINE_ENVIRONMENT, **extra}
+
+
+def command(out: Path | str, model: Path, prompts: Path, *options: str) -> list[str]:
+    """Return the command line of a harvest."""
+    arguments = ["--model", str(model), "--prompts", str(prompts), *options]
+    return [sys.executable, "-m", "actds", "write", str(out), *arguments]
+
+
+def run(
+    out: Path | str, model: Path, prompts: Path, *options: str, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a harvest to its end, whatever that is."""
+    return subprocess.run(
+        command(out, model, prompts, *options),
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def harvest_alone(
+    out: Path | str, model: Path, prompts: Path, *options: str, **extra: str
+) -> Dataset:
+    """Run a harvest whose engine lives in the command's own process."""
+    return harvest(out, model, prompts, *options, *ALONE, **ONE_PROCESS, **extra)
+
+
+def harvest(out: Path | str, model: Path, prompts: Path, *options: str, **extra: str) -> Dataset:
+    """Run a harvest that must succeed, and validate what it wrote."""
+    done = run(out, model, prompts, *options, **extra)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return validated(out)
+
+
+def validated(path: Path | str) -> Dataset:
+    """Return a dataset that ``actds validate`` finds clean at its deepest level."""
+    done = subprocess.run(
+        [sys.executable, "-m", "actds", "validate", str(path), "--level", "deep"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return actds.open(path)
+
+
+def write_prompts(path: Path, records: list[dict[str, Any]]) -> Path:
+    """Write prompts as JSONL."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def rows_of(dataset: Dataset, hook: str) -> dict[tuple[str, int], np.ndarray]:
+    """Return float32 rows by (external id, position)."""
+    names = external_ids(dataset)
+    found: dict[tuple[str, int], np.ndarray] = {}
+    for shard in dataset.shards:
+        tokens = shard.tokens(["request", "position"])
+        rows = values(shard.array(hook).read_all(), shard.array(hook).dtype)
+        keys = zip(tokens["request"].to_pylist(), tokens["position"].to_pylist(), strict=True)
+        for (request, position), row in zip(keys, rows, strict=True):
+            found[names[shard.manifest.run, request], position] = row
+    return found
+
+
+def values(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """Return bit patterns as float32."""
+    from actds.format.arrays import as_ml_dtypes
+
+    return as_ml_dtypes(bits, dtype).astype(np.float32)
+
+
+def external_ids(dataset: Dataset) -> dict[tuple[str, int], str]:
+    """Return external ids by (run, request)."""
+    rows = dataset.requests(run=True).select(["run", "request", "external_id"]).to_pylist()
+    return {(row["run"], row["request"]): row["external_id"] for row in rows}
+
+
+def total(table: pa.Table, column: str) -> int:
+    """Return the sum of a column."""
+    return int(sum(value or 0 for value in table[column].to_pylist()))
+
+
+def relative_l2(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Return the relative L2 distance of each row."""
+    return np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the cosine of each pair of rows."""
+    norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    return (a * b).sum(axis=-1) / norms

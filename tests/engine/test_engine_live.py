@@ -1,0 +1,215 @@
+"""A real server under real HTTP traffic: what it captures is what its clients saw."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actds
+from actds.errors import ActdsError
+from actds.lock import lock_dataset
+from actds.reading import Catalog
+from actds.seal import seal
+from actds.store import local_folder, open_store
+from actds_testing.harvest import validated
+from actds_testing.server import LANE, scrape
+
+pytest.importorskip("vllm")
+from actds_testing.server import Server
+from actds_testing.tiny import make_tiny_model
+from actds_writers.harvest.sampling import Labels, SamplingRules
+from actds_writers.ipc.messages import EVERYTHING
+
+pytestmark = pytest.mark.engine
+
+RULES: dict[str, Any] = {
+    "fraction": 0.6,
+    "seed": 5,
+    "skip": [
+        {"header": "X-Request-Id", "values": ["private-*"]},
+        {"header": "X-Session-ID", "values": ["secret"]},
+        {"xarg": "consent", "values": ["no"]},
+    ],
+}
+N_REQUESTS = 24
+HIDDEN, N_PROBES = 64, 3
+SHARED = "The quick brown fox jumps over the lazy dog. "  # more than a KV block
+
+
+def burst(server: Server) -> dict[str, dict[str, Any]]:
+    """Send a burst with long-tailed lengths; return what the clients got, by external id."""
+
+    def one(n: int) -> tuple[str, dict[str, Any]]:
+        name = f"private-{n}" if n % 8 == 1 else f"open-{n}"
+        headers = {"X-Request-Id": name} | ({"X-Session-ID": "secret"} if n % 8 == 2 else {})
+        body: dict[str, Any] = {
+            "prompt": SHARED * (1 + n % 3) + "x" * (n * n % 97),
+            "max_tokens": (2, 3, 5, 40)[n % 4],
+            "temperature": 0.7 if n % 2 else 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        if n % 8 == 3:
+            body["vllm_xargs"] = {"consent": "no", "team": "red"}
+        answer = server.post("/v1/completions", body, headers)
+        return f"cmpl-{name}-0", answer["choices"][0]
+
+    with ThreadPoolExecutor(N_REQUESTS) as pool:
+        return dict(pool.map(one, range(N_REQUESTS)))
+
+
+@pytest.fixture(params=["folder", "object-store"])
+def out(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "acts")
+    return str(request.getfixturevalue("s3_root"))
+
+
+def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(out: str, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
+    np.save(tmp_path / "probes.npy", np.random.default_rng(1).normal(size=(N_PROBES, HIDDEN)))
+    capture = {"probes": str(tmp_path / "probes.npy"), "metrics_port": 0}
+    server = Server(
+        model, tmp_path / "log", {"out": out, "hooks": "resid_post:0,2", **capture, **RULES},
+        "--enforce-eager", "--max-model-len", "512", "--max-num-batched-tokens", "512",
+        "--distributed-executor-backend", "uni", "--shutdown-timeout", "120",
+    )  # fmt: skip
+    try:
+        seen = burst(server)
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        server.post("/v1/chat/completions", chat, {"X-Request-Id": "private-chat"})
+        _check_metrics(server)
+        long: dict[str, Any] = {"prompt": "on and on", "max_tokens": 200, "ignore_eos": True}
+        under_way = threading.Thread(
+            target=lambda: _try(server, long, {"X-Request-Id": "late"}), daemon=True
+        )
+        under_way.start()
+        time.sleep(0.5)
+        assert server.stop() == 0
+        under_way.join()
+    finally:
+        server.kill()
+    _wait_until_ended(out)
+    seal(open_store(out))
+    dataset = validated(out)
+
+    requests = {row["external_id"]: row for row in dataset.requests().to_pylist()}
+    assert set(seen) < set(requests)
+    assert requests["chatcmpl-private-chat"]["finish_reason"] == "length"
+    _compare(dataset, requests, seen)
+    record = next(iter(dataset.runs.values())).fields
+    assert record["serving.mode"].value == "live"
+    assert record["serving.async_scheduling"].value is False
+    assert record["capture.overflow_policy"].value == "drop_newest"
+    assert record["capture.sampling"].value == SamplingRules.model_validate(RULES).describe()
+    assert record["prompts.source"].origin == "unknown"
+    # The server has dummy weights, which no second model could be given.
+    assert json.loads(str(record["capture.check"].value))["against"] == "engine"
+    assert {s["disposition"] for s in dataset.spans().to_pylist()} >= {"captured", "filtered"}
+    readouts = dataset.readouts()
+    assert readouts.num_rows >= 2 * dataset.n_rows  # those of a row that is not stored as well
+    assert {len(probes) for probes in readouts["probes"].to_pylist()} == {N_PROBES}
+
+
+def test_a_server_whose_hooks_are_not_the_stream_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Read by every process of the server when it starts.
+    (tmp_path / "sitecustomize.py").write_text(
+        "from actds_writers.engines.vllm import families\n"
+        "families.VERIFIED['LlamaForCausalLM'] = 'first'\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
+    out = tmp_path / "acts"
+    with pytest.raises(RuntimeError, match="E507 hook resid_post"):
+        Server(
+            model, tmp_path / "log", {"out": str(out), "hooks": "resid_post:0,2"},
+            "--enforce-eager", "--max-model-len", "512", "--distributed-executor-backend", "uni",
+        )  # fmt: skip
+    assert not (out / "actds.json").exists()
+
+
+def _check_metrics(server: Server) -> None:
+    """Check what the port that the log names says of the traffic up to now."""
+    found = re.search(r"metrics at http://127\.0\.0\.1:(\d+)/metrics", server.log.read_text())
+    assert found is not None
+    deadline = time.monotonic() + 60
+    while (samples := scrape(int(found[1])))["actds_requests_finished_total", ()] <= N_REQUESTS:
+        assert time.monotonic() < deadline, samples
+        time.sleep(0.1)
+    n_rows = samples["actds_rows_total", (("stage", "ring"),)]
+    assert samples["actds_scheduled_tokens_total", ()] > n_rows > 0  # the rules leave some out
+    readout_nbytes = 4 * 2 * (1 + 8 + N_PROBES)
+    assert samples["actds_stage_bytes_total", LANE] % readout_nbytes == 0
+    assert samples["actds_stage_bytes_total", LANE] > 0
+
+
+def _compare(
+    dataset: actds.Dataset, requests: dict[str, Any], seen: dict[str, dict[str, Any]]
+) -> None:
+    """Check that exactly what the rules leave in is stored, under the tokens the clients saw."""
+    rules = SamplingRules.model_validate(RULES)
+    stored: dict[int, dict[int, int]] = {}
+    for shard in dataset.shards:
+        for row in shard.tokens(["request", "position", "token_id"]).to_pylist():
+            stored.setdefault(row["request"], {})[row["position"]] = row["token_id"]
+    spans: dict[int, list[dict[str, Any]]] = {}
+    for span in dataset.spans().to_pylist():
+        spans.setdefault(span["request"], []).append(span)
+    n_kept = 0
+    for external_id, choice in seen.items():
+        row = requests[external_id]
+        fed = [*choice["prompt_token_ids"], *choice["token_ids"]][:-1]
+        assert row["prompt_len"] == len(choice["prompt_token_ids"])
+        assert row["generated_len"] == len(choice["token_ids"])
+        mine = spans[row["request"]]
+        number = int(external_id.split("-")[2])
+        refused = number % 8 in (1, 2, 3)
+        drawn = rules.left_out(Labels(external_id)) == EVERYTHING
+        if refused or not drawn:
+            assert row["request"] not in stored
+            assert {span["disposition"] for span in mine} == {"filtered"}
+            reason = "sampling:skip" if refused else "sampling:fraction"
+            assert {span["reason"] for span in mine} == {reason}
+            continue
+        n_kept += 1
+        assert {span["disposition"] for span in mine} <= {"captured", "cache_ref"}
+        rows = stored.get(row["request"], {})
+        assert all(fed[position] == token for position, token in rows.items())
+        reused = sum(s["stop"] - s["start"] for s in mine if s["disposition"] == "cache_ref")
+        assert len(rows) + reused == len(fed)
+    assert 0 < n_kept < len(seen)
+
+
+def _try(server: Server, body: dict[str, Any], headers: dict[str, str]) -> None:
+    # The server may leave before it answers; the dataset says what became of it.
+    with contextlib.suppress(OSError):
+        server.post("/v1/completions", body, headers)
+
+
+def _wait_until_ended(out: str) -> None:
+    """Wait until writer and census have closed their chains; they may outlive the server."""
+    deadline = time.monotonic() + 60
+    while True:
+        catalog = Catalog.read(open_store(out))
+        if {chain.state for chain in catalog.chains.values()} == {"closed"}:
+            break
+        assert time.monotonic() < deadline, "the dataset is still being written"
+        time.sleep(0.1)
+    folder = local_folder(out)
+    while folder is not None:
+        with contextlib.suppress(ActdsError):
+            os.close(lock_dataset(folder))
+            return
+        time.sleep(0.1)

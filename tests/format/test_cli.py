@@ -1,0 +1,206 @@
+"""The command line: the facts, loud where it matters, errors in one line and never a traceback."""
+
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import actds
+from actds.cli import cli
+from actds.cli import reference as cli_reference
+from actds.errors import CODES, ActdsError
+from actds_testing import places
+from actds_testing.synthetic import make_dataset
+
+DOCS = places.DOCS / "cli.md"
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args], prog_name="actds")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("cli") / "d", n_requests=12, drops=True)
+
+
+@pytest.fixture
+def dataset(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "d")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = (
+        "import sys; from actds.cli import cli\n"
+        "cli(['--help'], standalone_mode=False)\n"
+        "print([m for m in ('torch','pyarrow','numpy','zarr','vllm','datasets','pydantic')"
+        " if m in sys.modules])"
+    )
+    told = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "info" in told.stdout and told.stdout.endswith("[]\n")
+
+
+def test_the_reference_is_that_of_the_commands(tmp_path: Path) -> None:
+    # In a process of its own: a command that was called by itself remembers its help option.
+    path = tmp_path / "cli.md"
+    subprocess.run([sys.executable, "-m", "actds.cli.reference", str(path)], check=True)
+    assert DOCS.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), (
+        f"run: {cli_reference.REGENERATE}"
+    )
+
+
+def test_every_command_and_option_has_help() -> None:
+    ctx = click.Context(cli)
+    for name in cli.list_commands(ctx):
+        command = cli.get_command(ctx, name)
+        assert command is not None and command.help, name
+        for option in command.params:
+            assert isinstance(option, click.Argument) or getattr(option, "help", None), option.name
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert actds.__version__ == importlib.metadata.version("actds")
+    assert run("--version").output == f"actds {actds.__version__}\n"
+
+
+def test_info_tells_what_where_from_and_what_is_missing(original: Path) -> None:
+    result = run("info", original)
+    assert (result.exit_code, result.stderr) == (0, "")
+    facts = json.loads(run("info", original, "--json").output)
+    assert (facts["format"], facts["version"]) == ("actds.info", "1")
+    page = result.output
+    rows = facts["totals"]["rows"]
+    for words in (
+        facts["digest"],
+        f"Rows: {rows:,} (",
+        "resid_post.0",
+        "observed  engine.name",
+        "null: a simulated run has none",
+        "requests     12 (",
+        f"{facts['totals']['dropped']} positions dropped",
+        "queue_full",
+        "1 request skipped: E004",
+    ):
+        assert words in page
+    assert "SEALED" not in page
+    ((ratio,),) = {tuple(re.findall(r"resid_post\.0 .* ([0-9.]+)x$", page, re.MULTILINE))}
+    hook = facts["hooks"][0]
+    assert float(ratio) == pytest.approx(hook["nbytes"] / hook["stored_nbytes"], abs=1e-3)
+    sizes = [p.stat().st_size for p in original.glob("shards/*/acts.zarr/resid_post.0/c/0/0")]
+    assert hook["stored_nbytes"] == sum(sizes)
+    (told,) = facts["runs"]
+    lost = sum(loss["n_positions"] for loss in told["losses"])
+    assert told["n_positions"] == rows + told["n_cache_ref"] + lost
+    assert sum(told["finish_reasons"].values()) == told["n_requests"] == 12
+
+
+def test_info_says_loudly_what_may_not_be_trained_on(dataset: Path) -> None:
+    (dataset / "seal/0001.json").unlink()
+    (dataset / "runs/r-synthetic.json").unlink()
+    (dataset / "mine.txt").write_text("")
+    for census in dataset.glob("ledger/c-*"):
+        shutil.rmtree(census)
+    result = run("info", dataset)
+    assert result.exit_code == 0
+    assert "NOT SEALED (E306)" in result.output.splitlines()[1]
+    for words in ("actds seal", "NO RUN RECORD (E401)", "NO CENSUS (E403)", "mine.txt", "E105"):
+        assert words in result.output
+    assert json.loads(run("info", dataset, "--json").output)["sealed"] is False
+
+
+def test_nothing_in_a_dataset_can_paint_the_terminal(dataset: Path) -> None:
+    genesis = dataset / "actds.json"
+    genesis.write_bytes(genesis.read_bytes().replace(b"actds synthetic", b"\\u001b[2J\\u202e"))
+    shutil.rmtree(dataset / "seal")
+    result = run("info", dataset)
+    assert result.exit_code == 0
+    assert "\\x1b[2J\\u202e" in result.output
+    assert "\x1b" not in result.output and "\u202e" not in result.output
+    odd = dataset / "ledger" / "w-\x1b[2J"
+    odd.mkdir()
+    (odd / "00000000.json").write_bytes(b"")
+    result = run("info", dataset)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr.startswith("E107 ") and "\x1b" not in result.stderr
+    result = run("info", f"{dataset}/\u202e")
+    # A direction mark: click strips colours by itself where there is no terminal.
+    assert result.stderr.startswith("E101 ") and "\u202e" not in result.stderr
+
+
+def test_seal_seals_once_and_says_what_is_in_it(dataset: Path) -> None:
+    shutil.rmtree(dataset / "seal")
+    first = run("seal", dataset)
+    assert first.exit_code == 0 and first.output.startswith("seal 1 ")
+    assert run("seal", dataset).output == first.output
+    assert json.loads(run("seal", dataset, "--json").output)["n"] == 1
+    assert actds.open(dataset).digest in first.output
+
+
+def test_errors_are_two_lines_on_stderr_with_their_exit_code(tmp_path: Path) -> None:
+    for args, code, exit_code in (
+        (("info", tmp_path), "E101", 3),
+        (("seal", tmp_path), "E101", 3),
+        (("info", "s3://x/y"), "E009", 2),
+        (("explain", "E999"), "E013", 2),
+        (("schema", "nope"), "E009", 2),
+    ):
+        result = run(*args)
+        assert (result.exit_code, result.stdout) == (exit_code, "")
+        place, next_step = result.stderr.splitlines()
+        assert place.startswith(f"{code} ") and "; expected " in place
+        assert next_step == CODES[code].next_step
+    assert run("info").exit_code == 2
+    assert run("bogus").exit_code == 2
+
+
+def test_a_traceback_reaches_only_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(run("--debug", "info", tmp_path).exception, ActdsError)
+    assert isinstance(run("info", tmp_path, "--debug").exception, ActdsError)
+
+    def broken(uri: str) -> None:
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr("actds.store.open_store", broken)
+    result = run("info", tmp_path)
+    assert result.exit_code == 4
+    assert result.stderr.startswith("E901 actds: RuntimeError: nobody foresaw this;")
+    assert "Traceback" not in result.output
+    assert isinstance(run("info", tmp_path, "--debug").exception, RuntimeError)
+
+
+def test_every_code_can_be_explained() -> None:
+    listing = run("explain").output
+    for code, entry in CODES.items():
+        assert f"{code}  {entry.title}" in listing
+        told = run("explain", code.lower())
+        assert told.exit_code == 0
+        for words in (code, entry.title, entry.meaning, entry.next_step, entry.clause):
+            assert words in told.output
+    assert json.loads(run("explain", "--json").output).keys() == CODES.keys()
+
+
+def test_schemas_are_printed_and_written(tmp_path: Path) -> None:
+    assert run("schema", "--write", tmp_path / "s").exit_code == 0
+    for name in ("genesis", "run", "shard", "ledger", "seal", "audit"):
+        assert name in run("schema").output
+        written = json.loads((tmp_path / "s" / f"{name}.json").read_text())
+        assert written == json.loads(run("schema", name).output)
+
+
+def test_a_room_that_cannot_be_loaded_is_named_and_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = importlib.metadata.EntryPoint("audit", "no_such_room.commands:audit", "actds.commands")
+    monkeypatch.setattr("actds.cli._plugins", lambda: {"audit": entry})
+    assert "not available: No module named 'no_such_room'" in run("--help").output
+    result = run("audit", "x", "--flag")
+    assert result.exit_code == 2 and result.stderr.startswith("E011 audit: ")

@@ -1,0 +1,281 @@
+"""The text of the specification says what the code does: tables, clauses, examples, figures."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from actds.accounting import account as accounting
+from actds.errors import CODES
+from actds.format import arrays, canonical, codec, tables
+from actds.format.array_metadata import MAX_CHUNK_NBYTES
+from actds.format.shard import row_set_sha256
+from actds_testing.places import ROOT
+
+SPEC = ROOT / "spec" / "0.1"
+PAGES = {path.name[:2]: path.read_text() for path in sorted(SPEC.glob("[0-9][0-9]-*.md"))}
+TEXT = "\n".join(PAGES.values())
+CLAUSES = set(re.findall(r"^#+ (\d+(?:\.\d+)*) ", TEXT, re.MULTILINE))
+
+
+def test_generated_blocks_are_those_of_the_code() -> None:
+    loaded = importlib.util.spec_from_file_location("make_tables", ROOT / "spec" / "make_tables.py")
+    assert loaded is not None and loaded.loader is not None
+    make_tables = importlib.util.module_from_spec(loaded)
+    loaded.loader.exec_module(make_tables)
+    stale = [path.name for path, text in make_tables.render() if path.read_text() != text]
+    assert not stale, "run: python spec/make_tables.py"
+    assert TEXT.count("<!-- begin generated") == TEXT.count("<!-- end generated") > 20
+
+
+def test_every_error_code_stands_on_a_clause_and_every_code_in_the_text_exists() -> None:
+    assert {entry.clause for entry in CODES.values()} <= CLAUSES
+    named = set(re.findall(r"\bE\d{3}\b", TEXT))
+    assert named == set(CODES)
+
+
+def test_every_dataset_rule_is_named_by_its_code_outside_the_error_table() -> None:
+    prose = "\n".join(text for page, text in PAGES.items() if page != "12")
+    for low, high in re.findall(r"\bE(\d{3}) to E(\d{3})\b", prose):
+        prose += "".join(f" E{number}" for number in range(int(low), int(high) + 1))
+    ruled = {code for code in CODES if "E101" <= code < "E500" or code > "E600"} - {"E901"}
+    assert ruled <= set(re.findall(r"\bE\d{3}\b", prose))
+
+
+def test_every_clause_that_a_docstring_or_the_text_cites_exists() -> None:
+    cited: dict[str, str] = {}
+    for room in ("actds", "writers", "validators"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for line in re.findall(r"Spec: 0\.1 sections? ([^\n]*)", path.read_text()):
+                cited |= dict.fromkeys(re.findall(r"\d+(?:\.\d+)*", line), path.name)
+    for page, text in PAGES.items():
+        text = re.sub(r"RFC \d+, section [\d.]+", "", " ".join(text.split()))
+        for line in re.findall(r"\bsections? (\d[\d.]*(?:(?: to | and |, )\d[\d.]*)*)", text):
+            cited |= dict.fromkeys(re.findall(r"\d+(?:\.\d+)*", line), page)
+    assert len(cited) > 15
+    assert not {clause: place for clause, place in cited.items() if clause not in CLAUSES}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [*SPEC.glob("*.md"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    pages.append(ROOT / "spec" / "README.md")
+    broken = [
+        f"{page.name}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / link).exists()
+    ]
+    assert not broken
+
+
+def test_examples_of_canonical_json_digest_and_roots_hold() -> None:
+    line = next(line for line in PAGES["02"].splitlines() if line.startswith('    {"a"'))
+    data = line.strip().encode() + b"\n"
+    assert canonical.parse(data, "example") == {"b": [1, True, None], "a": "é\n/"}
+    prose = " ".join(PAGES["02"].split())
+    assert f"these {len(data)} bytes" in prose and canonical.digest(data) in prose
+    assert canonical.merkle_root([b"a\n", b"b\n", b"c\n"]) in PAGES["02"]
+    assert row_set_sha256([0, 1, 0], [0, 0, 1]) in PAGES["05"]
+    assert f"{canonical.MAX_DOCUMENT_NBYTES:,} bytes" in prose
+    assert f"at most {canonical.MAX_DEPTH} objects" in prose
+
+
+def _hex_examples() -> list[bytes]:
+    blocks, lines = [], []
+    for line in [*PAGES["04"].splitlines(), ""]:
+        pairs = re.match(r"    ((?:[0-9a-f]{2} {1,2})*[0-9a-f]{2})(?:  |$)", line)
+        if pairs:
+            lines.append(pairs[1])
+        elif lines:
+            blocks.append(bytes.fromhex("".join(lines)))
+            lines = []
+    return blocks
+
+
+def test_examples_of_frames_decode_to_what_the_text_says(tmp_path: Path) -> None:
+    frame, shard = _hex_examples()
+    ones = np.zeros(128, np.uint16)
+    codec.decode_chunk(frame, ones)
+    assert (ones == 0x3F80).all() and len(frame) == 62
+    (tmp_path / "0").write_bytes(shard)
+    metadata = arrays.array_metadata(1, 2, "bfloat16")
+    with arrays.ArrayReader(metadata, tmp_path / "0") as reader:
+        np.testing.assert_array_equal(reader.read_all(), [[0x3F80, 0xBF80]])
+    assert codec.crc32c(b"123456789") == 0xE3069283 and "0xE3069283" in PAGES["04"]
+
+
+def test_fill_bits_limits_and_block_size_of_the_text_are_those_of_the_code() -> None:
+    prose = " ".join(PAGES["04"].split())
+    for kind in arrays.DTYPES.values():
+        assert f"0x{kind.fill:0{2 * kind.itemsize}X} ({kind.name})" in prose
+    assert f"{codec.MAX_BLOCK_NBYTES:,} bytes" in prose
+    assert f"{MAX_CHUNK_NBYTES:,} bytes" in prose
+
+
+def _table_after(marker: str) -> list[dict[str, str]]:
+    lines = PAGES["07"].split(f"<!-- example: {marker} -->")[1].strip().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    block = rows[: next((i for i, line in enumerate(lines) if not line.startswith("|")), len(rows))]
+    return [dict(zip(block[0], row, strict=True)) for row in block[2:]]
+
+
+def _number(cell: str) -> int | None:
+    return int(cell) if cell else None
+
+
+def _scheduled(cell: str) -> list[tuple[int, range]]:
+    found = re.findall(r"(\d+)(?: again)?: \[(\d+), (\d+)\)", cell)
+    return [(int(r), range(int(a), int(b))) for r, a, b in found]
+
+
+def _example_tables() -> dict[str, pa.Table]:
+    """Return the tables of the worked example of section 7.7, as the text prints it."""
+    prompt, generated = {0: 9, 1: 10, 2: 99}, {0: 3, 1: 2, 2: 0}
+    ids = hashlib.sha256(struct.pack("<11I", *range(11))).hexdigest()
+    spans = _table_after("spans")
+    steps = _table_after("steps")
+    names = ("batch", "captured", "recomputed", "dropped", "aborted")
+    counts = {name: [int(step[name]) for step in steps] for name in names}
+    scheduled = [_scheduled(step["scheduled (request: positions)"]) for step in steps]
+    prefill = [sum(p < prompt[r] for r, rng in step for p in rng) for step in scheduled]
+    assert [sum(len(rng) for _, rng in step) for step in scheduled] == counts["batch"]
+    n = len(steps)
+    lost = [span for span in spans if span["disposition"] == "dropped"]
+
+    def filled(name: tables.TableName, size: int, columns: dict[str, object]) -> pa.Table:
+        defaults = {
+            field.name: [None if field.nullable else "x" if field.type == pa.string() else 0] * size
+            for field in tables.SCHEMAS[name]
+        }
+        return tables.build(name, {**defaults, **columns})
+
+    return {
+        "requests": filled(
+            "requests",
+            3,
+            {
+                "request": [0, 1, 2],
+                "prompt_len": list(prompt.values()),
+                "generated_len": list(generated.values()),
+                "cached_tokens": [0, 8, 0],
+                "engine_cached_tokens": [0, 8, None],
+                "finish_reason": ["length", "abort", "skipped"],
+                "reason": [None, None, "E004 too long"],
+                "token_digest": [ids, None, None],
+            },
+        ),
+        "steps": filled(
+            "steps",
+            n,
+            {
+                "step": [int(step["step"]) for step in steps],
+                "prefill_tokens": prefill,
+                "decode_tokens": [b - p for b, p in zip(counts["batch"], prefill, strict=True)],
+                **{f"{name}_tokens": counts[name] for name in names},
+            },
+        ),
+        "spans": filled(
+            "spans",
+            len(spans),
+            {
+                **{k: [int(s[k]) for s in spans] for k in ("request", "start", "stop")},
+                "disposition": [s["disposition"] for s in spans],
+                "reason": [s["reason"] or None for s in spans],
+                **{k: [_number(s[k]) for s in spans] for k in ("step", "ref_request")},
+            },
+        ),
+        "drops": filled(
+            "drops",
+            len(lost),
+            {
+                **{k: [int(s[k]) for s in lost] for k in ("request", "start", "stop", "step")},
+                "drop_reason": [s["reason"] for s in lost],
+                "n_tokens": [int(s["stop"]) - int(s["start"]) for s in lost],
+            },
+        ),
+        "tokens": _example_rows(scheduled, spans, prompt),
+    }
+
+
+def _example_rows(
+    scheduled: list[list[tuple[int, range]]], spans: list[dict[str, str]], prompt: dict[int, int]
+) -> pa.Table:
+    """Return the rows that the captured spans ask for, each at its first computation."""
+    captured = {
+        (int(s["request"]), p)
+        for s in spans
+        if s["disposition"] == "captured"
+        for p in range(int(s["start"]), int(s["stop"]))
+    }
+    rows: dict[tuple[int, int], tuple[int, int]] = {}
+    chunks = dict.fromkeys(prompt, 0)
+    for step, batch in enumerate(scheduled):
+        for request, positions in batch:
+            for position in positions:
+                if (request, position) in captured:
+                    rows.setdefault((request, position), (step, chunks[request]))
+            chunks[request] += 1
+    return tables.build(
+        "tokens",
+        {
+            "request": [r for r, _ in rows],
+            "position": [p for _, p in rows],
+            "token_id": [p for _, p in rows],
+            "phase": ["prefill" if p < prompt[r] else "decode" for r, p in rows],
+            "step": [step for step, _ in rows.values()],
+            "attempt": [int(step == 4) for step, _ in rows.values()],
+            "chunk": [chunk for _, chunk in rows.values()],
+            "flags": [0] * len(rows),
+        },
+    )
+
+
+def test_worked_example_adds_up_to_the_totals_that_the_text_prints() -> None:
+    example = _example_tables()
+    census = [example[name] for name in ("requests", "steps", "spans", "drops")]
+    account = accounting.account("r", *census, [example["tokens"]])
+    assert account.findings == []
+    printed = {name: int(total) for name, total in _table_after("totals")[0].items()}
+    assert account.totals == printed
+    line = {"run": "r", "request": 0, "start": 0, "stop": 8, "count": 2}
+    assert account.multiplicity.to_pylist() == [line]
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "row", "value", "code"),
+    [
+        ("spans", "start", 2, 9, "E404"),
+        ("spans", "stop", 2, 11, "E405"),
+        ("spans", "disposition", 0, "filtered", "E406"),
+        ("drops", "drop_reason", 0, "disk_full", "E408"),
+        ("steps", "recomputed_tokens", 4, 1, "E409"),
+        ("requests", "engine_cached_tokens", 1, 4, "E411"),
+        ("steps", "captured_tokens", 2, 2, "E412"),
+        ("tokens", "token_id", 5, 77, "E414"),
+    ],
+)
+def test_worked_example_with_one_number_changed_is_found_out(
+    table: str, column: str, row: int, value: object, code: str
+) -> None:
+    example = _example_tables()
+    lines = example[table].to_pylist()
+    assert lines[row][column] != value
+    lines[row][column] = value
+    example[table] = pa.Table.from_pylist(lines, schema=example[table].schema)
+    census = [example[name] for name in ("requests", "steps", "spans", "drops")]
+    account = accounting.account("r", *census, [example["tokens"]])
+    assert code in {finding.code for finding in account.findings}
+
+
+def test_json_examples_are_what_they_stand_for() -> None:
+    examples = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)]
+    assert len(examples) == 7
+    assert canonical.dump(examples[2]) == arrays.array_metadata(3000, 576, "bfloat16")

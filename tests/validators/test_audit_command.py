@@ -1,0 +1,463 @@
+"""The command: what it prints and writes, how it ends, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+
+import actds
+from actds.cli import cli
+from actds.errors import ActdsError
+from actds_testing.places import SCHEMAS
+from actds_testing.simulate import SCENARIOS, simulate, write_dataset
+from actds_testing.synthetic import make_dataset
+from actds_validators.audit.result import Audit, Limits
+
+SCHEMA = SCHEMAS / "audit.json"
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["audit", *(str(arg) for arg in args)], prog_name="actds")
+
+
+def made(path: Path, name: str, seed: int = 1, **changes: object) -> Path:
+    options = {"n_steps": 300, **changes}
+    return write_dataset(simulate(replace(SCENARIOS[name], **options), seed), path)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a dataset for each verdict."""
+    root = tmp_path_factory.mktemp("command")
+    return {
+        "PASS": made(root / "pass", "none", n_steps=150),
+        "WARN": made(root / "warn", "mnar_projection", n_steps=1500, rate=0.04, strength=0.5),
+        "INCONCLUSIVE": made(root / "inconclusive", "mcar_steps", rate=0.03, readouts=False),
+        "FAIL": made(root / "fail", "heavy", n_steps=150),
+    }
+
+
+@pytest.fixture
+def no_audit(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Let the audit note that it began, and do nothing."""
+    audited: list[object] = []
+    monkeypatch.setattr(
+        "actds_validators.audit.run.audit_dataset", lambda *args: audited.append(args)
+    )
+    return audited
+
+
+def test_json_on_stdout_is_the_result_and_nothing_else(datasets: dict[str, Path]) -> None:
+    told = run(datasets["INCONCLUSIVE"], "--json", "-", "--fail-on", "never")
+    assert told.exit_code == 0 and told.stderr == ""
+    document = json.loads(told.stdout)
+    assert document["schema"] == "actds.audit/1" and document["seal"] == 1
+    jsonschema.validate(document, json.loads(SCHEMA.read_bytes()))
+    assert Audit.model_validate(document).as_json() == document
+    assert document["verdict"]["level"] == "INCONCLUSIVE" and document["verdict"]["lacks"]
+
+
+def test_files_are_written_where_told_and_the_page_says_so(
+    datasets: dict[str, Path], tmp_path: Path
+) -> None:
+    html, out = tmp_path / "report.html", tmp_path / "audit.json"
+    told = run(datasets["FAIL"], "--html", html, "--json", out)
+    assert told.exit_code == 1
+    assert sorted(tmp_path.iterdir()) == [out, html]
+    page = html.read_text(encoding="utf-8")
+    verdict = Audit.model_validate_json(out.read_text(encoding="utf-8")).verdict
+    assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
+    assert verdict.level == "FAIL" and verdict.level in told.stdout
+    assert str(html) in told.stdout and str(out) in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "failing"),
+    [
+        ((), {"FAIL"}),
+        (("--fail-on", "inconclusive"), {"FAIL", "INCONCLUSIVE"}),
+        (("--fail-on", "warn"), {"FAIL", "INCONCLUSIVE", "WARN"}),
+        (("--strict",), {"FAIL", "INCONCLUSIVE", "WARN"}),
+        (("--fail-on", "never"), set()),
+    ],
+)
+def test_the_exit_code_is_that_of_the_verdict(
+    datasets: dict[str, Path], arguments: tuple[str, ...], failing: set[str]
+) -> None:
+    for level, path in datasets.items():
+        told = run(path, *arguments)
+        assert level in told.stdout
+        assert told.exit_code == int(level in failing), (level, arguments, told.output)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--max-loss", "2"), ("--fdr", "0"), ("--min-events", "1"),
+     ("--seed", "-1"), ("--negligible-bias", "0"), ("--serious", "nan"),
+     ("--max-unresolved", "-0.1"), ("--n-blocks", "9")],
+)  # fmt: skip
+def test_a_limit_out_of_range_is_refused_by_name(
+    datasets: dict[str, Path], arguments: tuple[str, str]
+) -> None:
+    told = run(datasets["PASS"], *arguments)
+    assert told.exit_code == 2 and told.stdout == ""
+    assert told.stderr.startswith(f"E009 {arguments[0]}: ")
+
+
+def test_a_limit_moves_the_verdict_and_stands_in_the_result(datasets: dict[str, Path]) -> None:
+    told = run(datasets["FAIL"], "--max-loss", "0.9", "--json", "-")
+    document = json.loads(told.stdout)
+    assert document["limits"]["max_loss"] == 0.9 and document["verdict"]["kind"] != "heavy"
+
+
+def test_every_limit_is_an_option_with_its_meaning_and_its_default() -> None:
+    told = " ".join(run("--help").stdout.split())
+    for name, field in Limits.model_fields.items():
+        words = str(field.description)
+        kind = "INTEGER" if field.annotation is int else "FLOAT"
+        assert f"--{name.replace('_', '-')} {kind} {words[0].upper()}{words[1:]}." in told
+        assert f"{words[1:]}. [default: {field.default}]" in told, name
+
+
+def test_every_limit_that_is_given_stands_in_the_result(datasets: dict[str, Path]) -> None:
+    given = {
+        name: field.default + 1 if field.annotation is int else field.default / 2
+        for name, field in Limits.model_fields.items()
+    }
+    options = [word for name, n in given.items() for word in (f"--{name.replace('_', '-')}", n)]
+    told = run(datasets["PASS"], *options, "--json", "-")
+    assert json.loads(told.stdout)["limits"] == given
+
+
+def test_phases_and_another_dataset_are_compared_by_value(
+    datasets: dict[str, Path], tmp_path: Path
+) -> None:
+    other = made(tmp_path / "other", "none", n_steps=150)
+    told = run(datasets["PASS"], "--by", "phase", "--against", other, "--rows", 500, "--json", "-")
+    assert told.exit_code == 0, told.output
+    drift = json.loads(told.stdout)["drift"]
+    assert {one["kind"] for one in drift} >= {"population shift", "numeric drift"}
+    [same] = [one for one in drift if one["kind"] == "numeric drift"]
+    assert same["paired"] and max(abs(m["value"]) for m in same["measures"]) < 1e-6
+
+
+def test_the_two_sides_are_named_once_in_the_line_of_a_comparison(
+    datasets: dict[str, Path],
+) -> None:
+    told = run(datasets["PASS"], "--by", "phase", "--rows", 500)
+    [line] = [one for one in told.stdout.splitlines() if one.startswith("Population shift")]
+    assert line.count("phase prefill") == line.count("phase decode") == 1
+    assert line.removeprefix("Population shift: ")[0].isupper()
+
+
+def test_what_was_asked_for_stands_in_the_result(datasets: dict[str, Path], tmp_path: Path) -> None:
+    plain = json.loads(run(datasets["PASS"], "--json", "-").stdout)["options"]
+    assert plain == {
+        "engine": "threads", "classes": None, "by": [], "against": None, "rows": None, "failed": []
+    }  # fmt: skip
+    classes, other = tmp_path / "classes.parquet", actds.open(datasets["FAIL"])
+    table = {"request": [0, 999_999], "start": [0, 0], "stop": [1, 1], "class": ["a", "b"]}
+    pq.write_table(pa.table(table), classes)
+    told = run(
+        datasets["PASS"], "--classes", classes, "--against", datasets["FAIL"], "--by", "phase",
+        "--by", "phase", "--rows", 400, "--json", "-",
+    )  # fmt: skip
+    asked = json.loads(told.stdout)["options"]
+    named = asked.pop("classes")
+    assert named["path"] == str(classes)
+    assert named["sha256"] == hashlib.sha256(classes.read_bytes()).hexdigest()
+    assert (named["n_matching"], named["n_ranges"], named["n_labelled"]) == (1, 2, 1)
+    assert asked == {
+        "engine": "threads",
+        "by": ["phase"],
+        "against": {
+            "path": str(datasets["FAIL"]),
+            "dataset": other.catalog.genesis.dataset,
+            "digest": other.digest,
+        },
+        "rows": 400,
+        "failed": [],
+    }
+
+
+def mistake(name: str, root: Path) -> tuple[list[object], str]:
+    """Return options with one mistake, and the beginning of what they are refused with."""
+    match name:
+        case "one value":
+            return ["--by", "run"], "E014 "
+        case "nowhere":
+            return ["--against", root / "nowhere"], "E1"
+        case "not sealed":
+            path = write_dataset(simulate(replace(SCENARIOS["none"], n_steps=50), 1), root / "open",
+                                 sealed=False)  # fmt: skip
+            return ["--against", path], "E306 "
+        case "other width":
+            return ["--against", made(root / "wide", "none", n_steps=50, d_model=12)], "E014 "
+        case _:
+            return ["--against", make_dataset(root / "hook", hooks=("resid_post.7",))], "E014 "
+
+
+@pytest.mark.parametrize(
+    "name", ["one value", "nowhere", "not sealed", "other width", "other hook"]
+)
+def test_what_cannot_be_compared_is_refused_before_the_audit(
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object], name: str
+) -> None:
+    options, begin = mistake(name, tmp_path)
+    out = tmp_path / "weights.parquet"
+    told = run(datasets["PASS"], *options, "--weights", out)
+    assert told.stderr.startswith(begin), told.output
+    assert told.exit_code in (2, 3) and told.stdout == "" and not out.exists()
+    assert no_audit == []
+
+
+def test_a_comparison_that_fails_costs_no_verdict_and_stands_in_the_result(
+    datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ActdsError("E202", "shards/x", got="other bytes", expected="those committed")
+
+    monkeypatch.setattr("actds_validators.audit.drift.compare.drift_against", fail)
+    html, out, weights = (tmp_path / name for name in ("a.html", "a.json", "w.parquet"))
+    told = run(
+        datasets["INCONCLUSIVE"], "--against", datasets["PASS"], "--by", "phase", "--rows", 400,
+        "--html", html, "--json", out, "--weights", weights,
+    )  # fmt: skip
+    assert "INCONCLUSIVE" in told.stdout and told.stderr.startswith("E202 shards/x: ")
+    assert told.exit_code == 3
+    result = Audit.model_validate_json(out.read_text(encoding="utf-8"))
+    assert result.verdict.level == "INCONCLUSIVE" and html.exists() and weights.exists()
+    assert [one.first for one in result.drift] == ["phase prefill"]
+    assert result.options.failed == ["E202 shards/x: other bytes"]
+
+
+def test_every_comparison_that_fails_is_told_and_the_first_one_ends_the_command(
+    datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(dataset: object, column: object, *args: object, **kwargs: object) -> None:
+        if column == "phase":
+            raise ActdsError("E202", "shards/x", got="other bytes", expected="those committed")
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("actds_validators.audit.drift.compare.drift_by", fail)
+    monkeypatch.setattr(
+        "actds_validators.audit.drift.compare.values_to_compare", lambda *args: ["a", "b"]
+    )
+    html, out = tmp_path / "a.html", tmp_path / "a.json"
+    told = run(datasets["FAIL"], "--by", "phase", "--by", "run", "--html", html, "--json", out)
+    words = ["E202 shards/x: other bytes", "ValueError: no such thing"]
+    result = Audit.model_validate_json(out.read_text(encoding="utf-8"))
+    assert result.verdict.level == "FAIL" and result.options.failed == words
+    for one in words:
+        assert f"Comparison failed: {one}" in told.stdout.splitlines()
+        assert one in html.read_text(encoding="utf-8")
+    assert told.stderr.startswith("E202 shards/x: ") and told.exit_code == 3
+
+
+def test_hooks_are_looked_at_before_the_audit_for_columns_too(
+    datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch, no_audit: list[object]
+) -> None:
+    def fail(*args: object) -> None:
+        raise ActdsError("E014", "acts", got="no rows: resid_post.0", expected="rows")
+
+    monkeypatch.setattr("actds_validators.audit.drift.compare.common_hooks", fail)
+    told = run(datasets["PASS"], "--by", "phase")
+    assert told.stderr.startswith("E014 acts: no rows: resid_post.0")
+    assert told.exit_code == 2 and no_audit == []
+
+
+@pytest.mark.parametrize("through", ["path", "link", "file URI"])
+def test_a_dataset_is_not_compared_with_itself(
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object], through: str
+) -> None:
+    path = datasets["PASS"]
+    (tmp_path / "link").symlink_to(path)
+    against = {"path": path, "link": tmp_path / "link", "file URI": path.as_uri()}[through]
+    told = run(path, "--against", against)
+    got = f"E009 --against {against}: the dataset that is audited; expected another one"
+    assert told.stderr.startswith(got), told.output
+    assert told.exit_code == 2 and told.stdout == "" and no_audit == []
+
+
+@pytest.mark.parametrize("option", ["--html", "--weights"])
+def test_only_the_result_can_be_printed(
+    datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = run(datasets["PASS"].resolve(), option, "-")
+    assert told.exit_code == 2 and told.stdout == "" and list(tmp_path.iterdir()) == []
+    assert option in told.stderr and "only --json can print" in told.stderr
+
+
+@pytest.mark.parametrize("fail_on", ["never", "fail", "inconclusive"])
+def test_strict_and_another_fail_on_contradict(datasets: dict[str, Path], fail_on: str) -> None:
+    told = run(datasets["PASS"], "--strict", "--fail-on", fail_on)
+    assert told.exit_code == 2 and told.stdout == ""
+    assert f"--strict is --fail-on warn and contradicts --fail-on {fail_on}" in told.stderr
+    assert run(datasets["WARN"], "--strict", "--fail-on", "warn").exit_code == 1
+
+
+def test_what_is_no_dataset_is_not_readable(tmp_path: Path) -> None:
+    told = run(tmp_path / "nowhere")
+    assert told.exit_code == 3 and told.stdout == ""
+    assert "Traceback" not in told.stderr
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
+@pytest.mark.parametrize("where", ["genesis", "root", "seal", "other", "link", "linked file", "up"])
+def test_an_output_inside_a_dataset_is_refused_before_the_audit(
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object], option: str, where: str
+) -> None:
+    path, other = datasets["PASS"], datasets["WARN"]
+    (tmp_path / "folder").symlink_to(path / "seal")
+    (tmp_path / "file").symlink_to(other / "actds.json")
+    (tmp_path / "plain").mkdir()
+    out, of = {
+        "genesis": (path / "actds.json", path),
+        "root": (path / "report.html", path),
+        "seal": (path / "seal" / "none" / "x.parquet", path),
+        "other": (other / "seal" / "x.parquet", other),
+        "link": (tmp_path / "folder" / "x", path),
+        "linked file": (tmp_path / "file", other),
+        "up": (tmp_path / "plain" / ".." / "folder" / "x", path),
+    }[where]
+    before = contents(path) | contents(other)
+    told = run(path, option, out)
+    got = f"E009 {option} {out}: inside the dataset {of.resolve()}; expected a path outside any"
+    assert told.stderr.startswith(got), told.output
+    assert told.exit_code == 2 and told.stdout == "" and no_audit == []
+    assert contents(path) | contents(other) == before
+
+
+def test_a_link_in_a_dataset_is_refused_wherever_it_leads(
+    tmp_path: Path, no_audit: list[object]
+) -> None:
+    path = made(tmp_path / "acts", "none", n_steps=50)
+    (path / "link").symlink_to(tmp_path / "outside")
+    told = run(path, "--weights", path / "link")
+    assert told.stderr.startswith(f"E009 --weights {path / 'link'}: inside the dataset {path}")
+    assert told.exit_code == 2 and no_audit == []
+
+
+@pytest.mark.parametrize("name", ["actds.json", "link"])
+def test_an_output_that_would_pass_for_a_dataset_is_refused(
+    datasets: dict[str, Path], tmp_path: Path, no_audit: list[object], name: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "actds.json")
+    told = run(datasets["PASS"], "--json", tmp_path / name)
+    assert told.stderr.startswith(f"E009 --json {tmp_path / name}: actds.json, by which ")
+    assert told.exit_code == 2 and no_audit == []
+
+
+@pytest.mark.parametrize("way", ["same", "spelt otherwise", "link", "hard link"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("--html", "--json"), ("--json", "--weights"), ("--html", "--weights"),
+     ("--classes", "--html"), ("--classes", "--json"), ("--classes", "--weights")],
+)  # fmt: skip
+def test_two_options_that_name_one_file_are_refused(
+    datasets: dict[str, Path],
+    tmp_path: Path,
+    no_audit: list[object],
+    first: str,
+    second: str,
+    way: str,
+) -> None:
+    one = other = tmp_path / "file"
+    one.write_text("kept")
+    match way:
+        case "spelt otherwise":
+            other = tmp_path / ".." / tmp_path.name / "file"
+        case "link":
+            other = tmp_path / "link"
+            other.symlink_to(one)
+        case "hard link":
+            other = tmp_path / "link"
+            other.hardlink_to(one)
+    told = run(datasets["PASS"], first, one, second, other)
+    got = f"E009 {second} {other}: the file of {first}; expected a path of its own"
+    assert told.stderr.startswith(got), told.output
+    assert told.exit_code == 2 and told.stdout == "" and no_audit == []
+    assert one.read_text() == "kept"
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
+def test_a_file_that_is_there_is_replaced_and_keeps_its_other_names(
+    datasets: dict[str, Path], tmp_path: Path, option: str
+) -> None:
+    path = datasets["PASS"]
+    before = contents(path)
+    (tmp_path / "folder").mkdir()
+    out, link = tmp_path / "folder" / "out", tmp_path / "link"
+    out.hardlink_to(path / "actds.json")
+    link.symlink_to(out)
+    told = run(path, option, link)
+    assert told.exit_code == 0, told.output
+    assert contents(path) == before and link.is_symlink()
+    assert out.read_bytes() != before[path / "actds.json"]
+    assert list((tmp_path / "folder").iterdir()) == [out]
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--weights"])
+def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read(
+    tmp_path: Path, option: str
+) -> None:
+    out = tmp_path / "none" / "file"
+    told = run(tmp_path / "no dataset", option, out)
+    assert told.exit_code == 4 and told.stdout == ""
+    assert told.stderr.startswith(f"E503 {out}: no folder {out.parent}")
+    assert "Make the folder, or give another path." in told.stderr
+
+
+def test_a_page_goes_through_a_pipe(datasets: dict[str, Path]) -> None:
+    command = [sys.executable, "-m", "actds", "audit", str(datasets["PASS"])]
+    told = subprocess.run(
+        [*command, "--html", "/dev/stdout"], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.lower().startswith("<!doctype html>") and "</html>" in told.stdout
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_file_that_cannot_be_written_is_named(datasets: dict[str, Path], option: str) -> None:
+    told = run(datasets["PASS"], option, "/dev/full")
+    assert told.exit_code == 4
+    assert told.stderr.startswith("E503 /dev/full: No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "needed"),
+    [("duckdb", (), True), ("scipy", (), True), ("jinja2", ("--html", "r.html"), True),
+     ("jinja2", (), False)],
+)  # fmt: skip
+def test_a_missing_extra_is_named(
+    datasets: dict[str, Path],
+    tmp_path: Path,
+    package: str,
+    arguments: tuple[str, ...],
+    needed: bool,
+) -> None:
+    script = f"import sys; sys.modules[{package!r}] = None; from actds.cli import main; main()"
+    command = [sys.executable, "-c", script, "audit", str(datasets["PASS"]), *arguments]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "Traceback" not in told.stderr
+    if not needed:
+        assert told.returncode == 0, told.stderr
+        return
+    assert told.returncode == 2 and told.stdout == ""
+    assert told.stderr.startswith(f"E011 actds audit: the package {package} is not installed")
+    assert 'pip install "actds[audit]"' in told.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,187 @@
+"""The page of an audit in a real browser: no error, no request, no text outside its picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from actds_testing.audit_results import CASES, audit, enormous, hostile
+from actds_testing.audit_results_wide import wide
+from actds_testing.browser import Browser, chromium
+from actds_validators.audit.result import Audit
+from actds_validators.report.html import render
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(chromium() is None, reason="no Chromium is installed (apt: chromium)"),
+]
+
+# Boxes of texts that leave the view box of their picture by more than a pixel.
+OUTSIDE = """
+[...document.querySelectorAll("figure svg")].flatMap(svg => {
+  const view = svg.viewBox.baseVal, to = svg.getScreenCTM().inverse();
+  return [...svg.querySelectorAll("text")].filter(text => {
+    const r = text.getBoundingClientRect();
+    const a = new DOMPoint(r.left, r.top).matrixTransform(to);
+    const b = new DOMPoint(r.right, r.bottom).matrixTransform(to);
+    return a.x < -1 || a.y < -1 || b.x > view.width + 1 || b.y > view.height + 1;
+  }).map(text => svg.querySelector("title").textContent + ": " + text.textContent);
+})
+"""
+# Pairs of texts of a picture that cover each other by more than a sliver.
+COVERED = """
+[...document.querySelectorAll("figure svg")].flatMap(svg => {
+  const texts = [...svg.querySelectorAll("text")].map(t => [t, t.getBoundingClientRect()]);
+  return texts.flatMap(([s, a], k) => texts.slice(k + 1).filter(([t, b]) =>
+    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2 &&
+    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 5
+  ).map(([t]) => s.textContent + " / " + t.textContent));
+})
+"""
+# What makes the page itself wider than the window.
+WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+# Tables and pictures that do not fit in their box.
+SCROLLED = """
+[...document.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth)
+  .map(box => box.getAttribute("aria-label"))
+"""
+# Heights of the figures, with what is below them.
+FIGURES = "[...document.querySelectorAll('figure')].map(f => f.getBoundingClientRect().height)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    executable = chromium()
+    assert executable is not None
+    with Browser(executable) as opened:
+        yield opened
+
+
+def write(path: Path, source: str) -> Path:
+    path.write_text(source, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", [*CASES, "wide", "hostile", "enormous"])
+def test_page_says_nothing_asks_nothing_and_fits(
+    browser: Browser, tmp_path: Path, name: str
+) -> None:
+    made = {"wide": wide, "hostile": hostile, "enormous": enormous}
+    page = write(tmp_path / "page.html", render(made[name]() if name in made else audit(name)))
+    for width in (900, 400):
+        browser.open(page, width=width)
+        assert browser.console == []
+        assert browser.requests == [page.as_uri()]
+        assert browser.evaluate(WIDER) == 0
+        assert browser.evaluate(OUTSIDE) == []
+    if name in CASES or name == "wide":
+        assert browser.evaluate(COVERED) == []
+    assert browser.evaluate("document.querySelectorAll('script').length") == 0
+
+
+@pytest.mark.parametrize("name", ["load", "heavy", "unexplained", "wide"])
+def test_no_table_and_no_picture_runs_out_of_the_page(
+    browser: Browser, tmp_path: Path, name: str
+) -> None:
+    page = write(tmp_path / "page.html", render(wide() if name == "wide" else audit(name)))
+    for width in (985, 1400):  # a window of 1,000 pixels less its scroll bar
+        browser.open(page, width=width)
+        assert browser.evaluate(SCROLLED) == []
+    browser.open(page, width=600)  # the control: there they scroll within their box
+    assert len(browser.evaluate(SCROLLED)) > 0
+
+
+@pytest.mark.parametrize("loss", [1e-7, 1e-5, 3e-4, 0.0057, 0.049, 0.31, 0.5, 0.9, 0.999])
+def test_words_of_the_bound_stand_whole_wherever_its_point_lies(
+    browser: Browser, tmp_path: Path, loss: float
+) -> None:
+    few = audit("few").missingness
+    assert few is not None
+    bound = few.bound.model_copy(update={"loss_share": loss, "bias": math.sqrt(loss / (1 - loss))})
+    missingness = few.model_copy(update={"bound": bound})
+    source = render(audit("few", missingness=missingness))
+    assert "…" not in source[source.index('id="bound-title"') :].partition("</svg>")[0]
+    browser.open(write(tmp_path / "page.html", source))
+    assert browser.evaluate(OUTSIDE) == []
+    assert browser.evaluate(COVERED) == []
+
+
+def test_every_section_is_seen_and_every_link_leads_to_one(
+    browser: Browser, tmp_path: Path
+) -> None:
+    browser.open(write(tmp_path / "page.html", render(audit("heavy"))))
+    heights = browser.evaluate(
+        "[...document.querySelectorAll('section')].map(s => s.getBoundingClientRect().height)"
+    )
+    assert len(heights) == 12 and min(heights) > 60
+    broken = "[...document.querySelectorAll('nav a')].filter(a => !document.querySelector(a.hash))"
+    assert browser.evaluate(f"{broken}.length") == 0
+    # The verdict, the number and the first step stand on the first screen.
+    first = browser.evaluate("document.querySelector('#next li').getBoundingClientRect().bottom")
+    assert first < 600
+
+
+def test_style_holds_under_the_policy_in_light_and_in_dark(
+    browser: Browser, tmp_path: Path
+) -> None:
+    page = write(tmp_path / "page.html", render(audit("load")))
+    seen = []
+    for scheme in ("light", "dark"):
+        browser.open(page, media=[("prefers-color-scheme", scheme)])
+        ink, ground = "getComputedStyle(document.body).color", "backgroundColor"
+        seen.append(browser.evaluate(f"{ink} + ' on ' + getComputedStyle(document.body).{ground}"))
+        assert browser.console == []
+    assert seen == [
+        "rgb(27, 31, 36) on rgb(255, 255, 255)",
+        "rgb(230, 237, 243) on rgb(13, 17, 23)",
+    ]
+
+
+def test_page_prints(browser: Browser, tmp_path: Path) -> None:
+    browser.open(
+        write(tmp_path / "page.html", render(audit("heavy"))),
+        media=[("prefers-color-scheme", "dark")],
+    )
+    assert browser.pdf().startswith(b"%PDF")
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(255, 255, 255)"
+    )
+
+
+def test_the_policy_stops_what_a_hole_would_let_in(browser: Browser, tmp_path: Path) -> None:
+    """The control: were text to become markup, the policy would stop it, and these tests see it."""
+    hole = "<script>document.title = 'run'</script><p style='color:red'></p><img src='x.png'>"
+    source = render(audit("load")).replace("</main>", f"{hole}</main>")
+    browser.open(write(tmp_path / "page.html", source))
+    assert len(browser.console) >= 3
+    assert all("Content Security Policy" in said for said in browser.console)
+    assert browser.evaluate("document.title") != "run"
+
+
+def test_text_outside_its_picture_is_found(browser: Browser, tmp_path: Path) -> None:
+    """The control: a text pushed over the edge, and one over another, are reported."""
+    outside = '<text x="855" y="20">far outside</text><text x="90" y="20">a</text>'
+    source = render(audit("load")).replace("</svg></div>", f"{outside}</svg></div>", 1)
+    browser.open(write(tmp_path / "page.html", source))
+    assert browser.evaluate(OUTSIDE) == ["Loss waterfall: far outside"]
+    covered = '<text x="300" y="16">one</text><text x="300" y="16">two</text></svg></div>'
+    browser.open(write(tmp_path / "page.html", source.replace("</svg></div>", covered, 1)))
+    assert "one / two" in browser.evaluate(COVERED)
+
+
+@pytest.mark.parametrize("make", [wide, enormous])
+def test_every_figure_fits_on_a_printed_page(
+    browser: Browser, tmp_path: Path, make: Callable[[], Audit]
+) -> None:
+    browser.open(write(tmp_path / "page.html", render(make())), width=718)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    heights = browser.evaluate(FIGURES)
+    assert len(heights) > 10
+    assert max(heights) < 979  # A4 in width, Letter in height, with the margins of a browser
+    if make is wide:
+        assert browser.evaluate(WIDER) == 0

@@ -1,0 +1,455 @@
+"""The page of an audit: what it says first, what it holds, what no text and no number can do."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from actds_testing import audit_results
+from actds_testing.audit_results import CASES, audit, enormous, hostile
+from actds_testing.audit_results_wide import FLOOR_NOTE, LABELS, SHARES, wide
+from actds_validators.audit.result import Audit, Must, Number
+from actds_validators.report import words
+from actds_validators.report.forest import stored_bias
+from actds_validators.report.html import MARKS, render
+from actds_validators.report.strata import heat_map
+from actds_validators.report.svg import Picture, fit
+from actds_validators.report.words import percent
+
+MAX_NBYTES = 1_000_000
+SECTIONS = ("checks", "accounting", "coverage", "missingness", "mechanism", "queues", "weights")
+PICTURES = (
+    "waterfall",
+    "coverage-map",
+    "forest-system",
+    "forest-content",
+    "forest-values",
+    "stored-bias",
+    "heat-map",
+    "bound",
+    "trace",
+    "loss-by-load",
+    "occupancy",
+    "lags",
+    "weight-map",
+    "numeric-drift-0-bars",
+    "population-shift-0-bars",
+)
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Page(HTMLParser):
+    """Tags with their attributes in order, and the text; refuses tags that do not nest."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(source)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def ids(self) -> list[str]:
+        return [a["id"] or "" for _, a in self.tags if "id" in a]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verdict_deciding_number_and_next_steps_come_before_everything_else(name: str) -> None:
+    result = audit(name)
+    source = render(result)
+    page = html.unescape(re.sub(r"<[^>]+>", " ", source[source.index("<body") :]))
+    head, rest = page.split("Every number that was held", 1)
+    assert result.verdict.sentence in head
+    assert f"{MARKS[result.verdict.level]}  {result.verdict.level}" in head
+    assert f"Decided by: {result.verdict.deciding.name}" in head
+    assert all(step in head for step in (*result.verdict.next_steps, *result.verdict.lacks))
+    assert result.verdict.sentence not in rest
+
+
+def test_a_complete_result_has_every_section_and_every_picture() -> None:
+    ids = Page(render(audit("heavy"))).ids()
+    assert set(SECTIONS) | {"settings", "numeric-drift-0", "population-shift-0"} <= set(ids)
+    assert {f"{name}-title" for name in PICTURES} <= set(ids)
+    assert "absent" not in ids
+    assert len(ids) == len(set(ids))
+
+
+def test_every_picture_has_a_title_and_a_description() -> None:
+    page = Page(render(audit("heavy")))
+    named = [a["aria-labelledby"] for tag, a in page.tags if tag == "svg" and "role" in a]
+    assert len(named) == len(PICTURES)
+    assert all(set((label or "").split()) <= set(page.ids()) for label in named)
+
+
+def test_a_section_that_is_missing_is_left_out_and_says_why() -> None:
+    source = render(audit("unexplained"))
+    assert not {"coverage", "missingness", "mechanism", "queues"} & set(Page(source).ids())
+    assert "Coverage, Missingness, Mechanism, Time and queues, Weights" in source
+    assert "the accounting does not add up" in source
+    nothing = render(audit("negligible", missingness=None, accounting=audit_results.accounting(0)))
+    assert "no token was lost" not in nothing  # 1,200 were aborted
+    assert "no token was dropped; those of aborted requests are counted" in nothing
+    dropped = render(audit("heavy", missingness=None))
+    assert "the result does not hold it, although tokens were dropped" in dropped
+
+
+def test_weights_are_missing_where_nothing_was_dropped_or_nothing_is_stored() -> None:
+    some = audit("few").accounting
+    said = "no token was dropped: every weight is 1"
+    for aborted in (0, 1_200):
+        none = some.model_copy(update={"dropped": 0, "aborted": aborted})
+        assert said in render(audit("few", accounting=none))
+    assert said not in render(audit("few"))
+    assert "although tokens were dropped" in render(audit("few"))
+    bare = some.model_copy(update={"captured": 0})
+    assert "no row is stored that a weight could be given to" in render(
+        audit("few", accounting=bare)
+    )
+
+
+def test_numbers_stand_in_the_check_table_beside_their_limits() -> None:
+    source = render(audit("heavy"))
+    row = next(r for r in source.split("<tr") if "share lost" in r)
+    assert ">31 %</td>" in row and ">≤ 5 %</td>" in row and "not kept" in row
+    assert "limit ≤ 5 %, not kept" in source[: source.index("<main>")]
+
+
+@pytest.mark.parametrize(
+    ("must", "sign"), [("at most", "≤"), ("below", "&lt;"), ("at least", "≥"), ("above", "&gt;")]
+)
+def test_check_table_says_on_which_side_of_its_limit_a_number_has_to_lie(
+    must: Must, sign: str
+) -> None:
+    result = audit("few")
+    held = Number(name="what is held", value=0.5, must=must, limit=0.25, ok=False)
+    verdict = result.verdict.model_copy(update={"numbers": [held]})
+    source = render(audit("few", verdict=verdict))
+    row = next(r for r in source.split("<tr") if "what is held" in r)
+    assert f">{sign} 0.25</td>" in row
+    free = Number(name="what is free", value=0.5)
+    source = render(audit("few", verdict=verdict.model_copy(update={"numbers": [free]})))
+    assert ">-</td>" in next(r for r in source.split("<tr") if "what is free" in r)
+
+
+def test_lag_plot_draws_the_band_of_unrelated_series_around_nought() -> None:
+    source = render(audit("load"))
+    picture = next(s for s in source.split("<svg") if 'id="lags-title"' in s)
+    said = "<title>band of chance: -0.070 to 0.110</title>"
+    box = next(tag for tag in picture.split("<rect") if said in tag)
+    y, height = (float(re.findall(rf' {name}="([^"]+)"', box)[0]) for name in ("y", "height"))
+    nought = re.findall(r'<circle cx="[^"]+" cy="([^"]+)"[^>]*><title>[+-]40 steps', picture)
+    assert len(nought) == 2 and 'class="band"' in box
+    assert all(y < float(place) < y + height for place in nought)
+    peak = re.findall(r'cy="([^"]+)"[^>]*><title>\+12 steps', picture)
+    assert float(peak[0]) < y
+    assert "95 % of the correlations of unrelated series" in source
+    assert "about 412 independent ones" in source
+    assert audit("load").queues is not None
+    bare = audit("load").queues.model_copy(update={"lag_band": None})  # type: ignore[union-attr]
+    assert "unrelated series" not in render(audit("load", queues=bare))
+
+
+def test_mechanism_says_which_tests_tell_content_from_load() -> None:
+    result = audit("load")
+    source = render(result)
+    assert "can come from the load, with which the mix of tokens changes" in source
+    assert "Here too few steps" not in source
+    assert result.mechanism is not None
+    between = [t for t in result.mechanism.tests if t.name != "within"]
+    alone = result.mechanism.model_copy(update={"tests": between})
+    assert "Here too few steps lost only some" in render(audit("load", mechanism=alone))
+
+
+def test_naive_p_is_marked_as_not_deciding() -> None:
+    source = render(audit("load"))
+    assert "naive p (not deciding)" in source
+    assert "(&lt; 0.0001)" in source
+    assert "nothing here rests on it" in source
+
+
+@pytest.mark.parametrize("make", [lambda: audit("heavy"), hostile, enormous])
+def test_page_runs_and_fetches_nothing(make: Any) -> None:
+    source = render(make())
+    page = Page(source)
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "form", "use", "base"}
+    for _, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on") or name == "style"]
+        assert not {"src", "srcset", "action", "xlink:href"} & set(attributes)
+        assert (attributes.get("href") or "#").startswith("#")
+    assert "url(" not in source.replace("url(#stripes)", "").replace("url(#dots)", "")
+
+
+def test_policy_allows_the_one_style_sheet_and_nothing_else() -> None:
+    source = render(audit("heavy"))
+    style = source[source.index("<style>") + 7 : source.index("</style>")]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    metas = [a for tag, a in Page(source).tags if tag == "meta"]
+    policy = next(a["content"] for a in metas if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy == (
+        f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def test_hostile_text_is_shown_and_does_nothing() -> None:
+    source = render(hostile())
+    plain, page = Page(render(audit("heavy"))), Page(source)
+    known = {tag for tag, _ in plain.tags}
+    assert {tag for tag, _ in page.tags} <= known
+    assert "{{7*7}}" in "".join(page.text)
+    assert all(c.isprintable() or c == "\n" for c in source)
+    assert "\\x1b[31m\\u202e\\x00" in source
+
+
+def test_page_stays_under_a_megabyte_whatever_the_result_holds() -> None:
+    result = enormous()
+    assert len(json.dumps(result.as_json())) > 10 * MAX_NBYTES
+    source = render(result)
+    assert len(source.encode()) < MAX_NBYTES
+    assert "more, all in the result (--json)" in source
+
+
+def test_same_result_gives_the_same_page() -> None:
+    assert render(audit("heavy")) == render(audit("heavy"))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-9, 1e9, 1e300])
+def test_numbers_of_any_size_are_drawn_inside_the_picture(scale: float) -> None:
+    source = render(_scaled(audit("heavy"), scale))
+    assert not re.search(r"\b(nan|inf)\b", source)
+    for picture in re.findall(r"<svg viewBox.*?</svg>", source, re.S):
+        width, height = map(float, re.findall(r'viewBox="0 0 (\S+) (\S+)"', picture)[0])
+        for x in re.findall(r' (?:x|x1|x2|cx)="([^"]+)"', picture):
+            assert 0 <= float(x) <= width
+        for y in re.findall(r' (?:y|y1|y2|cy)="([^"]+)"', picture):
+            assert 0 <= float(y) <= height
+
+
+def _scaled(result: Audit, scale: float) -> Audit:
+    """Multiply every number that is no share and no count."""
+    free = {"value", "low", "high", "mean_all", "mean_lost", "sd_all", "load", "bias", "statistic"}
+    free |= {"floor", "t_s", "seconds", "load_low", "load_high", "weight", "limit", "fitted"}
+    free |= {"marks_s", "largest", "effective_rows", "correlation", "detectable"}
+
+    def walk(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: walk(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [walk(v, key) for v in value]
+        return value * scale if key in free and isinstance(value, float) else value
+
+    parts = walk(result.as_json())
+    for cell in parts["coverage"]["cells"]:  # positions are whole
+        cell["low"], cell["high"] = int(cell["low"]), int(cell["high"])
+    return Audit.model_validate(parts)
+
+
+def test_sections_without_a_single_entry_are_drawn_without_pictures() -> None:
+    def emptied(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: emptied(v, k) for k, v in value.items()}
+        return [] if isinstance(value, list) else value
+
+    ids = Page(render(Audit.model_validate(emptied(audit("heavy").as_json())))).ids()
+    assert {"coverage", "missingness", "mechanism", "queues", "weights"} <= set(ids)
+    assert not {"forest-system-title", "trace-title", "coverage-map-title"} & set(ids)
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.0, "0 %"),
+        (1e-6, "< 0.01 %"),
+        (0.31, "31 %"),
+        (0.99951, "99.95 %"),
+        (math.nextafter(1, 0), "> 99.99 %"),
+        (1.0, "100 %"),
+    ],
+)
+def test_a_part_is_never_rounded_to_nothing_or_to_all(share: float, words: str) -> None:
+    assert percent(share) == words
+
+
+def test_the_page_says_what_was_audited_with_which_options() -> None:
+    asked, plain = (
+        " ".join(" ".join(Page(render(audit(name))).text).split()) for name in ("heavy", "load")
+    )
+    for said in (
+        "/data/classes.parquet", "c1a5" * 16, "12,345 of 20,000", "1,234,567 of 2,000,001",
+        "values compared by phase", "/data/other", "other-1", "07e4" * 16, "rows a side at most",
+    ):  # fmt: skip
+        assert said in asked, said
+    for said in ("engine threads", "those of the tables", "no column", "no other dataset"):
+        assert said in plain, said
+    assert "rows a side at most" not in plain
+
+
+def _drawn(source: str) -> list[tuple[str, str]]:
+    """Return the texts of all pictures, each with its title, empty where it has none."""
+    found = re.findall(r"<text[^>]*>(?:<title>(.*?)</title>)?(.*?)</text>", source)
+    return [(html.unescape(text), html.unescape(title)) for title, text in found]
+
+
+@pytest.mark.parametrize("make", [wide, lambda: audit("heavy"), lambda: audit("few")])
+@pytest.mark.parametrize("scale", [1e-300, 1e-9, 1.0, 1e9, 1e300])
+def test_no_number_of_a_picture_is_cut(make: Any, scale: float) -> None:
+    drawn = _drawn(render(_scaled(make(), scale)))
+    assert len(drawn) > 200
+    assert [text for text, _ in drawn if any(c.isdigit() for c in text) and "…" in text] == []
+    assert [text for text, _ in drawn if text == "…"] == []
+
+
+def test_shares_of_narrow_cells_are_drawn_whole() -> None:
+    source = render(wide())
+    for name in ("heat-map", "weight-map", "coverage-map"):
+        picture = next(s for s in source.split("<svg") if f'id="{name}-title"' in s)
+        drawn = {text.removesuffix(" %") for text, _ in _drawn(picture)}
+        assert {percent(share).removesuffix(" %") for share in SHARES} <= drawn
+        assert name != "heat-map" or "was lost, in per cent" in picture
+
+
+def test_p_of_the_head_and_of_the_checks_is_never_a_power_of_ten() -> None:
+    held = Number(
+        name="smallest adjusted p", value=3.168e-143, must="above", limit=0.05, unit="p", ok=False
+    )
+    few = audit("few")
+    verdict = few.verdict.model_copy(update={"deciding": held, "numbers": [held]})
+    source = render(audit("few", verdict=verdict))
+    assert "<b>&lt; 0.0001</b> <span>limit &gt; 0.05, not kept</span>" in source
+    assert "e-143" not in source
+    row = next(r for r in source.split("<tr")[1:] if "smallest adjusted p" in r)
+    assert ">&lt; 0.0001</td>" in row and ">&gt; 0.05</td>" in row
+
+
+@pytest.mark.parametrize(("n_events", "told"), [(1, True), (29, True), (30, False)])
+def test_intervals_of_few_events_are_told_to_be_too_narrow(n_events: int, told: bool) -> None:
+    result = audit("heavy")
+    assert result.mechanism is not None
+    mechanism = result.mechanism.model_copy(update={"n_events": n_events})
+    source = render(audit("heavy", mechanism=mechanism))
+    said = f"All losses make {words.many(n_events, 'independent event')}: with fewer than 30 the"
+    assert source.count(said) == (9 if told else 0)  # lead, four plots and their captions
+    assert "All losses make" not in render(audit("heavy", mechanism=None))
+
+
+def test_mechanism_says_how_many_units_count() -> None:
+    source = render(audit("load"))
+    assert ">effective units</th>" in source and ">units</th>" not in source
+    assert "neighbouring shifts of the losses are alike" in source
+
+
+@pytest.mark.parametrize("n", [16, 17, 26])
+def test_strata_beyond_the_room_are_left_out_by_size_and_counted(n: int) -> None:
+    found = audit("heavy")
+    assert found.missingness is not None
+    d = next(d for d in found.missingness.differences if d.strata)
+    strata = [
+        d.strata[0].model_copy(update={"label": f"s{k}", "n": 1000 if k % 2 else 10 + k})
+        for k in range(n)
+    ]
+    picture = heat_map([d.model_copy(update={"strata": strata})])
+    names = [s.text for s in picture.shapes if re.fullmatch(r"s\d+", s.text)]
+    kept = sorted(sorted(range(n), key=lambda k: -strata[k].n)[:16])
+    assert names == [f"s{k}" for k in kept]
+    told = any(f"{n - 16} left out" in s.text for s in picture.shapes)
+    assert told == (n > 16)
+
+
+def test_covariates_of_real_hooks_are_drawn_whole_and_longer_ones_keep_their_name() -> None:
+    source = render(wide())
+    for name in ("forest-values", "forest-content", "heat-map"):
+        picture = next(s for s in source.split("<svg") if f'id="{name}-title"' in s)
+        seen = [text for text, _ in _drawn(picture) if " at layers" in text]
+        assert seen and set(seen) <= set(LABELS)
+    picture = Picture("p", "t", "d", 860, 40)
+    label = f"{LABELS[1]}, of the model before its last step of training"
+    picture.text(250, 20, label, "end", room=240)
+    assert picture.shapes[0].title == label
+    assert label.startswith(picture.shapes[0].text.removesuffix("…"))
+
+
+@pytest.mark.parametrize("room", range(5, 130, 5))
+def test_a_text_is_cut_before_a_number_and_never_through_it(room: int) -> None:
+    seen = fit("layer 12,345.25 of -67", room)
+    assert not re.search(r"\d…", seen) or seen.startswith("layer 12,345.25")
+
+
+def test_nought_has_no_sign() -> None:
+    for said in (words.number, words.short, percent, words.thousandths, words.signed):
+        assert not said(-0.0).startswith(("-", "+"))
+        for value in (-1e-300, -4.9e-4, -0.0009999, -0.04, -1.0):
+            assert re.search(r"[1-9]", said(value)), (said, value)
+    for scale in (-0.0, -1e-300, -1e-5, 1e-5):
+        source = render(_scaled(audit("heavy"), scale))
+        texts = [*Page(source).text, *re.findall(r"<title>(.*?)</title>", source)]
+        assert [t for t in texts if re.search(r"(?<![\w.])-0(\.0*)?(?![.\w])", t)] == []
+        assert '"-0"' not in source
+
+
+def test_notes_stand_below_their_row_and_what_all_say_stands_once() -> None:
+    source = render(wide())
+    noted = re.findall(
+        r'<tr class="[a-z ]*noted">(.*?)</tr>\s*<tr class="[a-z ]*note">(.*?)</tr>', source, re.S
+    )
+    assert len(noted) == 5 + 4 + 4
+    for cells, note in noted:
+        n_columns = len(re.findall(r"<t[hd]", cells))
+        assert note.startswith(f'<td colspan="{n_columns}">')
+    assert sum("measure 0 of the channels</td>" in note for _, note in noted) == 2
+    said = html.unescape(source)
+    assert said.count(FLOOR_NOTE) == 2  # once a comparison
+    assert f"All measures: {FLOOR_NOTE}." in said
+
+
+def test_forest_of_any_number_of_covariates_fits_on_a_printed_page() -> None:
+    source = render(enormous())
+    pictures = [s for s in source.split("<svg") if re.search('id="(forest-|stored-bias)', s)]
+    assert len(pictures) == 4
+    for picture in pictures:
+        width, height = map(float, re.findall(r'viewBox="0 0 (\S+) (\S+)"', picture)[0])
+        assert height / width * 718 < 900  # a page of A4 or Letter holds 718 by 979 pixels
+        assert "more, all in the result (--json)" in picture
+        legend = "serious, with a rejected test" if "stored-bias" in picture else "lost against all"
+        assert any(legend in text for text, _ in _drawn(picture))
+
+
+@pytest.mark.parametrize(("serious", "in_plot"), [(0.001, True), (0.9, False)])
+def test_bias_before_and_after_weighting_has_a_scale_of_its_own(
+    serious: float, in_plot: bool
+) -> None:
+    found = audit("heavy")
+    assert found.missingness is not None
+    limits = found.limits.model_copy(update={"serious": serious})
+    picture = stored_bias(found.missingness.differences, limits)
+    said = {shape.text for shape in picture.shapes if shape.tag == "text"}
+    limit = f"serious, with a rejected test: {'' if in_plot else 'beyond '}±{serious}"
+    assert limit + ("" if in_plot else ", not in the plot") in said
+    drawn = [s for s in picture.shapes if ("class", "limit") in s.attributes]
+    assert len(drawn) == (3 if in_plot else 0)  # two and the legend
+    for d in found.missingness.differences:
+        assert d.covariate.label in said
+        for one in (d.before_weighting, d.after_weighting):
+            assert one is None or words.signed(one.value, three=True) in said

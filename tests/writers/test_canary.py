@@ -1,0 +1,200 @@
+"""Canary replay finds rows of another request, and takes no rounding for one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import actds
+from actds.errors import ActdsError
+from actds.format import tables
+from actds.format.shard import commit_part
+from actds.ledger import Chain
+from actds.seal import seal
+from actds.store import open_store
+from actds_testing import harvest as h
+from actds_testing.tiny import make_random_model
+from actds_validators.validate.validation import validate
+from actds_writers.harvest import canary_compare as compare
+from actds_writers.harvest.canary import Share
+
+N_REQUESTS, LENGTH, D_MODEL = 6, 40, 64
+
+
+def states(seed: int = 0) -> np.ndarray:
+    """Return float32 rows of requests that share a large common part, as residual streams do."""
+    rng = np.random.default_rng(seed)
+    common = rng.normal(0, 3, D_MODEL)
+    rows = common + rng.normal(0, 1, (N_REQUESTS * LENGTH, D_MODEL))
+    rows[::LENGTH] *= 100  # the first position of a request has massive activations
+    return rows.astype(np.float32)
+
+
+def verdicts(
+    stored: np.ndarray, replayed: np.ndarray, prefix: np.ndarray | None = None
+) -> np.ndarray:
+    relative, _ = compare.distances(stored, replayed)
+    unlike = np.arange(len(stored)) if prefix is None else prefix
+    return compare.is_foreign(stored, replayed, relative, unlike, "bfloat16")
+
+
+def noisy(rows: np.ndarray, relative: float, seed: int = 1) -> np.ndarray:
+    """Return rows moved by a share of their norm, and rounded to bfloat16."""
+    noise = np.random.default_rng(seed).normal(0, 1, rows.shape)
+    noise *= (
+        relative * np.linalg.norm(rows, axis=1)[:, None] / np.linalg.norm(noise, axis=1)[:, None]
+    )
+    return (rows + noise).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+@pytest.mark.parametrize("relative", [0.0, 0.01, 0.04, 0.12])
+def test_rounding_noise_is_no_other_row(relative: float) -> None:
+    rows = states()
+    assert not verdicts(noisy(rows, relative), rows).any()
+
+
+@pytest.mark.parametrize("shift", [1, LENGTH])
+def test_a_shifted_or_exchanged_row_is_always_found(shift: int) -> None:
+    rows = states()
+    stored = noisy(rows, 0.01)
+    moved = np.roll(stored, shift, axis=0)
+    ordinary = np.arange(len(rows)) % LENGTH > shift % LENGTH
+    assert verdicts(moved, rows)[ordinary].all()
+    one = stored.copy()
+    one[[3, 3 + LENGTH]] = one[[3 + LENGTH, 3]]
+    assert np.flatnonzero(verdicts(one, rows)).tolist() == [3, 3 + LENGTH]
+
+
+def test_a_row_near_another_one_is_foreign_below_the_far_limit() -> None:
+    rows = states()
+    near, far = compare.NEAR["bfloat16"], compare.FAR["bfloat16"]
+    rows[8] = rows[7] * (1 + (near + far) / 2)
+    stored = rows.copy()
+    stored[8] = rows[7]
+    assert np.flatnonzero(verdicts(stored, rows)).tolist() == [8]
+
+
+def test_equal_tokens_may_stand_for_each_other() -> None:
+    rows = states()
+    stored = noisy(rows, 0.05)
+    rows[LENGTH + 2] = stored[2]  # the twin's replay hits the stored row to the bit
+    numbers = compare.prefixes([[1, 2, 3], [1, 2, 3, 4], [9, 2, 3]])
+    assert [n.tolist() for n in numbers] == [[0, 1, 2], [0, 1, 2, 3], [4, 5, 6]]
+    prefix = np.arange(len(rows))
+    assert verdicts(stored, rows, prefix)[2]
+    prefix[LENGTH + 2] = prefix[2]
+    assert not verdicts(stored, rows, prefix)[2]
+
+
+def test_a_row_that_is_not_finite_is_foreign() -> None:
+    rows = states()
+    stored = rows.copy()
+    stored[5, 3] = np.nan
+    stored[6] = 0
+    assert np.flatnonzero(verdicts(stored, rows)).tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "wanted"), [("0.1%", 10_000, 10), ("0.1%", 3, 1), ("5", 100, 5), ("5", 2, 2)]
+)
+def test_a_share_is_a_number_of_requests(text: str, n: int, wanted: int) -> None:
+    assert Share.parse(text).of(n) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "101%", "2.5", "all", "nan%", "NaN", "inf"])
+def test_other_shares_are_refused(text: str) -> None:
+    with pytest.raises(ActdsError, match="E009"):
+        Share.parse(text)
+
+
+def with_canary(path: Path, **changes: Any) -> list[str]:
+    """Add a line of canary for a stored row; return what validate says."""
+    dataset = actds.open(path)
+    shard = dataset.shards[0]
+    token = shard.tokens().slice(0, 1).to_pylist()[0]
+    line = {name: token[name] for name in ("request", "position", "step", "token_id")}
+    line |= {"hook": shard.hooks[0], "replayed_token_id": token["token_id"]}
+    line |= {"relative_l2": 0.01, "cosine": 0.99, "verdict": "same", **changes}
+    store = open_store(path)
+    chain = Chain.begin(store, dataset.catalog.genesis.dataset, shard.run, "tool", "test")
+    table = tables.build("canary", {name: [value] for name, value in line.items()})
+    commit_part(store, chain, "canary", shard.run, 0, table)
+    chain.close("finished", {})
+    seal(store)
+    return [finding.line() for finding in validate(path, "standard").errors]
+
+
+def test_validate_takes_a_canary_that_sings(copy_dataset: Any) -> None:
+    assert with_canary(copy_dataset()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"verdict": "foreign"}, "E418"),
+        ({"verdict": "fine"}, "E414"),
+        ({"hook": "resid_post.99"}, "E414"),
+        ({"position": 4_000_000}, "E414"),
+    ],
+)
+def test_validate_refuses_canaries(changes: dict[str, Any], code: str, copy_dataset: Any) -> None:
+    found = with_canary(copy_dataset(), **changes)
+    assert len(found) == 1
+    assert found[0].startswith(f"{code} canary/")
+
+
+@pytest.mark.engine
+def test_a_capture_that_mixes_requests_up_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real engine of this process hands two requests each other's rows; the replay does not."""
+    from actds_writers.config import WriteOptions
+    from actds_writers.engines.transformers.worker import Capture
+    from actds_writers.harvest.run import write
+
+    after_step = Capture.after_step
+
+    def mixing(self: Any, step: int, finished: Any, columns: Any, *more: Any) -> None:
+        rows = self._buffers.rows.clone()
+        width = columns.width
+        # Requests 0 and 1 of the batch, whose prompts have the same length.
+        self._buffers.rows[:, :width] = rows[:, width : 2 * width]
+        self._buffers.rows[:, width : 2 * width] = rows[:, :width]
+        after_step(self, step, finished, columns, *more)
+
+    monkeypatch.setattr(Capture, "after_step", mixing)
+    for name, value in h.ENGINE_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    model = make_random_model(tmp_path / "model")
+    prompts = h.write_prompts(
+        tmp_path / "prompts.jsonl",
+        [{"id": f"q{i}", "prompt": f"{i}{i} and {i} ".ljust(20, "xyzw"[i])} for i in range(4)],
+    )
+    out = tmp_path / "acts"
+    options = WriteOptions(
+        out=out, model=model, prompts=str(prompts), hooks="resid_post:1,2", max_tokens=4,
+        temperature=0.0, seed=0, engine={"max_num_seqs": 4}, resume=False, skip_broken=False,
+        order="permuted", rows_per_shard=None, ring_mib=1, store_dtype=None, overflow="block",
+        staging_mib=1, readouts=False, probes=None, writer="transformers", canary="100%",
+        quiet=True,
+    )  # fmt: skip
+    with pytest.raises(ActdsError, match="E418") as caught:
+        write(options)
+    assert "request 0" in caught.value.place
+    # The evidence is sealed, and the gate refuses it.
+    dataset = actds.open(out)
+    canary = dataset.canary().to_pylist()
+    of = {verdict: {row["request"] for row in canary if row["verdict"] == verdict}
+          for verdict in ("same", "foreign", "diverged")}  # fmt: skip
+    assert of["foreign"] == {0, 1}
+    assert {2, 3} <= of["same"]
+    assert {row["hook"] for row in canary} == {"resid_post.1", "resid_post.2"}
+    assert len(canary) == 2 * dataset.n_rows
+    assert {finding.code for finding in validate(out, "standard").errors} == {"E418"}
+    assert not list(tmp_path.glob(".actds-canary-*"))
+    shutil.rmtree(out)

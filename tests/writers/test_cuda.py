@@ -1,0 +1,162 @@
+"""What a CPU cannot show: the op inside a CUDA graph, and the stages beside a CUDA stream.
+
+``make cuda`` runs this file and ``benchmarks/bench_cuda.py``; it needs torch with a GPU, no vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import actds
+from actds.format.readouts import Readouts, compute, matrix
+from actds.seal import seal
+from actds.store import open_store
+from actds_testing.synthetic_engine import (
+    GENERATED,
+    HOOKS,
+    PROMPT_LEN,
+    SyntheticEngine,
+    pipeline_for,
+)
+from actds_validators.validate.validation import validate
+from actds_writers.capture import op as capture
+from actds_writers.capture.transfer import Copier, Mark
+from actds_writers.ipc.link import Policy
+from actds_writers.ipc.messages import ClientFacts
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU here: run 'make cuda' where there is one"
+)
+
+N_POSITIONS = PROMPT_LEN + GENERATED - 1
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(d_model, d_model, bias=False)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stream = hidden if residual is None else hidden + residual
+        return self.linear(stream), stream
+
+
+class Model(torch.nn.Module):
+    def __init__(self, d_model: int, n_layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(d_model) for _ in range(n_layers))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual)
+        return hidden + residual
+
+
+@pytest.mark.parametrize("with_readouts", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cuda_graph_replays_the_capture(with_readouts: bool, compiled: bool) -> None:
+    torch.manual_seed(0)
+    d_model, n = 256, 32
+    model = Model(d_model, 3).cuda().bfloat16()
+    packed = matrix(Readouts(8, seed=1), None, 2, d_model)
+    buffers = capture.install(
+        model,
+        [0, 2],
+        max_rows=64,
+        d_model=d_model,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        form="sum",
+        directions=packed if with_readouts else None,
+    )
+    run = torch.compile(model, fullgraph=True) if compiled else model
+    fed = torch.randn(n, d_model, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(3):
+            run(fed)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(fed)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            fresh = torch.randn(n, d_model, device="cuda", dtype=torch.bfloat16)
+            buffers.reset()
+            buffers.rows.zero_()
+            fed.copy_(fresh)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert buffers.seen.tolist() == [n, n]
+            stream = fresh
+            for index, layer in enumerate(model.layers):
+                stream = layer.linear(stream) + stream
+                if index in (0, 2):
+                    got = buffers.rows[index // 2, :n].float()
+                    distance = (got - stream.float()).norm() / stream.float().norm()
+                    assert distance < 0.02
+            if with_readouts:
+                rows = buffers.rows[1, :n].float().cpu().numpy()
+                want = compute(rows, packed[1])
+                scale = 1e-4 * want[:, :1]
+                assert (np.abs(buffers.readouts[1, :n].cpu().numpy() - want) <= scale).all()
+
+
+def test_a_copier_waits_for_the_engine_and_not_the_engine_for_it() -> None:
+    device = torch.device("cuda")
+    source = torch.zeros(2, 512, 256, device=device)
+    target = torch.empty(2, 512, 256).pin_memory()
+    busy = torch.randn(4096, 4096, device=device)
+    copier = Copier(device)
+    for value in range(1, 6):
+        for _ in range(20):
+            busy = busy @ busy / 64
+        source.fill_(value)  # behind the products, in the engine's stream
+        mark = Mark(device)
+        copier.copy(target, source, None, mark)
+        assert (target == value).all()
+    index = torch.tensor([5, 7, 300])
+    source.copy_(torch.arange(512, device=device)[None, :, None].expand(2, 512, 256))
+    some = torch.empty(2, 3, 256).pin_memory()
+    copier.copy(some, source, index, Mark(device))
+    assert some[:, :, 0].tolist() == [[5, 7, 300]] * 2
+
+
+@pytest.mark.parametrize("policy", ["block", "drop_oldest", "drop_newest"])
+def test_rows_on_a_gpu_reach_the_dataset_under_pressure(policy: Policy, tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    with pipeline_for(out, policy, readouts=Readouts(8, seed=2)) as pipeline:
+        engine = SyntheticEngine(pipeline, "cuda")
+        engine.request(0)
+        engine.drain(pipeline)
+        writer = pipeline._processes["writer"].pid
+        os.kill(writer, signal.SIGSTOP)
+        wake = threading.Timer(1.0, os.kill, (writer, signal.SIGCONT))
+        wake.start()
+        for number in range(1, 120):
+            engine.request(number)
+        engine.drain(pipeline)
+        engine.close()
+        pipeline.tell_client_facts(ClientFacts())
+        ended = pipeline.finish("finished")
+        wake.join()
+    seal(open_store(out))
+    assert not validate(out, level="deep").errors
+    dataset = actds.open(out)
+    assert dataset.n_rows + ended.census["dropped"] == 120 * N_POSITIONS
+    assert dataset.readouts().num_rows == 120 * N_POSITIONS * len(HOOKS)
+    assert (ended.census["dropped"] > 0) == (policy != "block")
+    for shard in dataset.shards:
+        tokens = shard.tokens(["request", "position"])
+        label = tokens["request"].to_numpy() * 100 + tokens["position"].to_numpy() + 1
+        for index, hook in enumerate(HOOKS):
+            rows = shard.array(hook.name).read_all()
+            assert np.array_equal(rows, np.repeat((label + index)[:, None], rows.shape[1], axis=1))

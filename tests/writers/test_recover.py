@@ -1,0 +1,348 @@
+"""Recovery: after any sudden end every acknowledged row is there, and everything adds up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+import zstandard
+from click.testing import CliRunner
+
+import actds
+from actds.cli import cli
+from actds.errors import ActdsError
+from actds.format import canonical, layout
+from actds.format.readouts import Readouts
+from actds.lock import lock_dataset
+from actds.reading import Catalog
+from actds.seal import seal
+from actds.store import LocalStore
+from actds_testing.recovery import (
+    N_POSITIONS,
+    accounts,
+    check_a_stopped_writer_is_fenced,
+    check_values,
+    clean,
+    contents,
+    harvest_and_kill,
+    kill,
+    prompts,
+    serve_three_shards,
+    shard_records,
+)
+from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
+from actds_writers.harvest import recover as recover_module
+from actds_writers.harvest.recover import recover
+from actds_writers.harvest.resume import finished_rows
+from actds_writers.ipc.messages import ClientFacts
+
+if TYPE_CHECKING:
+    from actds_writers.config import Plan
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a dataset whose writer and census were killed in the middle; read only."""
+    out = tmp_path_factory.mktemp("killed") / "acts"
+    harvest_and_kill(out, "census", "writer", facts=ClientFacts(prompts(3)))
+    return out
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(killed, tmp_path / "acts"))
+
+
+def test_keeps_every_acknowledged_row_and_accounts_for_the_rest(copy: Path) -> None:
+    n_shards = len(shard_records(copy))
+    found = recover(copy)
+    [run] = found.runs
+    assert run.outcome == "recovered"
+    assert sorted(run.chains.values()) == ["open", "open"]
+    assert run.n_segments > 0
+    assert found.seal is not None
+    dataset = clean(copy)
+    assert len(dataset.shards) == n_shards >= 3
+    assert dataset.n_rows == run.n_rows == run.totals["captured"] >= 120
+    assert dataset.n_rows + run.totals["aborted"] > (run.totals["requests"] - 1) * N_POSITIONS
+    assert set(dataset.requests()["external_id"].to_pylist()) >= {"name 0", "name 1", "name 2"}
+    check_values(dataset)
+
+
+def test_a_second_recovery_changes_nothing(copy: Path) -> None:
+    first = recover(copy)
+    before = contents(copy)
+    second = recover(copy)
+    assert contents(copy) == before
+    assert second.seal == first.seal
+    assert [run.outcome for run in second.runs] == ["accounted"]
+
+
+def test_leftovers_are_cleared_only_when_asked(copy: Path) -> None:
+    stray = copy / "shards" / "w-uncommitted-000000" / "tokens.parquet"
+    stray.parent.mkdir()
+    stray.write_bytes(b"x" * 10)
+    temporary = copy / "shards" / ".tmp-0123456789abcdef"
+    temporary.write_bytes(b"y" * 7)
+    mine = copy / "shards-notes.txt"
+    mine.write_text("not theirs to remove")
+    found = recover(copy)
+    assert found.unreachable["shards/w-uncommitted-000000/tokens.parquet"] == 10
+    assert found.unreachable["shards/.tmp-0123456789abcdef"] == 7
+    assert any(path.startswith("journal/") for path in found.unreachable)
+    assert stray.exists()
+    clean(copy)
+    again = recover(copy, clear=True)
+    assert again.unreachable.keys() == found.unreachable.keys()
+    assert not stray.exists()
+    assert not temporary.exists()
+    assert not (copy / "journal").exists()
+    assert mine.exists()
+    mine.unlink()
+    clean(copy, warnings=frozenset())
+    assert recover(copy).unreachable == {}
+
+
+def interruptions(path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield copies of a dataset after a recovery that died at its n-th write, for every n."""
+    for n in range(100):
+        copy = Path(shutil.copytree(path, path.parent / f"cut-{n}"))
+        if not dies(copy, n):
+            return
+        yield copy, n
+    raise AssertionError("recovery does not end")
+
+
+def dies(path: Path, at: int) -> bool:
+    """Run a recovery in a child that is killed at its n-th put; return whether it was."""
+    child = os.fork()
+    if child == 0:
+        try:
+            put_new, count = LocalStore.put_new, [0]
+
+            def put(self: LocalStore, *arguments: object) -> object:
+                done = put_new(self, *arguments)
+                count[0] += 1
+                if count[0] > at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return done
+
+            LocalStore.put_new = put
+            recover(path)
+            os._exit(0)
+        finally:
+            os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_a_recovery_that_is_killed_anywhere_is_recovered_to_the_same(
+    copy: Path, tmp_path: Path
+) -> None:
+    whole = Path(shutil.copytree(copy, tmp_path / "whole"))
+    recover(whole)
+    clean(whole)
+    wanted, deaths = accounts(whole), 0
+    for cut, _ in interruptions(copy):
+        deaths += 1
+        assert recover(cut).seal is not None
+        assert accounts(cut) == wanted
+        shutil.rmtree(cut)
+    assert deaths >= 8  # fences, open, three parts with their records, close, seal
+
+
+def test_a_census_that_was_killed_alone_is_recovered(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    pipeline = pipeline_for(out)
+    try:
+        engine = SyntheticEngine(pipeline)
+        number = serve_three_shards(pipeline, engine, out)
+        kill(pipeline, "census")
+        with pytest.raises((ActdsError, OSError)):
+            for later in range(number, 600):
+                engine.request(later)
+                pipeline.poll()
+        engine.close()
+    finally:
+        pipeline.__exit__()
+    [run] = recover(out).runs
+    assert run.outcome == "recovered"
+    check_values(clean(out))
+
+
+def test_the_readouts_of_a_killed_run_agree_with_its_census(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    harvest_and_kill(out, "writer", "census", readouts=Readouts(2, 5))
+    recover(out)
+    assert clean(out, warnings=frozenset({"E105", "E416"})).n_rows >= 120
+
+
+def test_drops_that_nobody_logged_are_aborted(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    pipeline = pipeline_for(out, "drop_oldest")
+    try:
+        engine = SyntheticEngine(pipeline)
+        engine.request(0)
+        engine.drain(pipeline)
+        writer = pipeline._processes["writer"].pid
+        os.kill(writer, signal.SIGSTOP)
+        for number in range(1, 60):
+            engine.request(number)
+        os.kill(writer, signal.SIGCONT)
+        before = len(shard_records(out))
+        while len(shard_records(out)) < before + 3:
+            number += 1
+            engine.request(number)
+            engine.drain(pipeline)
+        kill(pipeline, "writer", "census")
+        assert engine.drops
+        engine.close()
+    finally:
+        pipeline.__exit__()
+    recover(out)
+    dataset = clean(out)
+    assert set(dataset.spans()["disposition"].to_pylist()) == {"captured", "aborted"}
+    check_values(dataset)
+
+
+def test_a_zombie_writer_fails_its_late_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer of another machine stands still, is fenced and recovered, and wakes up."""
+    out, elsewhere = tmp_path / "acts", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    # Locks do not reach other machines: these processes hold none on this one.
+    monkeypatch.setattr("synthetic_engine.hold", lambda folder: lock_dataset(elsewhere))
+    check_a_stopped_writer_is_fenced(out)
+
+
+def test_refuses_while_a_process_is_alive(copy: Path) -> None:
+    lock = lock_dataset(copy, shared=True)
+    before = contents(copy)
+    try:
+        with pytest.raises(ActdsError, match="E010"):
+            recover(copy)
+    finally:
+        os.close(lock)
+    assert contents(copy) == before
+
+
+def remove_one(copy: Path) -> None:
+    (copy / layout.journal_path("r-test", 0)).unlink()
+
+
+def cut_short(copy: Path) -> None:
+    """Leave a journal that is whole in itself, and ends before the rows do."""
+    first, *others = sorted((copy / "journal/r-test").iterdir())
+    for path in others:
+        path.unlink()
+    header, *lines = zstandard.decompress(first.read_bytes()).splitlines(keepends=True)
+    fewer = {**json.loads(header), "n_messages": 3}
+    first.write_bytes(zstandard.compress(canonical.dump(fewer) + b"".join(lines[:3])))
+
+
+def remove_all(copy: Path) -> None:
+    shutil.rmtree(copy / "journal")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (remove_one, "no segment"),
+        # Which messages come first is chance: three may hold no schedule at all.
+        (cut_short, "no word of step|neither census nor journal"),
+        (remove_all, "no journal"),
+    ],
+)
+def test_a_journal_that_lacks_something_is_said_and_nothing_is_made_up(
+    damage: Callable[[Path], None], says: str, copy: Path
+) -> None:
+    assert len(list((copy / "journal/r-test").iterdir())) > 1
+    damage(copy)
+    done = CliRunner().invoke(cli, ["recover", str(copy)])
+    assert done.exit_code != 0
+    assert "E312" in done.output
+    assert re.search(says, done.output)
+    assert not list(copy.glob("census/**/*.parquet"))
+    catalog = Catalog.read(LocalStore(copy))
+    assert sum(manifest.n_rows for manifest in catalog.shards) >= 120
+    assert catalog.seal is None
+
+
+def test_the_command_says_what_it_found(copy: Path) -> None:
+    told = CliRunner().invoke(cli, ["recover", str(copy)])
+    assert told.exit_code == 0, told.output
+    assert "run r-test: recovered" in told.output
+    assert "acknowledged rows" in told.output
+    assert "--clear removes them" in told.output
+    facts = json.loads(CliRunner().invoke(cli, ["recover", str(copy), "--json"]).output)
+    assert facts["schema"] == recover_module.SCHEMA
+    assert [run["outcome"] for run in facts["runs"]] == ["accounted"]
+    assert facts["seal"] == 1
+    assert facts["error"] is None
+    cleared = CliRunner().invoke(cli, ["recover", str(copy), "--clear"])
+    assert "removed" in cleared.output
+
+
+def test_refuses_what_is_no_dataset(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["recover", str(tmp_path)])
+    assert done.exit_code == 3
+    assert "E101" in done.output
+
+
+def test_queue_meters_without_rows_need_no_journal(tmp_path: Path) -> None:
+    """The census dies before it saw anything; the writer still tells of its queues, and closes."""
+    out = tmp_path / "acts"
+    pipeline = pipeline_for(out)
+    try:
+        engine = SyntheticEngine(pipeline)
+        while not list(out.glob("runs/*.json")):
+            time.sleep(0.01)
+        kill(pipeline, "census")
+        engine.close()
+    finally:
+        pipeline.__exit__()
+    assert list(out.glob("losses/*/occupancy-*.parquet"))
+    [run] = recover(out).runs
+    assert (run.outcome, run.n_rows, run.n_segments) == ("recovered", 0, 0)
+    assert clean(out).n_rows == 0
+
+
+def test_a_resume_recovers_first_and_knows_what_is_finished(copy: Path) -> None:
+    """The prompts' facts stand in the journal, so nothing that is finished is served again."""
+    plan = cast("Plan", SimpleNamespace(facts=()))
+    done = finished_rows(copy, plan)
+    assert {0, 1} <= done
+    seal(copy)
+    dataset = actds.open(copy)
+    spans = dataset.spans().to_pylist()
+    incomplete = {span["request"] for span in spans if span["disposition"] == "aborted"}
+    rows = dataset.requests().to_pylist()
+    assert done == {row["source_row"] for row in rows if row["request"] not in incomplete}
+
+
+def test_a_resume_is_refused_when_a_run_cannot_be_accounted_for(copy: Path) -> None:
+    remove_all(copy)
+    with pytest.raises(ActdsError, match="E312"):
+        finished_rows(copy, cast("Plan", SimpleNamespace(facts=())))
+
+
+def test_a_writer_that_died_before_its_run_record_left_an_empty_run(copy: Path) -> None:
+    [writer] = copy.glob("ledger/w-*")
+    for record in list(writer.iterdir()):
+        if record.name > "00000000.json":
+            record.unlink()
+    shutil.rmtree(copy / "runs")
+    [run] = recover(copy, clear=True).runs
+    assert run.outcome == "empty"
+    assert clean(copy, warnings=frozenset()).n_rows == 0

@@ -1,0 +1,436 @@
+"""Sizing: predictions of ``actds plan`` against the arithmetic, and against what a real run did."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import secrets
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import actds
+from actds.errors import ActdsError
+from actds.format import arrays
+from actds.format.readouts import Readouts
+from actds.reading import Catalog
+from actds.schema.v0_1 import REQUIRED_PROVENANCE
+from actds.store import open_store
+from actds_testing.synthetic import make_dataset
+from actds_testing.synthetic_engine import (
+    D_MODEL,
+    HOOKS,
+    MAX_ROWS,
+    RING_NBYTES,
+    SyntheticEngine,
+    pipeline_for,
+)
+from actds_writers.cli.plan import plan
+from actds_writers.ipc import ring
+from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
+from actds_writers.monitor.dashboard import format_nbytes
+from actds_writers.settings import WriterSettings
+from actds_writers.shards import readout_log
+from actds_writers.shards.assembly import SpecialTokens
+from actds_writers.shards.buffers import TOKEN_COLUMNS
+from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
+from actds_writers.sizing import needs as sizing
+from actds_writers.sizing.capacity import MIB, capacity
+from actds_writers.sizing.load_profile import _overhead, read_profile, windows
+from actds_writers.sizing.machine import DEFAULTS, Machine, Rate, machine, measure
+from actds_writers.sizing.needs import (
+    MEASURED,
+    Burst,
+    Geometry,
+    Load,
+    Overhead,
+    Sizes,
+    memory_bound,
+    peak_queue,
+    stalled,
+    stored_nbytes_per_token,
+)
+
+stages = pytest.importorskip("actds_writers.capture.stages", reason="needs torch")
+
+LOAD = Load(prefill=900.0, decode=100.0, tokens_per_request=500.0, tokens_per_step=250.0)
+
+
+# memory ---------------------------------------------------------------------------------------
+
+
+def test_constants_are_those_of_the_stages() -> None:
+    assert sizing.ALIGNMENT == ring.ALIGNMENT
+    assert sizing.NARROW_STEPS == stages.NARROW_STEPS
+    assert sizing.NARROW_NBYTES == stages.NARROW_NBYTES
+    assert len(PHASES) + SPARE_BUFFERS == sizing.N_BUFFERS
+    assert sizing.READOUT_PART_NBYTES == readout_log.PART_NBYTES
+    columns = sum(np.dtype(kind).itemsize for kind in TOKEN_COLUMNS.values())
+    assert columns == sizing.TOKEN_COLUMNS_NBYTES
+
+
+@pytest.mark.parametrize("readouts", [None, Readouts(n_projections=8, seed=0)])
+def test_memory_of_a_real_pipeline_is_the_predicted_one(
+    readouts: Readouts | None, tmp_path: Path
+) -> None:
+    with pipeline_for(tmp_path / "acts", readouts=readouts) as pipeline:
+        engine = SyntheticEngine(pipeline)
+        engine.request(0)
+        engine.drain(pipeline)
+        engine.close()
+        pipeline.tell_client_facts(ClientFacts())
+        pipeline.finish("finished")
+        written = pipeline.written
+    assert written is not None and written.memory_nbytes is not None
+    geometry = Geometry(len(HOOKS), D_MODEL, 2, readouts.width if readouts else 0)
+    link = pipeline.link
+    sizes = Sizes(MAX_ROWS, 40, RING_NBYTES, link.staging_nbytes, link.lane_nbytes)
+    bound = memory_bound(geometry, sizes)
+    # The synthetic engine's hooks have no padding and no matrix; all else is the same, exactly.
+    assert written.memory_nbytes == bound.nbytes - bound.hooks + engine.buffers.nbytes
+    assert engine.stages.ring_nbytes == bound.ring
+    assert (bound.lane > 0) == (readouts is not None)
+
+
+def test_memory_grows_with_every_option() -> None:
+    geometry, sizes = Geometry(2, 576, 2, 9), Sizes(8192, 65_536, 1 << 28)
+    small = memory_bound(geometry, sizes).nbytes
+    for change in ("max_step_rows", "rows_per_shard", "ring_nbytes"):
+        more = dataclasses.replace(sizes, **{change: 2 * getattr(sizes, change)})
+        assert memory_bound(geometry, more).nbytes > small, change
+    for change in ("n_hooks", "d_model", "itemsize", "n_readouts"):
+        wide = dataclasses.replace(geometry, **{change: 2 * getattr(geometry, change)})
+        assert memory_bound(wide, sizes).nbytes > small, change
+
+
+def test_rows_per_shard_keeps_the_buffers_within_their_budget() -> None:
+    assert sizing.rows_per_shard(2_304) == sizing.DEFAULT_ROWS_PER_SHARD
+    rows = sizing.rows_per_shard(98_304)
+    assert rows * 98_304 * sizing.N_BUFFERS <= sizing.BUFFER_BUDGET_NBYTES
+    assert sizing.rows_per_shard(1 << 40) == sizing.MIN_ROWS_PER_SHARD
+
+
+# disk -----------------------------------------------------------------------------------------
+
+
+def written_run(out: Path, *, d_model: int, n_rows: int, rows_per_shard: int) -> Path:
+    """Write rows of normal values through a real writer, in steps of 256 tokens; one request."""
+    out.mkdir()
+    hooks = tuple(HookSpec(f"resid_post.{i}", "resid_post", i, d_model, "bfloat16") for i in (1, 2))
+    per_step, rng = 256, np.random.default_rng(5)
+    nbytes = len(hooks) * per_step * d_model * 2
+    memory = ring.create(out.parent / "ring", nbytes)
+    settings = WriterSettings(
+        root=str(out), dataset=secrets.token_hex(16), run="r-size", resume=False, started_ns=1,
+        software="test", facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard,
+        order="permuted", seed=3, n_threads=1,
+    )  # fmt: skip
+    facts = tuple(
+        Fact(name, "none" if name == "capture.readouts" else "test", "declared")
+        for name in REQUIRED_PROVENANCE
+        if name != "capture.memory_nbytes"
+    )
+    hello = WorkerHello(hooks, facts, str(out.parent / "ring"), nbytes, per_step)
+    writer = Writer(open_store(out), settings, hello)
+    one = np.ones(1, np.int64)
+    for step in range(n_rows // per_step):
+        values = rng.standard_normal((len(hooks), per_step, d_model), dtype=np.float32)
+        rows = ring.view(memory, 0, values.shape, np.uint16)
+        rows[:] = (values.view(np.uint32) >> 16).astype(np.uint16)
+        positions = np.arange(step * per_step, (step + 1) * per_step)
+        writer.step(
+            StepRows(step, 0, nbytes, one * 0, one * per_step, one * n_rows, positions,
+                     np.minimum(rng.zipf(1.3, per_step), 49_151), ())
+        )  # fmt: skip
+    writer.finish("finished")
+    return out
+
+
+def test_bytes_on_disk_are_the_predicted_ones(tmp_path: Path) -> None:
+    d_model, n_rows, rows_per_shard = 512, 8_192, 4_096
+    out = written_run(tmp_path / "d", d_model=d_model, n_rows=n_rows, rows_per_shard=rows_per_shard)
+    found = sum(p.stat().st_size for p in out.glob("shards/**/*") if p.is_file())
+    found += sum(p.stat().st_size for p in out.glob("ledger/*/*"))
+    # How well these rows compress is not what is tested: their own ratio, as of one chunk.
+    sample = np.random.default_rng(0).standard_normal((1_024, d_model), dtype=np.float32)
+    bits = (sample.view(np.uint32) >> 16).astype(np.uint16)
+    ratio = bits.nbytes / arrays.encode_array(bits, "bfloat16").nbytes
+    overhead = dataclasses.replace(MEASURED, ratio=ratio, request=0.0, step=0.0)
+    parts = stored_nbytes_per_token(Geometry(2, d_model, 2), overhead, LOAD, rows_per_shard)
+    assert found == pytest.approx(sum(parts.values()) * n_rows, rel=0.03)
+    assert parts["rows"] == pytest.approx(2 * d_model * 2 / ratio)
+    beside = sum(p.stat().st_size for p in out.glob("shards/*/tokens.parquet")) / n_rows
+    assert beside == pytest.approx(overhead.token, rel=0.5)
+
+
+def test_readouts_and_census_are_counted_per_row_and_per_request() -> None:
+    overhead = Overhead(2.0, 5.0, 100.0, 50.0, 4.0, 1_000.0, 500.0, "made up")
+    parts = stored_nbytes_per_token(Geometry(2, 100, 2, 9), overhead, LOAD, 1_000)
+    assert parts == {
+        "rows": 200.0,
+        "tokens": 5.0,
+        "readouts": 2 * (36 + 4.0),
+        "census": 100 / 500 + 50 / 250,
+        "manifests": 2.0,
+    }
+
+
+# queues ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bursts", "service", "stall_s", "peak"),
+    [
+        ((), 2_000.0, 0.0, 0.0),
+        ((), 2_000.0, 10.0, 10_000.0),
+        ((), 999.0, 10.0, math.inf),
+        ((Burst(4.0, 10.0),), 2_000.0, 0.0, 20_000.0),
+        ((Burst(2.0, 10.0),), 2_000.0, 0.0, 0.0),
+        ((Burst(4.0, 10.0),), 2_000.0, 5.0, 30_000.0),  # 20,000 in the stall, then 2,000/s more
+        ((Burst(4.0, 10.0),), 8_000.0, 5.0, 20_000.0),  # drained faster than the burst fills
+        ((Burst(4.0, 2.0),), 2_000.0, 5.0, 11_000.0),  # 8,000 in the burst, 3,000 after it
+        ((Burst(4.0, 10.0), Burst(1.5, 1_000.0)), 1_100.0, 0.0, 400_000.0),
+    ],
+)
+def test_peak_of_the_queue(
+    bursts: tuple[Burst, ...], service: float, stall_s: float, peak: float
+) -> None:
+    load = dataclasses.replace(LOAD, bursts=bursts)
+    assert peak_queue(load, service, stall_s) == pytest.approx(peak)
+
+
+def test_peak_of_the_queue_is_that_of_a_simulation() -> None:
+    rng = np.random.default_rng(11)
+    for _ in range(50):
+        burst = Burst(float(rng.uniform(1, 6)), float(rng.uniform(1, 20)))
+        stall_s, service = float(rng.uniform(0, 20)), float(rng.uniform(1_000, 6_000))
+        load = dataclasses.replace(LOAD, bursts=(burst,))
+        queue = peak = 0.0
+        dt = 0.005
+        for t in np.arange(0.0, 60.0, dt):
+            queue += dt * load.mean * (burst.factor if t < burst.seconds else 1.0)
+            queue = max(0.0, queue - dt * (service if t >= stall_s else 0.0))
+            peak = max(peak, queue)
+        assert peak_queue(load, service, stall_s) == pytest.approx(peak, rel=0.02, abs=50)
+
+
+def test_a_stall_costs_what_does_not_fit_the_ring() -> None:
+    cost = stalled(LOAD, ring_tokens=4_000, stall_s=10.0)
+    assert (cost.filled_s, cost.engine_waits_s) == (4.0, 6.0)
+    assert (cost.lost_tokens, cost.lost_share) == (6_000, 0.6)
+    assert stalled(LOAD, ring_tokens=10_000, stall_s=10.0).lost_tokens == 0
+
+
+# stages ---------------------------------------------------------------------------------------
+
+RATES = Machine(*(Rate(gbps, "given") for gbps in (10.0, 5.0, 1.0, 0.5)), n_threads=2)
+
+
+def judged(load: Load, rates: Machine = RATES, **options: Any) -> Any:
+    facts: dict[str, Any] = {"stall_s": 10.0}
+    return capacity(
+        Geometry(2, 1_000, 2), Sizes(512, 65_536, 0), load, rates, MEASURED, **{**facts, **options}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "slow", "stage"),
+    [
+        ("d2h", 0.01, "link"),
+        ("copy", 0.01, "ring"),
+        ("encode", 0.001, "pool"),
+        ("disk", 0.001, "pool"),
+    ],
+)
+def test_the_slow_stage_saturates_first(name: str, slow: float, stage: str) -> None:
+    rates = dataclasses.replace(RATES, **{name: Rate(slow, "given")})
+    found = judged(LOAD, rates)
+    assert found.bottleneck.name == stage
+    assert found.bottleneck.max_tokens < judged(LOAD).bottleneck.max_tokens
+    limits = {s.name: s.max_tokens for s in found.stages}
+    assert limits["link"] == pytest.approx(rates.d2h.gbps * 1e9 / 4_000)
+    assert limits["encode"] == pytest.approx(2 * rates.encode.gbps * 1e9 / 4_000)
+    # One thread compresses and then writes.
+    assert 1 / limits["pool"] == pytest.approx(1 / limits["encode"] + 1 / limits["disk"])
+
+
+def test_the_ring_holds_burst_and_stall_and_the_stall_then_costs_nothing() -> None:
+    load = dataclasses.replace(LOAD, prefill=50_000.0, bursts=(Burst(4.0, 10.0),))
+    found = judged(load)
+    assert found.fits and not found.fits_burst
+    row = found.geometry.row_nbytes
+    assert found.ring_burst_nbytes == pytest.approx(
+        10.0 * (load.peak - found.bottleneck.max_tokens) * row
+    )
+    assert found.ring_stall_nbytes == pytest.approx(10.0 * load.mean * row)
+    assert found.ring_nbytes > max(found.ring_burst_nbytes, found.ring_stall_nbytes)
+    assert found.sizes.ring_nbytes == found.ring_nbytes and found.ring_nbytes % MIB == 0
+    assert found.stalls[0].lost_tokens == 0
+    small = judged(load, stall_s=0.0)
+    assert small.ring_nbytes < found.ring_nbytes
+
+
+def test_a_mean_that_is_too_much_is_said_and_no_ring_is_proposed() -> None:
+    found = judged(dataclasses.replace(LOAD, prefill=1e7))
+    assert not found.fits and math.isinf(found.ring_nbytes)
+    assert found.sustained_share == pytest.approx(found.bottleneck.max_tokens / found.load.mean)
+
+
+# profile --------------------------------------------------------------------------------------
+
+
+def test_windows_see_the_burst_that_the_mean_hides() -> None:
+    t_ns = np.arange(0, 100_500_000_000, 500_000_000)  # two steps a second, 100 whole seconds
+    tokens = np.where((t_ns >= 50e9) & (t_ns < 60e9), 2_000, 100)
+    one = windows([(t_ns, tokens)], 1.0)
+    ten = windows([(t_ns, tokens)], 10.0)
+    assert one is not None and ten is not None
+    assert (one.n, one.p50, one.p99, one.max) == (100, 200.0, 4_000.0, 4_000.0)
+    assert one.mean == ten.mean == pytest.approx(0.9 * 200 + 0.1 * 4_000)
+    assert one.burst == Burst(4_000 / one.mean, 1.0)
+    assert ten.n == 10 and ten.max == 4_000
+    twice = windows([(t_ns, tokens), (t_ns + 10**15, tokens)], 1.0)
+    assert twice is not None and (twice.n, twice.mean) == (200, one.mean)
+    assert windows([(t_ns[:1], tokens[:1])], 1.0) is None
+
+
+def test_a_profile_of_nothing_is_refused(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "d", n_requests=4)
+    steps = actds.open(dataset).steps()["t_ns"].to_pylist()
+    assert max(steps) - min(steps) < 2e9
+    with pytest.raises(ActdsError, match="E009 --profile"):
+        read_profile(open_store(dataset))
+
+
+def test_bytes_of_a_dataset_are_those_of_its_files(tmp_path: Path) -> None:
+    store = open_store(make_dataset(tmp_path / "d", n_requests=12))
+    catalog = Catalog.read(store)
+    found = _overhead(catalog, store, n_requests=12, n_steps=4)
+
+    def nbytes(pattern: str) -> int:
+        sizes = [path.stat().st_size for path in (tmp_path / "d").glob(pattern)]
+        assert sizes, pattern
+        return sum(sizes)
+
+    n_rows = sum(shard.n_rows for shard in catalog.shards)
+    assert found.token * n_rows == pytest.approx(nbytes("shards/*/tokens.parquet"))
+    census = nbytes("census/*/requests-*") + nbytes("census/*/spans-*")
+    assert found.request * 12 == pytest.approx(census)
+    assert found.step * 4 == pytest.approx(nbytes("census/*/steps-*"))
+    rows = sum(s.n_rows * h.d_model * 2 for s in catalog.shards for h in catalog.genesis.hooks)
+    assert found.ratio * nbytes("shards/*/acts.zarr/*/c/0/0") == pytest.approx(rows)
+
+
+# machine --------------------------------------------------------------------------------------
+
+
+def test_a_measured_machine_leaves_nothing_behind(tmp_path: Path) -> None:
+    found = measure(tmp_path, nbytes=1 << 20)
+    assert set(found) == set(DEFAULTS) and all(rate > 0 for rate in found.values())
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ActdsError, match="E009 --measure"):
+        measure(tmp_path / "absent")
+
+
+def test_given_rates_come_before_measured_and_these_before_assumed() -> None:
+    rates = machine({"disk": 3.0, "copy": None}, {"disk": 1.5, "copy": 2.0}, 4)
+    assert rates.disk == Rate(3.0, "given")
+    assert rates.copy == Rate(2.0, "measured")
+    assert rates.encode == Rate(DEFAULTS["encode"], "assumed")
+
+
+# command --------------------------------------------------------------------------------------
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(plan, [str(arg) for arg in args])
+
+
+MODEL = ("--d-model", 2048, "--layers", 24, "--hooks", "resid_post:10,20")
+RATE = ("--prefill-rate", 9_000, "--decode-rate", 1_000)
+
+
+def test_page_and_json_say_the_same_and_fit_a_terminal() -> None:
+    options = (*MODEL, *RATE, "--burst", "3:10", "--disk-gbps", 0.5, "--threads", 2)
+    page, facts = run(*options), json.loads(run(*options, "--json").output)
+    assert page.exit_code == 0
+    assert (facts["format"], facts["version"]) == ("actds.plan", "1")
+    assert facts["geometry"]["row_nbytes"] == 2 * 2048 * 2
+    assert f"{facts['geometry']['row_nbytes']:,} bytes per token" in page.output
+    assert f"{facts['bottleneck']} saturates first" in page.output
+    assert f"{facts['disk']['nbytes_per_token']:,.0f} bytes per token" in page.output
+    assert "disk 0.5 (given)" in page.output
+    assert facts["rates"]["disk"] == {"gbps": 0.5, "origin": "given"}
+    assert facts["ring"]["nbytes"] % MIB == 0
+    assert max(len(line) for line in page.output.splitlines()) <= 100
+    command = shlex.split(page.output[page.output.index("actds write") :].replace("\\\n", " "))
+    assert command == facts["options"]
+    assert command[command.index("--ring-mib") + 1] == str(facts["ring"]["nbytes"] // MIB)
+
+
+def test_options_that_follow_are_options_of_write() -> None:
+    from actds_writers.cli.write import write
+
+    known = {name for option in write.params for name in option.opts}
+    told = json.loads(run(*MODEL, *RATE, "--json").output)["options"]
+    assert {word for word in told if word.startswith("--")} <= known
+
+
+def test_the_mean_decides_the_exit_code() -> None:
+    slow = run(*MODEL, *RATE, "--disk-gbps", 0.001)
+    assert slow.exit_code == 1
+    assert re.search(r"drop_newest, drop_oldest: 9[0-9]% of the rows are lost", slow.output)
+    assert "none is large enough" in slow.output
+    facts = json.loads(run(*MODEL, *RATE, "--disk-gbps", 0.001, "--json").output)
+    assert facts["ring"]["nbytes"] is None and not facts["fits_mean"]
+
+
+def test_the_census_of_all_tokens_is_stated_beside_the_bound() -> None:
+    facts = json.loads(run(*MODEL, *RATE, "--tokens", 10**9, "--json").output)
+    load = facts["load"]
+    requests, steps = 1e9 / load["tokens_per_request"], 1e9 / load["tokens_per_step"]
+    wanted = 300 * requests + 40 * steps + 3e9
+    assert facts["memory"]["census_nbytes"] == pytest.approx(wanted)
+    page = run(*MODEL, *RATE, "--tokens", 10**9).output
+    assert f"{format_nbytes(wanted)} more for the census" in page
+
+
+def test_a_given_ring_is_judged() -> None:
+    facts = json.loads(run(*MODEL, *RATE, "--ring-mib", 512, "--json").output)
+    ring_nbytes = facts["memory"]["ring"]
+    assert ring_nbytes == 512 * MIB
+    rate = facts["load"]["mean"] * facts["geometry"]["row_nbytes"]
+    assert facts["stalls"][0]["filled_s"] == pytest.approx(ring_nbytes / rate)
+    assert facts["stalls"][0]["lost_tokens"] > 0
+
+
+def test_a_model_folder_says_size_and_type(tmp_path: Path) -> None:
+    config = {"hidden_size": 64, "num_hidden_layers": 6, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = json.loads(run("--model", tmp_path, *RATE, "--readouts", 0, "--json").output)
+    assert facts["geometry"] == {
+        "n_hooks": 6, "d_model": 64, "itemsize": 4, "n_readouts": 0, "row_nbytes": 6 * 64 * 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ((), "E009"),
+        (MODEL, "E009"),
+        ((*MODEL, *RATE, "--burst", "3"), "E009"),
+        ((*MODEL, *RATE, "--burst", "0.5:10"), "E009"),
+        ((*MODEL, *RATE, "--burst", "nan:10"), "E009"),
+        ((*MODEL, *RATE, "--hooks", "resid_post:99"), "E007"),
+        ((*MODEL, *RATE, "--profile", "/no/such/dataset"), "E101"),
+    ],
+)
+def test_bad_options_are_refused(options: tuple[object, ...], code: str) -> None:
+    error = run(*options).exception
+    assert isinstance(error, ActdsError) and error.code == code
