@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,15 +57,14 @@ Audited = tuple[Catalog, dict[str, Lookup], Cells]
 def audited(path: str | Path) -> Iterator[Audited]:
     """Yield a dataset as the audit leaves it, with a weight of its own for each cell."""
     catalog = Catalog.read(open_store(path))
-    with ExitStack() as stack:
-        sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
-        sections = audit_sources(sources, Limits())
-        cells = sections.cells
-        assert cells is not None and cells.weights is not None
-        stored = cells.n - cells.lost
-        weights = 1.0 + np.arange(stored.size).reshape(stored.shape) / 100
-        weights *= stored.sum() / (weights * stored).sum()
-        yield catalog, sections.lookups, replace(cells, weights=weights)
+    sources = [catalog_source(catalog, run) for run in catalog.run_ids]
+    sections = audit_sources(sources, Limits())
+    cells = sections.cells
+    assert cells is not None and cells.weights is not None
+    stored = cells.n - cells.lost
+    weights = 1.0 + np.arange(stored.size).reshape(stored.shape) / 100
+    weights *= stored.sum() / (weights * stored).sum()
+    yield catalog, sections.lookups, replace(cells, weights=weights)
 
 
 @pytest.fixture(scope="module")

@@ -440,7 +440,7 @@ def test_a_file_that_cannot_be_written_is_named(datasets: dict[str, Path], optio
 
 @pytest.mark.parametrize(
     ("package", "arguments", "needed"),
-    [("duckdb", (), True), ("scipy", (), True), ("jinja2", ("--html", "r.html"), True),
+    [("scipy", (), True), ("jinja2", ("--html", "r.html"), True),
      ("jinja2", (), False)],
 )  # fmt: skip
 def test_a_missing_extra_is_named(

@@ -63,8 +63,7 @@ def test_a_recording_with_losses_adds_up(name: str) -> None:
         found = audited_tables(s, lost)
         for table_name, one in found.items():
             assert one.schema.equals(tables.bare_schema(table_name))  # type: ignore[arg-type]
-        with arrow_source(name, found) as source:
-            spans, _, findings = account_run(source)
+        spans, _, findings = account_run(arrow_source(name, found))
         assert findings == []
         assert sum(n for (kind, _), n in spans.items() if kind == "dropped") == lost.sum() > 0
 

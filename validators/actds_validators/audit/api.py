@@ -81,7 +81,7 @@ def audit(
 
 def need_extra(*more: str) -> None:
     """Raise E011 when a package of the extra ``audit``, or one that is named, is not installed."""
-    for name in ("duckdb", "scipy", *more):
+    for name in ("scipy", *more):
         if find_spec(name) is None:
             raise ActdsError(
                 "E011",

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from actds_validators.audit.covariates import LOAD, columns_of, defined
-from actds_validators.audit.data import RunSource
+from actds_validators.audit.data import Index, Part, Read, RunSource, column, numbers
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
 from actds_validators.statistics.events import (
     correlation_steps,
@@ -33,6 +36,7 @@ __all__ = [
     "read_steps",
 ]
 
+_COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
 MAX_TICKS = 1 << 17
 """Longest series; a longer run is looked at several steps at a time."""
 Floats = npt.NDArray[np.float64]
@@ -117,19 +121,21 @@ class Series:
 def read_steps(source: RunSource) -> RunSteps:
     """Return the steps of a run that computed something new; the load counts the others, too."""
     definitions = defined("step")
-    columns = "".join(f", {name}::double {name}" for name in columns_of(definitions))
-    found = source.columns(
-        "select step::bigint step, t_ns, (captured_tokens + dropped_tokens)::double computed, "
-        f"dropped_tokens::double lost{columns} from steps order by step"
-    )
-    covariates = {one.name: np.asarray(one.values(found), np.float64) for one in definitions}
-    kept = found["computed"] > 0
+    more = [name for name in columns_of(definitions) if name not in _COUNTED]
+    found = source.columns("steps", [*_COUNTED, *more])
+    order = np.argsort(found["step"], kind="stable")
+    found = {name: values[order] for name, values in found.items()}
+    lost = found["dropped_tokens"].astype(np.float64)
+    computed = found["captured_tokens"] + lost
+    floats = {name: np.asarray(found[name], np.float64) for name in columns_of(definitions)}
+    covariates = {one.name: np.asarray(one.values(floats), np.float64) for one in definitions}
+    kept = computed > 0
     return RunSteps(
         source.run,
         found["step"][kept],
         found["t_ns"][kept],
-        found["computed"][kept],
-        found["lost"][kept],
+        computed[kept],
+        lost[kept],
         {name: values[kept] for name, values in covariates.items()},
     )
 
@@ -218,121 +224,321 @@ MAX_FINDINGS = 20
 Counts = Counter[tuple[str, str | None]]
 
 NEVER = "never computed"
-# Section 7.2: an aborted position without a step is owed, and no step computed it.
-_FATE = f"case when disposition = 'aborted' and step is null then '{NEVER}' else disposition end"
-_LENGTH = "stop::bigint - start"
-# Sums over [start, stop) of 1, of 2p + 1 and of 3p^2 + 3p + 1 are differences of stop, its square
-# and its cube.
-_SPAN = (
-    f"sum({_LENGTH}) n, sum(stop::hugeint * stop - start::hugeint * start) s1, "
-    "sum(stop::hugeint * stop * stop - start::hugeint * start * start) s2"
-)
-_ROW = (
-    "count(*) n, 2 * sum(position) + count(*) s1, "
-    "3 * sum(position::ubigint * position) + 3 * sum(position) + count(*) s2"
-)
-_REQUEST = "n, n * n s1, n * n * n s2"  # of one span from 0 to n
-# Section 7.1: a request that an engine computed past its end owes that as well.
-_OWED = (
-    "select request, case when finish_reason = 'skipped' then 0::hugeint else greatest("
-    "prompt_len::hugeint + greatest(generated_len, 1) - 1, coalesce(reached, 0)) end n "
-    "from requests left join (select request, max(stop) reached from spans "
-    "where step is not null group by request) using (request)"
-)
-_NO_SUMS = "0 s1, 0 s2"
-# Each: code, what differs, left query, right query, expected. Equal counts and sums over the same
-# key are equal sets but for cancellations that no fault makes by chance.
-_CHECKS = (
-    (
-        "E404",
-        "census/{run}/spans request",
-        f"select request k, {_SPAN} from spans group by request",
-        f"select request k, {_REQUEST} from ({_OWED}) where n > 0",
-        "spans that partition the request's positions",
-    ),
-    (
-        "E406",
-        "shards (run {run}) rows of request",
-        f"select request k, {_ROW} from tokens group by request",
-        f"select request k, {_SPAN} from spans where disposition = 'captured' group by request",
-        "the census' captured positions",
-    ),
-    (
-        "E408",
-        "losses/{run} drops of request",
-        f"select request k, {_SPAN} from drops group by request",
-        f"select request k, {_SPAN} from spans where disposition = 'dropped' group by request",
-        "the census' dropped positions",
-    ),
-    (
-        "E412",
-        "shards (run {run}) rows of step",
-        f"select step k, count(*) n, {_NO_SUMS} from tokens group by step",
-        f"select step k, captured_tokens n, {_NO_SUMS} from steps where captured_tokens > 0",
-        "the census' captured_tokens",
-    ),
-    (
-        "E408",
-        "losses/{run} drops of step",
-        f"select step k, sum({_LENGTH}) n, {_NO_SUMS} from drops group by step",
-        f"select step k, dropped_tokens n, {_NO_SUMS} from steps where dropped_tokens > 0",
-        "the census' dropped_tokens",
-    ),
-    (
-        "E409",
-        "census/{run}/steps step",
-        f"select step k, batch_tokens n, {_NO_SUMS} from steps",
-        "select step k, captured_tokens::bigint + dropped_tokens + aborted_tokens "
-        f"+ filtered_tokens + recomputed_tokens n, {_NO_SUMS} from steps",
-        "the sum of what became of them",
-    ),
-    *(
-        (
-            "E409",
-            f"census/{{run}}/spans {word} in all:",
-            f"select 'steps' k, coalesce(sum({_LENGTH}), 0) n, {_NO_SUMS} from spans "
-            f"where disposition = '{word}' and step is not null",
-            f"select 'steps' k, coalesce(sum({word}_tokens), 0) n, {_NO_SUMS} from steps",
-            f"the census' {word}_tokens",
+DENSE = 8
+"""Keys are counted in an array of so many times their number at most, else sorted."""
+
+
+@dataclass(frozen=True)
+class _KeySums:
+    """Sums over ranges of positions by a key, which stand for the sets of positions.
+
+    Equal sums over the same key are equal sets but for cancellations that no fault makes by chance.
+
+    Args:
+        keys: rising.
+        sums: ``(3, n)``, over [start, stop) of 1, of 2p + 1 and of 3p^2 + 3p + 1, which are
+            differences of stop, its square and its cube; modulo 2^64.
+    """
+
+    keys: Ints
+    sums: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, keys: Ints, sums: npt.NDArray[np.uint64]) -> _KeySums:
+        """Return the sums of equal keys together."""
+        known, at = np.unique(keys, return_inverse=True)
+        total = np.zeros((len(sums), len(known)), np.uint64)
+        for one, values in zip(total, sums, strict=True):
+            np.add.at(one, at.reshape(-1), values)
+        return cls(known, total)
+
+    @classmethod
+    def of_ranges(cls, keys: Ints, start: Ints, stop: Ints) -> _KeySums:
+        """Return the sums of half-open ranges of positions."""
+        a, b = start.astype(np.uint64), stop.astype(np.uint64)
+        return cls.of(keys, np.stack([b - a, b * b - a * a, b * b * b - a * a * a]))
+
+    @classmethod
+    def of_counts(cls, keys: Ints, n: npt.NDArray[Any]) -> _KeySums:
+        """Return numbers of positions, whichever they are; none where that is 0."""
+        some = n != 0
+        return cls.of(keys[some], n[some].astype(np.int64).astype(np.uint64)[np.newaxis])
+
+    @classmethod
+    def together(cls, parts: Sequence[_KeySums]) -> _KeySums:
+        """Return the sums of several, of one at least."""
+        return cls.of(
+            np.concatenate([one.keys for one in parts]),
+            np.concatenate([one.sums for one in parts], axis=1),
         )
-        for word in ("aborted", "filtered")
-    ),
-)
+
+    def counts(self) -> _KeySums:
+        """Return the numbers of positions alone."""
+        return _KeySums(self.keys, self.sums[:1])
+
+    def differing(self, other: _KeySums) -> list[tuple[int, int, int]]:
+        """Return key and both numbers of positions where the sums differ, the first ones."""
+        keys = np.union1d(self.keys, other.keys)
+        both = np.zeros((2, len(self.sums), len(keys)), np.uint64)
+        for side, one in enumerate((self, other)):
+            both[side][:, np.searchsorted(keys, one.keys)] = one.sums
+        wrong = np.flatnonzero((both[0] != both[1]).any(axis=0))[:MAX_FINDINGS]
+        n = both[:, 0].astype(np.int64)
+        return [(int(keys[k]), int(n[0, k]), int(n[1, k])) for k in wrong]
 
 
-def account_run(source: RunSource) -> tuple[Counts, Counter[str], list[Finding]]:
+def _sum_rows(part: Part) -> tuple[_KeySums, _KeySums]:
+    """Return the sums of stored rows by request, and their numbers by step."""
+    by_request = [_KeySums.of_ranges(*np.zeros((3, 0), np.int64))]
+    by_step = [by_request[0].counts()]
+    for batch in part.batches(["request", "step", "position"]):
+        request, step = column(batch, "request"), column(batch, "step")
+        p = column(batch, "position").astype(np.uint64)
+        keys, at = _places(request)
+        n, one, two = (_exact(at, values, len(keys)) for values in (None, p, p * p))
+        sums = np.stack([n, 2 * one + n, 3 * two + 3 * one + n])
+        by_request.append(_KeySums(keys[n > 0], sums[:, n > 0]))
+        keys, at = _places(step)
+        n = _exact(at, None, len(keys))
+        by_step.append(_KeySums(keys[n > 0], n[np.newaxis, n > 0]))
+    return _KeySums.together(by_request), _KeySums.together(by_step)
+
+
+def _places(keys: Ints) -> tuple[Ints, Ints]:
+    """Return numbers, rising, and the place of each key among them."""
+    if not len(keys):
+        return keys, keys
+    low, high = int(keys.min()), int(keys.max())
+    if high - low > DENSE * len(keys):
+        known, at = np.unique(keys, return_inverse=True)
+        return known, at.reshape(-1)
+    return np.arange(low, high + 1), keys - low
+
+
+def _exact(at: Ints, values: npt.NDArray[np.uint64] | None, size: int) -> npt.NDArray[np.uint64]:
+    """Return the sums of whole numbers by place, modulo 2^64; of 1 each without numbers.
+
+    By halves of 32 bits: a batch of those adds up below 2^53, where floats are exact.
+    """
+    if values is None:
+        return np.bincount(at, minlength=size).astype(np.uint64)
+    low = np.bincount(at, weights=values & np.uint64(0xFFFFFFFF), minlength=size)
+    found = low.astype(np.uint64)
+    if len(values) and values.max() >> np.uint64(32):
+        high = np.bincount(at, weights=values >> np.uint64(32), minlength=size)
+        found += high.astype(np.uint64) << np.uint64(32)
+    return found
+
+
+def account_run(source: RunSource, read: Read = map) -> tuple[Counts, Counter[str], list[Finding]]:
     """Return positions by fate and reason, other counts, and what does not add up.
 
     The fate is the disposition, or ``never computed``.
+
+    Args:
+        source: the run.
+        read: how the parts of its rows are read.
     """
-    spans: Counts = Counter()
-    for disposition, reason, n in source.rows(
-        f"select {_FATE} fate, reason, sum(stop::bigint - start) from spans group by all"
-    ):
-        spans[disposition, reason] += int(n)
-    [never] = source.one(
-        f"select count(distinct request) from spans where {_FATE} = '{NEVER}' and stop > start"
-    )
-    [requests, steps, recomputed] = source.one(
-        "select (select count(*) from requests), (select count(*) from steps), "
-        "(select coalesce(sum(recomputed_tokens), 0) from steps)"
-    )
-    [unresolved] = source.one(
-        "with served as (select ref_request, start, stop from spans where disposition = "
-        "'cache_ref'), kept as (select request, start, stop from spans where disposition = "
-        "'captured') select (select coalesce(sum(stop::bigint - start), 0) from served) - "
-        "coalesce(sum(greatest(0, least(s.stop, k.stop)::bigint "
-        "- greatest(s.start, k.start)::bigint)), 0) "
-        "from served s join kept k on s.ref_request = k.request"
-    )
+    table = source.table("spans", ["request", "start", "stop", "step", "disposition", "reason"])
+    spans = numbers(table)
+    length = spans["stop"] - spans["start"]
+    there = ~np.isnan(spans["step"].astype(np.float64))
+    # Section 7.2: an aborted position without a step is owed, and no step computed it.
+    never = (spans["disposition"] == "aborted") & ~there
+    fates: Counts = Counter()
+    words = [pc.fill_null(table[n], "").combine_chunks() for n in ("disposition", "reason")]
+    codes = [word.dictionary_encode() for word in words]
+    code = [one.indices.to_numpy().astype(np.int64) for one in codes]
+    known, at = np.unique((code[0] << 32) | (code[1] << 1) | never, return_inverse=True)
+    totals = _exact(at.reshape(-1), length.astype(np.uint64), len(known)).tolist()
+    no_reason = table["reason"].null_count > 0
+    for key, n in zip(known.tolist(), totals, strict=True):
+        reason = codes[1].dictionary[(key >> 1) & 0x7FFFFFFF].as_py()
+        fate = NEVER if key & 1 else codes[0].dictionary[key >> 32].as_py()
+        fates[fate, None if no_reason and not reason else reason] += n
+    steps = source.columns("steps", ["step", "batch_tokens", *_FATES.values()])
     counts = Counter(
-        requests=int(requests),
-        steps=int(steps),
-        recomputed=int(recomputed),
-        unresolved=int(unresolved),
-        never_computed_requests=int(never),
+        requests=source.n_rows("requests"),
+        steps=source.n_rows("steps"),
+        recomputed=int(steps["recomputed_tokens"].sum()),
+        unresolved=_unresolved(source),
+        never_computed_requests=len(np.unique(spans["request"][never & (length > 0)])),
     )
-    return spans, counts, [f for check in _CHECKS for f in _differing(source, *check)]
+    return fates, counts, _findings(source, spans, there, steps, read)
+
+
+_FATES = {
+    "captured": "captured_tokens",
+    "dropped": "dropped_tokens",
+    "aborted": "aborted_tokens",
+    "filtered": "filtered_tokens",
+    "recomputed": "recomputed_tokens",
+}
+"""Columns of the steps by what became of a token."""
+
+
+def _findings(
+    source: RunSource,
+    spans: dict[str, npt.NDArray[Any]],
+    there: npt.NDArray[np.bool_],
+    steps: dict[str, npt.NDArray[Any]],
+    read: Read,
+) -> list[Finding]:
+    """Return what does not add up, at most `MAX_FINDINGS` of a kind.
+
+    Args:
+        source: the run.
+        spans: request, start, stop and disposition.
+        there: whether a span has a step.
+        steps: numbers of tokens by what became of them.
+        read: how the parts of the rows are read.
+    """
+
+    def ranges(disposition: str) -> _KeySums:
+        mine = spans["disposition"] == disposition
+        return _KeySums.of_ranges(*(spans[n][mine] for n in ("request", "start", "stop")))
+
+    def counted(disposition: str) -> _KeySums:
+        return _KeySums.of_counts(steps["step"], steps[_FATES[disposition]])
+
+    all_spans = _KeySums.of_ranges(spans["request"], spans["start"], spans["stop"])
+    parts = list(read(_sum_rows, source.parts["tokens"]))
+    nothing = _KeySums.of_ranges(*np.zeros((3, 0), np.int64))
+    rows = _KeySums.together([nothing, *(one for one, _ in parts)])
+    by_step = _KeySums.together([nothing.counts(), *(one for _, one in parts)])
+    drops = source.columns("drops", ["request", "step", "start", "stop"])
+    dropped = _KeySums.of_ranges(drops["request"], drops["start"], drops["stop"])
+    drops_by_step = _KeySums.of_counts(drops["step"], drops["stop"] - drops["start"])
+    became = np.sum([steps[name] for name in _FATES.values()], axis=0)
+    length = spans["stop"] - spans["start"]
+    totals = [
+        (
+            "E409",
+            f"census/{source.run}/spans {word} in all: steps",
+            [(None, n, wanted)] if n != wanted else [],
+            f"the census' {word}_tokens",
+        )
+        for word in ("aborted", "filtered")
+        for n, wanted in [
+            (
+                int(length[(spans["disposition"] == word) & there].sum()),
+                int(steps[_FATES[word]].sum()),
+            )
+        ]
+    ]
+    checks: list[tuple[str, str, Sequence[tuple[int | None, int, int]], str]] = [
+        (
+            "E404",
+            f"census/{source.run}/spans request",
+            all_spans.differing(_owed(source, spans, there)),
+            "spans that partition the request's positions",
+        ),
+        (
+            "E406",
+            f"shards (run {source.run}) rows of request",
+            rows.differing(ranges("captured")),
+            "the census' captured positions",
+        ),
+        (
+            "E408",
+            f"losses/{source.run} drops of request",
+            dropped.differing(ranges("dropped")),
+            "the census' dropped positions",
+        ),
+        (
+            "E412",
+            f"shards (run {source.run}) rows of step",
+            by_step.differing(counted("captured")),
+            "the census' captured_tokens",
+        ),
+        (
+            "E408",
+            f"losses/{source.run} drops of step",
+            drops_by_step.differing(counted("dropped")),
+            "the census' dropped_tokens",
+        ),
+        (
+            "E409",
+            f"census/{source.run}/steps step",
+            _KeySums.of_counts(steps["step"], steps["batch_tokens"]).differing(
+                _KeySums.of_counts(steps["step"], became)
+            ),
+            "the sum of what became of them",
+        ),
+        *totals,
+    ]
+    return [
+        Finding(
+            code=code,
+            place=place if key is None else f"{place} {key}",
+            got=f"{got} tokens" if got != wanted else f"{got} tokens, at other positions",
+            expected=f"{wanted}, {expected}",
+            severity="error",
+        )
+        for code, place, found, expected in checks
+        for key, got, wanted in found
+    ]
+
+
+def _owed(
+    source: RunSource, spans: dict[str, npt.NDArray[Any]], there: npt.NDArray[np.bool_]
+) -> _KeySums:
+    """Return the positions that each request owes, from 0 on.
+
+    Section 7.1: a request that an engine computed past its end owes that as well.
+    """
+    found = source.columns("requests", ["request", "prompt_len", "generated_len", "finish_reason"])
+    known, at = np.unique(found["request"], return_inverse=True)
+    reached = np.zeros(len(known) + 1, np.int64)
+    place = Index(known).of(spans["request"][there])
+    np.maximum.at(reached, place, spans["stop"][there])  # the last for requests of no line
+    reached[-1] = 0
+    n = found["prompt_len"] + np.maximum(found["generated_len"], 1) - 1
+    n = np.maximum(n, reached[at.reshape(-1)])
+    n[found["finish_reason"] == "skipped"] = 0
+    some = n > 0
+    return _KeySums.of_ranges(found["request"][some], np.zeros_like(n[some]), n[some])
+
+
+def _unresolved(source: RunSource) -> int:
+    """Return the referenced positions that no captured span holds."""
+    served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
+    origin = served["ref_request"]
+    there = ~np.isnan(origin.astype(np.float64))
+    total = int((served["stop"] - served["start"]).sum())
+    request = origin[there].astype(np.int64)
+    begins, ends = (_Below(kept["request"], kept[name]) for name in ("start", "stop"))
+    # Of the captured positions those below x, less those that ended before it.
+    held = [
+        begins.reach(request, served[name][there]) - ends.reach(request, served[name][there])
+        for name in ("start", "stop")
+    ]
+    return total - int((held[1] - held[0]).sum())
+
+
+class _Below:
+    """Sums of how far positions of a request lie below another.
+
+    Args:
+        request: of each position.
+        position: any number of a request.
+    """
+
+    def __init__(self, request: Ints, position: Ints) -> None:
+        order = np.lexsort((position, request))
+        self._request, self._position = request[order], position[order]
+        self._keys = (self._request.astype(np.uint64) << np.uint64(32)) | self._position.astype(
+            np.uint64
+        )
+        self._sums = np.append(0, np.cumsum(self._position))
+
+    def reach(self, request: Ints, to: Ints) -> Ints:
+        """Return the sum of ``to - position`` over the positions of the request below it."""
+        key = (request.astype(np.uint64) << np.uint64(32)) | to.astype(np.uint64)
+        last = np.searchsorted(self._keys, key)
+        first = np.searchsorted(self._request, request)
+        found: Ints = (last - first) * to - (self._sums[last] - self._sums[first])
+        return found
 
 
 def accounting(spans: Counts, counts: Counter[str], findings: list[Finding]) -> Accounting:
@@ -367,24 +573,3 @@ def accounting(spans: Counts, counts: Counter[str], findings: list[Finding]) -> 
         waterfall=waterfall,
         findings=findings,
     )
-
-
-def _differing(
-    source: RunSource, code: str, place: str, left: str, right: str, expected: str
-) -> list[Finding]:
-    rows = source.rows(
-        f"select coalesce(l.k, r.k) k, coalesce(l.n, 0), coalesce(r.n, 0) from ({left}) l "
-        f"full join ({right}) r on l.k = r.k where "
-        + " or ".join(f"coalesce(l.{c}, 0) <> coalesce(r.{c}, 0)" for c in ("n", "s1", "s2"))
-        + f" order by k limit {MAX_FINDINGS}"
-    )
-    return [
-        Finding(
-            code=code,
-            place=f"{place.format(run=source.run)} {key}",
-            got=f"{got} tokens" if got != wanted else f"{got} tokens, at other positions",
-            expected=f"{wanted}, {expected}",
-            severity="error",
-        )
-        for key, got, wanted in rows
-    ]

@@ -58,13 +58,13 @@ class CoverageCounts:
 def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
     """Add the positions of a run that were referenced, computed and aborted, or filtered."""
     slots = {"aborted": counts.aborted, "filtered": counts.filtered}
-    conditions = {"cache_ref": "and ref_request is not null", "aborted": "and step is not null"}
+    needed = {"cache_ref": ["ref_request"], "aborted": ["step"]}
     for disposition in ("cache_ref", *slots):
-        found = source.columns(
-            'select request::bigint request, start::bigint "start", stop::bigint "stop" from spans '
-            f"where disposition = '{disposition}' and stop > start "
-            + conditions.get(disposition, "")
-        )
+        columns = needed.get(disposition, [])
+        found = source.spans(disposition, ["request", *columns])
+        for name in columns:  # others: a reference to nothing, a position that was never computed
+            there = ~np.isnan(found[name].astype(np.float64))
+            found = {key: values[there] for key, values in found.items()}
         for which, position in explode(found["start"], found["stop"]):
             band = position_band(position)
             if disposition == "cache_ref":

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -34,12 +30,12 @@ from actds_validators.audit.result import ClassesFile
 
 __all__ = [
     "CLASSES",
-    "MEMORY_LIMIT",
     "NOWHERE",
     "Index",
     "LabelFile",
     "Labels",
     "Part",
+    "Read",
     "RunSource",
     "Servings",
     "StepRanges",
@@ -47,15 +43,14 @@ __all__ = [
     "catalog_source",
     "class_words",
     "column",
-    "connect",
     "explode",
     "labels_of",
     "longest",
     "match_labels",
+    "numbers",
     "read_labels",
 ]
 
-MEMORY_LIMIT = "400MB"
 N_THREADS = 2
 BATCH_ROWS = 1 << 15
 LOOKED_AT = 10_000
@@ -70,8 +65,8 @@ RUN_TABLES: tuple[TableName, ...] = (
     "occupancy",
     "readouts",
 )
-PARTED: tuple[TableName, ...] = ("tokens", "readouts")
-"""Tables that grow with the tokens."""
+Read = Callable[[Callable[["Part"], Any], Sequence["Part"]], Iterator[Any]]
+"""How a function is called with every part: `map`, or that of an executor."""
 
 
 @dataclass(frozen=True)
@@ -114,66 +109,62 @@ def column(batch: pa.RecordBatch, name: str) -> Ints:
 
 @dataclass(frozen=True)
 class RunSource:
-    """One run: a relation per table in a connection of its own.
+    """One run: its tables in parts, a shard or a ledger entry each.
 
     Args:
         run: the run.
-        connection: DuckDB, with views named as the tables.
-        hooks: hooks with readouts, in the order of the dataset.
+        parts: of every table.
+        hooks: hooks with readouts, in the order of their names.
         n_projections: projections per readout, of the longest of the first ten thousand.
         n_probes: user's probes per readout, likewise.
-        parts: the tables ``tokens`` and ``readouts`` in parts: a shard or a ledger entry each.
     """
 
     run: str
-    connection: duckdb.DuckDBPyConnection
+    parts: Mapping[TableName, tuple[Part, ...]]
     hooks: tuple[str, ...] = ()
     n_projections: int = 0
     n_probes: int = 0
-    parts: Mapping[TableName, tuple[Part, ...]] = field(default_factory=dict)
 
-    def rows(self, sql: str) -> list[tuple[Any, ...]]:
-        """Return the rows of a query."""
-        return self.connection.execute(sql).fetchall()
+    def n_rows(self, name: TableName) -> int:
+        """Return the number of rows of a table."""
+        return sum(part.n_rows for part in self.parts[name])
 
-    def one(self, sql: str) -> tuple[Any, ...]:
-        """Return the only row of a query."""
-        [row] = self.rows(sql)
-        return row
+    def table(self, name: TableName, columns: Sequence[str]) -> pa.Table:
+        """Return some columns of a table, all of its rows."""
+        empty = tables.empty(name).select(list(columns))
+        batches = [batch for part in self.parts[name] for batch in part.batches(list(columns))]
+        found = [pa.Table.from_batches([batch]).cast(empty.schema) for batch in batches]
+        return pa.concat_tables([empty, *found]).combine_chunks()
 
-    def columns(self, sql: str) -> dict[str, npt.NDArray[Any]]:
-        """Return the columns of a query as numpy arrays; null is NaN in a float column."""
-        found = self.connection.execute(sql).fetchnumpy()
-        return {
-            name: np.ma.filled(column.astype(np.float64), np.nan)
-            if isinstance(column, np.ma.MaskedArray) and column.mask.any()
-            else np.asarray(column)
-            for name, column in found.items()
-        }
+    def columns(self, name: TableName, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """Return some columns of a table as numpy arrays, as `numbers` makes them."""
+        return numbers(self.table(name, columns))
 
-
-@contextmanager
-def connect() -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield a connection to an empty database in memory, bounded and without extensions."""
-    with TemporaryDirectory(prefix="actds-audit-") as spill:
-        settings: dict[str, str | bool | int | float | list[str]] = {
-            "memory_limit": MEMORY_LIMIT,
-            "threads": str(N_THREADS),
-            "autoinstall_known_extensions": "false",
-            "autoload_known_extensions": "false",
-            "preserve_insertion_order": "false",
-            "temp_directory": spill,  # by default a folder in the working directory
-        }
-        connection = duckdb.connect(":memory:", config=settings)
-        try:
-            yield connection
-        finally:
-            connection.close()
+    def spans(self, disposition: str, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """Return columns of the spans of a disposition that hold a position."""
+        found = self.table("spans", ["disposition", "start", "stop", *columns])
+        kept = pc.and_(
+            pc.equal(found["disposition"], disposition), pc.greater(found["stop"], found["start"])
+        )
+        return numbers(found.filter(kept).drop_columns("disposition"))
 
 
-@contextmanager
-def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
-    """Yield the tables of one run of a dataset.
+def numbers(table: pa.Table) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns as numpy arrays: whole numbers as int64, with nulls as float64 with NaN.
+
+    Strings and binary are objects, null is None.
+    """
+    found: dict[str, npt.NDArray[Any]] = {}
+    for name in table.column_names:
+        column = table[name]
+        if pa.types.is_integer(column.type):
+            column = column.cast(pa.float64() if column.null_count else pa.int64(), safe=False)
+        found[name] = column.to_numpy()
+    return found
+
+
+def catalog_source(catalog: Catalog, run: str) -> RunSource:
+    """Return the tables of one run of a dataset.
 
     Files on a local disk are read in place, those of an object store as a whole.
 
@@ -182,66 +173,40 @@ def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
             ``Catalog.table`` raises.
     """
     parts: dict[TableName, tuple[Part, ...]] = {}
-    with connect() as connection:
-        for name in RUN_TABLES:
-            if name == "tokens":
-                _, shards = catalog.row_sets(run)[0] if catalog.row_sets(run) else ([], [])
-                entries = [
-                    (f"{layout.shard_dir(s.name)}/{TOKENS}", e.sha256)
-                    for s in shards
-                    for e in s.manifest.files
-                    if e.path == TOKENS
-                ]
-            else:
-                committed = catalog.parts.get((run, name), [])
-                entries = [(part.file.path, part.file.sha256) for part in committed]
-            if isinstance(catalog.store, LocalStore) and entries:
-                paths = []
-                for path, sha256 in entries:
-                    _check(catalog, path, sha256)
-                    # A worker may run in another folder.
-                    paths.append(os.path.abspath(catalog.store.local_path(path)))
-                    tables.from_parquet(name, paths[-1], path, columns=[])  # its form alone
-                connection.read_parquet([_literal(p) for p in paths]).create_view(name)
-                if name in PARTED:
-                    rows = [pq.read_metadata(local).num_rows for local in paths]
-                    parts[name] = tuple(
-                        Part(name, n, path=local) for local, n in zip(paths, rows, strict=True)
-                    )
-                continue
-            if name == "tokens":
-                found = [shard.tokens() for shard in shards] if entries else []
-                parts[name] = tuple(Part(name, t.num_rows, table=t) for t in found)
-                table = pa.concat_tables([tables.empty(name), *found])
-            else:
-                table = catalog.table(name, run)
-                if name in PARTED:
-                    parts[name] = (Part(name, table.num_rows, table=table),)
-            _register(connection, name, table)
-        yield _source(run, connection, parts)
+    for name in RUN_TABLES:
+        if name == "tokens":
+            _, shards = catalog.row_sets(run)[0] if catalog.row_sets(run) else ([], [])
+            entries = [
+                (f"{layout.shard_dir(s.name)}/{TOKENS}", e.sha256)
+                for s in shards
+                for e in s.manifest.files
+                if e.path == TOKENS
+            ]
+        else:
+            committed = catalog.parts.get((run, name), [])
+            entries = [(part.file.path, part.file.sha256) for part in committed]
+        if isinstance(catalog.store, LocalStore) and entries:
+            found = []
+            for path, sha256 in entries:
+                _check(catalog, path, sha256)
+                # A worker may run in another folder.
+                local = os.path.abspath(catalog.store.local_path(path))
+                tables.from_parquet(name, local, path, columns=[])  # its form alone
+                found.append(Part(name, pq.read_metadata(local).num_rows, path=local))
+            parts[name] = tuple(found)
+            continue
+        if name == "tokens":
+            held = [shard.tokens() for shard in shards] if entries else []
+        else:
+            held = [catalog.table(name, run)]
+        parts[name] = tuple(Part(name, table.num_rows, table=table) for table in held)
+    return _source(run, parts)
 
 
-@contextmanager
-def arrow_source(run: str, found: Mapping[str, pa.Table]) -> Iterator[RunSource]:
-    """Yield tables that are in memory; one that is missing is empty."""
-    parts: dict[TableName, tuple[Part, ...]] = {}
-    with connect() as connection:
-        for name in RUN_TABLES:
-            table = found.get(name, tables.empty(name))
-            _register(connection, name, table)
-            if name in PARTED:
-                parts[name] = (Part(name, table.num_rows, table=table),)
-        yield _source(run, connection, parts)
-
-
-def _register(connection: duckdb.DuckDBPyConnection, name: str, table: pa.Table) -> None:
-    connection.register(f"{name}_arrow", table)
-    connection.execute(f"create view {name} as select * from {name}_arrow")
-
-
-def _literal(path: str) -> str:
-    """Return a path that DuckDB does not take for a pattern."""
-    return re.sub(r"([*?\[])", r"[\1]", path)
+def arrow_source(run: str, found: Mapping[str, pa.Table]) -> RunSource:
+    """Return tables that are in memory; one that is missing is empty."""
+    held = {name: found.get(name, tables.empty(name)) for name in RUN_TABLES}
+    return _source(run, {name: (Part(name, t.num_rows, table=t),) for name, t in held.items()})
 
 
 def _check(catalog: Catalog, path: str, expected: str) -> None:
@@ -252,18 +217,15 @@ def _check(catalog: Catalog, path: str, expected: str) -> None:
         )
 
 
-def _source(
-    run: str,
-    connection: duckdb.DuckDBPyConnection,
-    parts: Mapping[TableName, tuple[Part, ...]],
-) -> RunSource:
-    hooks = [
-        row[0]
-        for row in connection.execute("select distinct hook from readouts order by hook").fetchall()
-    ]
-    readouts = parts.get("readouts", ())
-    n_projections, n_probes = (longest(readouts, name) for name in ("projections", "probes"))
-    return RunSource(run, connection, tuple(hooks), n_projections, n_probes, parts)
+def _source(run: str, parts: Mapping[TableName, tuple[Part, ...]]) -> RunSource:
+    hooks: set[str] = set()
+    for part in parts["readouts"]:
+        for batch in part.batches(["hook"]):
+            hooks.update(pc.unique(batch.column(0)).to_pylist())
+    n_projections, n_probes = (
+        longest(parts["readouts"], name) for name in ("projections", "probes")
+    )
+    return RunSource(run, parts, tuple(sorted(hooks)), n_projections, n_probes)
 
 
 def longest(parts: tuple[Part, ...], name: str) -> int:
@@ -482,10 +444,10 @@ def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:
     matching = np.zeros(table.num_rows, bool)
     n_labelled = n_positions = 0
     for source in sources:
-        found = source.columns(
-            "select request::bigint request, any_value(prompt_len::bigint "
-            "+ greatest(generated_len, 1) - 1) n from requests group by request order by request"
-        )
+        given = source.columns("requests", ["request", "prompt_len", "generated_len"])
+        own = given["prompt_len"] + np.maximum(given["generated_len"], 1) - 1
+        known, first = np.unique(given["request"], return_index=True)
+        found = {"request": known, "n": own[first]}
         n_positions += int(found["n"].sum())
         at = Index(found["request"]).of(table["request"].to_numpy())
         length = np.append(found["n"].astype(np.int64), 0)[at]

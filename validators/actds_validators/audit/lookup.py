@@ -7,14 +7,13 @@ travels to every worker of the pass. Imports `series`, `run_rows` and `ranges`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.format.tables import FLAG_SPECIAL
@@ -27,7 +26,17 @@ from actds_validators.audit.covariates import (
     columns_of,
     defined,
 )
-from actds_validators.audit.data import Index, Labels, Part, RunSource, Servings, StepRanges, column
+from actds_validators.audit.data import (
+    Index,
+    Labels,
+    Part,
+    Read,
+    RunSource,
+    Servings,
+    StepRanges,
+    column,
+    explode,
+)
 
 __all__ = [
     "MAX_SOURCES",
@@ -339,15 +348,13 @@ def _within(steps: RunSteps, every: int) -> Bools:
 
 
 def _servings(source: RunSource) -> Servings:
-    found = source.columns(
-        'select ref_request::bigint request, start::bigint "start", stop::bigint "stop" '
-        "from spans where disposition = 'cache_ref' and ref_request is not null"
-    )
-    return Servings(found["request"], found["start"], found["stop"])
+    found = source.spans("cache_ref", ["ref_request"])
+    there = ~np.isnan(found["ref_request"].astype(np.float64))
+    request, start, stop = (found[name][there] for name in ("ref_request", "start", "stop"))
+    return Servings(request.astype(np.int64), start, stop)
 
 
 MAX_DENSE = 1 << 22
-Read = Callable[[Callable[[Part], Any], Sequence[Part]], Iterator[Any]]
 
 
 @dataclass(frozen=True)
@@ -457,7 +464,7 @@ class _IdCounts:
 
 def knows_ids(sources: list[RunSource]) -> bool:
     """Return whether the ids of every computed token are known, those of lost ones as well."""
-    return all(s.hooks or not s.one("select count(*) from drops")[0] for s in sources)
+    return all(s.hooks or not s.n_rows("drops") for s in sources)
 
 
 def read_vocabulary(
@@ -492,23 +499,12 @@ def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
     """Return the prompt sources, the most used first; none when there is only one."""
     n: Counter[str] = Counter()
     for source in sources:
-        for name, count in source.rows(
-            "select source, count(*) from requests where source is not null group by all "
-            "order by source"
-        ):
-            n[name] += int(count)
+        names = source.columns("requests", ["source"])["source"]
+        n.update(sorted(name for name in names if name is not None))
     return tuple(name for name, _ in n.most_common()) if len(n) > 1 else ()
 
 
-# A row that a preemption made the engine compute again has several readouts, and an aborted one may
-# have some. Of the requests that had either, only the readouts of stored and of dropped rows count,
-# each at its own step.
-_ODD = (
-    "select request from requests where n_preemptions > 0 "
-    "union select request from spans where disposition = 'aborted'"
-)
-_ALWAYS = ("prompt_len", "request_len", "source")
-_KEYS = 'step::bigint step, request::bigint request, "start"::bigint "start", "stop"::bigint "stop"'
+_ALWAYS = ("request", "prompt_len", "generated_len", "source")
 
 
 @dataclass(frozen=True)
@@ -539,64 +535,87 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
 
     Spec: 0.1 section 7.8.
     """
-    more = "".join(f", {n}" for n in columns_of(defined("request")) if n not in _ALWAYS)
-    found: pa.Table = source.connection.sql(
-        "select request::bigint request, prompt_len::bigint prompt_len, prompt_len::bigint "
-        f"+ greatest(generated_len, 1) - 1 request_len, source{more} from requests order by request"
-    ).to_arrow_table()
-    numbers, first = np.unique(found["request"].to_numpy(), return_index=True)
+    derived = ("request_len",)
+    more = [n for n in columns_of(defined("request")) if n not in (*_ALWAYS, *derived)]
+    found = source.columns("requests", [*_ALWAYS, *more])
+    numbers, first = np.unique(found["request"], return_index=True)
+    found["request_len"] = found["prompt_len"] + np.maximum(found["generated_len"], 1) - 1
     index, requests = Index(steps.step), Index(numbers)
     return RunRows(
         steps=index,
         requests=requests,
-        columns={
-            name: found[name].to_numpy()[first] for name in found.column_names if name != "request"
-        },
+        columns={name: values[first] for name, values in found.items() if name != "request"},
         first_step=_first_steps(source, steps.step, requests),
-        losses=_ranges(source, f"select {_KEYS} from drops where stop > start", index, requests),
+        losses=_losses(source, index, requests),
         excluded=_excluded(source, index, requests),
     )
 
 
 def _first_steps(source: RunSource, steps: Ints, requests: Index) -> Ints:
     """Return the place of the step in which each request began."""
-    found = source.columns(
-        "select request::bigint request, min(step)::bigint step from spans "
-        "where step is not null group by request"
-    )
-    place = requests.of(found["request"])
+    found = source.columns("spans", ["request", "step"])
+    there = ~np.isnan(found["step"].astype(np.float64))
+    place = requests.of(found["request"][there])
+    step = np.searchsorted(steps, found["step"][there].astype(np.int64))
     first = np.full(len(requests), len(steps), np.int64)
-    known = place >= 0
-    first[place[known]] = np.searchsorted(steps, found["step"][known])
+    np.minimum.at(first, place[place >= 0], step[place >= 0])
     return first
 
 
-def _excluded(source: RunSource, steps: Index, requests: Index) -> StepRanges:
-    """Return the positions of readouts that are of no stored and no dropped row."""
-    run = source.connection
-    if not source.hooks or not source.one(f"select count(*) from ({_ODD})")[0]:
-        empty = np.zeros(0, np.int64)
-        return StepRanges(empty, empty, empty, empty)
-    run.execute(f"create or replace temp table odd as {_ODD}")
-    kept = (
-        "select step, request, position from tokens semi join odd using (request) union all "
-        "select step, request, unnest(range(start::bigint, stop::bigint))::uinteger from drops "
-        "semi join odd using (request)"
-    )
-    odd = "select distinct step, request, position from readouts semi join odd using (request)"
-    return _ranges(
-        source,
-        'select step::bigint step, request::bigint request, position::bigint "start", '
-        f'position::bigint + 1 "stop" from ({odd}) anti join ({kept}) '
-        "using (step, request, position)",
-        steps,
-        requests,
-    )
-
-
-def _ranges(source: RunSource, sql: str, steps: Index, requests: Index) -> StepRanges:
-    """Return the ranges of a query that are of known steps and requests."""
-    found = source.columns(sql)
+def _losses(source: RunSource, steps: Index, requests: Index) -> StepRanges:
+    """Return the dropped positions of known steps and requests."""
+    found = source.columns("drops", ["step", "request", "start", "stop"])
     step, request = steps.of(found["step"]), requests.of(found["request"])
-    known = (step >= 0) & (request >= 0)
+    known = (step >= 0) & (request >= 0) & (found["stop"] > found["start"])
     return StepRanges(step[known], request[known], found["start"][known], found["stop"][known])
+
+
+def _excluded(source: RunSource, steps: Index, requests: Index) -> StepRanges:
+    """Return the positions of readouts that are of no stored and no dropped row.
+
+    A row that a preemption made the engine compute again has several readouts, and an aborted one
+    may have some. Of the requests that had either, only the readouts of stored and of dropped rows
+    count, each at its own step.
+    """
+    given = source.columns("requests", ["request", "n_preemptions"])
+    aborted = source.table("spans", ["request", "disposition"])
+    aborted = aborted.filter(pc.equal(aborted["disposition"], "aborted"))["request"].to_numpy()
+    odd = np.union1d(given["request"][given["n_preemptions"] > 0], aborted)
+    nothing = np.zeros(0, np.int64)
+    if not source.hooks or not len(odd):
+        return StepRanges(nothing, nothing, nothing, nothing)
+    place = requests.of(odd)
+    is_odd = np.zeros(len(requests) + 1, bool)  # the last for a request that is not known
+    is_odd[place] = True
+    is_odd[-1] = False
+    stored = _odd_rows(source.parts["tokens"], steps, requests, is_odd)
+    drops = _losses(source, steps, requests)
+    lost = is_odd[drops.request]
+    gone = [
+        (drops.step[lost][which], drops.request[lost][which], position)
+        for which, position in explode(drops.start[lost], drops.stop[lost])
+    ]
+    kept = np.concatenate([stored, *(np.stack(some) for some in gone)], axis=1)
+    read = _odd_rows(source.parts["readouts"], steps, requests, is_odd)
+    both = np.concatenate([kept, read], axis=1)
+    order = np.lexsort((np.arange(both.shape[1]) >= kept.shape[1], *both[::-1]))
+    ordered = both[:, order]
+    new = np.append(True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0))[: len(order)]
+    step, request, position = ordered[:, new & (order >= kept.shape[1])]
+    return StepRanges(step, request, position, position + 1)
+
+
+def _odd_rows(
+    parts: Sequence[Part], steps: Index, requests: Index, is_odd: npt.NDArray[np.bool_]
+) -> Ints:
+    """Return step, request and position ``(3, n)`` of rows of some requests, of known steps."""
+    found = [np.zeros((3, 0), np.int64)]
+    for part in parts:
+        for batch in part.batches(["step", "request", "position"]):
+            request = requests.of(column(batch, "request"))
+            mine = is_odd[request]
+            if mine.any():
+                step = steps.of(column(batch, "step")[mine])
+                rows = np.stack([step, request[mine], column(batch, "position")[mine]])
+                found.append(np.unique(rows[:, step >= 0], axis=1))
+    return np.concatenate(found, axis=1)

@@ -271,28 +271,27 @@ def read_queues(source: RunSource, series: Series, counts: QueueCounts) -> None:
         series: for the clock: marks are seconds on its time line.
         counts: what to add to.
     """
-    for stage, n, seconds in source.rows(
-        "select stage, count(*), sum(duration_ns) / 1e9 from stalls group by stage"
-    ):
-        counts.stalls[stage] += int(n)
-        counts.stalled_s[stage] += float(seconds)
+    stalls = source.columns("stalls", ["stage", "t_ns", "duration_ns"])
+    for stage in sorted(set(stalls["stage"])):
+        own = stalls["stage"] == stage
+        counts.stalls[stage] += int(own.sum())
+        counts.stalled_s[stage] += int(stalls["duration_ns"][own].sum()) / 1e9
     if source.run in series.runs:
         begin = int(series.offsets[series.runs.index(source.run)])
-        [first] = source.one(
-            "select min(t_ns) from steps where captured_tokens + dropped_tokens > 0"
-        )
-        for stage, t_ns in source.rows(
-            f"select stage, t_ns from stalls order by duration_ns desc limit {N_MARKS}"
-        ):
-            mark = max(0.0, (int(t_ns) - int(first)) / 1e9) + float(series.t_s[begin])
-            counts.marks_s.setdefault(stage, []).append(mark)
-    for stage, depth, capacity, seconds in source.rows(
-        "select stage, depth, max(capacity), sum(duration_ns) / 1e9 from occupancy "
-        "group by stage, depth"
-    ):
-        counts.occupancy.setdefault(stage, defaultdict(float))[int(depth), int(capacity)] += float(
-            seconds
-        )
+        steps = source.columns("steps", ["t_ns", "captured_tokens", "dropped_tokens"])
+        first = int(steps["t_ns"][steps["captured_tokens"] + steps["dropped_tokens"] > 0].min())
+        for at in np.argsort(-stalls["duration_ns"], kind="stable")[:N_MARKS]:
+            mark = max(0.0, (int(stalls["t_ns"][at]) - first) / 1e9) + float(series.t_s[begin])
+            counts.marks_s.setdefault(stalls["stage"][at], []).append(mark)
+    held = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])
+    capacity: dict[tuple[str, int], int] = {}
+    lasted: Counter[tuple[str, int]] = Counter()
+    for stage, depth, room, ns in zip(*(column.tolist() for column in held.values()), strict=True):
+        capacity[stage, depth] = max(room, capacity.get((stage, depth), room))
+        lasted[stage, depth] += ns
+    for (stage, depth), ns in lasted.items():
+        at_stage = counts.occupancy.setdefault(stage, defaultdict(float))
+        at_stage[depth, capacity[stage, depth]] += ns / 1e9
 
 
 def queues(series: Series, counts: QueueCounts, trends: dict[str, Trend], seed: int = 0) -> Queues:

@@ -5,10 +5,12 @@ Fourth stage of the audit: sums to estimates with intervals. Imports the statist
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow.compute as pc
 
 from actds_validators.audit.accumulate import Bands, CovariateSums
 from actds_validators.audit.census import Series
@@ -423,10 +425,7 @@ def _summed(at: Ints, weights: Floats, size: int) -> Floats:
 
 def _captured(source: RunSource, lookup: Lookup) -> tuple[Ints, Ints, Ints]:
     """Return request (its place), start and stop of the captured spans."""
-    found = source.columns(
-        'select request::bigint request, "start"::bigint "start", "stop"::bigint "stop" '
-        "from spans where disposition = 'captured' and stop > start"
-    )
+    found = source.spans("captured", ["request"])
     request = lookup.requests.of(found["request"])
     known = request >= 0
     return request[known], found["start"][known], found["stop"][known]
@@ -435,15 +434,14 @@ def _captured(source: RunSource, lookup: Lookup) -> tuple[Ints, Ints, Ints]:
 def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
     """Return, for each request, what names the first block of its prompt; None without one."""
     found: list[str | None] = [None] * len(lookup.request_block)
-    rows = source.rows(
-        "select request::bigint, hex(block_digests[1]), count(*) over same, "
-        "min(request) over same from requests where len(block_digests) > 0 "
-        "window same as (partition by block_digests[1])"
-    )
-    places = lookup.requests.of(np.array([row[0] for row in rows], np.int64)).tolist()
-    for place, (_, digest, n, _first) in zip(places, rows, strict=True):
-        if n > 1 and place >= 0:
-            found[place] = f"{digest[:16].lower()}…"
+    table = source.table("requests", ["request", "block_digests"])
+    table = table.filter(pc.greater(pc.list_value_length(table["block_digests"]), 0))
+    firsts = pc.list_element(table["block_digests"], 0).to_pylist()
+    n = Counter(firsts)
+    places = lookup.requests.of(table["request"].to_numpy()).tolist()
+    for place, digest in zip(places, firsts, strict=True):
+        if n[digest] > 1 and place >= 0:
+            found[place] = f"{digest.hex()[:16]}…"
     return found
 
 

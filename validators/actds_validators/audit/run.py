@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,7 +37,6 @@ from actds_validators.audit.covariates import (
 from actds_validators.audit.coverage import CoverageCounts, coverage, dominant_cell, read_spans
 from actds_validators.audit.data import (
     CLASSES,
-    N_THREADS,
     RunSource,
     catalog_source,
     class_words,
@@ -227,10 +224,9 @@ def audit_dataset(
     if not catalog.is_sealed:
         raise ActdsError("E306", str(path), got="no seal of the present ledger", expected="a seal")
     check_provenance(catalog)
-    with ExitStack() as stack:
-        runner = stack.enter_context(open_executor(executor))
+    with open_executor(executor) as runner:
         progress("hashing and opening tables")
-        sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
+        sources = [catalog_source(catalog, run) for run in catalog.run_ids]
         named = None if labels is None else match_labels(labels, sources)
         unseen = _unseen(sources)
         table = None if labels is None else labels.table
@@ -288,11 +284,12 @@ def audit_sources(
     spans: Counter[tuple[str, str | None]] = Counter()
     counts: Counter[str] = Counter()
     findings = []
-    with ThreadPoolExecutor(N_THREADS) as pool:
-        for dispositions, others, wrong in pool.map(account_run, sources):
-            spans += dispositions
-            counts += others
-            findings += wrong
+    on = executor or Threads()
+    for source in sources:
+        dispositions, others, wrong = account_run(source, on.map)
+        spans += dispositions
+        counts += others
+        findings += wrong
     account = accounting(spans, counts, findings)
     if not account.is_sound:
         # Nothing that is estimated from tables that disagree means anything.
@@ -304,7 +301,7 @@ def audit_sources(
     has_ids = knows_ids(sources)
     edges = cell_edges(series, has_ids=has_ids) if series.lost.any() else None
     passed = pass_over(
-        sources, steps, series, edges, executor or Threads(), labels, progress, limits,
+        sources, steps, series, edges, on, labels, progress, limits,
         has_ids=has_ids,
     )  # fmt: skip
     queue_counts = QueueCounts()
@@ -315,7 +312,7 @@ def audit_sources(
     if seen is not None:
         progress("rows that were served often")
         by_run = [(s, passed.lookups[s.run]) for s in sources if s.run in passed.lookups]
-        cell = dominant_cell(by_run, passed.hooks, executor or Threads())
+        cell = dominant_cell(by_run, passed.hooks, on)
         seen = seen.model_copy(update={"dominant": cell})
     trends = load_trends(series, limits) if edges else {}
     waits = queues(series, queue_counts, trends, limits.seed)
