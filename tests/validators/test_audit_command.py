@@ -114,6 +114,35 @@ def test_a_limit_out_of_range_is_refused_by_name(
     assert told.stderr.startswith(f"E009 {arguments[0]}: ")
 
 
+def test_the_name_of_another_option_is_refused_with_the_right_one(
+    datasets: dict[str, Path],
+) -> None:
+    told = run(datasets["PASS"], "--engine", "ray")
+    assert told.exit_code == 2 and told.stdout == ""
+    assert "--engine" in told.stderr and "--executor" in told.stderr
+    assert "--engine" not in run("--help").stdout
+
+
+def test_python_gets_what_the_command_prints(datasets: dict[str, Path], tmp_path: Path) -> None:
+    weights = tmp_path / "w.parquet"
+    found = actds.audit(
+        datasets["WARN"], limits={"max_loss": 0.5}, weights=weights, by=["phase"], rows=400
+    )
+    told = run(datasets["WARN"], "--max-loss", 0.5, "--by", "phase", "--rows", 400, "--json", "-")
+    taken = {"duration_s": 0, "peak_nbytes": 0}
+    assert json.loads(told.stdout) | taken == found.result.as_json() | taken
+    assert found.failure is None and found.cells is not None and weights.exists()
+    with pytest.raises(ActdsError) as raised:
+        actds.audit(datasets["WARN"], limits={"max_loss": 2})
+    assert raised.value.code == "E009" and raised.value.place == "--max-loss"
+    with pytest.raises(ActdsError) as raised:
+        actds.audit(datasets["WARN"], limits={"max_los": 0.1})
+    assert raised.value.code == "E009" and "max-los" in raised.value.place
+    with pytest.raises(ActdsError) as raised:
+        actds.audit(datasets["WARN"], weights=datasets["PASS"] / "w.parquet")
+    assert raised.value.code == "E009"
+
+
 def test_a_limit_moves_the_verdict_and_stands_in_the_result(datasets: dict[str, Path]) -> None:
     told = run(datasets["FAIL"], "--max-loss", "0.9", "--json", "-")
     document = json.loads(told.stdout)

@@ -361,12 +361,12 @@ class Moments:
         self.low, self.high = min(self.low, low), max(self.high, high)
         block = lookup.block[rows.step]
         at = _Places(tick - low, block, cell, lost, high - low, n_blocks * n_cells)
-        for k, x in enumerate(values):
-            known = np.isfinite(x)
-            if known.all():
+        known = np.isfinite(values)
+        for k, (x, there) in enumerate(zip(values, known, strict=True)):
+            if there.all():
                 self._count_one(k, x, at, slice(low, high))
             else:
-                self._count_one(k, x[known], at.take(known), slice(low, high))
+                self._count_one(k, x[there], at.take(there), slice(low, high))
         inside = np.flatnonzero(lookup.within[rows.step])
         if len(inside):
             some = values[:, inside]

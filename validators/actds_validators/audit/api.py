@@ -1,4 +1,4 @@
-"""The audit: what a dataset lost, and whether it matters."""
+"""The audit from Python: `audit`, which the command calls as well."""
 
 from __future__ import annotations
 

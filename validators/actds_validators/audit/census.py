@@ -1,7 +1,7 @@
-"""Series: what was computed and lost over time, step by step or a few steps at a time.
+"""Census: what became of every position, and what was computed and lost over time.
 
-Second stage of the audit: from the census alone, before any token is looked at. Imports `sources`
-and the statistics of load, blocks and events.
+``actds validate`` accounts position by position; here counts and sums of positions and of their
+squares stand for the sets, so that a hundred million rows need no memory.
 """
 
 from __future__ import annotations
@@ -318,16 +318,16 @@ def _places(keys: Ints) -> tuple[Ints, Ints]:
 def _exact(at: Ints, values: npt.NDArray[np.uint64] | None, size: int) -> npt.NDArray[np.uint64]:
     """Return the sums of whole numbers by place, modulo 2^64; of 1 each without numbers.
 
-    By halves of 32 bits: a batch of those adds up below 2^53, where floats are exact.
+    Of numbers up to 2^38 a batch adds up below 2^53, where floats are exact; larger ones go by
+    halves of 32 bits.
     """
     if values is None:
         return np.bincount(at, minlength=size).astype(np.uint64)
-    low = np.bincount(at, weights=values & np.uint64(0xFFFFFFFF), minlength=size)
-    found = low.astype(np.uint64)
-    if len(values) and values.max() >> np.uint64(32):
-        high = np.bincount(at, weights=values >> np.uint64(32), minlength=size)
-        found += high.astype(np.uint64) << np.uint64(32)
-    return found
+    if not len(values) or int(values.max()) < 1 << 38:
+        return np.bincount(at, weights=values, minlength=size).astype(np.uint64)
+    low, high = values & np.uint64(0xFFFFFFFF), values >> np.uint64(32)
+    sums = (np.bincount(at, weights=half, minlength=size).astype(np.uint64) for half in (low, high))
+    return next(sums) + (next(sums) << np.uint64(32))
 
 
 def account_run(source: RunSource, read: Read = map) -> tuple[Counts, Counter[str], list[Finding]]:
@@ -350,7 +350,7 @@ def account_run(source: RunSource, read: Read = map) -> tuple[Counts, Counter[st
     codes = [word.dictionary_encode() for word in words]
     code = [one.indices.to_numpy().astype(np.int64) for one in codes]
     known, at = np.unique((code[0] << 32) | (code[1] << 1) | never, return_inverse=True)
-    totals = _exact(at.reshape(-1), length.astype(np.uint64), len(known)).tolist()
+    totals = _exact(at.reshape(-1), length.astype(np.uint64), len(known)).astype(np.int64).tolist()
     no_reason = table["reason"].null_count > 0
     for key, n in zip(known.tolist(), totals, strict=True):
         reason = codes[1].dictionary[(key >> 1) & 0x7FFFFFFF].as_py()

@@ -1,8 +1,9 @@
 """Coverage: which token classes at which positions are stored, reused and lost.
 
-A section of the audit. A dataset stores a repeated prefix once; training without multiplicity
-weights sees it once as well, however often it was served. Imports the counts of the tokens' pass,
-`sources` and the result.
+A dataset stores a repeated prefix once; training without multiplicity weights sees it once as well,
+however often it was served. Served a thousand times, its first token is an attention sink whose
+norm is many times that of the others: weighted as often as it was served, it alone may be all that
+a variance is made of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sources: the tables of a dataset, one run at a time: for DuckDB, and as parts to be read in turn.
+"""Data: the tables of a run in parts, and token classes that somebody gave.
 
-First stage of the audit. Every file is hashed against its ledger entry before anything opens it.
-Imports the format room and DuckDB.
+Every file is hashed against its ledger entry before anything opens it. Ranges of positions are
+asked row by row without writing every position down.
 """
 
 from __future__ import annotations

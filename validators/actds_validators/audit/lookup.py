@@ -1,7 +1,6 @@
 """Lookup: what the audit knows of a step, a request and a token id, as arrays.
 
-Part of the third stage, before the tokens' pass: small tables against which rows are read. It
-travels to every worker of the pass. Imports `series`, `run_rows` and `ranges`.
+Small tables against which rows are read; they travel to every worker of the pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Mechanism: what the losses go with, tested in one family.
+"""Mechanism: what the losses go with, tested in one family; and how the queues stood.
 
-Fifth stage of the audit. No test takes tokens for independent draws: between steps losses are moved
-along the run, within steps they are clustered by request. Imports the statistics and the result.
+No test takes tokens for independent draws: between steps losses are moved along the run, within
+steps they are clustered by request.
 """
 
 from __future__ import annotations

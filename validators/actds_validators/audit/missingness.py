@@ -1,6 +1,8 @@
-"""Missingness: per covariate, how what was lost differs from what there was.
+"""Missingness: per covariate and kind of token, how what was lost differs from what there was.
 
-Fourth stage of the audit: sums to estimates with intervals. Imports the statistics and the result.
+A mean can stand still while every row of one token id, of one source or of the largest norms is
+gone: strata are counted by block of the jackknife. A request counts in the block in which it began,
+wherever its tokens were computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Outputs: where the files that the audit writes may stand, and how they get there.
+"""Outputs: where the files that the audit writes may stand, and the file of weights.
 
-Before the audit and at its end. A file written into a dataset breaks it, and the audit would end
-well. Imports the format room's layout and errors.
+A file written into a dataset breaks it, and the audit would end well.
 """
 
 from __future__ import annotations

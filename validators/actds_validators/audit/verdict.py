@@ -1,7 +1,6 @@
 """Verdict: what a person may conclude, and every number that decided it.
 
-Last stage of the audit. Rules in order, the first that applies. Imports the result, the bound and
-the words.
+Rules in order, the first that applies.
 """
 
 from __future__ import annotations

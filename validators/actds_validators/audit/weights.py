@@ -2,7 +2,7 @@
 
 The remedy of the audit: inverse-probability weights by cells of load and complexity; the rates of
 the cells are shrunk to those of their load, and these to the common one. They mend what goes with
-load and complexity, and nothing else. Imports the passes' sums, the statistics and the result.
+load and complexity, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Words of the verdict: what losses go with, and what to do about it.
-
-Beside the verdict, which asks for them; from the result's models alone.
-"""
+"""Wording: what losses go with, what to do about it, and what an audit would not notice."""
 
 from __future__ import annotations
 
