@@ -77,7 +77,7 @@ def _no_dash(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
 def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
     """Refuse the option that an engine's name once went by here."""
     if value is not None:
-        raise click.NoSuchOption("--engine", possibilities=["--executor"], ctx=ctx)
+        raise click.UsageError("No such option: --engine. Did you mean --executor?", ctx)
 
 
 @click.command(cls=_Audit, result=_result)
