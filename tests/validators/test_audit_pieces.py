@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actds.accounting.multiplicity import Servings
+from actds.format.positions import Index
 from actds_validators.audit.accumulate import ClassCounts, cell_sums, joined
 from actds_validators.audit.covariates import N_BITS, position_band
 from actds_validators.audit.data import (
     CLASSES,
-    Index,
-    Servings,
     StepRanges,
     class_words,
     explode,

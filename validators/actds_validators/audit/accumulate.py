@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from actds.format.positions import pair_key, split_key
 from actds_validators.audit.covariates import N_BANDS, N_BITS, CovariateDef
 from actds_validators.audit.data import CLASSES
 from actds_validators.audit.lookup import Rows
@@ -173,8 +174,8 @@ def _both(at: Ints, lost: Bools, size: int) -> Floats:
 
 def _groups(step: Ints, request: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the pairs that there are, rising, and the place of each row's among them."""
-    pairs, at = np.unique((step << 32) | request, return_inverse=True)
-    return pairs >> 32, pairs & 0xFFFFFFFF, at.reshape(-1)
+    pairs, at = np.unique(pair_key(step, request), return_inverse=True)
+    return *split_key(pairs), at.reshape(-1)
 
 
 # sums -----------------------------------------------------------------------------------------

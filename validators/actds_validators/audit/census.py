@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from actds.format.positions import Index, position_key
 from actds_validators.audit.covariates import LOAD, columns_of, defined
-from actds_validators.audit.data import Index, Part, Read, RunSource, column, numbers
+from actds_validators.audit.data import Part, Read, RunSource, column, numbers
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
 from actds_validators.statistics.events import (
     correlation_steps,
@@ -527,15 +528,12 @@ class _Below:
     def __init__(self, request: Ints, position: Ints) -> None:
         order = np.lexsort((position, request))
         self._request, self._position = request[order], position[order]
-        self._keys = (self._request.astype(np.uint64) << np.uint64(32)) | self._position.astype(
-            np.uint64
-        )
+        self._keys = position_key(self._request, self._position)
         self._sums = np.append(0, np.cumsum(self._position))
 
     def reach(self, request: Ints, to: Ints) -> Ints:
         """Return the sum of ``to - position`` over the positions of the request below it."""
-        key = (request.astype(np.uint64) << np.uint64(32)) | to.astype(np.uint64)
-        last = np.searchsorted(self._keys, key)
+        last = np.searchsorted(self._keys, position_key(request, to))
         first = np.searchsorted(self._request, request)
         found: Ints = (last - first) * to - (self._sums[last] - self._sums[first])
         return found

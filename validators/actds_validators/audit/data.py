@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from actds.accounting.intervals import index_in
 from actds.errors import ActdsError
 from actds.format import layout, tables
+from actds.format.positions import Index, pair_key, position_key
 from actds.format.shard import TOKENS
 from actds.format.tables import TableName
 from actds.reading import Catalog
@@ -31,13 +31,11 @@ from actds_validators.audit.result import ClassesFile
 __all__ = [
     "CLASSES",
     "NOWHERE",
-    "Index",
     "LabelFile",
     "Labels",
     "Part",
     "Read",
     "RunSource",
-    "Servings",
     "StepRanges",
     "arrow_source",
     "catalog_source",
@@ -239,41 +237,7 @@ def longest(parts: tuple[Part, ...], name: str) -> int:
 
 
 Ints = npt.NDArray[np.int64]
-MAX_TABLE = 1 << 16
 BATCH_POSITIONS = 1 << 16
-
-
-class Index:
-    """Numbers to their places in a sorted list.
-
-    Args:
-        values: whole numbers, each once, rising.
-    """
-
-    def __init__(self, values: npt.NDArray[np.integer]) -> None:
-        self._values = values.astype(np.int64)
-        self._low = int(self._values[0]) if len(values) else 0
-        self._span = int(self._values[-1]) - self._low + 1 if len(values) else 0
-        self._table: npt.NDArray[np.int32] | None = None
-        if len(values) < self._span <= 4 * len(values) + MAX_TABLE:
-            self._table = np.full(self._span, -1, np.int32)
-            self._table[self._values - self._low] = np.arange(len(values), dtype=np.int32)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def numbers(self, places: Ints) -> Ints:
-        """Return the numbers at some places."""
-        return self._values[places]
-
-    def of(self, numbers: npt.NDArray[np.integer]) -> Ints:
-        """Return the place of each number, -1 where it is not in the list."""
-        asked = numbers.astype(np.int64)
-        if self._table is None:
-            return index_in(self._values, asked)
-        at = asked - self._low
-        inside = (at >= 0) & (at < self._span)
-        return np.where(inside, self._table[np.where(inside, at, 0)], -1).astype(np.int64)
 
 
 class StepRanges:
@@ -294,7 +258,7 @@ class StepRanges:
         self.start, self.stop = start[order], stop[order]
         self._pairs, group = np.unique(pair[order], return_inverse=True)
         self._group = group.reshape(-1)
-        self._keys = (self._group << 32) | self.start
+        self._keys = pair_key(self._group, self.start)
         self._offset = np.cumsum(self.stop - self.start) - (self.stop - self.start)
 
     @property
@@ -309,47 +273,11 @@ class StepRanges:
         pair = step * self._n_requests + request
         group = np.minimum(np.searchsorted(self._pairs, pair), len(self._pairs) - 1)
         known = (self._pairs[group] == pair) & (request >= 0) & (request < self._n_requests)
-        at = np.searchsorted(self._keys, (group << 32) | position, side="right") - 1
+        at = np.searchsorted(self._keys, pair_key(group, position), side="right") - 1
         at = np.maximum(at, 0)
         known &= (self._group[at] == group) & (position >= self.start[at])
         known &= position < self.stop[at]
         return np.where(known, self._offset[at] + position - self.start[at], -1)
-
-
-class Servings:
-    """How often each position was served from the prefix cache.
-
-    Counts of ranges that begin and that end, summed up: as many numbers as ranges, however long
-    these are.
-
-    Args:
-        request: request that computed the positions of each range.
-        start: first position.
-        stop: position after the last.
-    """
-
-    def __init__(self, request: Ints, start: Ints, stop: Ints) -> None:
-        used = stop > start
-        request, start, stop = request[used], start[used], stop[used]
-        keys = np.concatenate([(request << 32) | start, (request << 32) | stop])
-        self._keys, at = np.unique(keys, return_inverse=True)
-        changes = np.repeat([1.0, -1.0], len(request))
-        change = np.bincount(at.reshape(-1), weights=changes, minlength=len(self._keys))
-        self._level = np.cumsum(change).astype(np.int64)
-        self._requests = Index(np.unique(request))
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def of(self, request: Ints, position: Ints) -> Ints:
-        """Return how often each position was served, 0 for one that never was."""
-        served = np.zeros(len(request), np.int64)
-        if len(self._keys):
-            asked = np.flatnonzero(self._requests.of(request) >= 0)
-            keys = (request[asked] << 32) | position[asked]
-            at = np.searchsorted(self._keys, keys, side="right") - 1
-            served[asked] = np.where(at >= 0, self._level[np.maximum(at, 0)], 0)
-        return served
 
 
 def explode(start: Ints, stop: Ints, size: int = BATCH_POSITIONS) -> Iterator[tuple[Ints, Ints]]:
@@ -486,7 +414,7 @@ class Labels:
         request, start, stop = (
             table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
         )
-        keys = (request << 32) | start  # below 0 for a request from 2^31 on, as in `of`
+        keys = position_key(request, start)
         order = np.argsort(keys, kind="stable")
         self._keys = keys[order]
         self._request, self._stop = request[order], stop[order]
@@ -500,7 +428,7 @@ class Labels:
         """Return the code of the class of each position, -1 for one without a label."""
         if not len(self._keys):
             return np.full(len(request), -1, np.int64)
-        at = np.searchsorted(self._keys, (request << 32) | position, side="right") - 1
+        at = np.searchsorted(self._keys, position_key(request, position), side="right") - 1
         labelled, at = at >= 0, np.maximum(at, 0)
         labelled &= (self._request[at] == request) & (position < self._stop[at])
         return np.where(labelled, self._code[at], -1)

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from actds.accounting.multiplicity import Servings
+from actds.format.positions import Index
 from actds.format.tables import FLAG_SPECIAL
 from actds_validators.audit.census import RunSteps, Series
 from actds_validators.audit.covariates import (
@@ -26,12 +28,10 @@ from actds_validators.audit.covariates import (
     defined,
 )
 from actds_validators.audit.data import (
-    Index,
     Labels,
     Part,
     Read,
     RunSource,
-    Servings,
     StepRanges,
     column,
     explode,

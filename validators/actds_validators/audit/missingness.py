@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow.compute as pc
 
+from actds.format.positions import pair_key, split_key
 from actds_validators.audit.accumulate import Bands, CovariateSums
 from actds_validators.audit.census import Series
 from actds_validators.audit.covariates import N_BANDS, defined
@@ -296,12 +297,11 @@ class _Groups:
     def add(self, group: Ints, block: Ints, n: Floats, lost: Floats) -> None:
         """Add requests; those of no group have -1."""
         used = group >= 0
-        pairs, at = np.unique((group[used] << 32) | block[used], return_inverse=True)
+        pairs, at = np.unique(pair_key(group[used], block[used]), return_inverse=True)
         at = at.reshape(-1)
         self.parts.append(
             (
-                pairs >> 32,
-                pairs & 0xFFFFFFFF,
+                *split_key(pairs),
                 _summed(at, n[used], len(pairs)),
                 _summed(at, lost[used], len(pairs)),
             )

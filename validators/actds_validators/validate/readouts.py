@@ -210,9 +210,15 @@ def _matrices(
             raise ActdsError(
                 "E202", path, got=f"sha256 {got}", expected=str(readouts.probes_sha256)
             )
-        probes = load_probes(data, path, (len(hooks), readouts.n_probes, hooks[0].d_model))
-    packed = matrix(readouts, probes, len(hooks), hooks[0].d_model)
-    return {hook.name: packed[index] for index, hook in enumerate(hooks)}
+        widths = sorted({hook.d_model for hook in hooks})
+        if len(widths) > 1:  # one array holds the probes of all hooks
+            got = f"probes, and hooks of {', '.join(map(str, widths))} channels"
+            raise ActdsError("E103", path, got=got, expected="hooks of one width, or no probes")
+        probes = load_probes(data, path, (len(hooks), readouts.n_probes, widths[0]))
+    return {
+        hook.name: matrix(readouts, None if probes is None else probes[[n]], 1, hook.d_model)[0]
+        for n, hook in enumerate(hooks)
+    }
 
 
 def _check_rows_covered(inventory: Inventory, run: str, mine: RunReadouts) -> None:

@@ -69,6 +69,8 @@ class Handover:
         ring: book of the host ring.
         policy: what to do when a ring is full.
         on_drop: told of every dropped step, in the thread that caused it.
+
+    ``waiting`` holds what a step waits for room in now: ``staging``, ``ring``, both or neither.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Handover:
         self._changed = threading.Condition()
         self._gone = False
         self._closed = False
-        self._ring_is_full = False
+        self.waiting: set[str] = set()
         self.writer_state: RingFree | None = None
         self._listener = threading.Thread(target=self._listen, name="actds-handover", daemon=True)
         self._listener.start()
@@ -132,7 +134,9 @@ class Handover:
                 if self._policy == "block":
                     self._wait(entry, "staging", self._staging.depth)
                 elif self._policy == "drop_newest" or not self._drop_staged():
-                    self._drop(entry, "queue_full" if self._ring_is_full else "dma_backpressure")
+                    self._drop(
+                        entry, "queue_full" if "ring" in self.waiting else "dma_backpressure"
+                    )
                     break
             self._queue.append(entry)
             if entry.slot is not None:
@@ -167,9 +171,7 @@ class Handover:
                         self._drop(entry, "queue_full")
                         return None
                     continue
-                self._ring_is_full = True
                 self._wait(entry, "ring", self._ring.depth)
-                self._ring_is_full = False
 
     def moved(self, entry: Entry, message: StepRows) -> None:
         """Take an entry that is complete: its rows are in the host ring, or it was dropped.
@@ -225,13 +227,18 @@ class Handover:
     def _wait(self, entry: Entry, stage: str, depth: int) -> None:
         """Wait for a change; the time counts as one stall of the stage."""
         began, began_ns = time.monotonic_ns(), time.time_ns()
+        self.waiting.add(stage)
         self._changed.wait()
+        self.waiting.discard(stage)
         stall = Stall(stage, began_ns, time.monotonic_ns() - began, depth, entry.step)
         if entry.stalls and entry.stalls[-1].stage == stage:
             before = entry.stalls.pop()
             stall = replace(before, duration_ns=began_ns + stall.duration_ns - before.t_ns)
         entry.stalls.append(stall)
         self._check()
+
+    def _why_staging_is_full(self) -> str:
+        return "queue_full" if "ring" in self.waiting else "dma_backpressure"
 
     def _drop(self, entry: Entry, reason: str) -> None:
         entry.state, entry.reason = "dropped", reason
@@ -244,7 +251,7 @@ class Handover:
             waiting = self._in_staging.popleft()
             if waiting.state == "staged":
                 self._free_slot(waiting)
-                self._drop(waiting, "queue_full" if self._ring_is_full else "dma_backpressure")
+                self._drop(waiting, self._why_staging_is_full())
                 return True
         return False
 
