@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.format import tables
 from actds.format.readouts import Readouts
 from actds.format.tables import TableName
 from actds_testing.audit_tokens import audited, sources_of, tables_of
@@ -27,7 +28,7 @@ from actds_testing.synthetic import make_dataset
 from actds_validators.audit import lookup
 from actds_validators.audit import run as audit_run
 from actds_validators.audit.census import make_series, read_steps
-from actds_validators.audit.data import PARTED, Part, RunSource
+from actds_validators.audit.data import RUN_TABLES, Part, RunSource
 from actds_validators.audit.lookup import WordPass, knows_ids, read_rows
 from actds_validators.audit.passes import Executor, RowPass, Threads, lost_pieces, open_executor
 from actds_validators.audit.run import Passed, pass_over
@@ -81,7 +82,13 @@ def read(runs: list[Tables], executor: Executor, n_parts: int) -> Read:
     """Return the sums of runs whose rows are cut in parts, as slices of one table."""
     with sources_of(runs) as found:
         sources: list[RunSource] = [
-            replace(source, parts={name: cut(name, run[name], n_parts) for name in PARTED})
+            replace(
+                source,
+                parts={
+                    name: cut(name, run.get(name, tables.empty(name)), n_parts)
+                    for name in RUN_TABLES
+                },
+            )
             for source, run in zip(found, runs, strict=True)
         ]
         steps = [read_steps(source) for source in sources]
@@ -235,7 +242,7 @@ def test_selection_within_steps_is_seen_in_every_nth_of_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     change = {"n_steps": 800, "rate": 0.05, "strength": 2.0}
-    tables = tables_of(simulate(replace(SCENARIOS["mnar_rarity"], **change), 3))  # type: ignore[arg-type]
+    made = tables_of(simulate(replace(SCENARIOS["mnar_rarity"], **change), 3))  # type: ignore[arg-type]
     seen: list[Passed] = []
 
     def kept(*args: Any, **options: Any) -> Passed:
@@ -246,7 +253,7 @@ def test_selection_within_steps_is_seen_in_every_nth_of_many(
     rarity = {}
     for limit in (lookup.MAX_CELLS, 400):
         monkeypatch.setattr(lookup, "MAX_CELLS", limit)
-        mechanism = audited(tables).mechanism
+        mechanism = audited(made).mechanism
         assert mechanism is not None
         within = {one.covariate.name: one for one in mechanism.tests if one.name == "within"}
         rarity[limit] = within["rarity"]
