@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from actds.load.loader import Loader as Loader
     from actds.recompression import recompress as recompress
     from actds.sealing import seal as seal
-    from actds_validators.audit.audit import audit as audit
+    from actds_validators.audit.api import audit as audit
     from actds_validators.validate.validation import validate as validate
     from actds_writers.harvest.plan import plan as plan
     from actds_writers.harvest.recover import recover as recover
@@ -33,7 +33,7 @@ _LAZY = {
     "ActdsError": "actds.errors:ActdsError",
     "Dataset": "actds.load.dataset:Dataset",
     "Loader": "actds.load.loader:Loader",
-    "audit": "actds_validators.audit.audit:audit",
+    "audit": "actds_validators.audit.api:audit",
     "load_dataset": "actds.load.hf:load_dataset",
     "open": "actds.load.dataset:open",
     "plan": "actds_writers.harvest.plan:plan",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from scipy.signal import lfilter
 
 from actds.format import tables
 from actds_testing.simulate import Simulated
-from actds_validators.audit.audit import Sections, audit_sources
+from actds_validators.audit.data import RunSource, arrow_source
 from actds_validators.audit.result import Limits
-from actds_validators.audit.sources import RunSource, arrow_source
+from actds_validators.audit.run import Sections, audit_sources
 
 TABLES = ("requests", "steps", "spans", "drops", "stalls", "occupancy", "tokens", "readouts")
 
@@ -35,8 +35,7 @@ def changed(found: dict[str, pa.Table], name: str, change: Any) -> dict[str, pa.
 @contextmanager
 def sources_of(runs: Sequence[dict[str, pa.Table]]) -> Iterator[list[RunSource]]:
     """Yield the runs as the audit reads them, named r-0 and so on."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(arrow_source(f"r-{k}", run)) for k, run in enumerate(runs)]
+    yield [arrow_source(f"r-{k}", run) for k, run in enumerate(runs)]
 
 
 def audited(*runs: dict[str, pa.Table], limits: Limits | None = None) -> Sections:

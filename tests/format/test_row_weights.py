@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,13 +24,13 @@ from actds.store import open_store
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset, write_tables
 from actds_testing.synthetic import make_dataset
 from actds_testing.weights_files import drawn_weights, write_weights_file
-from actds_validators.audit import weights_file
-from actds_validators.audit.audit import audit_sources
+from actds_validators.audit import outputs
+from actds_validators.audit.data import catalog_source
 from actds_validators.audit.lookup import Lookup
+from actds_validators.audit.outputs import write_weights
 from actds_validators.audit.result import Limits
-from actds_validators.audit.sources import catalog_source
+from actds_validators.audit.run import audit_sources
 from actds_validators.audit.weights import Cells
-from actds_validators.audit.weights_file import write_weights
 
 CLAIM = "MAR-consistent after weighting"
 
@@ -58,15 +58,14 @@ Audited = tuple[Catalog, dict[str, Lookup], Cells]
 def audited(path: str | Path) -> Iterator[Audited]:
     """Yield a dataset as the audit leaves it, with a weight of its own for each cell."""
     catalog = Catalog.read(open_store(path))
-    with ExitStack() as stack:
-        sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
-        sections = audit_sources(sources, Limits())
-        cells = sections.cells
-        assert cells is not None and cells.weights is not None
-        stored = cells.n - cells.lost
-        weights = 1.0 + np.arange(stored.size).reshape(stored.shape) / 100
-        weights *= stored.sum() / (weights * stored).sum()
-        yield catalog, sections.lookups, replace(cells, weights=weights)
+    sources = [catalog_source(catalog, run) for run in catalog.run_ids]
+    sections = audit_sources(sources, Limits())
+    cells = sections.cells
+    assert cells is not None and cells.weights is not None
+    stored = cells.n - cells.lost
+    weights = 1.0 + np.arange(stored.size).reshape(stored.shape) / 100
+    weights *= stored.sum() / (weights * stored).sum()
+    yield catalog, sections.lookups, replace(cells, weights=weights)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def test_every_row_has_the_weight_of_its_cell(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weights_file, "GROUP_ROWS", group_rows)
+    monkeypatch.setattr(outputs, "GROUP_ROWS", group_rows)
     path = request.getfixturevalue(kind)
     dataset = actds.open(path)
     assert len(dataset.shards) > 2
@@ -203,7 +202,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(
     def fails(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights_file, "_table", fails)
+    monkeypatch.setattr(outputs, "_table", fails)
     with pytest.raises(ActdsError, match=r"E503 .*No space left"):
         write_weights(out, *found, "another claim")
     assert out.read_bytes() == before

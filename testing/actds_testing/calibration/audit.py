@@ -105,11 +105,11 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
         changes: parameters of the scenario.
     """
     from actds_testing.simulate import SCENARIOS, simulate
-    from actds_validators.audit.audit import audit_sources
+    from actds_validators.audit.data import arrow_source
     from actds_validators.audit.result import Limits
-    from actds_validators.audit.sources import arrow_source
+    from actds_validators.audit.run import audit_sources
     from actds_validators.audit.verdict import judge
-    from actds_validators.statistics.family import benjamini_hochberg
+    from actds_validators.statistics.intervals import benjamini_hochberg
 
     began = time.monotonic()
     scenario = replace(SCENARIOS[task.scenario], n_steps=task.steps, **changes)
@@ -119,9 +119,7 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
     del simulated
     made = time.monotonic()
     limits = Limits()
-    with arrow_source("r", tables) as source:
-        source.connection.execute("set threads to 1")
-        found = audit_sources([source], limits)
+    found = audit_sources([arrow_source("r", tables)], limits)
     verdict = judge(found.evidence, limits)
     tests = found.mechanism.tests if found.mechanism else []
     naive = [test.naive_p for test in tests if test.naive_p is not None]
@@ -159,12 +157,11 @@ def shares(records: list[dict[str, Any]]) -> dict[str, int]:
 
 def code_digest() -> str:
     """Return what names the code of simulator, statistics and audit, and the versions below it."""
-    import duckdb
     import numpy
     import scipy  # type: ignore[import-untyped]
 
     digest = hashlib.sha256()
-    for version in (duckdb.__version__, numpy.__version__, scipy.__version__):
+    for version in (numpy.__version__, scipy.__version__):
         digest.update(version.encode())
     for folder in ("statistics", "audit"):
         for path in sorted((PACKAGE / folder).glob("*.py")):

@@ -19,7 +19,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,9 +139,9 @@ def run_one(task: Task) -> dict[str, Any]:
     """Make the losses of one run, audit it, and return what its tests and its verdict say."""
     import numpy as np
 
-    from actds_validators.audit.audit import audit_sources
+    from actds_validators.audit.data import arrow_source
     from actds_validators.audit.result import Limits
-    from actds_validators.audit.sources import arrow_source
+    from actds_validators.audit.run import audit_sources
     from actds_validators.audit.verdict import judge
 
     began = time.monotonic()
@@ -152,14 +151,11 @@ def run_one(task: Task) -> dict[str, Any]:
         names = (names[task.number % len(names)],)
     random = np.random.default_rng(task.seed)
     limits = Limits()
-    with ExitStack() as stack:
-        sources = []
-        for name in names:
-            s = served(name, random)
-            source = arrow_source(name, audited_tables(s, scenario.loss(s, random)))
-            sources.append(stack.enter_context(source))
-            sources[-1].connection.execute("set threads to 1")
-        found = audit_sources(sources, limits)
+    sources = []
+    for name in names:
+        s = served(name, random)
+        sources.append(arrow_source(name, audited_tables(s, scenario.loss(s, random))))
+    found = audit_sources(sources, limits)
     verdict = judge(found.evidence, limits)
     tests = found.mechanism.tests if found.mechanism else []
     return {

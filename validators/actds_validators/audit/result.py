@@ -1,8 +1,4 @@
-"""The result of an audit: every number that decided, as frozen models with one JSON schema.
-
-After the seal; what the audits fill and the report draws. Imports nothing of the project but its
-models' base.
-"""
+"""The result of an audit: every number that decided, as frozen models with one JSON schema."""
 
 from __future__ import annotations
 

@@ -1,0 +1,573 @@
+"""Census: what became of every position, and what was computed and lost over time.
+
+``actds validate`` accounts position by position; here counts and sums of positions and of their
+squares stand for the sets, so that a hundred million rows need no memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from actds.format.positions import Index, position_key
+from actds_validators.audit.covariates import LOAD, columns_of, defined
+from actds_validators.audit.data import Part, Read, RunSource, column, numbers
+from actds_validators.audit.result import Accounting, Finding, WaterfallStep
+from actds_validators.statistics.events import (
+    correlation_steps,
+    count_events,
+    effective_events,
+)
+from actds_validators.statistics.intervals import Blocks, blocks
+
+__all__ = [
+    "MAX_TICKS",
+    "RunSteps",
+    "Series",
+    "account_run",
+    "accounting",
+    "make_series",
+    "read_steps",
+]
+
+_COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
+MAX_TICKS = 1 << 17
+"""Longest series; a longer run is looked at several steps at a time."""
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RunSteps:
+    """The steps of one run that computed a token, in order.
+
+    Args:
+        run: the run.
+        step: number of each step, ``(n_steps,)``.
+        t_ns: when it was scheduled.
+        computed: captured and dropped tokens.
+        lost: dropped tokens.
+        covariates: values of the system covariates, ``(n_steps,)`` each.
+    """
+
+    run: str
+    step: Ints
+    t_ns: Ints
+    computed: Floats
+    lost: Floats
+    covariates: dict[str, Floats]
+
+
+@dataclass(frozen=True)
+class Series:
+    """All runs one after the other, as ticks of one or more steps.
+
+    Args:
+        runs: the runs, in order.
+        run: label of each tick, ``(n_ticks,)``.
+        t_s: seconds since the first step of the first run, without the time between runs.
+        seconds: until the next tick; 0 for a run's last one.
+        computed: tokens.
+        lost: tokens.
+        load: mean load of the tick's tokens.
+        system: system covariate to sums ``(2, n_ticks)``: x and its square over the tokens; and
+            of x over the lost ones, ``(3, n_ticks)`` in all.
+        blocks: of the jackknife.
+        offsets: first tick of each run, and the number of ticks.
+        steps_per_tick: at most.
+        n_events: independent loss events.
+        effective_events: events of equal size that a mean over the lost tokens rests on.
+        n_steps: steps in all.
+        n_lost_steps: steps that lost a token.
+        n_partial_steps: steps that lost some of their tokens.
+    """
+
+    runs: tuple[str, ...]
+    run: Ints
+    t_s: Floats
+    seconds: Floats
+    computed: Floats
+    lost: Floats
+    load: Floats
+    system: dict[str, Floats]
+    blocks: Blocks
+    offsets: Ints
+    steps_per_tick: int
+    n_events: int
+    effective_events: float
+    n_steps: int
+    n_lost_steps: int
+    n_partial_steps: int
+
+    @property
+    def n_ticks(self) -> int:
+        """Return the length of the series."""
+        return len(self.run)
+
+    @property
+    def share(self) -> Floats:
+        """Return the share lost of each tick."""
+        return np.divide(
+            self.lost, self.computed, out=np.zeros(self.n_ticks), where=self.computed > 0
+        )
+
+
+def read_steps(source: RunSource) -> RunSteps:
+    """Return the steps of a run that computed something new; the load counts the others, too."""
+    definitions = defined("step")
+    more = [name for name in columns_of(definitions) if name not in _COUNTED]
+    found = source.columns("steps", [*_COUNTED, *more])
+    order = np.argsort(found["step"], kind="stable")
+    found = {name: values[order] for name, values in found.items()}
+    lost = found["dropped_tokens"].astype(np.float64)
+    computed = found["captured_tokens"] + lost
+    floats = {name: np.asarray(found[name], np.float64) for name in columns_of(definitions)}
+    covariates = {one.name: np.asarray(one.values(floats), np.float64) for one in definitions}
+    kept = computed > 0
+    return RunSteps(
+        source.run,
+        found["step"][kept],
+        found["t_ns"][kept],
+        computed[kept],
+        lost[kept],
+        {name: values[kept] for name, values in covariates.items()},
+    )
+
+
+def make_series(runs: list[RunSteps], n_blocks: int) -> Series | None:
+    """Return the series of some runs, ``None`` when no token was computed.
+
+    Args:
+        runs: the steps of each.
+        n_blocks: blocks of the jackknife at most.
+    """
+    runs = [run for run in runs if len(run.step)]
+    n_steps = sum(len(run.step) for run in runs)
+    if not n_steps:
+        return None
+    width = -(-n_steps // MAX_TICKS)
+    starts = [np.arange(0, len(run.step), width) for run in runs]
+    labels = np.repeat(np.arange(len(runs)), [len(s) for s in starts])
+
+    def summed(values: list[Floats]) -> Floats:
+        parts = [np.add.reduceat(v, s, axis=-1) for v, s in zip(values, starts, strict=True)]
+        return np.concatenate(parts, axis=-1)
+
+    computed, lost = summed([r.computed for r in runs]), summed([r.lost for r in runs])
+    system = {
+        name: summed([_sums(r, r.covariates[name]) for r in runs]) for name in runs[0].covariates
+    }
+    t_s, seconds = _clock(runs, starts)
+    share = np.divide(lost, computed)
+    n_events, effective = _events(lost, share, labels)
+    return Series(
+        runs=tuple(run.run for run in runs),
+        run=labels,
+        t_s=t_s,
+        seconds=seconds,
+        computed=computed,
+        lost=lost,
+        load=system[LOAD][0] / computed,
+        system=system,
+        blocks=blocks(len(labels), labels, share, n_blocks, min(20, n_blocks)),
+        offsets=np.cumsum([0, *(len(s) for s in starts)]),
+        steps_per_tick=width,
+        n_events=n_events,
+        effective_events=effective,
+        n_steps=n_steps,
+        n_lost_steps=sum(int((r.lost > 0).sum()) for r in runs),
+        n_partial_steps=sum(int(((r.lost > 0) & (r.lost < r.computed)).sum()) for r in runs),
+    )
+
+
+def _events(lost: Floats, share: Floats, labels: Ints) -> tuple[int, float]:
+    """Return the independent loss events, and how many of equal size they are worth.
+
+    The correlation is that of the share lost: lost tokens go with the size of the steps as well.
+    Where most ticks lose something there are no gaps to count: then as many as there are
+    correlation times.
+    """
+    if not lost.any():
+        return 0, 0.0
+    time = correlation_steps(share, labels)
+    if np.count_nonzero(lost) <= len(lost) / 2:
+        gap = math.ceil(time)
+        return count_events(lost, labels, gap), effective_events(lost, labels, gap)
+    found = max(1, int(len(lost) / time))
+    return found, float(found)
+
+
+def _sums(run: RunSteps, x: Floats) -> Floats:
+    return np.stack([run.computed * x, run.computed * x * x, run.lost * x])
+
+
+def _clock(runs: list[RunSteps], starts: list[Ints]) -> tuple[Floats, Floats]:
+    """Return seconds since the first step, runs put one behind the other, and tick lengths."""
+    times, lengths, base = [], [], 0.0
+    for run, start in zip(runs, starts, strict=True):
+        t = (np.maximum.accumulate(run.t_ns[start]) - run.t_ns[0]) / 1e9
+        last = (max(int(run.t_ns[-1]), int(run.t_ns[0])) - int(run.t_ns[0])) / 1e9
+        end = max(last, float(t[-1]))
+        times.append(base + t)
+        lengths.append(np.diff(t, append=end))
+        base += end
+    return np.concatenate(times), np.concatenate(lengths)
+
+
+MAX_FINDINGS = 20
+Counts = Counter[tuple[str, str | None]]
+
+NEVER = "never computed"
+DENSE = 8
+"""Keys are counted in an array of so many times their number at most, else sorted."""
+
+
+@dataclass(frozen=True)
+class _KeySums:
+    """Sums over ranges of positions by a key, which stand for the sets of positions.
+
+    Equal sums over the same key are equal sets but for cancellations that no fault makes by chance.
+
+    Args:
+        keys: rising.
+        sums: ``(3, n)``, over [start, stop) of 1, of 2p + 1 and of 3p^2 + 3p + 1, which are
+            differences of stop, its square and its cube; modulo 2^64.
+    """
+
+    keys: Ints
+    sums: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, keys: Ints, sums: npt.NDArray[np.uint64]) -> _KeySums:
+        """Return the sums of equal keys together."""
+        known, at = np.unique(keys, return_inverse=True)
+        total = np.zeros((len(sums), len(known)), np.uint64)
+        for one, values in zip(total, sums, strict=True):
+            np.add.at(one, at.reshape(-1), values)
+        return cls(known, total)
+
+    @classmethod
+    def of_ranges(cls, keys: Ints, start: Ints, stop: Ints) -> _KeySums:
+        """Return the sums of half-open ranges of positions."""
+        a, b = start.astype(np.uint64), stop.astype(np.uint64)
+        return cls.of(keys, np.stack([b - a, b * b - a * a, b * b * b - a * a * a]))
+
+    @classmethod
+    def of_counts(cls, keys: Ints, n: npt.NDArray[Any]) -> _KeySums:
+        """Return numbers of positions, whichever they are; none where that is 0."""
+        some = n != 0
+        return cls.of(keys[some], n[some].astype(np.int64).astype(np.uint64)[np.newaxis])
+
+    @classmethod
+    def together(cls, parts: Sequence[_KeySums]) -> _KeySums:
+        """Return the sums of several, of one at least."""
+        return cls.of(
+            np.concatenate([one.keys for one in parts]),
+            np.concatenate([one.sums for one in parts], axis=1),
+        )
+
+    def counts(self) -> _KeySums:
+        """Return the numbers of positions alone."""
+        return _KeySums(self.keys, self.sums[:1])
+
+    def differing(self, other: _KeySums) -> list[tuple[int, int, int]]:
+        """Return key and both numbers of positions where the sums differ, the first ones."""
+        keys = np.union1d(self.keys, other.keys)
+        both = np.zeros((2, len(self.sums), len(keys)), np.uint64)
+        for side, one in enumerate((self, other)):
+            both[side][:, np.searchsorted(keys, one.keys)] = one.sums
+        wrong = np.flatnonzero((both[0] != both[1]).any(axis=0))[:MAX_FINDINGS]
+        n = both[:, 0].astype(np.int64)
+        return [(int(keys[k]), int(n[0, k]), int(n[1, k])) for k in wrong]
+
+
+def _sum_rows(part: Part) -> tuple[_KeySums, _KeySums]:
+    """Return the sums of stored rows by request, and their numbers by step."""
+    by_request = [_KeySums.of_ranges(*np.zeros((3, 0), np.int64))]
+    by_step = [by_request[0].counts()]
+    for batch in part.batches(["request", "step", "position"]):
+        request, step = column(batch, "request"), column(batch, "step")
+        p = column(batch, "position").astype(np.uint64)
+        keys, at = _places(request)
+        n, one, two = (_exact(at, values, len(keys)) for values in (None, p, p * p))
+        sums = np.stack([n, 2 * one + n, 3 * two + 3 * one + n])
+        by_request.append(_KeySums(keys[n > 0], sums[:, n > 0]))
+        keys, at = _places(step)
+        n = _exact(at, None, len(keys))
+        by_step.append(_KeySums(keys[n > 0], n[np.newaxis, n > 0]))
+    return _KeySums.together(by_request), _KeySums.together(by_step)
+
+
+def _places(keys: Ints) -> tuple[Ints, Ints]:
+    """Return numbers, rising, and the place of each key among them."""
+    if not len(keys):
+        return keys, keys
+    low, high = int(keys.min()), int(keys.max())
+    if high - low > DENSE * len(keys):
+        known, at = np.unique(keys, return_inverse=True)
+        return known, at.reshape(-1)
+    return np.arange(low, high + 1), keys - low
+
+
+def _exact(at: Ints, values: npt.NDArray[np.uint64] | None, size: int) -> npt.NDArray[np.uint64]:
+    """Return the sums of whole numbers by place, modulo 2^64; of 1 each without numbers.
+
+    Of numbers up to 2^38 a batch adds up below 2^53, where floats are exact; larger ones go by
+    halves of 32 bits.
+    """
+    if values is None:
+        return np.bincount(at, minlength=size).astype(np.uint64)
+    if not len(values) or int(values.max()) < 1 << 38:
+        return np.bincount(at, weights=values, minlength=size).astype(np.uint64)
+    low, high = values & np.uint64(0xFFFFFFFF), values >> np.uint64(32)
+    sums = (np.bincount(at, weights=half, minlength=size).astype(np.uint64) for half in (low, high))
+    return next(sums) + (next(sums) << np.uint64(32))
+
+
+def account_run(source: RunSource, read: Read = map) -> tuple[Counts, Counter[str], list[Finding]]:
+    """Return positions by fate and reason, other counts, and what does not add up.
+
+    The fate is the disposition, or ``never computed``.
+
+    Args:
+        source: the run.
+        read: how the parts of its rows are read.
+    """
+    table = source.table("spans", ["request", "start", "stop", "step", "disposition", "reason"])
+    spans = numbers(table)
+    length = spans["stop"] - spans["start"]
+    there = ~np.isnan(spans["step"].astype(np.float64))
+    # Section 7.2: an aborted position without a step is owed, and no step computed it.
+    never = (spans["disposition"] == "aborted") & ~there
+    fates: Counts = Counter()
+    words = [pc.fill_null(table[n], "").combine_chunks() for n in ("disposition", "reason")]
+    codes = [word.dictionary_encode() for word in words]
+    code = [one.indices.to_numpy().astype(np.int64) for one in codes]
+    known, at = np.unique((code[0] << 32) | (code[1] << 1) | never, return_inverse=True)
+    totals = _exact(at.reshape(-1), length.astype(np.uint64), len(known)).astype(np.int64).tolist()
+    no_reason = table["reason"].null_count > 0
+    for key, n in zip(known.tolist(), totals, strict=True):
+        reason = codes[1].dictionary[(key >> 1) & 0x7FFFFFFF].as_py()
+        fate = NEVER if key & 1 else codes[0].dictionary[key >> 32].as_py()
+        fates[fate, None if no_reason and not reason else reason] += n
+    steps = source.columns("steps", ["step", "batch_tokens", *_FATES.values()])
+    counts = Counter(
+        requests=source.n_rows("requests"),
+        steps=source.n_rows("steps"),
+        recomputed=int(steps["recomputed_tokens"].sum()),
+        unresolved=_unresolved(source),
+        never_computed_requests=len(np.unique(spans["request"][never & (length > 0)])),
+    )
+    return fates, counts, _findings(source, spans, there, steps, read)
+
+
+_FATES = {
+    "captured": "captured_tokens",
+    "dropped": "dropped_tokens",
+    "aborted": "aborted_tokens",
+    "filtered": "filtered_tokens",
+    "recomputed": "recomputed_tokens",
+}
+"""Columns of the steps by what became of a token."""
+
+
+def _findings(
+    source: RunSource,
+    spans: dict[str, npt.NDArray[Any]],
+    there: npt.NDArray[np.bool_],
+    steps: dict[str, npt.NDArray[Any]],
+    read: Read,
+) -> list[Finding]:
+    """Return what does not add up, at most `MAX_FINDINGS` of a kind.
+
+    Args:
+        source: the run.
+        spans: request, start, stop and disposition.
+        there: whether a span has a step.
+        steps: numbers of tokens by what became of them.
+        read: how the parts of the rows are read.
+    """
+
+    def ranges(disposition: str) -> _KeySums:
+        mine = spans["disposition"] == disposition
+        return _KeySums.of_ranges(*(spans[n][mine] for n in ("request", "start", "stop")))
+
+    def counted(disposition: str) -> _KeySums:
+        return _KeySums.of_counts(steps["step"], steps[_FATES[disposition]])
+
+    all_spans = _KeySums.of_ranges(spans["request"], spans["start"], spans["stop"])
+    parts = list(read(_sum_rows, source.parts["tokens"]))
+    nothing = _KeySums.of_ranges(*np.zeros((3, 0), np.int64))
+    rows = _KeySums.together([nothing, *(one for one, _ in parts)])
+    by_step = _KeySums.together([nothing.counts(), *(one for _, one in parts)])
+    drops = source.columns("drops", ["request", "step", "start", "stop"])
+    dropped = _KeySums.of_ranges(drops["request"], drops["start"], drops["stop"])
+    drops_by_step = _KeySums.of_counts(drops["step"], drops["stop"] - drops["start"])
+    became = np.sum([steps[name] for name in _FATES.values()], axis=0)
+    length = spans["stop"] - spans["start"]
+    totals = [
+        (
+            "E409",
+            f"census/{source.run}/spans {word} in all: steps",
+            [(None, n, wanted)] if n != wanted else [],
+            f"the census' {word}_tokens",
+        )
+        for word in ("aborted", "filtered")
+        for n, wanted in [
+            (
+                int(length[(spans["disposition"] == word) & there].sum()),
+                int(steps[_FATES[word]].sum()),
+            )
+        ]
+    ]
+    checks: list[tuple[str, str, Sequence[tuple[int | None, int, int]], str]] = [
+        (
+            "E404",
+            f"census/{source.run}/spans request",
+            all_spans.differing(_owed(source, spans, there)),
+            "spans that partition the request's positions",
+        ),
+        (
+            "E406",
+            f"shards (run {source.run}) rows of request",
+            rows.differing(ranges("captured")),
+            "the census' captured positions",
+        ),
+        (
+            "E408",
+            f"losses/{source.run} drops of request",
+            dropped.differing(ranges("dropped")),
+            "the census' dropped positions",
+        ),
+        (
+            "E412",
+            f"shards (run {source.run}) rows of step",
+            by_step.differing(counted("captured")),
+            "the census' captured_tokens",
+        ),
+        (
+            "E408",
+            f"losses/{source.run} drops of step",
+            drops_by_step.differing(counted("dropped")),
+            "the census' dropped_tokens",
+        ),
+        (
+            "E409",
+            f"census/{source.run}/steps step",
+            _KeySums.of_counts(steps["step"], steps["batch_tokens"]).differing(
+                _KeySums.of_counts(steps["step"], became)
+            ),
+            "the sum of what became of them",
+        ),
+        *totals,
+    ]
+    return [
+        Finding(
+            code=code,
+            place=place if key is None else f"{place} {key}",
+            got=f"{got} tokens" if got != wanted else f"{got} tokens, at other positions",
+            expected=f"{wanted}, {expected}",
+            severity="error",
+        )
+        for code, place, found, expected in checks
+        for key, got, wanted in found
+    ]
+
+
+def _owed(
+    source: RunSource, spans: dict[str, npt.NDArray[Any]], there: npt.NDArray[np.bool_]
+) -> _KeySums:
+    """Return the positions that each request owes, from 0 on.
+
+    Section 7.1: a request that an engine computed past its end owes that as well.
+    """
+    found = source.columns("requests", ["request", "prompt_len", "generated_len", "finish_reason"])
+    known, at = np.unique(found["request"], return_inverse=True)
+    reached = np.zeros(len(known) + 1, np.int64)
+    place = Index(known).of(spans["request"][there])
+    np.maximum.at(reached, place, spans["stop"][there])  # the last for requests of no line
+    reached[-1] = 0
+    n = found["prompt_len"] + np.maximum(found["generated_len"], 1) - 1
+    n = np.maximum(n, reached[at.reshape(-1)])
+    n[found["finish_reason"] == "skipped"] = 0
+    some = n > 0
+    return _KeySums.of_ranges(found["request"][some], np.zeros_like(n[some]), n[some])
+
+
+def _unresolved(source: RunSource) -> int:
+    """Return the referenced positions that no captured span holds."""
+    served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
+    origin = served["ref_request"]
+    there = ~np.isnan(origin.astype(np.float64))
+    total = int((served["stop"] - served["start"]).sum())
+    request = origin[there].astype(np.int64)
+    begins, ends = (_Below(kept["request"], kept[name]) for name in ("start", "stop"))
+    # Of the captured positions those below x, less those that ended before it.
+    held = [
+        begins.reach(request, served[name][there]) - ends.reach(request, served[name][there])
+        for name in ("start", "stop")
+    ]
+    return total - int((held[1] - held[0]).sum())
+
+
+class _Below:
+    """Sums of how far positions of a request lie below another.
+
+    Args:
+        request: of each position.
+        position: any number of a request.
+    """
+
+    def __init__(self, request: Ints, position: Ints) -> None:
+        order = np.lexsort((position, request))
+        self._request, self._position = request[order], position[order]
+        self._keys = position_key(self._request, self._position)
+        self._sums = np.append(0, np.cumsum(self._position))
+
+    def reach(self, request: Ints, to: Ints) -> Ints:
+        """Return the sum of ``to - position`` over the positions of the request below it."""
+        last = np.searchsorted(self._keys, position_key(request, to))
+        first = np.searchsorted(self._request, request)
+        found: Ints = (last - first) * to - (self._sums[last] - self._sums[first])
+        return found
+
+
+def accounting(spans: Counts, counts: Counter[str], findings: list[Finding]) -> Accounting:
+    """Return the section over all runs."""
+    total = sum(spans.values())
+    by = Counter[str]()
+    for (disposition, _), n in spans.items():
+        by[disposition] += n
+    computed = by["captured"] + by["dropped"] + by["aborted"]
+    waterfall = [WaterfallStep(name="positions", n_positions=total, share=1.0 if total else 0.0)]
+    for name in ("cache_ref", "filtered", NEVER, "aborted", "dropped", "captured"):
+        for (disposition, reason), n in sorted(spans.items(), key=lambda item: str(item[0])):
+            if disposition == name and n:
+                waterfall.append(
+                    WaterfallStep(name=name, reason=reason, n_positions=n, share=n / total)
+                )
+    return Accounting(
+        positions=total,
+        computed=computed,
+        captured=by["captured"],
+        cache_ref=by["cache_ref"],
+        dropped=by["dropped"],
+        aborted=by["aborted"],
+        never_computed=by[NEVER],
+        never_computed_requests=counts["never_computed_requests"],
+        filtered=by["filtered"],
+        recomputed=counts["recomputed"],
+        unresolved=counts["unresolved"],
+        requests=counts["requests"],
+        steps=counts["steps"],
+        loss_share=(by["dropped"] + by["aborted"]) / computed if computed else 0.0,
+        waterfall=waterfall,
+        findings=findings,
+    )
