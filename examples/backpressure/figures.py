@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from actds_validators.report.axes import Frame, axes, legend, ticks
-from actds_validators.report.svg import Picture, Shape
+from actds_validators.report.svg import Frame, Picture, Shape, axes, legend, ticks
 from actds_validators.report.words import percent, short
 
 STYLE = """

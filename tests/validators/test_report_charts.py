@@ -13,10 +13,10 @@ from actds_validators.audit.result import (
     Stratum,
     WeightCell,
 )
-from actds_validators.report.coverage import coverage_map, coverage_part
-from actds_validators.report.strata import heat_map
+from actds_validators.report.accounting import coverage_map, coverage_part
+from actds_validators.report.mechanism import weight_map
+from actds_validators.report.missingness import heat_map
 from actds_validators.report.svg import Picture
-from actds_validators.report.weights import weight_map
 from actds_validators.report.words import percent
 
 

@@ -18,9 +18,8 @@ from actds_testing.audit_results import CASES, audit, enormous, hostile
 from actds_testing.audit_results_wide import FLOOR_NOTE, LABELS, SHARES, wide
 from actds_validators.audit.result import Audit, Must, Number
 from actds_validators.report import words
-from actds_validators.report.forest import stored_bias
 from actds_validators.report.html import MARKS, render
-from actds_validators.report.strata import heat_map
+from actds_validators.report.missingness import heat_map, stored_bias
 from actds_validators.report.svg import Picture, fit
 from actds_validators.report.words import percent
 

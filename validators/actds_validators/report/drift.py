@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections import defaultdict
 
 from actds_validators.audit.result import Drift, DriftMeasure
-from actds_validators.report.axes import Frame, axes, legend, span
-from actds_validators.report.parts import Part, Row, Table, first
-from actds_validators.report.svg import WIDTH, Picture
-from actds_validators.report.words import Sentence, count, many, number, p_value
+from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, span
+from actds_validators.report.words import (
+    Part,
+    Row,
+    Sentence,
+    Table,
+    count,
+    first,
+    many,
+    number,
+    p_value,
+)
 
 __all__ = ["drift_parts"]
 

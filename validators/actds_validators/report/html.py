@@ -12,16 +12,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from actds_validators.audit.result import Accounting, Audit
-from actds_validators.report.accounting import accounting_part
-from actds_validators.report.coverage import coverage_part
+from actds_validators.report.accounting import accounting_part, coverage_part
 from actds_validators.report.drift import drift_parts
-from actds_validators.report.mechanism import mechanism_part
+from actds_validators.report.mechanism import mechanism_part, queues_part, weights_part
 from actds_validators.report.missingness import missingness_part
-from actds_validators.report.parts import Absent, Part
-from actds_validators.report.queues import queues_part
-from actds_validators.report.settings import blind_part, check_part, settings_part
-from actds_validators.report.weights import weights_part
-from actds_validators.report.words import Sentence, against, clean, kept, measured
+from actds_validators.report.summary import blind_part, check_part, settings_part
+from actds_validators.report.words import Absent, Part, Sentence, against, clean, kept, measured
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -17,8 +17,8 @@ from actds_validators.audit.result import (
     Number,
 )
 from actds_validators.report.accounting import balance, never_computed
-from actds_validators.report.forest import worst_first
 from actds_validators.report.mechanism import smallest_first
+from actds_validators.report.missingness import worst_first
 from actds_validators.report.text import Line, Style
 from actds_validators.report.words import (
     Sentence,

@@ -7,8 +7,20 @@ from __future__ import annotations
 
 from actds.text import human_nbytes
 from actds_validators.audit.result import Audit, Limits, Number, Options, Verdict
-from actds_validators.report.parts import Part, Row, Table, Tone, first
-from actds_validators.report.words import Sentence, count, kept, limit_of, measured, number, seconds
+from actds_validators.report.words import (
+    Part,
+    Row,
+    Sentence,
+    Table,
+    Tone,
+    count,
+    first,
+    kept,
+    limit_of,
+    measured,
+    number,
+    seconds,
+)
 
 __all__ = ["blind_part", "check_part", "settings_part"]
 
