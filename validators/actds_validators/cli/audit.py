@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -29,6 +30,7 @@ _FAILING = {
     "never": set[str](),
 }
 ENGINES = ("threads", "ray")
+_COMMAND = "actds.audit.command"
 COLUMNS = ("phase", "kernel_mode", "run", "source")
 
 
@@ -39,6 +41,11 @@ class _Audit(ResultCommand):
         """Return the parameters: those of the command, the limits, --help."""
         params, n = super().get_params(ctx), len(self.params)
         return [*params[:n], *_limit_options(), *params[n:]]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, and remember them as they were typed: the report names them."""
+        ctx.meta[_COMMAND] = shlex.join([*ctx.command_path.split(), *args])
+        return super().parse_args(ctx, args)
 
 
 @cache
@@ -158,10 +165,12 @@ def audit(
         {"--html": html, "--json": json_file, "--weights": weights}, {"--classes": classes}
     )
     _need_folders(html, json_file, weights)
+    from actds.reading import Catalog
+    from actds.store import open_store
     from actds_validators.audit.audit import audit as run_audit
     from actds_validators.audit.drift.comparison import open_comparison
     from actds_validators.report import html as page
-    from actds_validators.report import terminal
+    from actds_validators.report import summary, terminal
 
     chosen = _limits(limits)
     _keep_little()
@@ -173,12 +182,13 @@ def audit(
     text = json.dumps(result.as_json(), indent=2, sort_keys=True)
     if json_file is not None:
         _write(json_file, text + "\n")
+    about = summary.about(Catalog.read(open_store(path)), ctx.meta[_COMMAND])
     if html is not None:
-        _write(html, page.render(result))
+        _write(html, page.render(result, about))
     if to_stdout:
         click.echo(text)
     else:
-        print_lines(terminal.render(result))
+        print_lines(terminal.render(result, about))
         for what, out in (("report", html), ("result", json_out), ("weights", weights)):
             if what == "weights" and out is not None and not result.accounting.is_sound:
                 click.echo("weights: not written, for the dataset does not add up")

@@ -6,10 +6,10 @@ from collections import defaultdict
 
 from actds_validators.audit.result import (
     Accounting,
+    Audit,
     ClassLoss,
     Coverage,
     CoverageCell,
-    WaterfallStep,
 )
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, split_range
 from actds_validators.report.words import (
@@ -64,8 +64,9 @@ def never_computed(section: Accounting) -> str:
     )
 
 
-def accounting_part(section: Accounting) -> Part:
-    """Return the part on accounting."""
+def accounting_part(audit: Audit) -> Part:
+    """Return what became of every position."""
+    section = audit.accounting
     lead = (
         f"{balance(section)}. Of {count(section.computed)} computed tokens "
         f"{percent(section.loss_share)} were lost (dropped or aborted).{never_computed(section)}"
@@ -81,8 +82,7 @@ def accounting_part(section: Accounting) -> Part:
         ),
     ]
     tables = [*_findings(section), Table("What was counted", ("quantity", "number"), rows)]
-    pictures = [waterfall(section.waterfall)] if section.waterfall else []
-    return Part("accounting", "Accounting", Sentence(lead), pictures, tables)
+    return Part("accounting", "Accounting", Sentence(lead), tables)
 
 
 def _findings(section: Accounting) -> list[Table]:
@@ -98,8 +98,11 @@ def _findings(section: Accounting) -> list[Table]:
     return [Table("What does not add up", head, rows, frozenset(range(5)), more)]
 
 
-def waterfall(steps: list[WaterfallStep]) -> Picture:
-    """Return the way from all positions to the stored rows."""
+def waterfall(audit: Audit) -> Picture | None:
+    """Return the steps from all positions to the stored rows."""
+    steps = audit.accounting.waterfall
+    if not steps:
+        return None
     shown, more = first(steps, _MAX_STEPS)
     p = Picture(
         "waterfall",
@@ -143,8 +146,11 @@ _REST = "other classes"
 Counts = dict[str, int]
 
 
-def coverage_part(section: Coverage) -> Part:
-    """Return the part on coverage."""
+def coverage_part(audit: Audit) -> Part | None:
+    """Return what the prefix cache and the losses left out."""
+    section = audit.coverage
+    if section is None:
+        return None
     lead = f"{_reused(section)} Token classes: {section.classes_from}."
     some, more = first(section.shifts)
     rows = [
@@ -169,8 +175,7 @@ def coverage_part(section: Coverage) -> Part:
     caption = "How far the stored rows lie from what was served (0 equal, 1 disjoint)"
     tables = [Table(caption, head, rows, more=more)] if rows else []
     tables += _loss_table(section.loss_by_class)
-    pictures = [coverage_map(section.cells)] if section.cells else []
-    return Part("coverage", "Coverage", Sentence(lead), pictures, tables)
+    return Part("coverage", "Coverage", Sentence(lead), tables)
 
 
 def _loss_table(losses: list[ClassLoss]) -> list[Table]:
@@ -201,8 +206,11 @@ def _reused(section: Coverage) -> str:
     )
 
 
-def coverage_map(cells: list[CoverageCell]) -> Picture:
+def coverage_map(audit: Audit) -> Picture | None:
     """Return token class × position band, each cell split by what became of its positions."""
+    if audit.coverage is None or not audit.coverage.cells:
+        return None
+    cells = audit.coverage.cells
     bands = _bands(sorted({(cell.low, cell.high) for cell in cells}))
     grid, kept = _grid(cells, bands)
     p = Picture(

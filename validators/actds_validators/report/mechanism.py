@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 from actds_validators.audit.result import (
     Association,
-    Lag,
-    LagBand,
-    Limits,
-    Loss,
-    Mechanism,
+    Audit,
     Occupancy,
-    Queues,
     Stall,
     TracePoint,
     WeightCell,
-    Weighting,
 )
 from actds_validators.report.svg import (
     WIDTH,
@@ -66,8 +60,11 @@ def smallest_first(tests: list[Association]) -> list[Association]:
     return sorted(tests, key=lambda t: (not t.rejected, t.adjusted_p, t.p))
 
 
-def mechanism_part(section: Mechanism, limits: Limits) -> Part:
-    """Return the part on what the loss goes with."""
+def mechanism_part(audit: Audit) -> Part | None:
+    """Return the family of tests."""
+    section, limits = audit.mechanism, audit.limits
+    if section is None:
+        return None
     lead = (
         f"Independent loss events: {count(section.n_events)}, in {count(section.n_steps)} steps; "
         f"{count(section.n_lost_steps)} steps lost tokens, {count(section.n_partial_steps)} of "
@@ -139,7 +136,7 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         f"{count(section.n_blocks)} of them)"
     )
     tables = [Table(caption, head, rows, frozenset(range(4)), more)] if rows else []
-    return Part("mechanism", "Mechanism", Sentence(lead), (), tables, notes)
+    return Part("mechanism", "Mechanism", Sentence(lead), tables, notes)
 
 
 def _on_content(tests: list[Association]) -> str:
@@ -158,21 +155,15 @@ def _on_content(tests: list[Association]) -> str:
 _MAX_POINTS, _MAX_LAGS, _MAX_STAGES, _MAX_DEPTHS = 40, 201, 6, 32
 
 
-def queues_part(section: Queues) -> Part:
-    """Return the part on time and queues."""
+def queues_part(audit: Audit) -> Part | None:
+    """Return when rows were lost and how full the queues were."""
+    section = audit.queues
+    if section is None:
+        return None
     lead = "When tokens were lost, how full the queues of the writer stood, and how the loss goes "
     lead += "with the load (moving average of the tokens per step)."
     if section.trace:
         lead += f" In the worst part of the trace {lowest(section.trace)} were stored."
-    pictures = []
-    if section.trace:
-        pictures.append(capture_trace(section))
-    if section.loss_by_load:
-        pictures.append(loss_against_load(section.loss_by_load))
-    if section.occupancy:
-        pictures.append(occupancy(section.occupancy))
-    if section.lags:
-        pictures.append(lag_plot(section.lags, section.lag_band))
     some, more = first(section.stalls)
     rows = [
         Row((s.stage, count(s.n), seconds(s.seconds), seconds(s.seconds / s.n) if s.n else "-"))
@@ -180,14 +171,14 @@ def queues_part(section: Queues) -> Part:
     ]
     tables = [Table("Stalls", ("stage", "stalls", "waited", "mean wait"), rows, more=more)]
     notes = [] if rows else [Sentence("No stall was recorded.")]
-    return Part(
-        "queues", "Time and queues", Sentence(lead), pictures, tables if rows else [], notes
-    )
+    return Part("queues", "Time and queues", Sentence(lead), tables if rows else [], notes)
 
 
-def loss_against_load(points: list[Loss]) -> Picture:
+def loss_against_load(audit: Audit) -> Picture | None:
     """Return the share lost per decile of load with intervals, and the isotonic fit."""
-    shown = sorted(points, key=lambda point: point.load)[:_MAX_POINTS]
+    if audit.queues is None or not audit.queues.loss_by_load:
+        return None
+    shown = sorted(audit.queues.loss_by_load, key=lambda point: point.load)[:_MAX_POINTS]
     p = Picture(
         "loss-by-load",
         "Loss against load",
@@ -214,10 +205,12 @@ def loss_against_load(points: list[Loss]) -> Picture:
     return p
 
 
-def occupancy(rows: list[Occupancy]) -> Picture:
-    """Return one histogram a stage: the share of the time that its queue stood at each depth."""
+def occupancy(audit: Audit) -> Picture | None:
+    """Return one histogram per stage: the share of the time at each depth of its queue."""
+    if audit.queues is None or not audit.queues.occupancy:
+        return None
     stages: dict[str, list[Occupancy]] = defaultdict(list)
-    for row in rows:
+    for row in audit.queues.occupancy:
         stages[row.stage].append(row)
     shown = list(stages.items())[:_MAX_STAGES]
     lines = -(-len(shown) // 3)
@@ -266,9 +259,12 @@ def _depth(entries: int) -> str:
     return count(entries) if entries < 100_000 else short(entries)
 
 
-def lag_plot(lags: list[Lag], band: LagBand | None) -> Picture:
-    """Return the correlation of the load with the loss some steps later, over what is chance."""
-    ordered = sorted(lags, key=lambda lag: lag.steps)
+def lag_plot(audit: Audit) -> Picture | None:
+    """Return the correlation of the load with the loss some steps later, over the chance band."""
+    if audit.queues is None or not audit.queues.lags:
+        return None
+    band = audit.queues.lag_band
+    ordered = sorted(audit.queues.lags, key=lambda lag: lag.steps)
     step = -(-len(ordered) // _MAX_LAGS)
     shown = ordered[::step]
     said = "The correlation of the load with the share lost some steps later. A peak right of "
@@ -317,10 +313,12 @@ class _Bin:
         return self.computed / width if width > 0 else 0.0
 
 
-def capture_trace(queues: Queues) -> Picture:
-    """Return tokens a second, the share stored and the load along the run, and the stalls."""
-    bins = _bins(queues.trace)
-    stages = queues.stalls[:_MAX_STAGES]
+def capture_trace(audit: Audit) -> Picture | None:
+    """Return tokens per second, the share stored and the load along the run, and the stalls."""
+    if audit.queues is None or not audit.queues.trace:
+        return None
+    bins = _bins(audit.queues.trace)
+    stages = audit.queues.stalls[:_MAX_STAGES]
     p = Picture(
         "trace",
         "Capture-rate trace",
@@ -419,8 +417,11 @@ _MAX_LOADS, _MAX_LABELS, _MAX_BALANCE = 10, 16, 3
 _LEFT = 172.0  # of the cells
 
 
-def weights_part(section: Weighting) -> Part:
-    """Return the part on inverse-probability weights."""
+def weights_part(audit: Audit) -> Part | None:
+    """Return what inverse-probability weights change and cost."""
+    section = audit.weighting
+    if section is None:
+        return None
     lead = (
         f"Inverse-probability weights per cell of load × {section.complexity}. {section.claim}. "
         "The bias is how far a mean of the stored rows lies from that of all, in standard "
@@ -438,14 +439,15 @@ def weights_part(section: Weighting) -> Part:
             for b in section.balance[:_MAX_BALANCE]
         ),
     ]
-    pictures = [weight_map(section)] if section.cells else []
     table = Table("What weighting costs", ("quantity", "number"), rows)
-    return Part("weights", "Weights", Sentence(lead), pictures, [table])
+    return Part("weights", "Weights", Sentence(lead), [table])
 
 
-def weight_map(section: Weighting) -> Picture:
+def weight_map(audit: Audit) -> Picture | None:
     """Return load × complexity, each cell with its shrunk loss rate and its weight."""
-    cells = section.cells
+    if audit.weighting is None or not audit.weighting.cells:
+        return None
+    section, cells = audit.weighting, audit.weighting.cells
     loads = sorted({(cell.load_low, cell.load_high) for cell in cells})[:_MAX_LOADS]
     labels = list(dict.fromkeys(cell.label for cell in cells))[:_MAX_LABELS]
     p = Picture(

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from actds_validators.audit.result import Bound, Difference, Estimate, Limits, Missingness, Stratum
+from actds_validators.audit.result import (
+    Audit,
+    Difference,
+    Estimate,
+    Limits,
+    Missingness,
+    Stratum,
+)
 from actds_validators.report.svg import (
     WIDTH,
     Anchor,
@@ -53,14 +60,11 @@ __all__ = [
 _MAX_STRATA = 10
 
 
-def missingness_part(section: Missingness, limits: Limits, n_events: int | None = None) -> Part:
-    """Return the part on missingness.
-
-    Args:
-        section: of the result.
-        limits: settings.
-        n_events: independent loss events, ``None`` where nobody counted them.
-    """
+def missingness_part(audit: Audit) -> Part | None:
+    """Return how the lost tokens differ from all."""
+    section, limits = audit.missingness, audit.limits
+    if section is None:
+        return None
     lead = (
         "Standardised mean differences (SMD): how far the mean of the lost tokens lies from the "
         "mean of all computed tokens, in standard deviations of all, with intervals from a block "
@@ -68,26 +72,7 @@ def missingness_part(section: Missingness, limits: Limits, n_events: int | None 
         f"smaller where little is lost. Up to {number(limits.negligible_bias)} it counts as none; "
         f"with a rejected test, more than {number(limits.serious)} is serious."
     )
-    few = ""
-    if n_events is not None and n_events < limits.min_events:
-        few = (
-            f" All losses make {many(n_events, 'independent event')}: "
-            f"with fewer than {count(limits.min_events)} the intervals are too narrow."
-        )
-    pictures: list[Picture] = []
-    for group in GROUPS:
-        members = [d for d in section.differences if d.covariate.group == group]
-        if members:
-            pictures.append(forest(group, members, few))
-    if any(d.before_weighting for d in section.differences):
-        pictures.append(stored_bias(section.differences, limits, few))
-    if any(d.strata for d in section.differences):
-        pictures.append(heat_map(worst_first(section.differences)))
-    pictures.append(bound_curve(section.bound, limits))
-    notes = [
-        *(Sentence(f"Could be asked: {question}") for question in section.could_ask[:16]),
-        *(Sentence(f"Could not be asked: {question}") for question in section.could_not_ask[:16]),
-    ]
+    notes = []
     if section.whole_requests:
         notes.append(
             Sentence(
@@ -97,7 +82,7 @@ def missingness_part(section: Missingness, limits: Limits, n_events: int | None 
         )
     tables = [_worst(section)] if section.n_strata else []
     tables += [_table(section.differences)] if section.differences else []
-    return Part("missingness", "Missingness", Sentence(lead + few), pictures, tables, notes)
+    return Part("missingness", "Missingness", Sentence(lead + _few(audit)), tables, notes)
 
 
 def _worst(section: Missingness) -> Table:
@@ -183,19 +168,37 @@ def worst_first(differences: Sequence[Difference]) -> list[Difference]:
     return sorted(differences, key=lambda d: -abs(d.smd.value))
 
 
-def forest(group: str, differences: Sequence[Difference], note: str = "") -> Picture:
+def _few(audit: Audit) -> str:
+    """Return a warning where the loss events are too few for the intervals, else nothing."""
+    if audit.mechanism is None or audit.mechanism.n_events >= audit.limits.min_events:
+        return ""
+    return (
+        f" All losses are {many(audit.mechanism.n_events, 'independent event')}: "
+        f"with fewer than {count(audit.limits.min_events)} the intervals are too narrow."
+    )
+
+
+def _differences(audit: Audit) -> list[Difference]:
+    return audit.missingness.differences if audit.missingness else []
+
+
+def forest(audit: Audit, group: str) -> Picture | None:
     """Return the SMDs of a group of covariates with their intervals.
 
+    The largest are drawn, as many as fit on a printed page.
+
     Args:
-        group: of all the covariates, a key of ``GROUPS``.
-        differences: of that group; the largest are drawn, as many as fit on a printed page.
-        note: what else the description says.
+        audit: the result.
+        group: of the covariates, a key of ``GROUPS``.
     """
+    differences = [d for d in _differences(audit) if d.covariate.group == group]
+    if not differences:
+        return None
     p, f, shown, more = _frame(
         f"forest-{group}",
         f"Standardised mean differences of the lost tokens: {GROUPS[group]}",
         "Per covariate a mark with its 95 % interval. An arrow: the interval goes on. "
-        f"Each group of covariates has its own scale.{note}",
+        f"Each group of covariates has its own scale.{_few(audit)}",
         worst_first(differences),
         [_LOST],
     )
@@ -205,15 +208,15 @@ def forest(group: str, differences: Sequence[Difference], note: str = "") -> Pic
     return p
 
 
-def stored_bias(differences: Sequence[Difference], limits: Limits, note: str = "") -> Picture:
+def stored_bias(audit: Audit) -> Picture | None:
     """Return the bias of the stored rows, before and after weighting, on a scale of its own.
 
-    Args:
-        differences: of all groups, of which the largest are drawn, the first group first.
-        limits: settings.
-        note: what else the description says.
+    The largest of all groups are drawn, the first group first.
     """
-    having = [d for d in differences if d.before_weighting]
+    limits = audit.limits
+    having = [d for d in _differences(audit) if d.before_weighting]
+    if not having:
+        return None
     series = [s for s in (_STORED, _WEIGHTED) if any(s.of(d) for d in having)]
     order = list(GROUPS)
     p, f, shown, more = _frame(
@@ -222,7 +225,7 @@ def stored_bias(differences: Sequence[Difference], limits: Limits, note: str = "
         "Per covariate how far the mean of the stored rows, and of the weighted ones, lies from "
         "that of all, with its 95 % interval; the thicker part is the 90 % interval of the "
         f"equivalence test, which has to lie within ±{number(limits.negligible_bias)}. An arrow: "
-        f"the interval goes on. The scale is that of this plot alone.{note}",
+        f"the interval goes on. The scale is that of this plot alone.{_few(audit)}",
         sorted(having, key=lambda d: -max(abs(e.value) for s in series if (e := s.of(d)))),
         series,
     )
@@ -352,13 +355,11 @@ class _Line:
         return s.n < self.least
 
 
-def heat_map(differences: list[Difference]) -> Picture:
-    """Return the loss rate per stratum, one row a covariate, shaded from none to the largest.
-
-    Args:
-        differences: in the order of the rows; those without strata are left out.
-    """
-    having = [d for d in differences if d.strata]
+def heat_map(audit: Audit) -> Picture | None:
+    """Return the loss rate per stratum, one row per covariate, the largest difference first."""
+    having = [d for d in worst_first(_differences(audit)) if d.strata]
+    if not having:
+        return None
     shown, more = first(having, _MAX_COVARIATES)
     lines = [_line(d) for d in shown]
     top, beyond = _scale(lines)
@@ -457,8 +458,11 @@ def _unit(d: Difference) -> str:
 Box = tuple[float, float, float, float]
 
 
-def bound_curve(bound: Bound, limits: Limits) -> Picture:
-    """Return the worst bias of any mean against the share lost, with the dataset's point."""
+def bound_curve(audit: Audit) -> Picture | None:
+    """Return the worst-case bias of any mean against the share lost, with the dataset's point."""
+    if audit.missingness is None:
+        return None
+    bound, limits = audit.missingness.bound, audit.limits
     p = Picture(
         "bound",
         "Worst-case bias of any mean over rows",

@@ -1,7 +1,4 @@
-"""The terminal page of an audit: the verdict, what decided, what to do; the tables of the page.
-
-After the audit; the same facts as the JSON result, the worst first. Knows the result only.
-"""
+"""The terminal page of an audit: the first screen of the report, then its tables, largest first."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from actds_validators.audit.result import (
     Estimate,
     Mechanism,
     Missingness,
-    Number,
 )
 from actds_validators.report.accounting import balance, never_computed
 from actds_validators.report.mechanism import smallest_first
 from actds_validators.report.missingness import worst_first
+from actds_validators.report.summary import LEVEL_MARKS, About, answer, biases, facts
 from actds_validators.report.text import Line, Style
 from actds_validators.report.words import (
     Sentence,
@@ -26,42 +23,42 @@ from actds_validators.report.words import (
     clean,
     count,
     estimate,
-    kept,
     limit_of,
     many,
     measured,
     number,
     p_value,
     percent,
+    state_of,
 )
 
 __all__ = ["render"]
 
-_MARKS = {True: "✓", False: "✗", None: "-"}
-_STYLES: dict[str, Style] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "INCONCLUSIVE": "warn"}
+_STYLES: dict[str, Style] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "INCONCLUSIVE": "title"}
+_TONES: dict[str, Style] = {"good": "good", "bad": "bad", "warn": "warn", "dim": "dim", "": "plain"}
+_BIAS_WIDTH = len("Worst-case bias of any mean:")
 _MAX_ROWS, _MAX_TOP, _MAX_COLUMN = 25, 8, 64
 
 
-def render(audit: Audit) -> Iterator[Line]:
-    """Yield the page, line by line; no line holds a control character."""
-    for line in _page(audit):
+def render(audit: Audit, about: About | None = None) -> Iterator[Line]:
+    """Yield the page, line by line; no line holds a control character.
+
+    Args:
+        audit: the result.
+        about: what the dataset is; ``None`` where only the result is at hand.
+    """
+    for line in _page(audit, about):
         yield Line(clean(Sentence(line.text)), line.style)
 
 
-def _page(audit: Audit) -> Iterator[Line]:
-    verdict = audit.verdict
-    kind = f" ({verdict.kind})" if verdict.kind else ""
-    yield Line(f"{verdict.level}{kind} {audit.path}", _STYLES[verdict.level])
-    yield Line(verdict.sentence)
-    d = verdict.deciding
-    held = f"; {against(d)}, {kept(d)}" if d.limit is not None else ""
-    yield Line(f"Decided by: {d.name} {measured(d.value, d.unit)}{held}", "title")
-    for lack in verdict.lacks[:_MAX_TOP]:
-        yield Line(f"  short: {lack}", "warn")
+def _page(audit: Audit, about: About | None) -> Iterator[Line]:
+    yield from _first_screen(audit, about)
+    yield from _list("What to do", [f"{n}. {s}" for n, s in enumerate(audit.verdict.next_steps, 1)])
+    yield from _list("Evidence that is missing", [f"- {lack}" for lack in audit.verdict.lacks])
     yield Line("")
     yield Line(f"Accounting: {balance(audit.accounting)}", "title")
     yield from _accounting(audit)
-    yield from _numbers(verdict.numbers)
+    yield from _numbers(audit)
     if audit.missingness is not None:
         yield from _strata(audit.missingness)
         yield from _differences(audit.missingness.differences)
@@ -72,16 +69,41 @@ def _page(audit: Audit) -> Iterator[Line]:
         yield from _drift(drift)
     for words in audit.options.failed[:_MAX_ROWS]:
         yield Line(f"Comparison failed: {words}", "bad")
-    if verdict.next_steps:
+    untested = audit.missingness.could_not_ask if audit.missingness else []
+    yield from _list("Not tested", [f"- {question}" for question in untested], "dim", _MAX_ROWS)
+    blind = [f"- {words}" for words in audit.would_not_notice]
+    yield from _list("What this audit cannot detect", blind, "dim", _MAX_ROWS)
+
+
+def _first_screen(audit: Audit, about: About | None) -> Iterator[Line]:
+    """Yield whether to train on the dataset, how far off a mean can be, and what it is."""
+    verdict, d = audit.verdict, audit.verdict.deciding
+    style = _STYLES[verdict.level]
+    kind = f" ({verdict.kind})" if verdict.kind else ""
+    yield Line(f"{LEVEL_MARKS[verdict.level]} {answer(audit)}", style)
+    for bias in biases(audit):
+        title = f"{bias.title}:".ljust(_BIAS_WIDTH)
+        yield Line(f"  {title}  {bias.value} ({bias.note})", "plain" if bias.is_known else "dim")
+    yield Line(verdict.sentence)
+    limit = f"; {against(d)}: {state_of(d, verdict.level).words}" if d.limit is not None else ""
+    decided = f"decided by {d.name} {measured(d.value, d.unit)}{limit}"
+    yield Line(f"{verdict.level}{kind} {audit.path}: {decided}", "title")
+    known = facts(audit, about)
+    width = max(len(name) for name, _ in known)
+    for name, words in known:
+        yield Line(f"  {name.ljust(width)}  {words}")
+
+
+def _list(
+    title: str, items: Sequence[str], style: Style = "plain", room: int = _MAX_TOP
+) -> Iterator[Line]:
+    """Yield a title with lines below it, and nothing without a line."""
+    if items:
         yield Line("")
-        yield Line("Next", "title")
-        for n, step in enumerate(verdict.next_steps[:_MAX_TOP], 1):
-            yield Line(f"  {n}. {step}")
-    if audit.would_not_notice:
-        yield Line("")
-        yield Line("This audit would not notice", "title")
-        for words in audit.would_not_notice[:_MAX_ROWS]:
-            yield Line(f"  - {words}", "dim")
+        yield Line(title, "title")
+    for words in items[:room]:
+        yield Line(f"  {words}", style)
+    yield from _more(len(items), room)
 
 
 def _accounting(audit: Audit) -> Iterator[Line]:
@@ -107,18 +129,19 @@ def _accounting(audit: Audit) -> Iterator[Line]:
         yield Line(f"  and {more:,} more findings; --json lists them all", "warn")
 
 
-def _numbers(numbers: Sequence[Number]) -> Iterator[Line]:
+def _numbers(audit: Audit) -> Iterator[Line]:
+    numbers = audit.verdict.numbers
     if not numbers:
         return
     yield Line("")
     yield Line("Checks", "title")
+    states = [state_of(n, audit.verdict.level) for n in numbers[:_MAX_ROWS]]
     cells = [
-        (_MARKS[n.ok], n.name, measured(n.value, n.unit), limit_of(n), kept(n))
-        for n in numbers[:_MAX_ROWS]
+        (state.mark, n.name, measured(n.value, n.unit), limit_of(n), state.words)
+        for n, state in zip(numbers, states, strict=False)
     ]
-    styles: dict[str, Style] = {"✓": "good", "✗": "bad", "-": "dim"}
     head = ("", "number", "value", "limit", "")
-    yield from _table(head, cells, [styles[cell[0]] for cell in cells], {0, 1, 4})
+    yield from _table(head, cells, [_TONES[state.tone] for state in states], {0, 1, 4})
     yield from _more(len(numbers), _MAX_ROWS)
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from actds.text import printable
-from actds_validators.audit.result import Estimate, Must, Number
-
-if TYPE_CHECKING:
-    from actds_validators.report.svg import Picture
+from actds_validators.audit.result import Estimate, Level, Must, Number
 
 __all__ = [
     "GROUPS",
     "MAX_ROWS",
     "SIDES",
-    "Absent",
     "Part",
     "Row",
     "Sentence",
+    "State",
     "Table",
     "against",
     "apart",
@@ -27,7 +24,7 @@ __all__ = [
     "count",
     "estimate",
     "first",
-    "kept",
+    "interval",
     "limit_of",
     "many",
     "measured",
@@ -37,11 +34,18 @@ __all__ = [
     "seconds",
     "short",
     "signed",
+    "state_of",
     "thousandths",
 ]
 
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
+EVIDENCE = (
+    "independent loss events",
+    "content bias that one interval would show",
+    "farthest end of an equivalence interval",
+)
+"""Beginnings of the names of numbers that say how much evidence there is, not what the data is."""
 _MAX_DIGITS = 9
 _MAX_WORD, _MAX_SENTENCE = 120, 1100  # bytes
 _ESCAPED = frozenset("<>&\"'")
@@ -141,7 +145,12 @@ def seconds(value: float) -> str:
 
 def estimate(value: Estimate) -> str:
     """Return an estimate with its interval."""
-    return f"{thousandths(value.value)} [{thousandths(value.low)}, {thousandths(value.high)}]"
+    return f"{thousandths(value.value)} {interval(value)}"
+
+
+def interval(value: Estimate) -> str:
+    """Return the confidence interval of an estimate."""
+    return f"[{thousandths(value.low)}, {thousandths(value.high)}]"
 
 
 def thousandths(value: float) -> str:
@@ -180,13 +189,35 @@ def limit_of(held: Number) -> str:
 
 
 def against(held: Number) -> str:
-    """Return what a number was held against, in words."""
+    """Return the limit of a number, in words."""
     return "no limit" if held.limit is None else f"limit {limit_of(held)}"
 
 
-def kept(held: Number) -> str:
-    """Return whether a number kept its limit."""
-    return {True: "kept", False: "not kept", None: "not judged"}[held.ok]
+@dataclass(frozen=True)
+class State:
+    """What a number says beside its limit: a mark, a word, and a tone that repeats them."""
+
+    mark: str
+    words: str
+    tone: Tone
+
+
+def state_of(held: Number, level: Level) -> State:
+    """Return whether a number passes; too little evidence is no failure of the data.
+
+    Args:
+        held: the number.
+        level: of the verdict; under PASS no number beyond its limit is a reason not to train.
+    """
+    if held.ok is None:
+        return State("-", "no limit", "dim")
+    if held.ok:
+        return State("✓", "pass", "good")
+    if held.name.startswith(EVIDENCE):
+        return State("?", "too little evidence", "dim")
+    if level == "PASS":
+        return State("-", "beyond it, not decisive", "dim")
+    return State("✗", "fail", "bad")
 
 
 MAX_ROWS = 50
@@ -207,33 +238,35 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a caption; ``left`` names the columns of words."""
+    """A table with a caption; ``left`` names the columns of words.
+
+    ``narrow`` tables wrap their words on a phone; all others of four columns or more keep their
+    width there and scroll.
+    """
 
     caption: str
     head: tuple[str, ...]
     rows: Sequence[Row]
     left: frozenset[int] = frozenset({0})
     more: str = ""
+    narrow: bool = False
+
+    @property
+    def width(self) -> int:
+        """Return the least width in pixels; 0 where it fits any window."""
+        n = len(self.head)
+        return 0 if self.narrow or n < 4 else 560 if n < 6 else 720 if n < 8 else 860
 
 
 @dataclass(frozen=True)
 class Part:
-    """A section of the page."""
+    """The words and tables of a section; its charts are in the registry of `html`."""
 
     name: str
     title: str
     lead: Sentence
-    pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[Sentence] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Absent:
-    """A section that the result does not hold, and why in one sentence."""
-
-    title: str
-    why: Sentence
 
 
 def first(items: Sequence[T], room: int = MAX_ROWS) -> tuple[list[T], str]:
