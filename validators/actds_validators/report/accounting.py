@@ -40,27 +40,27 @@ _KINDS = {
     "filtered": "filtered",
     "never computed": "filtered",
 }
-_STEP_WORDS = {"cache_ref": "cache reference", "positions": "all positions", "captured": "stored"}
+_STEP_WORDS = {"cache_ref": "prefix-cache hits", "positions": "all positions", "captured": "stored"}
 _MAX_STEPS = 20
 
 
 def balance(section: Accounting) -> str:
-    """Return the equation of the census in words."""
+    """Return the sum of all positions in words."""
     never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
     return (
         f"{many(section.positions, 'position')} = {count(section.captured)} stored + "
-        f"{count(section.cache_ref)} cache references + {count(section.dropped)} dropped + "
+        f"{count(section.cache_ref)} prefix-cache hits + {count(section.dropped)} dropped + "
         f"{count(section.aborted)} aborted + {never}{count(section.filtered)} filtered"
     )
 
 
 def never_computed(section: Accounting) -> str:
-    """Return what no step computed, in a sentence; empty where there is nothing."""
+    """Return how many positions no step computed, in a sentence; empty for none."""
     if not section.never_computed:
         return ""
     return (
         f" Never computed: {many(section.never_computed, 'position')} of "
-        f"{many(section.never_computed_requests, 'request')}, which count in no loss rate."
+        f"{many(section.never_computed_requests, 'request')}, which are in no loss rate."
     )
 
 
@@ -77,7 +77,7 @@ def accounting_part(audit: Audit) -> Part:
         Row(("computed tokens", count(section.computed))),
         Row(("recomputed tokens", count(section.recomputed))),
         Row(
-            ("references without a stored row", count(section.unresolved)),
+            ("prefix-cache hits without a stored row", count(section.unresolved)),
             "bad" if section.unresolved else "",
         ),
     ]
@@ -95,7 +95,7 @@ def _findings(section: Accounting) -> list[Table]:
         for f in some
     ]
     head = ("severity", "code", "place", "got", "expected")
-    return [Table("What does not add up", head, rows, frozenset(range(5)), more)]
+    return [Table("Accounting mismatches", head, rows, frozenset(range(5)), more)]
 
 
 def waterfall(audit: Audit) -> Picture | None:
@@ -107,12 +107,12 @@ def waterfall(audit: Audit) -> Picture | None:
     p = Picture(
         "waterfall",
         "Loss waterfall",
-        "From all positions of all requests to the rows that are stored; each step takes away "
-        "what it names.",
+        "From all positions of all requests to the stored rows; each bar takes away the positions "
+        "that it names.",
         WIDTH,
         76 + 30 * len(shown),
     )
-    items = [("all", "all"), ("reused", "cache reference"), ("filtered", "filtered")]
+    items = [("all", "all"), ("reused", "prefix-cache hit"), ("filtered", "filtered")]
     legend(p, 230, 16, [*items, ("lost", "lost"), ("stored", "stored")])
     whole = max(1, max(step.n_positions for step in steps))
     f = Frame(230, 30, 440, 30 * len(shown), (0, whole), (0, 1))
@@ -141,7 +141,7 @@ def waterfall(audit: Audit) -> Picture | None:
 
 _MAX_CLASSES, _MAX_BANDS = 12, 10
 _STATES = ("stored", "reused", "lost", "filtered")
-_NAMES = {"stored": "computed and stored", "reused": "reused from the cache"}
+_NAMES = {"stored": "computed and stored", "reused": "prefix-cache hit"}
 _REST = "other classes"
 Counts = dict[str, int]
 
@@ -172,7 +172,7 @@ def coverage_part(audit: Audit) -> Part | None:
         "Jensen–Shannon distance",
         "with multiplicity weights",
     )
-    caption = "How far the stored rows lie from what was served (0 equal, 1 disjoint)"
+    caption = "Distance of the stored rows from the served tokens (0 equal, 1 disjoint)"
     tables = [Table(caption, head, rows, more=more)] if rows else []
     tables += _loss_table(section.loss_by_class)
     return Part("coverage", "Coverage", Sentence(lead), tables)
@@ -185,20 +185,20 @@ def _loss_table(losses: list[ClassLoss]) -> list[Table]:
         Row((one.token_class, count(one.n), count(one.n_lost), percent(one.rate))) for one in some
     ]
     head = ("class", "computed positions", "lost", "share lost")
-    caption = "Loss rate of the classes that were given, without intervals"
+    caption = "Loss rate of the classes from --classes, without intervals"
     return [Table(caption, head, rows, more=more)] if rows else []
 
 
 def _reused(section: Coverage) -> str:
     """Return how much the prefix cache served, and how often the same rows."""
-    share = f"{percent(section.reused_share)} of what was served came from the prefix cache"
+    share = f"{percent(section.reused_share)} of the served tokens were prefix-cache hits"
     if not section.repeated_prefixes:
         return f"{share}; no stored row was served more than once."
     one = section.repeated_prefixes == 1
     often = section.repeated_multiplicity
     mean = "" if often is None else f", {number(often)} times on average"
     return (
-        f"{share} and was not computed again. {many(section.repeated_prefixes, 'stored row')} "
+        f"{share} and were not computed again. {many(section.repeated_prefixes, 'stored row')} "
         f"{'was' if one else 'were'} served more than once (at most "
         f"{count(section.largest_multiplicity)} times{mean}): training without multiplicity "
         f"weights sees {'it' if one else 'each of them'} once. Over all stored rows a row was "
@@ -216,9 +216,9 @@ def coverage_map(audit: Audit) -> Picture | None:
     p = Picture(
         "coverage-map",
         "Coverage map: token class by band of positions",
-        "Each cell is split by what became of its positions: computed and stored, reused from the "
-        "prefix cache, lost, filtered. Below: the number of positions, and the share stored of all "
-        "that were served or lost, filtered ones left out: what training sees without weights.",
+        "Each cell is split by what became of its positions: computed and stored, prefix-cache "
+        "hit, lost, filtered. Below: the number of positions, and the share stored of all that "
+        "were served or lost, without the filtered ones: what training sees without weights.",
         WIDTH,
         90 + 52 * len(grid),
     )

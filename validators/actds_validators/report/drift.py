@@ -29,13 +29,13 @@ _MAX_MEASURES, _MAX_HOOKS, _MAX_TABLE = 8, 8, 40
 KINDS = {
     "numeric drift": (
         "Numeric drift",
-        "The same tokens were computed twice, as {first} and as {second}: what differs is the "
-        "arithmetic.",
+        "The same tokens were computed twice, as {first} and as {second}: differences come from "
+        "the arithmetic.",
     ),
     "population shift": (
         "Population shift",
-        "The tokens of {first} and of {second} are different: what differs is the text that was "
-        "served, and the arithmetic only along with it.",
+        "The tokens of {first} and of {second} are different: differences come from the text that "
+        "was served, and from the arithmetic only in part.",
     ),
 }
 
@@ -95,7 +95,7 @@ def drift_part(audit: Audit, kind: str, n: int) -> Part | None:
         "value / floor",
         "p",
         "adjusted p",
-        "rests on",
+        "sample",
     )
     table = Table(f"{title}: measures", head, rows, frozenset({0, 1}), more)
     notes = [Sentence(f"All measures: {common}.")] if common else []
@@ -131,8 +131,8 @@ def drift_bars(audit: Audit, kind: str, n: int) -> Picture | None:
     p = Picture(
         f"{section_name(kind, n)}-bars",
         f"{section.kind.capitalize()} beside its floor",
-        "Per measure and hook the value (striped) and below it the floor (plain): a value no "
-        "longer than its floor is no drift.",
+        "Per measure and hook the value (striped) and below it the floor (plain): a value up to "
+        "its floor is no drift.",
         WIDTH,
         y + 4,
     )

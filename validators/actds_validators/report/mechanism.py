@@ -69,13 +69,13 @@ def mechanism_part(audit: Audit) -> Part | None:
         f"Independent loss events: {count(section.n_events)}, in {count(section.n_steps)} steps; "
         f"{count(section.n_lost_steps)} steps lost tokens, {count(section.n_partial_steps)} of "
         "them only some. Tokens of a step are lost together, so each test counts steps, blocks or "
-        f"requests, never tokens. One family of {count(len(section.tests))} tests, false discovery "
+        f"requests, not tokens. One family of {count(len(section.tests))} tests, false discovery "
         f"rate {number(limits.fdr)} after Benjamini and Hochberg."
     )
     if section.n_events < MIN_BLAMED:
         lead += (
-            f" Under {MIN_BLAMED} events nothing is blamed: whatever so few bursts met looks like "
-            "a cause."
+            f" With fewer than {MIN_BLAMED} events no cause is named: anything that so few bursts "
+            "have in common looks like one."
         )
     some, more = first(smallest_first(section.tests))
     rows = [
@@ -100,7 +100,7 @@ def mechanism_part(audit: Audit) -> Part | None:
         "rejected",
         "test",
         "covariate",
-        "kind",
+        "group",
         "statistic",
         "p",
         "adjusted p",
@@ -112,7 +112,7 @@ def mechanism_part(audit: Audit) -> Part | None:
         notes.append(
             Sentence(
                 "The widest interval of a content covariate or readout would show a bias of the "
-                f"stored rows of {number(section.detectable)} standard deviations with power 0.8. "
+                f"stored rows of {number(section.detectable)} SD with power 0.8. "
                 "The tests, "
                 "adjusted over the family, and those of the load need more."
             )
@@ -121,14 +121,14 @@ def mechanism_part(audit: Audit) -> Part | None:
         notes.append(
             Sentence(
                 "Effective units: neighbouring shifts of the losses are alike, so the thousands "
-                "that a p counts are worth as many independent ones as stand there."
+                "that a p-value counts are worth this many independent ones."
             )
         )
     if any(t.naive_p is not None for t in section.tests):
         notes.append(
             Sentence(
-                "The naive p stands in brackets: a test over tokens as if each were lost by "
-                "itself. It rejects harmless bursts nearly always, and nothing here rests on it."
+                "The naive p is in brackets: a test over tokens as if each were lost by itself. It "
+                "rejects harmless bursts nearly always, and no verdict uses it."
             )
         )
     caption = (
@@ -140,16 +140,16 @@ def mechanism_part(audit: Audit) -> Part | None:
 
 
 def _on_content(tests: list[Association]) -> str:
-    """Return which tests tell content from load."""
+    """Return which tests separate content from load."""
     said = (
         "Only the test within compares tokens of one step, which met the same load. The others "
-        "compare steps: what they find of phase, position and length can come from the load, with "
-        "which the mix of tokens changes (missing at random, given the load); what they find of "
-        "values can, in part."
+        "compare steps: a difference in phase, position or length can come from the load, with "
+        "which the mix of tokens changes (missing at random, given the load); so can a difference "
+        "in values, in part."
     )
     if any(t.name == "within" for t in tests):
         return said
-    return f"{said} Here too few steps lost only some of their tokens for a test within."
+    return f"{said} Here too few steps lost only some of their tokens for that test."
 
 
 _MAX_POINTS, _MAX_LAGS, _MAX_STAGES, _MAX_DEPTHS = 40, 201, 6, 32
@@ -160,8 +160,10 @@ def queues_part(audit: Audit) -> Part | None:
     section = audit.queues
     if section is None:
         return None
-    lead = "When tokens were lost, how full the queues of the writer stood, and how the loss goes "
-    lead += "with the load (moving average of the tokens per step)."
+    lead = (
+        "When tokens were lost, how full the queues of the writer were, and how the loss depends "
+    )
+    lead += "on the load (moving average of the tokens per step)."
     if section.trace:
         lead += f" In the worst part of the trace {lowest(section.trace)} were stored."
     some, more = first(section.stalls)
@@ -217,8 +219,8 @@ def occupancy(audit: Audit) -> Picture | None:
     p = Picture(
         "occupancy",
         "Queue occupancy",
-        "Per stage of the writer the share of the time at each depth of its queue; the last bar "
-        "of a full queue is striped.",
+        "Per stage of the writer the share of the time at each queue depth; the bar of a full "
+        "queue is striped.",
         WIDTH,
         4 + 222 * lines,
     )
@@ -268,13 +270,13 @@ def lag_plot(audit: Audit) -> Picture | None:
     step = -(-len(ordered) // _MAX_LAGS)
     shown = ordered[::step]
     said = "The correlation of the load with the share lost some steps later. A peak right of "
-    said += "nought says how long a queue takes to fill."
+    said += "zero is the time that a queue takes to fill."
     if band is not None:
         said += (
             f" At each lag by itself {percent(band.confidence)} of the correlations of unrelated "
-            f"series of this kind lie in the band (circular shifts, about "
-            f"{many(max(1, int(band.n_effective)), 'independent one')}): some lags lie outside by "
-            "chance, neighbours together. The tests, not this plot, decide."
+            f"series of this kind are in the band (circular shifts, about "
+            f"{many(max(1, int(band.n_effective)), 'independent one')}): some lags are outside by "
+            "chance, and so are their neighbours. The tests, not this plot, decide."
         )
     p = Picture("lags", "Load against loss, by lag", said, WIDTH, 288 if band else 262)
     ends = [band.low, band.high] if band else []
@@ -322,7 +324,7 @@ def capture_trace(audit: Audit) -> Picture | None:
     p = Picture(
         "trace",
         "Capture-rate trace",
-        "Along the run: stored and lost tokens a second, the share of computed tokens that was "
+        "Along the run: stored and lost tokens per second, the share of computed tokens that was "
         "stored, the load, and when each stage of the writer stalled.",
         WIDTH,
         442 + 24 * max(1, len(stages)),
@@ -424,8 +426,8 @@ def weights_part(audit: Audit) -> Part | None:
         return None
     lead = (
         f"Inverse-probability weights per cell of load × {section.complexity}. {section.claim}. "
-        "The bias is how far a mean of the stored rows lies from that of all, in standard "
-        "deviations of all: the largest over each kind of covariate, before → after weighting."
+        "The bias is a mean of the stored rows minus that of all, in SD: the largest of each group "
+        "of covariates, before → after weighting."
     )
     share = section.effective_rows / section.n_rows if section.n_rows else 0.0
     rows = [
@@ -455,8 +457,8 @@ def weight_map(audit: Audit) -> Picture | None:
         "Loss rate and weight by load and complexity",
         "Each cell: the share of its computed tokens that was lost, shrunk to that of its load, "
         "and below it the weight of its stored rows. Darker cells lost less, lighter cells more. A "
-        "cell whose rows were all lost has no weight: below stands how many. Cells beyond the "
-        "drawn ones stand in the result (--json).",
+        "cell whose rows were all lost has no weight; n is how many. Cells that are not drawn are "
+        "in the result (--json).",
         WIDTH,
         78 + 42 * len(labels),
     )

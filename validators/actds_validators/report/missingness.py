@@ -66,18 +66,18 @@ def missingness_part(audit: Audit) -> Part | None:
     if section is None:
         return None
     lead = (
-        "Standardised mean differences (SMD): how far the mean of the lost tokens lies from the "
-        "mean of all computed tokens, in standard deviations of all, with intervals from a block "
-        "jackknife. The bias of the stored rows is the same distance of what is stored, and far "
-        f"smaller where little is lost. Up to {number(limits.negligible_bias)} it counts as none; "
-        f"with a rejected test, more than {number(limits.serious)} is serious."
+        "Standardised mean differences (SMD): the mean of the lost tokens minus the mean of all "
+        "computed tokens, in SD, with confidence intervals from a block jackknife. The bias of the "
+        "stored rows is the mean of the stored rows minus that of all, in SD; it is far smaller "
+        f"where little is lost. Up to {number(limits.negligible_bias)} SD it is negligible; with a "
+        f"rejected test, more than {number(limits.serious)} SD is serious."
     )
     notes = []
     if section.whole_requests:
         notes.append(
             Sentence(
                 f"{many(section.whole_requests, 'request')} lost every computed token. One request "
-                "is one loss, however long: what counts is whether requests of one kind go."
+                "is one loss event, however long."
             )
         )
     tables = [_worst(section)] if section.n_strata else []
@@ -86,7 +86,7 @@ def missingness_part(audit: Audit) -> Part | None:
 
 
 def _worst(section: Missingness) -> Table:
-    """Return the kinds of token that lost too much."""
+    """Return the strata with excess loss."""
     some, more = first(section.worst_strata, _MAX_STRATA)
     rows = [
         Row(
@@ -103,10 +103,10 @@ def _worst(section: Missingness) -> Table:
         )
         for s in some
     ]
-    head = ("kind", "which", "lost", "lost tokens", "of", "in stretches", "adjusted p")
+    head = ("stratum", "which", "lost", "lost tokens", "of", "run blocks", "adjusted p")
     caption = (
-        f"Kinds of token that lost too much, beyond chance: {count(len(section.worst_strata))} of "
-        f"{count(section.n_strata)} that were looked at"
+        f"Strata (kinds of token) with excess loss, beyond chance: "
+        f"{count(len(section.worst_strata))} of {count(section.n_strata)} tested"
     )
     rows = rows or [Row(("none", "", "", "", "", "", ""), "good")]
     return Table(caption, head, rows, frozenset({0, 1}), more)
@@ -131,7 +131,7 @@ def _table(differences: list[Difference]) -> Table:
     ]
     head = (
         "covariate",
-        "kind",
+        "group",
         "mean of all",
         "mean of lost",
         "unit",
@@ -197,14 +197,14 @@ def forest(audit: Audit, group: str) -> Picture | None:
     p, f, shown, more = _frame(
         f"forest-{group}",
         f"Standardised mean differences of the lost tokens: {GROUPS[group]}",
-        "Per covariate a mark with its 95 % interval. An arrow: the interval goes on. "
+        "One mark per covariate with its 95 % confidence interval. An arrow: the interval goes on. "
         f"Each group of covariates has its own scale.{_few(audit)}",
         worst_first(differences),
         [_LOST],
     )
     p.text(12, 35, GROUPS[group], kind="bold")
     p.text(f.right + 12, 35, "SMD", kind="dim")
-    _rows(p, f, shown, [_LOST], f"SMD, standard deviations of all{more}")
+    _rows(p, f, shown, [_LOST], f"SMD, SD{more}")
     return p
 
 
@@ -222,10 +222,10 @@ def stored_bias(audit: Audit) -> Picture | None:
     p, f, shown, more = _frame(
         "stored-bias",
         "Bias of the stored rows, before and after weighting",
-        "Per covariate how far the mean of the stored rows, and of the weighted ones, lies from "
-        "that of all, with its 95 % interval; the thicker part is the 90 % interval of the "
-        f"equivalence test, which has to lie within ±{number(limits.negligible_bias)}. An arrow: "
-        f"the interval goes on. The scale is that of this plot alone.{_few(audit)}",
+        "Per covariate the mean of the stored rows, and of the weighted ones, minus that of all, "
+        "with its 95 % confidence interval; the thicker part is the 90 % interval of the "
+        f"equivalence test, which passes within ±{number(limits.negligible_bias)} SD. An arrow: "
+        f"the interval goes on. This plot has a scale of its own.{_few(audit)}",
         sorted(having, key=lambda d: -max(abs(e.value) for s in series if (e := s.of(d)))),
         series,
     )
@@ -240,7 +240,7 @@ def stored_bias(audit: Audit) -> Picture | None:
         words = f"serious, with a rejected test: beyond ±{number(limits.serious)}, not in the plot"
         p.text(f.left, 35, words, kind="dim")
     p.text(f.right + 12, 35, "bias", kind="dim")
-    _rows(p, f, shown, series, f"bias, standard deviations of all{more}")
+    _rows(p, f, shown, series, f"bias, SD{more}")
     return p
 
 
@@ -366,12 +366,12 @@ def heat_map(audit: Audit) -> Picture | None:
     p = Picture(
         "heat-map",
         "Loss rate per stratum",
-        "One row a covariate; each cell names its stratum, in the unit of its row, and the share "
+        "One row per covariate; each cell names its stratum, in the unit of its row, and the share "
         "of its computed tokens that was lost, in per cent. Darker cells lost less, lighter cells "
-        "more; the numbers say the same. The scale ends at the largest share of a stratum that "
-        f"holds at least {percent(_ENOUGH_SHARE)} of the tokens. Cells without a shade hold few "
-        f"tokens (under {percent(_ENOUGH_SHARE)}, and under {count(_ENOUGH)}): below stands how "
-        "many. Left out are strata of the fewest tokens.",
+        "more. The scale ends at the largest share of a stratum that holds at least "
+        f"{percent(_ENOUGH_SHARE)} of the tokens. Cells without a shade hold few tokens (under "
+        f"{percent(_ENOUGH_SHARE)}, and under {count(_ENOUGH)}), given below as n. The smallest "
+        "strata are left out.",
         WIDTH,
         54 + sum(line.height + 4 for line in lines) + (18 if more else 0),
     )
@@ -466,8 +466,8 @@ def bound_curve(audit: Audit) -> Picture | None:
     p = Picture(
         "bound",
         "Worst-case bias of any mean over rows",
-        "The bound sqrt(loss / (1 - loss)) in standard deviations of all rows against the share "
-        "lost; both axes are logarithmic.",
+        "The bound sqrt(loss / (1 - loss)), in SD, against the share lost; both axes are "
+        "logarithmic.",
         WIDTH,
         312,
     )
@@ -480,7 +480,7 @@ def bound_curve(audit: Audit) -> Picture | None:
         p,
         f,
         "share of computed tokens lost",
-        "bias, standard deviations",
+        "bias, SD",
         x_marks=[(k, f"{100 * 10.0**k:g} %") for k in _decades(f.x_range)],
         y_marks=[(k, f"{10.0**k:g}") for k in _decades(f.y_range)],
         left=60,
@@ -488,11 +488,11 @@ def bound_curve(audit: Audit) -> Picture | None:
     p.path([(f.x(math.log10(x)), f.y(math.log10(y))) for x, y in _thinned(points)], "curve")
     words_at, lines_at = _limit_lines(p, f, limits)
     if bound.loss_share <= 0 or bound.bias <= 0:
-        p.text(f.left + 8, f.top + 32, "this dataset: nothing lost, no bias", kind="bold halo")
+        p.text(f.left + 8, f.top + 32, "this dataset: no rows lost, no bias", kind="bold halo")
         return p
     said = (
         f"this dataset: {percent(bound.loss_share)} lost",
-        f"bias at most {number(bound.bias)}",
+        f"bias at most {number(bound.bias)} SD",
     )
     x, y = f.x(math.log10(bound.loss_share)), f.y(math.log10(bound.bias))
     p.dot(x, y, "mark lost-mark", ", ".join(said), 6)

@@ -254,7 +254,7 @@ def _share(value: float, around: tuple[float, float]) -> float:
 
 
 def span(values: Sequence[float], *, zero: bool = True, pad: float = 0.06) -> tuple[float, float]:
-    """Return a range that holds the values with some room, and nought where asked."""
+    """Return a range that holds the values with some room, and zero where asked."""
     ends = [*values, 0.0] if zero or not values else list(values)
     low, high = min(ends), max(ends)
     room = (high - low) * pad or abs(high) * pad or 1.0
@@ -272,7 +272,7 @@ def ticks(low: float, high: float, n: int = 5) -> list[float]:
         return [low]
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    # Adding nought turns the minus zero of floating point into a plain one.
+    # Adding zero turns the minus zero of floating point into a plain one.
     return [
         round(k * step, 12 - math.floor(math.log10(step))) + 0.0 for k in range(first, last + 1)
     ]
@@ -322,7 +322,7 @@ _SHADE_PX = 26
 
 
 def shade(value: float, top: float) -> int:
-    """Return the step of a value between nought and the top; 0 is the darkest."""
+    """Return the step of a value between zero and the top; 0 is the darkest."""
     return 0 if top <= 0 else max(0, min(_N_SHADES - 1, int(min(value / top, 1.0) * _N_SHADES)))
 
 

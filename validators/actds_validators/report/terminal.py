@@ -118,8 +118,8 @@ def _accounting(audit: Audit) -> Iterator[Line]:
     if section.never_computed:
         yield Line(f" {never_computed(section)}", "plain")
     if section.unresolved:
-        lost = many(section.unresolved, "cache reference")
-        yield Line(f"  {lost} without a stored row behind (E410)", "warn")
+        lost = many(section.unresolved, "prefix-cache hit")
+        yield Line(f"  {lost} without a stored row (E410)", "warn")
     for finding in section.findings[:_MAX_ROWS]:
         said = f"{finding.got}; expected {finding.expected}"
         style: Style = "bad" if finding.severity == "error" else "warn"
@@ -149,7 +149,7 @@ def _differences(differences: Sequence[Difference]) -> Iterator[Line]:
     if not differences:
         return
     yield Line("")
-    yield Line("Largest differences of lost against all, standard deviations of all", "title")
+    yield Line("Largest differences of the lost tokens from all, in SD", "title")
     cells = [
         (
             d.covariate.label,
@@ -160,17 +160,17 @@ def _differences(differences: Sequence[Difference]) -> Iterator[Line]:
         )
         for d in worst_first(differences)[:_MAX_TOP]
     ]
-    head = ("covariate", "kind", "SMD [95 %]", "stored", "stored, weighted")
+    head = ("covariate", "group", "SMD [95 %]", "stored", "stored, weighted")
     yield from _table(head, cells, ["plain"] * len(cells), {0, 1})
     yield from _more(len(differences), _MAX_TOP)
 
 
 def _strata(section: Missingness) -> Iterator[Line]:
-    """Yield the kinds of token that lost too much, and the requests that lost everything."""
+    """Yield the strata with excess loss, and the requests that lost everything."""
     if section.worst_strata:
         yield Line("")
         yield Line(
-            f"Kinds of token that lost too much, beyond chance, of {count(section.n_strata)}",
+            f"Strata (kinds of token) with excess loss, of {count(section.n_strata)} tested",
             "title",
         )
         cells = [
@@ -178,7 +178,7 @@ def _strata(section: Missingness) -> Iterator[Line]:
              p_value(s.adjusted_p))
             for s in section.worst_strata[:_MAX_TOP]
         ]  # fmt: skip
-        head = ("kind", "which", "lost", "tokens", "adjusted p")
+        head = ("stratum", "which", "lost", "tokens", "adjusted p")
         yield from _table(head, cells, ["bad"] * len(cells), {0, 1})
         yield from _more(len(section.worst_strata), _MAX_TOP)
     if section.whole_requests:
@@ -195,8 +195,10 @@ def _tests(section: Mechanism) -> Iterator[Line]:
     n_rejected = sum(test.rejected for test in section.tests)
     events = many(section.n_events, "independent loss event")
     tests = many(len(section.tests), "test")
-    few = ": too few to blame anything on" if section.n_events < 3 else ""
-    yield Line(f"What the loss goes with: {n_rejected} of {tests} rejected, {events}{few}", "title")
+    few = ": too few to name a cause" if section.n_events < 3 else ""
+    yield Line(
+        f"What the loss depends on: {n_rejected} of {tests} rejected, {events}{few}", "title"
+    )
     cells = [
         (
             test.name,
@@ -210,7 +212,7 @@ def _tests(section: Mechanism) -> Iterator[Line]:
         if test.rejected
     ]
     if cells:
-        head = ("test", "covariate", "kind", "p", "adjusted p", "units")
+        head = ("test", "covariate", "group", "p", "adjusted p", "units")
         shown = cells[:_MAX_TOP]
         yield from _table(head, shown, ["bad"] * len(shown), {0, 1, 2})
         yield from _more(len(cells), _MAX_TOP)
@@ -223,11 +225,11 @@ def _weights(audit: Audit) -> Iterator[Line]:
     share = percent(w.effective_rows / w.n_rows) if w.n_rows else "-"
     yield Line("")
     yield Line(
-        f"Weights: {count(w.n_rows)} rows stand for {w.effective_rows:,.0f} ({share}), the "
+        f"Weights: {count(w.n_rows)} rows are worth {w.effective_rows:,.0f} ({share}), the "
         f"largest weight is {number(w.largest)}; {w.claim}"
     )
     for b in w.balance[:_MAX_TOP]:
-        change = f"{number(b.before)} to {number(b.after)} standard deviations"
+        change = f"{number(b.before)} to {number(b.after)} SD"
         yield Line(f"  largest bias of a stored mean, {b.group}: {change}")
 
 

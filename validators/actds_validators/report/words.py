@@ -40,6 +40,7 @@ __all__ = [
 
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
+BOUND = "worst-case bias"
 EVIDENCE = (
     "independent loss events",
     "content bias that one interval would show",
@@ -103,7 +104,7 @@ def short(value: float, digits: int = 3) -> str:
         # What rounds to 1,000 of one letter is one of the next; 0.9995 k is no letter's yet.
         if abs(value) >= 0.9995 * size:
             return f"{value / size:.{digits}g}{letter}"
-    return f"{value + 0.0:.{digits}g}"  # adding nought turns minus zero into a plain one
+    return f"{value + 0.0:.{digits}g}"  # adding zero turns minus zero into a plain one
 
 
 def apart(values: Sequence[float]) -> list[str]:
@@ -161,7 +162,7 @@ def thousandths(value: float) -> str:
 
 
 def signed(value: float, *, three: bool = False) -> str:
-    """Return a number as ``thousandths`` does, with its sign; nought has none.
+    """Return a number as ``thousandths`` does, with its sign; zero has none.
 
     Args:
         value: the number.
@@ -213,10 +214,12 @@ def state_of(held: Number, level: Level) -> State:
         return State("-", "no limit", "dim")
     if held.ok:
         return State("✓", "pass", "good")
+    if held.name.startswith(BOUND):
+        return State("-", "above: the tests decide", "dim")
     if held.name.startswith(EVIDENCE):
         return State("?", "too little evidence", "dim")
     if level == "PASS":
-        return State("-", "beyond it, not decisive", "dim")
+        return State("-", "outside, not decisive", "dim")
     return State("✗", "fail", "bad")
 
 
@@ -229,7 +232,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; the tone only repeats what the words say, a note stands below the cells."""
+    """A row of a table; the tone only repeats what the words say, a note is below the cells."""
 
     cells: tuple[str, ...]
     tone: Tone = ""
