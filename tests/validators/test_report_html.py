@@ -81,7 +81,7 @@ def test_verdict_deciding_number_and_next_steps_come_before_everything_else(name
     result = audit(name)
     source = render(result)
     page = html.unescape(re.sub(r"<[^>]+>", " ", source[source.index("<body") :]))
-    head, rest = page.split("Every number with its limit; the first", 1)
+    head, rest = page.split("The first number decided the verdict", 1)
     assert result.verdict.sentence in head
     said = " ".join(head.split())
     assert f"{LEVEL_MARKS[result.verdict.level]} {answer(result)}" in said
@@ -106,8 +106,8 @@ def test_first_screen_says_in_order_whether_to_train_the_bias_and_what_the_datas
     source = _words(render(audit("load"), about))
     told = (
         "Yes, with these limits",
-        "Worst-case bias of any mean 0.1465 SD",
-        "Largest estimated bias 0.00",
+        "Worst-case bias of any mean 0.146 SD",
+        "Largest estimated bias -0.00",
         "2.1 % of the computed tokens were lost",
         "Decided by: adjusted p",
         "Model org/model-8b",
@@ -174,6 +174,26 @@ def test_too_little_evidence_is_not_painted_as_a_failure_of_the_data() -> None:
         verdict = audit(name).verdict.model_copy(update={"numbers": [failed]})
         page = render(audit(name, verdict=verdict))
         assert f'class="{tone}"' in next(r for r in page.split("<tr")[1:] if "smallest adj" in r)
+
+
+def _luminance(colour: str) -> float:
+    digits = colour.lstrip("#")
+    digits = "".join(2 * c for c in digits) if len(digits) == 3 else digits
+    parts = [int(digits[k : k + 2], 16) / 255 for k in (0, 2, 4)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+@pytest.mark.parametrize("ground", ["ground", "panel"])
+@pytest.mark.parametrize("ink", ["ink", "dim", "good", "warn", "bad", "unsure", "stored"])
+def test_text_has_the_contrast_of_wcag_aa(scheme: int, ground: str, ink: str) -> None:
+    source = render(audit("load"))
+    style = source[source.index("<style>") : source.index("</style>")]
+    schemes = re.findall(r":root\{(.*?)\}", style, re.S)
+    colours = dict(re.findall(r"--(\w+):(#[0-9a-f]+)", schemes[scheme]))
+    light, dark = sorted((_luminance(colours[ink]), _luminance(colours[ground])), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
 def test_a_complete_result_has_every_section_and_every_picture() -> None:

@@ -150,8 +150,8 @@ def _worst_case(audit: Audit) -> Bias:
     elif bias <= audit.limits.negligible_bias:
         note = f"negligible: at most {limit}"
     else:
-        note = f"more than the {limit} that need no further evidence"
-    return Bias(title, f"{number(bias)} SD", note)
+        note = f"above {limit}: further evidence is needed"
+    return Bias(title, f"{_three(bias)} SD", note)
 
 
 def _estimated(audit: Audit) -> Bias:
@@ -170,8 +170,11 @@ def _estimated(audit: Audit) -> Bias:
     label, found = max(asked, key=lambda pair: abs(pair[1].value))
     tested = f"largest of {count(len(asked))} tested means" if len(asked) > 1 else "the tested mean"
     span = f"{100 * found.confidence:g} % CI {interval(found)}"
-    size = number(float(f"{abs(found.value):.3g}"))
-    return Bias(title, f"{size} SD", f"{label}; {span}; {tested}")
+    return Bias(title, f"{_three(found.value)} SD", f"{label}; {span}; {tested}")
+
+
+def _three(value: float) -> str:
+    return number(float(f"{value:.3g}"))
 
 
 def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
@@ -216,8 +219,8 @@ def check_part(audit: Audit) -> Part:
     table = Table("Every number with its limit", ("number", "value", "limit", ""), rows,
                   frozenset({0, 3}), more, narrow=True)  # fmt: skip
     lead = (
-        "Every number with its limit; the first one decided. SD is the standard deviation over all "
-        "computed tokens."
+        "The first number decided the verdict. SD is the standard deviation over all computed "
+        "tokens."
     )
     return Part("checks", "Checks", Sentence(lead), [table])
 
