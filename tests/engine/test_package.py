@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,34 @@ def test_writing_without_vllm_says_what_to_install(python: Path, tmp_path: Path)
     assert done.returncode == 2
     assert "E011" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_the_tools_made_is_in_no_archive(tmp_path: Path) -> None:
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    tracked = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    sources = [name for name in tracked.split("\0") if name and (ROOT / name).is_file()]
+    made = [
+        "build/site/index.html",
+        "dist/old.whl",
+        "demo/acts/actds.json",
+        "actds/__pycache__/x.pyc",
+    ]
+    tree = tmp_path / "tree"
+    for name in [*sources, *made]:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        if name in made:
+            (tree / name).touch()
+        else:
+            shutil.copy(ROOT / name, tree / name)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(tree)]
+    subprocess.run(build, check=True, capture_output=True)
+    [sdist] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert held - {"PKG-INFO"} == set(sources) - set(made)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    rooms = ("actds/", "writers/actds_writers/", "validators/actds_validators/")
+    shipped = {name for name in sources if name.startswith(rooms)}
+    assert packed == {name.removeprefix("writers/").removeprefix("validators/") for name in shipped}

@@ -255,7 +255,7 @@ def page(records: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> str:
         before = f"\n## The same runs before these tests were changed\n\n{table(earlier)}\n"
     return f"""# Calibration of the audit on recorded traffic
 
-The traffic is what a real vLLM scheduler served ([record_traffic](../record_traffic.py): arrivals
+The traffic is what a real vLLM scheduler served (`record_traffic`: arrivals
 of several kinds, steps of up to 512 tokens, clients that cancel, a warm-up, a change of regime),
 ids and values are those of SmolLM2-135M, and the losses are made up, so that their truth is known.
 Made by
