@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from actds.load.dataset import open as open
     from actds.load.hf import load_dataset as load_dataset
     from actds.load.loader import Loader as Loader
+    from actds_validators.audit.api import audit as audit
 
 __version__ = "0.1.0"
 
@@ -22,11 +23,12 @@ _LAZY = {
     "ActdsError": "actds.errors",
     "Dataset": "actds.load.dataset",
     "Loader": "actds.load.loader",
+    "audit": "actds_validators.audit.api",
     "load_dataset": "actds.load.hf",
     "open": "actds.load.dataset",
 }
 
-__all__ = ["ActdsError", "Dataset", "Loader", "__version__", "load_dataset", "open"]
+__all__ = ["ActdsError", "Dataset", "Loader", "__version__", "audit", "load_dataset", "open"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 import actds
-from actds_validators.statistics import jackknife
-from actds_validators.statistics.load import ewma
-from actds_validators.statistics.shift import circular_shift
+from actds_validators.statistics import intervals
+from actds_validators.statistics.shift import circular_shift, ewma
 
 N_DECILES = 10
 LOAD_STEPS = 8
@@ -152,9 +151,9 @@ def loss_rate(run: Run, mask: np.ndarray | None = None) -> Estimate:
     lost = _by_burst(run, (run.tokens["lost"] & chosen).astype(float))
     all_ = _by_burst(run, chosen.astype(float))
     sums = np.stack([all_, lost])
-    found = _estimate(sums, jackknife.loss_rate)
+    found = _estimate(sums, intervals.loss_rate)
     # None: without its only burst there is no token to ask about.
-    return found or Estimate(float(jackknife.loss_rate(sums.sum(axis=1))), 0.0, 1.0)
+    return found or Estimate(float(intervals.loss_rate(sums.sum(axis=1))), 0.0, 1.0)
 
 
 def strata(run: Run, covariate: str) -> list[Stratum]:
@@ -179,7 +178,7 @@ def difference(run: Run, covariate: str) -> Difference:
     x, lost = run.tokens[covariate], run.tokens["lost"].astype(float)
     x = x - x.mean()  # the variance is a difference of sums
     sums = [_by_burst(run, v) for v in (np.ones_like(x), x, x * x, lost, lost * x)]
-    smd = _estimate(np.stack(sums), jackknife.smd)
+    smd = _estimate(np.stack(sums), intervals.smd)
     n, n_lost, held = (_by_step(run, v) for v in (np.ones_like(x), lost, x))
     shift = circular_shift(np.zeros(run.n_steps), n, n_lost, held)
     return Difference(smd, None if shift is None else float(shift.p[0]))
@@ -201,9 +200,9 @@ def speed(run: Run) -> Estimate:
     return found
 
 
-def _estimate(sums: np.ndarray, statistic: jackknife.Statistic) -> Estimate | None:
+def _estimate(sums: np.ndarray, statistic: intervals.Statistic) -> Estimate | None:
     """Return a statistic of sums over bursts with its interval; None where it has none."""
-    found = jackknife.jackknife(sums, statistic)
+    found = intervals.jackknife(sums, statistic)
     return None if found is None else Estimate(found.value, found.low, found.high)
 
 

@@ -13,9 +13,9 @@ from scipy.signal import lfilter
 
 from actds.format import tables
 from actds_testing.simulate import Simulated
-from actds_validators.audit.audit import Sections, audit_sources
+from actds_validators.audit.data import RunSource, arrow_source
 from actds_validators.audit.result import Limits
-from actds_validators.audit.sources import RunSource, arrow_source
+from actds_validators.audit.run import Sections, audit_sources
 
 TABLES = ("requests", "steps", "spans", "drops", "stalls", "occupancy", "tokens", "readouts")
 

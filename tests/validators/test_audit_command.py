@@ -51,7 +51,9 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def no_audit(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Let the audit note that it began, and do nothing."""
     audited: list[object] = []
-    monkeypatch.setattr("actds_validators.audit.audit.audit", lambda *args: audited.append(args))
+    monkeypatch.setattr(
+        "actds_validators.audit.run.audit_dataset", lambda *args: audited.append(args)
+    )
     return audited
 
 
@@ -225,7 +227,7 @@ def test_a_comparison_that_fails_costs_no_verdict_and_stands_in_the_result(
     def fail(*args: object, **kwargs: object) -> None:
         raise ActdsError("E202", "shards/x", got="other bytes", expected="those committed")
 
-    monkeypatch.setattr("actds_validators.audit.drift.comparison.drift_against", fail)
+    monkeypatch.setattr("actds_validators.audit.drift.compare.drift_against", fail)
     html, out, weights = (tmp_path / name for name in ("a.html", "a.json", "w.parquet"))
     told = run(
         datasets["INCONCLUSIVE"], "--against", datasets["PASS"], "--by", "phase", "--rows", 400,
@@ -247,9 +249,9 @@ def test_every_comparison_that_fails_is_told_and_the_first_one_ends_the_command(
             raise ActdsError("E202", "shards/x", got="other bytes", expected="those committed")
         raise ValueError("no such thing")
 
-    monkeypatch.setattr("actds_validators.audit.drift.comparison.drift_by", fail)
+    monkeypatch.setattr("actds_validators.audit.drift.compare.drift_by", fail)
     monkeypatch.setattr(
-        "actds_validators.audit.drift.comparison.values_to_compare", lambda *args: ["a", "b"]
+        "actds_validators.audit.drift.compare.values_to_compare", lambda *args: ["a", "b"]
     )
     html, out = tmp_path / "a.html", tmp_path / "a.json"
     told = run(datasets["FAIL"], "--by", "phase", "--by", "run", "--html", html, "--json", out)
@@ -268,7 +270,7 @@ def test_hooks_are_looked_at_before_the_audit_for_columns_too(
     def fail(*args: object) -> None:
         raise ActdsError("E014", "acts", got="no rows: resid_post.0", expected="rows")
 
-    monkeypatch.setattr("actds_validators.audit.drift.comparison.common_hooks", fail)
+    monkeypatch.setattr("actds_validators.audit.drift.compare.common_hooks", fail)
     told = run(datasets["PASS"], "--by", "phase")
     assert told.stderr.startswith("E014 acts: no rows: resid_post.0")
     assert told.exit_code == 2 and no_audit == []

@@ -22,9 +22,10 @@ from actds_testing.audit_tokens import audited, changed, sources_of, tables_of
 from actds_testing.forge import relink
 from actds_testing.simulate import SCENARIOS, Simulated, simulate, write_dataset
 from actds_testing.synthetic import make_dataset
-from actds_validators.audit.audit import Sections, audit
+from actds_validators.audit.api import audit
+from actds_validators.audit.data import connect
 from actds_validators.audit.result import Audit, Limits
-from actds_validators.audit.sources import connect
+from actds_validators.audit.run import Sections
 from actds_validators.audit.verdict import judge
 
 LIMITS = Limits()

@@ -14,8 +14,8 @@ import pytest
 import actds
 from actds.errors import ActdsError
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
-from actds_validators.audit.audit import audit
-from actds_validators.audit.labels import COLUMNS, read_labels
+from actds_validators.audit.api import audit
+from actds_validators.audit.data import LABEL_COLUMNS, read_labels
 from actds_validators.audit.result import Coverage
 
 
@@ -134,7 +134,7 @@ def test_labels_of_the_run_match_and_those_of_two_runs_do_not_overlap(
         ({"request": [None], "start": [0], "stop": [4], "class": ["user"]}, "null"),
         ({"request": [0] * 40, "start": [0] * 40, "stop": [4] * 40,
           "class": [f"c{k}" for k in range(40)]}, "40 classes"),
-        (pa.table({name: pa.array([], kind) for name, kind in COLUMNS.items()}), "no row"),
+        (pa.table({name: pa.array([], kind) for name, kind in LABEL_COLUMNS.items()}), "no row"),
         ({"request": [7, 3, 7], "start": [5, 0, 0], "stop": [9, 4, 6], "class": ["a", "b", "c"]},
          r"row 2: request 7, positions 0 to 6 overlaps row 0: request 7, positions 5 to 9"),
         ({"request": [7, 7], "start": [0, 0], "stop": [9, 9], "class": ["a", "a"],
@@ -159,7 +159,7 @@ def test_labels_of_the_run_match_and_those_of_two_runs_do_not_overlap(
          "row 0: stop is 4294967296"),
         ({"request": [0], "start": [0], "stop": pa.array([2**63 + 1], pa.uint64()),
           "class": ["a"]}, "row 0: stop is 9223372036854775809"),
-        (pa.table([[0], [0], [1], ["a"], ["r"], ["r"]], [*COLUMNS, "run", "run"]),
+        (pa.table([[0], [0], [1], ["a"], ["r"], ["r"]], [*LABEL_COLUMNS, "run", "run"]),
          "Multiple matches"),
         ({"request": [0], "start": [0], "stop": [1], "class": ["a"], "run": [4]},
          "run of type int64"),
@@ -187,7 +187,7 @@ def test_words_of_any_text_type_and_numbers_of_any_width_are_read(tmp_path: Path
     }
     pq.write_table(pa.table(columns), path)
     table = read_labels(path).table
-    assert table.column_names == [*COLUMNS, "run"]
+    assert table.column_names == [*LABEL_COLUMNS, "run"]
     assert table["request"].to_pylist() == [1, 2**32 - 1]
     assert table["class"].to_pylist() == ["user", "code"]
 

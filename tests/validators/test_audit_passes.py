@@ -1,4 +1,4 @@
-"""The audit's passes: the same sums however the rows are cut, the same bits on every engine."""
+"""The audit's passes: the same sums however the rows are cut, the same bits on every executor."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from click.testing import CliRunner, Result
 from actds.cli import cli
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts
+from actds.format.tables import TableName
 from actds_testing.audit_tokens import audited, sources_of, tables_of
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_testing.synthetic import make_dataset
-from actds_validators.audit import audit, lookup, passes
-from actds_validators.audit.executor import Engine, Threads, open_engine
-from actds_validators.audit.passes import Passed, knows_ids, pass_over
-from actds_validators.audit.run_rows import read_rows
-from actds_validators.audit.series import make_series, read_steps
-from actds_validators.audit.sources import PARTED, Part, RunSource
-from actds_validators.audit.tokens import TokenPass, lost_pieces
-from actds_validators.audit.values import ValuePass
+from actds_validators.audit import lookup
+from actds_validators.audit import run as audit_run
+from actds_validators.audit.census import make_series, read_steps
+from actds_validators.audit.data import PARTED, Part, RunSource
+from actds_validators.audit.lookup import WordPass, knows_ids, read_rows
+from actds_validators.audit.passes import Executor, RowPass, Threads, lost_pieces, open_executor
+from actds_validators.audit.run import Passed, pass_over
 from actds_validators.audit.weights import cell_edges
-from actds_validators.audit.words import WordPass
 
 Tables = dict[str, pa.Table]
 
 
-# engines --------------------------------------------------------------------------------------
+# executors ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -50,10 +49,15 @@ class Read:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         return {
-            **arrays(self.passed.tokens, "tokens"),
-            **arrays(self.passed.values, "values"),
+            **arrays(self.passed.sums, "sums"),
             **arrays(
-                [run.columns(k) for _, runs, k in self.passed.within for run in runs], "within"
+                [
+                    run.columns(k)
+                    for group, runs in self.passed.within.items()
+                    for k in range(len(self.passed.covariates[group]))
+                    for run in runs
+                ],
+                "within",
             ),
         }
 
@@ -67,17 +71,17 @@ def arrays(found: Any, name: str) -> dict[str, np.ndarray]:
     return {k: v for key, one in held.items() for k, v in arrays(one, f"{name}.{key}").items()}
 
 
-def cut(table: pa.Table, n_parts: int) -> tuple[Part, ...]:
+def cut(name: TableName, table: pa.Table, n_parts: int) -> tuple[Part, ...]:
     ends = np.linspace(0, table.num_rows, n_parts + 1).astype(int).tolist()
     pieces = [table.slice(a, b - a) for a, b in pairwise(ends)]
-    return tuple(Part(piece.num_rows, table=piece) for piece in pieces)
+    return tuple(Part(name, piece.num_rows, table=piece) for piece in pieces)
 
 
-def read(runs: list[Tables], engine: Engine, n_parts: int) -> Read:
+def read(runs: list[Tables], executor: Executor, n_parts: int) -> Read:
     """Return the sums of runs whose rows are cut in parts, as slices of one table."""
     with sources_of(runs) as found:
         sources: list[RunSource] = [
-            replace(source, parts={name: cut(run[name], n_parts) for name in PARTED})
+            replace(source, parts={name: cut(name, run[name], n_parts) for name in PARTED})
             for source, run in zip(found, runs, strict=True)
         ]
         steps = [read_steps(source) for source in sources]
@@ -85,16 +89,16 @@ def read(runs: list[Tables], engine: Engine, n_parts: int) -> Read:
         assert series is not None
         has_ids = knows_ids(sources)
         edges = cell_edges(series, has_ids=has_ids)
-        passed = pass_over(sources, steps, series, edges, engine, has_ids=has_ids)
+        passed = pass_over(sources, steps, series, edges, executor, has_ids=has_ids)
         calls: list[tuple[Any, list[Any]]] = []
         for source, own in zip(sources, steps, strict=True):
             known, tokens = passed.lookups[source.run], list(source.parts["tokens"])
             readouts, rows = list(source.parts["readouts"]), read_rows(source, own)
             pieces = [*tokens, *lost_pieces(known, 100)]
-            calls.append((TokenPass(known, tuple(passed.covariates), edges), pieces))
-            assert passed.scale is not None
-            values = ValuePass(known, source.hooks, passed.widths, passed.scale, edges)
-            calls.append((values, readouts))
+            one = RowPass(
+                known, passed.definitions, edges, source.hooks, passed.widths, passed.scale
+            )
+            calls += [(one, pieces), (one, readouts)]
             calls += [(WordPass(rows, None), tokens), (WordPass(rows, source.hooks[0]), readouts)]
         return Read(passed, calls)
 
@@ -138,13 +142,13 @@ def children(pid: int) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def ray_engine() -> Iterator[Engine]:
+def ray_executor() -> Iterator[Executor]:
     """Yield Ray on this machine; no process of it outlives the context."""
     pytest.importorskip("ray", reason="needs the extra actds[ray]")
     before = children(os.getpid())
-    with open_engine("ray") as engine:
-        assert list(engine.map(len, [[1], [1, 2]])) == [1, 2]
-        yield engine
+    with open_executor("ray") as executor:
+        assert list(executor.map(len, [[1], [1, 2]])) == [1, 2]
+        yield executor
         started = children(os.getpid()) - before
         assert started
     for _ in range(300):
@@ -166,7 +170,7 @@ def test_sums_do_not_depend_on_how_the_rows_are_cut(runs: list[Tables], in_parts
         else:
             scale = float(np.abs(wanted).max())
             np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12 * scale, err_msg=name)
-    assert in_parts.passed.tokens is not None and in_parts.passed.tokens.n[1].sum() > 300
+    assert in_parts.passed.sums is not None and in_parts.passed.sums.cell_n[1].sum() > 300
 
 
 def test_threads_give_the_same_bits_again(runs: list[Tables], in_parts: Read) -> None:
@@ -174,15 +178,17 @@ def test_threads_give_the_same_bits_again(runs: list[Tables], in_parts: Read) ->
 
 
 def test_ray_gives_the_bits_that_threads_give(
-    runs: list[Tables], in_parts: Read, ray_engine: Engine
+    runs: list[Tables], in_parts: Read, ray_executor: Executor
 ) -> None:
-    assert_same(read(runs, ray_engine, 9).arrays, in_parts.arrays)
+    assert_same(read(runs, ray_executor, 9).arrays, in_parts.arrays)
 
 
-def test_a_part_in_a_worker_of_ray_is_what_it_is_here(in_parts: Read, ray_engine: Engine) -> None:
+def test_a_part_in_a_worker_of_ray_is_what_it_is_here(
+    in_parts: Read, ray_executor: Executor
+) -> None:
     for one, parts in in_parts.calls:
         assert len(parts) > 8
-        there = list(ray_engine.map(one, parts))
+        there = list(ray_executor.map(one, parts))
         assert_same(arrays(there, "part"), arrays([one(part) for part in parts], "part"))
 
 
@@ -200,8 +206,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_command_says_the_same_on_ray(dataset: Path, ray_engine: Engine) -> None:
-    told = [run(dataset, "--engine", name, "--json", "-", "--fail-on", "never")
+def test_the_command_says_the_same_on_ray(dataset: Path, ray_executor: Executor) -> None:
+    told = [run(dataset, "--executor", name, "--json", "-", "--fail-on", "never")
             for name in ("threads", "ray")]  # fmt: skip
     assert [(one.exit_code, one.stderr) for one in told] == [(0, "")] * 2
     threads, ray = (json.loads(one.stdout) for one in told)
@@ -213,12 +219,12 @@ def test_the_command_says_the_same_on_ray(dataset: Path, ray_engine: Engine) -> 
 
 def test_a_missing_ray_is_named(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ActdsError) as raised, open_engine("ray"):
+    with pytest.raises(ActdsError) as raised, open_executor("ray"):
         pass
     assert raised.value.code == "E011" and 'pip install "actds[ray]"' in raised.value.next_step
-    told = run(dataset, "--engine", "ray")
+    told = run(dataset, "--executor", "ray")
     assert told.exit_code == 2 and told.stdout == ""
-    assert told.stderr.startswith("E011 --engine ray: the package ray is not installed")
+    assert told.stderr.startswith("E011 --executor ray: the package ray is not installed")
 
 
 # selection within steps -----------------------------------------------------------------------
@@ -232,10 +238,10 @@ def test_selection_within_steps_is_seen_in_every_nth_of_many(
     seen: list[Passed] = []
 
     def kept(*args: Any, **options: Any) -> Passed:
-        seen.append(passes.pass_over(*args, **options))
+        seen.append(pass_over(*args, **options))
         return seen[-1]
 
-    monkeypatch.setattr(audit, "pass_over", kept)
+    monkeypatch.setattr(audit_run, "pass_over", kept)
     rarity = {}
     for limit in (lookup.MAX_CELLS, 400):
         monkeypatch.setattr(lookup, "MAX_CELLS", limit)
@@ -248,7 +254,7 @@ def test_selection_within_steps_is_seen_in_every_nth_of_many(
     chosen = np.flatnonzero(some[partial])
     [each] = np.unique(np.diff(chosen))
     assert each > 3 and chosen[0] == 0 and chosen[-1] + each >= len(partial)
-    in_all, in_some = (passed.within[0][1][0].columns(0)["step"] for passed in seen)
+    in_all, in_some = (passed.within["content"][0].columns(0)["step"] for passed in seen)
     assert len(in_some) <= 400 < len(in_all)
     assert np.array_equal(np.unique(in_some), partial[chosen])
     assert all(one.rejected for one in rarity.values())

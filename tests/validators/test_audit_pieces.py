@@ -12,10 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actds_validators.audit.cell_sums import cell_sums, joined
-from actds_validators.audit.class_counts import CLASSES, N_BITS, ClassCounts, position_band
-from actds_validators.audit.labels import class_words, labels_of
-from actds_validators.audit.ranges import Index, Servings, StepRanges, explode
+from actds_validators.audit.accumulate import ClassCounts, cell_sums, joined
+from actds_validators.audit.covariates import N_BITS, position_band
+from actds_validators.audit.data import (
+    CLASSES,
+    Index,
+    Servings,
+    StepRanges,
+    class_words,
+    explode,
+    labels_of,
+)
 
 TOP = 2**32 - 1
 Range = tuple[int, int, int, int]

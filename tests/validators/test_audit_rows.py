@@ -18,11 +18,9 @@ from actds.format import tables
 from actds_testing.audit_tokens import audited, changed, sources_of, tables_of
 from actds_testing.forge import relink
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
-from actds_validators.audit import audit, lookup, passes, sources
-from actds_validators.audit.audit import Sections
-from actds_validators.audit.labels import labels_of
-from actds_validators.audit.ranges import StepRanges, explode
-from actds_validators.audit.words import column
+from actds_validators.audit import data, lookup, run
+from actds_validators.audit.data import StepRanges, column, explode, labels_of
+from actds_validators.audit.run import Sections, pass_over
 from actds_validators.cli.audit import audit as command
 
 Tables = dict[str, pa.Table]
@@ -96,16 +94,18 @@ def test_a_run_has_as_many_projections_as_its_longest_readout() -> None:
 def test_projections_are_counted_in_the_first_readouts_of_the_first_part_that_has_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sources, "LOOKED_AT", 2)
+    monkeypatch.setattr(data, "LOOKED_AT", 2)
     table = made("none", 1)["readouts"].slice(0, 6)
     rows = table.to_pylist()
     for row, n in zip(rows, (1, 2, 3, 4, 4, 4), strict=True):
         row["projections"] = row["projections"][:n]
     cut = pa.Table.from_pylist(rows, table.schema)
-    parts = tuple(sources.Part(part.num_rows, table=part) for part in (cut.slice(0, 0), cut, table))
-    assert sources._longest(parts, "projections") == 2
-    assert sources._longest(parts[:1], "projections") == 0
-    assert sources._longest((), "projections") == 0
+    parts = tuple(
+        data.Part("readouts", part.num_rows, table=part) for part in (cut.slice(0, 0), cut, table)
+    )
+    assert data.longest(parts, "projections") == 2
+    assert data.longest(parts[:1], "projections") == 0
+    assert data.longest((), "projections") == 0
 
 
 def test_a_projection_that_is_not_finite_leaves_the_norm() -> None:
@@ -157,19 +157,19 @@ def test_a_null_is_refused() -> None:
 
 def test_cells_within_steps_are_limited_over_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [made("mnar_rarity", seed, rate=0.05) for seed in range(4)]
-    seen: list[passes.Passed] = []
+    seen: list[run.Passed] = []
 
-    def watched(*arguments: Any, **named: Any) -> passes.Passed:
-        seen.append(passes.pass_over(*arguments, **named))
+    def watched(*arguments: Any, **named: Any) -> run.Passed:
+        seen.append(pass_over(*arguments, **named))
         return seen[-1]
 
     def n_cells() -> int:
         audited(*runs)
-        return sum(len(cells.columns(0)["step"]) for cells in seen[-1].within[0][1])
+        return sum(len(cells.columns(0)["step"]) for cells in seen[-1].within["content"])
 
-    monkeypatch.setattr(audit, "pass_over", watched)
+    monkeypatch.setattr(run, "pass_over", watched)
     assert n_cells() > 2000
-    n_covariates = len(seen[0].within)
+    n_covariates = sum(len(some) for some in seen[0].covariates.values())
     for limit, value in (("MAX_CELLS", 1000), ("MAX_SUMS", 1000 * n_covariates)):
         with monkeypatch.context() as changes:
             changes.setattr(lookup, limit, value)

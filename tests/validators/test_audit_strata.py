@@ -24,10 +24,10 @@ from actds_testing.harvest import validated
 from actds_testing.schedules import simulate as scheduled
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_testing.synthetic import make_dataset
-from actds_validators.audit.audit import audit
+from actds_validators.audit.api import audit
 from actds_validators.audit.result import Limits, StratumLoss, Verdict
 from actds_validators.audit.verdict import judge
-from actds_validators.statistics.strata import at_least, stratum_p
+from actds_validators.statistics.strata import poisson_binomial_tail, stratum_p
 
 READOUTS = Readouts(n_projections=8, seed=7)
 
@@ -162,13 +162,13 @@ def test_harmless_losses_name_no_stratum(
 def test_the_tail_is_that_of_scipy_and_of_counting() -> None:
     chance = np.full((3, 20), 0.1)
     wanted = stats.binom.sf(np.array([0, 3, 19]) - 1, 20, 0.1)
-    assert at_least(chance, [0, 3, 19]) == pytest.approx(wanted, rel=1e-10)
+    assert poisson_binomial_tail(chance, [0, 3, 19]) == pytest.approx(wanted, rel=1e-10)
     uneven = np.random.default_rng(4).random((1, 9))
     outcomes = (np.arange(2**9)[:, np.newaxis] >> np.arange(9)) & 1
     weights = np.where(outcomes, uneven, 1 - uneven).prod(axis=1)
     for hits in range(10):
         counted = weights[outcomes.sum(axis=1) >= hits].sum()
-        assert at_least(uneven, [hits])[0] == pytest.approx(counted, rel=1e-10)
+        assert poisson_binomial_tail(uneven, [hits])[0] == pytest.approx(counted, rel=1e-10)
 
 
 @pytest.mark.parametrize("cluster", [1, 10, 40])

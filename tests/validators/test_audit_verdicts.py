@@ -12,6 +12,7 @@ import pytest
 from actds_testing.audit_results import COVARIATES
 from actds_testing.audit_tokens import audited, tables_of
 from actds_testing.simulate import SCENARIOS, simulate
+from actds_validators.audit.lookup import CellEdges
 from actds_validators.audit.missingness import bound
 from actds_validators.audit.result import (
     Accounting,
@@ -34,7 +35,6 @@ from actds_validators.audit.result import (
     Weighting,
     Worse,
 )
-from actds_validators.audit.tokens import CellEdges
 from actds_validators.audit.verdict import Evidence, judge
 from actds_validators.audit.weights import Cells, weigh, weighting
 

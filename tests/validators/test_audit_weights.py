@@ -11,9 +11,9 @@ import pytest
 
 from actds_testing.audit_tokens import audited, changed, tables_of
 from actds_testing.simulate import SCENARIOS, simulate
-from actds_validators.audit.audit import Sections
-from actds_validators.statistics.bound import farthest_mean, worst_case
-from actds_validators.statistics.jackknife import from_replicates, jackknife_many
+from actds_validators.audit.run import Sections
+from actds_validators.statistics.distributions import farthest_mean, worst_case
+from actds_validators.statistics.intervals import from_replicates, jackknife_many
 
 
 def made(name: str, seed: int, **changes: Any) -> dict[str, Any]:

@@ -37,13 +37,11 @@ from actds_testing.calibration.traffic_losses import (
     steps_at_random,
     tokens_at_random,
 )
-from actds_validators.audit.accounting import account_run
-from actds_validators.audit.sources import arrow_source
-from actds_validators.statistics.change import change
-from actds_validators.statistics.jackknife import blocks
-from actds_validators.statistics.score import block_score
+from actds_validators.audit.census import account_run
+from actds_validators.audit.data import arrow_source
+from actds_validators.statistics.association import Within, block_score, change, within_cells
+from actds_validators.statistics.intervals import blocks
 from actds_validators.statistics.shift import circular_shift
-from actds_validators.statistics.within import Within, within_cells
 
 N_RUNS = 160
 

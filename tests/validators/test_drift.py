@@ -21,11 +21,20 @@ from actds.store import open_store
 from actds_testing import synthetic
 from actds_testing.schedules import Schedule, simulate
 from actds_testing.synthetic import make_dataset
-from actds_validators.audit.drift import selection as select
-from actds_validators.audit.drift.compare import Selection, drift, drift_against, drift_by
-from actds_validators.audit.drift.numeric import measure_pairs, numeric_measures
-from actds_validators.audit.drift.population import measure_populations, population_measures
-from actds_validators.audit.drift.words import numeric_sentence
+from actds_validators.audit.drift import rows as select
+from actds_validators.audit.drift.compare import (
+    Selection,
+    drift,
+    drift_against,
+    drift_by,
+    numeric_sentence,
+)
+from actds_validators.audit.drift.measures import (
+    measure_pairs,
+    measure_populations,
+    numeric_measures,
+    population_measures,
+)
 from actds_validators.audit.result import Drift, DriftMeasure, Limits
 from actds_validators.report.drift import drift_parts
 

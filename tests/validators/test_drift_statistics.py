@@ -9,8 +9,8 @@ import scipy.stats
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.metrics import roc_auc_score
 
-from actds_validators.statistics import paired
-from actds_validators.statistics import two_sample as two
+from actds_validators.statistics import samples as paired
+from actds_validators.statistics import samples as two
 
 
 def clustered(
@@ -171,7 +171,7 @@ def test_areas_count_ties_half_as_sklearn_does() -> None:
     rng = np.random.default_rng(11)
     scores = rng.integers(0, 5, (200, 3)).astype(np.float32)
     labels = rng.random((3, 200)) < 0.4
-    got, _ = two._areas(scores, labels)
+    got, _ = two.ranked_areas(scores, labels)
     expected = [roc_auc_score(label, scores[:, i]) for i, label in enumerate(labels)]
     assert np.allclose(got, expected)
 

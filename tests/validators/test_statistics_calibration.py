@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from scipy.signal import lfilter
 
-from actds_validators.statistics.change import change
-from actds_validators.statistics.family import benjamini_hochberg
-from actds_validators.statistics.jackknife import blocks, difference_sums, jackknife_many, smd
-from actds_validators.statistics.load import ewma, lag_correlation
-from actds_validators.statistics.naive import naive_chi_square, naive_z
-from actds_validators.statistics.shift import circular_shift
-from actds_validators.statistics.trend import trend
-from actds_validators.statistics.within import within
+from actds_validators.statistics.association import change, within
+from actds_validators.statistics.distributions import naive_chi_square, naive_z
+from actds_validators.statistics.intervals import (
+    benjamini_hochberg,
+    blocks,
+    difference_sums,
+    jackknife_many,
+    smd,
+)
+from actds_validators.statistics.shift import circular_shift, ewma, lag_correlation, trend
 
 N_STEPS = 2000
 N_SERIES = 300

@@ -11,23 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actds_validators.statistics.change import change
-from actds_validators.statistics.events import correlation_steps, count_events
-from actds_validators.statistics.family import benjamini_hochberg
-from actds_validators.statistics.jackknife import (
+from actds_validators.statistics.association import change, within
+from actds_validators.statistics.distributions import naive_chi_square, naive_z
+from actds_validators.statistics.events import correlation_steps, count_events, slices
+from actds_validators.statistics.intervals import (
+    benjamini_hochberg,
     blocks,
     difference_sums,
     jackknife_many,
     smd,
     smd_of_stored,
 )
-from actds_validators.statistics.load import ewma, lag_correlation
-from actds_validators.statistics.naive import naive_chi_square, naive_z
-from actds_validators.statistics.runs import slices
-from actds_validators.statistics.shift import circular_shift
-from actds_validators.statistics.trend import isotonic, trend
+from actds_validators.statistics.shift import circular_shift, ewma, isotonic, lag_correlation, trend
 from actds_validators.statistics.weighting import inverse_probability, nested_rates, shrunken_rates
-from actds_validators.statistics.within import within
 
 
 def assert_finite(value: Any) -> None:

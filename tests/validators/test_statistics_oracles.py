@@ -17,33 +17,47 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.tsa.stattools import acovf, ccf
 
 from actds_validators.statistics import distributions
-from actds_validators.statistics.bound import loss_that_allows, worst_case
-from actds_validators.statistics.change import change, long_run_variance
-from actds_validators.statistics.distances import jensen_shannon, total_variation
-from actds_validators.statistics.equivalence import (
-    at_least,
-    detectable,
-    equivalent,
-    error_of_draws,
+from actds_validators.statistics.association import (
+    block_score,
+    cell_sums,
+    change,
+    long_run_variance,
+    within,
+    within_cells,
+)
+from actds_validators.statistics.distributions import (
+    jensen_shannon,
+    loss_that_allows,
+    naive_chi_square,
+    naive_z,
+    total_variation,
+    worst_case,
 )
 from actds_validators.statistics.events import correlation_steps, count_events, effective_events
-from actds_validators.statistics.family import benjamini_hochberg
-from actds_validators.statistics.jackknife import (
+from actds_validators.statistics.intervals import (
     Interval,
+    at_least,
+    benjamini_hochberg,
     block_sums,
     blocks,
+    detectable,
     difference_sums,
+    equivalent,
+    error_of_draws,
     jackknife,
     jackknife_many,
     loss_rate,
     smd,
     smd_of_stored,
 )
-from actds_validators.statistics.load import ewma, lag_correlation
-from actds_validators.statistics.naive import naive_chi_square, naive_z
-from actds_validators.statistics.score import block_score
-from actds_validators.statistics.shift import circular_shift
-from actds_validators.statistics.trend import isotonic, load_groups, trend
+from actds_validators.statistics.shift import (
+    circular_shift,
+    ewma,
+    isotonic,
+    lag_correlation,
+    load_groups,
+    trend,
+)
 from actds_validators.statistics.weighting import (
     effective_rows,
     inverse_probability,
@@ -51,7 +65,6 @@ from actds_validators.statistics.weighting import (
     prior_strength,
     shrunken_rates,
 )
-from actds_validators.statistics.within import cell_sums, within, within_cells
 
 
 def tokens_of(seed: int, n: int = 500) -> tuple[np.ndarray, np.ndarray]:

@@ -105,11 +105,11 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
         changes: parameters of the scenario.
     """
     from actds_testing.simulate import SCENARIOS, simulate
-    from actds_validators.audit.audit import audit_sources
+    from actds_validators.audit.data import arrow_source
     from actds_validators.audit.result import Limits
-    from actds_validators.audit.sources import arrow_source
+    from actds_validators.audit.run import audit_sources
     from actds_validators.audit.verdict import judge
-    from actds_validators.statistics.family import benjamini_hochberg
+    from actds_validators.statistics.intervals import benjamini_hochberg
 
     began = time.monotonic()
     scenario = replace(SCENARIOS[task.scenario], n_steps=task.steps, **changes)

@@ -1,1 +1,1 @@
-"""Audits: estimates with uncertainty of what a dataset lost, and whether it matters."""
+"""The audit: what a dataset lost, and whether it matters."""

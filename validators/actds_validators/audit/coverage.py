@@ -8,37 +8,33 @@ weights sees it once as well, however often it was served. Imports the counts of
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
 
-from actds_validators.audit.class_counts import (
-    CLASSES as ROW_CLASSES,
-)
-from actds_validators.audit.class_counts import (
-    N_BANDS,
-    N_BITS,
-    NOWHERE,
-    ClassCounts,
-    position_band,
-)
+from actds_validators.audit.accumulate import ClassCounts
+from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
+from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode
 from actds_validators.audit.lookup import Lookup
-from actds_validators.audit.ranges import explode
+from actds_validators.audit.passes import Executor, scale_of
 from actds_validators.audit.result import (
     CapturedShift,
     ClassesFile,
     ClassLoss,
     Coverage,
     CoverageCell,
+    Dominant,
 )
-from actds_validators.audit.sources import RunSource
-from actds_validators.statistics.distances import jensen_shannon, total_variation
-from actds_validators.statistics.runs import Floats
+from actds_validators.statistics.distributions import jensen_shannon, total_variation
 
-__all__ = ["CoverageCounts", "coverage", "read_spans"]
+__all__ = ["SINK", "CoverageCounts", "coverage", "dominant_cell", "read_spans"]
 
 OTHERS = "all others"
-CLASSES = (*ROW_CLASSES, NOWHERE)
+EVERY_CLASS = (*CLASSES, NOWHERE)
 CLASSES_FROM = (
     "special: the tokenizer's special tokens; shared prefix: prompt positions that were served "
     "more than once (system prompts, templates); prompt and generated: the others, by phase"
@@ -74,7 +70,7 @@ def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> Non
             if disposition == "cache_ref":
                 counts.referenced += np.bincount(band, minlength=N_BANDS)
                 continue
-            kept = ClassCounts(counts.rows.words[len(ROW_CLASSES) :])
+            kept = ClassCounts(counts.rows.words[len(CLASSES) :])
             request = found["request"][which]
             place = lookup.requests.of(request)
             known = np.flatnonzero(place >= 0)
@@ -109,7 +105,7 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
         "position band": _by(cells, 1),
         "rarity of the token": _by_rarity(rows),
     }
-    given = sorted(set(rows.words) - set(CLASSES))
+    given = sorted(set(rows.words) - set(EVERY_CLASS))
     return Coverage(
         cells=[
             CoverageCell(
@@ -122,7 +118,7 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
                 filtered=filtered,
                 stored_share=n / (n + again + lost) if n + again + lost else None,
             )
-            for name in (*given, *CLASSES)
+            for name in (*given, *EVERY_CLASS)
             for (word, band), (n, again, lost, filtered) in sorted(cells.items())
             if word == name
         ],
@@ -226,3 +222,145 @@ def _shift(name: str, triple: Floats) -> CapturedShift | None:
 def _known(distance: float | None) -> float:
     assert distance is not None  # both histograms hold something
     return distance
+
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+SINK = 10.0
+"""Times the median norm above which a row is a sink: what the loader calls ``sink``."""
+MAX_CELLS = 1 << 16
+"""Cells of a hook that are told apart, those of the largest squares; the others are dropped."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass
+class _Cells:
+    """Sums by token id and position; the columns are rows, w, w x and w x².
+
+    Args:
+        keys: ``token_id << 32 | position``, rising.
+        sums: ``(n_cells, 4)``.
+        special: whether the token is special.
+        whole: the same four over every stored row.
+    """
+
+    keys: Ints
+    sums: Floats
+    special: npt.NDArray[np.bool_]
+    whole: Floats
+
+    def add(self, other: _Cells) -> None:
+        """Add the sums of other rows."""
+        both = np.concatenate([self.keys, other.keys])
+        self.keys, first, at = np.unique(both, return_index=True, return_inverse=True)
+        sums = np.zeros((len(self.keys), 4))
+        np.add.at(sums, at.reshape(-1), np.concatenate([self.sums, other.sums]))
+        self.sums, self.whole = sums, self.whole + other.whole
+        self.special = np.concatenate([self.special, other.special])[first]
+        if len(self.keys) > MAX_CELLS:
+            largest = np.sort(np.argsort(-self.sums[:, 3], kind="stable")[:MAX_CELLS])
+            self.keys, self.sums = self.keys[largest], self.sums[largest]
+            self.special = self.special[largest]
+
+
+def _no_cells() -> _Cells:
+    return _Cells(np.zeros(0, np.int64), np.zeros((0, 4)), np.zeros(0, bool), np.zeros(4))
+
+
+@dataclass(frozen=True)
+class _DominancePass:
+    """Sums the norms of stored rows by token id and position, of those that may stand out.
+
+    Cells are kept of rows that a loader can leave out by name: first positions, special tokens, and
+    sinks.
+    """
+
+    lookup: Lookup
+    hooks: tuple[str, ...]
+    median: Floats
+
+    def __call__(self, part: Part) -> list[_Cells]:
+        lookup, found = self.lookup, [_no_cells() for _ in self.hooks]
+        for batch in part.batches(["request", "position", "token_id", "step", "hook", "norm"]):
+            step = lookup.steps.of(column(batch, "step"))
+            request = lookup.requests.of(column(batch, "request"))
+            position, token = column(batch, "position"), column(batch, "token_id")
+            norm = batch["norm"].to_numpy(zero_copy_only=False).astype(np.float64)
+            kept = (step >= 0) & (request >= 0) & np.isfinite(norm)
+            kept &= lookup.excluded.find(step, request, position) < 0
+            kept[kept] &= lookup.losses.find(step[kept], request[kept], position[kept]) < 0
+            for number, hook in enumerate(self.hooks):
+                mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
+                x, at, id_ = norm[mine], position[mine], token[mine]
+                served = lookup.servings.of(lookup.requests.numbers(request[mine]), at)
+                w = 1.0 + served
+                special = lookup.vocabulary.special(lookup.vocabulary.places(id_))
+                some = np.flatnonzero((at == 0) | special | (x > SINK * self.median[number]))
+                four = np.stack([np.ones(len(x)), w, w * x, w * x * x], axis=1)
+                keys, first, of = np.unique(
+                    (id_[some] << 32) | at[some], return_index=True, return_inverse=True
+                )
+                sums = np.zeros((len(keys), 4))
+                np.add.at(sums, of.reshape(-1), four[some])
+                found[number].add(_Cells(keys, sums, special[some][first], four.sum(axis=0)))
+        return found
+
+
+def dominant_cell(
+    runs: Sequence[tuple[RunSource, Lookup]], hooks: tuple[str, ...], executor: Executor
+) -> Dominant | None:
+    """Return the token id and position that hold most of the squared deviation of the norm.
+
+    Each stored row counts as often as it was served, about the mean that this gives. None where
+    nothing was served again, or no readout says how large a row is.
+
+    Args:
+        runs: with the lookup of each.
+        hooks: with readouts.
+        executor: where the parts are read.
+    """
+    reused = any(len(lookup.servings) for _, lookup in runs)
+    if not hooks or not reused:
+        return None
+    parts = [part for source, _ in runs for part in source.parts["readouts"]]
+    median = scale_of(parts, hooks, Widths(0, 0, (COVARIATES["norm"],)), executor).median[:, 0]
+    total = [_no_cells() for _ in hooks]
+    for source, lookup in runs:
+        one = _DominancePass(lookup, hooks, median)
+        for cells in executor.map(one, source.parts["readouts"]):
+            for mine, more in zip(total, cells, strict=True):
+                mine.add(more)
+    found = [
+        cell
+        for hook, cells, middle in zip(hooks, total, median.tolist(), strict=True)
+        if (cell := _largest(hook, cells, middle)) is not None
+    ]
+    return max(found, key=lambda cell: cell.share, default=None)
+
+
+def _largest(hook: str, cells: _Cells, median: float) -> Dominant | None:
+    _, w, wx, wxx = cells.whole
+    if w <= 0 or not len(cells.keys):
+        return None
+    mean = wx / w
+    whole = wxx - w * mean**2
+    if whole <= 1e-10 * wxx:
+        return None
+    n, of_w, of_x, of_xx = cells.sums.T
+    share = np.clip((of_xx - 2 * mean * of_x + mean**2 * of_w) / whole, 0.0, 1.0)
+    k = int(np.argmax(share))
+    position = int(cells.keys[k] & 0xFFFFFFFF)
+    names = ["first_position"] if position == 0 else ["special"] * bool(cells.special[k])
+    if of_x[k] / of_w[k] > SINK * median:
+        names.append("sink")
+    return Dominant(
+        hook=hook,
+        token_id=int(cells.keys[k] >> 32),
+        position=position,
+        n_rows=int(n[k]),
+        n_served=int(of_w[k]),
+        share=float(share[k]),
+        exclude=names,
+    )

@@ -6,25 +6,46 @@ travels to every worker of the pass. Imports `series`, `run_rows` and `ranges`.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from actds_validators.audit.class_counts import N_BITS, position_band
-from actds_validators.audit.labels import Labels
-from actds_validators.audit.ranges import Index, Servings, StepRanges
-from actds_validators.audit.run_rows import RunRows
-from actds_validators.audit.series import RunSteps, Series
-from actds_validators.audit.sources import RunSource
+from actds.format.tables import FLAG_SPECIAL
+from actds_validators.audit.census import RunSteps, Series
+from actds_validators.audit.covariates import (
+    LOAD,
+    MAX_BITS,
+    NO_BITS,
+    CovariateDef,
+    columns_of,
+    defined,
+)
+from actds_validators.audit.data import Index, Labels, Part, RunSource, Servings, StepRanges, column
 
-__all__ = ["MAX_BITS", "MAX_SOURCES", "NO_BITS", "Lookup", "Vocabulary", "make_lookup", "thinning"]
+__all__ = [
+    "MAX_SOURCES",
+    "CellEdges",
+    "Lookup",
+    "Rows",
+    "RunRows",
+    "Vocabulary",
+    "WordPass",
+    "knows_ids",
+    "make_lookup",
+    "prompt_sources",
+    "read_rows",
+    "read_vocabulary",
+    "thinning",
+]
 
 MAX_SOURCES = 8
-MAX_BITS = N_BITS - 2
-NO_BITS = N_BITS - 1
-"""The band of a token whose rarity is unknown."""
 MAX_CELLS = 1 << 18
 """Steps by requests at which selection within steps is looked at, at most, over all runs."""
 MAX_SUMS = 1 << 23
@@ -97,9 +118,8 @@ class Lookup:
         requests: places of the requests, of which the arrays below speak.
         prompt_len: tokens of the prompt, ``(n_requests,)``.
         request_len: positions owed, ``(n_requests,)``.
-        source: number of the prompt source among `sources`, -1 another.
-        sources: names of the prompt sources.
         source_names: prompt source of each request, None unknown.
+        of_request: content covariates of the requests by name, ``(n_requests,)`` each.
         request_block: block of the jackknife in which each request began, ``(n_requests,)``.
         token_slot: place of each token id among those of `strata` that are counted block by
             block, -1 another, ``(n_ids + 1,)``.
@@ -126,9 +146,8 @@ class Lookup:
     requests: Index
     prompt_len: Ints
     request_len: Ints
-    source: Ints
-    sources: tuple[str, ...]
     source_names: list[str | None]
+    of_request: dict[str, Floats]
     request_block: Ints
     token_slot: Ints
     vocabulary: Vocabulary
@@ -146,27 +165,97 @@ class Lookup:
         """Return how many token ids are counted block by block."""
         return int(self.token_slot.max(initial=-1)) + 1
 
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows with what the lookup knows of them; every array is a place in the lookup.
+
+    Args:
+        lookup: of the run.
+        step: place of the step of each row.
+        request: place of the request.
+        position: in the request.
+        token: place of the token id, -1 unknown.
+    """
+
+    lookup: Lookup
+    step: Ints
+    request: Ints
+    position: Ints
+    token: Ints
+
     @cached_property
-    def prompt_log(self) -> Floats:
-        """Return log2 of one more than the prompt's length."""
-        found: Floats = np.log2(self.prompt_len + 1.0)
+    def prefill(self) -> Bools:
+        """Return whether each is of the prompt."""
+        return self.position < self.lookup.prompt_len[self.request]
+
+    @cached_property
+    def special(self) -> Bools:
+        """Return whether each is a special token."""
+        return self.lookup.vocabulary.special(self.token)
+
+    @cached_property
+    def rarity(self) -> Floats:
+        """Return the surprise of each token, NaN unknown."""
+        return self.lookup.vocabulary.rarity(self.token)
+
+    def take(self, some: npt.NDArray[Any]) -> Rows:
+        """Return some of the rows."""
+        arrays = self.step, self.request, self.position, self.token
+        return Rows(self.lookup, *(held[some] for held in arrays))
+
+    def values(self, one: CovariateDef) -> Floats:
+        """Return a content covariate, NaN where a row has none."""
+        if one.source == "request":
+            return self.lookup.of_request[one.name][self.request]
+        return np.asarray(one.values(self), np.float64)
+
+
+@dataclass(frozen=True)
+class CellEdges:
+    """Cells of load by complexity.
+
+    Args:
+        load: inner edges of the load, rising.
+        complexity: ``rarity`` or, where lost tokens have no ids, ``position``.
+        edges: inner edges of the complexity.
+    """
+
+    load: tuple[float, ...]
+    complexity: str
+    edges: tuple[float, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the number of loads and of complexities; the last is that of unknown tokens."""
+        return len(self.load) + 1, len(self.edges) + 1 + self.has_unknown
+
+    @property
+    def has_unknown(self) -> bool:
+        """Return whether a token may have no complexity: a rarity needs its id."""
+        return self.complexity == "rarity"
+
+    @property
+    def n_cells(self) -> int:
+        """Return the number of cells."""
+        return self.shape[0] * self.shape[1]
+
+    def of(self, lookup: Lookup, step: Ints, position: Ints, token: Ints) -> Ints:
+        """Return the cell of each row, ``load * n_complexities + complexity``.
+
+        Args:
+            lookup: of the run.
+            step: places of the steps.
+            position: positions; used where the complexity is the position.
+            token: places of the token ids; used where it is the rarity.
+        """
+        load = np.searchsorted(np.array(self.load, np.float32), lookup.load[step], side="right")
+        value = lookup.vocabulary.rarity(token) if self.has_unknown else position
+        other = np.searchsorted(np.array(self.edges), value, side="right")
+        if self.has_unknown:
+            other = np.where(np.isnan(value), len(self.edges) + 1, other)
+        found: Ints = load * self.shape[1] + other
         return found
-
-    @cached_property
-    def request_log(self) -> Floats:
-        """Return log2 of one more than the request's length."""
-        found: Floats = np.log2(self.request_len + 1.0)
-        return found
-
-    @cached_property
-    def prompt_band(self) -> Ints:
-        """Return the power of two of the prompt's length."""
-        return position_band(self.prompt_len)
-
-    @cached_property
-    def request_band(self) -> Ints:
-        """Return the power of two of the request's length."""
-        return position_band(self.request_len)
 
 
 def make_lookup(
@@ -176,7 +265,7 @@ def make_lookup(
     rows: RunRows,
     vocabulary: Vocabulary,
     lost_ids: Ints,
-    sources: tuple[str, ...],
+    definitions: Sequence[CovariateDef],
     labels: Labels | None,
     token_slot: Ints,
     *,
@@ -192,7 +281,7 @@ def make_lookup(
         rows: of `read_rows`.
         vocabulary: of all runs.
         lost_ids: of the dropped positions, in the order of ``rows.losses``.
-        sources: prompt sources that get a covariate each, `MAX_SOURCES` at most.
+        definitions: content covariates.
         labels: token classes that somebody gave, if any.
         token_slot: see `Lookup`.
         has_ids: whether the ids of lost tokens are known.
@@ -200,23 +289,25 @@ def make_lookup(
     """
     index = series.runs.index(steps.run)
     tick = series.offsets[index] + np.arange(len(steps.step)) // series.steps_per_tick
-    code = {name: k for k, name in enumerate(sources)}
     block = series.blocks.labels[tick].astype(np.int64)
     return Lookup(
         run=steps.run,
         steps=rows.steps,
         tick=tick,
         block=block,
-        load=steps.covariates["load_8"].astype(np.float32),
+        load=steps.covariates[LOAD].astype(np.float32),
         system=steps.covariates,
         lossy=steps.lost > 0,
         within=_within(steps, every),
         requests=rows.requests,
-        prompt_len=rows.prompt_len,
-        request_len=rows.request_len,
-        source=np.array([-1 if w is None else code.get(w, -1) for w in rows.source], np.int64),
-        sources=sources,
-        source_names=rows.source,
+        prompt_len=rows.columns["prompt_len"],
+        request_len=rows.columns["request_len"],
+        source_names=rows.columns["source"].tolist(),
+        of_request={
+            one.name: np.asarray(one.values(rows.columns), np.float64)
+            for one in definitions
+            if one.source == "request"
+        },
         request_block=block[np.minimum(rows.first_step, len(block) - 1)],
         token_slot=token_slot,
         vocabulary=vocabulary,
@@ -253,3 +344,259 @@ def _servings(source: RunSource) -> Servings:
         "from spans where disposition = 'cache_ref' and ref_request is not null"
     )
     return Servings(found["request"], found["start"], found["stop"])
+
+
+MAX_DENSE = 1 << 22
+Read = Callable[[Callable[[Part], Any], Sequence[Part]], Iterator[Any]]
+
+
+@dataclass(frozen=True)
+class WordCounts:
+    """Token ids of a part.
+
+    Args:
+        ids: rising.
+        counts: how often each was computed.
+        special: ids that the tokenizer calls special.
+        lost: numbers of dropped positions, as ``StepRanges.find`` has them.
+        lost_ids: their token ids.
+    """
+
+    ids: Ints
+    counts: Ints
+    special: Ints
+    lost: Ints
+    lost_ids: Ints
+
+
+@dataclass(frozen=True)
+class WordPass:
+    """Counts the token ids of a part of the table ``tokens`` or ``readouts``.
+
+    Args:
+        rows: of the run.
+        hook: whose readouts to count; ``None`` to count stored rows.
+    """
+
+    rows: RunRows
+    hook: str | None
+
+    def __call__(self, part: Part) -> WordCounts:
+        """Return the ids of a part; from stored rows also which of them are special."""
+        counts = _IdCounts()
+        special: list[Ints] = []
+        lost: list[Ints] = []
+        lost_ids: list[Ints] = []
+        if self.hook is None:
+            for batch in part.batches(["token_id", "flags"]):
+                ids = column(batch, "token_id")
+                counts.count(ids)
+                marked = column(batch, "flags") & FLAG_SPECIAL != 0
+                special.append(np.unique(ids[marked]))
+        else:
+            for batch in part.batches(["request", "position", "token_id", "step", "hook"]):
+                mine = batch.filter(pc.equal(batch["hook"], self.hook))
+                step = self.rows.steps.of(column(mine, "step"))
+                request = self.rows.requests.of(column(mine, "request"))
+                position, token = column(mine, "position"), column(mine, "token_id")
+                kept = (step >= 0) & (request >= 0)
+                kept &= self.rows.excluded.find(step, request, position) < 0
+                counts.count(token[kept])
+                at = self.rows.losses.find(step, request, position)
+                lost.append(at[at >= 0])
+                lost_ids.append(token[at >= 0])
+        return WordCounts(
+            *counts.total(), np.unique(_joined(special)), _joined(lost), _joined(lost_ids)
+        )
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+class _IdCounts:
+    """Counts by id: in an array by id, or one by one where ids are beyond it."""
+
+    def __init__(self) -> None:
+        self._dense = np.zeros(0, np.int64)
+        self._ids, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+    def count(self, ids: Ints) -> None:
+        """Count ids, each as often as it is there."""
+        low = ids[ids < MAX_DENSE]
+        self._grow(np.bincount(low, minlength=len(self._dense)))
+        if len(low) < len(ids):
+            self._add_sparse(*np.unique(ids[ids >= MAX_DENSE], return_counts=True))
+
+    def add(self, ids: Ints, counts: Ints) -> None:
+        """Add counts of ids, rising."""
+        n = int(np.searchsorted(ids, MAX_DENSE))
+        if n:
+            found = np.zeros(max(len(self._dense), int(ids[n - 1]) + 1), np.int64)
+            found[ids[:n]] = counts[:n]
+            self._grow(found)
+        if n < len(ids):
+            self._add_sparse(ids[n:], counts[n:])
+
+    def total(self) -> tuple[Ints, Ints]:
+        """Return the ids, rising, and how often each was counted."""
+        low = np.flatnonzero(self._dense)
+        return np.concatenate([low, self._ids]), np.concatenate([self._dense[low], self._counts])
+
+    def _grow(self, found: Ints) -> None:
+        found[: len(self._dense)] += self._dense
+        self._dense = found
+
+    def _add_sparse(self, ids: Ints, counts: Ints) -> None:
+        both = np.concatenate([self._ids, ids])
+        self._ids, at = np.unique(both, return_inverse=True)
+        total = np.zeros(len(self._ids), np.int64)
+        np.add.at(total, at.reshape(-1), np.concatenate([self._counts, counts]))
+        self._counts = total
+
+
+def knows_ids(sources: list[RunSource]) -> bool:
+    """Return whether the ids of every computed token are known, those of lost ones as well."""
+    return all(s.hooks or not s.one("select count(*) from drops")[0] for s in sources)
+
+
+def read_vocabulary(
+    runs: list[tuple[RunSource, RunRows]], read: Read, *, has_ids: bool
+) -> tuple[Vocabulary, list[Ints]]:
+    """Return the vocabulary of all runs, and the ids of each run's lost positions.
+
+    Args:
+        runs: with the rows of each.
+        read: of an executor: what a function returns of each part, in order.
+        has_ids: of `knows_ids`.
+    """
+    counts, special = _IdCounts(), _IdCounts()
+    lost_ids = []
+    for source, rows in runs:
+        ids = np.full(rows.losses.n_positions if has_ids else 0, -1, np.int64)
+        for part in read(WordPass(rows, None), source.parts["tokens"]):
+            special.count(part.special)
+            if not source.hooks:
+                counts.add(part.ids, part.counts)
+        if source.hooks:
+            for part in read(WordPass(rows, source.hooks[0]), source.parts["readouts"]):
+                counts.add(part.ids, part.counts)
+                if has_ids:
+                    ids[part.lost] = part.lost_ids
+        lost_ids.append(ids)
+    known, n = counts.total()
+    return Vocabulary(known, n.astype(np.float64), np.isin(known, special.total()[0])), lost_ids
+
+
+def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
+    """Return the prompt sources, the most used first; none when there is only one."""
+    n: Counter[str] = Counter()
+    for source in sources:
+        for name, count in source.rows(
+            "select source, count(*) from requests where source is not null group by all "
+            "order by source"
+        ):
+            n[name] += int(count)
+    return tuple(name for name, _ in n.most_common()) if len(n) > 1 else ()
+
+
+# A row that a preemption made the engine compute again has several readouts, and an aborted one may
+# have some. Of the requests that had either, only the readouts of stored and of dropped rows count,
+# each at its own step.
+_ODD = (
+    "select request from requests where n_preemptions > 0 "
+    "union select request from spans where disposition = 'aborted'"
+)
+_ALWAYS = ("prompt_len", "request_len", "source")
+_KEYS = 'step::bigint step, request::bigint request, "start"::bigint "start", "stop"::bigint "stop"'
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The requests of a run and the positions that it lost.
+
+    Args:
+        steps: places of the steps that computed something.
+        requests: places of the requests, of which the arrays below speak.
+        columns: of the requests, ``(n_requests,)`` each: tokens of the prompt, positions owed
+            (``request_len``), prompt source (``None`` unknown), and what a covariate reads.
+        first_step: place of the step in which each began, ``(n_requests,)``; the number of steps
+            where it never did.
+        losses: dropped positions.
+        excluded: positions whose readouts count for nothing.
+    """
+
+    steps: Index
+    requests: Index
+    columns: dict[str, npt.NDArray[Any]]
+    first_step: Ints
+    losses: StepRanges
+    excluded: StepRanges
+
+
+def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
+    """Return the requests and losses of a run.
+
+    Spec: 0.1 section 7.8.
+    """
+    more = "".join(f", {n}" for n in columns_of(defined("request")) if n not in _ALWAYS)
+    found: pa.Table = source.connection.sql(
+        "select request::bigint request, prompt_len::bigint prompt_len, prompt_len::bigint "
+        f"+ greatest(generated_len, 1) - 1 request_len, source{more} from requests order by request"
+    ).to_arrow_table()
+    numbers, first = np.unique(found["request"].to_numpy(), return_index=True)
+    index, requests = Index(steps.step), Index(numbers)
+    return RunRows(
+        steps=index,
+        requests=requests,
+        columns={
+            name: found[name].to_numpy()[first] for name in found.column_names if name != "request"
+        },
+        first_step=_first_steps(source, steps.step, requests),
+        losses=_ranges(source, f"select {_KEYS} from drops where stop > start", index, requests),
+        excluded=_excluded(source, index, requests),
+    )
+
+
+def _first_steps(source: RunSource, steps: Ints, requests: Index) -> Ints:
+    """Return the place of the step in which each request began."""
+    found = source.columns(
+        "select request::bigint request, min(step)::bigint step from spans "
+        "where step is not null group by request"
+    )
+    place = requests.of(found["request"])
+    first = np.full(len(requests), len(steps), np.int64)
+    known = place >= 0
+    first[place[known]] = np.searchsorted(steps, found["step"][known])
+    return first
+
+
+def _excluded(source: RunSource, steps: Index, requests: Index) -> StepRanges:
+    """Return the positions of readouts that are of no stored and no dropped row."""
+    run = source.connection
+    if not source.hooks or not source.one(f"select count(*) from ({_ODD})")[0]:
+        empty = np.zeros(0, np.int64)
+        return StepRanges(empty, empty, empty, empty)
+    run.execute(f"create or replace temp table odd as {_ODD}")
+    kept = (
+        "select step, request, position from tokens semi join odd using (request) union all "
+        "select step, request, unnest(range(start::bigint, stop::bigint))::uinteger from drops "
+        "semi join odd using (request)"
+    )
+    odd = "select distinct step, request, position from readouts semi join odd using (request)"
+    return _ranges(
+        source,
+        'select step::bigint step, request::bigint request, position::bigint "start", '
+        f'position::bigint + 1 "stop" from ({odd}) anti join ({kept}) '
+        "using (step, request, position)",
+        steps,
+        requests,
+    )
+
+
+def _ranges(source: RunSource, sql: str, steps: Index, requests: Index) -> StepRanges:
+    """Return the ranges of a query that are of known steps and requests."""
+    found = source.columns(sql)
+    step, request = steps.of(found["step"]), requests.of(found["request"])
+    known = (step >= 0) & (request >= 0)
+    return StepRanges(step[known], request[known], found["start"][known], found["stop"][known])

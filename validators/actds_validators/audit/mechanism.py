@@ -6,41 +6,59 @@ along the run, within steps they are clustered by request. Imports the statistic
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from actds_validators.audit.result import Association, Covariate, Limits, Mechanism
-from actds_validators.audit.series import LOAD_STEPS, SYSTEM, Series
-from actds_validators.audit.sums import CovariateSums
-from actds_validators.statistics.change import change
-from actds_validators.statistics.equivalence import detectable
-from actds_validators.statistics.events import one_per_event
-from actds_validators.statistics.family import benjamini_hochberg
-from actds_validators.statistics.jackknife import Interval
-from actds_validators.statistics.naive import naive_chi_square, naive_z
-from actds_validators.statistics.runs import Floats
-from actds_validators.statistics.score import block_score
-from actds_validators.statistics.shift import circular_shift
-from actds_validators.statistics.trend import Trend, trend
-from actds_validators.statistics.within import Within
+from actds_validators.audit.accumulate import CovariateSums
+from actds_validators.audit.census import Series
+from actds_validators.audit.covariates import COVARIATES, LOAD, defined
+from actds_validators.audit.data import RunSource
+from actds_validators.audit.missingness import estimate
+from actds_validators.audit.result import (
+    Association,
+    Covariate,
+    Estimate,
+    Lag,
+    LagBand,
+    Limits,
+    Loss,
+    Mechanism,
+    Occupancy,
+    Queues,
+    Stall,
+    TracePoint,
+)
+from actds_validators.statistics.association import Within, block_score, change
+from actds_validators.statistics.distributions import naive_chi_square, naive_z
+from actds_validators.statistics.events import Floats, one_per_event
+from actds_validators.statistics.intervals import (
+    Interval,
+    benjamini_hochberg,
+    block_sums,
+    detectable,
+    jackknife_many,
+    loss_rate,
+)
+from actds_validators.statistics.shift import Trend, circular_shift, lag_correlation, trend
 
-__all__ = ["TIME", "Mechanisms", "family", "load_trends", "mechanism"]
+__all__ = [
+    "TIME",
+    "QueueCounts",
+    "family",
+    "load_trends",
+    "mechanism",
+    "queues",
+    "read_queues",
+]
 
 TIME = Covariate(name="time", label="time in the run", unit="s", group="system")
 MIN_WITHIN_REQUESTS = 10
 MAX_PARTIAL = 0.05
 """Share of the lost steps that may have lost a part where steps count as lost whole: a queue that
 fills up in the middle of a step loses a part of that one."""
-
-
-@dataclass(frozen=True)
-class Mechanisms:
-    """What the tests said, and the trends that the report draws."""
-
-    tests: list[Association]
-    trends: dict[str, Trend]
 
 
 @dataclass(frozen=True)
@@ -58,11 +76,12 @@ class _Found:
 def load_trends(series: Series, limits: Limits) -> dict[str, Trend]:
     """Return the isotonic trend of the loss over each moving average of the load."""
     found = {}
-    for n in LOAD_STEPS:
-        load = series.system[f"load_{n}"][0] / series.computed
-        one = trend(series.run, series.computed, series.lost, load, seed=limits.seed)
-        if one is not None:
-            found[f"load_{n}"] = one
+    for one in defined("step"):
+        if one.is_load:
+            load = series.system[one.name][0] / series.computed
+            fit = trend(series.run, series.computed, series.lost, load, seed=limits.seed)
+            if fit is not None:
+                found[one.name] = fit
     return found
 
 
@@ -159,7 +178,8 @@ def _events(sums: list[CovariateSums], series: Series, limits: Limits) -> list[_
         return []
     if not _whole(series):
         return []
-    loads = [one for one in sums if one.covariate.name in {f"load_{n}" for n in LOAD_STEPS}]
+    names = {one.name for one in defined("step") if one.is_load}
+    loads = [one for one in sums if one.covariate.name in names]
     lost = series.computed * one_per_event(series.share, series.run)
     return _shifts("event", loads, series, lost, limits)
 
@@ -203,7 +223,7 @@ def _trends(series: Series, trends: dict[str, Trend]) -> list[_Found]:
     return [
         _Found(
             "trend",
-            Covariate(name=name, label=SYSTEM[name][0], unit=SYSTEM[name][1], group="system"),
+            COVARIATES[name].facts(),
             one.statistic if one.direction == "increasing" else -one.statistic,
             max(
                 one.p,
@@ -225,3 +245,144 @@ def _changes(series: Series, limits: Limits) -> list[_Found]:
     at = float(series.t_s[min(found.at, series.n_ticks - 1)])
     note = f"{found.before:.2%} lost before {at:.0f} s, {found.after:.2%} after"
     return [_Found("change", TIME, found.statistic, found.p, found.n_blocks, "blocks", None, note)]
+
+
+N_BINS = 240
+N_MARKS = 200
+MAX_LAG = 64
+MAX_DEPTHS = 64
+
+
+class QueueCounts:
+    """Stalls and occupancy, added up over runs."""
+
+    def __init__(self) -> None:
+        self.stalls: Counter[str] = Counter()
+        self.stalled_s: dict[str, float] = defaultdict(float)
+        self.marks_s: dict[str, list[float]] = {}
+        self.occupancy: dict[str, dict[tuple[int, int], float]] = {}
+
+
+def read_queues(source: RunSource, series: Series, counts: QueueCounts) -> None:
+    """Add a run's stalls and occupancy.
+
+    Args:
+        source: the run.
+        series: for the clock: marks are seconds on its time line.
+        counts: what to add to.
+    """
+    for stage, n, seconds in source.rows(
+        "select stage, count(*), sum(duration_ns) / 1e9 from stalls group by stage"
+    ):
+        counts.stalls[stage] += int(n)
+        counts.stalled_s[stage] += float(seconds)
+    if source.run in series.runs:
+        begin = int(series.offsets[series.runs.index(source.run)])
+        [first] = source.one(
+            "select min(t_ns) from steps where captured_tokens + dropped_tokens > 0"
+        )
+        for stage, t_ns in source.rows(
+            f"select stage, t_ns from stalls order by duration_ns desc limit {N_MARKS}"
+        ):
+            mark = max(0.0, (int(t_ns) - int(first)) / 1e9) + float(series.t_s[begin])
+            counts.marks_s.setdefault(stage, []).append(mark)
+    for stage, depth, capacity, seconds in source.rows(
+        "select stage, depth, max(capacity), sum(duration_ns) / 1e9 from occupancy "
+        "group by stage, depth"
+    ):
+        counts.occupancy.setdefault(stage, defaultdict(float))[int(depth), int(capacity)] += float(
+            seconds
+        )
+
+
+def queues(series: Series, counts: QueueCounts, trends: dict[str, Trend], seed: int = 0) -> Queues:
+    """Return the section.
+
+    Args:
+        series: of the losses.
+        counts: of `read_queues`.
+        trends: of the loss over the load.
+        seed: of the random shifts behind the band of the lags, where there are several runs.
+    """
+    lags, band = _lags(series, seed)
+    return Queues(
+        trace=_trace(series),
+        stalls=[
+            Stall(
+                stage=stage,
+                n=n,
+                seconds=counts.stalled_s[stage],
+                marks_s=sorted(counts.marks_s.get(stage, []))[:N_MARKS],
+            )
+            for stage, n in sorted(counts.stalls.items())
+        ],
+        occupancy=[
+            Occupancy(stage=stage, depth=depth, capacity=capacity, seconds=seconds)
+            for stage, depths in sorted(counts.occupancy.items())
+            for (depth, capacity), seconds in sorted(depths.items())[:MAX_DEPTHS]
+        ],
+        lags=lags,
+        lag_band=band,
+        loss_by_load=_loss_by_load(series, trends),
+    )
+
+
+def _trace(series: Series) -> list[TracePoint]:
+    end = float((series.t_s + series.seconds).max())
+    if end <= 0:
+        return []
+    index = np.minimum((series.t_s / end * N_BINS).astype(int), N_BINS - 1)
+    computed = np.bincount(index, weights=series.computed, minlength=N_BINS)
+    lost = np.bincount(index, weights=series.lost, minlength=N_BINS)
+    load = np.bincount(index, weights=series.load * series.computed, minlength=N_BINS)
+    width = end / N_BINS
+    return [
+        TracePoint(
+            t_s=k * width,
+            seconds=width,
+            computed=int(computed[k]),
+            lost=int(lost[k]),
+            load=float(load[k] / computed[k]) if computed[k] else 0.0,
+        )
+        for k in range(N_BINS)
+    ]
+
+
+def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
+    reach = min(MAX_LAG, max(0, series.n_ticks // 4))
+    found = lag_correlation(series.computed, series.share, series.run, reach, seed=seed)
+    if found is None:
+        return [], None
+    lags = [
+        Lag(steps=int(lag) * series.steps_per_tick, correlation=float(value))
+        for lag, value in zip(found.lags, found.correlation, strict=True)
+    ]
+    return lags, LagBand(
+        low=found.low,
+        high=found.high,
+        confidence=found.confidence,
+        n_shifts=found.n_shifts,
+        n_effective=found.n_effective,
+    )
+
+
+def _loss_by_load(series: Series, trends: dict[str, Trend]) -> list[Loss]:
+    trend = trends.get(LOAD)
+    if trend is None:
+        return []
+    inside = trend.groups == np.arange(len(trend.n))[:, np.newaxis]
+    cut = series.blocks
+    n = block_sums(np.where(inside, series.computed, 0.0), cut.labels, cut.n_blocks)
+    lost = block_sums(np.where(inside, series.lost, 0.0), cut.labels, cut.n_blocks)
+    rates = jackknife_many(np.stack([n, lost]), loss_rate)
+    found = []
+    for k, interval in enumerate(rates):
+        rate = estimate(interval) or Estimate(value=float(trend.rate[k]), low=0.0, high=1.0)
+        found.append(
+            Loss(
+                load=float(trend.load[k]),
+                rate=Estimate(value=rate.value, low=max(0.0, rate.low), high=min(1.0, rate.high)),
+                fitted=float(trend.fitted[k]),
+            )
+        )
+    return found

@@ -1,301 +1,440 @@
-"""Passes: every row of every run read once or twice, part by part, on an engine.
+"""Passes: every row of a run read part by part, and where that is done.
 
-Third stage of the audit: words first, for a token's rarity is known when all are counted; then the
-tokens, then their readouts. Imports the passes, their sums and the engine.
+One pass takes the stored rows, the lost positions and the readouts of a run; another draws the
+sample that says where the readouts lie. Results come in the order of the parts, in threads of this
+process or in Ray's workers, so that sums of fractions are the same to the last bit.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from actds_validators.audit.cell_sums import CellSums, RunCells
-from actds_validators.audit.class_counts import CLASSES
-from actds_validators.audit.coverage import CoverageCounts, read_spans
-from actds_validators.audit.executor import Engine
-from actds_validators.audit.labels import class_words, labels_of
-from actds_validators.audit.lookup import MAX_SOURCES, Lookup, Vocabulary, make_lookup, thinning
-from actds_validators.audit.result import Covariate, Limits
-from actds_validators.audit.run_rows import RunRows, read_rows
-from actds_validators.audit.scale import MAX_PROBES, TAIL, Scale, Widths, scale_of
-from actds_validators.audit.series import RunSteps, Series
-from actds_validators.audit.sources import Part, RunSource
-from actds_validators.audit.strata import MIN_TOKENS, SpanStrata, Strata, candidates
-from actds_validators.audit.tokens import (
-    CellEdges,
-    TokenPass,
-    TokenSums,
-    content_covariates,
-    lost_pieces,
-)
-from actds_validators.audit.values import ValuePass, ValueSums, value_covariates
-from actds_validators.audit.words import WordPass
+from actds.errors import ActdsError
+from actds.format.tables import TableName
+from actds_validators.audit.accumulate import CONTENT, ClassCounts, Sums
+from actds_validators.audit.covariates import CovariateDef, Widths, position_band
+from actds_validators.audit.data import N_THREADS, Part, column, explode
+from actds_validators.audit.lookup import CellEdges, Lookup, Rows
+from actds_validators.statistics.events import Floats, Ints
 
-__all__ = ["Passed", "knows_ids", "pass_over", "row_strata"]
+__all__ = [
+    "N_THREADS",
+    "TAIL",
+    "Executor",
+    "ExecutorName",
+    "RowPass",
+    "Scale",
+    "Threads",
+    "accumulate",
+    "lost_pieces",
+    "open_executor",
+    "scale_of",
+]
 
-Ints = npt.NDArray[np.int64]
-Within = tuple[Covariate, list[RunCells], int]
+Bools = npt.NDArray[np.bool_]
+DENSE = 8
+"""Numbers are counted in an array of so many times their number at most, else sorted."""
+TAIL = 0.01
+"""Share of the rows in a tail."""
+SAMPLE = 1 << 16
+"""Rows of a hook in the sample, about, at most."""
+MAX_PARTS, MAX_ROWS = 16, 1 << 20
+"""Parts of all runs that the sample is of, evenly spaced, where all have more rows than that."""
+MIN_SAMPLE = 200
+"""Fewer rows of a hook have no tail."""
+NO_WIDTHS = Widths(0, 0, ())
+ExecutorName = Literal["threads", "ray"]
+AHEAD = 4
+"""Parts that are worked on or wait for their turn, per thread."""
+P = TypeVar("P")
+R = TypeVar("R")
 
 
-@dataclass
-class Passed:
-    """What the rows of all runs add up to.
+class Executor(Protocol):
+    """Calls a function with every part."""
 
-    Args:
-        lookups: of each run, by its name.
-        covered: for the coverage map.
-        covariates: content covariates by name, in the order of the sums.
-        tokens: sums of the content covariates; ``None`` where nothing was lost.
-        value_covariates: of each hook.
-        values: sums of the readouts; ``None`` where nothing was lost or no run has readouts.
-        hooks: hooks with readouts.
-        widths: numbers of a readout that were looked at.
-        scale: where the readouts lie, with values.
-        spans: strata that the spans tell; ``None`` where nothing was lost.
-        slots: token ids that were counted block by block, and how many there were to choose from.
-        within: each covariate with the sums by step and request of each run, and its place there.
+    def map(self, function: Callable[[P], R], parts: Sequence[P]) -> Iterator[R]:
+        """Yield what the function returns, in the order of the parts."""
+        ...
+
+
+class Threads:
+    """Threads of this process."""
+
+    def map(self, function: Callable[[P], R], parts: Sequence[P]) -> Iterator[R]:
+        """Yield what the function returns, in the order of the parts."""
+        with ThreadPoolExecutor(N_THREADS, "actds-audit") as pool:
+            waiting: deque[Any] = deque()
+            for part in parts:
+                if len(waiting) == AHEAD * N_THREADS:
+                    yield waiting.popleft().result()
+                waiting.append(pool.submit(function, part))
+            while waiting:
+                yield waiting.popleft().result()
+
+
+class Ray:
+    """Workers of a Ray cluster that sees the same files at the same paths."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._call = ray.remote(_call)
+
+    def map(self, function: Callable[[P], R], parts: Sequence[P]) -> Iterator[R]:
+        """Yield what the function returns, in the order of the parts."""
+        ray = self._ray
+        shared = ray.put(function)
+        ahead = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
+        waiting: deque[Any] = deque()
+        for part in parts:
+            if len(waiting) == ahead:
+                yield ray.get(waiting.popleft())
+            waiting.append(self._call.remote(shared, part))
+        while waiting:
+            yield ray.get(waiting.popleft())
+
+
+def _call(function: Callable[[P], R], part: P) -> R:
+    return function(part)
+
+
+@contextmanager
+def open_executor(name: ExecutorName) -> Iterator[Executor]:
+    """Yield an executor.
+
+    Ray is the cluster that this process is connected to or that ``RAY_ADDRESS`` names, else one of
+    this machine's cores, which ends with the context.
+
+    Raises:
+        ActdsError: E011 Ray is not installed.
     """
-
-    lookups: dict[str, Lookup]
-    covered: CoverageCounts
-    covariates: dict[str, Covariate]
-    tokens: TokenSums | None = None
-    value_covariates: list[list[Covariate]] = field(default_factory=list)
-    values: ValueSums | None = None
-    hooks: tuple[str, ...] = ()
-    widths: Widths = field(default_factory=lambda: Widths(0, 0))
-    scale: Scale | None = None
-    spans: SpanStrata | None = None
-    slots: tuple[Ints, int] = field(default_factory=lambda: (np.zeros(0, np.int64), 0))
-    within: list[Within] = field(default_factory=list)
-
-
-def knows_ids(sources: list[RunSource]) -> bool:
-    """Return whether the ids of every computed token are known, those of lost ones as well."""
-    return all(s.hooks or not s.one("select count(*) from drops")[0] for s in sources)
-
-
-def pass_over(
-    sources: list[RunSource],
-    steps: list[RunSteps],
-    series: Series,
-    edges: CellEdges | None,
-    engine: Engine,
-    labels: pa.Table | None = None,
-    progress: Callable[[str], None] = lambda what: None,
-    limits: Limits | None = None,
-    *,
-    has_ids: bool,
-) -> Passed:
-    """Read the rows of all runs.
-
-    Args:
-        sources: the runs.
-        steps: of each.
-        series: of all.
-        edges: of the weights' cells; ``None`` where nothing was lost: then coverage is all.
-        engine: where the parts are read.
-        labels: table of `labels.read_labels`, if somebody gave token classes.
-        progress: told what is being done.
-        limits: of the strata.
-        has_ids: of `knows_ids`.
-    """
-    runs = [
-        (source, own, read_rows(source, own))
-        for source, own in zip(sources, steps, strict=True)
-        if own.run in series.runs
-    ]
-    progress("counting token ids")
-    counted = [(source, rows) for source, _, rows in runs]
-    vocabulary, lost_ids = _words(counted, engine, has_ids=has_ids)
-    names = _sources([source for source, _, _ in runs])[:MAX_SOURCES]
-    covariates = content_covariates(names, has_ids=has_ids)
-    words = class_words(labels) if labels is not None else ()
-    found = Passed({}, CoverageCounts(words), covariates)
-    hooks = tuple(sorted({hook for source, _, _ in runs for hook in source.hooks}))
-    found.hooks = hooks
-    found.widths = Widths(
-        max((source.n_projections for source, _, _ in runs), default=0),
-        min(MAX_PROBES, max((source.n_probes for source, _, _ in runs), default=0)),
-    )
-    token_slot = np.full(len(vocabulary) + 1, -1, np.int64)
-    if edges is not None:
-        found.spans = SpanStrata(series.blocks.n_blocks)
-        if has_ids:
-            found.slots = _slots(vocabulary, lost_ids, limits or Limits())
-            token_slot[found.slots[0]] = np.arange(len(found.slots[0]))
-        if hooks:
-            progress("sampling readouts")
-            readouts = [part for source, _, _ in runs for part in source.parts["readouts"]]
-            found.scale = scale_of(readouts, hooks, found.widths, engine)
-    token_parts: list[RunCells] = []
-    value_parts: list[list[RunCells]] = [[] for _ in hooks]
-    n_covariates = len(covariates) + 2 * len(hooks) * found.widths.n_values
-    every = thinning([own for _, own, _ in runs], n_covariates)
-    for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
-        lookup = make_lookup(
-            source,
-            own,
-            series,
-            rows,
-            vocabulary,
-            ids,
-            names,
-            None if labels is None else labels_of(labels, source.run),
-            token_slot,
-            has_ids=has_ids,
-            every=every,
-        )
-        found.lookups[source.run] = lookup
-        progress(f"tokens of {source.run}")
-        read_spans(source, lookup, found.covered)
-        token_parts.append(RunCells(_add_tokens(found, source, lookup, edges, engine)))
-        if found.spans is not None:
-            found.spans.add(source, lookup)
-        if edges is not None and found.scale is not None:
-            progress(f"readouts of {source.run}")
-            value_pass = ValuePass(lookup, hooks, found.widths, found.scale, edges)
-            for parts, cells in zip(
-                value_parts, _add_values(found, source, value_pass, engine), strict=True
-            ):
-                parts.append(RunCells(cells))
-    if found.tokens is not None:
-        found.covered.rows.add(found.tokens.classes)
-    if edges is None:
-        found.tokens = None
-        return found
-    if found.values is not None and found.scale is not None:
-        away = found.values.centred(series.blocks.labels)
-        found.scale = replace(found.scale, middle=found.scale.middle + away)
-        value_parts = [
-            [RunCells(run.parts, d) for run in of_hook]
-            for of_hook, d in zip(value_parts, away, strict=True)
-        ]
-    found.value_covariates = [value_covariates(hook, found.widths) for hook in hooks]
-    found.within = [(c, token_parts, k) for k, c in enumerate(covariates.values())]
-    for values_of_hook, parts in zip(found.value_covariates, value_parts, strict=True):
-        found.within += [(c, parts, k) for k, c in enumerate(values_of_hook)]
-    return found
-
-
-def row_strata(found: Passed) -> Iterator[Strata]:
-    """Yield the strata that the rows tell: special tokens, classes, ids, tails of the values."""
-    if found.tokens is None or not found.lookups:
+    if name == "threads":
+        yield Threads()
         return
-    lookup = next(iter(found.lookups.values()))
-    classes = found.covered.rows.words[len(CLASSES) :]
-    chosen, n_ids = found.slots
-    stored, lost = found.tokens.strata
-    computed = stored + lost
-    if lookup.has_ids:
-        yield Strata("special tokens", ["all of them"], computed[:1], lost[:1], 1)
-        ids = [str(i) for i in lookup.vocabulary.ids(chosen).tolist()]
-        first = 1 + len(classes)
-        yield Strata("token id", ids, computed[first:], lost[first:], n_ids)
-    if classes:
-        some = slice(1, 1 + len(classes))
-        yield Strata("class", list(classes), computed[some], lost[some], len(classes))
-    if found.values is not None:
-        stored, gone = (t.reshape(-1, t.shape[-1]) for t in found.values.tails)
-        words = [
-            f"{side} {TAIL:.0%} of the {word} at {hook}"
-            for side in ("lowest", "highest")
-            for hook in found.hooks
-            for word in found.widths.words
-        ]
-        yield Strata("tail of a value", words, stored + gone, gone, len(words))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ActdsError(
+            "E011",
+            "--executor ray",
+            got="the package ray is not installed",
+            expected="the extra actds[ray]",
+            next_step='pip install "actds[ray]"',
+        ) from error
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield Ray(ray)
+    finally:
+        if mine:
+            ray.shutdown()
 
 
-def _add_tokens(
-    found: Passed, source: RunSource, lookup: Lookup, edges: CellEdges | None, engine: Engine
-) -> list[CellSums]:
-    """Add the tokens of a run, stored and lost, and return their sums by step and request."""
-    token_pass = TokenPass(lookup, tuple(found.covariates), edges)
-    found.tokens = found.tokens or token_pass.sums()
-    pieces: list[Part | range] = [*source.parts["tokens"], *lost_pieces(lookup)]
-    for sums in engine.map(token_pass, pieces):
-        found.tokens.add(sums)
-    return found.tokens.take_within()
+# the pass -------------------------------------------------------------------------------------
 
 
-def _add_values(
-    found: Passed, source: RunSource, value_pass: ValuePass, engine: Engine
-) -> list[list[CellSums]]:
-    """Add the readouts of a run, and return their sums by step and request, hook by hook."""
-    found.values = found.values or value_pass.sums()
-    for sums in engine.map(value_pass, source.parts["readouts"]):
-        found.values.add(sums)
-    return [found.values.take_within(number) for number in range(len(value_pass.hooks))]
+@dataclass(frozen=True)
+class RowPass:
+    """Sums one part of a table, or some of the lost positions.
+
+    Args:
+        lookup: of the run.
+        definitions: content covariates.
+        cells: of the weights; ``None`` where nothing was lost: then classes alone are counted.
+        hooks: with readouts, in order.
+        widths: of a readout.
+        scale: where the readouts lie, with readouts and losses.
+    """
+
+    lookup: Lookup
+    definitions: tuple[CovariateDef, ...]
+    cells: CellEdges | None
+    hooks: tuple[str, ...] = ()
+    widths: Widths = NO_WIDTHS
+    scale: Scale | None = None
+
+    @property
+    def groups(self) -> list[str]:
+        """Return the groups of covariates that are summed."""
+        if self.cells is None:
+            return []
+        return [CONTENT, *(self.hooks if self.scale else ())]
+
+    def n_numbers(self, group: str) -> int:
+        """Return how many numbers of a row are a group's."""
+        return len(self.definitions) if group == CONTENT else self.widths.n_values
+
+    def sums(self) -> Sums:
+        """Return sums of nothing."""
+        return Sums(self, self.groups)
+
+    def pieces(self, parts: Mapping[TableName, Sequence[Part]]) -> list[Part | range]:
+        """Return what the pass goes over: stored rows, lost positions, readouts."""
+        readouts = parts["readouts"] if self.cells and self.scale else ()
+        return [*parts["tokens"], *lost_pieces(self.lookup), *readouts]
+
+    def __call__(self, piece: Part | range) -> Sums:
+        """Return the sums of stored rows, of a range of lost positions, or of readouts."""
+        if isinstance(piece, Part) and piece.of == "readouts":
+            return self._readouts(piece)
+        sums = Sums(self, self.groups[:1])
+        lost = isinstance(piece, range)
+        for rows in self._lost(piece) if isinstance(piece, range) else self._stored(piece):
+            label = _add_classes(sums.classes, rows, lost=lost)
+            if self.cells is not None and len(rows.step):
+                _add_strata(sums, rows, label, int(lost))
+                self._add(sums, rows, self.cells, int(lost))
+        return sums.cut()
+
+    def _stored(self, part: Part) -> Iterator[Rows]:
+        for batch in part.batches(["request", "position", "token_id", "step"]):
+            rows, known = self._rows(batch)
+            yield rows if known.all() else rows.take(known)
+
+    def _lost(self, piece: range) -> Iterator[Rows]:
+        losses = self.lookup.losses
+        some = slice(piece.start, piece.stop)
+        for which, position in explode(losses.start[some], losses.stop[some]):
+            step, request = losses.step[some][which], losses.request[some][which]
+            token = np.full(len(step), -1, np.int64)
+            if self.lookup.has_ids:
+                ids = self.lookup.lost_ids[losses.find(step, request, position)]
+                token = self.lookup.vocabulary.places(ids)
+            yield Rows(self.lookup, step, request, position, token)
+
+    def _rows(self, batch: pa.RecordBatch) -> tuple[Rows, Bools]:
+        """Return the rows of a batch, and whether their step and request are known."""
+        lookup = self.lookup
+        step = lookup.steps.of(column(batch, "step"))
+        request = lookup.requests.of(column(batch, "request"))
+        position, token = column(batch, "position"), column(batch, "token_id")
+        rows = Rows(lookup, step, request, position, lookup.vocabulary.places(token))
+        return rows, (step >= 0) & (request >= 0)
+
+    def _add(self, sums: Sums, rows: Rows, cells: CellEdges, lost: int) -> None:
+        lookup, (n_blocks, n_cells) = self.lookup, sums.cell_n.shape[1:]
+        cell = cells.of(lookup, rows.step, rows.position, rows.token)
+        block = lookup.block[rows.step]
+        at = block * n_cells + cell
+        sums.cell_n[lost] += np.bincount(at, minlength=n_blocks * n_cells).reshape(n_blocks, -1)
+        if not lost:
+            _add_system(sums, rows, cell)
+        values = np.empty((len(self.definitions), len(at)))
+        for x, one in zip(values, self.definitions, strict=True):
+            x[:] = rows.values(one)
+            if one.bins is not None:
+                known = np.isfinite(x)
+                of_block, x = (block, x) if known.all() else (block[known], x[known])
+                n = np.bincount(
+                    of_block * one.bins.n + one.bins.of(x), minlength=n_blocks * one.bins.n
+                )
+                sums.bands[one.name][lost] += n.reshape(n_blocks, -1)
+        sums.moments[CONTENT].count(rows, values, np.full(len(at), bool(lost)), at)
+
+    def _readouts(self, part: Part) -> Sums:
+        """Return the sums of a part of ``readouts``.
+
+        A number that is not finite counts for nothing, as does one that a run does not have.
+        """
+        assert self.cells is not None and self.scale is not None
+        lookup, sums = self.lookup, Sums(self, self.hooks)
+        n_cells = sums.cell_n.shape[2]
+        columns = ["request", "position", "token_id", "step", "hook", *self.widths.columns]
+        for batch in part.batches(columns):
+            rows, kept = self._rows(batch)
+            values = self.widths.read(batch)
+            kept &= lookup.excluded.find(rows.step, rows.request, rows.position) < 0
+            lost = np.zeros(len(kept), bool)
+            at = np.flatnonzero(kept & lookup.lossy[rows.step])
+            some = rows.take(at)
+            lost[at] = lookup.losses.find(some.step, some.request, some.position) >= 0
+            cell = self.cells.of(lookup, rows.step, rows.position, rows.token)
+            cell += lookup.block[rows.step] * n_cells
+            for number, hook in enumerate(self.hooks):
+                mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
+                if len(mine):
+                    own = values[:, mine] - self.scale.middle[number][:, np.newaxis]
+                    some = rows.take(mine)
+                    sums.moments[hook].count(some, own, lost[mine], cell[mine])
+                    _add_tails(sums, number, some, own, lost[mine], self.scale)
+        return sums.cut()
 
 
-def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tuple[Ints, int]:
-    """Return the places of the ids to count block by block, and how many were chosen from."""
-    lost = np.zeros(len(vocabulary))
-    for ids in lost_ids:
-        places = vocabulary.places(ids[ids >= 0])
-        lost += np.bincount(places[places >= 0], minlength=len(vocabulary))
-    n = np.maximum(vocabulary.counts(), lost)  # of a run without readouts the stored ones
-    return candidates(n, lost, limits), int((n >= MIN_TOKENS).sum())
+def accumulate(
+    total: Sums, one: RowPass, parts: Mapping[TableName, Sequence[Part]], on: Executor
+) -> None:
+    """Add the rows of a run to the sums of all runs."""
+    for sums in on.map(one, one.pieces(parts)):
+        total.add(sums)
 
 
-def _words(
-    runs: list[tuple[RunSource, RunRows]], engine: Engine, *, has_ids: bool
-) -> tuple[Vocabulary, list[Ints]]:
-    """Return the vocabulary of all runs, and the ids of each run's lost positions."""
-    counts, special = _Counts(), _Counts()
-    lost_ids = []
-    for source, rows in runs:
-        ids = np.full(rows.losses.n_positions if has_ids else 0, -1, np.int64)
-        for part in engine.map(WordPass(rows, None), source.parts["tokens"]):
-            special.add(part.special, np.ones(len(part.special), np.int64))
-            if not source.hooks:
-                counts.add(part.ids, part.counts)
-        if source.hooks:
-            for part in engine.map(WordPass(rows, source.hooks[0]), source.parts["readouts"]):
-                counts.add(part.ids, part.counts)
-                if has_ids:
-                    ids[part.lost] = part.lost_ids
-        lost_ids.append(ids)
-    known, n = counts.total()
-    return Vocabulary(known, n.astype(np.float64), np.isin(known, special.total()[0])), lost_ids
+def lost_pieces(lookup: Lookup, size: int = 1 << 18) -> list[range]:
+    """Return the lost positions in pieces for `RowPass`, of about so many positions each."""
+    lengths = lookup.losses.stop - lookup.losses.start
+    if not len(lengths):
+        return []
+    number = (np.cumsum(lengths) - lengths) // size
+    firsts = np.flatnonzero(np.diff(number, prepend=-1))
+    return [range(int(a), int(b)) for a, b in zip(firsts, [*firsts[1:], len(lengths)], strict=True)]
 
 
-class _Counts:
-    """Counts by number, added up a few parts at a time."""
-
-    def __init__(self) -> None:
-        self._numbers: list[Ints] = []
-        self._counts: list[Ints] = []
-
-    def add(self, numbers: Ints, counts: Ints) -> None:
-        self._numbers.append(numbers)
-        self._counts.append(counts)
-        if len(self._numbers) == 32:
-            numbers, counts = self.total()
-            self._numbers, self._counts = [numbers], [counts]
-
-    def total(self) -> tuple[Ints, Ints]:
-        """Return the numbers, rising, and how often each was counted."""
-        if not self._numbers:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        numbers, at = np.unique(np.concatenate(self._numbers), return_inverse=True)
-        counts = np.zeros(len(numbers), np.int64)
-        np.add.at(counts, at.reshape(-1), np.concatenate(self._counts))
-        return numbers, counts
+def _add_strata(sums: Sums, rows: Rows, label: Ints | None, lost: int) -> None:
+    """Add to the strata that only a token tells: special, classes, ids."""
+    lookup, n_blocks = rows.lookup, sums.strata.shape[2]
+    slots = [(np.zeros(len(rows.step), np.int64), rows.special)]
+    if label is not None:
+        slots.append((1 + label, label >= 0))
+    if lookup.n_slots:
+        slot = lookup.token_slot[rows.token]
+        slots.append((slot + sums.strata.shape[1] - lookup.n_slots, slot >= 0))
+    for slot, used in slots:
+        some = np.flatnonzero(used)
+        if len(some):
+            at = slot[some] * n_blocks + lookup.request_block[rows.request[some]]
+            n = np.bincount(at, minlength=sums.strata[lost].size)
+            sums.strata[lost] += n.reshape(sums.strata.shape[1:])
 
 
-def _sources(sources: list[RunSource]) -> tuple[str, ...]:
-    """Return the prompt sources, the most used first; none when there is only one."""
-    n: Counter[str] = Counter()
-    for source in sources:
-        for name, count in source.rows(
-            "select source, count(*) from requests where source is not null group by all "
-            "order by source"
-        ):
-            n[name] += int(count)
-    return tuple(name for name, _ in n.most_common()) if len(n) > 1 else ()
+def _add_classes(counts: ClassCounts, rows: Rows, *, lost: bool) -> Ints | None:
+    """Count rows for the coverage map, and return the places of their labels, if there are any."""
+    lookup = rows.lookup
+    number = lookup.requests.numbers(rows.request)
+    label = lookup.labels.of(number, rows.position) if lookup.labels else None
+    counts.count(
+        special=rows.special,
+        prefill=rows.prefill,
+        served=None if lost else lookup.servings.of(number, rows.position),
+        label=label,
+        band=position_band(rows.position),
+        bits=lookup.vocabulary.bits(rows.token),
+    )
+    return label
+
+
+def _add_system(sums: Sums, rows: Rows, cell: Ints) -> None:
+    """Add the system covariates of stored rows: once for all rows of a step and a cell."""
+    lookup, (n_blocks, n_cells) = rows.lookup, sums.cell_system.shape[1:]
+    pairs, n = _counted(rows.step * n_cells + cell)
+    step = pairs // n_cells
+    at = lookup.block[step] * n_cells + pairs % n_cells
+    for k, values in enumerate(lookup.system.values()):
+        total = np.bincount(at, weights=n * values[step], minlength=n_blocks * n_cells)
+        sums.cell_system[k] += total.reshape(n_blocks, n_cells)
+
+
+def _add_tails(
+    sums: Sums, hook: int, rows: Rows, values: Floats, lost: Bools, scale: Scale
+) -> None:
+    """Add what lies in the tails, by the block in which the request began."""
+    block = rows.lookup.request_block[rows.request]
+    for k, x in enumerate(values):
+        middle = scale.middle[hook, k]
+        tails = x < scale.low[hook, k] - middle, x > scale.high[hook, k] - middle
+        for side, tail in enumerate(tails):
+            at = np.flatnonzero(tail)
+            if len(at):
+                gone = lost[at]
+                for which, some in enumerate((at[~gone], at[gone])):
+                    n = np.bincount(block[some], minlength=rows.lookup.n_blocks)
+                    sums.tails[which, side, hook, k] += n
+
+
+def _counted(numbers: Ints) -> tuple[Ints, Ints]:
+    """Return the numbers that there are, and how often each is."""
+    low = int(numbers.min())
+    if int(numbers.max()) - low > DENSE * len(numbers):
+        return np.unique(numbers, return_counts=True)
+    counts = np.bincount(numbers - low)
+    found = np.flatnonzero(counts)
+    return found + low, counts[found]
+
+
+# where the readouts lie -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where readouts lie, ``(n_hooks, n_values)`` each; NaN where there are too few.
+
+    Args:
+        middle: about which sums are taken: the median of the sample, and after the pass the mean
+            of all.
+        median: of the sample.
+        low: a hundredth of the rows lies below.
+        high: and above.
+    """
+
+    middle: Floats
+    median: Floats
+    low: Floats
+    high: Floats
+
+
+@dataclass(frozen=True)
+class _SamplePass:
+    """Takes every n-th readout of a part, for each hook."""
+
+    hooks: tuple[str, ...]
+    widths: Widths
+    every: int
+
+    def __call__(self, part: Part) -> list[npt.NDArray[np.float32]]:
+        found: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.hooks]
+        seen = [0] * len(self.hooks)
+        for batch in part.batches(["hook", *self.widths.columns]):
+            for number, hook in enumerate(self.hooks):
+                mine = np.flatnonzero(pc.equal(batch["hook"], hook).to_numpy(False))
+                chosen = mine[-seen[number] % self.every :: self.every]
+                seen[number] += len(mine)
+                if len(chosen):
+                    some = self.widths.read(batch.take(pa.array(chosen)))
+                    found[number].append(some.astype(np.float32))
+        empty = np.zeros((self.widths.n_values, 0), np.float32)
+        return [np.concatenate([empty, *of_hook], axis=1) for of_hook in found]
+
+
+def scale_of(
+    parts: Sequence[Part], hooks: tuple[str, ...], widths: Widths, executor: Executor
+) -> Scale:
+    """Return the scale of the readouts in some parts, from an even sample of them.
+
+    The sample knows nothing of the losses: it is of all computed rows.
+
+    Args:
+        parts: of the table ``readouts``, of all runs.
+        hooks: names of the hooks.
+        widths: of a readout.
+        executor: where the parts are read.
+    """
+    some = [part for part in parts if part.n_rows]
+    n_parts = len(some) if sum(part.n_rows for part in some) <= MAX_ROWS else MAX_PARTS
+    at = np.unique(np.linspace(0, len(some) - 1, min(n_parts, len(some))).astype(int))
+    chosen = [some[k] for k in at.tolist()]
+    n_rows = sum(part.n_rows for part in chosen) // max(1, len(hooks))
+    sample = _SamplePass(hooks, widths, max(1, n_rows // SAMPLE))
+    drawn = list(executor.map(sample, chosen))
+    shape = len(hooks), widths.n_values
+    median, low, high = (np.full(shape, np.nan) for _ in range(3))
+    for number in range(len(hooks)):
+        values = [of_part[number] for of_part in drawn]
+        for k, row in enumerate(np.concatenate(values, axis=1) if values else ()):
+            x = np.sort(row[~np.isnan(row)].astype(np.float64))
+            if len(x):
+                median[number, k] = np.median(x)
+            if len(x) >= MIN_SAMPLE and x[0] < x[-1]:
+                low[number, k], high[number, k] = np.quantile(x, [TAIL, 1 - TAIL])
+    # Not the mean: fourth powers about one that a few outliers moved would lose all digits.
+    return Scale(np.nan_to_num(median), median, low, high)

@@ -25,7 +25,8 @@ from actds_validators.audit.result import (
     Verdict,
     Weighting,
 )
-from actds_validators.audit.verdict_words import (
+from actds_validators.audit.wording import (
+    MIN_BLAMED,
     adjusted,
     asked,
     dependence,
@@ -43,15 +44,13 @@ from actds_validators.audit.verdict_words import (
     unproven,
     unresolved_first,
 )
-from actds_validators.statistics.bound import loss_that_allows
+from actds_validators.statistics.distributions import loss_that_allows
 
 __all__ = ["Evidence", "judge"]
 
 _SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
 STRATUM = "largest share lost of any one kind of token, beyond chance"
 _UNTESTED = "the tests look at what the writer dropped, and not at what a run's end left behind"
-MIN_BLAMED = 3
-"""Independent loss events under which no test is read: any covariate lies somewhere then."""
 _SIDES: dict[Must, Callable[[float, float], bool]] = {
     "at most": operator.le,
     "below": operator.lt,

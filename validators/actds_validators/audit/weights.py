@@ -7,17 +7,18 @@ load and complexity, and nothing else. Imports the passes' sums, the statistics 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
+from actds_validators.audit.accumulate import Sums
+from actds_validators.audit.census import Series
+from actds_validators.audit.lookup import CellEdges
 from actds_validators.audit.missingness import estimate, unbounded
 from actds_validators.audit.result import (
     Balance,
-    Covariate,
     Difference,
     Estimate,
     Group,
@@ -25,11 +26,8 @@ from actds_validators.audit.result import (
     Weighting,
     Worse,
 )
-from actds_validators.audit.series import SYSTEM, Series
-from actds_validators.audit.tokens import CellEdges, TokenSums
-from actds_validators.audit.values import ValueSums
-from actds_validators.statistics.jackknife import Interval, from_replicates, smd
-from actds_validators.statistics.runs import Floats
+from actds_validators.statistics.events import Floats
+from actds_validators.statistics.intervals import Interval, from_replicates, smd
 from actds_validators.statistics.weighting import (
     effective_rows,
     inverse_probability,
@@ -51,7 +49,6 @@ __all__ = [
 N_LOADS = 10
 RARITY_EDGES = (4.0, 6.0, 8.0, 10.0, 12.0)
 POSITION_EDGES = (16.0, 64.0, 256.0, 1024.0)
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,9 @@ def cell_edges(series: Series, *, has_ids: bool) -> CellEdges:
     return CellEdges(load, name, inner)
 
 
-def counted_cells(edges: CellEdges, series: Series, sums: TokenSums) -> Cells:
-    """Return the cells with their computed and lost tokens."""
-    return _counted(edges, float(series.load.max()), sums.cell_n.sum(axis=1))
+def counted_cells(edges: CellEdges, series: Series, n: Floats) -> Cells:
+    """Return the cells with their tokens, of ``(2, n_blocks, n_cells)`` stored and lost ones."""
+    return _counted(edges, float(series.load.max()), n.sum(axis=1))
 
 
 def _counted(edges: CellEdges, load_max: float, n: Floats) -> Cells:
@@ -130,40 +127,24 @@ class StoredCells:
     x: Floats
 
 
-def stored_cells(
-    tokens: TokenSums,
-    values: ValueSums | None,
-    covariates: Sequence[Sequence[Covariate]],
-    middle: Floats | None = None,
-) -> dict[str, StoredCells]:
-    """Return every covariate over the stored rows.
+def stored_cells(sums: Sums, middles: Mapping[str, Floats]) -> list[StoredCells]:
+    """Return every covariate over the stored rows: of the steps, then of each group.
 
     Args:
-        tokens: sums of the tokens' pass.
-        values: of the readouts, if there are any.
-        covariates: of each hook of the readouts.
-        middle: what the readouts' sums are about, ``(n_hooks, n_values)``, with values.
+        sums: of all rows.
+        middles: what the sums of each group are about, ``(n_numbers,)``, in order.
     """
-    n = tokens.cell_n[0]
-    found = {name: StoredCells(n, tokens.cell_system[k]) for k, name in enumerate(SYSTEM)}
-    for k, name in enumerate(tokens.names):
-        known = tokens.cell_known if name == "rarity" else n
-        found[name] = StoredCells(known, tokens.cell_x[k])
-    if values is not None and middle is not None:
-        n_values = values.cell_n.shape[1]
-        for hook, of_hook in enumerate(covariates):
-            for k, one in enumerate(of_hook):
-                j = k % n_values
-                known, x = values.cell_n[hook, j], values.cell_xx[hook, j]
-                if k < n_values:
-                    x = values.cell_x[hook, j] + middle[hook, j] * known
-                found[one.name] = StoredCells(known, x)
+    found = [StoredCells(sums.cell_n[0], x) for x in sums.cell_system]
+    for group, middle in middles.items():
+        n, *powers = sums.moments[group].cells
+        found += [StoredCells(n[k], powers[0][k] + c * n[k]) for k, c in enumerate(middle)]
+        found += [StoredCells(n[k], x) for square in powers[1:] for k, x in enumerate(square)]
     return found
 
 
 def after_weighting(
     cells: Cells,
-    tokens: TokenSums,
+    n: Floats,
     stored: Sequence[StoredCells],
     totals: Floats,
 ) -> list[Estimate | None]:
@@ -173,17 +154,17 @@ def after_weighting(
 
     Args:
         cells: with their weights.
-        tokens: sums of the tokens' pass, of which the cells were counted.
+        n: stored and lost tokens of which the cells were counted, ``(2, n_blocks, n_cells)``.
         stored: the covariates over the stored rows.
         totals: n, sx, sxx, ... over all computed tokens, ``(5, n_covariates, n_blocks)``.
     """
     if cells.weights is None:
         return [None] * len(stored)
-    all_of_it = tokens.cell_n.sum(axis=1)
+    all_of_it = n.sum(axis=1)
     without = [
-        weigh(_counted(cells.edges, cells.load_max, all_of_it - tokens.cell_n[:, block])).weights
+        weigh(_counted(cells.edges, cells.load_max, all_of_it - n[:, block])).weights
         for block in range(totals.shape[2])
-        if (all_of_it - tokens.cell_n[:, block]).sum() > 0
+        if (all_of_it - n[:, block]).sum() > 0
     ]
     replicates = len(without) == totals.shape[2] > 1 and all(w is not None for w in without)
     w = cells.weights.reshape(-1)
@@ -197,8 +178,8 @@ def after_weighting(
         intervals = from_replicates(values, smd(np.stack([*left, *parts])))
     return [
         estimate(interval)
-        or unbounded(float(value), float(n), effective_rows(w, one.n.sum(axis=0)))
-        for interval, value, n, one in zip(intervals, values, sums[0], stored, strict=True)
+        or unbounded(float(value), float(n_all), effective_rows(w, one.n.sum(axis=0)))
+        for interval, value, n_all, one in zip(intervals, values, sums[0], stored, strict=True)
     ]
 
 

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,12 @@ import click
 from click.core import ParameterSource
 
 from actds.cli.results import ResultCommand
-from actds.errors import ActdsError
 from actds_validators.cli.validate import print_lines
 
 if TYPE_CHECKING:
-    from actds_validators.audit.executor import EngineName
-    from actds_validators.audit.result import Audit, Limits
+    from actds_validators.audit.drift.rows import Column
+    from actds_validators.audit.passes import ExecutorName
+    from actds_validators.audit.result import Audit
 
 FAIL_ON = ("fail", "inconclusive", "warn", "never")
 _FAILING = {
@@ -29,7 +28,7 @@ _FAILING = {
     "warn": {"FAIL", "INCONCLUSIVE", "WARN"},
     "never": set[str](),
 }
-ENGINES = ("threads", "ray")
+EXECUTORS = ("threads", "ray")
 _COMMAND = "actds.audit.command"
 COLUMNS = ("phase", "kernel_mode", "run", "source")
 
@@ -82,6 +81,12 @@ def _no_dash(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
     return value
 
 
+def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Refuse the option that an engine's name once went by here."""
+    if value is not None:
+        raise click.NoSuchOption("--engine", possibilities=["--executor"], ctx=ctx)
+
+
 @click.command(cls=_Audit, result=_result)
 @click.argument("path", metavar="PATH")
 @click.option(
@@ -124,12 +129,16 @@ def _no_dash(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
 )
 @click.option("--strict", is_flag=True, help="As --fail-on warn.")
 @click.option(
-    "--engine",
-    type=click.Choice(ENGINES),
+    "--executor",
+    type=click.Choice(EXECUTORS),
     default="threads",
     show_default=True,
     help="Where the rows are read: the numbers are the same.",
 )
+@click.option(
+    "--engine", expose_value=False, hidden=True, is_eager=True, callback=_no_engine,
+    help="Refused.",
+)  # fmt: skip
 @click.pass_context
 def audit(
     ctx: click.Context,
@@ -140,11 +149,11 @@ def audit(
     weights: Path | None,
     classes: Path | None,
     against: str | None,
-    by: tuple[str, ...],
+    by: tuple[Column, ...],
     rows: int,
     fail_on: str,
     strict: bool,
-    engine: EngineName,
+    executor: ExecutorName,
     **limits: Any,
 ) -> None:
     """Estimate what a dataset lost, and whether it matters.
@@ -156,7 +165,10 @@ def audit(
     """
     if strict and _is_given(ctx, "fail_on") and fail_on != "warn":
         raise click.UsageError(f"--strict is --fail-on warn and contradicts --fail-on {fail_on}")
-    _need_extra(("duckdb", "scipy", "jinja2") if html else ("duckdb", "scipy"))
+    from actds_validators.audit.api import audit as run_audit
+    from actds_validators.audit.api import need_extra
+
+    need_extra(*(["jinja2"] if html else []))
     to_stdout = json_out is not None and str(json_out) == "-"
     json_file = None if to_stdout else json_out
     from actds_validators.audit.outputs import refuse_outputs
@@ -165,24 +177,19 @@ def audit(
         {"--html": html, "--json": json_file, "--weights": weights}, {"--classes": classes}
     )
     _need_folders(html, json_file, weights)
-    from actds.reading import Catalog
-    from actds.store import open_store
-    from actds_validators.audit.audit import audit as run_audit
-    from actds_validators.audit.drift.comparison import open_comparison
     from actds_validators.report import html as page
     from actds_validators.report import summary, terminal
 
-    chosen = _limits(limits)
     _keep_little()
-    comparison = open_comparison(path, against, by, rows)
-    result = run_audit(path, chosen, _progress(), weights, classes, engine).result
-    failed = None
-    if comparison is not None:
-        result, failed = comparison.added_to(result)
+    found = run_audit(
+        path, limits=limits, weights=weights, classes=classes, against=against, by=by, rows=rows,
+        executor=executor, progress=_progress(),
+    )  # fmt: skip
+    result = found.result
     text = json.dumps(result.as_json(), indent=2, sort_keys=True)
     if json_file is not None:
         _write(json_file, text + "\n")
-    about = summary.about(Catalog.read(open_store(path)), ctx.meta[_COMMAND])
+    about = summary.about(found.catalog, ctx.meta[_COMMAND])
     if html is not None:
         _write(html, page.render(result, about))
     if to_stdout:
@@ -191,11 +198,11 @@ def audit(
         print_lines(terminal.render(result, about))
         for what, out in (("report", html), ("result", json_out), ("weights", weights)):
             if what == "weights" and out is not None and not result.accounting.is_sound:
-                click.echo("weights: not written, for the dataset does not add up")
+                click.echo("weights: not written, because of accounting mismatches")
             elif out is not None:
                 click.echo(f"{what}: {out}")
-    if failed is not None:
-        raise failed
+    if found.failure is not None:
+        raise found.failure
     sys.exit(exit_code(result, "warn" if strict else fail_on))
 
 
@@ -218,19 +225,6 @@ def _is_given(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
-def _need_extra(packages: tuple[str, ...]) -> None:
-    """Raise E011 when a package of the extra is not installed."""
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        raise ActdsError(
-            "E011",
-            "actds audit",
-            got=f"the package {missing[0]} is not installed",
-            expected="the extra actds[audit]",
-            next_step='pip install "actds[audit]"',
-        )
-
-
 def _need_folders(*outputs: Path | None) -> None:
     """Raise E503 for a file that is asked for in a folder that is not there, before the audit."""
     from actds_validators.audit.outputs import unwritable
@@ -251,20 +245,6 @@ def _write(path: Path, text: str) -> None:
 def exit_code(result: Audit, fail_on: str) -> int:
     """Return 1 when the verdict is among those that fail, else 0."""
     return int(result.verdict.level in _FAILING[fail_on])
-
-
-def _limits(given: dict[str, Any]) -> Limits:
-    from pydantic import ValidationError
-
-    from actds_validators.audit.result import Limits
-
-    try:
-        return Limits(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]).replace("_", "-")
-        expected = str(first["msg"]).lower().removeprefix("input should be ")
-        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None
 
 
 def _progress() -> Callable[[str], None]:

@@ -1,16 +1,13 @@
-"""Strata: whether more of a kind of token was lost than the losses of its time explain.
-
-Imports `runs` alone.
-"""
+"""Strata: whether more of a kind of token was lost than the losses of its time explain."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from actds_validators.statistics.runs import Floats, as_floats
+from actds_validators.statistics.events import Floats, as_floats
 
-__all__ = ["CUTS", "MIN_HITS", "at_least", "stratum_p"]
+__all__ = ["CUTS", "MIN_HITS", "poisson_binomial_tail", "stratum_p"]
 
 CUTS = (0.05, 0.2, 0.5, 0.9)
 """Shares of a block's tokens from which on the block counts as hit; each is tried."""
@@ -56,12 +53,12 @@ def stratum_p(n: ArrayLike, lost: ArrayLike, rate: ArrayLike) -> Floats:
         hit = there & (own >= cut)
         chance = np.where(there, np.minimum(touched, share / cut), 0.0)
         hits = hit.sum(axis=1)
-        p = np.where(hits >= MIN_HITS, at_least(chance, hits), 1.0)
+        p = np.where(hits >= MIN_HITS, poisson_binomial_tail(chance, hits), 1.0)
         found = np.minimum(found, p)
     return np.minimum(1.0, len(CUTS) * found)
 
 
-def at_least(chance: Floats, hits: ArrayLike) -> Floats:
+def poisson_binomial_tail(chance: Floats, hits: ArrayLike) -> Floats:
     """Return the tail of a Poisson binomial: so many successes or more.
 
     Args:

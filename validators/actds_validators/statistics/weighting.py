@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from actds_validators.statistics.runs import Floats, as_floats
+from actds_validators.statistics.events import Floats, as_floats
 
 __all__ = [
     "effective_rows",

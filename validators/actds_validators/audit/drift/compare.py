@@ -1,50 +1,151 @@
 """Values audit: whether two selections, or two datasets, hold the same values.
 
-The last part of the audit, and the only one that reads activations. Two questions, never mixed:
-*numeric drift* (the same token computed twice) and *population shift* (other tokens). Each
-measure stands beside its floor, the same measure within one regime. Imports the format, the
-statistics and the model of the result.
+The only part of the audit that reads activations. Two questions, never mixed: *numeric drift* (the
+same token computed twice) and *population shift* (other tokens). Each measure stands beside its
+floor, the same measure within one regime.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+import actds
 from actds.errors import ActdsError
 from actds.format import arrays
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset
-from actds_validators.audit.drift import selection as select
-from actds_validators.audit.drift.numeric import (
+from actds.store import LocalStore
+from actds_validators.audit.drift import rows as select
+from actds_validators.audit.drift.measures import (
+    MIN_PAIRS,
+    PairedHook,
     RowFloor,
     measure_pairs,
+    measure_populations,
     numeric_measures,
+    population_measures,
     usable,
 )
-from actds_validators.audit.drift.pairs import Prefixes, distinct, pair, repeats
-from actds_validators.audit.drift.population import measure_populations, population_measures
-from actds_validators.audit.drift.selection import COLUMNS, Column, Found, Requests, Selection
-from actds_validators.audit.drift.words import (
-    numeric_sentence,
-    population_sentence,
-    repeats_words,
+from actds_validators.audit.drift.rows import (
+    COLUMNS,
+    Column,
+    Found,
+    Prefixes,
+    Requests,
+    Selection,
+    distinct,
+    pair,
+    repeats,
 )
-from actds_validators.audit.result import Drift, Limits
-from actds_validators.statistics import paired
+from actds_validators.audit.result import Audit, Drift, DriftMeasure, Limits, OtherDataset
+from actds_validators.statistics import samples as paired
 
 __all__ = [
     "COLUMNS",
     "Column",
+    "Comparison",
     "Selection",
     "common_hooks",
     "drift",
     "drift_against",
     "drift_by",
+    "numeric_sentence",
+    "open_comparison",
+    "population_sentence",
+    "repeats_words",
     "values_to_compare",
 ]
+
+_WHY = {
+    "phase": "Prompt text and generated text are other tokens by construction",
+    "kernel_mode": "Steps of one kernel mode hold other tokens than those of another",
+}
+
+
+def repeats_words(n: int) -> str:
+    """Return the end of a note that says how many repeated prefixes were left out."""
+    return f"; each prefix counts once, {n} repeats of one left out" if n else ""
+
+
+def numeric_sentence(
+    first: Selection,
+    second: Selection,
+    hooks: list[PairedHook],
+    measures: list[DriftMeasure],
+    share: float,
+) -> str:
+    """Return the sentence of a numeric drift.
+
+    Args:
+        first: one side.
+        second: the other.
+        hooks: what the pairs measure.
+        measures: the measures of all hooks.
+        share: share of the rows that have a partner.
+    """
+    means = [one for one in measures if one.name == "relative L2, mean"]
+    n_pairs = max((hook.n_pairs for hook in hooks), default=0)
+    if not means and not n_pairs:
+        return f"No pair of rows of {first.name} and {second.name} could be compared."
+    if not means:
+        tokens = (
+            "token with the same prefix was" if n_pairs == 1 else "tokens with the same prefix were"
+        )
+        return (
+            f"Only {n_pairs} {tokens} computed in {first.name} and in {second.name}: too few to "
+            f"tell, {MIN_PAIRS} are needed."
+        )
+    worst = max(means, key=lambda one: one.value)
+    floor = "no floor is known" if worst.floor is None else f"the floor is {worst.floor:.2g}"
+    what = "are equal" if worst.value == 0 else f"differ by {worst.value:.2g} of their norm"
+    return (
+        f"{n_pairs:,} tokens with the same prefix were computed in "
+        f"{first.name} and in {second.name}: their rows {what} ({worst.hook}; {floor})"
+        f"{_shifted(hooks, measures)}. {share:.0%} of the rows have such a partner."
+    )
+
+
+def population_sentence(
+    first: Selection, second: Selection, measures: list[DriftMeasure], limits: Limits
+) -> str:
+    """Return the sentence of a population shift, by the hook that is told apart best."""
+    areas = [one for one in measures if one.name == "classifier AUC"]
+    if not areas:
+        return (
+            f"The rows of {first.name} and {second.name} could not be compared: too few are finite."
+        )
+    one = max(areas, key=lambda area: area.value)
+    p = one.adjusted_p
+    floor = "" if one.floor is None else f", floor {one.floor:.2f}"
+    rows = f"the rows of {first.name} and of {second.name}"
+    if p is None:
+        said = f"Too few requests to test {rows} ({one.hook}; AUC {one.value:.2f}{floor})"
+    else:
+        can = "A classifier tells" if p <= limits.fdr else "No classifier told"
+        said = f"{can} {rows} apart ({one.hook}; AUC {one.value:.2f}{floor}, p {p:.2g})"
+    why = _WHY.get(first.column or "", "The tokens are not the same")
+    return f"{said}. {why}: this compares populations and does not show a numerical difference."
+
+
+def _shifted(hooks: list[PairedHook], measures: list[DriftMeasure]) -> str:
+    shares = {one.hook: one.value for one in measures if one.name == "channels shifted"}
+    if not shares:
+        return ""
+    counts = {
+        hook.hook: round(shares[hook.hook] * hook.means.shape[1])
+        for hook in hooks
+        if hook.hook in shares
+    }
+    told = [f"{n} channel{'s' if n > 1 else ''} of {name}" for name, n in counts.items() if n]
+    return f"; shifted on average: {', '.join(told)}" if told else "; no channel shifts on average"
+
 
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
@@ -392,3 +493,103 @@ def _coarser(sides: _Sides, hook: str) -> str:
     """Return the coarser of the types that the two sides store."""
     types = {selection.dataset.hooks[hook].dtype for selection in sides.selections}
     return next(name for name in ("bfloat16", "float16", "float32") if name in types)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Args:
+        dataset: the dataset audited.
+        against: path of the other one as it was given, ``None`` without.
+        other: the other one.
+        by: columns.
+        rows: rows a side that are read at most.
+    """
+
+    dataset: Dataset
+    against: str | None
+    other: Dataset | None
+    by: tuple[Column, ...]
+    rows: int
+
+    def added_to(self, result: Audit) -> tuple[Audit, Exception | None]:
+        """Return the result with the comparisons, and what the first one that failed raised.
+
+        The verdict rests on none of them, so that a failure takes nothing from the result; the
+        options name every one.
+        """
+        sections: list[Drift] = []
+        failed: list[Exception] = []
+        for compare in self._parts(result.limits):
+            try:
+                sections += compare()
+            except Exception as error:  # the caller raises it when the result is written
+                failed.append(error)
+        other = None
+        if self.other is not None and self.against is not None:
+            dataset = self.other.catalog.genesis.dataset
+            other = OtherDataset(path=self.against, dataset=dataset, digest=self.other.digest)
+        asked = {
+            "by": list(self.by),
+            "against": other,
+            "rows": self.rows,
+            "failed": [_words(error) for error in failed],
+        }
+        options = result.options.model_copy(update=asked)
+        told = result.model_copy(update={"drift": sections, "options": options})
+        return told, failed[0] if failed else None
+
+    def _parts(self, limits: Limits) -> list[Callable[[], list[Drift]]]:
+        dataset, other = self.dataset, self.other
+        parts: list[Callable[[], list[Drift]]] = []
+        if other is not None:
+            parts.append(partial(drift_against, dataset, other, limits, rows=self.rows))
+        for column in self.by:
+            parts.append(partial(drift_by, dataset, column, limits, rows=self.rows))
+        return parts
+
+
+def open_comparison(
+    path: str, against: str | None, by: tuple[str, ...], rows: int
+) -> Comparison | None:
+    """Return what is to be compared, ``None`` when nothing was asked for; no row is read.
+
+    Args:
+        path: the dataset audited.
+        against: another dataset, if any.
+        by: columns; one that is named twice counts once.
+        rows: rows a side that are read at most.
+
+    Raises:
+        ActdsError: E009 the other dataset is the one audited; E014 no hook in common, no rows, or
+            nothing to compare in a column; what ``actds.open`` raises of either dataset.
+    """
+    if against is None and not by:
+        return None
+    dataset = actds.open(path)
+    other = None if against is None else actds.open(against)
+    if other is not None and other.digest == dataset.digest and _place(other) == _place(dataset):
+        raise ActdsError(
+            "E009",
+            f"--against {against}",
+            got="the dataset that is audited",
+            expected="another one",
+        )
+    common_hooks(dataset, dataset if other is None else other)
+    for column in by:
+        values_to_compare(dataset, column)
+    columns = cast("tuple[Column, ...]", tuple(dict.fromkeys(by)))
+    return Comparison(dataset, against, other, columns, rows)
+
+
+def _place(dataset: Dataset) -> str:
+    """Return where a dataset stands, through links."""
+    store = dataset.catalog.store
+    return os.path.realpath(store.root) if isinstance(store, LocalStore) else store.uri
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ActdsError):
+        return f"{error.code} {error.place}: {error.got}"
+    return f"{type(error).__name__}: {error}"

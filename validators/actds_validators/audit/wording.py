@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+from actds_validators.audit.covariates import COVARIATES, MAX_PROBES, CovariateDef, Widths
+from actds_validators.audit.missingness import MIN_TOKENS
 from actds_validators.audit.result import (
     Accounting,
     Association,
@@ -17,17 +19,13 @@ from actds_validators.audit.result import (
     StratumLoss,
     Weighting,
 )
-
-CLEAR_P = 0.001
-"""Tests of an adjusted p up to this are told apart by their differences, not by their p."""
-DOMINANT = 0.1
-"""Share of the squared deviation from which on one token id at one position stands out."""
-WORTHWHILE = 0.9
-"""Weights are advised where they bring the largest bias below so much of itself."""
+from actds_validators.statistics.strata import MIN_HITS
 
 __all__ = [
+    "MIN_BLAMED",
     "adjusted",
     "asked",
+    "blind_spots",
     "dependence",
     "events_needed",
     "fewer",
@@ -43,6 +41,15 @@ __all__ = [
     "unproven",
     "unresolved_first",
 ]
+
+MIN_BLAMED = 3
+"""Independent loss events under which no test is read: any covariate lies somewhere then."""
+CLEAR_P = 0.001
+"""Tests of an adjusted p up to this are told apart by their differences, not by their p."""
+DOMINANT = 0.1
+"""Share of the squared deviation from which on one token id at one position stands out."""
+WORTHWHILE = 0.9
+"""Weights are advised where they bring the largest bias below so much of itself."""
 
 
 def largest(tests: list[Association], missing: Missingness) -> Association:
@@ -108,10 +115,8 @@ def fewer(test: Association) -> str:
     """
     if test.name == "change":
         return f"its rate changed, {test.note}" if test.note else "its rate changed"
-    if test.covariate.name.startswith("load_"):
-        return f"{'busy' if test.statistic > 0 else 'quiet'} times are under-represented"
-    side = "above" if test.statistic > 0 else "below"
-    return f"steps where that is {side} its mean are under-represented"
+    one = COVARIATES.get(test.covariate.name, CovariateDef)
+    return f"{one.sides[0 if test.statistic > 0 else 1]} are under-represented"
 
 
 def unproven(mechanism: Mechanism, least: int) -> str:
@@ -280,4 +285,52 @@ def on_reuse(account: Accounting, coverage: Coverage | None) -> list[str]:
         f"{cell.position} ({rows}, served {cell.n_served:,} times) is {cell.share:.0%} of the "
         f"squared deviation of the norm at {cell.hook}: special tokens and attention sinks would "
         "be most of what a model of the rows learns."
+    ]
+
+
+def blind_spots(hooks: tuple[str, ...], widths: Widths, n_probes: int) -> list[str]:
+    """Return what the audit of some runs would not notice, each in a sentence.
+
+    Args:
+        hooks: hooks with readouts in every run that lost something.
+        widths: numbers of a readout.
+        n_probes: user's probes of a hook, those that are not looked at as well.
+
+    Spec: 0.1 section 14.10.
+    """
+    if hooks:
+        seen = f"the norm, {widths.n_projections} random projections"
+        seen += f" and {widths.n_probes} probes" if widths.n_probes else ""
+        values = (
+            f"losses that go with a direction of the activations that no readout sees ({seen} of "
+            "each hook are all that is known of a lost row)"
+        )
+    else:
+        values = (
+            "losses that go with the values of the rows or with token ids: without readouts a "
+            "lost row left neither"
+        )
+    more = []
+    if n_probes > MAX_PROBES:
+        more.append(
+            f"losses that go with a probe beyond the first {MAX_PROBES} of a hook (there are "
+            f"{n_probes})"
+        )
+    return [
+        values,
+        *more,
+        f"any pattern where all losses are fewer than {MIN_BLAMED} independent events",
+        "a dependence on load or content that is too weak for its number of events",
+        "losses that follow the load after a longer time than its moving averages remember",
+        f"the loss of a token id, source or other kind of fewer than {MIN_TOKENS} tokens, or lost "
+        f"in fewer than {MIN_HITS} stretches of the run (one request, one burst)",
+        "what aborted tokens are like, computed when a request or run ended: they count in the "
+        "share that is lost, and in no test",
+        "the loss of all that one user sent, where neither the source nor the first block of the "
+        "prompts tells that user from others",
+        "losses by what a text means, where its token ids, lengths, positions and sources are "
+        "like the rest",
+        "tokens that never reached the engine: requests that were refused, skipped or never sent",
+        "rows that are stored but wrong: the audit reads tables; actds validate and the check "
+        "before a harvest look at values",
     ]

@@ -1,0 +1,540 @@
+"""Accumulate: sums over rows that add up, whatever parts the rows came in.
+
+What is summed are the covariates of each row, by tick of the series, block of the jackknife and
+cell of the weights; and counts of classes, bins, strata and tails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from actds_validators.audit.covariates import N_BANDS, N_BITS, CovariateDef
+from actds_validators.audit.data import CLASSES
+from actds_validators.audit.lookup import Rows
+from actds_validators.audit.result import Covariate
+from actds_validators.statistics.events import Floats, Ints
+from actds_validators.statistics.intervals import Blocks
+
+if TYPE_CHECKING:
+    from actds_validators.audit.passes import RowPass
+
+__all__ = [
+    "CONTENT",
+    "Bands",
+    "CellSums",
+    "ClassCounts",
+    "CovariateSums",
+    "Moments",
+    "RunCells",
+    "Sums",
+    "cell_sums",
+    "joined",
+]
+
+Bools = npt.NDArray[np.bool_]
+CONTENT = "content"
+"""The group of the covariates of stored and lost rows; every hook's readouts are another."""
+
+
+# tokens of a step and request together --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CellSums:
+    """Sums over the tokens of each (step, request).
+
+    Args:
+        step: place of the step, ``(n_cells,)``.
+        request: place of the request, ``(n_cells,)``.
+        counts: ``(2, n_counts, n_cells)``: tokens that have a value, computed and lost ones.
+            Nearly all covariates have one of every token: their counts stand once.
+        of: which of the counts is each covariate's, ``(n_covariates,)``.
+        x: ``(2, n_covariates, n_cells)``, sum of the values, over the computed and the lost ones.
+    """
+
+    step: Ints
+    request: Ints
+    counts: Floats
+    of: Ints
+    x: Floats
+
+    @property
+    def sums(self) -> Floats:
+        """Return n, x, n of the lost and x of the lost, ``(4, n_covariates, n_cells)``."""
+        n, n_lost = self.counts[:, self.of]
+        return np.stack([n, self.x[0], n_lost, self.x[1]])
+
+
+class RunCells:
+    """The sums of a run, part by part as they came: side by side they would be held twice.
+
+    Args:
+        parts: in their order; a step and request may stand in several.
+        away: how far the middle of each number lies from where its squares were taken, ``(n,)``;
+            the covariates are n numbers, then their squares. ``None`` where none is a square.
+    """
+
+    def __init__(self, parts: list[CellSums], away: Floats | None = None) -> None:
+        self.parts, self.away = parts, away
+        self._groups: tuple[Ints, Ints, Ints] | None = None
+
+    def columns(self, k: int) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the arguments of ``statistics.association.within_cells`` for a covariate."""
+        if self._groups is None:
+            empty = np.zeros(0, np.int64)
+            self._groups = _groups(
+                np.concatenate([empty, *(p.step for p in self.parts)]),
+                np.concatenate([empty, *(p.request for p in self.parts)]),
+            )
+        step, request, at = self._groups
+
+        def summed(rows: list[Floats]) -> Floats:
+            weights = np.concatenate([np.zeros(0), *rows])
+            return np.bincount(at, weights=weights, minlength=len(step)).astype(np.float64)
+
+        def values(lost: int, k: int) -> Floats:
+            return summed([p.x[lost, k] for p in self.parts])
+
+        n, n_lost = (summed([p.counts[lost, p.of[k]] for p in self.parts]) for lost in (0, 1))
+        x, lost_x = values(0, k), values(1, k)
+        if self.away is not None and k >= len(self.away):
+            d, number = self.away[k - len(self.away)], k - len(self.away)
+            x += -2 * d * values(0, number) + d**2 * n
+            lost_x += -2 * d * values(1, number) + d**2 * n_lost
+        used = n > 0
+        named = {"n": n, "sx": x, "n_lost": n_lost, "lx": lost_x}
+        return {
+            "step": step[used],
+            "request": request[used],
+            **{name: values[used] for name, values in named.items()},
+        }
+
+
+def cell_sums(step: Ints, request: Ints, values: Sequence[Floats], lost: Bools) -> CellSums:
+    """Return the sums of tokens.
+
+    Args:
+        step: place of the step of each token.
+        request: place of the request.
+        values: of each covariate; NaN where a token has none.
+        lost: whether it was lost.
+    """
+    first, second, at = _groups(step, request)
+    size = len(first)
+    counts = [_both(at, lost, size)]
+    of = np.zeros(len(values), np.int64)
+    x = np.zeros((2, len(values), size))
+    for k, one in enumerate(values):
+        known = ~np.isnan(one)
+        if not known.all():
+            of[k] = len(counts)
+            counts.append(_both(at[known], lost[known], size))
+        for j, mask in enumerate((known, known & lost)):
+            x[j, k] = np.bincount(at[mask], weights=one[mask], minlength=size)
+    return CellSums(first, second, np.stack(counts, axis=1), of, x)
+
+
+def joined(parts: Sequence[CellSums]) -> CellSums:
+    """Return the sums of several, added in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    first, second, at = _groups(
+        np.concatenate([p.step for p in parts]), np.concatenate([p.request for p in parts])
+    )
+    size = len(first)
+
+    def summed(rows: list[Floats]) -> Floats:
+        return np.bincount(at, weights=np.concatenate(rows), minlength=size).astype(np.float64)
+
+    alone = np.flatnonzero(np.any([p.of > 0 for p in parts], axis=0))
+    of = np.zeros(len(parts[0].of), np.int64)
+    of[alone] = 1 + np.arange(len(alone))
+    counts = np.zeros((2, 1 + len(alone), size))
+    x = np.zeros((2, len(of), size))
+    for lost in (0, 1):
+        counts[lost, 0] = summed([p.counts[lost, 0] for p in parts])
+        for k in alone:
+            counts[lost, of[k]] = summed([p.counts[lost, p.of[k]] for p in parts])
+        for k in range(len(of)):
+            x[lost, k] = summed([p.x[lost, k] for p in parts])
+    return CellSums(first, second, counts, of, x)
+
+
+def _both(at: Ints, lost: Bools, size: int) -> Floats:
+    """Return the tokens of each cell, computed and lost ones, ``(2, n_cells)``."""
+    return np.stack([np.bincount(some, minlength=size) for some in (at, at[lost])]).astype(float)
+
+
+def _groups(step: Ints, request: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the pairs that there are, rising, and the place of each row's among them."""
+    pairs, at = np.unique((step << 32) | request, return_inverse=True)
+    return pairs >> 32, pairs & 0xFFFFFFFF, at.reshape(-1)
+
+
+# sums -----------------------------------------------------------------------------------------
+
+
+SPECIAL, SHARED, PROMPT, GENERATED = range(len(CLASSES))
+
+
+class ClassCounts:
+    """Positions by class, band and rarity, ``(n_classes, N_BANDS, N_BITS)``.
+
+    Args:
+        labels: names of classes that somebody gave; they come after `CLASSES`.
+    """
+
+    def __init__(self, labels: tuple[str, ...] = ()) -> None:
+        self.words = (*CLASSES, *labels)
+        shape = len(self.words), N_BANDS, N_BITS
+        self.stored, self.reused, self.lost = (np.zeros(shape, np.int64) for _ in range(3))
+        self.repeated = 0
+        self.largest = 0
+
+    def count(
+        self,
+        *,
+        special: Bools,
+        prefill: Bools,
+        served: Ints | None,
+        label: Ints | None,
+        band: Ints,
+        bits: Ints,
+    ) -> None:
+        """Count rows.
+
+        Args:
+            special: whether each is a special token.
+            prefill: whether it is of the prompt.
+            served: how often the prefix cache served it; ``None`` for lost rows.
+            label: place of its label, -1 without one; ``None`` when there are no labels.
+            band: of the position.
+            bits: of the rarity.
+        """
+        word = np.where(prefill, PROMPT, GENERATED)
+        if served is not None:
+            word[served > 0] = SHARED
+        word[special] = SPECIAL
+        if label is not None:
+            word = np.where(label >= 0, len(CLASSES) + label, word)
+        at = (word * N_BANDS + band) * N_BITS + bits
+        target = self.lost if served is None else self.stored
+        target += np.bincount(at, minlength=target.size).reshape(target.shape)
+        if served is not None and len(again := np.flatnonzero(served)):
+            weights = served[again].astype(np.float64)
+            found = np.bincount(at[again], weights=weights, minlength=target.size)
+            self.reused += found.reshape(target.shape).astype(np.int64)
+            self.repeated += len(again)
+            self.largest = max(self.largest, int(served.max()))
+
+    def add(self, other: ClassCounts) -> None:
+        """Add the counts of other rows."""
+        self.stored += other.stored
+        self.reused += other.reused
+        self.lost += other.lost
+        self.repeated += other.repeated
+        self.largest = max(self.largest, other.largest)
+
+
+@dataclass(frozen=True)
+class CovariateSums:
+    """One covariate over the series.
+
+    Args:
+        covariate: which.
+        n: tokens that have a value, ``(n_ticks,)``.
+        sums: ``(3, n_ticks)``: x and its square over all computed tokens, x over the lost ones.
+            What is known by block only stands at the first tick of the block: nobody asks for it
+            tick by tick, and what is 0 takes no memory.
+        n_lost: lost tokens that have a value, ``(n_ticks,)``, likewise.
+    """
+
+    covariate: Covariate
+    n: Floats
+    sums: Floats
+    n_lost: Floats
+
+
+@dataclass
+class Bands:
+    """Computed and lost tokens of each block by the bins of a covariate.
+
+    Args:
+        labels: of the bins, in order.
+        n: computed tokens ``(n_blocks, n_bins)``.
+        lost: lost ones.
+        edges: low and high of each bin, ``None`` for classes.
+    """
+
+    labels: list[str]
+    n: Floats
+    lost: Floats
+    edges: list[tuple[float, float] | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where rows are added.
+
+    Args:
+        tick: from the first one on.
+        block: of the jackknife.
+        cell: of block and cell.
+        lost: whether each is lost.
+        n_ticks: ticks from the first to the last.
+        n_cells: blocks times cells.
+    """
+
+    tick: Ints
+    block: Ints
+    cell: Ints
+    lost: Bools
+    n_ticks: int
+    n_cells: int
+
+    @cached_property
+    def n(self) -> Ints:
+        """Return the rows of each tick."""
+        return np.bincount(self.tick, minlength=self.n_ticks)
+
+    @cached_property
+    def stored(self) -> Ints | slice:
+        """Return which rows are stored."""
+        return np.flatnonzero(~self.lost) if self.lost.any() else slice(None)
+
+    @cached_property
+    def n_stored(self) -> Ints:
+        """Return the stored rows of each cell."""
+        return np.bincount(self.cell[self.stored], minlength=self.n_cells)
+
+    def take(self, some: Bools) -> _Places:
+        """Return those of some of the rows."""
+        return _Places(
+            self.tick[some], self.block[some], self.cell[some], self.lost[some],
+            self.n_ticks, self.n_cells,
+        )  # fmt: skip
+
+
+class Moments:
+    """Sums of powers of some numbers of each row, about a middle.
+
+    Per tick stands only what is moved along the run: all that intervals need is per block. Of
+    ``order`` 2 the squares are covariates as well, so that every sum goes twice as far.
+
+    Args:
+        n_numbers: of a row.
+        order: highest power that is a covariate.
+        n_ticks: length of the series.
+        n_blocks: blocks of the jackknife.
+        n_cells: of load and complexity.
+    """
+
+    def __init__(
+        self, n_numbers: int, order: int, n_ticks: int, n_blocks: int, n_cells: int
+    ) -> None:
+        self.order = order
+        self.low, self.high = n_ticks, 0
+        self.ticks = np.zeros((1 + order, n_numbers, n_ticks))  # powers 0 to order
+        self.blocks = np.zeros((order, n_numbers, n_blocks))  # the powers beyond, to 2 order
+        self.lost = np.zeros((1 + order, n_numbers, n_blocks))
+        self.cells = np.zeros((1 + order, n_numbers, n_blocks, n_cells))  # of stored rows
+        self.within: list[CellSums] = []
+
+    def count(self, rows: Rows, values: Floats, lost: Bools, cell: Ints) -> None:
+        """Add rows.
+
+        Args:
+            rows: at least one.
+            values: ``(n_numbers, n_rows)``, NaN where a row has none.
+            lost: whether each is lost.
+            cell: of each, ``block * n_cells + cell``.
+        """
+        lookup, (n_blocks, n_cells) = rows.lookup, self.cells.shape[2:]
+        tick = lookup.tick[rows.step]
+        low, high = int(tick.min()), int(tick.max()) + 1
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        block = lookup.block[rows.step]
+        at = _Places(tick - low, block, cell, lost, high - low, n_blocks * n_cells)
+        for k, x in enumerate(values):
+            known = np.isfinite(x)
+            if known.all():
+                self._count_one(k, x, at, slice(low, high))
+            else:
+                self._count_one(k, x[known], at.take(known), slice(low, high))
+        inside = np.flatnonzero(lookup.within[rows.step])
+        if len(inside):
+            some = values[:, inside]
+            more = [x * x for x in some] if self.order == 2 else []
+            self.within.append(
+                cell_sums(rows.step[inside], rows.request[inside], [*some, *more], lost[inside])
+            )
+
+    def _count_one(self, k: int, x: Floats, at: _Places, here: slice) -> None:
+        """Add the values of one number; every row has one."""
+        order, n_blocks = self.order, self.blocks.shape[2]
+        powers = [x, x * x]
+        powers += [powers[1] * x, powers[1] * powers[1]] if order == 2 else []
+        self.ticks[0, k, here] += at.n
+        cells = self.cells[:, k].reshape(1 + order, -1)
+        cells[0] += at.n_stored
+        for p, power in enumerate(powers[:order], 1):
+            self.ticks[p, k, here] += np.bincount(at.tick, weights=power, minlength=len(at.n))
+            cells[p] += np.bincount(
+                at.cell[at.stored], weights=power[at.stored], minlength=at.n_cells
+            )
+        for p, power in enumerate(powers[order:]):
+            self.blocks[p, k] += np.bincount(at.block, weights=power, minlength=n_blocks)
+        if at.lost.any():
+            which = at.block[at.lost]
+            self.lost[0, k] += np.bincount(which, minlength=n_blocks)
+            for p, power in enumerate(powers[:order], 1):
+                self.lost[p, k] += np.bincount(which, weights=power[at.lost], minlength=n_blocks)
+
+    def cut(self) -> None:
+        """Leave out the ticks that nothing fell into: `add` knows where they are."""
+        self.low = min(self.low, self.high)
+        self.ticks = self.ticks[..., self.low : self.high].copy()
+        self.within = [joined(self.within)] if self.within else []
+
+    def add(self, other: Moments) -> None:
+        """Add what was cut."""
+        self.ticks[..., other.low : other.high] += other.ticks
+        self.blocks += other.blocks
+        self.lost += other.lost
+        self.cells += other.cells
+        self.within += other.within
+
+    def take_within(self) -> list[CellSums]:
+        """Return the sums by step and request, and forget them: another run has other steps."""
+        parts, self.within = self.within, []
+        return parts
+
+    def centre(self, block: Ints) -> Floats:
+        """Put the sums about the mean of all rows, and return how far that was.
+
+        The powers of x - d follow from those of x: the middle need not be known before the pass.
+
+        Args:
+            block: of each tick.
+        """
+        n, x = self.ticks[:2].sum(axis=2)
+        found = np.divide(x, n, out=np.zeros_like(x), where=n > 0)
+        d = found[:, np.newaxis]
+        n, x, xx = (self._by_block(power, block) for power in self.ticks)
+        x3, x4 = self.blocks
+        x4 += -4 * d * x3 + 6 * d**2 * xx - 4 * d**3 * x + d**4 * n
+        x3 += -3 * d * xx + 3 * d**2 * x - d**3 * n
+        for sums in (self.ticks, self.lost, self.cells):
+            count, one, square = sums
+            for k, away in enumerate(found):  # in place: these are the largest arrays
+                square[k] += -2 * away * one[k] + away**2 * count[k]
+                one[k] -= away * count[k]
+        return np.asarray(found, np.float64)
+
+    def covariate_sums(
+        self, covariates: Sequence[Covariate], middle: Floats, blocks: Blocks
+    ) -> list[CovariateSums]:
+        """Return each covariate over the series: the numbers, then their squares.
+
+        Args:
+            covariates: in that order.
+            middle: about which the sums are, ``(n_numbers,)``; the means are put back.
+            blocks: of the jackknife.
+        """
+        first = np.searchsorted(blocks.labels, np.arange(blocks.n_blocks))
+        found = []
+        for number, covariate in enumerate(covariates):
+            k, is_square = number % len(middle), number >= len(middle)
+            power, c = 1 + is_square, 0.0 if is_square else middle[k]
+            n, x, n_lost = self.ticks[0, k], self.ticks[power, k], self.lost[0, k]
+            twice = self.blocks[-1, k]
+            if self.order == 2 and not is_square:
+                twice = np.bincount(blocks.labels, weights=self.ticks[2, k])
+            three, gone = np.zeros((3, len(n))), np.zeros(len(n))
+            gone[first] = n_lost
+            three[0], three[1, first] = x, twice
+            three[2, first] = self.lost[power, k]
+            if c:
+                by_block = [np.bincount(blocks.labels, weights=v) for v in (n, x)]
+                three[0] += c * n
+                three[1, first] += 2 * c * by_block[1] + c * c * by_block[0]
+                three[2, first] += c * n_lost
+            found.append(CovariateSums(covariate, n, three, gone))
+        return found
+
+    def _by_block(self, ticked: Floats, block: Ints) -> Floats:
+        size = self.blocks.shape[2]
+        return np.stack([np.bincount(block, weights=row, minlength=size) for row in ticked])
+
+
+class Sums:
+    """What rows add up to.
+
+    Args:
+        one: the pass.
+        groups: of `CONTENT` and the hooks, those that are summed.
+    """
+
+    def __init__(self, one: RowPass, groups: Sequence[str]) -> None:
+        n_blocks, n_cells = one.lookup.n_blocks, one.cells.n_cells if one.cells else 0
+        labels = one.lookup.labels
+        self.moments = {
+            group: Moments(
+                one.n_numbers(group), 1 + (group != CONTENT), one.lookup.n_ticks, n_blocks, n_cells
+            )
+            for group in groups
+        }
+        self.cell_n = np.zeros((2, n_blocks, n_cells))
+        self.cell_system = np.zeros((len(one.lookup.system), n_blocks, n_cells))
+        self.classes = ClassCounts(labels.words if labels else ())
+        self.bands = {
+            d.name: np.zeros((2, n_blocks, d.bins.n))
+            for d in one.definitions
+            if d.bins and CONTENT in groups
+        }
+        # By the block in which the request began: special tokens, the classes and the ids; and
+        # what lies in the tails, stored or lost, below or above.
+        n_strata = 1 + len(labels.words if labels else ()) + one.lookup.n_slots
+        self.strata = np.zeros((2, n_strata, n_blocks))
+        n_values = one.widths.n_values if one.scale else 0
+        self.tails = np.zeros((2, 2, len(one.hooks), n_values, n_blocks))
+
+    def cut(self) -> Sums:
+        """Return the same without the ticks that nothing fell into."""
+        for moments in self.moments.values():
+            moments.cut()
+        return self
+
+    def add(self, other: Sums) -> None:
+        """Add what `cut` returned."""
+        for group, moments in other.moments.items():
+            self.moments[group].add(moments)
+        for name, counts in other.bands.items():
+            self.bands[name] += counts
+        for name in ("cell_n", "cell_system", "strata", "tails"):
+            getattr(self, name)[...] += getattr(other, name)
+        self.classes.add(other.classes)
+
+    def bands_of(self, definitions: Sequence[CovariateDef]) -> dict[str, Bands]:
+        """Return computed and lost tokens by bins, by covariate; bins of no token are left out."""
+        found = {}
+        for one in definitions:
+            if one.bins is None:
+                continue
+            stored, lost = self.bands[one.name]
+            computed = stored + lost
+            numbers = np.flatnonzero(computed.sum(axis=0)).tolist()
+            if numbers:
+                found[one.name] = Bands(
+                    [one.bins.label(k) for k in numbers],
+                    computed[:, numbers],
+                    lost[:, numbers],
+                    [one.bins.edges(k) for k in numbers],
+                )
+        return found

@@ -1,0 +1,92 @@
+"""The audit: what a dataset lost, and whether it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actds.errors import ActdsError
+
+if TYPE_CHECKING:
+    from actds_validators.audit.drift.rows import Column
+    from actds_validators.audit.passes import ExecutorName
+    from actds_validators.audit.result import Limits
+    from actds_validators.audit.run import AuditResult
+
+__all__ = ["audit", "need_extra"]
+
+
+def audit(
+    path: str | Path,
+    *,
+    limits: Limits | Mapping[str, float] | None = None,
+    weights: str | Path | None = None,
+    classes: str | Path | None = None,
+    against: str | Path | None = None,
+    by: Sequence[Column] = (),
+    rows: int = 20_000,
+    executor: ExecutorName = "threads",
+    progress: Callable[[str], None] = lambda what: None,
+) -> AuditResult:
+    """Estimate what a dataset lost, and whether it matters.
+
+    Args:
+        path: the dataset, sealed and valid.
+        limits: settings by name, or as the result has them; those of the spec by default.
+        weights: file to write, inverse-probability weights of the stored rows; not written when
+            the accounting does not add up.
+        classes: Parquet file of token classes: request, start, stop, class, and maybe run.
+        against: another dataset, whose values to compare with.
+        by: columns whose values to compare with one another: ``phase``, ``kernel_mode``, ``run``,
+            ``source``.
+        rows: rows a side that comparisons read at most.
+        executor: where the rows are read, ``threads`` of this process or ``ray``: the numbers are
+            the same.
+        progress: told what is being done.
+
+    Returns:
+        The result with its verdict. A comparison that fails costs no verdict: what the first one
+        raised is the result's ``failure``.
+
+    Raises:
+        ActdsError: E009 an argument that cannot be used; E011 a package that is not installed;
+            E014 nothing to compare; E306 not sealed; E401, E403 without provenance; E202 a file
+            that changed; E503 weights that cannot be written; what ``actds.open`` raises.
+
+    Spec: 0.1 section 14.
+    """
+    need_extra()
+    from actds_validators.audit import run
+    from actds_validators.audit.outputs import refuse_outputs
+
+    weights, classes = (None if p is None else Path(p) for p in (weights, classes))
+    refuse_outputs({"--weights": weights}, {"--classes": classes})
+    chosen = run.limits_of(limits)
+    comparison = None
+    if against is not None or by:
+        from actds_validators.audit.drift.compare import open_comparison
+
+        comparison = open_comparison(
+            str(path), None if against is None else str(against), tuple(by), rows
+        )
+    found = run.audit_dataset(path, chosen, progress, weights, classes, executor)
+    if comparison is None:
+        return found
+    result, failure = comparison.added_to(found.result)
+    return replace(found, result=result, failure=failure)
+
+
+def need_extra(*more: str) -> None:
+    """Raise E011 when a package of the extra ``audit``, or one that is named, is not installed."""
+    for name in ("duckdb", "scipy", *more):
+        if find_spec(name) is None:
+            raise ActdsError(
+                "E011",
+                "actds audit",
+                got=f"the package {name} is not installed",
+                expected="the extra actds[audit]",
+                next_step='pip install "actds[audit]"',
+            )

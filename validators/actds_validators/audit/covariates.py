@@ -1,0 +1,399 @@
+"""Covariates: what losses are held against, each of them one object.
+
+A covariate says what it is called, how it is computed from a step, a request, a token or a readout,
+into which bands it is cut, and how it is worded. All that sums, tests, draws or words one asks the
+object: a further covariate is one more entry of `COVARIATES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from actds_validators.audit.result import Covariate, Group
+from actds_validators.statistics.shift import ewma
+
+if TYPE_CHECKING:
+    from actds_validators.audit.lookup import Rows
+
+__all__ = [
+    "COVARIATES",
+    "LOAD",
+    "MAX_BITS",
+    "MAX_PROBES",
+    "NO_BITS",
+    "N_BANDS",
+    "N_BITS",
+    "Bins",
+    "CovariateDef",
+    "Widths",
+    "columns_of",
+    "content",
+    "defined",
+    "from_source",
+    "halves",
+    "position_band",
+    "squares",
+]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Source = Literal["step", "request", "token", "readout"]
+_GROUPS: dict[Source, Group] = {
+    "step": "system",
+    "request": "content",
+    "token": "content",
+    "readout": "values",
+}
+N_BANDS = 33
+"""Powers of two of a position or a length, ``floor(log2(n + 1))``."""
+N_BITS = 26
+"""Rarities in whole bits, 24 for more, and one place for an unknown one."""
+MAX_BITS = N_BITS - 2
+NO_BITS = N_BITS - 1
+"""The band of a token whose rarity is unknown."""
+MAX_PROBES = 16
+"""User's probes of a hook that are tested, the first ones."""
+LOAD = "load_8"
+"""The covariate that is the load, for cells of weights and plots."""
+
+
+def position_band(position: Ints) -> Ints:
+    """Return the power of two of each position."""
+    found: Ints = np.frexp(position + 1.0)[1].astype(np.int64) - 1
+    return found
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Bins of a covariate, whose loss rates are told one by one.
+
+    Args:
+        n: how many.
+        label: of each, by its number.
+        edges: low and high of each, in the covariate's own unit; ``None`` for classes.
+        last: values from ``n - 1`` on are in the last bin.
+    """
+
+    n: int
+    label: Callable[[int], str]
+    edges: Callable[[int], tuple[float, float] | None] = lambda k: None
+
+    def of(self, values: Floats) -> Ints:
+        """Return the bin of each value, all of them numbers from 0: the whole part."""
+        found: Ints = np.minimum(values, self.n - 1).astype(np.int64)
+        return found
+
+
+def _length_edges(k: int) -> tuple[float, float]:
+    return float(2**k - 1), float(2 ** (k + 1) - 2)
+
+
+def _length_label(k: int) -> str:
+    low, high = _length_edges(k)
+    return f"{low:,.0f} to {high:,.0f}" if k else "0"
+
+
+def _bits_label(k: int) -> str:
+    return f"{k} to {k + 1} bits" if k < MAX_BITS else f"{MAX_BITS} bits on"
+
+
+_LENGTHS = Bins(N_BANDS, _length_label, _length_edges)  # of log2(n + 1)
+_BITS = Bins(MAX_BITS + 1, _bits_label, lambda k: (float(k), float(k + 1)))
+
+
+def halves(no: str, yes: str) -> Bins:
+    """Return the two bins of a share."""
+    return Bins(2, lambda k: (no, yes)[k])
+
+
+@dataclass(frozen=True)
+class CovariateDef:
+    """One covariate: what it is, how it is computed, where it takes part, how it is worded.
+
+    Args:
+        name: for machines; of a readout that has several numbers with ``{}`` for which.
+        label: words for a table or plot; as name.
+        unit: of its values; ``share`` of one that is 0 or 1.
+        source: what has one value of it. It decides the group (system, content or values), and
+            with it which tests and charts take it.
+        values: of a step or a request from the columns of all, ``(n,)``; of a token from `Rows`,
+            NaN where a row has none; of a readout from a batch of the table and the number of
+            values, ``(n_values, n_rows)``.
+        columns: that ``values`` reads, of ``steps``, ``requests`` or ``readouts``.
+        bins: whose loss rates are told; only of a request or a token.
+        needs_ids: whether a lost token has it only where its id is known.
+        size: field of `Widths` that says how many numbers a readout has; empty for one.
+        is_load: whether it is a moving average of the load: takes part in the tests of events and
+            of trends.
+        sides: what is under-represented where losses go with high values, and with low ones.
+    """
+
+    name: str
+    label: str
+    unit: str
+    source: Source
+    values: Callable[..., Any]
+    columns: tuple[str, ...] = ()
+    bins: Bins | None = None
+    needs_ids: bool = False
+    size: str = ""
+    is_load: bool = False
+    sides: tuple[str, str] = (
+        "steps where that is above its mean",
+        "steps where that is below its mean",
+    )
+
+    @property
+    def group(self) -> Group:
+        """Return what it describes."""
+        return _GROUPS[self.source]
+
+    def facts(self, hook: str = "", k: int | None = None) -> Covariate:
+        """Return it as the result has it.
+
+        Args:
+            hook: of a readout.
+            k: which of its numbers, where there are several.
+        """
+        name, label = (w if k is None else w.format(k) for w in (self.name, self.label))
+        if hook:
+            name, label = f"{hook} {name}", f"{label} at {hook}"
+        return Covariate(name=name, label=label, unit=self.unit, group=self.group)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Numbers of a readout that are looked at.
+
+    Args:
+        n_projections: of a readout.
+        n_probes: user's probes.
+        definitions: of source ``readout``.
+    """
+
+    n_projections: int
+    n_probes: int
+    definitions: tuple[CovariateDef, ...]
+
+    def size(self, one: CovariateDef) -> int:
+        """Return how many numbers of a readout are one covariate's."""
+        return int(getattr(self, one.size)) if one.size else 1
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the columns that hold them."""
+        return columns_of(one for one in self.definitions if self.size(one))
+
+    def facts(self, hook: str) -> list[Covariate]:
+        """Return the covariates of a hook."""
+        return [
+            one.facts(hook, k if one.size else None)
+            for one in self.definitions
+            for k in range(self.size(one))
+        ]
+
+    @property
+    def words(self) -> list[str]:
+        """Return the names of the numbers."""
+        return [one.name.format(k) for one in self.definitions for k in range(self.size(one))]
+
+    @property
+    def n_values(self) -> int:
+        """Return how many numbers that are."""
+        return len(self.words)
+
+    def read(self, batch: pa.RecordBatch) -> Floats:
+        """Return the numbers of readouts ``(n_values, n_rows)``; NaN where there is none."""
+        some = [one for one in self.definitions if self.size(one)]
+        numbers = [np.atleast_2d(one.values(batch, self.size(one))) for one in some]
+        found: Floats = np.concatenate(numbers).astype(np.float64, copy=False)
+        found[~np.isfinite(found)] = np.nan
+        return found
+
+
+def squares(of: Sequence[Covariate]) -> list[Covariate]:
+    """Return the squared deviations of some covariates, which are covariates as well."""
+    return [
+        Covariate(
+            name=f"{one.name} squared",
+            label=f"squared deviation of {one.label}",
+            unit=f"{one.unit}, squared",
+            group=one.group,
+        )
+        for one in of
+    ]
+
+
+def columns_of(some: Any) -> list[str]:
+    """Return the columns that some covariates read, each once."""
+    return list(dict.fromkeys(name for one in some for name in one.columns))
+
+
+def defined(*sources: Source) -> tuple[CovariateDef, ...]:
+    """Return the covariates of some sources, in the order of `COVARIATES`."""
+    return tuple(one for one in COVARIATES.values() if one.source in sources)
+
+
+def content(prompt_sources: Sequence[str], *, has_ids: bool) -> tuple[CovariateDef, ...]:
+    """Return the content covariates.
+
+    Args:
+        prompt_sources: that get a covariate each.
+        has_ids: whether the ids of lost tokens are known.
+    """
+    found = [one for one in defined("request", "token") if has_ids or not one.needs_ids]
+    return (*found, *(from_source(word) for word in prompt_sources))
+
+
+def from_source(word: str) -> CovariateDef:
+    """Return the covariate of whether a request came from a prompt source."""
+    return CovariateDef(
+        f"source:{word}",
+        f"from {word}",
+        "share",
+        "request",
+        lambda requests: requests["source"] == word,
+        bins=halves("other sources", word),
+    )
+
+
+def _column(name: str) -> Callable[[dict[str, Any]], Floats]:
+    return lambda found: np.asarray(found[name], np.float64)
+
+
+def _log2(name: str) -> Callable[[dict[str, Any]], Floats]:
+    return lambda found: np.log2(found[name] + 1.0)
+
+
+def _load(n_steps: int) -> CovariateDef:
+    def averaged(steps: dict[str, Floats]) -> Floats:
+        batch = steps["batch_tokens"]
+        return ewma(batch, np.zeros(len(batch), np.int64), n_steps)
+
+    return CovariateDef(
+        f"load_{n_steps}",
+        f"tokens per step, last {n_steps} steps",
+        "tokens",
+        "step",
+        averaged,
+        columns=("batch_tokens",),
+        is_load=True,
+        sides=("busy times", "quiet times"),
+    )
+
+
+def _of_step(name: str, label: str, unit: str, column: str) -> CovariateDef:
+    return CovariateDef(name, label, unit, "step", _column(column), columns=(column,))
+
+
+def _prefill(rows: Rows) -> npt.NDArray[np.bool_]:
+    return rows.prefill
+
+
+def _list(column: str) -> Callable[[pa.RecordBatch, int], Floats]:
+    """Return what reads the first numbers of a column of lists, which may be of any length."""
+
+    def read(batch: pa.RecordBatch, n: int) -> Floats:
+        found = np.full((n, batch.num_rows), np.nan)
+        lists = batch[column]
+        flat, ends = lists.values.to_numpy(zero_copy_only=False), lists.offsets.to_numpy()
+        for k in range(n):
+            at = ends[:-1] + k
+            there = np.flatnonzero(at < ends[1:])
+            found[k, there] = flat[at[there]]
+        return found
+
+    return read
+
+
+_ALL = (
+    _of_step("batch_tokens", "tokens in the step", "tokens", "batch_tokens"),
+    *(_load(n) for n in (8, 32, 128)),
+    _of_step("requests", "requests in the step", "requests", "n_requests"),
+    _of_step("waiting", "requests waiting", "requests", "waiting"),
+    _of_step("max_seq_len", "longest context of the step", "tokens", "max_seq_len"),
+    CovariateDef(
+        "position",
+        "position in the request",
+        "log2 tokens",
+        "token",
+        lambda rows: np.log2(rows.position + 1.0),
+        bins=_LENGTHS,
+    ),
+    CovariateDef(
+        "prompt_len",
+        "prompt length of the request",
+        "log2 tokens",
+        "request",
+        _log2("prompt_len"),
+        bins=_LENGTHS,
+    ),
+    CovariateDef(
+        "request_len",
+        "length of the request",
+        "log2 tokens",
+        "request",
+        _log2("request_len"),
+        bins=_LENGTHS,
+    ),
+    CovariateDef(
+        "prefill",
+        "prefill, against decode",
+        "share",
+        "token",
+        _prefill,
+        bins=halves("decode", "prefill"),
+    ),
+    CovariateDef(
+        "special",
+        "special token",
+        "share",
+        "token",
+        lambda rows: rows.special,
+        bins=halves("ordinary", "special"),
+        needs_ids=True,
+    ),
+    CovariateDef(
+        "rarity",
+        "rarity of the token",
+        "bits",
+        "token",
+        lambda rows: rows.rarity,
+        bins=_BITS,
+        needs_ids=True,
+    ),
+    CovariateDef(
+        "norm",
+        "norm",
+        "activation units",
+        "readout",
+        lambda batch, n: batch["norm"].to_numpy(zero_copy_only=False),
+        columns=("norm",),
+    ),
+    CovariateDef(
+        "projection {}",
+        "projection {}",
+        "activation units",
+        "readout",
+        _list("projections"),
+        columns=("projections",),
+        size="n_projections",
+    ),
+    CovariateDef(
+        "probe {}",
+        "probe {}",
+        "activation units",
+        "readout",
+        _list("probes"),
+        columns=("probes",),
+        size="n_probes",
+    ),
+)
+COVARIATES: dict[str, CovariateDef] = {one.name: one for one in _ALL}
+"""Every covariate by its name, in the order of the result; prompt sources add one each."""

@@ -1,0 +1,638 @@
+"""Sources: the tables of a dataset, one run at a time: for DuckDB, and as parts to be read in turn.
+
+First stage of the audit. Every file is hashed against its ledger entry before anything opens it.
+Imports the format room and DuckDB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from actds.accounting.intervals import index_in
+from actds.errors import ActdsError
+from actds.format import layout, tables
+from actds.format.shard import TOKENS
+from actds.format.tables import TableName
+from actds.reading import Catalog
+from actds.store import LocalStore, file_sha256
+from actds_validators.audit.result import ClassesFile
+
+__all__ = [
+    "CLASSES",
+    "MEMORY_LIMIT",
+    "NOWHERE",
+    "Index",
+    "LabelFile",
+    "Labels",
+    "Part",
+    "RunSource",
+    "Servings",
+    "StepRanges",
+    "arrow_source",
+    "catalog_source",
+    "class_words",
+    "column",
+    "connect",
+    "explode",
+    "labels_of",
+    "longest",
+    "match_labels",
+    "read_labels",
+]
+
+MEMORY_LIMIT = "400MB"
+N_THREADS = 2
+BATCH_ROWS = 1 << 15
+LOOKED_AT = 10_000
+"""Readouts among which the longest says how many projections a run has; all should have as many."""
+RUN_TABLES: tuple[TableName, ...] = (
+    "tokens",
+    "requests",
+    "steps",
+    "spans",
+    "drops",
+    "stalls",
+    "occupancy",
+    "readouts",
+)
+PARTED: tuple[TableName, ...] = ("tokens", "readouts")
+"""Tables that grow with the tokens."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a table: one file, or what is in memory instead.
+
+    Args:
+        of: the table.
+        n_rows: number of rows.
+        path: Parquet file on a local disk; ``None`` for rows in memory.
+        table: the rows in memory.
+    """
+
+    of: TableName
+    n_rows: int
+    path: str | None = None
+    table: pa.Table | None = None
+
+    def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """Yield some columns of the rows, in order, a few ten thousand rows at a time."""
+        if self.path is not None:
+            with pq.ParquetFile(self.path) as file:
+                yield from file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
+        elif self.table is not None:
+            yield from self.table.select(columns).to_batches(max_chunksize=BATCH_ROWS)
+
+
+def column(batch: pa.RecordBatch, name: str) -> Ints:
+    """Return a column of whole numbers.
+
+    Raises:
+        ActdsError: E109 a null.
+    """
+    if batch[name].null_count:
+        n = batch[name].null_count
+        raise ActdsError("E109", name, got=f"{n} nulls", expected="no null")
+    found: Ints = batch[name].to_numpy(zero_copy_only=False).astype(np.int64)
+    return found
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """One run: a relation per table in a connection of its own.
+
+    Args:
+        run: the run.
+        connection: DuckDB, with views named as the tables.
+        hooks: hooks with readouts, in the order of the dataset.
+        n_projections: projections per readout, of the longest of the first ten thousand.
+        n_probes: user's probes per readout, likewise.
+        parts: the tables ``tokens`` and ``readouts`` in parts: a shard or a ledger entry each.
+    """
+
+    run: str
+    connection: duckdb.DuckDBPyConnection
+    hooks: tuple[str, ...] = ()
+    n_projections: int = 0
+    n_probes: int = 0
+    parts: Mapping[TableName, tuple[Part, ...]] = field(default_factory=dict)
+
+    def rows(self, sql: str) -> list[tuple[Any, ...]]:
+        """Return the rows of a query."""
+        return self.connection.execute(sql).fetchall()
+
+    def one(self, sql: str) -> tuple[Any, ...]:
+        """Return the only row of a query."""
+        [row] = self.rows(sql)
+        return row
+
+    def columns(self, sql: str) -> dict[str, npt.NDArray[Any]]:
+        """Return the columns of a query as numpy arrays; null is NaN in a float column."""
+        found = self.connection.execute(sql).fetchnumpy()
+        return {
+            name: np.ma.filled(column.astype(np.float64), np.nan)
+            if isinstance(column, np.ma.MaskedArray) and column.mask.any()
+            else np.asarray(column)
+            for name, column in found.items()
+        }
+
+
+@contextmanager
+def connect() -> Iterator[duckdb.DuckDBPyConnection]:
+    """Yield a connection to an empty database in memory, bounded and without extensions."""
+    with TemporaryDirectory(prefix="actds-audit-") as spill:
+        settings: dict[str, str | bool | int | float | list[str]] = {
+            "memory_limit": MEMORY_LIMIT,
+            "threads": str(N_THREADS),
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+            "preserve_insertion_order": "false",
+            "temp_directory": spill,  # by default a folder in the working directory
+        }
+        connection = duckdb.connect(":memory:", config=settings)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+
+@contextmanager
+def catalog_source(catalog: Catalog, run: str) -> Iterator[RunSource]:
+    """Yield the tables of one run of a dataset.
+
+    Files on a local disk are read in place, those of an object store as a whole.
+
+    Raises:
+        ActdsError: E202 a file that changed; E109 and E206 no table of the spec; what
+            ``Catalog.table`` raises.
+    """
+    parts: dict[TableName, tuple[Part, ...]] = {}
+    with connect() as connection:
+        for name in RUN_TABLES:
+            if name == "tokens":
+                _, shards = catalog.row_sets(run)[0] if catalog.row_sets(run) else ([], [])
+                entries = [
+                    (f"{layout.shard_dir(s.name)}/{TOKENS}", e.sha256)
+                    for s in shards
+                    for e in s.manifest.files
+                    if e.path == TOKENS
+                ]
+            else:
+                committed = catalog.parts.get((run, name), [])
+                entries = [(part.file.path, part.file.sha256) for part in committed]
+            if isinstance(catalog.store, LocalStore) and entries:
+                paths = []
+                for path, sha256 in entries:
+                    _check(catalog, path, sha256)
+                    # A worker may run in another folder.
+                    paths.append(os.path.abspath(catalog.store.local_path(path)))
+                    tables.from_parquet(name, paths[-1], path, columns=[])  # its form alone
+                connection.read_parquet([_literal(p) for p in paths]).create_view(name)
+                if name in PARTED:
+                    rows = [pq.read_metadata(local).num_rows for local in paths]
+                    parts[name] = tuple(
+                        Part(name, n, path=local) for local, n in zip(paths, rows, strict=True)
+                    )
+                continue
+            if name == "tokens":
+                found = [shard.tokens() for shard in shards] if entries else []
+                parts[name] = tuple(Part(name, t.num_rows, table=t) for t in found)
+                table = pa.concat_tables([tables.empty(name), *found])
+            else:
+                table = catalog.table(name, run)
+                if name in PARTED:
+                    parts[name] = (Part(name, table.num_rows, table=table),)
+            _register(connection, name, table)
+        yield _source(run, connection, parts)
+
+
+@contextmanager
+def arrow_source(run: str, found: Mapping[str, pa.Table]) -> Iterator[RunSource]:
+    """Yield tables that are in memory; one that is missing is empty."""
+    parts: dict[TableName, tuple[Part, ...]] = {}
+    with connect() as connection:
+        for name in RUN_TABLES:
+            table = found.get(name, tables.empty(name))
+            _register(connection, name, table)
+            if name in PARTED:
+                parts[name] = (Part(name, table.num_rows, table=table),)
+        yield _source(run, connection, parts)
+
+
+def _register(connection: duckdb.DuckDBPyConnection, name: str, table: pa.Table) -> None:
+    connection.register(f"{name}_arrow", table)
+    connection.execute(f"create view {name} as select * from {name}_arrow")
+
+
+def _literal(path: str) -> str:
+    """Return a path that DuckDB does not take for a pattern."""
+    return re.sub(r"([*?\[])", r"[\1]", path)
+
+
+def _check(catalog: Catalog, path: str, expected: str) -> None:
+    got = file_sha256(catalog.store, path)
+    if got != expected:
+        raise ActdsError(
+            "E202", path, got=f"SHA-256 {got[:16]}…", expected=f"{expected[:16]}…, as committed"
+        )
+
+
+def _source(
+    run: str,
+    connection: duckdb.DuckDBPyConnection,
+    parts: Mapping[TableName, tuple[Part, ...]],
+) -> RunSource:
+    hooks = [
+        row[0]
+        for row in connection.execute("select distinct hook from readouts order by hook").fetchall()
+    ]
+    readouts = parts.get("readouts", ())
+    n_projections, n_probes = (longest(readouts, name) for name in ("projections", "probes"))
+    return RunSource(run, connection, tuple(hooks), n_projections, n_probes, parts)
+
+
+def longest(parts: tuple[Part, ...], name: str) -> int:
+    """Return the longest list of a column among the first readouts; they should all be as long."""
+    for part in parts:
+        for batch in part.batches([name]):
+            if batch.num_rows:
+                lengths = pc.list_value_length(batch.column(0).slice(0, LOOKED_AT))
+                return int(pc.max(lengths).as_py() or 0)
+    return 0
+
+
+Ints = npt.NDArray[np.int64]
+MAX_TABLE = 1 << 16
+BATCH_POSITIONS = 1 << 16
+
+
+class Index:
+    """Numbers to their places in a sorted list.
+
+    Args:
+        values: whole numbers, each once, rising.
+    """
+
+    def __init__(self, values: npt.NDArray[np.integer]) -> None:
+        self._values = values.astype(np.int64)
+        self._low = int(self._values[0]) if len(values) else 0
+        self._span = int(self._values[-1]) - self._low + 1 if len(values) else 0
+        self._table: npt.NDArray[np.int32] | None = None
+        if len(values) < self._span <= 4 * len(values) + MAX_TABLE:
+            self._table = np.full(self._span, -1, np.int32)
+            self._table[self._values - self._low] = np.arange(len(values), dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def numbers(self, places: Ints) -> Ints:
+        """Return the numbers at some places."""
+        return self._values[places]
+
+    def of(self, numbers: npt.NDArray[np.integer]) -> Ints:
+        """Return the place of each number, -1 where it is not in the list."""
+        asked = numbers.astype(np.int64)
+        if self._table is None:
+            return index_in(self._values, asked)
+        at = asked - self._low
+        inside = (at >= 0) & (at < self._span)
+        return np.where(inside, self._table[np.where(inside, at, 0)], -1).astype(np.int64)
+
+
+class StepRanges:
+    """Half-open ranges of positions of a (step, request), disjoint within each.
+
+    Args:
+        step: place of the step of each range.
+        request: place of the request.
+        start: first position.
+        stop: position after the last.
+    """
+
+    def __init__(self, step: Ints, request: Ints, start: Ints, stop: Ints) -> None:
+        self._n_requests = int(request.max()) + 1 if len(request) else 1
+        pair = step * self._n_requests + request
+        order = np.lexsort((start, pair))
+        self.step, self.request = step[order], request[order]
+        self.start, self.stop = start[order], stop[order]
+        self._pairs, group = np.unique(pair[order], return_inverse=True)
+        self._group = group.reshape(-1)
+        self._keys = (self._group << 32) | self.start
+        self._offset = np.cumsum(self.stop - self.start) - (self.stop - self.start)
+
+    @property
+    def n_positions(self) -> int:
+        """Return the positions in all ranges."""
+        return int((self.stop - self.start).sum())
+
+    def find(self, step: Ints, request: Ints, position: Ints) -> Ints:
+        """Return the number of each position, ranges laid end to end; -1 outside of them all."""
+        if not len(self._pairs):
+            return np.full(len(step), -1, np.int64)
+        pair = step * self._n_requests + request
+        group = np.minimum(np.searchsorted(self._pairs, pair), len(self._pairs) - 1)
+        known = (self._pairs[group] == pair) & (request >= 0) & (request < self._n_requests)
+        at = np.searchsorted(self._keys, (group << 32) | position, side="right") - 1
+        at = np.maximum(at, 0)
+        known &= (self._group[at] == group) & (position >= self.start[at])
+        known &= position < self.stop[at]
+        return np.where(known, self._offset[at] + position - self.start[at], -1)
+
+
+class Servings:
+    """How often each position was served from the prefix cache.
+
+    Counts of ranges that begin and that end, summed up: as many numbers as ranges, however long
+    these are.
+
+    Args:
+        request: request that computed the positions of each range.
+        start: first position.
+        stop: position after the last.
+    """
+
+    def __init__(self, request: Ints, start: Ints, stop: Ints) -> None:
+        used = stop > start
+        request, start, stop = request[used], start[used], stop[used]
+        keys = np.concatenate([(request << 32) | start, (request << 32) | stop])
+        self._keys, at = np.unique(keys, return_inverse=True)
+        changes = np.repeat([1.0, -1.0], len(request))
+        change = np.bincount(at.reshape(-1), weights=changes, minlength=len(self._keys))
+        self._level = np.cumsum(change).astype(np.int64)
+        self._requests = Index(np.unique(request))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def of(self, request: Ints, position: Ints) -> Ints:
+        """Return how often each position was served, 0 for one that never was."""
+        served = np.zeros(len(request), np.int64)
+        if len(self._keys):
+            asked = np.flatnonzero(self._requests.of(request) >= 0)
+            keys = (request[asked] << 32) | position[asked]
+            at = np.searchsorted(self._keys, keys, side="right") - 1
+            served[asked] = np.where(at >= 0, self._level[np.maximum(at, 0)], 0)
+        return served
+
+
+def explode(start: Ints, stop: Ints, size: int = BATCH_POSITIONS) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the positions of ranges, with the number of the range of each.
+
+    Args:
+        start: first position of each range.
+        stop: position after the last.
+        size: positions at a time at most.
+    """
+    ends = np.cumsum(stop - start)
+    shift = start - (ends - (stop - start))
+    for done in range(0, int(ends[-1]) if len(ends) else 0, size):
+        at = np.arange(done, min(done + size, int(ends[-1])))
+        first, last = np.searchsorted(ends, at[[0, -1]], side="right")
+        which = np.repeat(
+            np.arange(first, last + 1),
+            np.diff(np.minimum(ends[first : last + 1], at[-1] + 1), prepend=done),
+        )
+        yield which, at + shift[which]
+
+
+CLASSES = ("special", "shared prefix", "prompt", "generated")
+"""Classes that the tables tell."""
+NOWHERE = "reference without a row"
+"""Class of the positions that were served from the cache and of which no row is stored."""
+LABEL_COLUMNS = {
+    "request": pa.uint32(),
+    "start": pa.uint32(),
+    "stop": pa.uint32(),
+    "class": pa.string(),
+}
+MAX_CLASSES = 32
+_FILE = "a Parquet file with request, start, stop, class, and maybe run"
+_NUMBER = "a whole number from 0 to 4294967295"
+
+
+@dataclass(frozen=True)
+class LabelFile:
+    """Labels as they were given.
+
+    Args:
+        path: the file.
+        sha256: its digest.
+        table: request, half-open range of positions, class, and maybe run; ranges of one request
+            do not overlap.
+    """
+
+    path: Path
+    sha256: str
+    table: pa.Table
+
+
+def read_labels(path: Path) -> LabelFile:
+    """Return the labels of a Parquet file; without ``run`` they are of every run.
+
+    Raises:
+        ActdsError: E009 when the file cannot be read, lacks a column, has one of another type, has
+            no row, too many classes, one without a name or with that of a class of the tables, or
+            ranges that are empty or overlap.
+    """
+    try:
+        data = path.read_bytes()
+        given = pq.read_table(pa.BufferReader(data), use_threads=False, pre_buffer=False)
+        given.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise _bad(path, str(error).splitlines()[0][:200], _FILE) from None
+    if not set(LABEL_COLUMNS) <= set(given.column_names):
+        raise _bad(path, f"columns {', '.join(given.column_names)[:200]}", _FILE)
+    if not given.num_rows:
+        raise _bad(path, "no row", "a range at least")
+    kinds = LABEL_COLUMNS | ({"run": pa.string()} if "run" in given.column_names else {})
+    table = pa.table({name: _column(path, given, name, kind) for name, kind in kinds.items()})
+    n_classes = pc.count_distinct(table["class"]).as_py()
+    if n_classes > MAX_CLASSES:
+        raise _bad(path, f"{n_classes} classes", f"{MAX_CLASSES} at most")
+    _refuse_ranges(path, table)
+    return LabelFile(path, hashlib.sha256(data).hexdigest(), table)
+
+
+def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:
+    """Return how much of the dataset the labels name.
+
+    A range matches that begins within a request of the dataset, of its run where the labels have
+    one, else of any. Of one that goes on beyond the request's end the rest counts for nothing.
+
+    Raises:
+        ActdsError: E009 when none matches.
+    """
+    table = labels.table
+    start, stop = (table[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
+    matching = np.zeros(table.num_rows, bool)
+    n_labelled = n_positions = 0
+    for source in sources:
+        found = source.columns(
+            "select request::bigint request, any_value(prompt_len::bigint "
+            "+ greatest(generated_len, 1) - 1) n from requests group by request order by request"
+        )
+        n_positions += int(found["n"].sum())
+        at = Index(found["request"]).of(table["request"].to_numpy())
+        length = np.append(found["n"].astype(np.int64), 0)[at]
+        here = start < length
+        if "run" in table.column_names:
+            here &= pc.equal(table["run"], source.run).to_numpy()
+        matching |= here
+        n_labelled += int((np.minimum(stop, length) - start)[here].sum())
+    if not matching.any():
+        raise _bad(
+            labels.path,
+            f"none of {table.num_rows:,} ranges begins within a request of the dataset; the first "
+            f"is {_range(table, 0)}",
+            "numbers of requests and runs as in the dataset's table of requests",
+        )
+    return ClassesFile(
+        path=str(labels.path),
+        sha256=labels.sha256,
+        n_ranges=table.num_rows,
+        n_matching=int(matching.sum()),
+        n_labelled=n_labelled,
+        n_positions=n_positions,
+    )
+
+
+class Labels:
+    """The labels of one run, asked row by row.
+
+    Args:
+        table: as `read_labels` returns it, of one run.
+        words: names of all classes; a label's code is its place among them.
+    """
+
+    def __init__(self, table: pa.Table, words: tuple[str, ...]) -> None:
+        self.words = words
+        request, start, stop = (
+            table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
+        )
+        keys = (request << 32) | start  # below 0 for a request from 2^31 on, as in `of`
+        order = np.argsort(keys, kind="stable")
+        self._keys = keys[order]
+        self._request, self._stop = request[order], stop[order]
+        code = {word: k for k, word in enumerate(words)}
+        codes = [code[word] for word in table["class"].to_pylist()]
+        self._code = np.array(codes, np.int64)[order]
+
+    def of(
+        self, request: npt.NDArray[np.int64], position: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the code of the class of each position, -1 for one without a label."""
+        if not len(self._keys):
+            return np.full(len(request), -1, np.int64)
+        at = np.searchsorted(self._keys, (request << 32) | position, side="right") - 1
+        labelled, at = at >= 0, np.maximum(at, 0)
+        labelled &= (self._request[at] == request) & (position < self._stop[at])
+        return np.where(labelled, self._code[at], -1)
+
+
+def class_words(labels: pa.Table) -> tuple[str, ...]:
+    """Return the names of all classes."""
+    return tuple(sorted(labels["class"].unique().to_pylist()))
+
+
+def labels_of(labels: pa.Table, run: str) -> Labels:
+    """Return the labels of a run."""
+    words = class_words(labels)
+    if "run" in labels.column_names:
+        labels = labels.filter(pc.equal(labels["run"], run))
+    return Labels(labels, words)
+
+
+def _column(path: Path, given: pa.Table, name: str, kind: pa.DataType) -> pa.ChunkedArray:
+    """Return a column in the type that it should have; nothing is cut or spelt out."""
+    column = given[name]
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    words = pa.types.is_string(kind)
+    fits = (_is_text if words else pa.types.is_integer)(column.type)
+    if not fits:
+        expected = f"a column of {'strings' if words else 'whole numbers'}"
+        raise _bad(path, f"{name} of type {column.type}", expected)
+
+    def refuse(wrong: pa.ChunkedArray, got: Callable[[object], str], expected: str) -> None:
+        row = pc.index(wrong, True).as_py()
+        if row >= 0:
+            raise _bad(path, f"row {row}: {name} {got(column[row].as_py())}", expected)
+
+    expected = "a name" if words else _NUMBER
+    refuse(column.is_null(), lambda value: "is null", expected)
+    if words:
+        blank = pc.equal(pc.utf8_trim_whitespace(column.cast(kind)), "")
+        refuse(blank, lambda value: "is empty", expected)
+    else:
+        top = pa.scalar(2**32 - 1)
+        wide = column.cast(pa.int64(), safe=False)  # of a uint64 beyond it, a negative one
+        beyond = pc.or_(pc.less(wide, 0), pc.greater(wide, top))
+        refuse(beyond, lambda value: f"is {value}", expected)
+    if name == "class":
+        own = (*CLASSES, NOWHERE)
+        taken = pc.is_in(column.cast(kind), pa.array(own, kind))
+        got = "is {!r}, a class of the tables".format
+        refuse(taken, got, f"another name than {', '.join(own)}")
+    return column.cast(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return any(
+        is_kind(kind)
+        for is_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    )
+
+
+def _refuse_ranges(path: Path, table: pa.Table) -> None:
+    """Raise E009 for a range that is empty, or that overlaps another of its request."""
+    request, start, stop = (
+        table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
+    )
+    empty = np.flatnonzero(stop <= start)
+    if len(empty):
+        got = f"row {empty[0]}: {_range(table, int(empty[0]))}, which ends before it begins"
+        raise _bad(path, got, "a stop above its start")
+    run = np.zeros(len(request), np.int64)
+    if "run" in table.column_names:
+        run = table["run"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
+    order = np.lexsort((start, request, run))
+    before, after = order[:-1], order[1:]
+    same = (request[before] == request[after]) & (run[before] == run[after])
+    over = np.flatnonzero(same & (start[after] < stop[before]))
+    if len(over):
+        pairs = np.sort(np.stack([before[over], after[over]]), axis=0)
+        one, other = pairs[:, np.argmin(pairs[1])].tolist()
+        got = f"row {other}: {_range(table, other)} overlaps row {one}: {_range(table, one)}"
+        raise _bad(path, got, "ranges of one request that do not overlap")
+
+
+def _range(table: pa.Table, row: int) -> str:
+    """Return a range in words."""
+    line = table.slice(row, 1).to_pylist()[0]
+    run = f"run {line['run'][:80]}, " if "run" in line else ""
+    return f"{run}request {line['request']}, positions {line['start']} to {line['stop']}"
+
+
+def _bad(path: Path, got: str, expected: str) -> ActdsError:
+    return ActdsError(
+        "E009",
+        f"--classes {path}",
+        got=got,
+        expected=expected,
+        next_step="Correct the file; docs/audit.md says under Coverage what it holds.",
+    )

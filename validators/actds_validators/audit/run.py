@@ -1,0 +1,608 @@
+"""The audit of one dataset: every section in order, and the verdict at the end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from pydantic import ValidationError
+
+import actds
+from actds.errors import ActdsError
+from actds.reading import Catalog
+from actds.seal import check_provenance
+from actds.store import open_store
+from actds_validators.audit.accumulate import CONTENT, CovariateSums, RunCells, Sums
+from actds_validators.audit.census import (
+    RunSteps,
+    Series,
+    account_run,
+    accounting,
+    make_series,
+    read_steps,
+)
+from actds_validators.audit.covariates import (
+    MAX_PROBES,
+    CovariateDef,
+    Widths,
+    content,
+    defined,
+    squares,
+)
+from actds_validators.audit.coverage import CoverageCounts, coverage, dominant_cell, read_spans
+from actds_validators.audit.data import (
+    CLASSES,
+    N_THREADS,
+    RunSource,
+    catalog_source,
+    class_words,
+    labels_of,
+    match_labels,
+    read_labels,
+)
+from actds_validators.audit.lookup import (
+    MAX_SOURCES,
+    CellEdges,
+    Lookup,
+    Vocabulary,
+    knows_ids,
+    make_lookup,
+    prompt_sources,
+    read_rows,
+    read_vocabulary,
+    thinning,
+)
+from actds_validators.audit.mechanism import (
+    QueueCounts,
+    family,
+    load_trends,
+    mechanism,
+    queues,
+    read_queues,
+)
+from actds_validators.audit.missingness import (
+    MIN_TOKENS,
+    SpanStrata,
+    Strata,
+    block_totals,
+    candidates,
+    differences,
+    missingness,
+    system_sums,
+    worst_strata,
+)
+from actds_validators.audit.outputs import write_weights
+from actds_validators.audit.passes import (
+    TAIL,
+    Executor,
+    ExecutorName,
+    RowPass,
+    Scale,
+    Threads,
+    accumulate,
+    open_executor,
+    scale_of,
+)
+from actds_validators.audit.result import (
+    Accounting,
+    Audit,
+    ClassesFile,
+    Covariate,
+    Coverage,
+    Difference,
+    Limits,
+    Mechanism,
+    Missingness,
+    Options,
+    Queues,
+    Weighting,
+)
+from actds_validators.audit.verdict import Evidence, judge
+from actds_validators.audit.weights import (
+    Cells,
+    after_weighting,
+    cell_edges,
+    counted_cells,
+    stored_cells,
+    weigh,
+    weighting,
+)
+from actds_validators.audit.wording import blind_spots
+from actds_validators.statistics.association import Within
+from actds_validators.statistics.association import within_cells as within_test
+from actds_validators.statistics.events import Floats, Ints
+from actds_validators.statistics.intervals import jackknife_many, smd_of_stored
+
+__all__ = [
+    "AuditResult",
+    "Passed",
+    "Progress",
+    "Sections",
+    "audit_dataset",
+    "audit_sources",
+    "limits_of",
+    "pass_over",
+]
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sections:
+    """What the audit of some runs found, without the dataset's name.
+
+    Args:
+        evidence: for the verdict; with the accounting, always there.
+        coverage: ``None`` when nothing is stored.
+        queues: ``None`` without a step.
+        missingness: ``None`` when nothing was dropped, as what follows.
+        mechanism: what the losses go with.
+        weighting: what the weights are.
+        cells: of the weights.
+        lookups: of each run, by name: what the weights file is made with.
+    """
+
+    evidence: Evidence
+    coverage: Coverage | None = None
+    queues: Queues | None = None
+    missingness: Missingness | None = None
+    mechanism: Mechanism | None = None
+    weighting: Weighting | None = None
+    cells: Cells | None = None
+    lookups: dict[str, Lookup] = field(default_factory=dict)
+
+    @property
+    def accounting(self) -> Accounting:
+        """Return what became of every position."""
+        return self.evidence.accounting
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What an audit found.
+
+    Args:
+        result: every section, as ``--json`` writes it; ``result.verdict`` is the conclusion.
+        cells: load and complexity cells with their weights; ``None`` when nothing was dropped.
+        catalog: everything that the ledger of the dataset reached.
+        failure: what the first comparison that failed raised; the verdict rests on none of them.
+    """
+
+    result: Audit
+    cells: Cells | None
+    catalog: Catalog
+    failure: Exception | None = None
+
+
+def limits_of(given: Limits | Mapping[str, float] | None) -> Limits:
+    """Return the settings that were given, the others by default.
+
+    Raises:
+        ActdsError: E009 one that is out of range, or unknown.
+    """
+    if isinstance(given, Limits):
+        return given
+    try:
+        return Limits.model_validate(dict(given or {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]).replace("_", "-")
+        expected = str(first["msg"]).lower().removeprefix("input should be ")
+        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None
+
+
+def audit_dataset(
+    path: str | Path,
+    limits: Limits,
+    progress: Progress = lambda what: None,
+    weights: Path | None = None,
+    classes: Path | None = None,
+    executor: ExecutorName = "threads",
+) -> AuditResult:
+    """Audit a dataset: what was captured against what existed.
+
+    Args:
+        path: the dataset.
+        limits: settings.
+        progress: told what is being done.
+        weights: where to write the weights of the stored rows, if anywhere; not written when
+            something does not add up.
+        classes: Parquet file of token classes by request and positions, as `labels.read_labels`.
+        executor: ``threads`` of this process, or ``ray``: the same numbers from either.
+
+    Raises:
+        ActdsError: E009 classes that cannot be used; E011 no Ray; E306 not sealed; E401, E403
+            without provenance; E202 a file that changed; what ``Catalog.read`` raises.
+
+    Spec: 0.1 section 14.
+    """
+    began = time.monotonic()
+    labels = None if classes is None else read_labels(classes)
+    catalog = Catalog.read(open_store(path))
+    if not catalog.is_sealed:
+        raise ActdsError("E306", str(path), got="no seal of the present ledger", expected="a seal")
+    check_provenance(catalog)
+    with ExitStack() as stack:
+        runner = stack.enter_context(open_executor(executor))
+        progress("hashing and opening tables")
+        sources = [stack.enter_context(catalog_source(catalog, run)) for run in catalog.run_ids]
+        named = None if labels is None else match_labels(labels, sources)
+        unseen = _unseen(sources)
+        table = None if labels is None else labels.table
+        found = audit_sources(sources, limits, progress, table, runner, named)
+        if weights is not None and found.accounting.is_sound:
+            progress("writing weights")
+            claim = found.weighting.claim if found.weighting else "nothing was lost"
+            write_weights(weights, catalog, found.lookups, found.cells, claim)
+    policies = {
+        str(record.fields["capture.overflow_policy"].value) for record in catalog.runs.values()
+    }
+    result = Audit(
+        actds=actds.__version__,
+        path=str(path),
+        dataset=catalog.genesis.dataset,
+        digest=catalog.digest,
+        seal=catalog.seal.n if catalog.seal else None,
+        runs=catalog.run_ids,
+        policies=sorted(policies),
+        options=Options(engine=executor, classes=named),
+        limits=limits,
+        verdict=judge(found.evidence, limits),
+        accounting=found.accounting,
+        coverage=found.coverage,
+        missingness=found.missingness,
+        mechanism=found.mechanism,
+        queues=found.queues,
+        weighting=found.weighting,
+        would_not_notice=unseen,
+        duration_s=time.monotonic() - began,
+        peak_nbytes=_peak_nbytes(),
+    )
+    return AuditResult(result, found.cells, catalog)
+
+
+def audit_sources(
+    sources: list[RunSource],
+    limits: Limits,
+    progress: Progress = lambda what: None,
+    labels: pa.Table | None = None,
+    executor: Executor | None = None,
+    named: ClassesFile | None = None,
+) -> Sections:
+    """Return the sections of some runs.
+
+    Args:
+        sources: the runs, in order.
+        limits: settings.
+        progress: told what is being done.
+        labels: table of `labels.read_labels`, if somebody gave token classes.
+        executor: where the rows are read; threads by default.
+        named: of `labels.match_labels`, with labels.
+    """
+    progress("accounting")
+    spans: Counter[tuple[str, str | None]] = Counter()
+    counts: Counter[str] = Counter()
+    findings = []
+    with ThreadPoolExecutor(N_THREADS) as pool:
+        for dispositions, others, wrong in pool.map(account_run, sources):
+            spans += dispositions
+            counts += others
+            findings += wrong
+    account = accounting(spans, counts, findings)
+    if not account.is_sound:
+        # Nothing that is estimated from tables that disagree means anything.
+        return Sections(Evidence(account, None, None))
+    steps = [read_steps(source) for source in sources]
+    series = make_series(steps, limits.n_blocks)
+    if series is None:
+        return Sections(Evidence(account, None, None))
+    has_ids = knows_ids(sources)
+    edges = cell_edges(series, has_ids=has_ids) if series.lost.any() else None
+    passed = pass_over(
+        sources, steps, series, edges, executor or Threads(), labels, progress, limits,
+        has_ids=has_ids,
+    )  # fmt: skip
+    queue_counts = QueueCounts()
+    for source in sources:
+        if source.run in series.runs:
+            read_queues(source, series, queue_counts)
+    seen = coverage(passed.covered, named)
+    if seen is not None:
+        progress("rows that were served often")
+        by_run = [(s, passed.lookups[s.run]) for s in sources if s.run in passed.lookups]
+        cell = dominant_cell(by_run, passed.hooks, executor or Threads())
+        seen = seen.model_copy(update={"dominant": cell})
+    trends = load_trends(series, limits) if edges else {}
+    waits = queues(series, queue_counts, trends, limits.seed)
+    if edges is None or passed.sums is None:
+        nothing = Evidence(account, None, None, coverage=seen)
+        return Sections(nothing, coverage=seen, queues=waits, lookups=passed.lookups)
+    progress("differences")
+    blocks = series.blocks
+    everything = system_sums(series)
+    for group, covariates in passed.covariates.items():
+        moments, middle = passed.sums.moments[group], passed.middle(group)
+        everything += moments.covariate_sums(covariates, middle, blocks)
+    bands = passed.sums.bands_of(passed.definitions)
+    found = differences(everything, blocks, bands, series.effective_events)
+    progress("weights")
+    cells = weigh(counted_cells(edges, series, passed.sums.cell_n))
+    found = _after_weighting(found, everything, passed, cells, series)
+    weighed = weighting(cells, found, limits.negligible_bias)
+    progress("tests")
+    tests = family(everything, series, _within(passed, series), trends, limits)
+    missing = missingness(
+        found, account.loss_share, has_values=passed.scale is not None, has_ids=has_ids
+    )
+    missing = missing.model_copy(update=_strata(passed, limits))
+    asked = [one for one in everything if one.covariate.group != "system"]
+    intervals = [i for i in jackknife_many(block_totals(series.blocks, asked), smd_of_stored) if i]
+    mech = mechanism(series, tests, intervals)
+    evidence = Evidence(account, missing, mech, series.blocks.long_enough, weighed, seen)
+    return Sections(
+        evidence,
+        coverage=seen,
+        queues=waits,
+        missingness=missing,
+        mechanism=mech,
+        weighting=weighed,
+        cells=cells,
+        lookups=passed.lookups,
+    )
+
+
+@dataclass
+class Passed:
+    """What the rows of all runs add up to.
+
+    Args:
+        lookups: of each run, by its name.
+        covered: for the coverage map.
+        definitions: content covariates.
+        hooks: hooks with readouts.
+        widths: numbers of a readout that were looked at.
+        scale: where the readouts lie; ``None`` where nothing was lost or no run has readouts.
+        sums: of all rows; ``None`` where nothing was lost.
+        spans: strata that the spans tell, likewise.
+        slots: token ids that were counted block by block, and how many there were to choose from.
+        within: of each group of covariates, the sums by step and request of each run.
+    """
+
+    lookups: dict[str, Lookup]
+    covered: CoverageCounts
+    definitions: tuple[CovariateDef, ...]
+    hooks: tuple[str, ...]
+    widths: Widths
+    scale: Scale | None = None
+    sums: Sums | None = None
+    spans: SpanStrata | None = None
+    slots: tuple[Ints, int] = field(default_factory=lambda: (np.zeros(0, np.int64), 0))
+    within: dict[str, list[RunCells]] = field(default_factory=dict)
+
+    @property
+    def covariates(self) -> dict[str, list[Covariate]]:
+        """Return the covariates of each group that was summed, in the order of the sums."""
+        found = {CONTENT: [one.facts() for one in self.definitions]}
+        for hook in self.hooks if self.scale else ():
+            numbers = self.widths.facts(hook)
+            found[hook] = [*numbers, *squares(numbers)]
+        return found
+
+    def middle(self, group: str) -> Floats:
+        """Return what the sums of a group are about."""
+        if group == CONTENT or self.scale is None:
+            return np.zeros(len(self.definitions))
+        found: Floats = self.scale.middle[self.hooks.index(group)]
+        return found
+
+
+def pass_over(
+    sources: list[RunSource],
+    steps: list[RunSteps],
+    series: Series,
+    edges: CellEdges | None,
+    executor: Executor,
+    labels: pa.Table | None = None,
+    progress: Progress = lambda what: None,
+    limits: Limits | None = None,
+    *,
+    has_ids: bool,
+) -> Passed:
+    """Read the rows of all runs: the token ids first, for rarity is known when all are counted.
+
+    Args:
+        sources: the runs.
+        steps: of each.
+        series: of all.
+        edges: of the weights' cells; ``None`` where nothing was lost: then coverage is all.
+        executor: where the parts are read.
+        labels: table of `data.read_labels`, if somebody gave token classes.
+        progress: told what is being done.
+        limits: of the strata.
+        has_ids: of `knows_ids`.
+    """
+    runs = [
+        (source, own, read_rows(source, own))
+        for source, own in zip(sources, steps, strict=True)
+        if own.run in series.runs
+    ]
+    own_sources = [source for source, _, _ in runs]
+    progress("counting token ids")
+    counted = [(source, rows) for source, _, rows in runs]
+    vocabulary, lost_ids = read_vocabulary(counted, executor.map, has_ids=has_ids)
+    found = Passed(
+        {},
+        CoverageCounts(class_words(labels) if labels is not None else ()),
+        content(prompt_sources(own_sources)[:MAX_SOURCES], has_ids=has_ids),
+        tuple(sorted({hook for source in own_sources for hook in source.hooks})),
+        _widths(own_sources),
+    )
+    token_slot = np.full(len(vocabulary) + 1, -1, np.int64)
+    if edges is not None:
+        found.spans = SpanStrata(series.blocks.n_blocks)
+        if has_ids:
+            found.slots = _slots(vocabulary, lost_ids, limits or Limits())
+            token_slot[found.slots[0]] = np.arange(len(found.slots[0]))
+        if found.hooks:
+            progress("sampling readouts")
+            readouts = [part for source in own_sources for part in source.parts["readouts"]]
+            found.scale = scale_of(readouts, found.hooks, found.widths, executor)
+    n_covariates = len(found.definitions) + 2 * len(found.hooks) * found.widths.n_values
+    every = thinning([own for _, own, _ in runs], n_covariates)
+    total: Sums | None = None
+    for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
+        lookup = make_lookup(
+            source,
+            own,
+            series,
+            rows,
+            vocabulary,
+            ids,
+            found.definitions,
+            None if labels is None else labels_of(labels, source.run),
+            token_slot,
+            has_ids=has_ids,
+            every=every,
+        )
+        found.lookups[source.run] = lookup
+        progress(f"rows of {source.run}")
+        read_spans(source, lookup, found.covered)
+        one = RowPass(lookup, found.definitions, edges, found.hooks, found.widths, found.scale)
+        total = total or one.sums()
+        accumulate(total, one, source.parts, executor)
+        for group, moments in total.moments.items():
+            found.within.setdefault(group, []).append(RunCells(moments.take_within()))
+        if found.spans is not None:
+            found.spans.add(source, lookup)
+    if total is not None:
+        found.covered.rows.add(total.classes)
+    if edges is not None and total is not None:
+        found.sums = total
+        _centre(found, total, series.blocks.labels)
+    return found
+
+
+def _centre(found: Passed, total: Sums, block: Ints) -> None:
+    """Put the sums of the readouts about their means, which no pass knew before."""
+    if found.scale is None:
+        return
+    away = np.stack([total.moments[hook].centre(block) for hook in found.hooks])
+    found.scale = replace(found.scale, middle=found.scale.middle + away)
+    for hook, d in zip(found.hooks, away, strict=True):
+        found.within[hook] = [RunCells(run.parts, d) for run in found.within[hook]]
+
+
+def _row_strata(found: Passed) -> Iterator[Strata]:
+    """Yield the strata that the rows tell: special tokens, classes, ids, tails of the values."""
+    if found.sums is None or not found.lookups:
+        return
+    lookup = next(iter(found.lookups.values()))
+    classes = found.covered.rows.words[len(CLASSES) :]
+    chosen, n_ids = found.slots
+    stored, lost = found.sums.strata
+    computed = stored + lost
+    if lookup.has_ids:
+        yield Strata("special tokens", ["all of them"], computed[:1], lost[:1], 1)
+        ids = [str(i) for i in lookup.vocabulary.ids(chosen).tolist()]
+        first = 1 + len(classes)
+        yield Strata("token id", ids, computed[first:], lost[first:], n_ids)
+    if classes:
+        some = slice(1, 1 + len(classes))
+        yield Strata("class", list(classes), computed[some], lost[some], len(classes))
+    if found.scale is not None:
+        stored, gone = (t.reshape(-1, t.shape[-1]) for t in found.sums.tails)
+        words = [
+            f"{side} {TAIL:.0%} of the {word} at {hook}"
+            for side in ("lowest", "highest")
+            for hook in found.hooks
+            for word in found.widths.words
+        ]
+        yield Strata("tail of a value", words, stored + gone, gone, len(words))
+
+
+def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tuple[Ints, int]:
+    """Return the places of the ids to count block by block, and how many were chosen from."""
+    lost = np.zeros(len(vocabulary))
+    for ids in lost_ids:
+        places = vocabulary.places(ids[ids >= 0])
+        lost += np.bincount(places[places >= 0], minlength=len(vocabulary))
+    n = np.maximum(vocabulary.counts(), lost)  # of a run without readouts the stored ones
+    return candidates(n, lost, limits), int((n >= MIN_TOKENS).sum())
+
+
+def _after_weighting(
+    found: list[Difference],
+    everything: list[CovariateSums],
+    passed: Passed,
+    cells: Cells,
+    series: Series,
+) -> list[Difference]:
+    """Return the differences with those of the weighted rows beside them."""
+    if cells.weights is None or passed.sums is None:
+        return found
+    held = stored_cells(passed.sums, {group: passed.middle(group) for group in passed.covariates})
+    names = [one.covariate.name for one in everything]
+    estimates = after_weighting(
+        cells,
+        passed.sums.cell_n,
+        held,
+        block_totals(series.blocks, everything),
+    )
+    after = dict(zip(names, estimates, strict=True))
+    return [d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in found]
+
+
+def _unseen(sources: list[RunSource]) -> list[str]:
+    """Return what an audit of some runs would not notice."""
+    hooks = tuple(sorted({hook for source in sources for hook in source.hooks}))
+    n_probes = max((source.n_probes for source in sources), default=0)
+    return blind_spots(hooks if knows_ids(sources) else (), _widths(sources), n_probes)
+
+
+def _widths(sources: list[RunSource]) -> Widths:
+    """Return the numbers of a readout that are looked at."""
+    return Widths(
+        max((source.n_projections for source in sources), default=0),
+        min(MAX_PROBES, max((source.n_probes for source in sources), default=0)),
+        defined("readout"),
+    )
+
+
+def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
+    """Return the fields of the missingness on the strata that lost most."""
+    assert passed.spans is not None
+    every = [*passed.spans.strata(limits), *_row_strata(passed)]
+    return {
+        "worst_strata": worst_strata(every, passed.spans.rate, limits),
+        "n_strata": sum(one.n_tested for one in every),
+        "whole_requests": passed.spans.whole[0],
+    }
+
+
+def _within(passed: Passed, series: Series) -> Iterable[tuple[Covariate, Within]]:
+    """Yield the test of selection within steps of every covariate that has one."""
+    if series.n_partial_steps < 2:
+        return
+    for group, covariates in passed.covariates.items():
+        for k, covariate in enumerate(covariates):
+            parts = [part.columns(k) for part in passed.within[group]]
+            for number, part in enumerate(parts):
+                for key in ("step", "request"):  # runs count from 0 each
+                    part[key] = part[key] + (number << 40)
+            joined = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+            test = within_test(**joined)
+            if test is not None:
+                yield covariate, test
+
+
+def _peak_nbytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
