@@ -463,6 +463,7 @@ def test_examples_run(
     assert "goes on with the same rows: True" in run_example("load_batches.py")
 
 
+@pytest.mark.standard
 def test_a_program_that_forgets_to_close_still_ends(path: Path) -> None:
     # What next() does, less the import of torch.
     code = (

@@ -152,6 +152,7 @@ def test_a_state_from_before_there_were_passes_goes_on(path: Path) -> None:
     assert [bits(b) for b in again] == whole[1:]
 
 
+@pytest.mark.standard
 def test_a_loader_in_several_workers_is_refused_unless_each_is_a_rank(path: Path) -> None:
     class Rows(torch.utils.data.IterableDataset[torch.Tensor]):
         def __init__(self, split: bool) -> None:

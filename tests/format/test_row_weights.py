@@ -168,6 +168,7 @@ def test_the_file_has_the_form_of_the_specification_and_is_the_same_twice(
     assert files[0].stat().st_size < 3 * len(rows) + 5000
 
 
+@pytest.mark.standard
 def test_rows_in_an_object_store_get_the_same_weights(
     by_id: Path, found: Audited, s3_root: str, tmp_path: Path
 ) -> None:

@@ -43,6 +43,9 @@ from actds_validators.statistics.association import Within, block_score, change,
 from actds_validators.statistics.intervals import blocks
 from actds_validators.statistics.shift import circular_shift
 
+pytestmark = pytest.mark.full
+
+
 N_RUNS = 160
 
 

@@ -27,6 +27,9 @@ from actds_writers.harvest.recover import recover
 from actds_writers.ipc.link import Policy
 from actds_writers.ipc.messages import ClientFacts
 
+pytestmark = pytest.mark.full
+
+
 POLICIES: tuple[Policy, ...] = ("block", "drop_oldest", "drop_newest")
 DROPPING = POLICIES[1:]
 N_POSITIONS = PROMPT_LEN + GENERATED - 1

@@ -34,6 +34,8 @@ from actds_writers.ipc.messages import (
     RequestArrived,
 )
 
+pytestmark = pytest.mark.standard
+
 
 def clean(path: Path) -> actds.Dataset:
     report = validate(path, level="deep")
