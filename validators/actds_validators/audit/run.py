@@ -143,7 +143,7 @@ class Sections:
         coverage: ``None`` when nothing is stored.
         queues: ``None`` without a step.
         missingness: ``None`` when nothing was dropped, as what follows.
-        mechanism: what the losses go with.
+        mechanism: what the losses depend on.
         weighting: what the weights are.
         cells: of the weights.
         lookups: of each run, by name: what the weights file is made with.

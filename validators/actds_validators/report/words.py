@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from actds.text import printable
-from actds_validators.audit.result import Estimate, Level, Must, Number
+from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
 __all__ = [
     "GROUPS",
@@ -40,13 +40,6 @@ __all__ = [
 
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
-BOUND = "worst-case bias"
-EVIDENCE = (
-    "independent loss events",
-    "content bias that one interval would show",
-    "farthest end of an equivalence interval",
-)
-"""Beginnings of the names of numbers that say how much evidence there is, not what the data is."""
 _MAX_DIGITS = 9
 _MAX_WORD, _MAX_SENTENCE = 120, 1100  # bytes
 _ESCAPED = frozenset("<>&\"'")
