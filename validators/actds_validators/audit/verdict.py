@@ -53,7 +53,7 @@ from actds_validators.statistics.distributions import loss_that_allows
 __all__ = ["Evidence", "judge"]
 
 _SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
-STRATUM = "largest share lost of any one stratum (kind of token), beyond chance"
+STRATUM = "largest share lost of any one stratum (kind of token)"
 _UNTESTED = "the tests cover dropped tokens, not aborted ones"
 _SIDES: dict[Must, Callable[[float, float], bool]] = {
     "at most": operator.le,
@@ -184,7 +184,8 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
         kind="uncorrelated",
         sentence=f"{lost(evidence.accounting)}, in {mechanism.n_events} separate events, and no "
         "test finds what they depend on. Every tested mean is the same over the stored rows as "
-        f"over all computed tokens, within {limits.negligible_bias:g} SD: of every {asked(missing)}.",
+        f"over all computed tokens, within {limits.negligible_bias:g} SD: of every "
+        f"{asked(missing)}.",
         deciding=numbers["difference"],
         numbers=list(numbers.values()),
         next_steps=[*training(missing), *on_reuse(evidence.accounting, evidence.coverage)],
