@@ -73,7 +73,7 @@ def timeline(
     p = Picture(
         "timeline",
         "Stored and lost tokens along the runs",
-        "One panel a policy: tokens a second, the lost ones on top of the stored ones.",
+        "One panel per policy: tokens per second, the lost ones on top of the stored ones.",
         760,
         66 + 130 * len(rows),
     )

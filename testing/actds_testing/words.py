@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actds.errors import CODES
-from actds_testing.places import DOCS, ROOT
+from actds_testing.places import DOCS, EXAMPLES, ROOT
 
 __all__ = ["BANNED", "NOT_YET", "Hit", "find", "hits", "visible_texts"]
 
@@ -109,7 +109,8 @@ def find(text: str) -> Iterator[tuple[str, int, str]]:
 def visible_texts() -> Iterator[tuple[str, int, str]]:
     """Yield what a user can see: file, line, text."""
     templates = (_VALIDATORS / "report" / "templates").glob("*.j2")
-    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(templates)):
+    guides = [*sorted(DOCS.glob("*.md")), *sorted(EXAMPLES.glob("*/README.md"))]
+    for path in (ROOT / "README.md", *guides, *sorted(templates)):
         yield _name(path), 1, path.read_text(encoding="utf-8")
     for code, entry in CODES.items():
         for words in (entry.title, entry.meaning, entry.next_step):

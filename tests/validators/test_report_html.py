@@ -114,7 +114,7 @@ def test_first_screen_says_in_order_whether_to_train_the_bias_and_what_the_datas
         "Hooks resid_post.10 (4,096 × bfloat16)",
         "Rows 1,387,884 of 1,417,655 computed",
         "Harvested 2025-11-22 08:26 UTC with vllm 0.11.0",
-        "Report by actds audit acts --html 'my audit.html'",
+        "Command actds audit acts --html 'my audit.html'",
         "What to do",
     )
     body = source[source.index("May I train on") :]

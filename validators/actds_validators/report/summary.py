@@ -195,7 +195,7 @@ def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
         ("Hooks", ", ".join(hooks) or "none"),
         ("Rows", rows),
         ("Harvested", " with ".join([_day(known.started_ns), *known.engines[:2]])),
-        ("Report by", known.command),
+        ("Command", known.command),
     ]
 
 
