@@ -17,8 +17,9 @@ from actds_testing import audit_results
 from actds_testing.audit_results import CASES, audit, enormous, hostile
 from actds_testing.audit_results_wide import FLOOR_NOTE, LABELS, SHARES, wide
 from actds_validators.audit.result import Accounting, Audit, Must, Number
+from actds_validators.report import html as page
 from actds_validators.report import words
-from actds_validators.report.html import render
+from actds_validators.report.html import Section, render
 from actds_validators.report.missingness import heat_map, stored_bias
 from actds_validators.report.summary import LEVEL_MARKS, About, answer
 from actds_validators.report.svg import Picture, fit
@@ -202,6 +203,20 @@ def test_a_complete_result_has_every_section_and_every_picture() -> None:
     assert {f"{name}-title" for name in PICTURES} <= set(ids)
     assert "absent" not in ids
     assert len(ids) == len(set(ids))
+
+
+def test_a_chart_is_one_entry_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(result: Audit) -> Picture | None:
+        if result.verdict.level != "WARN":
+            return None
+        picture = Picture("mine", "My chart", "What it shows.", 200, 40)
+        picture.text(10, 20, "drawn by a test")
+        return picture
+
+    added = (Section(page.SECTIONS[0].part, (mine,)), *page.SECTIONS[1:])
+    monkeypatch.setattr(page, "SECTIONS", added)
+    assert "drawn by a test" in render(audit("load")) and "My chart" in render(audit("load"))
+    assert "drawn by a test" not in render(audit("heavy"))
 
 
 def test_every_picture_has_a_title_and_a_description() -> None:
