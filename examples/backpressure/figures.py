@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from actds_validators.report.axes import Frame, axes, legend, ticks
-from actds_validators.report.svg import Picture, Shape
+from actds_validators.report.svg import Frame, Picture, Shape, axes, legend, ticks
 from actds_validators.report.words import percent, short
 
 STYLE = """
@@ -74,7 +73,7 @@ def timeline(
     p = Picture(
         "timeline",
         "Stored and lost tokens along the runs",
-        "One panel a policy: tokens a second, the lost ones on top of the stored ones.",
+        "One panel per policy: tokens per second, the lost ones on top of the stored ones.",
         760,
         66 + 130 * len(rows),
     )

@@ -350,7 +350,7 @@ def _limits(setting: Setting) -> list[str]:
         "goes on with decode while they are full. The tables do not say which of them is the "
         "cause, and the sign of an association may turn with buffer sizes, disk speed and traffic.",
         "- The disk was throttled in `write`; a real one may be slow in `fsync`, in bursts of its "
-        "own, or for other tenants' sake.",
+        "own, or because of other tenants.",
         f"- Other work on the same cores changes the speed column; the losses less.{model}",
         "- What to take from it: with a policy that drops, look at the drop log before training. "
         "It names every lost position with the step, the batch and the queues of the moment, so "

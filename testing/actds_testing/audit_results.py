@@ -72,13 +72,13 @@ CASES: dict[str, Case] = {
         "negligible",
         0.0003,
         "0.03 % of the computed tokens were lost: no mean over rows can be off by more than 0.0173 "
-        "standard deviations, whatever the reason.",
+        "SD, whatever the reason.",
         Number(
             name="worst-case bias of any mean",
             value=0.0173,
             must="at most",
             limit=0.02,
-            unit="sd",
+            unit="SD",
             ok=True,
         ),
         [],
@@ -89,13 +89,13 @@ CASES: dict[str, Case] = {
         "uncorrelated",
         0.012,
         "1.2 % of the computed tokens were lost, in 212 independent events, and every content "
-        "covariate of the lost tokens is equal to all within 0.1 standard deviations.",
+        "covariate of the lost tokens is equal to all within 0.1 SD.",
         Number(
             name="largest SMD of a content covariate",
             value=0.041,
             must="at most",
             limit=0.1,
-            unit="sd",
+            unit="SD",
             ok=True,
         ),
         [],
@@ -103,10 +103,10 @@ CASES: dict[str, Case] = {
     ),
     "load": (
         "WARN",
-        "goes with load",
+        "load-dependent",
         0.021,
         "2.1 % of the computed tokens were lost, more of them under load; content covariates are "
-        "equal within 0.1 standard deviations.",
+        "equal within 0.1 SD.",
         Number(
             name="adjusted p, load of the last 8 steps",
             value=0.0041,
@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
         "FAIL",
         "heavy",
         0.31,
-        "31 % of the computed tokens were lost, and which ones goes with load and with prompt "
+        "31 % of the computed tokens were lost, and which ones depends on load and prompt "
         "length: the dataset is not a sample of what was served.",
         Number(
             name="share of computed tokens lost",
@@ -147,16 +147,16 @@ CASES: dict[str, Case] = {
         "too few events",
         0.006,
         "0.6 % of the computed tokens were lost in 7 independent events: too few to tell whether "
-        "the loss goes with content.",
+        "the loss depends on content.",
         Number(name="independent loss events", value=7, must="at least", limit=30, ok=False),
         ["7 independent loss events of 30", "an SMD below 0.42 would not be found with power 0.8"],
-        ["Harvest about 5 times as many steps, or treat the loss as going with content."],
+        ["Harvest about 5 times as many steps, or treat the loss as content-dependent."],
     ),
     "unexplained": (
         "FAIL",
         "accounting",
         0.004,
-        "The census does not add up: 3,201 positions have neither a row nor a reason.",
+        "3,201 accounting mismatches: positions with neither a row nor a reason.",
         Number(
             name="unexplained positions",
             value=3201,
@@ -166,7 +166,7 @@ CASES: dict[str, Case] = {
             ok=False,
         ),
         [],
-        ["Run actds validate PATH --level full and mend what it names before any audit."],
+        ["Run actds validate PATH --level full and fix what it names before any audit."],
     ),
 }
 
@@ -201,7 +201,10 @@ def audit(name: str = "load", seed: int = 0, **changes: Any) -> Audit:
         "mechanism": None if found else mechanism(rng, rejected=name in ("load", "heavy")),
         "queues": None if found else queues(rng, loss),
         "weighting": weighting() if name in ("load", "heavy") else None,
-        "would_not_notice": ["what no readout sees", "tokens that never reached the engine"],
+        "would_not_notice": [
+            "losses by a direction that no readout has",
+            "tokens that never reached the engine",
+        ],
         "drift": [drift("numeric drift"), drift("population shift")] if name == "heavy" else [],
         "duration_s": 3.21,
         "peak_nbytes": 212 << 20,
@@ -221,7 +224,7 @@ def _numbers(loss: float) -> list[Number]:
             ok=True,
         ),
         Number(
-            name="references without a row",
+            name="prefix-cache hits without a stored row",
             value=0.0,
             must="at most",
             limit=0.01,
@@ -232,11 +235,11 @@ def _numbers(loss: float) -> list[Number]:
             name="share lost", value=loss, must="at most", limit=0.05, unit="share", ok=loss <= 0.05
         ),
         Number(
-            name="worst-case bias",
+            name="worst-case bias of any mean",
             value=bias,
             must="at most",
             limit=0.02,
-            unit="sd",
+            unit="SD",
             ok=bias <= 0.02,
         ),
         Number(name="effective rows", value=1_182_114.4, unit="rows"),
@@ -380,8 +383,8 @@ def missingness(rng: np.random.Generator, loss: float, *, strong: bool) -> Missi
             bias=math.sqrt(loss / (1 - loss)),
             curve=[BoundPoint(loss_share=s, bias=math.sqrt(s / (1 - s))) for s in shares],
         ),
-        could_ask=["does the loss go with the values of the rows? (readouts are stored)"],
-        could_not_ask=["does the loss go with the entropy of the model? (no entropies recorded)"],
+        could_ask=["whether losses depend on the values of the rows"],
+        could_not_ask=["whether losses depend on the entropy of the model: no table records it"],
     )
 
 

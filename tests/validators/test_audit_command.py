@@ -79,6 +79,11 @@ def test_files_are_written_where_told_and_the_page_says_so(
     assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
     assert verdict.level == "FAIL" and verdict.level in told.stdout
     assert str(html) in told.stdout and str(out) in told.stdout
+    dataset = actds.open(datasets["FAIL"])
+    for said in (page, told.stdout):
+        assert f"actds audit {datasets['FAIL']} --html {html}" in said
+        assert "simulated-1-layer" in said and all(hook in said for hook in dataset.hooks)
+        assert "Not before you harvest again" in said
 
 
 @pytest.mark.parametrize(

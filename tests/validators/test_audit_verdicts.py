@@ -81,7 +81,7 @@ def test_a_loss_at_random_is_uncorrelated_only_where_equivalence_is_proven() -> 
     proven = verdict_of("mcar_steps", 1, Limits(max_unresolved=1), **changes)
     assert (proven.level, proven.kind) == ("PASS", "uncorrelated")
     assert proven.deciding.limit == 0.02 and 0.005 < proven.deciding.value < 0.02
-    assert "within 0.02 standard deviations" in proven.sentence
+    assert "within 0.02 SD" in proven.sentence
 
 
 def test_few_events_are_too_few() -> None:
@@ -103,7 +103,7 @@ def test_a_queue_that_overflows_warns_of_the_content_that_comes_with_the_load() 
     assert found.numbers[-1].value < LIMITS.serious
     assert "prefill, against decode" in found.sentence
     assert "can come from the load alone: the mix of phases" in found.sentence
-    assert "No test among the tokens of one step could be made" in found.sentence
+    assert "Content cannot be separated from load" in found.sentence
     assert "selection" not in found.sentence and "--weights" in found.next_steps[0]
 
 
@@ -283,16 +283,17 @@ LOAD, WHOLE, INSIDE = "from the load alone", "of whole steps", "even among the t
 @pytest.mark.parametrize(
     ("tests", "words", "others"),
     [
-        ([REJECTED["content"]], [LOAD, "No test among"], [WHOLE, INSIDE]),
-        ([REJECTED["content"], KEPT], [LOAD, "reject nothing"], ["No test among", INSIDE]),
+        ([REJECTED["content"]], [LOAD, "Content cannot be separated"], [WHOLE, INSIDE]),
+        ([REJECTED["content"], KEPT], [LOAD, "No test among the tokens of"],
+         ["Content cannot be", INSIDE]),
         ([REJECTED["content"], REJECTED["system"]], [LOAD], [WHOLE, INSIDE]),
         ([WITHIN["content"]], [INSIDE, "0.002"], [LOAD, WHOLE]),
         # The test within is named, though another has a smaller p.
         ([REJECTED["content"], WITHIN["content"]], [INSIDE, "0.002"], [LOAD, WHOLE, "0.001"]),
         ([REJECTED["content"], WITHIN["values"]], [INSIDE, "content and the values", "row norm"],
          [LOAD]),
-        ([REJECTED["values"]], [WHOLE, "No test of the load"], [LOAD, INSIDE, "can be why"]),
-        ([REJECTED["values"], REJECTED["system"]], [WHOLE, "which can be why"], [LOAD, INSIDE]),
+        ([REJECTED["values"]], [WHOLE, "No test of the load"], [LOAD, INSIDE, "can be the cause"]),
+        ([REJECTED["values"], REJECTED["system"]], [WHOLE, "can be the cause"], [LOAD, INSIDE]),
     ],
 )  # fmt: skip
 def test_only_a_test_within_steps_tells_content_from_load(
@@ -341,13 +342,13 @@ def test_where_no_test_rejects_no_covariate_is_named_however_far_off_its_interva
     found = judge(evidence(found=moved, n_events=10), LIMITS)
     assert found.kind == "too-little-evidence"
     assert found.sentence.endswith(
-        "No test finds a pattern, and nothing proves that there is none."
+        "No test finds a pattern, but there is too little evidence to exclude one."
     )
     assert moved[1].covariate.label not in found.model_dump_json()
 
 
 @pytest.mark.parametrize(("n_events", "blamed"), [(1, False), (2, False), (3, True)])
-def test_under_three_events_nothing_is_blamed(n_events: int, blamed: bool) -> None:
+def test_under_three_events_no_cause_is_named(n_events: int, blamed: bool) -> None:
     given = evidence(tests=(REJECTED["values"], REJECTED["system"]), n_events=n_events)
     assert kind(given)[0] == ("WARN" if blamed else "INCONCLUSIVE")
     found = judge(given, LIMITS)
@@ -355,7 +356,7 @@ def test_under_three_events_nothing_is_blamed(n_events: int, blamed: bool) -> No
     assert (label in found.sentence) is blamed
     if not blamed:
         events = f"{n_events} independent event{'s' * (n_events > 1)}"
-        assert f"All losses are {events}: whatever those met" in found.sentence
+        assert f"All losses are {events}: too few to tell a cause" in found.sentence
 
 
 def stratum(rate: float, kind: str = "token id", label: str = "7") -> StratumLoss:
@@ -385,7 +386,7 @@ def test_a_stratum_decides_where_it_is_the_more_severe(
     loaded = with_strata(evidence(tests=(REJECTED["values"],)), worst)
     found = judge(loaded, LIMITS)
     assert (found.level == "FAIL") is (rate >= 0.2)
-    assert "token id 7" in found.sentence and "go with the values" in found.sentence
+    assert "token id 7" in found.sentence and "depend on the values" in found.sentence
     heavy = with_strata(evidence(501), worst)
     assert kind(heavy) == ("FAIL", "heavy") and "token id 7" in judge(heavy, LIMITS).sentence
     mild = Limits(worst_stratum_warn=0.01, worst_stratum_fail=1)
@@ -395,27 +396,29 @@ def test_a_stratum_decides_where_it_is_the_more_severe(
 @pytest.mark.parametrize(
     ("worst", "words"),
     [
-        (stratum(1.0), "All 1,000 rows of token id 7 are lost, where 2.00% of all are."),
+        (stratum(1.0), "All 1,000 rows of token id 7 were lost, against 2.00% of all."),
         (stratum(0.25, "position from the end", "0"),
-         "25% of the rows of the tokens 0 positions from the end of their request are lost (250"),
-        (stratum(1.0, "source", "{0}"), "All 1,000 rows of source 0 are lost"),
+         "25% of the rows of the tokens 0 positions from the end of their request were lost (250"),
+        (stratum(1.0, "source", "{0}"), "All 1,000 rows of source 0 were lost"),
         (stratum(1.0, "tail of a value", "highest 1% of the norm at resid_post.3"),
-         "rows of the highest 1% of the norm at resid_post.3 are lost"),
+         "rows of the highest 1% of the norm at resid_post.3 were lost"),
     ],
 )  # fmt: skip
 def test_a_stratum_is_named_with_its_share(worst: StratumLoss, words: str) -> None:
     assert words in judge(with_strata(evidence(), worst), LIMITS).sentence
     two = judge(with_strata(evidence(), worst, stratum(0.1)), LIMITS).sentence
-    assert "; 1 more kind of token lost too much." in two
+    assert "; 1 more stratum has excess loss." in two
 
 
-def test_the_largest_hole_is_said_first() -> None:
+def test_the_largest_loss_is_said_first() -> None:
     given = evidence(200, (REJECTED["content"],), cache_ref=1000, unresolved=460)
     found = judge(given, LIMITS)
-    assert found.sentence.startswith("46.0% of the cache references (460 positions, more than were")
-    assert found.next_steps[0].startswith("46.0% of the cache references")
+    assert found.sentence.startswith(
+        "46.0% of the prefix-cache hits (460 positions, more than were"
+    )
+    assert found.next_steps[0].startswith("46.0% of the prefix-cache hits")
     few = judge(evidence(200, (REJECTED["content"],), cache_ref=1000, unresolved=46), LIMITS)
-    assert few.sentence.startswith("Losses go") and "4.6%" in few.next_steps[-1]
+    assert few.sentence.startswith("Losses depend") and "4.6%" in few.next_steps[-1]
 
 
 def test_the_largest_cause_is_named_where_there_are_several() -> None:
@@ -424,7 +427,7 @@ def test_the_largest_cause_is_named_where_there_are_several() -> None:
         WaterfallStep(name="aborted", reason="shutdown", n_positions=50, share=0.005),
     ]
     several = judge(evidence(n_events=5, waterfall=steps), LIMITS)
-    assert "are lost (75% of them dropped: queue_full)" in several.sentence
+    assert "were lost (75% of them dropped: queue_full)" in several.sentence
     assert "of them" not in judge(evidence(n_events=5, waterfall=steps[:1]), LIMITS).sentence
 
 
@@ -478,14 +481,14 @@ def test_rows_that_dominate_are_left_out_by_name(
         assert "token id 1 at position 0 (1 row, served 256 times) is 98% of the squared" in step
 
 
-def test_references_that_lead_nowhere_are_named_in_every_verdict() -> None:
+def test_prefix_cache_hits_without_a_row_are_named_in_every_verdict() -> None:
     for tests in ((), (REJECTED["system"],), (REJECTED["content"],)):
         for n_lost, n_events in ((200, 10), (600, 30)):
             ends = []
             for unresolved in (10, 11):
                 given = evidence(n_lost, tests, n_events=n_events, cache_ref=1000,
                                  unresolved=unresolved)  # fmt: skip
-                ends.append([s for s in judge(given, LIMITS).next_steps if "no weight puts" in s])
+                ends.append([s for s in judge(given, LIMITS).next_steps if "no weight" in s])
             assert [len(end) for end in ends] == [0, 1]
 
 
@@ -508,7 +511,7 @@ def test_a_change_in_time_is_no_load() -> None:
     assert alone.kind == "load-dependent"
     assert [step for step in alone.next_steps if "--weights" in step or "rings" in step] == []
     both = judge(evidence(tests=(change, REJECTED["values"])), LIMITS)
-    assert "They go with the load too" not in both.sentence
+    assert "They depend on the load too" not in both.sentence
     with_load = judge(evidence(tests=(change, REJECTED["system"]), balance=balance), LIMITS)
     assert "--weights" in with_load.next_steps[0] and "trace" in with_load.next_steps[-1]
 
@@ -538,7 +541,7 @@ def test_a_loss_with_the_system_says_which_steps_are_fewer(
     given = evidence(tests=(test,), found=found)
     assert kind(given) == ("WARN", "load-dependent")
     verdict = judge(given, LIMITS)
-    assert f"go with the {name}" in verdict.sentence and words in verdict.sentence
+    assert f"depend on the {name}" in verdict.sentence and words in verdict.sentence
     assert any("trace" in step for step in verdict.next_steps) == (name == "time")
 
 
@@ -560,7 +563,7 @@ def test_dependence_fails_when_what_was_rejected_is_seriously_off() -> None:
     ("given", "words"),
     [
         (evidence(n_events=29), "29 independent loss events, of 30 needed"),
-        (evidence(long_enough=False), "too short against its bursts"),
+        (evidence(long_enough=False), "too short for its bursts"),
         (evidence(found=()), "no content covariate has an interval"),
         (evidence(found=(difference("system"),)), "no content covariate has an interval"),
         (evidence(found=(difference("values", high=0.02),)), "not proven for row norm"),
@@ -600,15 +603,15 @@ def test_aborted_rows_that_no_test_saw_are_no_pass() -> None:
 def test_every_number_says_on_which_side_of_its_limit_it_has_to_lie() -> None:
     found = judge(evidence(cache_ref=1000, tests=(REJECTED["content"],)), LIMITS)
     assert {n.name.split(" (")[0]: n.must for n in found.numbers} == {
-        "places that do not add up": "at most",
+        "accounting mismatches": "at most",
         "share of computed tokens lost": "at most",
-        "most that any mean can be off": "at most",
-        "cache references without a stored row": "at most",
+        "worst-case bias of any mean": "at most",
+        "prefix-cache hits without a stored row": "at most",
         "independent loss events": "at least",
         "smallest adjusted p of the family": "above",
-        "content bias that one interval would show": "at most",
+        "content bias that one interval would detect": "at most",
         "farthest end of an equivalence interval": "below",
-        "largest share lost of any one kind of token, beyond chance": "below",
+        "largest share lost of any one stratum": "below",
         "largest bias, content or values with a rejected test": "at most",
     }
 

@@ -13,6 +13,7 @@ from actds_testing.audit_results_wide import wide
 from actds_testing.browser import Browser, chromium
 from actds_validators.audit.result import Audit
 from actds_validators.report.html import render
+from actds_validators.report.summary import About
 
 pytestmark = [
     pytest.mark.browser,
@@ -39,6 +40,17 @@ COVERED = """
     Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2 &&
     Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 5
   ).map(([t]) => s.textContent + " / " + t.textContent));
+})
+"""
+# Boxes that scroll without a name, a role or a visible hint, and hints where nothing scrolls.
+UNSAID = """
+[...document.querySelectorAll(".scroll")].flatMap(box => {
+  const scrolls = box.scrollWidth > box.clientWidth + 1, name = box.getAttribute("aria-label");
+  const hint = box.parentElement.querySelector(".hint");
+  const shown = hint !== null && hint.getBoundingClientRect().height > 0 &&
+    hint.textContent.trim() === "scroll →";
+  const region = box.getAttribute("role") === "region" && name && box.tabIndex === 0;
+  return region && shown === scrolls ? [] : [name + (scrolls ? " scrolls" : " fits")];
 })
 """
 # What makes the page itself wider than the window.
@@ -81,6 +93,30 @@ def test_page_says_nothing_asks_nothing_and_fits(
     if name in CASES or name == "wide":
         assert browser.evaluate(COVERED) == []
     assert browser.evaluate("document.querySelectorAll('script').length") == 0
+
+
+@pytest.mark.parametrize("name", [*CASES, "wide"])
+@pytest.mark.parametrize("width", [390, 600, 1280])
+def test_on_a_phone_the_page_fits_and_what_scrolls_says_so(
+    browser: Browser, tmp_path: Path, name: str, width: int
+) -> None:
+    about = About(("org/model-8b",), ("vllm 0.11.0",), ("resid_post.10 (4,096 × bfloat16)",) * 6,
+                  1_763_800_000 * 10**9, f"actds audit {'x' * 90} --html audit.html")  # fmt: skip
+    source = render(wide() if name == "wide" else audit(name), about)
+    browser.open(write(tmp_path / "page.html", source), width=width)
+    assert browser.evaluate(WIDER) == 0
+    assert browser.evaluate(UNSAID) == []
+    assert (len(browser.evaluate(SCROLLED)) > 0) == (width < 900)  # the control
+
+
+def test_a_box_that_scrolls_without_a_hint_is_found(browser: Browser, tmp_path: Path) -> None:
+    """The control: hidden hints, and boxes without a role, are reported."""
+    source = render(audit("load"))
+    page = write(tmp_path / "page.html", source.replace('class="hint', 'class="none', 1))
+    browser.open(page, width=390)
+    assert browser.evaluate(UNSAID) == ["Chart: Loss waterfall scrolls"]
+    browser.open(write(page, source.replace('role="region"', 'role="group"', 1)), width=390)
+    assert browser.evaluate(UNSAID) == ["Table: Every number with its limit fits"]
 
 
 @pytest.mark.parametrize("name", ["load", "heavy", "unexplained", "wide"])

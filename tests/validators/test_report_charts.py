@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from actds_testing.audit_results import audit
 from actds_validators.audit.result import (
+    Audit,
     ClassLoss,
+    Coverage,
     CoverageCell,
     Difference,
     Estimate,
     Stratum,
     WeightCell,
 )
-from actds_validators.report.coverage import coverage_map, coverage_part
-from actds_validators.report.strata import heat_map
+from actds_validators.report.accounting import coverage_map, coverage_part
+from actds_validators.report.mechanism import weight_map
+from actds_validators.report.missingness import heat_map
 from actds_validators.report.svg import Picture
-from actds_validators.report.weights import weight_map
-from actds_validators.report.words import percent
+from actds_validators.report.words import Part, percent
+
+
+def drawn(chart: Callable[[Audit], Picture | None], **changes: object) -> Picture:
+    """Return a chart of the heavy case with some of its sections changed."""
+    picture = chart(audit("heavy", **changes))
+    assert picture is not None
+    return picture
+
+
+def coverage(section: Coverage) -> Part:
+    part = coverage_part(audit("heavy", coverage=section))
+    assert part is not None
+    return part
+
+
+def of_cells(cells: list[CoverageCell]) -> Coverage:
+    section = audit("heavy").coverage
+    assert section is not None
+    return section.model_copy(update={"cells": cells})
+
+
+def heat(differences: list[Difference]) -> Picture:
+    section = audit("heavy").missingness
+    assert section is not None
+    return drawn(heat_map, missingness=section.model_copy(update={"differences": differences}))
 
 
 def test_coverage_says_how_often_rows_were_served_over_those_served_again_and_over_all() -> None:
     result = audit("heavy").coverage
     assert result is not None
-    said = coverage_part(result).lead
+    said = coverage(result).lead
     assert "61,220 stored rows were served more than once (at most 812 times, 5.6 times on" in said
     assert "Over all stored rows a row was served 1.37 times on average" in said
     none = {"repeated_prefixes": 0, "largest_multiplicity": 1, "mean_multiplicity": 1.0}
-    said = coverage_part(result.model_copy(update={**none, "repeated_multiplicity": None})).lead
+    said = coverage(result.model_copy(update={**none, "repeated_multiplicity": None})).lead
     assert "no stored row was served more than once" in said
     assert "on average" not in said and "at most 1" not in said
 
@@ -38,14 +67,14 @@ def test_coverage_map_gives_the_share_stored_of_all_that_was_served_or_lost() ->
         stored_share=0.3,
     )  # fmt: skip
     other = cell.model_copy(update={"low": 1, "high": 3, "stored": 40, "stored_share": 4 / 11})
-    seen = [s.text for s in coverage_map([cell, other]).shapes]
+    seen = [s.text for s in drawn(coverage_map, coverage=of_cells([cell, other])).shapes]
     assert "30 %" in seen and percent(4 / 11) in seen
     bands = [
         cell.model_copy(update={"low": 2**k - 1, "high": 2 ** (k + 1) - 1} | lost)
         for k in range(12)
         for lost in [{"lost": 950, "stored_share": 0.03} if k % 2 else {}]
     ]
-    seen = [s.text for s in coverage_map(bands).shapes]
+    seen = [s.text for s in drawn(coverage_map, coverage=of_cells(bands)).shapes]
     assert seen.count(percent(60 / 1100)) == 6  # neighbours are drawn together
 
 
@@ -56,12 +85,12 @@ def test_loss_rates_of_given_classes_stand_in_a_table_where_there_are_any() -> N
         ClassLoss(token_class="system", n=4_000, n_lost=1_000, rate=0.25),
         ClassLoss(token_class="all others", n=50_000, n_lost=0, rate=0),
     ]
-    tables = coverage_part(result.model_copy(update={"loss_by_class": some})).tables
+    tables = coverage(result.model_copy(update={"loss_by_class": some})).tables
     assert [row.cells for row in tables[-1].rows] == [
         ("system", "4,000", "1,000", "25 %"),
         ("all others", "50,000", "0", "0 %"),
     ]
-    assert len(coverage_part(result).tables) == len(tables) - 1
+    assert len(coverage(result).tables) == len(tables) - 1
 
 
 def _banded(*strata: tuple[str, int, float]) -> Difference:
@@ -91,30 +120,30 @@ def _classes(picture: Picture, label: str) -> str:
 
 def test_few_tokens_set_no_scale_and_have_no_shade() -> None:
     strata = ("few", 90, 0.8), ("some", 5_000, 0.5), ("less", 400_000, 0.1), ("more", 600_000, 0.2)
-    picture = heat_map([_banded(*strata)])
+    picture = heat([_banded(*strata)])
     words = [s.text for s in picture.shapes]
     assert "20 % and more" in words
     assert _classes(picture, "few") == "few" and "n 90" in words and "80 %" in words
     assert _classes(picture, "some") == _classes(picture, "more") == "shade6"
     assert _classes(picture, "less") == "shade3"
     assert sum(word.startswith("n ") for word in words) == 1
-    words = [s.text for s in heat_map([_banded(*strata[2:])]).shapes]
+    words = [s.text for s in heat([_banded(*strata[2:])]).shapes]
     assert words.count("20 %") == 2 and "20 % and more" not in words  # the scale and a cell
 
 
 def test_strata_left_out_say_the_most_that_they_lost() -> None:
     many = [(f"s{k}", 100_000 - k, 0.1) for k in range(16)]
     left = [("t0", 50_000, 0.05), ("t1", 5, 0.4)]
-    words = [s.text for s in heat_map([_banded(*many, *left)]).shapes]
+    words = [s.text for s in heat([_banded(*many, *left)]).shapes]
     assert "2 left out, lost 40 % at most" in words
-    words = [s.text for s in heat_map([_banded(*many, left[0])]).shapes]
+    words = [s.text for s in heat([_banded(*many, left[0])]).shapes]
     assert "1 left out, lost 5 %" in words
 
 
 @pytest.mark.parametrize("share", [0.5, 0.00123])
 def test_shares_of_a_row_have_the_sign_of_per_cent_all_or_none(share: float) -> None:
     rates = [0.5] * 11 + [share]
-    picture = heat_map([_banded(*((f"s{k}", 10_000, rate) for k, rate in enumerate(rates)))])
+    picture = heat([_banded(*((f"s{k}", 10_000, rate) for k, rate in enumerate(rates)))])
     words = [s.text for s in picture.shapes]
     assert words.count("50 %") == (13 if share == 0.5 else 1)  # the scale has its own
     assert words.count("0.123") == words.count("50") // 11
@@ -136,7 +165,9 @@ def test_weight_map_names_its_sides_tells_loads_apart_and_what_lost_every_row() 
         of(95.98123, 96.02345, "rare", rate=0.1, weight=0.0, n=7, n_lost=7),
         of(96.02345, 96.02345, "rare", rate=0.2, weight=1.25),
     ]
-    picture = weight_map(section.model_copy(update={"cells": cells, "complexity": "rarity"}))
+    picture = drawn(
+        weight_map, weighting=section.model_copy(update={"cells": cells, "complexity": "rarity"})
+    )
     words = [s.text for s in picture.shapes]
     assert {"load, tokens per step →", "rarity ↓"} <= set(words)
     assert {"0–91.5", "91.5–95.98", "95.98–96.02", "96.02"} <= set(words)

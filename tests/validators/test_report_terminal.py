@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actds_testing.audit_results import CASES, audit, enormous, hostile
+from actds_validators.report.summary import LEVEL_MARKS, answer
 from actds_validators.report.terminal import render
 
 
@@ -13,19 +14,25 @@ def test_first_lines_say_verdict_sentence_and_deciding_number(name: str) -> None
     result = audit(name)
     lines = [line.text for line in render(result)]
     verdict = result.verdict
-    assert lines[0] == f"{verdict.level} ({verdict.kind}) {result.path}"
-    assert lines[1] == verdict.sentence
-    assert lines[2].startswith(f"Decided by: {verdict.deciding.name} ")
+    assert lines[0] == f"{LEVEL_MARKS[verdict.level]} {answer(result)}"
+    assert lines[1].startswith("  Worst-case bias of any mean:  ")
+    assert lines[2].startswith("  Largest estimated bias:       ")
+    assert lines[3] == verdict.sentence
+    said = f"{verdict.level} ({verdict.kind}) {result.path}: decided by {verdict.deciding.name} "
+    assert lines[4].startswith(said)
     assert all(any(step in line for line in lines) for step in verdict.next_steps)
     assert all(any(lack in line for line in lines) for lack in verdict.lacks)
 
 
 def test_numbers_stand_with_the_side_of_their_limit() -> None:
     lines = [line.text for line in render(audit("few"))]
-    assert lines[2] == "Decided by: independent loss events 7; limit ≥ 30, not kept"
+    assert lines[4].endswith(
+        "decided by independent loss events 7; limit ≥ 30: too little evidence"
+    )
     assert audit("few").as_json()["verdict"]["deciding"]["must"] == "at least"
     checks = lines[lines.index("Checks") :]
-    assert any("✗" in line and "≥ 30" in line for line in checks)
+    assert any("?" in line and "≥ 30" in line for line in checks)
+    assert [line.style for line in render(audit("few")) if "≥ 30" in line.text][-1] == "dim"
     assert any("share lost" in line and "≤ 5 %" in line for line in checks)
     assert any(line.split()[-5:-2] == ["1,182,114", "rows", "-"] for line in checks)
 
@@ -33,7 +40,7 @@ def test_numbers_stand_with_the_side_of_their_limit() -> None:
 def test_accounting_adds_up_on_the_page_and_names_each_reason() -> None:
     text = "\n".join(line.text for line in render(audit("heavy")))
     assert (
-        "2,000,000 positions = 978,182 stored + 520,000 cache references + 438,273 dropped + "
+        "2,000,000 positions = 978,182 stored + 520,000 prefix-cache hits + 438,273 dropped + "
         "1,200 aborted + 2,345 never computed + 60,000 filtered"
     ) in text
     assert "328,704 dropped (16.4 %): queue_full" in text

@@ -42,7 +42,7 @@ def audit(
         against: another dataset, whose values to compare with.
         by: columns whose values to compare with one another: ``phase``, ``kernel_mode``, ``run``,
             ``source``.
-        rows: rows a side that comparisons read at most.
+        rows: rows per side that comparisons read at most.
         executor: where the rows are read, ``threads`` of this process or ``ray``: the numbers are
             the same.
         progress: told what is being done.

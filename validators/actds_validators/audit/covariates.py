@@ -131,7 +131,7 @@ class CovariateDef:
         size: field of `Widths` that says how many numbers a readout has; empty for one.
         is_load: whether it is a moving average of the load: takes part in the tests of events and
             of trends.
-        sides: what is under-represented where losses go with high values, and with low ones.
+        sides: what is under-represented where losses favour high values, and with low ones.
     """
 
     name: str

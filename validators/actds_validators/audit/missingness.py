@@ -208,21 +208,21 @@ def missingness(
     found: list[Difference], loss_share: float, *, has_values: bool, has_ids: bool
 ) -> Missingness:
     """Return the section: differences, the bound, and which questions could be asked."""
-    asked = ["whether losses go with the load, the batch and the time"]
-    asked.append("whether losses go with position, length, phase and source")
+    asked = ["whether losses depend on the load, the batch and the time"]
+    asked.append("whether losses depend on position, length, phase and source")
     not_asked = []
-    ids = "whether losses go with the tokens themselves (rarity, special tokens)"
-    values = "whether losses go with the values of the rows, which is what MNAR means"
+    ids = "whether losses depend on the tokens themselves (rarity, special tokens)"
+    values = "whether losses depend on the values of the rows, which is what MNAR means"
     if has_ids:
         asked.append(ids)
     else:
-        not_asked.append(f"{ids}: the ids of lost tokens are only known with readouts")
+        not_asked.append(f"{ids}: the ids of lost tokens are known only with readouts")
     if has_values:
         asked.append(values)
     else:
-        not_asked.append(f"{values}: the run has no readouts, so lost rows left no trace")
+        not_asked.append(f"{values}: the run has no readouts of lost rows")
     not_asked.append(
-        "whether losses go with the model's entropy over the next token: no table records it"
+        "whether losses depend on the model's entropy over the next token: no table records it"
     )
     return Missingness(
         differences=found, bound=bound(loss_share), could_ask=asked, could_not_ask=not_asked

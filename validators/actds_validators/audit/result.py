@@ -7,6 +7,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
+    "BOUND",
+    "DETECTABLE",
+    "EQUIVALENCE",
+    "EVENTS",
+    "EVIDENCE",
     "SCHEMA",
     "Accounting",
     "Association",
@@ -51,6 +56,13 @@ __all__ = [
 ]
 
 SCHEMA = "actds.audit/1"
+BOUND = "worst-case bias of any mean"
+"""Name of the number that holds for any losses: above its limit the tests decide."""
+EVENTS = "independent loss events"
+DETECTABLE = "content bias that one interval would detect"
+EQUIVALENCE = "farthest end of an equivalence interval"
+EVIDENCE = (EVENTS, DETECTABLE, EQUIVALENCE)
+"""Names, or their beginnings, of numbers that say how much evidence there is, not what is lost."""
 
 Group = Literal["system", "content", "values"]
 """What a covariate describes: the serving system at the time, the tokens, or the rows' values."""

@@ -140,7 +140,7 @@ class Sections:
         coverage: ``None`` when nothing is stored.
         queues: ``None`` without a step.
         missingness: ``None`` when nothing was dropped, as what follows.
-        mechanism: what the losses go with.
+        mechanism: what the losses depend on.
         weighting: what the weights are.
         cells: of the weights.
         lookups: of each run, by name: what the weights file is made with.
@@ -168,11 +168,13 @@ class AuditResult:
     Args:
         result: every section, as ``--json`` writes it; ``result.verdict`` is the conclusion.
         cells: load and complexity cells with their weights; ``None`` when nothing was dropped.
+        catalog: everything that the ledger of the dataset reached.
         failure: what the first comparison that failed raised; the verdict rests on none of them.
     """
 
     result: Audit
     cells: Cells | None
+    catalog: Catalog
     failure: Exception | None = None
 
 
@@ -259,7 +261,7 @@ def audit_dataset(
         duration_s=time.monotonic() - began,
         peak_nbytes=_peak_nbytes(),
     )
-    return AuditResult(result, found.cells)
+    return AuditResult(result, found.cells, catalog)
 
 
 def audit_sources(

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from actds_validators.audit.missingness import bound
 from actds_validators.audit.result import (
+    BOUND,
+    DETECTABLE,
+    EQUIVALENCE,
+    EVENTS,
     Accounting,
     Association,
     Coverage,
@@ -48,8 +52,8 @@ from actds_validators.statistics.distributions import loss_that_allows
 __all__ = ["Evidence", "judge"]
 
 _SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
-STRATUM = "largest share lost of any one kind of token, beyond chance"
-_UNTESTED = "the tests look at what the writer dropped, and not at what a run's end left behind"
+STRATUM = "largest share lost of any one stratum (kind of token)"
+_UNTESTED = "the tests cover dropped tokens, not aborted ones"
 _SIDES: dict[Must, Callable[[float, float], bool]] = {
     "at most": operator.le,
     "below": operator.lt,
@@ -82,9 +86,9 @@ class Evidence:
 def judge(evidence: Evidence, limits: Limits) -> Verdict:
     """Return the verdict, the largest hole first.
 
-    A stratum that lost too much outweighs every verdict that is milder; references that lead
-    nowhere are named in every kind of verdict, and before all else where they are more than all
-    that was lost.
+    A stratum with excess loss outweighs every verdict that is less severe; prefix-cache hits
+    without a stored row are named in every kind of verdict, and first where they are more than
+    all that was lost.
 
     Spec: 0.1 section 14.6.
     """
@@ -121,8 +125,8 @@ def _with_strata(found: Verdict, missing: Missingness | None, limits: Limits) ->
         deciding=deciding,
         numbers=[*(n for n in found.numbers if n.name != STRATUM), deciding],
         next_steps=[
-            "Harvest again with --overflow block: no weight stands for rows that are not there.",
-            "Or say that the dataset lacks them: the list of the strata that lost most names them.",
+            "Harvest again with --overflow block: no weight makes up for rows that are not there.",
+            "Or document that the dataset lacks them: the report lists strata with excess loss.",
             *(found.next_steps if warned else []),
         ],
     )
@@ -132,9 +136,9 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
     """Return the verdict.
 
     In order: positions that nobody accounts for FAIL; a loss whose worst case is negligible
-    passes, whatever it goes with; a heavy loss FAILs; a loss that goes with content or values
-    FAILs when the stored rows may be off by a serious amount and else WARNs; one that goes with
-    the load or the time WARNs; one that goes with nothing passes when its equivalence is proven
+    passes, whatever it depends on; a heavy loss FAILs; a loss that depends on content or values
+    FAILs when the stored rows may be off by a serious amount and else WARNs; one that depends
+    on the load or the time WARNs; one that depends on nothing passes when its equivalence is proven
     on every content covariate by enough events, and is else INCONCLUSIVE.
     """
     numbers = _numbers(evidence, limits)
@@ -149,7 +153,7 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
             level="FAIL",
             kind="heavy",
             sentence=f"{lost(evidence.accounting)}, more than {loss.limit:.2%}: "
-            f"a mean over the rows may be off by up to {bias.value:.2f} standard deviations.",
+            f"a mean over the rows may be off by up to {bias.value:.2f} SD.",
             deciding=loss,
             numbers=list(numbers.values()),
             next_steps=[
@@ -178,8 +182,8 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
         level="PASS",
         kind="uncorrelated",
         sentence=f"{lost(evidence.accounting)}, in {mechanism.n_events} separate events, and no "
-        "test finds what they go with. Every mean that was tested is the same over the stored rows "
-        f"as over all, within {limits.negligible_bias:g} standard deviations: of every "
+        "test finds what they depend on. Every tested mean is the same over the stored rows as "
+        f"over all computed tokens, within {limits.negligible_bias:g} SD: of every "
         f"{asked(missing)}.",
         deciding=numbers["difference"],
         numbers=list(numbers.values()),
@@ -190,33 +194,31 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
 def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
     found = {}
     n_errors = sum(f.severity == "error" for f in evidence.accounting.findings)
-    found["unexplained"] = _held("places that do not add up", n_errors, "at most", 0)
+    found["unexplained"] = _held("accounting mismatches", n_errors, "at most", 0)
     share = evidence.accounting.loss_share
     found["loss"] = _held(
         "share of computed tokens lost", share, "at most", limits.max_loss, "share"
     )
     allowed = loss_that_allows(limits.negligible_bias)
     found["bias"] = _held(
-        "most that any mean can be off", bound(share).bias, "at most", limits.negligible_bias,
-        "standard deviations", ok=share <= allowed,  # of a root at its limit the last digit is off
+        BOUND, bound(share).bias, "at most", limits.negligible_bias,
+        "SD", ok=share <= allowed,  # of a root at its limit the last digit is off
     )  # fmt: skip
     if evidence.accounting.cache_ref:
         unresolved = evidence.accounting.unresolved / evidence.accounting.cache_ref
         found["unresolved"] = _held(
-            "cache references without a stored row", unresolved, "at most", limits.max_unresolved,
+            "prefix-cache hits without a stored row", unresolved, "at most", limits.max_unresolved,
             "share",
         )  # fmt: skip
     if evidence.mechanism is not None:
         m = evidence.mechanism
-        found["events"] = _held(
-            "independent loss events", m.n_events, "at least", limits.min_events
-        )
+        found["events"] = _held(EVENTS, m.n_events, "at least", limits.min_events)
         smallest = min((t.adjusted_p for t in m.tests), default=1.0)
         found["p"] = _held("smallest adjusted p of the family", smallest, "above", limits.fdr, "p")
         if m.detectable is not None:
             found["detectable"] = _held(
-                "content bias that one interval would show", m.detectable, "at most",
-                limits.negligible_bias, "standard deviations",
+                DETECTABLE, m.detectable, "at most",
+                limits.negligible_bias, "SD",
             )  # fmt: skip
     if evidence.missingness is not None:
         strata = evidence.missingness.worst_strata
@@ -227,8 +229,8 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         if worst is not None and worst.equivalence is not None:
             far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
             found["difference"] = _held(
-                f"farthest end of an equivalence interval ({worst.covariate.label})", far, "below",
-                limits.negligible_bias, "standard deviations",
+                f"{EQUIVALENCE} ({worst.covariate.label})", far, "below",
+                limits.negligible_bias, "SD",
             )  # fmt: skip
     return found
 
@@ -245,8 +247,8 @@ def _unaccounted(n: int, numbers: dict[str, Number]) -> Verdict:
     return Verdict(
         level="FAIL",
         kind="unaccounted",
-        sentence=f"{n} places do not add up: rows, losses and census disagree, so nothing that "
-        "is estimated from them means anything.",
+        sentence=f"{n} accounting mismatch{'' if n == 1 else 'es'}: rows, losses and census "
+        "disagree, so nothing can be estimated from them.",
         deciding=numbers["unexplained"],
         numbers=list(numbers.values()),
         next_steps=["Run actds validate, which says what is wrong position by position."],
@@ -258,8 +260,8 @@ def _unresolved(unresolved: Number, numbers: dict[str, Number]) -> Verdict:
     return Verdict(
         level="WARN",
         kind="unresolved",
-        sentence=f"{unresolved.value:.2%} of the cache references point to rows that are not "
-        "stored: what was served there cannot be put back by weights.",
+        sentence=f"{unresolved.value:.2%} of the prefix-cache hits have no stored row, and weights "
+        "cannot make up for them.",
         deciding=unresolved,
         numbers=list(numbers.values()),
         next_steps=["Harvest with an empty prefix cache, or leave those prompts out."],
@@ -272,11 +274,11 @@ def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) ->
     if unresolved is not None and not unresolved.ok:
         return _unresolved(unresolved, numbers)
     if not share:
-        sentence = "Nothing that was computed is lost: the rows are all that there was to store."
+        sentence = "No rows were lost: every computed token is stored."
     else:
         sentence = (
-            f"{share:.4%} of the computed tokens are lost; whatever they were, no mean over the "
-            f"rows is off by more than {bias.value:.3f} standard deviations."
+            f"{share:.4%} of the computed tokens were lost; whatever they were, no mean over the "
+            f"rows is off by more than {bias.value:.3f} SD."
         )
     return Verdict(
         level="PASS",
@@ -304,24 +306,24 @@ def _dependent(
     with_values = any(t.covariate.group == "values" for t in content)
     effect = _held(
         "largest bias, content or values with a rejected test", worst, "at most", limits.serious,
-        "standard deviations",
+        "SD",
     )  # fmt: skip
     is_serious = not effect.ok
     return Verdict(
         level="FAIL" if is_serious else "WARN",
         kind="values-dependent" if with_values else "content-dependent",
-        sentence=f"{dependence(mechanism, missing, content)} For what was rejected there, the "
-        f"stored rows are off by up to {worst:.3f} standard deviations.",
+        sentence=f"{dependence(mechanism, missing, content)} The means of these covariates over "
+        f"the stored rows are off by up to {worst:.3f} SD.",
         deciding=effect if is_serious else numbers["p"],
         numbers=[*numbers.values(), effect],
         next_steps=[
             *remedy(
                 evidence.weighting,
-                "Weights (--weights) mend what goes with load and complexity, not what goes with "
-                "the values",
+                "Weights (--weights) fix losses that depend on load and complexity, not on the "
+                "values",
             ),
-            "Look at the differences: do they touch what you study?",
-            "Harvest again with --overflow block to be rid of the question.",
+            "Look at the differences: do they affect what you study?",
+            "Harvest again with --overflow block: then nothing is lost.",
         ],
     )
 
@@ -345,8 +347,8 @@ def _system(
     return Verdict(
         level="WARN",
         kind="load-dependent",
-        sentence=f"Losses ({share:.2%}) go with {first.covariate.label} "
-        f"({adjusted(first)}), and with no {others}: {fewer(first)}.",
+        sentence=f"Losses ({share:.2%}) depend on {first.covariate.label} "
+        f"({adjusted(first)}), and on no {others}: {fewer(first)}.",
         deciding=numbers["p"],
         numbers=list(numbers.values()),
         next_steps=[*by_load, *look_when(rejected)],
@@ -362,7 +364,7 @@ def _lacks(
         events = f"{n} independent loss event{'' if n == 1 else 's'}"
         lacks.append(f"{events}, of {limits.min_events} needed")
     if not evidence.blocks_long_enough:
-        lacks.append("the run is too short against its bursts of losses for honest intervals")
+        lacks.append("the run is too short for its bursts of losses: intervals would be too narrow")
     account = evidence.accounting
     aborted = account.aborted / max(1, account.computed)
     if bound(aborted).bias > limits.negligible_bias:
@@ -391,7 +393,7 @@ def _too_little(
     evidence: Evidence, limits: Limits, numbers: dict[str, Number], lacks: list[str]
 ) -> Verdict:
     mechanism, missing = evidence.mechanism, evidence.missingness
-    sentence = "No test finds a pattern, and nothing proves that there is none."
+    sentence = "No test finds a pattern, but there is too little evidence to exclude one."
     order = ["events", "difference", "bias"]
     if mechanism is not None and missing is not None:
         sentence = unproven(mechanism, MIN_BLAMED)
@@ -408,8 +410,8 @@ def _too_little(
         lacks=lacks,
         next_steps=[
             "Harvest longer, with the same settings, or without loss (--overflow block).",
-            f"Or show that a bias of {numbers['bias'].value:.2f} standard deviations, the worst "
-            "case, does not matter to you.",
+            f"Or show that a bias of {numbers['bias'].value:.2f} SD, the worst case, does not "
+            "matter to you.",
         ],
     )
 

@@ -1,7 +1,7 @@
 """Weights: what would make the stored rows stand for all that were computed.
 
 The remedy of the audit: inverse-probability weights by cells of load and complexity; the rates of
-the cells are shrunk to those of their load, and these to the common one. They mend what goes with
+the cells are shrunk to those of their load, and these to the common one. They fix what depends on
 load and complexity, and nothing else.
 """
 
@@ -222,9 +222,9 @@ def weighting(
     ]
     held = cells.weights[stored > 0]
     empty = int(((stored == 0) & (cells.n > 0)).sum())
-    claim = "MAR-consistent after weighting: true if losses go with load and complexity alone"
+    claim = "MAR-consistent after weighting if losses depend on load and complexity alone"
     if empty:
-        claim = f"{empty} cells lost every row: no weight can stand for them"
+        claim = f"{empty} cells lost every row: no weight can make up for them"
     elif np.ptp(held) < 1e-9:
         claim = "every weight is 1: no load and no complexity lost more than chance"
     return Weighting(

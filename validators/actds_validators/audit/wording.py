@@ -1,4 +1,4 @@
-"""Wording: what losses go with, what to do about it, and what an audit would not notice."""
+"""Wording: what losses depend on, what to do about it, and what an audit would not notice."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 MIN_BLAMED = 3
-"""Independent loss events under which no test is read: any covariate lies somewhere then."""
+"""Independent loss events from which a cause is named: fewer have something in common by chance."""
 CLEAR_P = 0.001
 """Tests of an adjusted p up to this are told apart by their differences, not by their p."""
 DOMINANT = 0.1
-"""Share of the squared deviation from which on one token id at one position stands out."""
+"""Share of the squared deviation from which one token id at one position is an outlier."""
 WORTHWHILE = 0.9
-"""Weights are advised where they bring the largest bias below so much of itself."""
+"""Weights are advised where they reduce the largest bias to less than this share of it."""
 
 
 def largest(tests: list[Association], missing: Missingness) -> Association:
@@ -67,9 +67,9 @@ def adjusted(test: Association) -> str:
 
 
 def dependence(mechanism: Mechanism, missing: Missingness, content: list[Association]) -> str:
-    """Return what the losses go with, and whether the load can be why.
+    """Return what the losses depend on, and whether the load can be the cause.
 
-    Tokens of one step met the same load: only `within` tells content from it. The other tests
+    Tokens of one step met the same load: only `within` separates content from it. The other tests
     compare steps, whose mix of phases, positions and lengths changes with the load: a queue that
     prefill filled overflows some steps later, under drop_newest over more decode than usual.
     """
@@ -80,28 +80,28 @@ def dependence(mechanism: Mechanism, missing: Missingness, content: list[Associa
     what = " and ".join(words[g] for g in sorted({t.covariate.group for t in content}))
     if within:
         return (
-            f"Losses go with {what}: {named} differs even among the tokens of one step ({p}), "
+            f"Losses depend on {what}: {named} differs even among the tokens of one step ({p}), "
             "which the load of the step does not explain."
         )
     if any(t.name == "within" for t in mechanism.tests):
-        inside = "Tests among the tokens of one step, which met the same load, reject nothing."
+        inside = "No test among the tokens of one step, which have the same load, is rejected."
     else:
-        inside = "No test among the tokens of one step could be made to tell content from load."
+        inside = "Content cannot be separated from load: no step could be tested by its own tokens."
     with_load = any(
         t.rejected and t.covariate.group == "system" and t.name != "change" for t in mechanism.tests
     )
     if what == "content":
-        too = "They go with the load too. " if with_load else ""
+        too = "They depend on the load too. " if with_load else ""
         return (
-            f"Losses go with what the steps held ({named}, {p}), which can come from the load "
-            f"alone: the mix of phases, positions and lengths changes with it. {too}{inside}"
+            f"Losses depend on the content of the steps ({named}, {p}), which can come from the "
+            f"load alone: the mix of phases, positions and lengths changes with it. {too}{inside}"
         )
     load = (
-        "They go with the load too, which can be why."
+        "They depend on the load too, which can be the cause."
         if with_load
         else "No test of the load is rejected."
     )
-    return f"Losses go with {what} of whole steps ({named}, {p}). {load} {inside}"
+    return f"Losses depend on {what} of whole steps ({named}, {p}). {load} {inside}"
 
 
 def fewer(test: Association) -> str:
@@ -117,22 +117,22 @@ def fewer(test: Association) -> str:
 
 
 def unproven(mechanism: Mechanism, least: int) -> str:
-    """Return what is said where nothing is blamed and nothing is proven.
+    """Return what is said where no cause is named and none is excluded.
 
     No covariate is named: of thirty intervals some leave out 0 in most runs, however harmless.
     """
     n = mechanism.n_events
     if n < least:
         return (
-            f"All losses are {n} independent event{'' if n == 1 else 's'}: whatever those met "
-            "looks like a cause, and nothing tells which."
+            f"All losses are {n} independent event{'' if n == 1 else 's'}: too few to tell a cause "
+            "from chance."
         )
-    return "No test finds a pattern, and nothing proves that there is none."
+    return "No test finds a pattern, but there is too little evidence to exclude one."
 
 
 def lost(account: Accounting) -> str:
     """Return the share lost in words, with the largest cause where there are several."""
-    said = f"{account.loss_share:.2%} of the computed tokens are lost"
+    said = f"{account.loss_share:.2%} of the computed tokens were lost"
     causes = [w for w in account.waterfall if w.name in ("dropped", "aborted")]
     if len(causes) > 1:
         most = max(causes, key=lambda w: w.n_positions)
@@ -161,25 +161,25 @@ def on_strata(found: list[StratumLoss], share: float) -> str:
     """Return what the worst stratum lost, beside all."""
     worst = found[0]
     if worst.n_lost == worst.n:
-        said = f"All {worst.n:,} rows of {stratum_words(worst)} are lost"
+        said = f"All {worst.n:,} rows of {stratum_words(worst)} were lost"
     else:
         said = (
-            f"{worst.rate:.0%} of the rows of {stratum_words(worst)} are lost "
+            f"{worst.rate:.0%} of the rows of {stratum_words(worst)} were lost "
             f"({worst.n_lost:,} of {worst.n:,})"
         )
     others = len(found) - 1
     more = (
-        f"; {others} more kind{'s' if others > 1 else ''} of token lost too much" if others else ""
+        f"; {others} more strat{'a have' if others > 1 else 'um has'} excess loss" if others else ""
     )
-    return f"{said}, where {share:.2%} of all are{more}."
+    return f"{said}, against {share:.2%} of all{more}."
 
 
 def unresolved_first(account: Accounting) -> str:
-    """Return the largest hole where it is references, in a sentence."""
+    """Return the prefix-cache hits without a stored row, in a sentence."""
     share = account.unresolved / max(1, account.cache_ref)
     return (
-        f"{share:.1%} of the cache references ({account.unresolved:,} positions, more than were "
-        "lost) lead to no stored row."
+        f"{share:.1%} of the prefix-cache hits ({account.unresolved:,} positions, more than were "
+        "lost) have no stored row."
     )
 
 
@@ -198,21 +198,21 @@ def events_needed(mechanism: Mechanism, missing: Missingness, limits: Limits) ->
 
 
 def on_unresolved(account: Accounting, limits: Limits) -> list[str]:
-    """Return the step for references that lead nowhere, where there are too many."""
+    """Return the step for prefix-cache hits without a stored row, where there are too many."""
     share = account.unresolved / max(1, account.cache_ref)
     if share <= limits.max_unresolved:
         return []
     return [
-        f"{share:.1%} of the cache references point to rows that are not stored: no weight puts "
-        "those back. Harvest with an empty prefix cache, or leave those prompts out."
+        f"{share:.1%} of the prefix-cache hits have no stored row, and no weight makes up for "
+        "them. Harvest with an empty prefix cache, or leave those prompts out."
     ]
 
 
 def look_when(rejected: list[Association]) -> list[str]:
-    """Return what to do about a loss rate that changed in time, which no weight mends."""
+    """Return what to do about a loss rate that changed in time, which no weight fixes."""
     if not any(t.name == "change" for t in rejected):
         return []
-    return ["Look at the trace: what changed at that time? Weights by load do not mend it."]
+    return ["Look at the trace: what changed at that time? Weights by load do not fix it."]
 
 
 def remedy(weighting: Weighting | None, words: str) -> list[str]:
@@ -250,17 +250,17 @@ def asked(missing: Missingness, both: str = "and") -> str:
 
 
 def training(missing: Missingness) -> list[str]:
-    """Return the step to train, with what could not be asked."""
+    """Return the step to train, with what was not tested."""
     if any(d.covariate.group == "values" for d in missing.differences):
         return ["Train on it."]
     return [
-        "Train on it, if what you study is not the values themselves: without readouts nobody can "
-        "say whether losses go with them."
+        "Train on it, unless you study the activation values themselves: without readouts it is "
+        "unknown whether losses depend on them."
     ]
 
 
 def on_reuse(account: Accounting, coverage: Coverage | None) -> list[str]:
-    """Return the step to weigh rows as they were served, where any were served again.
+    """Return the step to weight rows by how often they were served, where any were served again.
 
     With it, which rows would be most of what such weights see, and how to leave them out.
     """
@@ -268,7 +268,7 @@ def on_reuse(account: Accounting, coverage: Coverage | None) -> list[str]:
         return []
     reused = account.cache_ref / max(1, account.positions)
     said = (
-        f"{reused:.0%} of the positions were served from the prefix cache: to weigh rows as they "
+        f"{reused:.0%} of the positions are prefix-cache hits: to weight rows by how often they "
         'were served, load with weights="multiplicity"'
     )
     cell = coverage.dominant if coverage else None
@@ -286,7 +286,7 @@ def on_reuse(account: Accounting, coverage: Coverage | None) -> list[str]:
 
 
 def blind_spots(hooks: tuple[str, ...], widths: Widths, n_probes: int) -> list[str]:
-    """Return what the audit of some runs would not notice, each in a sentence.
+    """Return what the audit of some runs cannot detect, each in a sentence.
 
     Args:
         hooks: hooks with readouts in every run that lost something.
@@ -299,33 +299,33 @@ def blind_spots(hooks: tuple[str, ...], widths: Widths, n_probes: int) -> list[s
         seen = f"the norm, {widths.n_projections} random projections"
         seen += f" and {widths.n_probes} probes" if widths.n_probes else ""
         values = (
-            f"losses that go with a direction of the activations that no readout sees ({seen} of "
+            f"losses that depend on a direction of the activations that no readout has ({seen} of "
             "each hook are all that is known of a lost row)"
         )
     else:
         values = (
-            "losses that go with the values of the rows or with token ids: without readouts a "
-            "lost row left neither"
+            "losses that depend on the values of the rows or on token ids: without readouts "
+            "neither is known of a lost row"
         )
     more = []
     if n_probes > MAX_PROBES:
         more.append(
-            f"losses that go with a probe beyond the first {MAX_PROBES} of a hook (there are "
+            f"losses that depend on a probe beyond the first {MAX_PROBES} of a hook (there are "
             f"{n_probes})"
         )
     return [
         values,
         *more,
-        f"any pattern where all losses are fewer than {MIN_BLAMED} independent events",
+        f"any pattern in fewer than {MIN_BLAMED} independent loss events",
         "a dependence on load or content that is too weak for its number of events",
-        "losses that follow the load after a longer time than its moving averages remember",
+        "losses that follow the load after a longer time than its moving averages cover",
         f"the loss of a token id, source or other kind of fewer than {MIN_TOKENS} tokens, or lost "
-        f"in fewer than {MIN_HITS} stretches of the run (one request, one burst)",
-        "what aborted tokens are like, computed when a request or run ended: they count in the "
-        "share that is lost, and in no test",
-        "the loss of all that one user sent, where neither the source nor the first block of the "
-        "prompts tells that user from others",
-        "losses by what a text means, where its token ids, lengths, positions and sources are "
+        f"in fewer than {MIN_HITS} blocks of the run (one request, one burst)",
+        "a pattern in aborted tokens, which were computed when a request or run ended: they count "
+        "in the share lost, and are in no test",
+        "the loss of all requests of one user, where neither the source nor the first block of "
+        "the prompts identifies that user",
+        "losses by the meaning of a text, where its token ids, lengths, positions and sources are "
         "like the rest",
         "tokens that never reached the engine: requests that were refused, skipped or never sent",
         "rows that are stored but wrong: the audit reads tables; actds validate and the check "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -27,6 +28,7 @@ _FAILING = {
     "never": set[str](),
 }
 EXECUTORS = ("threads", "ray")
+_COMMAND = "actds.audit.command"
 COLUMNS = ("phase", "kernel_mode", "run", "source")
 
 
@@ -37,6 +39,11 @@ class _Audit(ResultCommand):
         """Return the parameters: those of the command, the limits, --help."""
         params, n = super().get_params(ctx), len(self.params)
         return [*params[:n], *_limit_options(), *params[n:]]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, and remember them as they were typed: the report names them."""
+        ctx.meta[_COMMAND] = shlex.join([*ctx.command_path.split(), *args])
+        return super().parse_args(ctx, args)
 
 
 @cache
@@ -110,14 +117,14 @@ def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) ->
 )
 @click.option(
     "--rows", type=click.IntRange(100), default=20_000, show_default=True,
-    help="Rows a side that --against and --by read.",
+    help="Rows per side that --against and --by read.",
 )  # fmt: skip
 @click.option(
     "--fail-on",
     type=click.Choice(FAIL_ON),
     default="fail",
     show_default=True,
-    help="The mildest verdict that ends with code 1.",
+    help="Exit 1 at this verdict or worse.",
 )
 @click.option("--strict", is_flag=True, help="As --fail-on warn.")
 @click.option(
@@ -170,7 +177,7 @@ def audit(
     )
     _need_folders(html, json_file, weights)
     from actds_validators.report import html as page
-    from actds_validators.report import terminal
+    from actds_validators.report import summary, terminal
 
     _keep_little()
     found = run_audit(
@@ -181,15 +188,16 @@ def audit(
     text = json.dumps(result.as_json(), indent=2, sort_keys=True)
     if json_file is not None:
         _write(json_file, text + "\n")
+    about = summary.about(found.catalog, ctx.meta[_COMMAND])
     if html is not None:
-        _write(html, page.render(result))
+        _write(html, page.render(result, about))
     if to_stdout:
         click.echo(text)
     else:
-        print_lines(terminal.render(result))
+        print_lines(terminal.render(result, about))
         for what, out in (("report", html), ("result", json_out), ("weights", weights)):
             if what == "weights" and out is not None and not result.accounting.is_sound:
-                click.echo("weights: not written, for the dataset does not add up")
+                click.echo("weights: not written, because of accounting mismatches")
             elif out is not None:
                 click.echo(f"{what}: {out}")
     if found.failure is not None:

@@ -1,17 +1,37 @@
-"""The part on accounting: the balance, the loss waterfall, what does not add up.
-
-A family of charts of the report; from the result's section of the same name.
-"""
+"""Sections on what became of every position: accounting, and coverage by class and position."""
 
 from __future__ import annotations
 
-from actds_validators.audit.result import Accounting, WaterfallStep
-from actds_validators.report.axes import Frame, axes, legend
-from actds_validators.report.parts import Part, Row, Table, first
-from actds_validators.report.svg import WIDTH, Picture
-from actds_validators.report.words import Sentence, count, many, percent, short
+from collections import defaultdict
 
-__all__ = ["accounting_part", "balance", "never_computed"]
+from actds_validators.audit.result import (
+    Accounting,
+    Audit,
+    ClassLoss,
+    Coverage,
+    CoverageCell,
+)
+from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, split_range
+from actds_validators.report.words import (
+    Part,
+    Row,
+    Sentence,
+    Table,
+    clean,
+    count,
+    first,
+    many,
+    number,
+    percent,
+    short,
+)
+
+__all__ = [
+    "accounting_part",
+    "balance",
+    "coverage_part",
+    "never_computed",
+]
 
 _KINDS = {
     "positions": "all",
@@ -20,32 +40,33 @@ _KINDS = {
     "filtered": "filtered",
     "never computed": "filtered",
 }
-_WORDS = {"cache_ref": "cache reference", "positions": "all positions", "captured": "stored"}
+_STEP_WORDS = {"cache_ref": "prefix-cache hits", "positions": "all positions", "captured": "stored"}
 _MAX_STEPS = 20
 
 
 def balance(section: Accounting) -> str:
-    """Return the equation of the census in words."""
+    """Return the sum of all positions in words."""
     never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
     return (
         f"{many(section.positions, 'position')} = {count(section.captured)} stored + "
-        f"{count(section.cache_ref)} cache references + {count(section.dropped)} dropped + "
+        f"{count(section.cache_ref)} prefix-cache hits + {count(section.dropped)} dropped + "
         f"{count(section.aborted)} aborted + {never}{count(section.filtered)} filtered"
     )
 
 
 def never_computed(section: Accounting) -> str:
-    """Return what no step computed, in a sentence; empty where there is nothing."""
+    """Return how many positions no step computed, in a sentence; empty for none."""
     if not section.never_computed:
         return ""
     return (
         f" Never computed: {many(section.never_computed, 'position')} of "
-        f"{many(section.never_computed_requests, 'request')}, which count in no loss rate."
+        f"{many(section.never_computed_requests, 'request')}, which are in no loss rate."
     )
 
 
-def accounting_part(section: Accounting) -> Part:
-    """Return the part on accounting."""
+def accounting_part(audit: Audit) -> Part:
+    """Return what became of every position."""
+    section = audit.accounting
     lead = (
         f"{balance(section)}. Of {count(section.computed)} computed tokens "
         f"{percent(section.loss_share)} were lost (dropped or aborted).{never_computed(section)}"
@@ -56,13 +77,12 @@ def accounting_part(section: Accounting) -> Part:
         Row(("computed tokens", count(section.computed))),
         Row(("recomputed tokens", count(section.recomputed))),
         Row(
-            ("references without a stored row", count(section.unresolved)),
+            ("prefix-cache hits without a stored row", count(section.unresolved)),
             "bad" if section.unresolved else "",
         ),
     ]
     tables = [*_findings(section), Table("What was counted", ("quantity", "number"), rows)]
-    pictures = [waterfall(section.waterfall)] if section.waterfall else []
-    return Part("accounting", "Accounting", Sentence(lead), pictures, tables)
+    return Part("accounting", "Accounting", Sentence(lead), tables)
 
 
 def _findings(section: Accounting) -> list[Table]:
@@ -75,21 +95,24 @@ def _findings(section: Accounting) -> list[Table]:
         for f in some
     ]
     head = ("severity", "code", "place", "got", "expected")
-    return [Table("What does not add up", head, rows, frozenset(range(5)), more)]
+    return [Table("Accounting mismatches", head, rows, frozenset(range(5)), more)]
 
 
-def waterfall(steps: list[WaterfallStep]) -> Picture:
-    """Return the way from all positions to the stored rows."""
+def waterfall(audit: Audit) -> Picture | None:
+    """Return the steps from all positions to the stored rows."""
+    steps = audit.accounting.waterfall
+    if not steps:
+        return None
     shown, more = first(steps, _MAX_STEPS)
     p = Picture(
         "waterfall",
         "Loss waterfall",
-        "From all positions of all requests to the rows that are stored; each step takes away "
-        "what it names.",
+        "From all positions of all requests to the stored rows; each bar takes away the positions "
+        "that it names.",
         WIDTH,
         76 + 30 * len(shown),
     )
-    items = [("all", "all"), ("reused", "cache reference"), ("filtered", "filtered")]
+    items = [("all", "all"), ("reused", "prefix-cache hit"), ("filtered", "filtered")]
     legend(p, 230, 16, [*items, ("lost", "lost"), ("stored", "stored")])
     whole = max(1, max(step.n_positions for step in steps))
     f = Frame(230, 30, 440, 30 * len(shown), (0, whole), (0, 1))
@@ -101,7 +124,7 @@ def waterfall(steps: list[WaterfallStep]) -> Picture:
         high = step.n_positions if whole_bar else left
         low = 0 if whole_bar else left - step.n_positions
         left = low if not whole_bar else left
-        words = _WORDS.get(step.name, step.name)
+        words = _STEP_WORDS.get(step.name, step.name)
         label = f"{words}: {step.reason}" if step.reason else words
         said = f"{count(step.n_positions)} ({percent(step.share)})"
         p.text(f.left - 10, y + 19, label, "end", room=214)
@@ -114,3 +137,172 @@ def waterfall(steps: list[WaterfallStep]) -> Picture:
             edge = f.x(left)
             p.line(edge, y + 24, edge, y + 36, "link")
     return p
+
+
+_MAX_CLASSES, _MAX_BANDS = 12, 10
+_STATES = ("stored", "reused", "lost", "filtered")
+_NAMES = {"stored": "computed and stored", "reused": "prefix-cache hit"}
+_REST = "other classes"
+Counts = dict[str, int]
+
+
+def coverage_part(audit: Audit) -> Part | None:
+    """Return what the prefix cache and the losses left out."""
+    section = audit.coverage
+    if section is None:
+        return None
+    lead = f"{_reused(section)} Token classes: {section.classes_from}."
+    some, more = first(section.shifts)
+    rows = [
+        Row(
+            (
+                s.variable,
+                number(s.total_variation),
+                number(s.weighted_total_variation),
+                number(s.jensen_shannon),
+                number(s.weighted_jensen_shannon),
+            )
+        )
+        for s in some
+    ]
+    head = (
+        "distribution of",
+        "total variation",
+        "with multiplicity weights",
+        "Jensen–Shannon distance",
+        "with multiplicity weights",
+    )
+    caption = "Distance of the stored rows from the served tokens (0 equal, 1 disjoint)"
+    tables = [Table(caption, head, rows, more=more)] if rows else []
+    tables += _loss_table(section.loss_by_class)
+    return Part("coverage", "Coverage", Sentence(lead), tables)
+
+
+def _loss_table(losses: list[ClassLoss]) -> list[Table]:
+    """Return the loss rates of the given classes, where there are any."""
+    some, more = first(losses)
+    rows = [
+        Row((one.token_class, count(one.n), count(one.n_lost), percent(one.rate))) for one in some
+    ]
+    head = ("class", "computed positions", "lost", "share lost")
+    caption = "Loss rate of the classes from --classes, without intervals"
+    return [Table(caption, head, rows, more=more)] if rows else []
+
+
+def _reused(section: Coverage) -> str:
+    """Return how much the prefix cache served, and how often the same rows."""
+    share = f"{percent(section.reused_share)} of the served tokens were prefix-cache hits"
+    if not section.repeated_prefixes:
+        return f"{share}; no stored row was served more than once."
+    one = section.repeated_prefixes == 1
+    often = section.repeated_multiplicity
+    mean = "" if often is None else f", {number(often)} times on average"
+    return (
+        f"{share} and were not computed again. {many(section.repeated_prefixes, 'stored row')} "
+        f"{'was' if one else 'were'} served more than once (at most "
+        f"{count(section.largest_multiplicity)} times{mean}): training without multiplicity "
+        f"weights sees {'it' if one else 'each of them'} once. Over all stored rows a row was "
+        f"served {number(section.mean_multiplicity)} times on average."
+    )
+
+
+def coverage_map(audit: Audit) -> Picture | None:
+    """Return token class × position band, each cell split by what became of its positions."""
+    if audit.coverage is None or not audit.coverage.cells:
+        return None
+    cells = audit.coverage.cells
+    bands = _bands(sorted({(cell.low, cell.high) for cell in cells}))
+    grid, kept = _grid(cells, bands)
+    p = Picture(
+        "coverage-map",
+        "Coverage map: token class by band of positions",
+        "Each cell is split by what became of its positions: computed and stored, prefix-cache "
+        "hit, lost, filtered. Below: the number of positions, and the share stored of all that "
+        "were served or lost, without the filtered ones: what training sees without weights.",
+        WIDTH,
+        90 + 52 * len(grid),
+    )
+    left = 176.0
+    width = (WIDTH - 8 - left) / len(bands)
+    legend(p, left, 16, [(s, _NAMES.get(s, s)) for s in _STATES])
+    for column, (low, high) in enumerate(bands):
+        words = f"{low:,}–{high - 1:,}" if high - 1 > low else f"{low:,}"
+        low_line, high_line = split_range(words, width - 4)
+        middle = left + width * (column + 0.5) - 2
+        if high_line:
+            p.text(middle, 40, low_line, "middle", room=width - 4)
+        p.text(middle, 54, high_line or low_line, "middle", room=width - 4)
+    for row, (name, columns) in enumerate(grid.items()):
+        y = 66.0 + 52 * row
+        p.text(left - 10, y + 13, name, "end", room=164)
+        for column in range(len(bands)):
+            counts, share = columns[column], kept[name][column]
+            place = f"{clean(name, 40)}, positions {bands[column][0]}–{bands[column][1] - 1}"
+            _cell(p, left + width * column, y, width - 4, counts, share, place)
+    p.text(
+        (left + WIDTH) / 2, 66.0 + 52 * len(grid) + 14, "position in the request, tokens", "middle"
+    )
+    return p
+
+
+def _cell(
+    p: Picture, x: float, y: float, width: float, counts: Counts, kept: float | None, place: str
+) -> None:
+    total = sum(counts.values())
+    p.box(x, y, width, 16, "empty")
+    if not total:
+        p.text(x + width / 2, y + 29, "none", "middle", "dim")
+        return
+    said = ", ".join(f"{count(counts[s])} {_NAMES.get(s, s)}" for s in _STATES)
+    start = x
+    for state in _STATES:
+        part = width * counts[state] / total
+        p.box(start, y, part, 16, state, f"{place}: {said}")
+        start += part
+    p.text(x + width / 2, y + 29, short(total), "middle", room=width)
+    if kept is not None:
+        p.text(x + width / 2, y + 42, percent(kept), "middle", "dim", room=width)
+
+
+def _bands(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the bands, neighbours taken together until they fit."""
+    while len(bands) > _MAX_BANDS:
+        pairs = [bands[k : k + 2] for k in range(0, len(bands), 2)]
+        bands = [(pair[0][0], max(high for _, high in pair)) for pair in pairs]
+    return bands
+
+
+def _grid(
+    cells: list[CoverageCell], bands: list[tuple[int, int]]
+) -> tuple[dict[str, list[Counts]], dict[str, list[float | None]]]:
+    """Return the counts, and the share stored, per class and band; rare classes as one."""
+    size: dict[str, int] = defaultdict(int)
+    for cell in cells:
+        size[cell.token_class] += cell.stored + cell.reused + cell.lost + cell.filtered
+    order = sorted(size, key=lambda name: (-size[name], name))
+    named = set(order if len(order) <= _MAX_CLASSES else order[: _MAX_CLASSES - 1])
+    grid: dict[str, list[Counts]] = {
+        name: [dict.fromkeys(_STATES, 0) for _ in bands]
+        for name in [
+            *(n for n in order if n in named),
+            *([_REST] if len(named) < len(order) else []),
+        ]
+    }
+    shares: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+    for cell in cells:
+        name = cell.token_class if cell.token_class in named else _REST
+        column = max(k for k, (low, _) in enumerate(bands) if low <= cell.low)
+        for state in _STATES:
+            grid[name][column][state] += getattr(cell, state)
+        if cell.stored_share is not None:
+            n = cell.stored + cell.reused + cell.lost
+            shares[name, column].append((cell.stored_share, n))
+    kept: dict[str, list[float | None]] = {
+        name: [_mean(shares[name, column]) for column in range(len(bands))] for name in grid
+    }
+    return grid, kept
+
+
+def _mean(parts: list[tuple[float, int]]) -> float | None:
+    total = sum(n for _, n in parts)
+    return sum(value * n for value, n in parts) / total if total else None

@@ -7,42 +7,60 @@ shift (other tokens) are two parts with words of their own.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import islice
 
-from actds_validators.audit.result import Drift, DriftMeasure
-from actds_validators.report.axes import Frame, axes, legend, span
-from actds_validators.report.parts import Part, Row, Table, first
-from actds_validators.report.svg import WIDTH, Picture
-from actds_validators.report.words import Sentence, count, many, number, p_value
+from actds_validators.audit.result import Audit, Drift, DriftMeasure
+from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, span
+from actds_validators.report.words import (
+    Part,
+    Row,
+    Sentence,
+    Table,
+    count,
+    first,
+    many,
+    number,
+    p_value,
+)
 
-__all__ = ["drift_parts"]
+__all__ = ["KINDS", "drift_bars", "drift_part", "section_name"]
 
-_MAX_PARTS, _MAX_MEASURES, _MAX_HOOKS, _MAX_TABLE = 2, 8, 8, 40
-_WORDS = {
+_MAX_MEASURES, _MAX_HOOKS, _MAX_TABLE = 8, 8, 40
+KINDS = {
     "numeric drift": (
         "Numeric drift",
-        "The same tokens were computed twice, as {first} and as {second}: what differs is the "
-        "arithmetic.",
+        "The same tokens were computed twice, as {first} and as {second}: differences come from "
+        "the arithmetic.",
     ),
     "population shift": (
         "Population shift",
-        "The tokens of {first} and of {second} are different: what differs is the text that was "
-        "served, and the arithmetic only along with it.",
+        "The tokens of {first} and of {second} are different: differences come from the text that "
+        "was served, and from the arithmetic only in part.",
     ),
 }
 
 
-def drift_parts(sections: list[Drift]) -> list[Part]:
-    """Return a part per comparison, numeric drift before population shift."""
-    parts = []
-    for kind in _WORDS:
-        some = [section for section in sections if section.kind == kind][:_MAX_PARTS]
-        parts += [_part(section, n) for n, section in enumerate(some)]
-    return parts
+def section_name(kind: str, n: int) -> str:
+    """Return the name of the section on a comparison."""
+    return f"{kind.replace(' ', '-')}-{n}"
 
 
-def _part(section: Drift, n: int) -> Part:
-    title, words = _WORDS[section.kind]
-    name = f"{section.kind.replace(' ', '-')}-{n}"
+def _comparison(audit: Audit, kind: str, n: int) -> Drift | None:
+    return next(islice((d for d in audit.drift if d.kind == kind), n, None), None)
+
+
+def drift_part(audit: Audit, kind: str, n: int) -> Part | None:
+    """Return the words and measures of a comparison.
+
+    Args:
+        audit: the result.
+        kind: of the comparison, a key of ``KINDS``.
+        n: number among those of its kind, from 0.
+    """
+    section = _comparison(audit, kind, n)
+    if section is None:
+        return None
+    title, words = KINDS[kind]
     first_words, second_words = section.first[:200], section.second[:200]
     lead = (
         f"{words.format(first=first_words, second=second_words)} {section.sentence} "
@@ -77,12 +95,11 @@ def _part(section: Drift, n: int) -> Part:
         "value / floor",
         "p",
         "adjusted p",
-        "rests on",
+        "sample",
     )
     table = Table(f"{title}: measures", head, rows, frozenset({0, 1}), more)
-    pictures = [drift_bars(section, name)] if section.measures else []
     notes = [Sentence(f"All measures: {common}.")] if common else []
-    return Part(name, title, Sentence(lead), pictures, [table] if rows else [], notes)
+    return Part(section_name(kind, n), title, Sentence(lead), [table] if rows else [], notes)
 
 
 def _common(notes: list[str]) -> tuple[str, list[str]]:
@@ -98,8 +115,11 @@ def _above(m: DriftMeasure) -> str:
     return "-" if not m.floor else f"{number(m.value / m.floor)} ×"
 
 
-def drift_bars(section: Drift, name: str) -> Picture:
-    """Return one panel a measure: the value and its floor, side by side per hook."""
+def drift_bars(audit: Audit, kind: str, n: int) -> Picture | None:
+    """Return one panel per measure: the value and its floor, side by side per hook."""
+    section = _comparison(audit, kind, n)
+    if section is None or not section.measures:
+        return None
     panels: dict[str, list[DriftMeasure]] = defaultdict(list)
     for measure in section.measures:
         panels[measure.name].append(measure)
@@ -109,10 +129,10 @@ def drift_bars(section: Drift, name: str) -> Picture:
         tops.append(y)
         y += 62 + 30 * len(members)
     p = Picture(
-        f"{name}-bars",
+        f"{section_name(kind, n)}-bars",
         f"{section.kind.capitalize()} beside its floor",
-        "Per measure and hook the value (striped) and below it the floor (plain): a value no "
-        "longer than its floor is no drift.",
+        "Per measure and hook the value (striped) and below it the floor (plain): a value up to "
+        "its floor is no drift.",
         WIDTH,
         y + 4,
     )
@@ -122,8 +142,8 @@ def drift_bars(section: Drift, name: str) -> Picture:
         f = Frame(220, top + 16, 440, 30 * len(members), span(values), (0, 1))
         p.text(220, top + 6, label, kind="bold")
         axes(p, f, "", "", y_marks=[])
-        for n, m in enumerate(members):
-            at = f.top + 30 * n
+        for k, m in enumerate(members):
+            at = f.top + 30 * k
             p.text(f.left - 10, at + 19, m.hook, "end", room=206)
             _bar(p, f, m.value, at + 4, "lost", f"{m.hook}, {label}: {number(m.value)}")
             if m.floor is not None:

@@ -1,49 +1,161 @@
-"""The page of an audit: one self-contained HTML file without script, under a strict policy.
+"""The report of an audit: one self-contained HTML file without script, under a strict policy.
 
-After the audit; imports the parts of the report, and Jinja2 when it is called. Every text of the
-result is anybody's: it is cut, freed of control characters and escaped in one place, here.
+Every text of the result is anybody's: it is cut, freed of control characters and escaped in one
+place, here.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from actds_validators.audit.result import Accounting, Audit
-from actds_validators.report.accounting import accounting_part
-from actds_validators.report.coverage import coverage_part
-from actds_validators.report.drift import drift_parts
-from actds_validators.report.mechanism import mechanism_part
-from actds_validators.report.missingness import missingness_part
-from actds_validators.report.parts import Absent, Part
-from actds_validators.report.queues import queues_part
-from actds_validators.report.settings import blind_part, check_part, settings_part
-from actds_validators.report.weights import weights_part
-from actds_validators.report.words import Sentence, against, clean, kept, measured
+from actds_validators.report.accounting import (
+    accounting_part,
+    coverage_map,
+    coverage_part,
+    waterfall,
+)
+from actds_validators.report.drift import KINDS, drift_bars, drift_part
+from actds_validators.report.mechanism import (
+    capture_trace,
+    lag_plot,
+    loss_against_load,
+    mechanism_part,
+    occupancy,
+    queues_part,
+    weight_map,
+    weights_part,
+)
+from actds_validators.report.missingness import (
+    bound_curve,
+    forest,
+    heat_map,
+    missingness_part,
+    stored_bias,
+)
+from actds_validators.report.summary import (
+    LEVEL_MARKS,
+    About,
+    answer,
+    biases,
+    check_part,
+    evidence_part,
+    facts,
+    settings_part,
+)
+from actds_validators.report.svg import Picture
+from actds_validators.report.words import (
+    GROUPS,
+    Part,
+    Sentence,
+    against,
+    clean,
+    measured,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["MARKS", "render"]
+__all__ = ["SECTIONS", "Section", "render"]
 
-MARKS = {"PASS": "✓", "WARN": "!", "FAIL": "✗", "INCONCLUSIVE": "?"}
-"""What stands beside a verdict, so that no reader depends on its colour."""
-
-_ABSENT = {
-    "coverage": ("Coverage", "the tables hold no token classes or positions to map"),
-    "missingness": ("Missingness", "no token was lost, so nothing can differ"),
-    "mechanism": ("Mechanism", "no token was lost, so there is nothing to test"),
-    "queues": ("Time and queues", "the run records neither steps nor queues"),
-    "weighting": ("Weights", "no token was dropped: every weight is 1"),
-    "drift": ("Drift", "no other rows were named: actds audit --against OTHER, or --by COLUMN"),
-}
-_OF_LOSSES = ("missingness", "mechanism", "weighting")
+Chart = Callable[[Audit], Picture | None]
 
 
-def render(audit: Audit) -> str:
+@dataclass(frozen=True)
+class Section:
+    """A section of the report.
+
+    Args:
+        part: its words and tables; ``None`` where the result has nothing for it.
+        charts: drawn between the words and the tables, each where the result has its numbers.
+        title: under which a missing section is named, with the reason; empty for none.
+        absent: the reason.
+        of_losses: whether it is about lost rows alone.
+    """
+
+    part: Callable[[Audit], Part | None]
+    charts: tuple[Chart, ...] = ()
+    title: str = ""
+    absent: str = ""
+    of_losses: bool = False
+
+
+_N_COMPARISONS = 2  # of each kind
+SECTIONS: tuple[Section, ...] = (
+    Section(check_part),
+    Section(accounting_part, (waterfall,)),
+    Section(
+        coverage_part,
+        (coverage_map,),
+        "Coverage",
+        "the tables hold no token classes or positions to map",
+    ),
+    Section(
+        missingness_part,
+        (*(partial(forest, group=group) for group in GROUPS), stored_bias, heat_map, bound_curve),
+        "Missingness",
+        "no token was lost, so nothing can differ",
+        of_losses=True,
+    ),
+    Section(
+        mechanism_part,
+        (),
+        "Mechanism",
+        "no token was lost, so there is nothing to test",
+        of_losses=True,
+    ),
+    Section(
+        queues_part,
+        (capture_trace, loss_against_load, occupancy, lag_plot),
+        "Time and queues",
+        "the run records neither steps nor queues",
+    ),
+    Section(
+        weights_part,
+        (weight_map,),
+        "Weights",
+        "no token was dropped: every weight is 1",
+        of_losses=True,
+    ),
+    *(
+        Section(partial(drift_part, kind=kind, n=n), (partial(drift_bars, kind=kind, n=n),))
+        for kind in KINDS
+        for n in range(_N_COMPARISONS)
+    ),
+    Section(evidence_part),
+    Section(settings_part),
+)
+"""Sections in the order of the report; a new section or chart is an entry here."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A section that the result has, with its charts."""
+
+    part: Part
+    pictures: list[Picture]
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Sections that the result does not have, and why in one sentence."""
+
+    title: str
+    why: Sentence
+
+
+def render(audit: Audit, about: About | None = None) -> str:
     """Return the page: HTML in UTF-8, under 1 MB whatever the dataset.
+
+    Args:
+        audit: the result.
+        about: what the dataset is; ``None`` where only the result is at hand.
 
     Raises:
         ImportError: Jinja2 is not installed (the extra ``audit``).
@@ -51,65 +163,60 @@ def render(audit: Audit) -> str:
     environment = _environment()
     style = environment.loader.get_source(environment, "page.css")[0]  # type: ignore[union-attr]
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    deciding = audit.verdict.deciding
+    verdict = audit.verdict
+    deciding, state = verdict.deciding, state_of(verdict.deciding, verdict.level)
     return environment.get_template("page.html.j2").render(
         audit=audit,
         style=_exact(style),
         policy=Sentence(
             f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
         ),
-        mark=MARKS[audit.verdict.level],
-        sentence=Sentence(audit.verdict.sentence),
+        mark=LEVEL_MARKS[verdict.level],
+        answer=answer(audit),
+        biases=biases(audit),
+        facts=[(name, Sentence(words)) for name, words in facts(audit, about)],
+        sentence=Sentence(verdict.sentence),
         value=measured(deciding.value, deciding.unit),
-        held=f"{against(deciding)}, {kept(deciding)}" if deciding.limit is not None else "",
-        next_steps=[Sentence(step) for step in audit.verdict.next_steps[:20]],
-        lacks=[Sentence(lack) for lack in audit.verdict.lacks[:20]],
-        parts=_parts(audit),
+        held=f"{against(deciding)}: {state.words}" if deciding.limit is not None else "",
+        next_steps=[Sentence(step) for step in verdict.next_steps[:20]],
+        lacks=[Sentence(lack) for lack in verdict.lacks[:20]],
+        sections=_shown(audit),
         absent=_absent(audit),
     )
 
 
-def _parts(audit: Audit) -> list[Part]:
-    parts = [check_part(audit.verdict), accounting_part(audit.accounting)]
-    if audit.coverage is not None:
-        parts.append(coverage_part(audit.coverage))
-    if audit.missingness is not None:
-        n_events = audit.mechanism.n_events if audit.mechanism else None
-        parts.append(missingness_part(audit.missingness, audit.limits, n_events))
-    if audit.mechanism is not None:
-        parts.append(mechanism_part(audit.mechanism, audit.limits))
-    if audit.queues is not None:
-        parts.append(queues_part(audit.queues))
-    if audit.weighting is not None:
-        parts.append(weights_part(audit.weighting))
-    parts += drift_parts(audit.drift)
-    if audit.would_not_notice:
-        parts.append(blind_part(audit))
-    return [*parts, settings_part(audit)]
+def _shown(audit: Audit) -> list[Shown]:
+    return [
+        Shown(part, [p for draw in section.charts if (p := draw(audit)) is not None])
+        for section in SECTIONS
+        if (part := section.part(audit)) is not None
+    ]
 
 
 def _absent(audit: Audit) -> list[Absent]:
     """Return the sections that the result lacks, each with the reason that the result shows."""
-    unexplained = any(finding.severity == "error" for finding in audit.accounting.findings)
     reasons: dict[str, list[str]] = {}
-    for name, (title, why) in _ABSENT.items():
-        if getattr(audit, name):
-            continue
-        if unexplained and name != "drift":
-            why = "the accounting does not add up, and no estimate stands on such a census"
-        elif name in _OF_LOSSES:
-            why = _without_losses(name, audit.accounting) or why
-        reasons.setdefault(f"Left out: {why}.", []).append(title)
-    return [Absent(", ".join(titles), Sentence(why)) for why, titles in reasons.items()]
+    for section in SECTIONS:
+        if section.title and section.part(audit) is None:
+            why = section.absent
+            if not audit.accounting.is_sound:
+                why = "there are accounting mismatches, so nothing can be estimated"
+            elif section.of_losses:
+                why = _without_losses(section.title, audit.accounting) or why
+            reasons.setdefault(why, []).append(section.title)
+    if not audit.drift:
+        why = "no comparison was asked for: actds audit --against OTHER, or --by COLUMN"
+        reasons[why] = ["Drift"]
+    return [Absent(", ".join(titles), Sentence(f"{why}.")) for why, titles in reasons.items()]
 
 
-def _without_losses(name: str, account: Accounting) -> str:
+def _without_losses(title: str, account: Accounting) -> str:
     """Return why a section on losses is missing; empty where nothing was lost."""
-    if account.dropped and name == "weighting" and not account.captured:
-        return "no row is stored that a weight could be given to"
+    if account.dropped and title == "Weights" and not account.captured:
+        return "no row is stored, so none can have a weight"
     if account.dropped:
         return "the result does not hold it, although tokens were dropped"
-    if account.aborted and name != "weighting":
+    if account.aborted and title != "Weights":
         return "no token was dropped; those of aborted requests are counted, not compared"
     return ""
 

@@ -1,17 +1,58 @@
-"""The part on mechanism: the family of tests, and what decides in it.
-
-From the result's section of the same name; tables only.
-"""
+"""Sections on why rows were lost: tests, load and queues along the run, weights."""
 
 from __future__ import annotations
 
-from actds_validators.audit.result import Association, Limits, Mechanism
-from actds_validators.report.parts import Part, Row, Table, first
-from actds_validators.report.words import Sentence, count, number, p_value
+from collections import defaultdict
+from dataclasses import dataclass
+
+from actds_validators.audit.result import (
+    Association,
+    Audit,
+    Occupancy,
+    Stall,
+    TracePoint,
+    WeightCell,
+)
+from actds_validators.report.svg import (
+    WIDTH,
+    Frame,
+    Picture,
+    axes,
+    legend,
+    shade,
+    shade_scale,
+    span,
+    split_range,
+)
+from actds_validators.report.words import (
+    Part,
+    Row,
+    Sentence,
+    Table,
+    apart,
+    clean,
+    count,
+    first,
+    many,
+    measured,
+    number,
+    p_value,
+    percent,
+    seconds,
+    short,
+    thousandths,
+)
+
+__all__ = [
+    "capture_trace",
+    "lowest",
+    "mechanism_part",
+    "queues_part",
+    "smallest_first",
+    "weights_part",
+]
 
 MIN_BLAMED = 3  # as the verdict has it
-
-__all__ = ["mechanism_part", "smallest_first"]
 
 
 def smallest_first(tests: list[Association]) -> list[Association]:
@@ -19,19 +60,22 @@ def smallest_first(tests: list[Association]) -> list[Association]:
     return sorted(tests, key=lambda t: (not t.rejected, t.adjusted_p, t.p))
 
 
-def mechanism_part(section: Mechanism, limits: Limits) -> Part:
-    """Return the part on what the loss goes with."""
+def mechanism_part(audit: Audit) -> Part | None:
+    """Return the family of tests."""
+    section, limits = audit.mechanism, audit.limits
+    if section is None:
+        return None
     lead = (
         f"Independent loss events: {count(section.n_events)}, in {count(section.n_steps)} steps; "
         f"{count(section.n_lost_steps)} steps lost tokens, {count(section.n_partial_steps)} of "
         "them only some. Tokens of a step are lost together, so each test counts steps, blocks or "
-        f"requests, never tokens. One family of {count(len(section.tests))} tests, false discovery "
+        f"requests, not tokens. One family of {count(len(section.tests))} tests, false discovery "
         f"rate {number(limits.fdr)} after Benjamini and Hochberg."
     )
     if section.n_events < MIN_BLAMED:
         lead += (
-            f" Under {MIN_BLAMED} events nothing is blamed: whatever so few bursts met looks like "
-            "a cause."
+            f" With fewer than {MIN_BLAMED} events no cause is named: anything that so few bursts "
+            "have in common looks like one."
         )
     some, more = first(smallest_first(section.tests))
     rows = [
@@ -56,7 +100,7 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         "rejected",
         "test",
         "covariate",
-        "kind",
+        "group",
         "statistic",
         "p",
         "adjusted p",
@@ -68,7 +112,7 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         notes.append(
             Sentence(
                 "The widest interval of a content covariate or readout would show a bias of the "
-                f"stored rows of {number(section.detectable)} standard deviations with power 0.8. "
+                f"stored rows of {number(section.detectable)} SD with power 0.8. "
                 "The tests, "
                 "adjusted over the family, and those of the load need more."
             )
@@ -77,14 +121,14 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         notes.append(
             Sentence(
                 "Effective units: neighbouring shifts of the losses are alike, so the thousands "
-                "that a p counts are worth as many independent ones as stand there."
+                "that a p-value counts are worth this many independent ones."
             )
         )
     if any(t.naive_p is not None for t in section.tests):
         notes.append(
             Sentence(
-                "The naive p stands in brackets: a test over tokens as if each were lost by "
-                "itself. It rejects harmless bursts nearly always, and nothing here rests on it."
+                "The naive p is in brackets: a test over tokens as if each were lost by itself. It "
+                "rejects harmless bursts nearly always, and no verdict uses it."
             )
         )
     caption = (
@@ -92,17 +136,367 @@ def mechanism_part(section: Mechanism, limits: Limits) -> Part:
         f"{count(section.n_blocks)} of them)"
     )
     tables = [Table(caption, head, rows, frozenset(range(4)), more)] if rows else []
-    return Part("mechanism", "Mechanism", Sentence(lead), (), tables, notes)
+    return Part("mechanism", "Mechanism", Sentence(lead), tables, notes)
 
 
 def _on_content(tests: list[Association]) -> str:
-    """Return which tests tell content from load."""
+    """Return which tests separate content from load."""
     said = (
         "Only the test within compares tokens of one step, which met the same load. The others "
-        "compare steps: what they find of phase, position and length can come from the load, with "
-        "which the mix of tokens changes (missing at random, given the load); what they find of "
-        "values can, in part."
+        "compare steps: a difference in phase, position or length can come from the load, with "
+        "which the mix of tokens changes (missing at random, given the load); so can a difference "
+        "in values, in part."
     )
     if any(t.name == "within" for t in tests):
         return said
-    return f"{said} Here too few steps lost only some of their tokens for a test within."
+    return f"{said} Here too few steps lost only some of their tokens for that test."
+
+
+_MAX_POINTS, _MAX_LAGS, _MAX_STAGES, _MAX_DEPTHS = 40, 201, 6, 32
+
+
+def queues_part(audit: Audit) -> Part | None:
+    """Return when rows were lost and how full the queues were."""
+    section = audit.queues
+    if section is None:
+        return None
+    lead = (
+        "When tokens were lost, how full the queues of the writer were, and how the loss depends "
+    )
+    lead += "on the load (moving average of the tokens per step)."
+    if section.trace:
+        lead += f" In the worst part of the trace {lowest(section.trace)} were stored."
+    some, more = first(section.stalls)
+    rows = [
+        Row((s.stage, count(s.n), seconds(s.seconds), seconds(s.seconds / s.n) if s.n else "-"))
+        for s in some
+    ]
+    tables = [Table("Stalls", ("stage", "stalls", "waited", "mean wait"), rows, more=more)]
+    notes = [] if rows else [Sentence("No stall was recorded.")]
+    return Part("queues", "Time and queues", Sentence(lead), tables if rows else [], notes)
+
+
+def loss_against_load(audit: Audit) -> Picture | None:
+    """Return the share lost per decile of load with intervals, and the isotonic fit."""
+    if audit.queues is None or not audit.queues.loss_by_load:
+        return None
+    shown = sorted(audit.queues.loss_by_load, key=lambda point: point.load)[:_MAX_POINTS]
+    p = Picture(
+        "loss-by-load",
+        "Loss against load",
+        "Per decile of load the share of computed tokens lost, with its interval; the dashed line "
+        "is the isotonic fit, which may only rise.",
+        WIDTH,
+        292,
+    )
+    top = min(1.0, max(max(s.rate.value, s.rate.high, s.fitted) for s in shown) * 1.1) or 0.01
+    loads = [s.load for s in shown]
+    f = Frame(90, 38, 740, 196, span(loads, zero=False), (0, top))
+    axes(p, f, "load, tokens per step", "share lost", y_text=percent, left=64)
+    p.dot(100, 14, "mark lost-mark")
+    p.text(112, 18, "decile, with interval")
+    p.line(272, 14, 302, 14, "curve dashed")
+    p.text(310, 18, "isotonic fit")
+    p.path([(f.x(s.load), f.y(s.fitted)) for s in shown], "curve dashed")
+    for s in shown:
+        said = f"load {number(s.load)}: {percent(s.rate.value)} lost"
+        said += f", interval {percent(s.rate.low)} to {percent(s.rate.high)}"
+        x = f.x(s.load)
+        p.line(x, f.y(s.rate.low), x, f.y(s.rate.high), "whisker lost-line", said)
+        p.dot(x, f.y(s.rate.value), "mark lost-mark", said)
+    return p
+
+
+def occupancy(audit: Audit) -> Picture | None:
+    """Return one histogram per stage: the share of the time at each depth of its queue."""
+    if audit.queues is None or not audit.queues.occupancy:
+        return None
+    stages: dict[str, list[Occupancy]] = defaultdict(list)
+    for row in audit.queues.occupancy:
+        stages[row.stage].append(row)
+    shown = list(stages.items())[:_MAX_STAGES]
+    lines = -(-len(shown) // 3)
+    p = Picture(
+        "occupancy",
+        "Queue occupancy",
+        "Per stage of the writer the share of the time at each queue depth; the bar of a full "
+        "queue is striped.",
+        WIDTH,
+        4 + 222 * lines,
+    )
+    for n, (stage, members) in enumerate(shown):
+        capacity = max(1, *(m.capacity for m in members))
+        deepest = max(capacity, *(m.depth for m in members))
+        width = -(-(deepest + 1) // _MAX_DEPTHS)
+        bins: dict[int, float] = defaultdict(float)
+        for m in members:
+            bins[m.depth // width] += m.seconds
+        total = sum(bins.values()) or 1.0
+        n_bins = deepest // width + 1
+        f = Frame(70 + 270 * (n % 3), 44 + 222 * (n // 3), 195, 120, (0, n_bins), (0, 1))
+        p.text(f.left, f.top - 26, stage, kind="bold", room=215)
+        p.text(f.left, f.top - 11, f"capacity {count(capacity)}", kind="dim", room=215)
+        marks = sorted({0, n_bins // 2, n_bins - 1})
+        axes(
+            p,
+            f,
+            "depth, entries",
+            "share of time" if n % 3 == 0 else "",
+            x_marks=[(k + 0.5, _depth(k * width)) for k in marks],
+            y_marks=[(0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %")],
+            left=52,
+        )
+        for k, spent in sorted(bins.items()):
+            full = (k + 1) * width > capacity
+            label = f"{k * width}" if width == 1 else f"{k * width}–{(k + 1) * width - 1}"
+            said = f"{stage}, depth {label}: {percent(spent / total)} of the time"
+            x, y = f.x(k), f.y(spent / total)
+            p.box(
+                x + 0.5, y, f.width / n_bins - 1, f.bottom - y, "lost" if full else "stored", said
+            )
+    return p
+
+
+def _depth(entries: int) -> str:
+    return count(entries) if entries < 100_000 else short(entries)
+
+
+def lag_plot(audit: Audit) -> Picture | None:
+    """Return the correlation of the load with the loss some steps later, over the chance band."""
+    if audit.queues is None or not audit.queues.lags:
+        return None
+    band = audit.queues.lag_band
+    ordered = sorted(audit.queues.lags, key=lambda lag: lag.steps)
+    step = -(-len(ordered) // _MAX_LAGS)
+    shown = ordered[::step]
+    said = "The correlation of the load with the share lost some steps later. A peak right of "
+    said += "zero is the time that a queue takes to fill."
+    if band is not None:
+        said += (
+            f" At each lag by itself {percent(band.confidence)} of the correlations of unrelated "
+            f"series of this kind are in the band (circular shifts, about "
+            f"{many(max(1, int(band.n_effective)), 'independent one')}): some lags are outside by "
+            "chance, and so are their neighbours. The tests, not this plot, decide."
+        )
+    p = Picture("lags", "Load against loss, by lag", said, WIDTH, 288 if band else 262)
+    ends = [band.low, band.high] if band else []
+    values = span([lag.correlation for lag in shown] + ends)
+    top = 44 if band else 18
+    f = Frame(90, top, 740, 186, span([lag.steps for lag in shown], zero=False), values)
+    if band is not None:
+        words = f"{percent(band.confidence)} of unrelated series, at each lag"
+        legend(p, f.left, 22, [("band", words)])
+        ends_said = f"band of chance: {thousandths(band.low)} to {thousandths(band.high)}"
+        p.box(f.left, f.y(band.high), f.width, f.y(band.low) - f.y(band.high), "band", ends_said)
+    axes(p, f, "lag, steps (loss after load)", "correlation", left=64)
+    p.line(f.left, f.y(0), f.right, f.y(0), "axis")
+    for lag in shown:
+        x, y = f.x(lag.steps), f.y(lag.correlation)
+        said = f"{lag.steps:+d} steps: correlation {thousandths(lag.correlation)}"
+        p.line(x, f.y(0), x, y, "whisker stored-line", said)
+        p.dot(x, y, "mark stored-mark", said, 2.5)
+    return p
+
+
+_MAX_BINS, _MAX_MARKS = 200, 200
+
+
+@dataclass(frozen=True)
+class _Bin:
+    start_s: float
+    end_s: float
+    computed: int
+    lost: int
+    load: float
+
+    @property
+    def per_second(self) -> float:
+        width = self.end_s - self.start_s
+        return self.computed / width if width > 0 else 0.0
+
+
+def capture_trace(audit: Audit) -> Picture | None:
+    """Return tokens per second, the share stored and the load along the run, and the stalls."""
+    if audit.queues is None or not audit.queues.trace:
+        return None
+    bins = _bins(audit.queues.trace)
+    stages = audit.queues.stalls[:_MAX_STAGES]
+    p = Picture(
+        "trace",
+        "Capture-rate trace",
+        "Along the run: stored and lost tokens per second, the share of computed tokens that was "
+        "stored, the load, and when each stage of the writer stalled.",
+        WIDTH,
+        442 + 24 * max(1, len(stages)),
+    )
+    around = (min(b.start_s for b in bins), max(b.end_s for b in bins))
+    legend(p, 110, 16, [("stored", "stored"), ("lost", "lost")])
+    top = max(b.per_second for b in bins) * 1.05 or 1.0
+    rate = Frame(110, 28, 730, 120, around, (0, top))
+    axes(p, rate, "", "tokens/s", x_marks=[], left=64)
+    for b in bins:
+        _bar(p, rate, b)
+    share = Frame(110, 172, 730, 90, around, (0, 1))
+    marks = [(0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %")]
+    axes(p, share, "", "share stored", x_marks=[], y_marks=marks, left=64)
+    for piece in _steps(bins):
+        p.path([(share.x(t), share.y(v)) for t, v in piece], "curve")
+    rows = max(1, len(stages))
+    load = Frame(110, 298, 730, 70, around, (0, max(b.load for b in bins) * 1.1 or 1.0))
+    axes(p, load, "", "load", x_marks=[], left=64)
+    p.path([(load.x((b.start_s + b.end_s) / 2), load.y(b.load)) for b in bins], "curve dashed")
+    p.text(load.right - 4, load.top - 8, "moving average, tokens per step", "end", "dim")
+    rug = Frame(110, 382, 730, 24 * rows, around, (0, 1))
+    axes(p, rug, "seconds since the first step", "", y_marks=[])
+    _stalls(p, rug, stages)
+    return p
+
+
+def _bar(p: Picture, f: Frame, b: _Bin) -> None:
+    x, width = f.x(b.start_s), max(f.x(b.end_s) - f.x(b.start_s) - 0.3, 0.4)
+    lost = b.per_second * b.lost / b.computed if b.computed else 0.0
+    said = (
+        f"{number(round(b.start_s, 2))}–{number(round(b.end_s, 2))} s: {many(b.computed, 'token')} "
+        f"computed, {count(b.lost)} lost"
+    )
+    stored = f.y(b.per_second - lost)
+    p.box(x, stored, width, f.bottom - stored, "stored", said)
+    p.box(x, f.y(b.per_second), width, stored - f.y(b.per_second), "lost", said)
+
+
+def _steps(bins: list[_Bin]) -> list[list[tuple[float, float]]]:
+    """Return the share stored as steps; a bin without tokens interrupts the line."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for b in bins:
+        if not b.computed:
+            pieces.append([])
+            continue
+        kept = 1 - b.lost / b.computed
+        pieces[-1] += [(b.start_s, kept), (b.end_s, kept)]
+    return pieces
+
+
+def _stalls(p: Picture, f: Frame, stages: list[Stall]) -> None:
+    if not stages:
+        p.text(f.left + 8, f.top + 16, "no stall recorded", kind="dim")
+    for n, stall in enumerate(stages):
+        y = f.top + 24 * n
+        p.text(f.left - 10, y + 16, stall.stage, "end", room=98)
+        said = f"{many(stall.n, 'stall')}, {seconds(stall.seconds)}"
+        p.line(f.left, y + 12, f.right, y + 12, "grid", f"{clean(stall.stage, 60)}: {said}")
+        for at in stall.marks_s[:_MAX_MARKS]:
+            if f.x_range[0] <= at <= f.x_range[1]:
+                p.line(f.x(at), y + 4, f.x(at), y + 20, "rug")
+
+
+def _bins(trace: list[TracePoint]) -> list[_Bin]:
+    """Return the bins in order, neighbours taken together until they fit."""
+    ordered = sorted(trace, key=lambda point: point.t_s)
+    size = -(-len(ordered) // _MAX_BINS)
+    bins = []
+    for k in range(0, len(ordered), size):
+        group = ordered[k : k + size]
+        computed = sum(g.computed for g in group)
+        bins.append(
+            _Bin(
+                group[0].t_s,
+                max(group[0].t_s, *(g.t_s + g.seconds for g in group)),
+                computed,
+                min(computed, sum(g.lost for g in group)),
+                sum(g.load for g in group) / len(group),
+            )
+        )
+    return bins
+
+
+def lowest(trace: list[TracePoint]) -> str:
+    """Return the smallest share stored of a bin of the trace, in words."""
+    shares = [1 - b.lost / b.computed for b in _bins(trace) if b.computed]
+    return percent(min(shares)) if shares else "-"
+
+
+_MAX_LOADS, _MAX_LABELS, _MAX_BALANCE = 10, 16, 3
+_LEFT = 172.0  # of the cells
+
+
+def weights_part(audit: Audit) -> Part | None:
+    """Return what inverse-probability weights change and cost."""
+    section = audit.weighting
+    if section is None:
+        return None
+    lead = (
+        f"Inverse-probability weights per cell of load × {section.complexity}. {section.claim}. "
+        "The bias is a mean of the stored rows minus that of all, in SD: the largest of each group "
+        "of covariates, before → after weighting."
+    )
+    share = section.effective_rows / section.n_rows if section.n_rows else 0.0
+    rows = [
+        Row(("weighted rows", count(section.n_rows))),
+        Row(("effective rows, (Σw)² / Σw²", number(round(section.effective_rows)))),
+        Row(("effective share", measured(share, "share"))),
+        Row(("largest weight", number(section.largest))),
+        Row(("cells", count(section.n_cells))),
+        *(
+            Row((f"largest bias, {b.group}", f"{number(b.before)} → {number(b.after)}"))
+            for b in section.balance[:_MAX_BALANCE]
+        ),
+    ]
+    table = Table("What weighting costs", ("quantity", "number"), rows)
+    return Part("weights", "Weights", Sentence(lead), [table])
+
+
+def weight_map(audit: Audit) -> Picture | None:
+    """Return load × complexity, each cell with its shrunk loss rate and its weight."""
+    if audit.weighting is None or not audit.weighting.cells:
+        return None
+    section, cells = audit.weighting, audit.weighting.cells
+    loads = sorted({(cell.load_low, cell.load_high) for cell in cells})[:_MAX_LOADS]
+    labels = list(dict.fromkeys(cell.label for cell in cells))[:_MAX_LABELS]
+    p = Picture(
+        "weight-map",
+        "Loss rate and weight by load and complexity",
+        "Each cell: the share of its computed tokens that was lost, shrunk to that of its load, "
+        "and below it the weight of its stored rows. Darker cells lost less, lighter cells more. A "
+        "cell whose rows were all lost has no weight; n is how many. Cells that are not drawn are "
+        "in the result (--json).",
+        WIDTH,
+        78 + 42 * len(labels),
+    )
+    top = max([cell.rate for cell in cells if cell.weight], default=1.0)
+    shade_scale(p, _LEFT, top, beyond=any(cell.rate > top or not cell.weight for cell in cells))
+    width = (WIDTH - 2 - _LEFT) / len(loads)
+    p.text(_LEFT - 10, 50, "load, tokens per step →", "end", "dim", room=_LEFT - 14)
+    p.text(_LEFT - 10, 64, f"{section.complexity} ↓", "end", "dim", room=_LEFT - 14)
+    bounds = sorted({edge for load in loads for edge in load})
+    said = dict(zip(bounds, apart(bounds), strict=True))
+    for column, (low, high) in enumerate(loads):
+        words = split_range(said[low] if low == high else f"{said[low]}–{said[high]}", width - 4)
+        for line, word in enumerate(words):
+            at = _LEFT + width * (column + 0.5)
+            p.text(at, (50 if words[1] else 62) + 13 * line, word, "middle", room=width - 4)
+    for row, label in enumerate(labels):
+        p.text(_LEFT - 10, 94 + 42.0 * row, label, "end", room=_LEFT - 14)
+    for cell in cells:
+        load = (cell.load_low, cell.load_high)
+        if load in loads and cell.label in labels:
+            x = _LEFT + width * loads.index(load)
+            _cell(p, x, 70 + 42.0 * labels.index(cell.label), width - 2, cell, top)
+    return p
+
+
+def _cell(p: Picture, x: float, y: float, width: float, cell: WeightCell, top: float) -> None:
+    low, high = cell.load_low, cell.load_high
+    weight = f"weight {number(cell.weight)}" if cell.weight else "no weight"
+    said = (
+        f"load {number(low)} to {number(high)}, {clean(cell.label, 50)}: "
+        f"{count(cell.n_lost)} of {count(cell.n)} lost, {weight}"
+    )
+    # Shrunk to its load's, the rate of a cell that lost every row says what nobody saw.
+    step = shade(cell.rate if cell.weight else 1.0, top)
+    p.box(x, y, width, 38, f"shade{step}", said)
+    middle = x + width / 2
+    above, below = percent(cell.rate), f"× {number(cell.weight)}"
+    if not cell.weight:
+        above, below = "all lost", f"n {short(cell.n)}"
+    p.text(middle, y + 16, above, "middle", f"ink{step}", room=width - 4)
+    p.text(middle, y + 31, below, "middle", f"ink{step}", room=width - 4)

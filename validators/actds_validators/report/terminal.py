@@ -1,7 +1,4 @@
-"""The terminal page of an audit: the verdict, what decided, what to do; the tables of the page.
-
-After the audit; the same facts as the JSON result, the worst first. Knows the result only.
-"""
+"""The terminal page of an audit: the first screen of the report, then its tables, largest first."""
 
 from __future__ import annotations
 
@@ -15,53 +12,53 @@ from actds_validators.audit.result import (
     Estimate,
     Mechanism,
     Missingness,
-    Number,
 )
 from actds_validators.report.accounting import balance, never_computed
-from actds_validators.report.forest import worst_first
 from actds_validators.report.mechanism import smallest_first
+from actds_validators.report.missingness import worst_first
+from actds_validators.report.summary import LEVEL_MARKS, About, answer, biases, facts
 from actds_validators.report.words import (
     Sentence,
     against,
     clean,
     count,
     estimate,
-    kept,
     limit_of,
     many,
     measured,
     number,
     p_value,
     percent,
+    state_of,
 )
 
 __all__ = ["render"]
 
-_MARKS = {True: "✓", False: "✗", None: "-"}
-_STYLES: dict[str, Style] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "INCONCLUSIVE": "warn"}
+_STYLES: dict[str, Style] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "INCONCLUSIVE": "title"}
+_TONES: dict[str, Style] = {"good": "good", "bad": "bad", "warn": "warn", "dim": "dim", "": "plain"}
+_BIAS_WIDTH = len("Worst-case bias of any mean:")
 _MAX_ROWS, _MAX_TOP, _MAX_COLUMN = 25, 8, 64
 
 
-def render(audit: Audit) -> Iterator[Line]:
-    """Yield the page, line by line; no line holds a control character."""
-    for line in _page(audit):
+def render(audit: Audit, about: About | None = None) -> Iterator[Line]:
+    """Yield the page, line by line; no line holds a control character.
+
+    Args:
+        audit: the result.
+        about: what the dataset is; ``None`` where only the result is at hand.
+    """
+    for line in _page(audit, about):
         yield Line(clean(Sentence(line.text)), line.style)
 
 
-def _page(audit: Audit) -> Iterator[Line]:
-    verdict = audit.verdict
-    kind = f" ({verdict.kind})" if verdict.kind else ""
-    yield Line(f"{verdict.level}{kind} {audit.path}", _STYLES[verdict.level])
-    yield Line(verdict.sentence)
-    d = verdict.deciding
-    held = f"; {against(d)}, {kept(d)}" if d.limit is not None else ""
-    yield Line(f"Decided by: {d.name} {measured(d.value, d.unit)}{held}", "title")
-    for lack in verdict.lacks[:_MAX_TOP]:
-        yield Line(f"  short: {lack}", "warn")
+def _page(audit: Audit, about: About | None) -> Iterator[Line]:
+    yield from _first_screen(audit, about)
+    yield from _list("What to do", [f"{n}. {s}" for n, s in enumerate(audit.verdict.next_steps, 1)])
+    yield from _list("Evidence that is missing", [f"- {lack}" for lack in audit.verdict.lacks])
     yield Line("")
     yield Line(f"Accounting: {balance(audit.accounting)}", "title")
     yield from _accounting(audit)
-    yield from _numbers(verdict.numbers)
+    yield from _numbers(audit)
     if audit.missingness is not None:
         yield from _strata(audit.missingness)
         yield from _differences(audit.missingness.differences)
@@ -72,16 +69,41 @@ def _page(audit: Audit) -> Iterator[Line]:
         yield from _drift(drift)
     for words in audit.options.failed[:_MAX_ROWS]:
         yield Line(f"Comparison failed: {words}", "bad")
-    if verdict.next_steps:
+    untested = audit.missingness.could_not_ask if audit.missingness else []
+    yield from _list("Not tested", [f"- {question}" for question in untested], "dim", _MAX_ROWS)
+    blind = [f"- {words}" for words in audit.would_not_notice]
+    yield from _list("What this audit cannot detect", blind, "dim", _MAX_ROWS)
+
+
+def _first_screen(audit: Audit, about: About | None) -> Iterator[Line]:
+    """Yield whether to train on the dataset, how far off a mean can be, and what it is."""
+    verdict, d = audit.verdict, audit.verdict.deciding
+    style = _STYLES[verdict.level]
+    kind = f" ({verdict.kind})" if verdict.kind else ""
+    yield Line(f"{LEVEL_MARKS[verdict.level]} {answer(audit)}", style)
+    for bias in biases(audit):
+        title = f"{bias.title}:".ljust(_BIAS_WIDTH)
+        yield Line(f"  {title}  {bias.value} ({bias.note})", "plain" if bias.is_known else "dim")
+    yield Line(verdict.sentence)
+    limit = f"; {against(d)}: {state_of(d, verdict.level).words}" if d.limit is not None else ""
+    decided = f"decided by {d.name} {measured(d.value, d.unit)}{limit}"
+    yield Line(f"{verdict.level}{kind} {audit.path}: {decided}", "title")
+    known = facts(audit, about)
+    width = max(len(name) for name, _ in known)
+    for name, words in known:
+        yield Line(f"  {name.ljust(width)}  {words}")
+
+
+def _list(
+    title: str, items: Sequence[str], style: Style = "plain", room: int = _MAX_TOP
+) -> Iterator[Line]:
+    """Yield a title with lines below it, and nothing without a line."""
+    if items:
         yield Line("")
-        yield Line("Next", "title")
-        for n, step in enumerate(verdict.next_steps[:_MAX_TOP], 1):
-            yield Line(f"  {n}. {step}")
-    if audit.would_not_notice:
-        yield Line("")
-        yield Line("This audit would not notice", "title")
-        for words in audit.would_not_notice[:_MAX_ROWS]:
-            yield Line(f"  - {words}", "dim")
+        yield Line(title, "title")
+    for words in items[:room]:
+        yield Line(f"  {words}", style)
+    yield from _more(len(items), room)
 
 
 def _accounting(audit: Audit) -> Iterator[Line]:
@@ -96,8 +118,8 @@ def _accounting(audit: Audit) -> Iterator[Line]:
     if section.never_computed:
         yield Line(f" {never_computed(section)}", "plain")
     if section.unresolved:
-        lost = many(section.unresolved, "cache reference")
-        yield Line(f"  {lost} without a stored row behind (E410)", "warn")
+        lost = many(section.unresolved, "prefix-cache hit")
+        yield Line(f"  {lost} without a stored row (E410)", "warn")
     for finding in section.findings[:_MAX_ROWS]:
         said = f"{finding.got}; expected {finding.expected}"
         style: Style = "bad" if finding.severity == "error" else "warn"
@@ -107,18 +129,19 @@ def _accounting(audit: Audit) -> Iterator[Line]:
         yield Line(f"  and {more:,} more findings; --json lists them all", "warn")
 
 
-def _numbers(numbers: Sequence[Number]) -> Iterator[Line]:
+def _numbers(audit: Audit) -> Iterator[Line]:
+    numbers = audit.verdict.numbers
     if not numbers:
         return
     yield Line("")
     yield Line("Checks", "title")
+    states = [state_of(n, audit.verdict.level) for n in numbers[:_MAX_ROWS]]
     cells = [
-        (_MARKS[n.ok], n.name, measured(n.value, n.unit), limit_of(n), kept(n))
-        for n in numbers[:_MAX_ROWS]
+        (state.mark, n.name, measured(n.value, n.unit), limit_of(n), state.words)
+        for n, state in zip(numbers, states, strict=False)
     ]
-    styles: dict[str, Style] = {"✓": "good", "✗": "bad", "-": "dim"}
     head = ("", "number", "value", "limit", "")
-    yield from _table(head, cells, [styles[cell[0]] for cell in cells], {0, 1, 4})
+    yield from _table(head, cells, [_TONES[state.tone] for state in states], {0, 1, 4})
     yield from _more(len(numbers), _MAX_ROWS)
 
 
@@ -126,7 +149,7 @@ def _differences(differences: Sequence[Difference]) -> Iterator[Line]:
     if not differences:
         return
     yield Line("")
-    yield Line("Largest differences of lost against all, standard deviations of all", "title")
+    yield Line("Largest differences of the lost tokens from all, in SD", "title")
     cells = [
         (
             d.covariate.label,
@@ -137,17 +160,17 @@ def _differences(differences: Sequence[Difference]) -> Iterator[Line]:
         )
         for d in worst_first(differences)[:_MAX_TOP]
     ]
-    head = ("covariate", "kind", "SMD [95 %]", "stored", "stored, weighted")
+    head = ("covariate", "group", "SMD [95 %]", "stored", "stored, weighted")
     yield from _table(head, cells, ["plain"] * len(cells), {0, 1})
     yield from _more(len(differences), _MAX_TOP)
 
 
 def _strata(section: Missingness) -> Iterator[Line]:
-    """Yield the kinds of token that lost too much, and the requests that lost everything."""
+    """Yield the strata with excess loss, and the requests that lost everything."""
     if section.worst_strata:
         yield Line("")
         yield Line(
-            f"Kinds of token that lost too much, beyond chance, of {count(section.n_strata)}",
+            f"Strata (kinds of token) with excess loss, of {count(section.n_strata)} tested",
             "title",
         )
         cells = [
@@ -155,7 +178,7 @@ def _strata(section: Missingness) -> Iterator[Line]:
              p_value(s.adjusted_p))
             for s in section.worst_strata[:_MAX_TOP]
         ]  # fmt: skip
-        head = ("kind", "which", "lost", "tokens", "adjusted p")
+        head = ("stratum", "which", "lost", "tokens", "adjusted p")
         yield from _table(head, cells, ["bad"] * len(cells), {0, 1})
         yield from _more(len(section.worst_strata), _MAX_TOP)
     if section.whole_requests:
@@ -172,8 +195,10 @@ def _tests(section: Mechanism) -> Iterator[Line]:
     n_rejected = sum(test.rejected for test in section.tests)
     events = many(section.n_events, "independent loss event")
     tests = many(len(section.tests), "test")
-    few = ": too few to blame anything on" if section.n_events < 3 else ""
-    yield Line(f"What the loss goes with: {n_rejected} of {tests} rejected, {events}{few}", "title")
+    few = ": too few to name a cause" if section.n_events < 3 else ""
+    yield Line(
+        f"What the loss depends on: {n_rejected} of {tests} rejected, {events}{few}", "title"
+    )
     cells = [
         (
             test.name,
@@ -187,7 +212,7 @@ def _tests(section: Mechanism) -> Iterator[Line]:
         if test.rejected
     ]
     if cells:
-        head = ("test", "covariate", "kind", "p", "adjusted p", "units")
+        head = ("test", "covariate", "group", "p", "adjusted p", "units")
         shown = cells[:_MAX_TOP]
         yield from _table(head, shown, ["bad"] * len(shown), {0, 1, 2})
         yield from _more(len(cells), _MAX_TOP)
@@ -200,11 +225,11 @@ def _weights(audit: Audit) -> Iterator[Line]:
     share = percent(w.effective_rows / w.n_rows) if w.n_rows else "-"
     yield Line("")
     yield Line(
-        f"Weights: {count(w.n_rows)} rows stand for {w.effective_rows:,.0f} ({share}), the "
+        f"Weights: {count(w.n_rows)} rows are worth {w.effective_rows:,.0f} ({share}), the "
         f"largest weight is {number(w.largest)}; {w.claim}"
     )
     for b in w.balance[:_MAX_TOP]:
-        change = f"{number(b.before)} to {number(b.after)} standard deviations"
+        change = f"{number(b.before)} to {number(b.after)} SD"
         yield Line(f"  largest bias of a stored mean, {b.group}: {change}")
 
 

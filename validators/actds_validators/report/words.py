@@ -1,25 +1,30 @@
-"""Numbers and names as words: one way to write a share, a count, a p-value, an interval.
-
-Under every chart and table of the report; knows the result's models and nothing that draws.
-"""
+"""What a page is made of: numbers as words, tables, sections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from actds.text import printable
-from actds_validators.audit.result import Estimate, Must, Number
+from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
 __all__ = [
     "GROUPS",
+    "MAX_ROWS",
     "SIDES",
+    "Part",
+    "Row",
     "Sentence",
+    "State",
+    "Table",
     "against",
     "apart",
     "clean",
     "count",
     "estimate",
-    "kept",
+    "first",
+    "interval",
     "limit_of",
     "many",
     "measured",
@@ -29,6 +34,7 @@ __all__ = [
     "seconds",
     "short",
     "signed",
+    "state_of",
     "thousandths",
 ]
 
@@ -91,7 +97,7 @@ def short(value: float, digits: int = 3) -> str:
         # What rounds to 1,000 of one letter is one of the next; 0.9995 k is no letter's yet.
         if abs(value) >= 0.9995 * size:
             return f"{value / size:.{digits}g}{letter}"
-    return f"{value + 0.0:.{digits}g}"  # adding nought turns minus zero into a plain one
+    return f"{value + 0.0:.{digits}g}"  # adding zero turns minus zero into a plain one
 
 
 def apart(values: Sequence[float]) -> list[str]:
@@ -133,7 +139,12 @@ def seconds(value: float) -> str:
 
 def estimate(value: Estimate) -> str:
     """Return an estimate with its interval."""
-    return f"{thousandths(value.value)} [{thousandths(value.low)}, {thousandths(value.high)}]"
+    return f"{thousandths(value.value)} {interval(value)}"
+
+
+def interval(value: Estimate) -> str:
+    """Return the confidence interval of an estimate."""
+    return f"[{thousandths(value.low)}, {thousandths(value.high)}]"
 
 
 def thousandths(value: float) -> str:
@@ -144,7 +155,7 @@ def thousandths(value: float) -> str:
 
 
 def signed(value: float, *, three: bool = False) -> str:
-    """Return a number as ``thousandths`` does, with its sign; nought has none.
+    """Return a number as ``thousandths`` does, with its sign; zero has none.
 
     Args:
         value: the number.
@@ -172,10 +183,89 @@ def limit_of(held: Number) -> str:
 
 
 def against(held: Number) -> str:
-    """Return what a number was held against, in words."""
+    """Return the limit of a number, in words."""
     return "no limit" if held.limit is None else f"limit {limit_of(held)}"
 
 
-def kept(held: Number) -> str:
-    """Return whether a number kept its limit."""
-    return {True: "kept", False: "not kept", None: "not judged"}[held.ok]
+@dataclass(frozen=True)
+class State:
+    """What a number says beside its limit: a mark, a word, and a tone that repeats them."""
+
+    mark: str
+    words: str
+    tone: Tone
+
+
+def state_of(held: Number, level: Level) -> State:
+    """Return whether a number passes; too little evidence is no failure of the data.
+
+    Args:
+        held: the number.
+        level: of the verdict; under PASS no number beyond its limit is a reason not to train.
+    """
+    if held.ok is None:
+        return State("-", "no limit", "dim")
+    if held.ok:
+        return State("✓", "pass", "good")
+    if held.name.startswith(BOUND):
+        return State("-", "above: the tests decide", "dim")
+    if held.name.startswith(EVIDENCE):
+        return State("?", "too little evidence", "dim")
+    if level == "PASS":
+        return State("-", "outside, not decisive", "dim")
+    return State("✗", "fail", "bad")
+
+
+MAX_ROWS = 50
+"""Rows of a table or a chart; the result holds them all."""
+
+Tone = Literal["", "good", "bad", "warn", "dim"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table; the tone only repeats what the words say, a note is below the cells."""
+
+    cells: tuple[str, ...]
+    tone: Tone = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a caption; ``left`` names the columns of words.
+
+    ``narrow`` tables wrap their words on a phone; all others of four columns or more keep their
+    width there and scroll.
+    """
+
+    caption: str
+    head: tuple[str, ...]
+    rows: Sequence[Row]
+    left: frozenset[int] = frozenset({0})
+    more: str = ""
+    narrow: bool = False
+
+    @property
+    def width(self) -> int:
+        """Return the least width in pixels; 0 where it fits any window."""
+        n = len(self.head)
+        return 0 if self.narrow or n < 4 else 560 if n < 6 else 720 if n < 8 else 860
+
+
+@dataclass(frozen=True)
+class Part:
+    """The words and tables of a section; its charts are in the registry of `html`."""
+
+    name: str
+    title: str
+    lead: Sentence
+    tables: Sequence[Table] = ()
+    notes: Sequence[Sentence] = field(default_factory=list)
+
+
+def first(items: Sequence[T], room: int = MAX_ROWS) -> tuple[list[T], str]:
+    """Return the first items and a sentence on those left out, empty when none is."""
+    left = len(items) - room
+    return list(items[:room]), f"and {left:,} more, all in the result (--json)" if left > 0 else ""

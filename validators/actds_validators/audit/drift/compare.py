@@ -64,14 +64,14 @@ __all__ = [
 ]
 
 _WHY = {
-    "phase": "Prompt text and generated text are other tokens by construction",
-    "kernel_mode": "Steps of one kernel mode hold other tokens than those of another",
+    "phase": "Prompt text and generated text are different tokens",
+    "kernel_mode": "Steps of different kernel modes hold different tokens",
 }
 
 
 def repeats_words(n: int) -> str:
     """Return the end of a note that says how many repeated prefixes were left out."""
-    return f"; each prefix counts once, {n} repeats of one left out" if n else ""
+    return f"; each prefix counts once, {n} repeats left out" if n else ""
 
 
 def numeric_sentence(
@@ -99,8 +99,8 @@ def numeric_sentence(
             "token with the same prefix was" if n_pairs == 1 else "tokens with the same prefix were"
         )
         return (
-            f"Only {n_pairs} {tokens} computed in {first.name} and in {second.name}: too few to "
-            f"tell, {MIN_PAIRS} are needed."
+            f"Only {n_pairs} {tokens} computed in {first.name} and in {second.name}: too few, "
+            f"{MIN_PAIRS} are needed."
         )
     worst = max(means, key=lambda one: one.value)
     floor = "no floor is known" if worst.floor is None else f"the floor is {worst.floor:.2g}"
@@ -108,14 +108,14 @@ def numeric_sentence(
     return (
         f"{n_pairs:,} tokens with the same prefix were computed in "
         f"{first.name} and in {second.name}: their rows {what} ({worst.hook}; {floor})"
-        f"{_shifted(hooks, measures)}. {share:.0%} of the rows have such a partner."
+        f"{_shifted(hooks, measures)}. {share:.0%} of the rows have such a pair."
     )
 
 
 def population_sentence(
     first: Selection, second: Selection, measures: list[DriftMeasure], limits: Limits
 ) -> str:
-    """Return the sentence of a population shift, by the hook that is told apart best."""
+    """Return the sentence of a population shift, by the hook that a classifier separates best."""
     areas = [one for one in measures if one.name == "classifier AUC"]
     if not areas:
         return (
@@ -128,8 +128,8 @@ def population_sentence(
     if p is None:
         said = f"Too few requests to test {rows} ({one.hook}; AUC {one.value:.2f}{floor})"
     else:
-        can = "A classifier tells" if p <= limits.fdr else "No classifier told"
-        said = f"{can} {rows} apart ({one.hook}; AUC {one.value:.2f}{floor}, p {p:.2g})"
+        can = "A classifier separates" if p <= limits.fdr else "No classifier separates"
+        said = f"{can} {rows} ({one.hook}; AUC {one.value:.2f}{floor}, p {p:.2g})"
     why = _WHY.get(first.column or "", "The tokens are not the same")
     return f"{said}. {why}: this compares populations and does not show a numerical difference."
 
@@ -143,8 +143,10 @@ def _shifted(hooks: list[PairedHook], measures: list[DriftMeasure]) -> str:
         for hook in hooks
         if hook.hook in shares
     }
-    told = [f"{n} channel{'s' if n > 1 else ''} of {name}" for name, n in counts.items() if n]
-    return f"; shifted on average: {', '.join(told)}" if told else "; no channel shifts on average"
+    named = [f"{n} channel{'s' if n > 1 else ''} of {name}" for name, n in counts.items() if n]
+    return (
+        f"; shifted on average: {', '.join(named)}" if named else "; no channel shifts on average"
+    )
 
 
 Ints = npt.NDArray[np.int64]

@@ -1,0 +1,310 @@
+"""The first screen: may I train on this, how far off can a mean be, and what is this dataset.
+
+With the sections that follow from the verdict alone: checks, limits of the evidence, settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from actds.reading import Catalog
+from actds.text import format_nbytes
+from actds_validators.audit.result import Audit, Limits, Number, Options
+from actds_validators.report.words import (
+    Part,
+    Row,
+    Sentence,
+    State,
+    Table,
+    count,
+    first,
+    interval,
+    limit_of,
+    measured,
+    number,
+    seconds,
+    state_of,
+)
+
+__all__ = [
+    "LEVEL_MARKS",
+    "About",
+    "Bias",
+    "about",
+    "answer",
+    "biases",
+    "check_part",
+    "evidence_part",
+    "facts",
+    "settings_part",
+]
+
+LEVEL_MARKS = {"PASS": "✓", "WARN": "!", "FAIL": "✗", "INCONCLUSIVE": "?"}
+"""What is beside a verdict, so that no reader depends on its colour."""
+
+_ANSWERS = {
+    "PASS": "Yes: train on it",
+    "WARN": "Yes, with these limits",
+    "FAIL": "Not before you harvest again",
+    "INCONCLUSIVE": "Not known: too little evidence",
+}
+_ANSWERS_BY_KIND = {
+    "unaccounted": "Not before the accounting mismatches are fixed",
+    "unresolved": "Yes, without the prompts named below",
+}
+_MAX_FAILED = 5  # comparisons: --against and four columns
+_MAX_HOOKS = 6
+
+
+@dataclass(frozen=True)
+class About:
+    """What a dataset is, beyond what the result of an audit holds.
+
+    Args:
+        models: names of the models, one per run that has another.
+        engines: names and versions of the engines.
+        hooks: names with width and type.
+        started_ns: when the first run began, wall clock.
+        command: that made the report.
+    """
+
+    models: tuple[str, ...]
+    engines: tuple[str, ...]
+    hooks: tuple[str, ...]
+    started_ns: int
+    command: str
+
+
+@dataclass(frozen=True)
+class Bias:
+    """How far a mean over the stored rows can be or is estimated to be off.
+
+    Args:
+        title: which of the two.
+        value: in standard deviations of all computed tokens (SD), or why there is none.
+        note: the limit, the interval, and what it is the bias of.
+        is_known: whether there is a value; without one nothing is wrong with the data.
+    """
+
+    title: str
+    value: str
+    note: str
+    is_known: bool = True
+
+
+def about(catalog: Catalog, command: str) -> About:
+    """Return what a dataset is, from its genesis and its run records.
+
+    Args:
+        catalog: of the dataset.
+        command: that makes the report, as typed.
+    """
+    genesis, runs = catalog.genesis, list(catalog.runs.values())
+
+    def named(*fields: str) -> tuple[str, ...]:
+        found = (
+            " ".join(str(v) for f in fields if (v := _fact(run.fields, f)) is not None)
+            for run in runs
+        )
+        return tuple(dict.fromkeys(words for words in found if words))
+
+    return About(
+        models=named("model.name"),
+        engines=named("engine.name", "engine.version"),
+        hooks=tuple(f"{h.name} ({h.d_model:,} × {h.dtype})" for h in genesis.hooks),
+        started_ns=min((run.started_ns for run in runs), default=genesis.created_ns),
+        command=command,
+    )
+
+
+def answer(audit: Audit) -> str:
+    """Return whether to train on the dataset, in a few words."""
+    missing = audit.missingness
+    if (
+        audit.verdict.kind == "uncorrelated"
+        and missing is not None
+        and not any(d.covariate.group == "values" for d in missing.differences)
+    ):
+        return "Yes, with one limit: losses by value were not tested"
+    return _ANSWERS_BY_KIND.get(audit.verdict.kind, _ANSWERS[audit.verdict.level])
+
+
+def biases(audit: Audit) -> list[Bias]:
+    """Return the worst-case bias of any mean, and the largest that was estimated."""
+    return [_worst_case(audit), _estimated(audit)]
+
+
+def _worst_case(audit: Audit) -> Bias:
+    title, share = "Worst-case bias of any mean", audit.accounting.loss_share
+    if not audit.accounting.is_sound:
+        return Bias(title, "not known", "the accounting does not match", is_known=False)
+    if share >= 1:
+        return Bias(title, "no bound", "no computed token is stored")
+    bias = math.sqrt(share / (1 - share))
+    limit = f"{number(audit.limits.negligible_bias)} SD"
+    if not share:
+        note = "no rows were lost"
+    elif bias <= audit.limits.negligible_bias:
+        note = f"negligible: at most {limit}"
+    else:
+        note = f"above {limit}: further evidence is needed"
+    return Bias(title, f"{_three(bias)} SD", note)
+
+
+def _estimated(audit: Audit) -> Bias:
+    title = "Largest estimated bias"
+    if not audit.accounting.is_sound:
+        return Bias(title, "not estimated", "the accounting does not match", is_known=False)
+    if not audit.accounting.loss_share:
+        return Bias(title, "0 SD", "no rows were lost")
+    asked = [
+        (d.covariate.label, d.before_weighting)
+        for d in (audit.missingness.differences if audit.missingness else ())
+        if d.before_weighting and d.covariate.group != "system"
+    ]
+    if not asked:
+        return Bias(title, "not estimated", "no mean could be compared", is_known=False)
+    label, found = max(asked, key=lambda pair: abs(pair[1].value))
+    tested = f"largest of {count(len(asked))} tested means" if len(asked) > 1 else "the tested mean"
+    span = f"{100 * found.confidence:g} % CI {interval(found)}"
+    return Bias(title, f"{_three(found.value)} SD", f"{label}; {span}; {tested}")
+
+
+def _three(value: float) -> str:
+    return number(float(f"{value:.3g}"))
+
+
+def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
+    """Return what the dataset is: model, hooks, rows, date, command; each a name and its words.
+
+    Args:
+        audit: the result.
+        known: ``None`` where only the result is at hand.
+    """
+    rows = f"{count(audit.accounting.captured)} of {count(audit.accounting.computed)} computed"
+    if known is None:
+        return [("Dataset", audit.dataset), ("Rows", rows)]
+    hooks, more = first(known.hooks, _MAX_HOOKS)
+    if more:
+        hooks.append(f"and {len(known.hooks) - _MAX_HOOKS} more")
+    return [
+        ("Model", ", ".join(known.models[:3]) or "not recorded"),
+        ("Hooks", ", ".join(hooks) or "none"),
+        ("Rows", rows),
+        ("Harvested", " with ".join([_day(known.started_ns), *known.engines[:2]])),
+        ("Command", known.command),
+    ]
+
+
+def _fact(fields: Mapping[str, object], name: str) -> object:
+    return getattr(fields.get(name), "value", None)
+
+
+def _day(time_ns: int) -> str:
+    try:
+        return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, ValueError, OSError):
+        return "on an unknown date"
+
+
+def check_part(audit: Audit) -> Part:
+    """Return the table of every number with its limit."""
+    verdict = audit.verdict
+    numbers = [verdict.deciding, *(n for n in verdict.numbers if n != verdict.deciding)]
+    some, more = first(numbers)
+    rows = [_row(n, state_of(n, verdict.level), deciding=n is verdict.deciding) for n in some]
+    table = Table("Every number with its limit", ("number", "value", "limit", ""), rows,
+                  frozenset({0, 3}), more, narrow=True)  # fmt: skip
+    lead = (
+        "The first number decided the verdict. SD is the standard deviation over all computed "
+        "tokens."
+    )
+    return Part("checks", "Checks", Sentence(lead), [table])
+
+
+def _row(n: Number, state: State, *, deciding: bool) -> Row:
+    words = state.words + (", decided" if deciding else "")
+    return Row((n.name, measured(n.value, n.unit), limit_of(n), words), state.tone)
+
+
+def evidence_part(audit: Audit) -> Part | None:
+    """Return what was tested, what could not be, and what no audit of this dataset can detect."""
+    missing = audit.missingness
+    tested, untested = (missing.could_ask, missing.could_not_ask) if missing else ([], [])
+    notes = [
+        *(f"Tested: {question}" for question in tested[:16]),
+        *(f"Not tested: {question}" for question in untested[:16]),
+        *(f"Cannot be detected: {words}" for words in audit.would_not_notice[:16]),
+    ]
+    if not notes:
+        return None
+    lead = (
+        "What this audit tested, what it could not test, and what it cannot detect. These are "
+        "limits of the evidence, not faults of the data."
+    )
+    return Part("evidence", "Limits of the evidence", Sentence(lead), (), [*map(Sentence, notes)])
+
+
+def settings_part(audit: Audit) -> Part:
+    """Return the settings and digests."""
+    lead = "What was audited, with which settings; the same settings and seed give these numbers."
+    peak = "not measured" if audit.peak_nbytes is None else format_nbytes(audit.peak_nbytes)
+    runs, more = first(audit.runs, 20)
+    rows = [
+        Row(("path", Sentence(audit.path))),
+        Row(("dataset", audit.dataset)),
+        Row(("digest", audit.digest)),
+        Row(("seal", "not sealed" if audit.seal is None else str(audit.seal))),
+        Row(("runs", Sentence(", ".join(runs + ([more] if more else []))))),
+        Row(("overflow policies", Sentence(", ".join(audit.policies[:20]) or "none recorded"))),
+        Row(("actds", audit.actds)),
+        Row(("schema", audit.schema_)),
+        Row(("audit took", f"{seconds(audit.duration_s)}, peak memory {peak}")),
+    ]
+    limits = [
+        Row((name, number(getattr(audit.limits, name)), Sentence(field.description or "")))
+        for name, field in Limits.model_fields.items()
+    ]
+    words = frozenset({0, 1})
+    tables = [
+        Table("Dataset", ("", ""), rows, words),
+        Table("Options", ("", ""), _options(audit.options), words),
+        Table("Settings", ("setting", "value", "meaning"), limits, frozenset({0, 2})),
+    ]
+    return Part("settings", "Settings and digests", Sentence(lead), tables)
+
+
+def _options(options: Options) -> list[Row]:
+    """Return what was asked for, beside the limits."""
+    rows = [Row(("executor", options.engine))]
+    classes, other = options.classes, options.against
+    if classes is None:
+        rows.append(Row(("token classes", "from the tables of the dataset")))
+    else:
+        matching = f"{count(classes.n_matching)} of {count(classes.n_ranges)}"
+        labelled = f"{count(classes.n_labelled)} of {count(classes.n_positions)}"
+        rows += [
+            Row(("token classes", Sentence(classes.path))),
+            Row(("SHA-256 of that file", classes.sha256)),
+            Row(("ranges that begin within a request of the dataset", matching)),
+            Row(("positions that have a label", labelled)),
+        ]
+    rows.append(Row(("values compared by", Sentence(", ".join(options.by) or "no column"))))
+    if other is None:
+        rows.append(Row(("values compared with", "no other dataset")))
+    else:
+        rows += [
+            Row(("values compared with", Sentence(other.path))),
+            Row(("its dataset", other.dataset)),
+            Row(("its digest", other.digest)),
+        ]
+    if options.rows is not None:
+        rows.append(Row(("rows per side at most", count(options.rows))))
+    some, more = first(options.failed, _MAX_FAILED)
+    rows += [Row(("comparison that failed", Sentence(words)), "bad") for words in some]
+    if more:
+        rows.append(Row(("", more), "bad"))
+    return rows
