@@ -25,6 +25,8 @@ class Policy(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     """Half a line of help."""
+    loses: ClassVar[bool]
+    """Whether rows are lost under it, rather than time."""
 
     @abstractmethod
     def staging_is_full(self, handover: Handover, entry: Entry) -> bool:
@@ -40,7 +42,8 @@ class Block(Policy):
     """Nothing is lost, and the engine is slowed to the pace of the disk."""
 
     name = "block"
-    summary = "make the engine wait"
+    summary = "the engine waits"
+    loses = False
 
     def staging_is_full(self, handover: Handover, entry: Entry) -> bool:
         """Let the engine wait."""
@@ -52,7 +55,8 @@ class DropOldest(Policy):
     """What has waited longest is lost, at either ring."""
 
     name = "drop_oldest"
-    summary = "lose the steps that waited longest"
+    summary = "the steps that waited longest are lost, and recorded"
+    loses = True
 
     def staging_is_full(self, handover: Handover, entry: Entry) -> bool:
         """Give up the oldest step that waits in stage 1."""
@@ -67,7 +71,8 @@ class DropNewest(Policy):
     """What comes now is lost."""
 
     name = "drop_newest"
-    summary = "lose the steps that come"
+    summary = "the newest steps are lost, and recorded"
+    loses = True
 
     def staging_is_full(self, handover: Handover, entry: Entry) -> bool:
         """Give up the step itself."""

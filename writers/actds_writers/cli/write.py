@@ -90,7 +90,9 @@ if TYPE_CHECKING:
     type=click.Choice(list(POLICIES)),
     default="block",
     show_default=True,
-    help="When the ring is full: make the engine wait, or lose whole steps, recorded.",
+    help="When the ring is full: "
+    + "; ".join(f"{policy.name}, {policy.summary}" for policy in POLICIES.values())
+    + ".",
 )
 @click.option(
     "--ring-mib",
