@@ -52,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test families consumers test-all lint docs generate lock bench calibrate crash cuda clean distclean
+.PHONY: help install demo check test variants families consumers test-all test-full lint docs generate lock bench calibrate crash cuda clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -88,11 +88,22 @@ demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, valid
 	$(BIN)/python examples/train_sae.py $(DEMO)/acts
 	$(BIN)/actds audit $(DEMO)/acts --html $(DEMO)/audit.html
 
-test: $(STAMP) $(DEMO)/model/config.json ## run every test, the real engine on the CPU included
-	$(BIN)/python -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=15 $(TEST_ARGS)
+check: lint ## lint, then every test that starts no process (2 minutes)
+	$(BIN)/python -m pytest -m fast --numprocesses=$(TEST_JOBS) --dist=worksteal --durations=10 $(TEST_ARGS)
+
+# By file: what an engine or a server was started for stays with one of the processes.
+test: $(STAMP) $(DEMO)/model/config.json ## and the pipeline's processes, S3, kills, a real engine (10 minutes)
+	$(BIN)/python -m pytest -m "fast or standard" --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 $(TEST_ARGS)
+
+test-all: test test-full ## and everything else that is tested (30 minutes)
+
+test-full: variants families consumers ## what make test-all adds to make test
+
+variants: $(STAMP) $(DEMO)/model/config.json ## other ways to run the engine, the package, a browser, calibration, bad disks
+	$(BIN)/python -m pytest -m "full and not matrix" --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 $(TEST_ARGS)
 
 families: $(STAMP) ## hooks of 90 model families against transformers, each in a real engine
-	$(BIN)/python -m pytest -m matrix --durations=5 tests/matrix
+	$(BIN)/python -m pytest -m matrix --durations=10 tests/matrix
 
 # torch first and torchvision never, as above: dictionary_learning pulls it, and transformers breaks.
 $(CONSUMERS_STAMP): tests/consumers/requirements.txt pyproject.toml
@@ -108,9 +119,7 @@ consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as t
 	rm -rf $(CONSUMERS)/acts
 	$(BIN)/python -m actds_testing.consumers_dataset $(CONSUMERS)/acts
 	ACTDS_CONSUMERS_DATASET=$(CONSUMERS)/acts $(CONSUMERS_BIN)/python -m pytest -m consumers \
-	  --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=5 tests/consumers $(TEST_ARGS)
-
-test-all: test families consumers ## every test, then both matrices
+	  --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 tests/consumers $(TEST_ARGS)
 
 lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/ruff check .

@@ -13,16 +13,6 @@ from actds_testing.s3_server import BUCKET, s3_environment, s3_server
 from actds_testing.synthetic import make_dataset
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the matrices out unless they are asked for by name: they take minutes."""
-    if "matrix" in str(config.getoption("markexpr")):
-        return
-    left_out = [item for item in items if item.get_closest_marker("matrix")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
-
-
 @pytest.fixture(scope="session")
 def dataset_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a conforming sealed dataset with losses, references and preemptions; read only."""

@@ -6,36 +6,40 @@ They must agree position by position: sums alone do not see two swapped rows or 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from actds.accounting.intervals import (
-    Intervals,
-    difference,
-    index_in,
-    keys,
-    of_keys,
-    overlap,
-    union,
-)
 from actds.accounting.multiplicity import multiplicity
-from actds.accounting.rows import Rows, collect, label_findings, token_findings
-from actds.accounting.tables import (
+from actds.accounting.records import (
     Drops,
     Notes,
     Requests,
+    Rows,
     Spans,
     Steps,
     read_drops,
     read_requests,
+    read_rows,
     read_spans,
     read_steps,
 )
 from actds.finding import Finding
 from actds.format import tables
+from actds.format.positions import (
+    Intervals,
+    Ints,
+    difference,
+    of_keys,
+    overlap,
+    position_key,
+    split_key,
+    union,
+)
 
 __all__ = ["TOTALS", "Account", "account"]
 
@@ -97,7 +101,7 @@ def account(
     step_table = read_steps(steps, notes)
     span_table = read_spans(spans, request_table, notes)
     drop_table = read_drops(drops, notes)
-    row_table = collect(rows, request_table, step_table, notes)
+    row_table = read_rows(rows, request_table, step_table, notes)
 
     _partition(request_table, span_table, notes)
     captured = _rows_against_spans(row_table, span_table, notes)
@@ -106,8 +110,8 @@ def account(
     _span_steps(span_table, step_table, notes)
     _cached_counts(request_table, span_table, notes)
     unresolved = _references(span_table, captured, notes)
-    label_findings(row_table, span_table, step_table, notes)
-    token_findings(row_table, request_table, span_table, notes)
+    _row_labels(row_table, span_table, step_table, notes)
+    _token_digests(row_table, request_table, span_table, notes)
 
     lengths = span_table.stop - span_table.start
     totals = {
@@ -131,13 +135,13 @@ def account(
 def _partition(requests: Requests, spans: Spans, notes: Notes) -> None:
     """Check that the spans of each request partition ``[0, N)``."""
     computed = spans.step >= 0
-    at = index_in(requests.request, spans.request[computed])
+    at = requests.index(spans.request[computed])
     known = at >= 0
     n = requests.own_len.copy()
     np.maximum.at(n, at[known], spans.stop[computed][known])
     n[requests.skipped] = 0
     owing = requests.request[n > 0]
-    owed = Intervals(keys(owing, np.zeros(len(owing))), keys(owing, n[n > 0]))
+    owed = Intervals(position_key(owing, 0), position_key(owing, n[n > 0]))
     covered = union(spans.start_key, spans.stop_key)
     for place in notes.places("census", "spans", difference(owed, covered)):
         notes.add("E404", place, "no span", "one span for every position")
@@ -290,7 +294,7 @@ def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
     # A rule may leave out what was never computed here: a hit too, but no reference.
     referenced = spans.of("cache_ref") | (spans.of("filtered") & (spans.step < 0))
     hits = union(spans.start_key[referenced], spans.stop_key[referenced])
-    zero = keys(requests.request, np.zeros(len(requests.request)))
+    zero = position_key(requests.request, 0)
     at = np.searchsorted(hits.start, zero)
     leading = np.zeros(len(zero), np.int64)
     found = at < len(hits)
@@ -345,3 +349,85 @@ def _clip(whole: Intervals, start: np.uint64, stop: np.uint64) -> Intervals:
     first = int(np.searchsorted(whole.stop, start, side="right"))
     last = int(np.searchsorted(whole.start, stop, side="left"))
     return Intervals(whole.start[first:last], whole.stop[first:last])
+
+
+def _row_labels(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
+    """Note rows whose step, chunk or attempt cannot be that of their position.
+
+    Within a request a later position is first computed in the same step or a later one; chunk
+    and attempt count the same history. Rows of one step share their chunk.
+    """
+    request, position = split_key(rows.keys)
+    same = request[1:] == request[:-1]
+    later = rows.step[1:] > rows.step[:-1]
+    back = same & (rows.step[1:] < rows.step[:-1]) & (rows.step[1:] >= 0)
+    chunk = same & ((rows.chunk[1:] > rows.chunk[:-1]) != later) & ~back
+    chunk |= same & (rows.chunk[1:] < rows.chunk[:-1])
+    attempt = same & (rows.attempt[1:] < rows.attempt[:-1])
+    for label, wrong, expected in (
+        ("step", back, "no earlier step than the position before"),
+        ("chunk", chunk, "a chunk that grows exactly where the step does"),
+        ("attempt", attempt, "no earlier attempt than the position before"),
+    ):
+        for i in np.flatnonzero(wrong) + 1:
+            place = notes.place("shards", "rows", request[i], position[i])
+            got = steps.step[rows.step[i]] if label == "step" else getattr(rows, label)[i]
+            notes.add("E414", f"{place} {label}", str(got), expected)
+    captured = np.flatnonzero(spans.of("captured") & (spans.step >= 0))
+    if not len(rows.keys) or not len(captured) or not len(steps.step):
+        return
+    start = spans.start_key[captured]
+    at = np.minimum(np.searchsorted(rows.keys, start), len(rows.keys) - 1)
+    stored = np.where(rows.step[at] >= 0, steps.step[rows.step[at]], -1)
+    wrong = (rows.keys[at] == start) & (stored >= 0) & (stored != spans.step[captured])
+    for i in np.flatnonzero(wrong):
+        span = captured[i]
+        place = notes.place("shards", "rows", spans.request[span], spans.start[span])
+        notes.add("E414", f"{place} step", str(stored[i]), f"{spans.step[span]}, as in the census")
+
+
+def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -> None:
+    """Note requests whose token ids, as far as all of them are stored, miss their digest."""
+    begin = np.searchsorted(rows.keys, position_key(requests.request, 0))
+    end = np.searchsorted(rows.keys, position_key(requests.request, requests.own_len))
+    references = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
+    first = np.searchsorted(spans.request[references], requests.request, side="left")
+    last = np.searchsorted(spans.request[references], requests.request, side="right")
+    for i, digest in enumerate(requests.token_digest):
+        length = int(requests.own_len[i])
+        if digest is None or not length:
+            continue
+        own = slice(int(begin[i]), int(end[i]))
+        if own.stop - own.start == length:
+            ids: npt.NDArray[np.uint32] | None = rows.token_id[own]
+        else:
+            ids = _with_references(rows, own, length, spans, references[first[i] : last[i]])
+        if ids is None:
+            continue
+        got = hashlib.sha256(np.ascontiguousarray(ids, "<u4").data).hexdigest()
+        if got != digest:
+            notes.add(
+                "E414",
+                f"shards (run {notes.run}) request {requests.request[i]} token_id",
+                f"ids of digest {got[:16]}...",
+                f"{digest[:16]}..., the census' token_digest",
+            )
+
+
+def _with_references(
+    rows: Rows, own: slice, length: int, spans: Spans, references: Ints
+) -> npt.NDArray[np.uint32] | None:
+    """Return the ids of a request from its rows and those it refers to; None when some lack."""
+    ids = np.zeros(length, np.uint32)
+    held = np.zeros(length, bool)
+    position = split_key(rows.keys[own])[1]
+    ids[position], held[position] = rows.token_id[own], True
+    starts, stops = spans.referenced(references)
+    for start, stop, a, b in zip(
+        starts, stops, spans.start[references], spans.stop[references], strict=True
+    ):
+        at, to = (int(x) for x in np.searchsorted(rows.keys, [start, stop]))
+        if to - at != b - a or b > length:
+            return None
+        ids[a:b], held[a:b] = rows.token_id[at:to], True
+    return ids if held.all() else None

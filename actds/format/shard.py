@@ -15,6 +15,7 @@ import pyarrow as pa
 from actds import schema
 from actds.errors import ActdsError
 from actds.format import arrays, canonical, layout, tables
+from actds.format.positions import position_key
 from actds.ledger import Chain
 from actds.schema.v0_1 import FileEntry, PartBody, PartTable, Phase, ShardBody, ShardManifest
 from actds.store import Buffer, Store
@@ -75,8 +76,8 @@ def row_set_sha256(request: npt.ArrayLike, position: npt.ArrayLike) -> str:
 
     Spec: 0.1 section 5.2.
     """
-    keys = np.asarray(request).astype("<u8") << np.uint64(32) | np.asarray(position).astype("<u8")
-    return hashlib.sha256(np.sort(keys).data).hexdigest()
+    keys = np.sort(position_key(request, position))
+    return hashlib.sha256(keys.astype("<u8", copy=False).data).hexdigest()
 
 
 def files_root(files: list[FileEntry]) -> str:

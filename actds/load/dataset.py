@@ -1,25 +1,54 @@
-"""Opening a dataset: hooks, tables and lazy arrays of what is sealed and has provenance."""
+"""Datasets opened for reading: hooks, tables, lazy arrays and their moments."""
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from actds.errors import ActdsError
-from actds.format import tables
+from actds.format import arrays, tables
+from actds.format.row_weights import RowWeights, read_row_weights
 from actds.format.shard import Shard
 from actds.format.tables import TableName
-from actds.load.lazy import LazyArray
-from actds.load.stats import Stats, stats_of
 from actds.reading import Catalog
 from actds.schema.v0_1 import Hook, Phase, RunRecord, Seal
 from actds.seal import check_provenance
 from actds.store import open_store
 
-__all__ = ["Dataset", "open"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Dataset",
+    "LazyArray",
+    "OpenArrays",
+    "Stats",
+    "open",
+    "open_array",
+    "rows_at_a_time",
+    "rows_together",
+    "stats_of",
+]
+
+MAX_OPEN_ARRAYS = 64
+"""Files that stay open: a dataset may have more shards than a process may open."""
+BLOCK_NBYTES = 1 << 24
+"""Bytes of float64 rows that ``stats_of`` holds at a time."""
+
+_MAX_READ_NBYTES = 1 << 26  # rows of all hooks that are read together, unless a chunk has more
+
+Floats = npt.NDArray[np.float32]
+Values = npt.NDArray[Any]
 
 
 def open(
@@ -119,6 +148,15 @@ class Dataset:
             ActdsError: E014 the dataset has no such hook; as reading its rows.
         """
         return stats_of(self.array(hook))
+
+    def row_weights(self, path: str | os.PathLike[str]) -> RowWeights:
+        """Return the weights file of this dataset, after checking all of it.
+
+        Raises:
+            ActdsError: E018 as ``read_row_weights``.
+        """
+        rows = {shard.name: shard.n_rows for shard in self.shards}
+        return read_row_weights(path, self.catalog.genesis.dataset, self.digest, rows)
 
     def shards_of(self, hook: str) -> list[Shard]:
         """Return the shards that hold a hook, in the order of ``array``.
@@ -242,3 +280,298 @@ def _check_columns(columns: list[str], known: list[str]) -> None:
             raise ActdsError(
                 "E014", "tokens", got=f"column {column!r}", expected=f"one of {', '.join(known)}"
             )
+
+
+def open_array(shard: Shard, hook: Hook) -> arrays.ArrayReader:
+    """Return the reader of a hook's rows in a shard.
+
+    Raises:
+        ActdsError: E108 when the array has another type or width than the hook; and as
+            ``Shard.array``.
+    """
+    reader = shard.array(hook.name)
+    if (reader.dtype, reader.d_model) != (hook.dtype, hook.d_model):
+        got = f"{reader.dtype} rows of {reader.d_model}"
+        reader.close()
+        raise ActdsError(
+            "E108",
+            f"shards/{shard.name} {hook.name}",
+            got=got,
+            expected=f"{hook.dtype} rows of {hook.d_model}, as actds.json says",
+        )
+    return reader
+
+
+class OpenArrays:
+    """The arrays of shards, opened on first use; the most recent ones stay open. For any thread.
+
+    Args:
+        shards: the shards.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._lock = threading.Lock()
+        self._readers: OrderedDict[tuple[int, str], arrays.ArrayReader] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def get(self, number: int, hook: Hook) -> arrays.ArrayReader:
+        """Return the reader of a hook's rows in the shard of that number.
+
+        Readers past the limit are forgotten, not closed: another thread may be inside one, and
+        the last reference closes the file.
+
+        Raises:
+            ActdsError: as ``open_array``.
+        """
+        key = (number, hook.name)
+        with self._lock:
+            reader = self._readers.get(key)
+            if reader is not None:
+                self._readers.move_to_end(key)
+                return reader
+        reader = open_array(self._shards[number], hook)
+        with self._lock:
+            self._readers[key] = reader
+            while len(self._readers) > MAX_OPEN_ARRAYS:
+                self._readers.popitem(last=False)
+        return reader
+
+    def close(self) -> None:
+        """Close every file; no thread reads any more."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+
+def rows_together(rows_per_chunk: Iterable[int], most: int) -> int:
+    """Return how many rows to read at a time of hooks that may differ in width.
+
+    Whole chunks of every hook, unless these are more than ``most`` rows; and whole chunks of the
+    widest hook in any case. A narrow hook has chunks of many rows, and as many rows of a wide one
+    may not fit into memory.
+
+    Args:
+        rows_per_chunk: rows of a chunk of each hook, powers of two.
+        most: rows to read together at most.
+    """
+    sizes = sorted(rows_per_chunk)
+    return min(sizes[-1], max(sizes[0], 1 << max(most, 1).bit_length() - 1))
+
+
+def rows_at_a_time(readers: Mapping[str, arrays.ArrayReader]) -> int:
+    """Return how many rows of every hook of a shard to read at a time, in bounded memory."""
+    row_nbytes = sum(r.d_model * arrays.DTYPES[r.dtype].itemsize for r in readers.values())
+    sizes = (reader.rows_per_chunk for reader in readers.values())
+    return rows_together(sizes, _MAX_READ_NBYTES // row_nbytes)
+
+
+class LazyArray:
+    """The rows of a hook, ``(n_rows, d_model)``, in the order of the shards, read when indexed.
+
+    Indexing reads: an integer, a slice, integers ``(n,)`` or a mask choose rows, and a second
+    index chooses channels. The result is a fresh float32 array, whatever the stored type: no value
+    changes. :meth:`torch` gives tensors of the stored type, :meth:`bits` and :meth:`gather` its
+    bit patterns. Use it from any thread.
+
+    NumPy gets float32, which holds every stored value exactly. In ``ml_dtypes.bfloat16`` it adds
+    up in 8 bits, so that means come out 98 % off, and pandas, dask and others do as it does; an
+    array that has once been handed out cannot be kept from them. So there is none to hand out.
+
+    Args:
+        hook: the hook.
+        shards: the shards that hold it.
+    """
+
+    def __init__(self, hook: Hook, shards: list[Shard]) -> None:
+        self.hook = hook
+        self._shards = shards
+        self._starts = np.cumsum([0, *(shard.n_rows for shard in shards)], dtype=np.int64)
+        self.files = OpenArrays(shards)
+
+    def __repr__(self) -> str:
+        return f"<LazyArray {self.hook.name} {self.shape} {self.hook.dtype}>"
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return rows and channels."""
+        return (len(self), self.hook.d_model)
+
+    @property
+    def ndim(self) -> int:
+        """Return 2: rows and channels."""
+        return 2
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Return the type that indexing gives, float32; ``hook.dtype`` is the stored one."""
+        return np.dtype(np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all rows as indexing gives them."""
+        return len(self) * self.hook.d_model * self.dtype.itemsize
+
+    def __getitem__(self, index: Any) -> Floats:
+        """Return the chosen rows, or of each the chosen channels, as float32.
+
+        Raises:
+            IndexError: a row outside the array, or an index of an unknown kind.
+            ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
+        """
+        rows, channels = self._split(index)
+        return arrays.widen(self._rows(rows), self.hook.dtype)[..., channels]
+
+    def float32(self, index: Any = slice(None)) -> Floats:
+        """Return what ``array[index]`` returns, by the name of its type."""
+        return self[index]
+
+    def torch(self, index: Any = slice(None)) -> torch.Tensor:
+        """Return the chosen rows as a fresh tensor of the stored type; indices as in ``[...]``.
+
+        Raises:
+            IndexError, ActdsError: as indexing.
+        """
+        rows, channels = self._split(index)
+        return arrays.to_torch(self._rows(rows), self.hook.dtype)[..., channels]
+
+    def _split(self, index: Any) -> tuple[Any, Any]:
+        if not isinstance(index, tuple):
+            return index, slice(None)
+        if len(index) != 2:
+            raise IndexError(f"{len(index)} indices; expected rows, or rows and channels")
+        rows, channels = index
+        if rows is None or channels is None:
+            raise IndexError("no new axis; expected rows, or rows and channels")
+        if not isinstance(rows, slice | int | np.integer) and np.ndim(channels):
+            # NumPy would pair them: row 0 with channel 3, row 1 with channel 4.
+            raise IndexError("lists of rows and of channels; take the rows, then the channels")
+        return rows, slice(None) if channels is Ellipsis else channels
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Values:
+        if copy is False:
+            raise ValueError("a lazy array cannot be viewed without a copy")
+        values = self[:]
+        return values if dtype is None else values.astype(dtype)
+
+    def bits(self, start: int, stop: int) -> Values:
+        """Return the bit patterns of the rows ``[start, stop)``, ``uint16`` or ``uint32``.
+
+        Raises:
+            IndexError: the range leaves the array.
+            ActdsError: as indexing.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"rows [{start}, {stop}) of {len(self)}")
+        out = np.empty((stop - start, self.hook.d_model), arrays.DTYPES[self.hook.dtype].bits)
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        for number in range(first, len(self._shards)):
+            begin, end = int(self._starts[number]), int(self._starts[number + 1])
+            if begin >= stop:
+                break
+            low, high = max(start, begin), min(stop, end)
+            self.files.get(number, self.hook).read(
+                low - begin, high - begin, out[low - start : high - start]
+            )
+        return out
+
+    def gather(self, rows: npt.ArrayLike) -> Values:
+        """Return the bit patterns of the named rows in the order named; repeats allowed.
+
+        Raises:
+            IndexError: a number is no row.
+            ActdsError: as indexing.
+        """
+        wanted = np.asarray(rows)
+        if wanted.size == 0:
+            wanted = wanted.astype(np.int64)
+        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+            raise IndexError(f"rows of {wanted.dtype} {wanted.shape}; expected integers (n,)")
+        wanted = wanted.astype(np.int64)
+        wanted = np.where(wanted < 0, wanted + len(self), wanted)
+        if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= len(self)):
+            raise IndexError(f"rows in [{wanted.min()}, {wanted.max()}] of {len(self)}")
+        out = np.empty((len(wanted), self.hook.d_model), arrays.DTYPES[self.hook.dtype].bits)
+        shard_of = np.searchsorted(self._starts, wanted, side="right") - 1
+        for number in np.unique(shard_of).tolist():
+            here = shard_of == number
+            out[here] = self.files.get(number, self.hook).gather(
+                wanted[here] - self._starts[number]
+            )
+        return out
+
+    def _rows(self, index: Any) -> Values:
+        if index is Ellipsis:
+            index = slice(None)
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1:
+                return self.bits(start, max(start, stop))
+            return self.gather(np.arange(start, stop, step))
+        if isinstance(index, int | np.integer) and not isinstance(index, bool):
+            one: Values = self.gather([int(index)])[0]
+            return one
+        chosen = np.asarray(index)
+        if chosen.dtype == np.bool_:
+            if chosen.shape != (len(self),):
+                raise IndexError(f"a mask of {chosen.shape}; expected ({len(self)},)")
+            chosen = np.flatnonzero(chosen)
+        return self.gather(chosen)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Moments of the stored rows of a hook, each row counted once.
+
+    Args:
+        count: rows.
+        mean: per channel, ``(d_model,)``; nan without rows.
+        variance: per channel, ``(d_model,)``: mean squared deviation from ``mean``, over all rows.
+        mean_norm: mean Euclidean norm of a row.
+    """
+
+    count: int
+    mean: npt.NDArray[np.float64]
+    variance: npt.NDArray[np.float64]
+    mean_norm: float
+
+    @property
+    def std(self) -> npt.NDArray[np.float64]:
+        """Return the standard deviation per channel, ``(d_model,)``."""
+        return np.sqrt(self.variance)
+
+
+def stats_of(array: LazyArray) -> Stats:
+    """Return the moments of an array from one pass over it.
+
+    Blocks are joined by their means and squared deviations (Chan, Golub and LeVeque 1979), so that
+    a mean far from zero costs no digits.
+
+    Args:
+        array: the rows.
+    """
+    n_rows, d_model = array.shape
+    step = max(1, BLOCK_NBYTES // (8 * d_model))
+    count, norms = 0, 0.0
+    mean, squares = np.zeros(d_model), np.zeros(d_model)
+    for start in range(0, n_rows, step):
+        block = array[start : start + step].astype(np.float64)
+        n = len(block)
+        norms += float(np.sqrt(np.einsum("ij,ij->i", block, block)).sum())
+        middle = block.mean(axis=0)
+        block -= middle
+        squares += np.einsum("ij,ij->j", block, block)
+        shift = middle - mean
+        total = count + n
+        squares += shift * shift * (count * n / total)
+        mean += shift * (n / total)
+        count = total
+    if not count:
+        nothing = np.full(d_model, np.nan)
+        return Stats(0, nothing, nothing.copy(), float("nan"))
+    return Stats(count, mean, squares / count, norms / count)

@@ -10,26 +10,33 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from actds.errors import ActdsError
 from actds.format.arrays import to_torch
+from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
-from actds.load.dataset import Dataset
+from actds.load.dataset import Dataset, open_array, rows_at_a_time
 from actds.load.dataset import open as open_dataset
-from actds.load.exclusion import Exclusion, read_exclusion, warn_where_none
-from actds.load.pool import PROVENANCE_COLUMNS, WEIGHT, open_array
-from actds.load.row_weights import RowWeights, read_row_weights
-from actds.load.selection import select_hooks, select_shards
+from actds.load.selection import (
+    PROVENANCE_COLUMNS,
+    WEIGHT,
+    Exclusion,
+    Selection,
+    bad,
+    select,
+    warn_where_none,
+)
 from actds.schema.v0_1 import Hook
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["load_dataset", "select_columns", "shard_columns"]
+__all__ = ["load_dataset"]
 
 
 def load_dataset(
@@ -68,7 +75,7 @@ def load_dataset(
         batched_chunks: streaming only: one example per chunk, with tensors ``(n, d_model)`` and
             numpy columns ``(n,)``. Many times faster.
         weights: path of a weights file (section 10.4); each example has a float32 ``weight``.
-        exclude: rows to leave out, by names of ``actds.load.exclusion.NAMES``.
+        exclude: rows to leave out, by names of ``actds.load.selection.FILTERS``.
         cache_dir: map-style only: where the Arrow files stand; the ``datasets`` cache when None.
         i_accept_unsealed: read a dataset that is not sealed.
         i_accept_unprovenanced: read a dataset whose provenance is missing.
@@ -84,65 +91,57 @@ def load_dataset(
         raise ActdsError(
             "E011", "datasets", got="not installed", expected="the extra actds[hf]"
         ) from None
+    if batched_chunks and not streaming:
+        raise bad("batched_chunks", "True", "False, or streaming=True")
     accept = (i_accept_unsealed, i_accept_unprovenanced)
     dataset = open_dataset(
         os.fspath(path), i_accept_unsealed=accept[0], i_accept_unprovenanced=accept[1]
     )
-    chosen = select_hooks(dataset, hooks)
-    shards = select_shards(dataset, chosen, phase)
-    names = select_columns(chosen, columns)
-    row_weights = None if weights is None else read_row_weights(weights, dataset)
-    if row_weights and WEIGHT in (*names, *(hook.name for hook in chosen)):
-        raise ActdsError("E014", "hooks", got=f"{WEIGHT!r}", expected="hooks without it")
-    exclusion = read_exclusion(dataset, chosen, exclude)
-    warn_where_none(exclusion.counts(shards), stacklevel=2)
+    selection = select(dataset, hooks, phase, exclude=exclude, weights_file=weights)
+    names = _select_columns(selection, columns)
+    warn_where_none(selection.excluded, stacklevel=2)
     if not streaming:
-        if batched_chunks:
-            raise ActdsError(
-                "E014", "batched_chunks", got="True", expected="False, or streaming=True"
-            )
         from actds.load.hf_arrow import map_style
 
-        return map_style(dataset.digest, shards, chosen, names, cache_dir, row_weights, exclusion)
+        return map_style(dataset.digest, selection, names, cache_dir)
+    file = selection.row_weights
+    source = Source(
+        path=os.fspath(path),
+        digest=dataset.digest,
+        accept=accept,
+        hooks=tuple(hook.name for hook in selection.hooks),
+        columns=names,
+        batched_chunks=batched_chunks,
+        weights=None if file is None else (os.fspath(file.path), file.sha256),
+        exclude=selection.exclusion.names,
+    )
+    # datasets splits work along lists: this one and no other is a list.
+    shards = [shard.name for shard in selection.shards]
     return datasets.IterableDataset.from_generator(
-        examples,
-        gen_kwargs={
-            # datasets splits work along lists: this one and no other is a list.
-            "shards": [shard.name for shard in shards],
-            "path": os.fspath(path),
-            "digest": dataset.digest,
-            "hooks": tuple(hook.name for hook in chosen),
-            "columns": names,
-            "batched_chunks": batched_chunks,
-            "accept": accept,
-            "weights": row_weights and (os.fspath(row_weights.path), row_weights.sha256),
-            "exclude": exclusion.names,
-        },
+        examples, gen_kwargs={"shards": shards, "source": source}
     )
 
 
-def select_columns(hooks: Sequence[Hook], columns: Sequence[str] | None) -> tuple[str, ...]:
+def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tuple[str, ...]:
     """Return the provenance columns that are asked for, the usual ones when None.
 
     Raises:
-        ActdsError: E014 when there is no such column, or a hook has its name.
+        ActdsError: E014 when there is no such column, or a hook has its name or that of the weight.
     """
     names = PROVENANCE_COLUMNS if columns is None else tuple(columns)
     known = ("run", *SCHEMAS["tokens"].names)
-    taken = {hook.name for hook in hooks}
+    taken = {hook.name for hook in selection.hooks}
     for name in names:
         if name not in known or names.count(name) > 1:
-            raise ActdsError(
-                "E014", "columns", got=repr(name), expected=f"different ones of {', '.join(known)}"
-            )
+            raise bad("columns", repr(name), f"different ones of {', '.join(known)}")
         if name in taken:
-            raise ActdsError(
-                "E014", "columns", got=f"{name!r}, a hook's name", expected="columns without it"
-            )
+            raise bad("columns", f"{name!r}, a hook's name", "columns without it")
+    if selection.row_weights is not None and WEIGHT in (*names, *taken):
+        raise bad("hooks", repr(WEIGHT), "hooks without it")
     return names
 
 
-def shard_columns(shard: Shard, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+def _shard_columns(shard: Shard, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
     """Return provenance columns of a shard as numpy arrays, each of shape (n_rows,)."""
     stored = [name for name in names if name != "run"]
     table = shard.tokens(stored) if stored else None
@@ -156,80 +155,79 @@ def shard_columns(shard: Shard, names: Sequence[str]) -> dict[str, np.ndarray[An
     return columns
 
 
+@dataclass(frozen=True)
+class Source:
+    """What a stream reads, as any process can open it.
+
+    Args:
+        path: path or URI of the dataset.
+        digest: its digest.
+        accept: whether it may be unsealed, and unprovenanced.
+        hooks: names of hooks.
+        columns: provenance columns.
+        batched_chunks: whether an example is a chunk of rows.
+        weights: path and SHA-256 of a weights file.
+        exclude: names of rows to leave out.
+    """
+
+    path: str
+    digest: str
+    accept: tuple[bool, bool]
+    hooks: tuple[str, ...]
+    columns: tuple[str, ...]
+    batched_chunks: bool
+    weights: tuple[str, str] | None
+    exclude: tuple[str, ...]
+
+
 @functools.lru_cache(maxsize=8)
-def _open(path: str, digest: str, accept: tuple[bool, bool]) -> Dataset:
-    """Return the dataset, opened once per process: examples are made in DataLoader workers too."""
-    dataset = open_dataset(path, i_accept_unsealed=accept[0], i_accept_unprovenanced=accept[1])
-    if dataset.digest != digest:
+def _open(source: Source) -> tuple[Dataset, RowWeights | None, Exclusion]:
+    """Return what a stream reads, opened once per process: DataLoader workers do so, too."""
+    dataset = open_dataset(
+        source.path, i_accept_unsealed=source.accept[0], i_accept_unprovenanced=source.accept[1]
+    )
+    if dataset.digest != source.digest:
         raise ActdsError(
             "E014",
-            path,
+            source.path,
             got=f"digest {dataset.digest}",
-            expected=digest,
+            expected=source.digest,
             next_step="The dataset went on after load_dataset: load it again.",
         )
-    return dataset
+    weights = None
+    if source.weights is not None:
+        file, sha256 = source.weights
+        weights = dataset.row_weights(file)
+        if weights.sha256 != sha256:
+            raise ActdsError(
+                "E018",
+                file,
+                got=f"SHA-256 {weights.sha256}",
+                expected=f"{sha256}, as when it was loaded",
+                next_step="The file changed after load_dataset: load it again.",
+            )
+    hooks = [dataset.hooks[name] for name in source.hooks]
+    return dataset, weights, Exclusion(dataset, hooks, source.exclude)
 
 
-@functools.lru_cache(maxsize=8)
-def _open_weights(
-    file: str, sha256: str, path: str, digest: str, accept: tuple[bool, bool]
-) -> RowWeights:
-    """Return the weights file of a dataset, checked once per process."""
-    weights = read_row_weights(file, _open(path, digest, accept))
-    if weights.sha256 != sha256:
-        raise ActdsError(
-            "E018",
-            file,
-            got=f"SHA-256 {weights.sha256}",
-            expected=f"{sha256}, as when it was loaded",
-            next_step="The file changed after load_dataset: load it again.",
-        )
-    return weights
-
-
-@functools.lru_cache(maxsize=8)
-def _open_exclusion(
-    path: str,
-    digest: str,
-    accept: tuple[bool, bool],
-    hooks: tuple[str, ...],
-    names: tuple[str, ...],
-) -> Exclusion:
-    dataset = _open(path, digest, accept)
-    return read_exclusion(dataset, [dataset.hooks[name] for name in hooks], names)
-
-
-def examples(
-    shards: list[str],
-    path: str,
-    digest: str,
-    hooks: tuple[str, ...],
-    columns: tuple[str, ...],
-    batched_chunks: bool,
-    accept: tuple[bool, bool],
-    weights: tuple[str, str] | None,
-    exclude: tuple[str, ...] = (),
-) -> Iterator[dict[str, Any]]:
+def examples(shards: list[str], source: Source) -> Iterator[dict[str, Any]]:
     """Yield the examples of shards; what ``datasets`` calls, in any process."""
-    dataset = _open(path, digest, accept)
-    row_weights = _open_weights(*weights, path, digest, accept) if weights else None
+    dataset, row_weights, exclusion = _open(source)
     by_name = {shard.name: shard for shard in dataset.shards}
-    chosen = [dataset.hooks[name] for name in hooks]
-    exclusion = _open_exclusion(path, digest, accept, hooks, exclude)
+    chosen = [dataset.hooks[name] for name in source.hooks]
     for name in shards:
-        for chunk in _chunks(by_name[name], chosen, columns, row_weights, exclusion):
-            if batched_chunks:
+        for chunk in _chunks(by_name[name], chosen, source.columns, row_weights, exclusion):
+            if source.batched_chunks:
                 yield chunk
                 continue
-            n_rows = len(chunk[hooks[0]])
-            values = {key: chunk[key].tolist() for key in columns}
+            n_rows = len(chunk[source.hooks[0]])
+            values = {key: chunk[key].tolist() for key in source.columns}
             if row_weights:
                 # As float32: a DataLoader makes float64 of Python's floats.
                 values[WEIGHT] = list(chunk[WEIGHT])
             for row in range(n_rows):
                 # A view would keep its whole chunk alive in a shuffle buffer.
-                example = {hook: chunk[hook][row].clone() for hook in hooks}
+                example = {hook: chunk[hook][row].clone() for hook in source.hooks}
                 yield example | {key: value[row] for key, value in values.items()}
 
 
@@ -243,11 +241,11 @@ def _chunks(
     """Yield fresh tensors ``(n, d_model)`` and columns ``(n,)``, a chunk of rows at a time."""
     readers = {hook.name: open_array(shard, hook) for hook in hooks}
     try:
-        tokens = shard_columns(shard, columns)
+        tokens = _shard_columns(shard, columns)
         if weights:
             tokens[WEIGHT] = weights.of_shards([shard.name])[shard.name]
         kept = exclusion.kept(shard)
-        step = max(reader.rows_per_chunk for reader in readers.values())
+        step = rows_at_a_time(readers)
         for start in range(0, shard.n_rows, step):
             stop = min(start + step, shard.n_rows)
             chunk: dict[str, Any] = {

@@ -25,11 +25,11 @@ from datasets.table import MemoryMappedTable, concat_tables
 
 from actds.format import canonical
 from actds.format.arrays import ArrayReader, to_torch, widen
+from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
-from actds.load.exclusion import Exclusion
-from actds.load.pool import WEIGHT, open_array
-from actds.load.row_weights import RowWeights
+from actds.load.dataset import open_array, rows_at_a_time
+from actds.load.selection import WEIGHT, Selection
 from actds.schema.v0_1 import Hook
 
 if TYPE_CHECKING:
@@ -130,43 +130,38 @@ def _ordered(table: pa.Table, values: dict[str, Any]) -> dict[str, Any]:
 
 def map_style(
     digest: str,
-    shards: Sequence[Shard],
-    hooks: Sequence[Hook],
+    selection: Selection,
     columns: Sequence[str],
     cache_dir: str | os.PathLike[str] | None,
-    weights: RowWeights | None,
-    exclusion: Exclusion,
 ) -> datasets.Dataset:
     """Return a map-style dataset over Arrow files, which are written where they are not there.
 
     Args:
         digest: digest of the dataset.
-        shards: shards of the selection.
-        hooks: hooks of the selection.
+        selection: what is read; row weights become a column.
         columns: provenance columns.
         cache_dir: where the files stand; the ``datasets`` cache when None.
-        weights: row weights, which become a column.
-        exclusion: rows to leave out.
     """
+    hooks, weights, exclude = selection.hooks, selection.row_weights, selection.exclusion.names
     key = canonical.dump(
         {
             "columns": list(columns),
             "digest": digest,
             "hooks": [hook.name for hook in hooks],
-            "shards": [[shard.name, shard.manifest.root] for shard in shards],
+            "shards": [[shard.name, shard.manifest.root] for shard in selection.shards],
             "version": _CACHE_VERSION,
         }
         | ({"weights": weights.sha256} if weights else {})
-        | ({"exclude": list(exclusion.names)} if exclusion.names else {})
+        | ({"exclude": list(exclude)} if exclude else {})
     )
     fingerprint = hashlib.sha256(key).hexdigest()[:32]
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "actds" / fingerprint
     folder.mkdir(parents=True, exist_ok=True)
     tables = []
-    for shard in shards:
+    for shard in selection.shards:
         file = folder / f"{shard.name}.arrow"
         if not file.exists():
-            _write(file, shard, hooks, columns, weights, exclusion)
+            _write(file, shard, selection, columns)
         tables.append(MemoryMappedTable.from_file(str(file)))
     dataset = datasets.Dataset(
         concat_tables(tables),
@@ -188,22 +183,16 @@ def _schema(hooks: Sequence[Hook], columns: Sequence[str], weights: RowWeights |
     return pa.schema([*fields, pa.field(WEIGHT, pa.float32())] if weights else fields)
 
 
-def _write(
-    file: Path,
-    shard: Shard,
-    hooks: Sequence[Hook],
-    columns: Sequence[str],
-    weights: RowWeights | None,
-    exclusion: Exclusion,
-) -> None:
+def _write(file: Path, shard: Shard, selection: Selection, columns: Sequence[str]) -> None:
     """Write one shard as an Arrow stream that appears whole or not at all."""
+    hooks, weights = selection.hooks, selection.row_weights
     schema = _schema(hooks, columns, weights)
     weight = weights.of_shards([shard.name])[shard.name] if weights else None
     readers = {hook.name: open_array(shard, hook) for hook in hooks}
-    kept = exclusion.kept(shard)
+    kept = selection.exclusion.kept(shard)
     stored = [name for name in columns if name != "run"]
     tokens = shard.tokens(stored) if stored else None
-    step = max(reader.rows_per_chunk for reader in readers.values())
+    step = rows_at_a_time(readers)
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from math import gcd
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from actds import __version__
 from actds.format import canonical
-from actds.format.arrays import chunk_rows, to_torch
-from actds.load.dataset import Dataset
+from actds.format.arrays import DTYPES, chunk_rows, to_torch
+from actds.load.dataset import Dataset, rows_together
 from actds.load.dataset import open as open_dataset
-from actds.load.exclusion import read_exclusion
 from actds.load.order import ORDER_VERSION, Geometry, Pieces, order_key
-from actds.load.pool import Batch, Pipeline, Selection, n_batches
-from actds.load.row_weights import read_row_weights
-from actds.load.selection import (
-    bad,
-    check_int,
-    check_lanes,
-    check_worker,
-    row_counts,
-    select_hooks,
-    select_shards,
-    split_weights,
-)
+from actds.load.pool import Batch, BatchSpec, Pipeline, n_batches
+from actds.load.selection import Selection, bad, select, warn_where_none
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Loader"]
 
 _LANES = 8
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+_MULTIPLICITY = "multiplicity"
+_WEIGHTS = "'multiplicity', the path of a weights file, or one of each"
 _STATE_VERSION = 1
 
 
@@ -84,7 +76,7 @@ class Loader:
         window_rows: rows that are held and shuffled together, over all ranks.
         weights: ``multiplicity`` for the served distribution, the path of a weights file, or a
             pair of both; None for neither.
-        exclude: rows to leave out, by names of ``actds.load.exclusion.NAMES``: ``special``,
+        exclude: rows to leave out, by names of ``actds.load.selection.FILTERS``: ``special``,
             ``bos``, ``eos``, ``first_position`` and ``sink``, a norm above 10 medians in a chosen
             hook.
         dtype: ``float32`` widens the batches, which changes no value; None for the stored type.
@@ -130,58 +122,33 @@ class Loader:
         i_accept_unsealed: bool = False,
         i_accept_unprovenanced: bool = False,
     ) -> None:
-        for name, value, low in (
-            ("batch", batch, 1),
-            ("window_rows", window_rows, 1),
-            ("seed", seed, 0),
-            ("world", world, 1),
-            ("rank", rank, 0),
-            ("epochs", 1 if epochs is None else epochs, 1),
-            ("threads", threads, 1),
-            ("lanes", 1 if lanes is None else lanes, 1),
-        ):
-            check_int(name, value, low)
+        _check_numbers(
+            batch=batch, window_rows=window_rows, seed=seed, world=world, rank=rank,
+            epochs=epochs, threads=threads, lanes=lanes,
+        )  # fmt: skip
         lanes = gcd(batch, _LANES) if lanes is None else lanes
-        check_lanes(batch, lanes, rank, world)
-        served, file = split_weights(weights)
+        _check_lanes(batch, lanes, rank, world)
+        served, file = _split_weights(weights)
         if dtype not in (None, "float32"):
             raise bad("dtype", repr(dtype)[:80], "None or 'float32'")
-        if isinstance(source, Dataset):
-            dataset = source
-        else:
-            dataset = open_dataset(
-                os.fspath(source),
-                i_accept_unsealed=i_accept_unsealed,
-                i_accept_unprovenanced=i_accept_unprovenanced,
-            )
-        self.dataset = dataset
-        self._hooks = select_hooks(dataset, hooks)
-        shards = select_shards(dataset, self._hooks, phase)
-        piece_rows = max(
-            chunk_rows(hook.d_model, _ITEMSIZE[hook.dtype]) for hook in dataset.hooks.values()
+        self.dataset = _opened(source, i_accept_unsealed, i_accept_unprovenanced)
+        self._selection = select(
+            self.dataset,
+            hooks,
+            phase,
+            exclude=exclude,
+            multiplicity=served is not None,
+            weights_file=file,
         )
-        self._exclusion = read_exclusion(dataset, self._hooks, exclude)
-        counts, self._excluded = row_counts(dataset, shards, served, self._exclusion)
+        warn_where_none(self._selection.excluded, stacklevel=2)
+        piece_rows = _piece_rows(self.dataset, window_rows // lanes)
         geometry = Geometry(batch, lanes, window_rows, piece_rows, phase, served)
-        row_weights = None if file is None else read_row_weights(file, dataset)
-        by_shard = row_weights.of_shards([s.name for s in shards]) if row_weights else {}
-        self._weights_sha256 = row_weights.sha256 if row_weights else None
-        self._dtype, self._rank, self._world = dtype, rank, world
-        per_rank = lanes // world
-        self._digest, self._seed = dataset.digest, seed
-        self._selection = Selection(
-            shards=shards,
-            hooks=self._hooks,
-            counts=counts,
-            pieces=Pieces.of_shards([shard.n_rows for shard in shards], piece_rows, counts),
-            geometry=geometry,
-            key=order_key(dataset.digest, seed),
-            lanes=range(rank * per_rank, (rank + 1) * per_rank),
-            provenance=provenance,
-            weights=[by_shard[shard.name] for shard in shards] if row_weights else None,
-        )
+        key = order_key(self.dataset.digest, seed)
+        mine = range(rank * (lanes // world), (rank + 1) * (lanes // world))
+        self._spec = _batch_spec(self._selection, geometry, key, mine, provenance)
+        self._dtype, self._seed, self._rank, self._world = dtype, seed, rank, world
         self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
-        first = self._selection.order(0)
+        first = self._spec.order(0)
         self._n_batches, self._n_left = n_batches(first, drop_last), first.n_left
         self._n_entries = first.n_entries
         if not self._n_batches:
@@ -207,25 +174,31 @@ class Loader:
     @property
     def excluded(self) -> dict[str, int]:
         """Return how many stored rows each name of ``exclude`` leaves out."""
-        return dict(self._excluded)
+        return dict(self._selection.excluded)
+
+    @property
+    def _weights_sha256(self) -> str | None:
+        row_weights = self._selection.row_weights
+        return None if row_weights is None else row_weights.sha256
 
     @property
     def config(self) -> dict[str, Any]:
         """Return what the batches are, as JSON: to be stored beside the weights trained on them."""
-        geometry = self._selection.geometry
+        geometry = self._spec.geometry
         return {
             "format": "actds.loader",
             "actds": __version__,
             "dataset": self.dataset.path,
-            "digest": self._digest,
+            "digest": self.dataset.digest,
             "sealed": self.dataset.seal is not None,
             "runs": list(self._selection.runs),
-            "hooks": [hook.name for hook in self._hooks],
-            "dtype": self._dtype or ", ".join(sorted({hook.dtype for hook in self._hooks})),
+            "hooks": [hook.name for hook in self._selection.hooks],
+            "dtype": self._dtype
+            or ", ".join(sorted({hook.dtype for hook in self._selection.hooks})),
             "phase": geometry.phase,
             "multiplicity": geometry.weights is not None,
             "weights_sha256": self._weights_sha256,
-            "exclude": list(self._exclusion.names),
+            "exclude": list(self._selection.exclusion.names),
             "excluded": self.excluded,
             "rows_per_epoch": self._n_entries,
             "seed": self._seed,
@@ -296,18 +269,18 @@ class Loader:
 
     def _present(self, batch: Batch) -> Any:
         tensors: dict[str, torch.Tensor] = {
-            hook.name: to_torch(batch.acts[hook.name], hook.dtype) for hook in self._hooks
+            hook.name: to_torch(batch.acts[hook.name], hook.dtype) for hook in self._selection.hooks
         }
         if self._dtype is not None:
             tensors = {name: tensor.float() for name, tensor in tensors.items()}
-        acts = tensors if len(tensors) > 1 else tensors[self._hooks[0].name]
+        acts = tensors if len(tensors) > 1 else tensors[self._selection.hooks[0].name]
         return acts if batch.rows is None else (acts, batch.rows)
 
     def _start(self) -> None:
-        check_worker(self._rank, self._world)
+        _check_worker(self._rank, self._world)
         self._pid = os.getpid()
         self._pipeline = Pipeline(
-            self._selection,
+            self._spec,
             epoch=self._epoch,
             step=self._step,
             n_epochs=self._pass_end,
@@ -363,10 +336,10 @@ class Loader:
             if state.get(key) != value:
                 raise bad(f"state {key}", repr(state.get(key))[:200], repr(value)[:200])
         epoch, step = state.get("epoch"), state.get("step")
-        check_int("state epoch", epoch, 0)
-        check_int("state step", step, 0)
+        _check_int("state epoch", epoch, 0)
+        _check_int("state step", step, 0)
         start = state.get("pass_start", 0)  # a state from before there were passes: its only one
-        check_int("state pass_start", start, 0)
+        _check_int("state pass_start", start, 0)
         assert isinstance(epoch, int) and isinstance(step, int)
         if step >= self._n_batches:
             # A state of drop_last=False may stand before the short batch that is left out here.
@@ -381,12 +354,12 @@ class Loader:
         return {
             "version": _STATE_VERSION,
             "order": ORDER_VERSION,
-            "digest": self._digest,
+            "digest": self.dataset.digest,
             "seed": self._seed,
-            "geometry": self._selection.geometry.as_dict(),
+            "geometry": self._spec.geometry.as_dict(),
             "shards": canonical.digest(canonical.dump([s.name for s in self._selection.shards])),
             "weights_sha256": self._weights_sha256,
-            "exclude": list(self._exclusion.names) or None,
+            "exclude": list(self._selection.exclusion.names) or None,
         }
 
 
@@ -409,3 +382,112 @@ class _Pass(Iterator[Any]):
         except StopIteration:
             self._ended = True
             raise
+
+
+def _opened(
+    source: str | os.PathLike[str] | Dataset, unsealed: bool, unprovenanced: bool
+) -> Dataset:
+    if isinstance(source, Dataset):
+        return source
+    return open_dataset(
+        os.fspath(source), i_accept_unsealed=unsealed, i_accept_unprovenanced=unprovenanced
+    )
+
+
+def _piece_rows(dataset: Dataset, most: int) -> int:
+    """Return the rows of a piece, the same whichever hooks are read."""
+    return rows_together(
+        (chunk_rows(h.d_model, DTYPES[h.dtype].itemsize) for h in dataset.hooks.values()), most
+    )
+
+
+def _batch_spec(
+    selection: Selection,
+    geometry: Geometry,
+    key: tuple[int, int],
+    lanes: range,
+    provenance: bool,
+) -> BatchSpec:
+    """Return what batches are made of, with the weights of all rows in memory."""
+    pieces = Pieces.of_shards(
+        [shard.n_rows for shard in selection.shards], geometry.piece_rows, selection.counts
+    )
+    names = [shard.name for shard in selection.shards]
+    weights = None
+    if selection.row_weights is not None:
+        by_shard = selection.row_weights.of_shards(names)
+        weights = [by_shard[name] for name in names]
+    return BatchSpec(selection, pieces, geometry, key, lanes, provenance, weights)
+
+
+def _split_weights(
+    weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+) -> tuple[str | None, Path | None]:
+    """Return ``multiplicity`` if it is asked for, and the weights file if one is.
+
+    Raises:
+        ActdsError: E014 when it is neither, or there is no such file.
+    """
+    if weights is None:
+        return None, None
+    given = list(weights) if isinstance(weights, list | tuple) else [weights]
+    files = [
+        Path(one) for one in given if isinstance(one, str | os.PathLike) and one != _MULTIPLICITY
+    ]
+    if not given or len(files) > 1 or len(given) != len(files) + (_MULTIPLICITY in given):
+        raise bad("weights", repr(weights)[:200], _WEIGHTS)
+    if files and not files[0].is_file():
+        raise bad("weights", f"no file {str(files[0])!r}", _WEIGHTS)
+    return _MULTIPLICITY if _MULTIPLICITY in given else None, files[0] if files else None
+
+
+def _check_numbers(**values: int | None) -> None:
+    """Refuse arguments that are no numbers, or too small ones; some may be None.
+
+    Raises:
+        ActdsError: E014.
+    """
+    for name, value in values.items():
+        if value is not None or name not in ("epochs", "lanes"):
+            _check_int(name, value, 0 if name in ("seed", "rank") else 1)
+
+
+def _check_int(name: str, value: object, low: int) -> None:
+    """Refuse what is no integer from ``low`` on.
+
+    Raises:
+        ActdsError: E014.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
+        raise bad(name, repr(value)[:80], f"an integer from {low}")
+
+
+def _check_worker(rank: int, world: int) -> None:
+    """Refuse to serve the same batches in several workers of a torch DataLoader.
+
+    Raises:
+        ActdsError: E014 when this is one of several workers, and not the rank of its number.
+    """
+    data = sys.modules.get("torch.utils.data")
+    info = data.get_worker_info() if data is not None else None
+    if info is None or (world % info.num_workers == 0 and rank % info.num_workers == info.id):
+        return
+    raise bad(
+        "world",
+        f"rank {rank} of {world} in worker {info.id} of {info.num_workers}",
+        f"num_workers=0, or rank {info.id} of {info.num_workers}: each worker would give all rows",
+    )
+
+
+def _check_lanes(batch: int, lanes: int, rank: int, world: int) -> None:
+    """Refuse numbers that do not divide a batch in equal parts.
+
+    Raises:
+        ActdsError: E014.
+    """
+    if batch % lanes:
+        raise bad("lanes", str(lanes), f"a divisor of batch {batch}")
+    if lanes % world:
+        raise bad("world", str(world), f"a divisor of lanes {lanes}; give lanes=")
+    if rank >= world:
+        raise bad("rank", str(rank), f"less than world {world}")

@@ -3,7 +3,7 @@
 Nothing here reads a file. An epoch is a sequence of *entries* (a row, as often as it is to be
 seen), cut in *pieces* (runs of consecutive rows of one shard, read as one):
 
-1. the pieces are permuted by a keyed Feistel network;
+1. the pieces are sorted by the words of a Philox stream of their own;
 2. the permuted sequence is cut in equal *lanes*; batch ``g`` takes the same number of entries from
    every lane, and a rank owns a range of lanes. So the global batches do not depend on the number
    of ranks;
@@ -30,18 +30,17 @@ __all__ = [
     "Geometry",
     "Pieces",
     "Window",
-    "feistel",
     "order_key",
+    "piece_order",
     "visit_counts",
 ]
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 """Raised when the same arguments give another order; a state of another version is refused."""
 
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
-_N_ROUNDS = 8
 _PIECES_STREAM = 2**63  # no lane has this number, so no window shares the stream
 
 
@@ -176,37 +175,20 @@ def _raw(key: tuple[int, int], epoch: int, stream: int, window: int, n: int) -> 
     return np.asarray(generator.random_raw(n), np.uint64)
 
 
-def feistel(index: npt.NDArray[np.integer], n: int, round_keys: Keys) -> Ints:
-    """Return the images of indices under a keyed permutation of ``[0, n)``, in O(1) memory each.
+def _permutation(words: Keys) -> Ints:
+    """Return the places of random words in the order of the words.
 
-    A balanced Feistel network permutes the next power of four; images outside of ``[0, n)`` are
-    permuted again until they fall inside (cycle walking), which keeps it a permutation.
-
-    Args:
-        index: any integers in ``[0, n)``.
-        n: size of the domain.
-        round_keys: one 64-bit key per round.
+    The place itself stands in the lowest bits. So no two are equal, sorting plain numbers is
+    enough, and that is several times as fast as a stable ``argsort``.
     """
-    half = max(1, (max(n - 1, 1).bit_length() + 1) // 2)
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    out = np.asarray(index).astype(np.uint64)
-    todo = np.arange(out.size)
-    while todo.size:
-        value = out[todo]
-        left, right = value >> shift, value & mask
-        for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
-        value = (left << shift) | right
-        out[todo] = value
-        todo = todo[value >= np.uint64(n)]
-    return out.astype(np.int64)
+    places = np.arange(len(words), dtype=np.uint64)
+    mask = np.uint64((1 << len(words).bit_length()) - 1)
+    return (np.sort((words & ~mask) | places) & mask).astype(np.int64)
 
 
-def _mix(x: Keys) -> Keys:
-    """Return the splitmix64 finalizer of words: every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def piece_order(n_pieces: int, key: tuple[int, int], epoch: int) -> Ints:
+    """Return the pieces of an epoch in the order in which lanes are cut, int64 ``(n_pieces,)``."""
+    return _permutation(_raw(key, epoch, _PIECES_STREAM, 0, n_pieces))
 
 
 @dataclass(frozen=True)
@@ -244,8 +226,7 @@ class EpochOrder:
     ) -> None:
         self._geometry, self._key, self._epoch = geometry, key, epoch
         n_pieces = pieces.n_entries.size
-        round_keys = _raw(key, epoch, _PIECES_STREAM, 0, _N_ROUNDS)
-        self._piece = feistel(np.arange(n_pieces), n_pieces, round_keys)
+        self._piece = piece_order(n_pieces, key, epoch)
         self._start = np.zeros(n_pieces + 1, np.int64)
         np.cumsum(pieces.n_entries[self._piece], out=self._start[1:])
 
@@ -310,5 +291,5 @@ class EpochOrder:
             pieces=self._piece[a:b],
             start=start,
             stop=end,
-            order=np.argsort(words, kind="stable"),
+            order=_permutation(words),
         )

@@ -12,48 +12,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actds.errors import ActdsError
-from actds.format.arrays import DTYPES, ArrayReader
+from actds.format.arrays import DTYPES
 from actds.format.shard import Shard
 from actds.format.tables import PHASES
+from actds.load.dataset import OpenArrays
 from actds.load.order import EpochOrder, Geometry, Pieces, Window, visit_counts
-from actds.schema.v0_1 import Hook
+from actds.load.selection import PROVENANCE_COLUMNS, WEIGHT, Selection
 
 __all__ = [
-    "PROVENANCE_COLUMNS",
-    "WEIGHT",
     "Batch",
+    "BatchSpec",
     "Pipeline",
-    "Selection",
     "n_batches",
-    "open_array",
 ]
 
 Bits = npt.NDArray[Any]
-Counts = npt.NDArray[np.uint32]
 Columns = dict[str, npt.NDArray[Any]]
 
 TOKEN_COLUMNS = ("request", "position", "token_id", "step")
 """Columns that are read from the token table; run and phase are the shard's."""
-PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
-"""Columns that go with a batch."""
-WEIGHT = "weight"
-"""The column of the row weights."""
-
-_MAX_OPEN_ARRAYS = 64  # files: a dataset may have more shards than a process may open
 _MAX_TOKEN_ROWS = 1 << 23
 _N_AHEAD = 2  # batches that wait for the trainer
 
 
 @dataclass(frozen=True)
-class Selection:
-    """What is read, and in which shape.
+class BatchSpec:
+    """What the batches of a rank are made of.
 
     Args:
-        shards: the shards of the selection.
-        hooks: the hooks that are read.
-        counts: entries of each row per shard, 0 for rows left out; None for one each.
-        pieces: the pieces of the shards.
+        selection: which rows are read, and how often each comes.
+        pieces: the pieces of its shards.
         geometry: the shape of the order.
         key: the Philox key of dataset and seed.
         lanes: the lanes of this rank.
@@ -61,9 +49,7 @@ class Selection:
         weights: row weights per shard, float32 ``(n_rows,)`` each; None without.
     """
 
-    shards: Sequence[Shard]
-    hooks: Sequence[Hook]
-    counts: Sequence[Counts | None]
+    selection: Selection
     pieces: Pieces
     geometry: Geometry
     key: tuple[int, int]
@@ -76,11 +62,6 @@ class Selection:
         """Return the columns that go with a batch."""
         columns = PROVENANCE_COLUMNS if self.provenance else ()
         return columns if self.weights is None else (*columns, WEIGHT)
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """Return the runs of the shards, sorted."""
-        return tuple(sorted({shard.run for shard in self.shards}))
 
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch."""
@@ -104,42 +85,17 @@ class Batch:
     rows: Columns | None
 
 
-class _Files:
-    """Open arrays and token tables of the selection, the most recent ones kept."""
+class _Tokens:
+    """The token columns of shards, the most recent ones kept."""
 
     def __init__(self, selection: Selection) -> None:
         self._shards = selection.shards
         self._runs = selection.runs
         self._lock = threading.Lock()
-        self._arrays: OrderedDict[tuple[int, str], ArrayReader] = OrderedDict()
         self._tokens: OrderedDict[int, Columns] = OrderedDict()
         self._n_token_rows = 0
 
-    def array(self, shard: int, hook: Hook) -> ArrayReader:
-        """Return the reader of one array.
-
-        Readers past the limit are forgotten, not closed: another thread may be inside one, and
-        the last reference closes the file.
-        """
-        with self._lock:
-            reader = self._arrays.get((shard, hook.name))
-            if reader is not None:
-                self._arrays.move_to_end((shard, hook.name))
-                return reader
-        reader = open_array(self._shards[shard], hook)
-        with self._lock:
-            self._arrays[shard, hook.name] = reader
-            while len(self._arrays) > _MAX_OPEN_ARRAYS:
-                self._arrays.popitem(last=False)
-        return reader
-
-    def close(self) -> None:
-        """Close every file; no thread reads any more."""
-        for reader in self._arrays.values():
-            reader.close()
-        self._arrays.clear()
-
-    def tokens(self, shard: int) -> Columns:
+    def get(self, shard: int) -> Columns:
         """Return the token columns of one shard."""
         with self._lock:
             columns = self._tokens.get(shard)
@@ -155,26 +111,6 @@ class _Files:
                 oldest, _ = self._tokens.popitem(last=False)
                 self._n_token_rows -= self._shards[oldest].n_rows
         return columns
-
-
-def open_array(shard: Shard, hook: Hook) -> ArrayReader:
-    """Return the reader of a hook's rows in a shard.
-
-    Raises:
-        ActdsError: E108 when the array has another type or width than the hook; and as
-            ``Shard.array``.
-    """
-    reader = shard.array(hook.name)
-    if (reader.dtype, reader.d_model) != (hook.dtype, hook.d_model):
-        got = f"{reader.dtype} rows of {reader.d_model}"
-        reader.close()
-        raise ActdsError(
-            "E108",
-            f"shards/{shard.name} {hook.name}",
-            got=got,
-            expected=f"{hook.dtype} rows of {hook.d_model}, as actds.json says",
-        )
-    return reader
 
 
 def _token_columns(shard: Shard, runs: tuple[str, ...]) -> Columns:
@@ -221,9 +157,10 @@ class _Loaded:
 class _Windows:
     """Starts the reads of windows, into buffers that are used again when a window is served."""
 
-    def __init__(self, selection: Selection, n_threads: int) -> None:
-        self._selection = selection
-        self._files = _Files(selection)
+    def __init__(self, spec: BatchSpec, n_threads: int) -> None:
+        self._spec, selection = spec, spec.selection
+        self._arrays = OpenArrays(selection.shards)
+        self._tokens = _Tokens(selection)
         # Where every read waits for a network, threads in flight count, not cores.
         n_readers = max([n_threads, *(shard.store.n_readers for shard in selection.shards[:1])])
         self._threads = ThreadPoolExecutor(n_readers, thread_name_prefix="actds-read")
@@ -232,16 +169,16 @@ class _Windows:
     def close(self) -> None:
         """End the threads, and close the files that they read."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._files.close()
+        self._arrays.close()
 
     def _buffers(self) -> dict[str, Bits]:
         if self._free:
             return self._free.pop()
-        geometry = self._selection.geometry
+        geometry = self._spec.geometry
         n_rows = geometry.window_pieces * geometry.piece_rows
         return {
             hook.name: np.empty((n_rows, hook.d_model), DTYPES[hook.dtype].bits)
-            for hook in self._selection.hooks
+            for hook in self._spec.selection.hooks
         }
 
     def release(self, window: _Loaded) -> None:
@@ -250,7 +187,7 @@ class _Windows:
 
     def load(self, window: Window, epoch: int, skip: int) -> _Loaded:
         """Return a window whose reads are started, to be served from entry ``skip``."""
-        pieces, buffers = self._selection.pieces, self._buffers()
+        pieces, buffers = self._spec.pieces, self._buffers()
         entries: list[npt.NDArray[np.int64]] = []
         ranges: list[tuple[int, int, int, int]] = []
         used = 0
@@ -271,24 +208,24 @@ class _Windows:
 
     def _entry_rows(self, piece: int) -> npt.NDArray[np.int64]:
         """Return the row of each entry of a piece, from the piece's start, ascending."""
-        pieces = self._selection.pieces
+        pieces = self._spec.pieces
         start, stop = int(pieces.start[piece]), int(pieces.stop[piece])
         rows = np.arange(stop - start, dtype=np.int64)
-        counts = self._selection.counts[int(pieces.shard[piece])]
+        counts = self._spec.selection.counts[int(pieces.shard[piece])]
         if counts is None:
             return rows
         visit, n_visits = int(pieces.visit[piece]), int(pieces.n_visits[piece])
         return np.repeat(rows, visit_counts(counts[start:stop], visit, n_visits))
 
     def _read(self, window: _Loaded, number: int, shard: int, a: int, b: int, at: int) -> None:
-        for hook in self._selection.hooks:
+        for hook in self._spec.selection.hooks:
             out = window.acts[hook.name][at : at + b - a]
-            self._files.array(shard, hook).read(a, b, out)
-        if self._selection.provenance:
-            tokens = self._files.tokens(shard)
+            self._arrays.get(shard, hook).read(a, b, out)
+        if self._spec.provenance:
+            tokens = self._tokens.get(shard)
             window.rows[number] = {name: column[a:b] for name, column in tokens.items()}
-        if self._selection.weights is not None:
-            window.rows[number][WEIGHT] = self._selection.weights[shard][a:b]
+        if self._spec.weights is not None:
+            window.rows[number][WEIGHT] = self._spec.weights[shard][a:b]
 
 
 class _Lane:
@@ -356,7 +293,7 @@ class Pipeline:
     """Makes the batches of one rank in a thread of its own, a few ahead of the trainer.
 
     Args:
-        selection: what is read.
+        spec: what the batches are made of.
         epoch: epoch of the first batch.
         step: number of the first batch in its epoch.
         n_epochs: epoch to end before; None never ends.
@@ -366,7 +303,7 @@ class Pipeline:
 
     def __init__(
         self,
-        selection: Selection,
+        spec: BatchSpec,
         *,
         epoch: int,
         step: int,
@@ -375,10 +312,10 @@ class Pipeline:
         n_threads: int,
     ) -> None:
         self.n_epochs = n_epochs
-        self._selection, self._drop_last = selection, drop_last
+        self._spec, self._drop_last = spec, drop_last
         self._first = (epoch, step)
         self._orders: dict[int, EpochOrder] = {}
-        self.windows = _Windows(selection, n_threads)
+        self.windows = _Windows(spec, n_threads)
         self._ready: deque[Batch | BaseException | None] = deque()
         self._change = threading.Condition()
         self._closed = False
@@ -416,7 +353,7 @@ class Pipeline:
         """Return the order of an epoch; the last two are kept."""
         if epoch not in self._orders:
             self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
-            self._orders[epoch] = self._selection.order(epoch)
+            self._orders[epoch] = self._spec.order(epoch)
         return self._orders[epoch]
 
     def _put(self, item: Batch | BaseException | None) -> bool:
@@ -440,8 +377,8 @@ class Pipeline:
 
     def _batches(self) -> Iterator[Batch]:
         epoch, step = self._first
-        size = self._selection.geometry.lane_batch
-        lanes = [_Lane(self, lane, epoch, step * size) for lane in self._selection.lanes]
+        size = self._spec.geometry.lane_batch
+        lanes = [_Lane(self, lane, epoch, step * size) for lane in self._spec.lanes]
         # Reads are served in turn: the first batch needs a window of every lane, and no second one.
         for n_windows in (1, 2):
             for lane in lanes:
@@ -450,7 +387,7 @@ class Pipeline:
             order = self.order(epoch)
             n_steps = n_batches(order, self._drop_last)
             while step < n_steps:
-                left = [order.lane_entries(lane) - step * size for lane in self._selection.lanes]
+                left = [order.lane_entries(lane) - step * size for lane in self._spec.lanes]
                 step += 1
                 after = (epoch, step) if step < n_steps else (epoch + 1, 0)
                 yield self._batch(lanes, [min(size, n) for n in left], after)
@@ -462,11 +399,11 @@ class Pipeline:
         """Gather a batch in fresh memory: trainers keep batches and write into them."""
         acts: dict[str, Bits] = {
             hook.name: np.empty((sum(sizes), hook.d_model), DTYPES[hook.dtype].bits)
-            for hook in self._selection.hooks
+            for hook in self._spec.selection.hooks
         }
         parts: dict[str, list[npt.NDArray[Any]]] | None = None
-        if self._selection.columns:
-            parts = {name: [] for name in self._selection.columns}
+        if self._spec.columns:
+            parts = {name: [] for name in self._spec.columns}
         at = 0
         for lane, n in zip(lanes, sizes, strict=True):
             lane.take(n, {name: out[at : at + n] for name, out in acts.items()}, parts)
@@ -479,8 +416,8 @@ class Pipeline:
             name: np.concatenate(part or [np.empty(0, np.float32 if name == WEIGHT else np.int64)])
             for name, part in parts.items()
         }
-        if self._selection.provenance:
-            columns["run"] = np.array(self._selection.runs)[columns["run"]]
+        if self._spec.provenance:
+            columns["run"] = np.array(self._spec.selection.runs)[columns["run"]]
             columns["phase"] = np.array(PHASES)[columns["phase"]]
         return columns
 

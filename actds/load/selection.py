@@ -1,45 +1,334 @@
-"""What the arguments of a loader choose: hooks, shards, how often each row comes."""
+"""Which rows a loader reads and how often each comes: hooks, phase, named filters, multiplicity."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from actds.accounting.multiplicity import served_counts
 from actds.errors import ActdsError
+from actds.format import tables
+from actds.format.positions import position_key
+from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
-from actds.format.tables import PHASES
 from actds.load.dataset import Dataset
-from actds.load.exclusion import Exclusion, warn_where_none
-from actds.load.weights import served_counts
 from actds.schema.v0_1 import Hook
 
 __all__ = [
-    "MULTIPLICITY",
+    "FILTERS",
+    "PROVENANCE_COLUMNS",
+    "SINK_NORM",
+    "WEIGHT",
+    "Exclusion",
+    "Filter",
+    "Selection",
     "bad",
-    "check_int",
-    "check_lanes",
-    "check_worker",
-    "row_counts",
-    "select_hooks",
-    "select_shards",
-    "split_weights",
+    "register_filter",
+    "select",
+    "warn_where_none",
 ]
 
-MULTIPLICITY = "multiplicity"
-_WEIGHTS = "'multiplicity', the path of a weights file, or one of each"
+Mask = npt.NDArray[np.bool_]
+Counts = npt.NDArray[np.uint32]
+Columns = Mapping[str, npt.NDArray[Any]]
+
+PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
+"""Columns that go with a batch, or an example."""
+WEIGHT = "weight"
+"""The column of the row weights."""
+SINK_NORM = 10.0
+"""A row whose norm is above this many medians is a sink: attention sinks are hundreds of times
+longer than other rows. One of them, served by a prefix cache to every request, makes up nearly all
+of a variance."""
+_TOKEN_COLUMNS = frozenset(tables.SCHEMAS["tokens"].names)
+_NORM_COLUMNS = frozenset(("norm", "median_norm"))
 
 
-def select_hooks(dataset: Dataset, hooks: str | Sequence[str] | None) -> list[Hook]:
-    """Return the named hooks of a dataset, in the order named; all when None.
+def bad(name: str, got: str, expected: str) -> ActdsError:
+    """Return the error of an argument that cannot be used."""
+    return ActdsError("E014", name, got=got, expected=expected)
+
+
+# filters --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Rows that ``exclude=`` leaves out by a name.
+
+    Args:
+        name: the name.
+        help: which rows these are.
+        columns: what ``rows`` asks for: columns of the token table, each ``(n_rows,)``; ``norm``,
+            the norms ``(n_rows, n_hooks)`` that the readouts have of the hooks that are read; and
+            ``median_norm``, their medians over all stored rows, ``(n_hooks,)``.
+        rows: given these columns of a shard, which rows to leave out, bool ``(n_rows,)``.
+    """
+
+    name: str
+    help: str
+    columns: tuple[str, ...]
+    rows: Callable[[Columns], Mask]
+
+
+FILTERS: dict[str, Filter] = {}
+"""What can be left out, by name. The order is that of ``config`` and of a state."""
+
+
+def register_filter(new: Filter) -> Filter:
+    """Make a filter known to ``exclude=``, in this process; return it.
+
+    Workers that are started afresh (``spawn``) must register it, too.
 
     Raises:
-        ActdsError: E014 when there is none of that name, or none is named, or one twice.
+        ActdsError: E014 when the name is taken, or a column is not known.
     """
+    if new.name in FILTERS:
+        raise bad("filter", f"a second {new.name!r}", f"a name beside {', '.join(FILTERS)}")
+    known = _TOKEN_COLUMNS | _NORM_COLUMNS
+    if not known.issuperset(new.columns):
+        raise bad(f"filter {new.name}", ", ".join(new.columns), f"some of {', '.join(known)}")
+    FILTERS[new.name] = new
+    return new
+
+
+def _register_flag(name: str, help_: str, flag: int) -> None:
+    def rows(columns: Columns) -> Mask:
+        return np.asarray((columns["flags"] & flag) != 0)
+
+    register_filter(Filter(name, help_, ("flags",), rows))
+
+
+_register_flag("special", "special tokens of the tokenizer", tables.FLAG_SPECIAL)
+_register_flag("bos", "beginning-of-sequence tokens", tables.FLAG_BOS)
+_register_flag("eos", "end-of-sequence tokens", tables.FLAG_EOS)
+register_filter(
+    Filter(
+        "first_position",
+        "the first position of each request",
+        ("position",),
+        lambda columns: np.asarray(columns["position"] == 0),
+    )
+)
+register_filter(
+    Filter(
+        "sink",
+        f"a norm above {SINK_NORM:g} medians of its hook, or not finite, in one of the hooks",
+        ("norm", "median_norm"),
+        # One that is no number is a sink, too.
+        lambda columns: ~np.all(columns["norm"] <= SINK_NORM * columns["median_norm"], axis=1),
+    )
+)
+
+
+class Exclusion:
+    """Which rows are left out, by name.
+
+    Filters by norm are applied here, to all shards: their medians need every norm, and a mask is
+    smaller than the norms.
+
+    Args:
+        dataset: the dataset.
+        hooks: the hooks that are read.
+        exclude: names of ``FILTERS``.
+
+    Raises:
+        ActdsError: E014 no such name, or norms of a run that has no norm readouts; E416 a row
+            without its readout.
+
+    Spec: 0.1 sections 6.3, 7.8 and 10.3.
+    """
+
+    def __init__(
+        self, dataset: Dataset, hooks: Sequence[Hook], exclude: str | Sequence[str] = ()
+    ) -> None:
+        names = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        for name in names:
+            if name not in FILTERS:
+                raise bad("exclude", repr(name)[:80], f"some of {', '.join(FILTERS)}")
+        self.names = tuple(name for name in FILTERS if name in names)
+        self._filters = [FILTERS[name] for name in self.names]
+        self._by_norm = [one for one in self._filters if _NORM_COLUMNS.intersection(one.columns)]
+        self._found: dict[tuple[str, str], Mask] = {}
+        if self._by_norm:
+            self._apply_norms(dataset, hooks)
+
+    def left_out(self, shard: Shard) -> dict[str, Mask]:
+        """Return per name which rows of a shard it leaves out, each of shape ``(n_rows,)``."""
+        by_tokens = [one for one in self._filters if one not in self._by_norm]
+        columns = _token_columns(shard, by_tokens)
+        found = {one.name: _applied(one, columns, shard) for one in by_tokens}
+        found |= {one.name: self._found[one.name, shard.name] for one in self._by_norm}
+        return {name: found[name] for name in self.names}
+
+    def kept(self, shard: Shard) -> Mask | None:
+        """Return which rows of a shard stay, ``(n_rows,)``; None for all."""
+        out = list(self.left_out(shard).values())
+        return ~np.logical_or.reduce(out) if out and np.any(out) else None
+
+    def _apply_norms(self, dataset: Dataset, hooks: Sequence[Hook]) -> None:
+        by_hook = [_norms(dataset, hook.name) for hook in hooks]
+        medians = np.array([np.median(np.concatenate(list(norms.values()))) for norms in by_hook])
+        for shard in dataset.shards:
+            if all(shard.name in norms for norms in by_hook):
+                columns = _token_columns(shard, self._by_norm)
+                columns["norm"] = np.stack([norms[shard.name] for norms in by_hook], axis=1)
+                columns["median_norm"] = medians
+                for one in self._by_norm:
+                    self._found[one.name, shard.name] = _applied(one, columns, shard)
+
+
+def _token_columns(shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns of the token table that filters ask for."""
+    wanted = {column for one in filters for column in one.columns if column in _TOKEN_COLUMNS}
+    names = [name for name in tables.SCHEMAS["tokens"].names if name in wanted]
+    table = shard.tokens(names) if names else None
+    return {name: table[name].to_numpy() for name in names} if table is not None else {}
+
+
+def _applied(one: Filter, columns: Columns, shard: Shard) -> Mask:
+    """Return the rows that a filter leaves out; one of others may return anything.
+
+    Raises:
+        ActdsError: E014 it is no mask of the shard's rows.
+    """
+    mask = np.asarray(one.rows({name: columns[name] for name in one.columns}))
+    if mask.dtype != np.bool_ or mask.shape != (shard.n_rows,):
+        raise bad(f"filter {one.name}", f"{mask.dtype} {mask.shape}", f"bool ({shard.n_rows},)")
+    return mask
+
+
+def _norms(dataset: Dataset, hook: str) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the norms of a hook's stored rows by shard, ``(n_rows,)`` each."""
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    shards = dataset.shards_of(hook)
+    for run in sorted({shard.run for shard in shards}):
+        lines = _lines(dataset, run, hook)
+        for shard in shards:
+            if shard.run == run:
+                found[shard.name] = _norms_of(shard, lines)
+    return found
+
+
+def _lines(dataset: Dataset, run: str, hook: str) -> pa.Table:
+    """Return key and norm of a run's readouts of a hook, sorted by key."""
+    table = dataset.catalog.table("readouts", run)
+    table = table.filter(pc.equal(table["hook"], hook))
+    if not table.num_rows:
+        raise bad(
+            "exclude",
+            f"a filter by norm, and run {run} has no norm readouts",
+            "names that need none: first_position, bos, special",
+        )
+    key = position_key(table["request"].to_numpy(), table["position"].to_numpy())
+    order = np.argsort(key, kind="stable")
+    return pa.table({"key": key[order], "norm": table["norm"].to_numpy()[order]})
+
+
+def _norms_of(shard: Shard, lines: pa.Table) -> npt.NDArray[np.float32]:
+    tokens = shard.tokens(["request", "position"])
+    wanted = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
+    keys = lines["key"].to_numpy()
+    # A position that was computed more than once has a line for each: any of them tells a sink.
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    missing = keys[at] != wanted
+    if missing.any():
+        raise ActdsError(
+            "E416",
+            f"shards/{shard.name}",
+            got=f"no readout of row {int(np.argmax(missing))}",
+            expected="one of each stored row",
+        )
+    return np.asarray(lines["norm"].to_numpy()[at], np.float32)
+
+
+def warn_where_none(excluded: Mapping[str, int], stacklevel: int) -> None:
+    """Warn of names that leave out no row: a sink whose token has no flag would stay unseen."""
+    for name, n in excluded.items():
+        if not n:
+            warnings.warn(
+                f"exclude={name!r} leaves out no row of this selection: nothing in it is one. "
+                "Sinks without a token of their own are found by first_position and sink.",
+                UserWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+
+# selection ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows of a dataset are read, and how often each comes.
+
+    Args:
+        hooks: the hooks, in the order named; they may differ in width and type.
+        shards: the shards, each of which holds rows of every hook.
+        exclusion: which rows are left out.
+        excluded: how many rows each name of it leaves out.
+        counts: how often each row of a shard comes, ``(n_rows,)``, 0 for one that is left out;
+            None where each comes once.
+        row_weights: the weights file; None without.
+    """
+
+    hooks: Sequence[Hook]
+    shards: Sequence[Shard]
+    exclusion: Exclusion
+    excluded: dict[str, int]
+    counts: Sequence[Counts | None]
+    row_weights: RowWeights | None
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Return the runs of the shards, sorted."""
+        return tuple(sorted({shard.run for shard in self.shards}))
+
+
+def select(
+    dataset: Dataset,
+    hooks: str | Sequence[str] | None = None,
+    phase: str | None = None,
+    *,
+    exclude: str | Sequence[str] = (),
+    multiplicity: bool = False,
+    weights_file: str | os.PathLike[str] | None = None,
+) -> Selection:
+    """Return what the arguments of a loader choose.
+
+    Args:
+        dataset: the dataset.
+        hooks: names of hooks; None takes all.
+        phase: ``prefill`` or ``decode``; None takes both.
+        exclude: names of ``FILTERS``.
+        multiplicity: let each row come as often as it was served.
+        weights_file: a weights file of the dataset.
+
+    Raises:
+        ActdsError: E014 when an argument selects nothing or cannot be used; E018 when the weights
+            file is not one of this dataset; E306, E416.
+    """
+    chosen = _select_hooks(dataset, hooks)
+    shards = _select_shards(dataset, chosen, phase)
+    row_weights = None if weights_file is None else dataset.row_weights(weights_file)
+    exclusion = Exclusion(dataset, chosen, exclude)
+    served = dataset.multiplicity() if multiplicity else None
+    excluded = dict.fromkeys(exclusion.names, 0)
+    counts = [_row_counts(shard, served, exclusion, excluded) for shard in shards]
+    if all(count is not None and not count.any() for count in counts):
+        raise bad("exclude", ", ".join(exclusion.names), "names that leave a row")
+    return Selection(chosen, shards, exclusion, excluded, counts, row_weights)
+
+
+def _select_hooks(dataset: Dataset, hooks: str | Sequence[str] | None) -> list[Hook]:
+    """Return the named hooks of a dataset, in the order named; all when None."""
     names = list(dataset.hooks) if hooks is None else [hooks] if isinstance(hooks, str) else hooks
     known = ", ".join(dataset.hooks)
     if not names or len(set(names)) != len(names):
@@ -50,15 +339,10 @@ def select_hooks(dataset: Dataset, hooks: str | Sequence[str] | None) -> list[Ho
     return [dataset.hooks[name] for name in names]
 
 
-def select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -> list[Shard]:
-    """Return the shards that hold the hooks' rows of a phase, of both when None.
-
-    Raises:
-        ActdsError: E014 when there is no such phase, no row of it, or the hooks have shards of
-            their own.
-    """
-    if phase is not None and phase not in PHASES:
-        raise bad("phase", repr(phase), f"None or one of {', '.join(PHASES)}")
+def _select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -> list[Shard]:
+    """Return the shards that hold the hooks' rows of a phase, of both when None."""
+    if phase is not None and phase not in tables.PHASES:
+        raise bad("phase", repr(phase), f"None or one of {', '.join(tables.PHASES)}")
     wanted = {hook.name for hook in hooks}
     shards = [
         shard
@@ -74,106 +358,19 @@ def select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) ->
     return shards
 
 
-def row_counts(
-    dataset: Dataset, shards: Sequence[Shard], weights: str | None, exclusion: Exclusion
-) -> tuple[list[np.ndarray[Any, np.dtype[np.uint32]] | None], dict[str, int]]:
-    """Return how often each row of the shards comes, and how many rows each name leaves out.
-
-    Args:
-        dataset: the dataset.
-        shards: the shards that are read.
-        weights: ``multiplicity`` for the served distribution, else None.
-        exclusion: the rows that are left out.
-
-    Raises:
-        ActdsError: E014 when no row is left.
-    """
-    served = None if weights is None else dataset.multiplicity()
-    counts: list[np.ndarray[Any, np.dtype[np.uint32]] | None] = []
-    excluded = dict.fromkeys(exclusion.names, 0)
-    n_kept = 0
-    for shard in shards:
-        count = None
-        if served is not None:
-            tokens = shard.tokens(["request", "position"])
-            request, position = (tokens[name].to_numpy() for name in ("request", "position"))
-            count = served_counts(shard.run, request, position, served)
-        out = exclusion.left_out(shard)
-        for name, mask in out.items():
-            excluded[name] += int(mask.sum())
-        if any(mask.any() for mask in out.values()):
-            count = np.ones(shard.n_rows, np.uint32) if count is None else count
-            count[np.logical_or.reduce(list(out.values()))] = 0
-        counts.append(count)
-        n_kept += shard.n_rows if count is None else int(np.count_nonzero(count))
-    if not n_kept:
-        raise bad("exclude", ", ".join(exclusion.names), "names that leave a row")
-    warn_where_none(excluded, stacklevel=3)
-    return counts, excluded
-
-
-def split_weights(
-    weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
-) -> tuple[str | None, Path | None]:
-    """Return ``multiplicity`` if it is asked for, and the weights file if one is.
-
-    Raises:
-        ActdsError: E014 when it is neither, or there is no such file.
-    """
-    if weights is None:
-        return None, None
-    given = list(weights) if isinstance(weights, list | tuple) else [weights]
-    files = [
-        Path(one) for one in given if isinstance(one, str | os.PathLike) and one != MULTIPLICITY
-    ]
-    if not given or len(files) > 1 or len(given) != len(files) + (MULTIPLICITY in given):
-        raise bad("weights", repr(weights)[:200], _WEIGHTS)
-    if files and not files[0].is_file():
-        raise bad("weights", f"no file {str(files[0])!r}", _WEIGHTS)
-    return MULTIPLICITY if MULTIPLICITY in given else None, files[0] if files else None
-
-
-def check_int(name: str, value: object, low: int) -> None:
-    """Refuse what is no integer from ``low`` on.
-
-    Raises:
-        ActdsError: E014.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
-        raise bad(name, repr(value)[:80], f"an integer from {low}")
-
-
-def check_worker(rank: int, world: int) -> None:
-    """Refuse to serve the same batches in several workers of a torch DataLoader.
-
-    Raises:
-        ActdsError: E014 when this is one of several workers, and not the rank of its number.
-    """
-    data = sys.modules.get("torch.utils.data")
-    info = data.get_worker_info() if data is not None else None
-    if info is None or (world % info.num_workers == 0 and rank % info.num_workers == info.id):
-        return
-    raise bad(
-        "world",
-        f"rank {rank} of {world} in worker {info.id} of {info.num_workers}",
-        f"num_workers=0, or rank {info.id} of {info.num_workers}: each worker would give all rows",
-    )
-
-
-def check_lanes(batch: int, lanes: int, rank: int, world: int) -> None:
-    """Refuse numbers that do not divide a batch in equal parts.
-
-    Raises:
-        ActdsError: E014.
-    """
-    if batch % lanes:
-        raise bad("lanes", str(lanes), f"a divisor of batch {batch}")
-    if lanes % world:
-        raise bad("world", str(world), f"a divisor of lanes {lanes}; give lanes=")
-    if rank >= world:
-        raise bad("rank", str(rank), f"less than world {world}")
-
-
-def bad(name: str, got: str, expected: str) -> ActdsError:
-    """Return the error of an argument that cannot be used."""
-    return ActdsError("E014", name, got=got, expected=expected)
+def _row_counts(
+    shard: Shard, served: pa.Table | None, exclusion: Exclusion, excluded: dict[str, int]
+) -> Counts | None:
+    """Return how often each row of a shard comes; add to what each name leaves out."""
+    count: Counts | None = None
+    if served is not None:
+        tokens = shard.tokens(["request", "position"])
+        request, position = (tokens[name].to_numpy() for name in ("request", "position"))
+        count = served_counts(shard.run, request, position, served)
+    out = exclusion.left_out(shard)
+    for name, mask in out.items():
+        excluded[name] += int(mask.sum())
+    if any(mask.any() for mask in out.values()):
+        count = np.ones(shard.n_rows, np.uint32) if count is None else count
+        count[np.logical_or.reduce(list(out.values()))] = 0
+    return count

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import actds
+from actds.format.positions import position_key
 from actds_validators.statistics import jackknife
 from actds_validators.statistics.load import ewma
 from actds_validators.statistics.shift import circular_shift
@@ -245,10 +246,10 @@ def _norms(dataset: actds.Dataset, where: dict[str, np.ndarray]) -> np.ndarray |
         return None
     hooks = np.array(table["hook"].to_pylist())
     chosen = hooks == sorted(set(hooks))[-1]
-    key = table["request"].to_numpy().astype(np.int64) << 32 | table["position"].to_numpy()
+    key = position_key(table["request"], table["position"])
     key, norm = key[chosen], table["norm"].to_numpy()[chosen]
     order = np.argsort(key)
-    wanted = where["request"] << 32 | where["position"]
+    wanted = position_key(where["request"], where["position"])
     at = np.clip(np.searchsorted(key[order], wanted), 0, len(key) - 1)
     if not np.array_equal(key[order][at], wanted):
         raise ValueError("a computed token has no readout")

@@ -6,7 +6,7 @@ as those of a model are: the same prefix gives the same row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from actds.store import LocalStore
 from actds_testing.schedules import WALL_NS, Schedule, simulate
 
 SOFTWARE = "actds synthetic"
+DType = Literal["bfloat16", "float16", "float32"]
 _NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 _BITS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
 _OBSERVED: dict[str, bool | int | str] = {
@@ -59,8 +60,8 @@ def make_dataset(
     cache: bool = True,
     filtered: bool = False,
     hooks: Sequence[str] = ("resid_post.0", "resid_post.1"),
-    d_model: int = 16,
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    d_model: int | Mapping[str, int] = 16,
+    dtype: DType | Mapping[str, DType] = "bfloat16",
     run: str = "r-synthetic",
     rows_per_shard: int = 64,
     order: Literal["permuted", "sequence"] = "permuted",
@@ -80,8 +81,8 @@ def make_dataset(
         cache: let requests of a common prefix hit the prefix cache.
         filtered: leave some tokens out by a filter.
         hooks: names ``resid_post.LAYER``.
-        d_model: channels of a row.
-        dtype: type of the rows.
+        d_model: channels of a row; by hook where they differ.
+        dtype: type of the rows; by hook where they differ.
         run: id of the run.
         rows_per_shard: rows of one phase that are committed together.
         order: row order of the shards.
@@ -127,15 +128,19 @@ def make_dataset(
 
 
 def _write_genesis(
-    store: LocalStore, seed: int, hooks: Sequence[str], d_model: int, dtype: str
+    store: LocalStore,
+    seed: int,
+    hooks: Sequence[str],
+    d_model: int | Mapping[str, int],
+    dtype: DType | Mapping[str, DType],
 ) -> Genesis:
     named = [
         Hook(
             name=name,
             kind="resid_post",
             layer=int(name.rpartition(".")[2]),
-            d_model=d_model,
-            dtype=dtype,  # type: ignore[arg-type]
+            d_model=d_model if isinstance(d_model, int) else d_model[name],
+            dtype=dtype if isinstance(dtype, str) else dtype[name],
         )
         for name in hooks
     ]
@@ -149,14 +154,18 @@ def _write_run_record(
     writer: Chain,
     run: str,
     n_records: int,
-    dtype: str,
+    dtype: DType | Mapping[str, DType],
     readouts: Readouts | None,
 ) -> None:
     fields = {
         name: ProvenanceField(value=None, origin="unknown", reason="a simulated run has none")
         for name in REQUIRED_PROVENANCE
     }
-    observed = {**_OBSERVED, "numerics.dtype": dtype, "prompts.n_records": n_records}
+    observed = {
+        **_OBSERVED,
+        "numerics.dtype": dtype if isinstance(dtype, str) else "float32",
+        "prompts.n_records": n_records,
+    }
     if readouts is not None:
         observed["capture.readouts"] = readouts.as_field()
     for name, value in observed.items():

@@ -129,6 +129,7 @@ def test_rows_shifted_by_one_position_are_clearly_apart(
     assert h.cosine(got, want).mean() < 0.9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hook", HOOKS)
 def test_bf16_rows_follow_the_fp32_forward(hook: str, bf16: Dataset, reference: Reference) -> None:
     assert bf16.hooks[hook].dtype == "bfloat16"
@@ -186,6 +187,7 @@ def test_multiplicity_counts_every_served_position_once(cached: Dataset) -> None
     assert cached.n_rows + extra == served
 
 
+@pytest.mark.full
 def test_the_run_record_says_what_the_worker_saw(cached: Dataset, bf16: Dataset) -> None:
     fields = next(iter(cached.runs.values())).fields
     seen = {name: field.value for name, field in fields.items() if field.origin == "observed"}

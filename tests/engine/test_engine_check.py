@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +53,8 @@ def write(
     """Harvest in one process, in which something was changed before."""
     script = f"import sys\n{patch}\nfrom actds.cli import main\nsys.exit(main())"
     arguments = h.command(out, model, prompts, *options, *h.ALONE)[3:]
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env=h.environment(**h.ONE_PROCESS),
-        capture_output=True,
-        text=True,
-        timeout=h.TIMEOUT_S,
-    )
+    environment = h.environment(**h.ONE_PROCESS)
+    return h.warm_engine().run(["-c", script, *arguments], environment, h.TIMEOUT_S)
 
 
 def check_of(dataset: actds.Dataset) -> dict[str, Any]:
@@ -69,6 +63,7 @@ def check_of(dataset: actds.Dataset) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_compiled_engine_is_held_against_transformers_and_samples_as_without_the_check(
     tmp_path: Path, model: Path, prompts: Path
 ) -> None:
@@ -106,6 +101,7 @@ def test_wrong_rows_stop_the_run_before_the_first_one(
     assert not (tmp_path / "acts" / "actds.json").exists()
 
 
+@pytest.mark.full
 def test_the_check_decides_for_a_class_that_nobody_verified(
     tmp_path: Path, model: Path, prompts: Path
 ) -> None:
@@ -114,6 +110,7 @@ def test_the_check_decides_for_a_class_that_nobody_verified(
     assert check_of(h.validated(tmp_path / "acts"))["against"] == "transformers"
 
 
+@pytest.mark.full
 def test_dummy_weights_are_held_against_the_next_layer(
     tmp_path: Path, model: Path, prompts: Path
 ) -> None:

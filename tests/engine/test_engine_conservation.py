@@ -87,6 +87,7 @@ def test_the_run_record_says_whose_process_the_engine_was(
     assert apart["engine.own_process"].value is True
 
 
+@pytest.mark.full
 def test_requests_that_hit_blocks_of_the_same_step_are_references(
     model: Path, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_requests_that_hit_blocks_of_the_same_step_are_references(
     assert same_step
 
 
+@pytest.mark.full
 def test_compiled_rows_are_captured_and_equal_eager_ones(
     eager: Dataset, model: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +124,7 @@ def test_compiled_rows_are_captured_and_equal_eager_ones(
         assert np.median(h.relative_l2(got, want)) < 1e-5
 
 
+@pytest.mark.full
 def test_two_tensor_parallel_ranks_write_each_row_once(
     eager: Dataset, model: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def start(
     )
 
 
+@pytest.mark.full
 def test_an_interrupted_harvest_is_sealed_and_resumes_without_redoing(
     model: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def writer_of(out: Path) -> int:
     return found
 
 
+@pytest.mark.full
 def test_a_stalled_writer_under_a_drop_policy_costs_recorded_steps_only(tmp_path: Path) -> None:
     # Wide rows, so that a few steps fill the ring however slow the machine is.
     model = make_tiny_model(tmp_path / "wide", hidden=512, dtype="float32", tokenizer=True)
@@ -163,6 +165,7 @@ def writes(pid: int, out: Path) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_a_full_disk_is_a_clear_error_and_loses_nothing_committed(
     model: Path, tmp_path: Path
 ) -> None:
@@ -177,7 +180,7 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing_committed(
         prompts = many_prompts(tmp_path / "p.jsonl", 600)
         hooks = ("--hooks", "resid_post:all", *h.TINY, *h.EAGER, "--max-tokens", "64",
                  "--engine", "max_model_len=512", "--rows-per-shard", "1024")  # fmt: skip
-        done = h.run(disk / "acts", model, prompts, *hooks, *h.ALONE, **h.ONE_PROCESS)
+        done = h.run_alone(disk / "acts", model, prompts, *hooks)
         assert done.returncode == 4, done.stderr
         assert "E503" in done.stderr
         assert "No space left on device" in done.stderr
@@ -208,13 +211,8 @@ sys.exit(main())
 def test_rows_that_differ_from_the_schedule_stop_the_harvest(model: Path, tmp_path: Path) -> None:
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 30)
     arguments = h.command(out, model, prompts, *ALONE, *SLOW)[3:]
-    done = subprocess.run(
-        [sys.executable, "-c", BROKEN_HOOK, *arguments],
-        env=h.environment(**h.ONE_PROCESS),
-        capture_output=True,
-        text=True,
-        timeout=h.TIMEOUT_S,
-    )  # fmt: skip
+    environment = h.environment(**h.ONE_PROCESS)
+    done = h.warm_engine().run(["-c", BROKEN_HOOK, *arguments], environment, h.TIMEOUT_S)
     assert done.returncode == 4, done.stderr
     assert re.search(r"E501 step \d+: 0 rows at one hook; expected \d+ scheduled rows", done.stderr)
     assert h.validated(out).n_rows > 0
@@ -245,14 +243,16 @@ def test_the_plugin_is_inert_outside_a_harvest() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_an_engine_that_cannot_start_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 2)
-    done = h.run(out, model, prompts, *ALONE, "--engine", "quantization=awq", **h.ONE_PROCESS)
+    done = h.run_alone(out, model, prompts, *OPTIONS, "--engine", "quantization=awq")
     assert done.returncode == 4
     assert "E504 engine" in done.stderr
     assert not out.exists()
 
 
+@pytest.mark.full
 def test_an_unsealed_dataset_does_not_open(model: Path, tmp_path: Path) -> None:
     out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 400)
     process = start(out, model, prompts, *ALONE, *SLOW, **h.ONE_PROCESS)

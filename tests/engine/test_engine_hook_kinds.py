@@ -15,7 +15,7 @@ from actds_testing import harvest as h
 from actds_testing import toy
 from actds_testing.tiny import make_random_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 HOOKS = ["resid_post.1", "toy_mlp.1", "toy_mlp.2"]
 

@@ -68,7 +68,7 @@ def burst(server: Server) -> dict[str, dict[str, Any]]:
         return dict(pool.map(one, range(N_REQUESTS)))
 
 
-@pytest.fixture(params=["folder", "object-store"])
+@pytest.fixture(params=["folder", pytest.param("object-store", marks=pytest.mark.full)])
 def out(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "folder":
         return str(tmp_path / "acts")
@@ -121,6 +121,7 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(out: str, tmp_p
     assert {len(probes) for probes in readouts["probes"].to_pylist()} == {N_PROBES}
 
 
+@pytest.mark.full
 def test_a_server_whose_hooks_are_not_the_stream_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

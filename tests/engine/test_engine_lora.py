@@ -14,6 +14,7 @@ from actds_testing import harvest as h
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.full
 def test_this_engine_adds_an_adapter_to_requests_without_one(tmp_path: Path) -> None:
     """When this fails, vLLM may have mended it: check again, then lift the refusal."""
     done = subprocess.run(

@@ -154,6 +154,7 @@ def test_ctrl_c_seals_and_resume_completes(model: Path, prompts: Path, tmp_path:
     assert sorted(r["source_row"] for r in served) == list(range(60))
 
 
+@pytest.mark.full
 def test_a_killed_harvest_onto_an_object_store_is_resumed(
     model: Path, prompts: Path, s3_root: str, tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 from actds_testing.places import ROOT
 from actds_writers.prompts.records import read_prompts
 
+pytestmark = pytest.mark.standard
+
 
 def run(script: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
     # -W error: an example that warns is an example that teaches a mistake.

@@ -12,8 +12,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from actds.accounting.account import TOTALS, Account, account
-from actds.accounting.intervals import Intervals, difference, keys, of_keys, overlap, union
 from actds.format import tables
+from actds.format.positions import (
+    Intervals,
+    difference,
+    of_keys,
+    overlap,
+    position_key,
+    split_key,
+    union,
+)
 from actds_testing.schedules import Schedule, simulate
 
 SCHEDULE = simulate(16, seed=1, drops=True, filtered=True)
@@ -527,4 +535,15 @@ def test_interval_sets_agree_with_sets_of_positions(
 
 
 def test_keys_hold_the_largest_request_and_position() -> None:
-    assert keys([2**32 - 1], [2**32 - 1]).tolist() == [2**64 - 1]
+    assert position_key([2**32 - 1], [2**32 - 1]).tolist() == [2**64 - 1]
+
+
+def test_a_key_splits_into_its_request_and_position() -> None:
+    request, position = np.array([0, 7, 2**31, 2**32 - 1]), np.array([2**32 - 1, 0, 5, 2**31])
+    key = position_key(request, position)
+    assert key.dtype == np.uint64 and (np.diff(key.astype(object)) > 0).all()
+    found = split_key(key)
+    assert [part.tolist() for part in found] == [request.tolist(), position.tolist()]
+    for kind in (np.uint32, np.int64, np.float64):
+        assert np.array_equal(position_key(request.astype(kind), position.astype(kind)), key)
+    assert position_key(3, [1, 2]).tolist() == [3 << 32 | 1, 3 << 32 | 2]

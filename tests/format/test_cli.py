@@ -36,6 +36,7 @@ def dataset(original: Path, tmp_path: Path) -> Path:
     return shutil.copytree(original, tmp_path / "d")
 
 
+@pytest.mark.standard
 def test_help_loads_nothing_heavy() -> None:
     script = (
         "import sys; from actds.cli import cli\n"
@@ -49,6 +50,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert "info" in told.stdout and told.stdout.endswith("[]\n")
 
 
+@pytest.mark.standard
 def test_the_reference_is_that_of_the_commands(tmp_path: Path) -> None:
     # In a process of its own: a command that was called by itself remembers its help option.
     path = tmp_path / "cli.md"

@@ -82,14 +82,14 @@ def test_arrays_index_like_the_whole_array(original: Path) -> None:
 
 
 def test_arrays_keep_few_files_open(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actds.load.lazy._MAX_OPEN_ARRAYS", 2)
+    monkeypatch.setattr("actds.load.dataset.MAX_OPEN_ARRAYS", 2)
     opened = actds.open(original)
     array = opened.array(HOOK)
     assert len(opened.shards) > 3
     for _ in range(2):
         whole = np.concatenate([shard.array(HOOK).read_all() for shard in opened.shards])
         assert array.bits(0, len(array)).tobytes() == whole.tobytes()
-        assert len(array._readers) == 2
+        assert len(array.files) == 2
 
 
 def test_rows_belong_to_the_caller(original: Path) -> None:

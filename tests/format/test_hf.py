@@ -113,6 +113,7 @@ def test_examples_of_a_stream_come_with_their_weights(
     assert [example["weight"] for example in again] == stored_weights[77:].tolist()
 
 
+@pytest.mark.standard
 def test_data_loader_workers_keep_weights_beside_their_rows(
     path: Path, weights: Path, truth: list[tuple[Any, ...]], stored_weights: np.ndarray[Any, Any]
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_stream_goes_on_from_its_state(path: Path, truth: list[tuple[Any, ...]
     assert [told(example) for example in again] == truth[77:]
 
 
+@pytest.mark.standard
 def test_data_loader_workers_share_the_stream(path: Path, truth: list[tuple[Any, ...]]) -> None:
     stream = actds.load_dataset(path, streaming=True, hooks=HOOKS[0], columns=["request"])
     loader = torch.utils.data.DataLoader(stream, batch_size=16, num_workers=2)

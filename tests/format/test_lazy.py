@@ -89,7 +89,7 @@ def test_widening_keeps_every_value_and_every_bit(patterns: list[int]) -> None:
 def test_stats_are_those_of_float64(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, true = actds.open(path), float64(path)
     for nbytes in (1 << 24, 8 * 16 * 7):  # one block, and many that do not divide the rows
-        monkeypatch.setattr("actds.load.stats._BLOCK_NBYTES", nbytes)
+        monkeypatch.setattr("actds.load.dataset.BLOCK_NBYTES", nbytes)
         stats = dataset.stats(HOOK)
         assert stats.count == len(true)
         assert np.allclose(stats.mean, true.mean(axis=0), rtol=1e-12, atol=1e-12)
@@ -101,10 +101,10 @@ def test_stats_are_those_of_float64(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_stats_lose_no_digits_to_a_mean_far_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actds.load.stats import stats_of
+    from actds.load.dataset import stats_of
 
     rows = (np.random.default_rng(0).normal(size=(5000, 4)) + 1e4).astype(np.float32)
-    monkeypatch.setattr("actds.load.stats._BLOCK_NBYTES", 8 * 4 * 333)
+    monkeypatch.setattr("actds.load.dataset.BLOCK_NBYTES", 8 * 4 * 333)
     stats = stats_of(rows)  # type: ignore[arg-type]
     assert np.allclose(stats.variance, rows.astype(np.float64).var(axis=0), rtol=1e-9)
 

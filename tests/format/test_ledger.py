@@ -158,6 +158,7 @@ for n in range(10**6):
 """
 
 
+@pytest.mark.standard
 def test_no_acknowledged_record_is_lost_to_a_kill(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     writers = [

@@ -20,6 +20,7 @@ import torch
 
 import actds
 from actds.format.arrays import from_torch
+from actds.load.order import ORDER_VERSION
 from actds_testing.places import EXAMPLES
 from actds_testing.synthetic import make_dataset
 from actds_testing.weights_files import drawn_weights, write_weights_file
@@ -396,6 +397,16 @@ def test_refuses_the_state_of_another_order(path: Path, change: dict[str, Any]) 
         actds.Loader(path, batch=32).load_state_dict({})
 
 
+def test_refuses_the_state_of_an_older_order_and_goes_on_as_it_stood(path: Path) -> None:
+    with actds.Loader(path, batch=32) as loader:
+        state = loader.state_dict()
+        assert state["order"] == loader.config["order"] == ORDER_VERSION
+        for order in (1, None, ORDER_VERSION + 1):
+            with pytest.raises(actds.ActdsError, match="E014 state order"):
+                loader.load_state_dict({**state, "order": order, "step": 1})
+        assert loader.state_dict() == state
+
+
 def test_refuses_an_unsealed_dataset_unless_told_in_so_many_words(tmp_path: Path) -> None:
     path = make_dataset(tmp_path / "acts", n_requests=6, sealed=False)
     with pytest.raises(actds.ActdsError, match="E306"):
@@ -463,15 +474,14 @@ def test_examples_run(
     assert "goes on with the same rows: True" in run_example("load_batches.py")
 
 
+@pytest.mark.standard
 def test_a_program_that_forgets_to_close_still_ends(path: Path) -> None:
-    # What next() does, less the import of torch.
     code = (
         "import actds, sys\n"
         "loader = actds.Loader(sys.argv[1], batch=32, epochs=None)\n"
-        "loader._start()\n"
-        "print(loader._pipeline.next().step)"
+        "print(len(next(loader)['resid_post.0']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, path], timeout=60, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "32\n", "")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actds.accounting.multiplicity import served_counts
 from actds.format import tables
-from actds.load.order import EpochOrder, Geometry, Pieces, feistel, order_key, visit_counts
-from actds.load.weights import served_counts
+from actds.load.order import EpochOrder, Geometry, Pieces, order_key, piece_order, visit_counts
 
 KEY = order_key("0" * 64, 7)
 
@@ -31,19 +31,27 @@ def lane_entries(order: EpochOrder, pieces: Pieces, lane: int) -> list[tuple[int
     return out
 
 
-@given(n=st.integers(1, 3000), keys=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8))
+@given(n=st.integers(0, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
-def test_feistel_is_a_permutation_of_any_size(n: int, keys: list[int]) -> None:
-    image = feistel(np.arange(n), n, np.array(keys, np.uint64))
-    assert sorted(image.tolist()) == list(range(n))
+def test_the_pieces_of_an_epoch_are_a_permutation_of_any_size(
+    n: int, seed: int, epoch: int
+) -> None:
+    order = piece_order(n, order_key("0" * 64, seed), epoch)
+    assert order.dtype == np.int64 and sorted(order.tolist()) == list(range(n))
 
 
-def test_feistel_finds_one_image_without_the_others() -> None:
-    keys = np.arange(1, 9, dtype=np.uint64)
-    image = feistel(np.arange(10**5), 10**5, keys)
-    assert feistel(np.array([77_777]), 10**5, keys) == image[77_777]
-    # A weak round function would leave neighbours together.
-    assert np.mean(np.abs(np.diff(image)) < 1000) == pytest.approx(0.02, abs=0.005)
+def test_neighbouring_pieces_come_apart_in_every_epoch_and_seed() -> None:
+    orders = [piece_order(10**5, key, epoch) for key in (KEY, (1, 2)) for epoch in (0, 1)]
+    for k, order in enumerate(orders):
+        assert np.mean(np.abs(np.diff(order)) < 1000) == pytest.approx(0.02, abs=0.005)
+        for other in orders[:k]:  # as many pieces in the same place as chance puts there
+            assert np.count_nonzero(order == other) < 12
+
+
+def test_the_pieces_do_not_share_a_stream_with_a_window() -> None:
+    pieces = Pieces.of_shards([4096], 1)
+    order = EpochOrder(pieces, Geometry(1, 1, 4096, 1), KEY, 0)
+    assert not np.array_equal(order.window(0, 0).order, piece_order(4096, KEY, 0))
 
 
 @given(
@@ -119,7 +127,7 @@ def test_the_order_never_changes_between_versions() -> None:
                 window = order.window(lane, index)
                 for part in (window.pieces, window.start, window.stop, window.order):
                     hasher.update(part.astype("<i8").tobytes())
-    assert hasher.hexdigest() == "7ce11ec5fa098af7aeef0aad67768be55caa86c11824aaaba2430f08e1568fe3"
+    assert hasher.hexdigest() == "e0ffc1dfbea7da7696f981cb61d44c228f54e288e27199039caf0533c65c1dd2"
 
 
 def test_another_seed_epoch_or_dataset_gives_another_order() -> None:

@@ -37,6 +37,9 @@ from actds_writers.capture.transfer import Lane
 from actds_writers.ipc.messages import ClientFacts, HookSpec, LeftOut
 from actds_writers.monitor.snapshot import take_snapshot
 
+pytestmark = pytest.mark.standard
+
+
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 PLANNED = Readouts(8, seed=5)
 

@@ -295,6 +295,7 @@ recompress(sys.argv[1])
 """
 
 
+@pytest.mark.standard
 def test_a_real_kill_costs_nothing(tmp_path: Path) -> None:
     path = small_dataset(tmp_path / "d")
     before = rows_of(path)

@@ -17,7 +17,8 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.load.row_weights import GROUP_ROWS, read_row_weights
+from actds.format.positions import Index
+from actds.format.row_weights import GROUP_ROWS
 from actds.reading import Catalog
 from actds.store import open_store
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset, write_tables
@@ -26,7 +27,6 @@ from actds_testing.weights_files import drawn_weights, write_weights_file
 from actds_validators.audit import weights_file
 from actds_validators.audit.audit import audit_sources
 from actds_validators.audit.lookup import Lookup
-from actds_validators.audit.ranges import Index
 from actds_validators.audit.result import Limits
 from actds_validators.audit.sources import catalog_source
 from actds_validators.audit.weights import Cells
@@ -121,7 +121,7 @@ def test_every_row_has_the_weight_of_its_cell(
     assert cells.edges.complexity == complexity and cells.weights is not None
     assert n_rows == dataset.n_rows == (cells.n - cells.lost).sum()
     expected = own_cells(dataset, cells)
-    read = read_row_weights(tmp_path / "w.parquet", dataset)
+    read = dataset.row_weights(tmp_path / "w.parquet")
     assert read.claim == CLAIM
     weights = read.of_shards([shard.name for shard in dataset.shards])
     flat = cells.weights.reshape(-1).astype(np.float32)
@@ -169,6 +169,7 @@ def test_the_file_has_the_form_of_the_specification_and_is_the_same_twice(
     assert files[0].stat().st_size < 3 * len(rows) + 5000
 
 
+@pytest.mark.standard
 def test_rows_in_an_object_store_get_the_same_weights(
     by_id: Path, found: Audited, s3_root: str, tmp_path: Path
 ) -> None:
@@ -186,7 +187,7 @@ def test_without_a_loss_every_row_weighs_one(tmp_path: Path) -> None:
     catalog = Catalog.read(open_store(path))
     n_rows = write_weights(tmp_path / "w.parquet", catalog, {}, None, "nothing was lost")
     dataset = actds.open(path)
-    read = read_row_weights(tmp_path / "w.parquet", dataset)
+    read = dataset.row_weights(tmp_path / "w.parquet")
     weights = read.of_shards([shard.name for shard in dataset.shards])
     assert n_rows == dataset.n_rows == sum(len(part) for part in weights.values())
     assert all((part == 1).all() for part in weights.values())
@@ -238,7 +239,7 @@ def test_weights_are_sliced_by_shard_however_the_file_is_grouped(
 ) -> None:
     weights = drawn_weights(dataset)
     file = write_weights_file(tmp_path / "w", dataset, weights, group_rows=group_rows)
-    read = read_row_weights(file, dataset)
+    read = dataset.row_weights(file)
     names = [shard.name for shard in dataset.shards]
     assert len(names) > 3
     for chosen in (names[::-1], names[1:2], []):
@@ -298,7 +299,7 @@ def test_refuses_a_file_that_does_not_weigh_each_row_once(
     weights = drawn_weights(dataset)
     file = write_weights_file(tmp_path / "w.parquet", dataset, weights, change=change)
     with pytest.raises(ActdsError, match=message) as caught:
-        read_row_weights(file, dataset)
+        dataset.row_weights(file)
     assert (caught.value.code, caught.value.place) == ("E018", str(file))
 
 
@@ -317,24 +318,24 @@ def test_refuses_the_weights_of_another_dataset_or_form(
     weights = drawn_weights(dataset)
     file = write_weights_file(tmp_path / "w.parquet", dataset, weights, metadata=metadata)
     with pytest.raises(ActdsError, match=f"E018 .*{message}"):
-        read_row_weights(file, dataset)
+        dataset.row_weights(file)
 
 
 def test_refuses_a_dataset_that_went_on(tmp_path: Path) -> None:
     path = make_dataset(tmp_path / "acts", n_requests=6)
     before = actds.open(path)
     file = write_weights_file(tmp_path / "w.parquet", before, drawn_weights(before))
-    read_row_weights(file, before)
+    before.row_weights(file)
     make_dataset(path, n_requests=6, run="r-more", seed=1)
     with pytest.raises(ActdsError, match=r"E018 .*digest .*\nMake it again"):
-        read_row_weights(file, actds.open(path))
+        actds.open(path).row_weights(file)
 
 
 def test_refuses_a_parquet_file_of_something_else(by_id: Path, tmp_path: Path) -> None:
     other = tmp_path / "classes.parquet"
     pq.write_table(pa.table({"request": [1], "class": ["code"]}), other)
     with pytest.raises(ActdsError, match=r"E018 .*classes\.parquet"):
-        read_row_weights(other, actds.open(by_id))
+        actds.open(by_id).row_weights(other)
 
 
 def test_refuses_what_is_no_parquet_file_or_is_damaged(
@@ -345,9 +346,9 @@ def test_refuses_what_is_no_parquet_file_or_is_damaged(
     for damaged in (b"", b"PAR1", data[:-9], b"\0" * len(data)):
         file.write_bytes(damaged)
         with pytest.raises(ActdsError, match=r"E018 .*; expected a readable Parquet file"):
-            read_row_weights(file, dataset)
+            dataset.row_weights(file)
     with pytest.raises(ActdsError, match=r"E018 .*; expected a readable Parquet file"):
-        read_row_weights(tmp_path / "none.parquet", dataset)
+        dataset.row_weights(tmp_path / "none.parquet")
 
 
 def test_refuses_a_file_that_changed_after_it_was_checked(
@@ -355,7 +356,7 @@ def test_refuses_a_file_that_changed_after_it_was_checked(
 ) -> None:
     weights = drawn_weights(dataset)
     file = write_weights_file(tmp_path / "w.parquet", dataset, weights)
-    read = read_row_weights(file, dataset)
+    read = dataset.row_weights(file)
     write_weights_file(file, dataset, weights, group_rows=90)
     with pytest.raises(ActdsError, match=r"E018 .*another file than before"):
         read.of_shards(list(weights))

@@ -34,6 +34,9 @@ from actds_testing.synthetic_engine import (
 from actds_validators.validate.validation import validate
 from actds_writers.ipc.messages import ClientFacts
 
+pytestmark = pytest.mark.standard
+
+
 Environment = pytest.MonkeyPatch
 
 

@@ -1,6 +1,8 @@
 """Tables: one Parquet form, checked before it is read."""
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,19 @@ def test_builds_only_the_columns_of_the_spec() -> None:
             tables.build("stalls", columns)
     with pytest.raises(ActdsError, match="E109"):
         stalls(depth=None)
+
+
+@pytest.mark.standard
+def test_bytes_are_read_without_a_pool_of_threads() -> None:
+    """A thread of Arrow's that lets go of Python's bytes while the interpreter ends aborts it."""
+    code = """
+import os, sys
+from actds.format import tables
+columns = {"stage": ["ring"] * 9, "t_ns": range(9), "duration_ns": range(9), "depth": range(9),
+           "step": [None] * 9}
+data = tables.to_parquet("stalls", tables.build("stalls", columns))
+before = len(os.listdir("/proc/self/task"))
+tables.from_parquet("stalls", data, "here")
+sys.exit(len(os.listdir("/proc/self/task")) - before)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

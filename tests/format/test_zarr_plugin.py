@@ -128,6 +128,7 @@ def test_entry_point_names_our_data_type():
 LOADS_ENTRY_POINTS = tuple(map(int, zarr.__version__.split(".")[:2])) >= (3, 4)
 
 
+@pytest.mark.standard
 def test_fresh_process_opens_our_array(stored):
     folder, bits = stored
     code = "import sys, zarr; a = zarr.open_array(sys.argv[1], mode='r'); print(a.dtype, *a.shape)"

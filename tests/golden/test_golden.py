@@ -7,6 +7,8 @@ from pathlib import Path
 import golden
 import pytest
 
+pytestmark = pytest.mark.standard
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

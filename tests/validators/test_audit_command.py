@@ -421,6 +421,7 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read
     assert "Make the folder, or give another path." in told.stderr
 
 
+@pytest.mark.standard
 def test_a_page_goes_through_a_pipe(datasets: dict[str, Path]) -> None:
     command = [sys.executable, "-m", "actds", "audit", str(datasets["PASS"])]
     told = subprocess.run(
@@ -436,6 +437,7 @@ def test_a_file_that_cannot_be_written_is_named(datasets: dict[str, Path], optio
     assert told.stderr.startswith("E503 /dev/full: No space left on device")
 
 
+@pytest.mark.standard
 @pytest.mark.parametrize(
     ("package", "arguments", "needed"),
     [("duckdb", (), True), ("scipy", (), True), ("jinja2", ("--html", "r.html"), True),

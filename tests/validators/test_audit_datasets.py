@@ -185,6 +185,7 @@ def test_nothing_is_written_where_the_audit_runs(
     assert not Path(spill).exists()
 
 
+@pytest.mark.standard
 def test_an_object_store_gives_the_same_audit(lossy: Path, s3_root: str) -> None:
     store = open_store(s3_root)
     for path in sorted(lossy.rglob("*")):

@@ -173,6 +173,7 @@ def test_threads_give_the_same_bits_again(runs: list[Tables], in_parts: Read) ->
     assert_same(read(runs, Threads(), 9).arrays, in_parts.arrays)
 
 
+@pytest.mark.standard
 def test_ray_gives_the_bits_that_threads_give(
     runs: list[Tables], in_parts: Read, ray_engine: Engine
 ) -> None:

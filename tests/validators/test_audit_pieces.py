@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actds.accounting.multiplicity import Servings
+from actds.format.positions import Index
 from actds_validators.audit.cell_sums import cell_sums, joined
 from actds_validators.audit.class_counts import CLASSES, N_BITS, ClassCounts, position_band
 from actds_validators.audit.labels import class_words, labels_of
-from actds_validators.audit.ranges import Index, Servings, StepRanges, explode
+from actds_validators.audit.ranges import StepRanges, explode
 
 TOP = 2**32 - 1
 Range = tuple[int, int, int, int]

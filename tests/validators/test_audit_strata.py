@@ -209,6 +209,7 @@ def dataset(path: Path, choose: Callable[[pd.DataFrame], np.ndarray] | None, **m
     return make_dataset(path, schedule=told, readouts=READOUTS, rows_per_shard=4096, **more)
 
 
+@pytest.mark.standard
 def test_all_first_rows_lost_is_told_of_a_dataset_on_page_and_terminal(tmp_path: Path) -> None:
     path = dataset(tmp_path / "d", lambda rows: first(rows) & some(rows, 0.5))
     validated(path)  # what was made by hand is what a writer may write

@@ -29,6 +29,9 @@ from actds_testing.calibration.audit import (
 from actds_validators.statistics.events import count_events, one_per_event
 from actds_validators.statistics.shift import circular_shift
 
+pytestmark = pytest.mark.full
+
+
 SMALL: dict[str, Any] = {"mean_batch_tokens": 12.0, "max_batch_tokens": 32, "max_num_seqs": 24}
 
 

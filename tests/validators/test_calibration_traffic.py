@@ -45,6 +45,9 @@ from actds_validators.statistics.score import block_score
 from actds_validators.statistics.shift import circular_shift
 from actds_validators.statistics.within import Within, within_cells
 
+pytestmark = pytest.mark.full
+
+
 N_RUNS = 160
 
 

@@ -16,6 +16,7 @@ import pytest
 import actds.format.shard
 from actds.cli import cli
 from actds.format import tables
+from actds.format.readouts import Readouts
 from actds.seal import seal
 from actds_testing import synthetic
 from actds_testing.places import VECTORS
@@ -67,6 +68,16 @@ def test_passes_a_conforming_dataset_at_every_level(dataset_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_passes_other_types_and_sequence_order(tmp_path: Path, dtype: Any) -> None:
     path = make_dataset(tmp_path / "d", n_requests=3, dtype=dtype, order="sequence", d_model=5)
+    assert lines(validate(path, "deep")) == []
+
+
+def test_passes_hooks_of_different_widths_and_types_with_readouts_of_each(tmp_path: Path) -> None:
+    widths = {"resid_post.0": 16, "resid_post.1": 40, "resid_post.2": 5}
+    types: Any = {"resid_post.0": "bfloat16", "resid_post.1": "float16", "resid_post.2": "float32"}
+    path = make_dataset(
+        tmp_path / "acts", hooks=tuple(widths), d_model=widths, dtype=types,
+        readouts=Readouts(2, seed=0), drops=True,
+    )  # fmt: skip
     assert lines(validate(path, "deep")) == []
 
 

@@ -22,6 +22,9 @@ pytest.importorskip("scipy", reason="needs the extra actds[audit]")
 
 from actds_testing.simulate import SCENARIOS, Scenario, simulate, write_dataset
 
+pytestmark = pytest.mark.standard
+
+
 EXAMPLE = EXAMPLES / "backpressure"
 PICTURES = ("differences.svg", "loss_rates.svg", "speed.svg", "timeline.svg")
 # So little traffic that the engine idles between bursts of requests.

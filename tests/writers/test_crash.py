@@ -14,6 +14,9 @@ import pytest
 
 from actds_testing.crash import power
 
+pytestmark = pytest.mark.standard
+
+
 TIMEOUT_S = 600
 
 

@@ -27,6 +27,8 @@ from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.recover import recover
 from actds_writers.ipc.messages import ClientFacts
 
+pytestmark = pytest.mark.full
+
 DROPPING = [name for name in POLICIES if name != "block"]
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 MAX_REQUESTS = 320

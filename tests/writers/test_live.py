@@ -43,6 +43,9 @@ from actds_writers.ipc.sender import Sender
 from actds_writers.settings import WriterSettings
 from actds_writers.shards.assembly import SpecialTokens
 
+pytestmark = pytest.mark.standard
+
+
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 TIMEOUT_S = 120
 

@@ -27,6 +27,9 @@ from actds_writers.engines.vllm import serving
 from actds_writers.harvest.live import LiveRun
 from actds_writers.ipc.messages import LeftOut
 
+pytestmark = pytest.mark.standard
+
+
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 N_REQUESTS = 8
 TIMEOUT_S = 60

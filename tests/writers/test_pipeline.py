@@ -30,6 +30,8 @@ from actds_validators.validate.validation import validate
 from actds_writers.harvest.resume import lock_dataset
 from actds_writers.ipc.messages import ClientFacts, HookSpec, LeftOut, RequestArrived
 
+pytestmark = pytest.mark.standard
+
 
 def clean(path: Path) -> actds.Dataset:
     report = validate(path, level="deep")

@@ -32,6 +32,9 @@ from actds_writers.harvest.recover import recover
 from actds_writers.harvest.resume import finished_rows
 from actds_writers.ipc.messages import ClientFacts
 
+pytestmark = pytest.mark.standard
+
+
 if TYPE_CHECKING:
     from actds_writers.config import Plan
 

@@ -74,6 +74,7 @@ def test_constants_are_those_of_the_stages() -> None:
     assert columns == sizing.TOKEN_COLUMNS_NBYTES
 
 
+@pytest.mark.standard
 @pytest.mark.parametrize("readouts", [None, Readouts(n_projections=8, seed=0)])
 def test_memory_of_a_real_pipeline_is_the_predicted_one(
     readouts: Readouts | None, tmp_path: Path

@@ -16,6 +16,9 @@ from actds_writers.capture.policies import POLICIES
 from actds_writers.ipc.messages import RingFree, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
 
+pytestmark = pytest.mark.standard
+
+
 NBYTES = 64
 
 

@@ -23,6 +23,8 @@ from actds_writers.capture.hooks import HookKind, StreamForm, Tap, cast_of, find
 from actds_writers.engines.base import find_engine
 from actds_writers.ipc.messages import HookSpec
 
+pytestmark = pytest.mark.standard
+
 HOOKS = "resid_post:0,2;toy_mlp:1"
 N_REQUESTS, GENERATED = 9, 5
 PROMPTS = [

@@ -8,11 +8,9 @@ hide the result of another, and ends after a time limit.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import signal
 import sys
 import time
 import traceback
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from actds_testing.families.models import FAMILIES, HIDDEN, N_LAYERS, Family, make
+from actds_testing.warm_engine import know_class, load, wait
 
 AT_ONCE = 2
 TIMEOUT_S = 120.0
@@ -68,19 +67,6 @@ def generate(family: Family, folder: Path) -> None:
              for k, v in options.items()}  # fmt: skip
     llm = LLM(str(folder / "model"), async_scheduling=False, **typed)
     llm.generate(list(PROMPTS.values()), SamplingParams(temperature=0, max_tokens=6))
-
-
-def know_class(model: Path) -> None:
-    """Spare vLLM a process of its own for looking at the model's class."""
-    from vllm import ModelRegistry
-
-    for name in json.loads((model / "config.json").read_text()).get("architectures", []):
-        known = ModelRegistry.models.get(name)
-        # Imported before there is an engine, classes of the Transformers backend do not work.
-        if known is None or not hasattr(known, "load_model_cls") or "transformers" in str(known):
-            continue
-        with contextlib.suppress(Exception):
-            ModelRegistry.register_model(name, known.load_model_cls())
 
 
 def compare(family: Family, folder: Path) -> dict[str, Any]:
@@ -260,32 +246,12 @@ def forked(call: Callable[[], None], log: Path) -> tuple[int, str]:
     return (os.waitstatus_to_exitcode(status) if status is not None else 124), said_text
 
 
-def wait(pid: int, deadline: float) -> int | None:
-    """Wait for a process; end its group at the deadline and return ``None``."""
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return status
-        if time.monotonic() > deadline:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return None
-        time.sleep(0.05)
-
-
 def main(out: Path, slugs: list[str]) -> None:
     """Run the families, some at once."""
     import logging
 
-    import torch
-    import transformers  # noqa: F401
-    import vllm  # noqa: F401
-    from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
-    from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401
-
+    load()
     logging.disable(logging.NOTSET)
-    torch.set_num_threads(1)
     waiting = [family for family in FAMILIES if not slugs or family.slug in slugs]
     waiting.reverse()
     running: dict[int, Family] = {}

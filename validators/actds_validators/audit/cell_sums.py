@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from actds.format.positions import pair_key, split_key
+
 __all__ = ["CellSums", "RunCells", "cell_sums", "joined"]
 
 Floats = npt.NDArray[np.float64]
@@ -147,5 +149,5 @@ def _counted(at: Ints, lost: npt.NDArray[np.bool_], size: int) -> Floats:
 
 def _groups(step: Ints, request: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the pairs that there are, rising, and the place of each row's among them."""
-    pairs, at = np.unique((step << 32) | request, return_inverse=True)
-    return pairs >> 32, pairs & 0xFFFFFFFF, at.reshape(-1)
+    pairs, at = np.unique(pair_key(step, request), return_inverse=True)
+    return *split_key(pairs), at.reshape(-1)

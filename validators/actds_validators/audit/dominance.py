@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from actds.format.positions import Keys, pair_key, split_key
 from actds_validators.audit.executor import Engine
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.result import Dominant
@@ -38,13 +39,13 @@ class _Cells:
     """Sums by token id and position; the columns are rows, w, w x and w x².
 
     Args:
-        keys: ``token_id << 32 | position``, rising.
+        keys: ``pair_key`` of token id and position, rising.
         sums: ``(n_cells, 4)``.
         special: whether the token is special.
         whole: the same four over every stored row.
     """
 
-    keys: Ints
+    keys: Keys
     sums: Floats
     special: npt.NDArray[np.bool_]
     whole: Floats
@@ -64,7 +65,7 @@ class _Cells:
 
 
 def _no_cells() -> _Cells:
-    return _Cells(np.zeros(0, np.int64), np.zeros((0, 4)), np.zeros(0, bool), np.zeros(4))
+    return _Cells(np.zeros(0, np.uint64), np.zeros((0, 4)), np.zeros(0, bool), np.zeros(4))
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class _DominancePass:
                 some = np.flatnonzero((at == 0) | special | (x > SINK * self.median[number]))
                 four = np.stack([np.ones(len(x)), w, w * x, w * x * x], axis=1)
                 keys, first, of = np.unique(
-                    (id_[some] << 32) | at[some], return_index=True, return_inverse=True
+                    pair_key(id_[some], at[some]), return_index=True, return_inverse=True
                 )
                 sums = np.zeros((len(keys), 4))
                 np.add.at(sums, of.reshape(-1), four[some])
@@ -149,13 +150,13 @@ def _largest(hook: str, cells: _Cells, median: float) -> Dominant | None:
     n, of_w, of_x, of_xx = cells.sums.T
     share = np.clip((of_xx - 2 * mean * of_x + mean**2 * of_w) / whole, 0.0, 1.0)
     k = int(np.argmax(share))
-    position = int(cells.keys[k] & 0xFFFFFFFF)
+    token_id, position = (int(number) for number in split_key(cells.keys[k]))
     names = ["first_position"] if position == 0 else ["special"] * bool(cells.special[k])
     if of_x[k] / of_w[k] > SINK * median:
         names.append("sink")
     return Dominant(
         hook=hook,
-        token_id=int(cells.keys[k] >> 32),
+        token_id=token_id,
         position=position,
         n_rows=int(n[k]),
         n_served=int(of_w[k]),

@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
+from actds.format.positions import Index, position_key
 from actds_validators.audit.class_counts import CLASSES, NOWHERE
-from actds_validators.audit.ranges import Index
 from actds_validators.audit.result import ClassesFile
 from actds_validators.audit.sources import RunSource
 
@@ -138,7 +138,7 @@ class Labels:
         request, start, stop = (
             table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
         )
-        keys = (request << 32) | start  # below 0 for a request from 2^31 on, as in `of`
+        keys = position_key(request, start)
         order = np.argsort(keys, kind="stable")
         self._keys = keys[order]
         self._request, self._stop = request[order], stop[order]
@@ -152,7 +152,7 @@ class Labels:
         """Return the code of the class of each position, -1 for one without a label."""
         if not len(self._keys):
             return np.full(len(request), -1, np.int64)
-        at = np.searchsorted(self._keys, (request << 32) | position, side="right") - 1
+        at = np.searchsorted(self._keys, position_key(request, position), side="right") - 1
         labelled, at = at >= 0, np.maximum(at, 0)
         labelled &= (self._request[at] == request) & (position < self._stop[at])
         return np.where(labelled, self._code[at], -1)

@@ -12,9 +12,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from actds.accounting.multiplicity import Servings
+from actds.format.positions import Index
 from actds_validators.audit.class_counts import N_BITS, position_band
 from actds_validators.audit.labels import Labels
-from actds_validators.audit.ranges import Index, Servings, StepRanges
+from actds_validators.audit.ranges import StepRanges
 from actds_validators.audit.run_rows import RunRows
 from actds_validators.audit.series import RunSteps, Series
 from actds_validators.audit.sources import RunSource

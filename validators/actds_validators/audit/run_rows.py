@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds_validators.audit.ranges import Index, StepRanges
+from actds.format.positions import Index
+from actds_validators.audit.ranges import StepRanges
 from actds_validators.audit.series import RunSteps
 from actds_validators.audit.sources import RunSource
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from actds.format.positions import pair_key, split_key
 from actds_validators.audit.class_counts import N_BANDS
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.result import Limits, StratumLoss
@@ -87,12 +88,11 @@ class _Groups:
     def add(self, group: Ints, block: Ints, n: Floats, lost: Floats) -> None:
         """Add requests; those of no group have -1."""
         used = group >= 0
-        pairs, at = np.unique((group[used] << 32) | block[used], return_inverse=True)
+        pairs, at = np.unique(pair_key(group[used], block[used]), return_inverse=True)
         at = at.reshape(-1)
         self.parts.append(
             (
-                pairs >> 32,
-                pairs & 0xFFFFFFFF,
+                *split_key(pairs),
                 _summed(at, n[used], len(pairs)),
                 _summed(at, lost[used], len(pairs)),
             )

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
+from actds.format.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.format.shard import Shard
-from actds.load.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.reading import Catalog
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.outputs import refuse_within_dataset, replaced

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.positions import position_key
 from actds_validators.validate.inventory import Inventory
 
 VERDICTS = ("same", "diverged", "foreign")
@@ -96,10 +97,10 @@ def _check_stored(inventory: Inventory, run: str, canary: pa.Table, spans: pa.Ta
         pc.equal(spans["disposition"], "cache_ref"), pc.is_valid(spans["ref_request"])
     )
     stored = spans.filter(pc.or_(own, referenced))
-    start, stop = (_key(stored["request"], stored[name]) for name in ("start", "stop"))
+    start, stop = (position_key(stored["request"], stored[name]) for name in ("start", "stop"))
     order = np.argsort(start, kind="stable")
     start, stop = start[order], stop[order]
-    key = _key(canary["request"], canary["position"])
+    key = position_key(canary["request"], canary["position"])
     at = np.searchsorted(start, key, side="right") - 1
     missing = at < 0
     missing[~missing] = key[~missing] >= stop[at[~missing]]
@@ -118,10 +119,3 @@ def _check_stored(inventory: Inventory, run: str, canary: pa.Table, spans: pa.Ta
 
 def _who(row: dict[str, object]) -> str:
     return f"request {row['request']} position {row['position']}"
-
-
-def _key(request: pa.ChunkedArray, position: pa.ChunkedArray) -> np.ndarray:
-    key: np.ndarray = (request.to_numpy().astype(np.int64) << 32) | position.to_numpy().astype(
-        np.int64
-    )
-    return key

@@ -15,10 +15,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.format import layout, tables
+from actds.format.positions import Keys, position_key, split_key
 from actds.format.shard import TOKENS
 from actds_validators.validate.inventory import Inventory
 
-Ints = npt.NDArray[np.int64]
+_Tokens = tuple[Keys, npt.NDArray[np.int64]]
+"""Keys of positions, and the token of each."""
 KEY = ["request", "position"]
 
 
@@ -38,7 +40,7 @@ def check_tokens(inventory: Inventory, run: str, hooks: Mapping[str, _Lines]) ->
 
     Spec: 0.1 section 7.8.
     """
-    known = (np.empty(0, np.int64), np.empty(0, np.int64))
+    known: _Tokens = (np.empty(0, np.uint64), np.empty(0, np.int64))
     for manifest in inventory.shards:
         path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
         if manifest.run == run and path not in inventory.unsound:
@@ -59,27 +61,25 @@ def check_tokens(inventory: Inventory, run: str, hooks: Mapping[str, _Lines]) ->
         _check_digests(inventory, run, known)
 
 
-def keys_of(table: pa.Table) -> Ints:
-    """Return request and position of each line as one number, in their order."""
-    request, position = (table[name].to_numpy().astype(np.int64) for name in KEY)
-    keys: Ints = (request << 32) | position
-    return keys
+def keys_of(table: pa.Table) -> Keys:
+    """Return the key of the position of each line."""
+    return position_key(*(table[name].to_numpy() for name in KEY))
 
 
-def _note(inventory: Inventory, run: str, hook: str, lines: tuple[Ints, Ints], want: int) -> None:
+def _note(inventory: Inventory, run: str, hook: str, lines: _Tokens, want: int) -> None:
     (keys, ids), n_more = lines, len(lines[0]) - 1
-    key = int(keys[0])
+    request, position = split_key(keys[0])
     inventory.add(
         "accounting",
         "E417",
-        f"readouts/{run} {hook} request {key >> 32} position {key & 0xFFFFFFFF} token_id "
+        f"readouts/{run} {hook} request {request} position {position} token_id "
         f"(and {n_more} more lines)",
         str(int(ids[0])),
         f"{want}, as its row or another line says",
     )
 
 
-def _check_digests(inventory: Inventory, run: str, known: tuple[Ints, Ints]) -> None:
+def _check_digests(inventory: Inventory, run: str, known: _Tokens) -> None:
     """Compare the tokens of every request of which all are known with the census' digest."""
     requests_read = inventory.sound_table(run, "requests")
     spans_read = inventory.sound_table(run, "spans")
@@ -100,7 +100,7 @@ def _check_digests(inventory: Inventory, run: str, known: tuple[Ints, Ints]) -> 
         whose = np.full(length, request, np.int64)
         for start, stop, of in references.get(request, []):
             whose[start:stop] = of
-        wanted = (whose << 32) | np.arange(length)
+        wanted = position_key(whose, np.arange(length))
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         if not (keys[at] == wanted).all():
             continue
@@ -115,11 +115,11 @@ def _check_digests(inventory: Inventory, run: str, known: tuple[Ints, Ints]) -> 
             )
 
 
-def _tokens(table: pa.Table) -> tuple[Ints, Ints]:
+def _tokens(table: pa.Table) -> _Tokens:
     return keys_of(table), table["token_id"].to_numpy().astype(np.int64)
 
 
-def _joined(known: tuple[Ints, Ints], more: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+def _joined(known: _Tokens, more: _Tokens) -> _Tokens:
     """Return the keys of both, each once and sorted, with the token that was known first."""
     keys, first = np.unique(np.concatenate([known[0], more[0]]), return_index=True)
     return keys, np.concatenate([known[1], more[1]])[first]

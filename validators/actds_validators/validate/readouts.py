@@ -210,14 +210,14 @@ def _matrices(
             raise ActdsError(
                 "E202", path, got=f"sha256 {got}", expected=str(readouts.probes_sha256)
             )
-        if len({hook.d_model for hook in hooks}) > 1:
-            raise ActdsError(
-                "E103", path, got="probes for hooks of several widths", expected="one width"
-            )
-        probes = load_probes(data, path, (len(hooks), readouts.n_probes, hooks[0].d_model))
+        widths = sorted({hook.d_model for hook in hooks})
+        if len(widths) > 1:  # one array holds the probes of all hooks
+            got = f"probes, and hooks of {', '.join(map(str, widths))} channels"
+            raise ActdsError("E103", path, got=got, expected="hooks of one width, or no probes")
+        probes = load_probes(data, path, (len(hooks), readouts.n_probes, widths[0]))
     return {
-        hook.name: matrix(readouts, probes if probes is None else probes[[i]], 1, hook.d_model)[0]
-        for i, hook in enumerate(hooks)
+        hook.name: matrix(readouts, None if probes is None else probes[[n]], 1, hook.d_model)[0]
+        for n, hook in enumerate(hooks)
     }
 
 

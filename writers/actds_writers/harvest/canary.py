@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.positions import position_key
 from actds.format.shard import Shard, commit_part
 from actds.ledger import Chain
 from actds.reading import Catalog
@@ -351,11 +352,11 @@ def _compare(
     pieces = []
     computed = compare.coarser(_types(catalog, run))
     for hooks, shards in catalog.row_sets(run):
-        stored_at = compare.locate(shards, compare.key(owner, position))
+        stored_at = compare.locate(shards, position_key(owner, position))
         there = stored_at.shard >= 0  # a reference may name a row that was lost
         stored_at = _only(stored_at, there)
         others = _shards_with(alone, hooks[0])
-        replay_at = compare.locate(others, compare.key(replayed_as[there], position[there]))
+        replay_at = compare.locate(others, position_key(replayed_as[there], position[there]))
         if (replay_at.shard < 0).any():
             raise ActdsError(
                 "E504", "canary replay", got="a position without a row", expected="every row"

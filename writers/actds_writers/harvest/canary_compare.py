@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.format.arrays import as_ml_dtypes
+from actds.format.positions import Keys, position_key
 from actds.format.shard import Shard
 from actds.schema.v0_1 import DType
 
@@ -45,18 +46,13 @@ class Located:
     step: Ints
 
 
-def key(request: npt.ArrayLike, position: npt.ArrayLike) -> Ints:
-    """Return one number per (request, position)."""
-    return (np.asarray(request, np.int64) << 32) | np.asarray(position, np.int64)
-
-
-def locate(shards: Sequence[Shard], keys: Ints) -> Located:
+def locate(shards: Sequence[Shard], keys: Keys) -> Located:
     """Return where the rows of (request, position) keys lie; keys may repeat, in any order."""
     unique, back = np.unique(keys, return_inverse=True)
     found = {name: np.full(len(unique), -1, np.int64) for name in ("shard", "row", "token", "step")}
     for number, shard in enumerate(shards):
         tokens = shard.tokens(["request", "position", "token_id", "step"])
-        mine = key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
+        mine = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
         at = np.minimum(np.searchsorted(unique, mine), len(unique) - 1)
         rows = np.flatnonzero(unique[at] == mine)
         at = at[rows]

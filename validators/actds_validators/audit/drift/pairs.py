@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from actds.format.positions import position_key
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset
 from actds_validators.audit.drift.selection import Found, Requests, Selection, find_rows
@@ -77,8 +78,8 @@ def pair(
     (here, ours), (there, theirs) = first, second
     common = match[there.request]
     candidates = np.flatnonzero(common >= 0)
-    key = (here.request << 32) | here.position
-    other_key = (common[candidates] << 32) | there.position[candidates]
+    key = position_key(here.request, here.position)
+    other_key = position_key(common[candidates], there.position[candidates])
     _, one, other = np.intersect1d(key, other_key, assume_unique=True, return_indices=True)
     other = candidates[other]
     alike = np.zeros(len(match), np.int64)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
+from actds.format.positions import Keys, pair_key
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset
 
@@ -97,9 +98,9 @@ class Requests:
         table = dataset.requests(run=True)
         self._runs = {run: n for n, run in enumerate(dataset.catalog.run_ids)}
         run = np.array([self._runs[name] for name in table["run"].to_pylist()], np.int64)
-        key = (run << 32) | table["request"].to_numpy().astype(np.int64)
+        key = pair_key(run, table["request"].to_numpy())
         order = np.argsort(key, kind="stable")
-        self.keys: Ints = key[order]
+        self.keys: Keys = key[order]
         ordered = table.take(order)
         self.external_id: list[str] = ordered["external_id"].to_pylist()
         self.source: list[str | None] = ordered["source"].to_pylist()
@@ -118,7 +119,7 @@ class Requests:
         Raises:
             ActdsError: E405 a row's request has no line.
         """
-        key = (self._runs[run] << 32) | request.astype(np.int64)
+        key = pair_key(self._runs[run], request)
         at = np.searchsorted(self.keys, key)
         if len(key) and not np.array_equal(self.keys.take(at, mode="clip"), key):
             raise ActdsError(
@@ -129,7 +130,7 @@ class Requests:
     def of_run(self, run: str) -> slice:
         """Return where the requests of a run stand."""
         n = self._runs[run]
-        low, high = np.searchsorted(self.keys, [n << 32, (n + 1) << 32])
+        low, high = np.searchsorted(self.keys, pair_key([n, n + 1], 0))
         return slice(int(low), int(high))
 
 

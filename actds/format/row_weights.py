@@ -1,15 +1,14 @@
 """Row weights: a file that gives every stored row of a dataset a weight, read and checked.
 
 Stands beside the dataset, not in it: an audit writes it, a loader hands its weights out with the
-rows. It has nothing to do with ``weights.py``, which counts how often a row was served. Imports the
-open dataset and the errors.
+rows. How often a row was served is another matter: ``actds.accounting.multiplicity``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
-from actds.load.dataset import Dataset
 
 __all__ = ["FORMAT", "GROUP_ROWS", "SCHEMA", "VERSION", "RowWeights", "read_row_weights"]
 
@@ -88,12 +86,16 @@ class RowWeights:
         return found
 
 
-def read_row_weights(path: str | os.PathLike[str], dataset: Dataset) -> RowWeights:
+def read_row_weights(
+    path: str | os.PathLike[str], dataset: str, digest: str, stored: Mapping[str, int]
+) -> RowWeights:
     """Return a weights file after checking all of it, a row group at a time.
 
     Args:
         path: a local file.
-        dataset: the dataset whose rows are to be weighted.
+        dataset: id of the dataset whose rows are to be weighted.
+        digest: digest of its seal.
+        stored: rows of each of its shards.
 
     Raises:
         ActdsError: E018 when the file cannot be read, is of another dataset, or does not give
@@ -103,12 +105,11 @@ def read_row_weights(path: str | os.PathLike[str], dataset: Dataset) -> RowWeigh
     """
     file_path = Path(path)
     with _parquet(file_path) as file:
-        claim = _check_metadata(file_path, file, dataset)
+        claim = _check_metadata(file_path, file, dataset, digest)
         walk = _Walk(file_path)
         for batch in file.iter_batches(GROUP_ROWS):
             walk.take(batch)
         groups = _groups(file)
-    stored = {shard.name: shard.n_rows for shard in dataset.shards}
     for name in sorted(stored.keys() | walk.n_rows.keys()):
         got, expected = walk.n_rows.get(name, 0), stored.get(name, 0)
         if got != expected:
@@ -181,7 +182,7 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
         raise _bad(path, why, "a readable Parquet file") from None
 
 
-def _check_metadata(path: Path, file: pq.ParquetFile, dataset: Dataset) -> str:
+def _check_metadata(path: Path, file: pq.ParquetFile, dataset: str, digest: str) -> str:
     """Return the claim of a file whose form and dataset are right.
 
     Raises:
@@ -195,8 +196,8 @@ def _check_metadata(path: Path, file: pq.ParquetFile, dataset: Dataset) -> str:
     checks = {
         "format": (f"{word('format')} {word('version')}", f"{FORMAT} {VERSION}"),
         "columns": (_listed(file.schema_arrow), _listed(SCHEMA)),
-        "dataset": (word("dataset"), dataset.catalog.genesis.dataset),
-        "digest": (word("digest"), dataset.digest),
+        "dataset": (word("dataset"), dataset),
+        "digest": (word("digest"), digest),
     }
     for what, (got, expected) in checks.items():
         if got != expected:

@@ -1,7 +1,7 @@
-"""Intervals of positions: sets of (request, position) pairs as sorted half-open key ranges.
+"""Positions of requests: their 64-bit keys, sets of keys as intervals, and places in sorted lists.
 
-A key is ``request << 32 | position``, so one number line holds every request of a run and an
-interval of one request never touches that of another.
+The key of a position is its request in the upper and its position in the lower 32 bits. So one
+number line holds every position of a run, in order, and no interval of a request touches another's.
 """
 
 from __future__ import annotations
@@ -12,24 +12,33 @@ import numpy as np
 import numpy.typing as npt
 
 Keys = npt.NDArray[np.uint64]
-_POSITION = np.uint64(0xFFFFFFFF)
-_REQUEST_SHIFT = np.uint64(32)
+Ints = npt.NDArray[np.int64]
+_LOW = np.uint64(0xFFFFFFFF)
+_N_BITS = np.uint64(32)
+_MAX_TABLE = 1 << 16
 
 
-def keys(request: npt.ArrayLike, position: npt.ArrayLike) -> Keys:
-    """Return the key of each (request, position), uint64 ``(n,)``."""
-    shifted = np.asarray(request).astype(np.uint64) << _REQUEST_SHIFT
-    return shifted | np.asarray(position).astype(np.uint64)
+def pair_key(high: npt.ArrayLike, low: npt.ArrayLike) -> Keys:
+    """Return pairs of numbers below 2^32 as one number each, uint64 ``(n,)``, sorted as they are.
+
+    The two broadcast: one of them may be a single number.
+    """
+    shifted = np.asarray(high).astype(np.uint64) << _N_BITS
+    return np.asarray(shifted | np.asarray(low).astype(np.uint64))
 
 
-def request_of(key: Keys) -> npt.NDArray[np.int64]:
-    """Return the request of each key, int64 ``(n,)``."""
-    return (key >> _REQUEST_SHIFT).astype(np.int64)
+def position_key(request: npt.ArrayLike, position: npt.ArrayLike) -> Keys:
+    """Return the key of each position of a request, uint64 ``(n,)``.
+
+    Spec: 0.1 section 5.2.
+    """
+    return pair_key(request, position)
 
 
-def position_of(key: Keys) -> npt.NDArray[np.int64]:
-    """Return the position of each key, int64 ``(n,)``."""
-    return (key & _POSITION).astype(np.int64)
+def split_key(key: npt.ArrayLike) -> tuple[Ints, Ints]:
+    """Return request and position of each key, or the two numbers of a pair, int64 ``(n,)``."""
+    keys = np.asarray(key, np.uint64)
+    return (keys >> _N_BITS).astype(np.int64), (keys & _LOW).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Intervals:
         return inside
 
 
-def depth(start: Keys, stop: Keys, at: Keys) -> npt.NDArray[np.int64]:
+def depth(start: Keys, stop: Keys, at: Keys) -> Ints:
     """Return how many of the ranges, in any order and overlapping, hold each key ``at``."""
     opened = np.searchsorted(np.sort(start), at, side="right")
     closed = np.searchsorted(np.sort(stop), at, side="right")
@@ -114,19 +123,41 @@ def difference(left: Intervals, right: Intervals) -> Intervals:
     return select(points, held & (depth(right.start, right.stop, points) == 0))
 
 
-def index_in(
-    distinct: npt.NDArray[np.int64], values: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Return where each value stands in sorted, distinct numbers, -1 where it does not.
+class Index:
+    """Where numbers stand in a sorted list; ids with few holes, as they usually are, by a table.
 
-    Numbers without a hole, as ids usually are, need no search: that is 5 times as fast.
+    Args:
+        values: whole numbers, each once, rising.
     """
-    if not len(distinct):
-        return np.full(len(values), -1, np.int64)
-    if int(distinct[-1]) - int(distinct[0]) == len(distinct) - 1:
-        at: npt.NDArray[np.int64] = values - distinct[0]
-        at[(at < 0) | (at >= len(distinct))] = -1
-        return at
-    at = np.minimum(np.searchsorted(distinct, values), len(distinct) - 1)
-    found: npt.NDArray[np.int64] = np.where(distinct[at] == values, at, -1)
-    return found
+
+    def __init__(self, values: npt.NDArray[np.integer]) -> None:
+        self._values = values.astype(np.int64)
+        self._low = int(self._values[0]) if len(values) else 0
+        self._span = int(self._values[-1]) - self._low + 1 if len(values) else 0
+        self._table: npt.NDArray[np.int32] | None = None
+        if len(values) < self._span <= 4 * len(values) + _MAX_TABLE:
+            self._table = np.full(self._span, -1, np.int32)
+            self._table[self._values - self._low] = np.arange(len(values), dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def numbers(self, places: Ints) -> Ints:
+        """Return the numbers at some places."""
+        return self._values[places]
+
+    def of(self, numbers: npt.NDArray[np.integer]) -> Ints:
+        """Return the place of each number, -1 where it is not in the list."""
+        asked = numbers.astype(np.int64)
+        if not len(self._values):
+            return np.full(len(asked), -1, np.int64)
+        if self._span == len(self._values):  # no hole at all
+            at: Ints = asked - self._low
+            at[(at < 0) | (at >= self._span)] = -1
+            return at
+        if self._table is not None:
+            at = asked - self._low
+            inside = (at >= 0) & (at < self._span)
+            return np.where(inside, self._table[np.where(inside, at, 0)], -1).astype(np.int64)
+        at = np.minimum(np.searchsorted(self._values, asked), len(self._values) - 1)
+        return np.where(self._values[at] == asked, at, -1).astype(np.int64)

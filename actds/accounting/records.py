@@ -1,10 +1,11 @@
-"""The tables of a run as numpy columns, sorted, with their own mistakes noted."""
+"""The tables and rows of a run as numpy columns, sorted, with their own mistakes noted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.accounting.intervals import Intervals, Keys, index_in, keys, position_of, request_of
 from actds.finding import Finding, Severity
 from actds.format import tables
+from actds.format.positions import Index, Intervals, Ints, Keys, of_keys, position_key, split_key
 
 MAX_FINDINGS_PER_CODE = 16
 _LARGEST = 2**63 - 1
-Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
@@ -48,10 +48,10 @@ class Notes:
 
     def places(self, folder: str, table: str, intervals: Intervals) -> Iterator[str]:
         """Yield the words for each interval."""
-        for start, stop in zip(intervals.start, intervals.stop, strict=True):
-            last = stop - np.uint64(1)
-            request, first = int(request_of(start)), int(position_of(start))
-            yield self.place(folder, table, request, first, int(position_of(last)) + 1)
+        request, first = split_key(intervals.start)
+        last = split_key(intervals.stop - np.uint64(1))[1]
+        for where in zip(request, first, last + 1, strict=True):
+            yield self.place(folder, table, *where)
 
     def findings(self) -> list[Finding]:
         """Return what was noted, by code, with a line for what was left out."""
@@ -111,6 +111,14 @@ class Requests:
     n_preemptions: Ints
     token_digest: list[str | None]
 
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self.request)
+
+    def index(self, request: npt.NDArray[np.integer]) -> Ints:
+        """Return where each request stands, -1 for one that the census does not know."""
+        return self._index.of(request)
+
 
 def read_requests(table: pa.Table, notes: Notes) -> Requests:
     """Return the requests; a request that stands twice is noted and counted once."""
@@ -151,9 +159,13 @@ class Steps:
     aborted: Ints
     filtered: Ints
 
-    def index(self, step: Ints) -> Ints:
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self.step)
+
+    def index(self, step: npt.NDArray[np.integer]) -> Ints:
         """Return where each step stands, -1 for a step that the census does not know."""
-        return index_in(self.step, step)
+        return self._index.of(step)
 
     def sums(self, step: Ints, amount: Ints) -> Ints:
         """Return the sum of the amounts per step of the census; unknown steps are left out."""
@@ -176,26 +188,32 @@ def read_steps(table: pa.Table, notes: Notes) -> Steps:
 
 
 @dataclass(frozen=True)
-class Spans:
-    """The spans of a run, sorted by request and start; columns ``(n,)``, null -1 or empty."""
+class _Ranges:
+    """Ranges of positions, sorted by request and start; columns ``(n,)``."""
 
     request: Ints
     start: Ints
     stop: Ints
-    disposition: npt.NDArray[np.int8]
-    reason: npt.NDArray[np.str_]
-    step: Ints
-    ref_request: Ints
 
     @property
     def start_key(self) -> Keys:
         """Return the key of each first position."""
-        return keys(self.request, self.start)
+        return position_key(self.request, self.start)
 
     @property
     def stop_key(self) -> Keys:
         """Return the key after each last position."""
-        return keys(self.request, self.stop)
+        return position_key(self.request, self.stop)
+
+
+@dataclass(frozen=True)
+class Spans(_Ranges):
+    """The spans of a run; null is -1 or empty."""
+
+    disposition: npt.NDArray[np.int8]
+    reason: npt.NDArray[np.str_]
+    step: Ints
+    ref_request: Ints
 
     def of(self, disposition: str) -> Bools:
         """Return which spans have a disposition."""
@@ -205,7 +223,7 @@ class Spans:
     def referenced(self, which: Bools | Ints) -> tuple[Keys, Keys]:
         """Return the keys that cache references name: first, and after the last."""
         request = self.ref_request[which]
-        return keys(request, self.start[which]), keys(request, self.stop[which])
+        return position_key(request, self.start[which]), position_key(request, self.stop[which])
 
 
 def read_spans(table: pa.Table, requests: Requests, notes: Notes) -> Spans:
@@ -242,24 +260,11 @@ def read_spans(table: pa.Table, requests: Requests, notes: Notes) -> Spans:
 
 
 @dataclass(frozen=True)
-class Drops:
-    """The drop log of a run, sorted by request and start; columns ``(n,)``."""
+class Drops(_Ranges):
+    """The drop log of a run."""
 
-    request: Ints
-    start: Ints
-    stop: Ints
     reason: npt.NDArray[np.str_]
     step: Ints
-
-    @property
-    def start_key(self) -> Keys:
-        """Return the key of each first position."""
-        return keys(self.request, self.start)
-
-    @property
-    def stop_key(self) -> Keys:
-        """Return the key after each last position."""
-        return keys(self.request, self.stop)
 
 
 def read_drops(table: pa.Table, notes: Notes) -> Drops:
@@ -288,3 +293,121 @@ def read_drops(table: pa.Table, notes: Notes) -> Drops:
         words(table, "drop_reason")[order],
         ints(table, "step")[order],
     )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a run by key, each position once.
+
+    Args:
+        keys: uint64 ``(n,)``, sorted and distinct.
+        token_id: uint32 ``(n,)``.
+        step: index into the census' steps, int32 ``(n,)``, -1 for an unknown step.
+        chunk: uint32 ``(n,)``.
+        attempt: uint16 ``(n,)``.
+        n_repeated: rows left out because their position has one already.
+        per_step: rows per step of the census, int64.
+        prefill_per_step: of these, the rows labelled prefill.
+    """
+
+    keys: Keys
+    token_id: npt.NDArray[np.uint32]
+    step: npt.NDArray[np.int32]
+    chunk: npt.NDArray[np.uint32]
+    attempt: npt.NDArray[np.uint16]
+    n_repeated: int
+    per_step: Ints
+    prefill_per_step: Ints
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The columns of one token table that are kept."""
+
+    key: Keys
+    token_id: npt.NDArray[np.uint32]
+    step: npt.NDArray[np.int32]
+    chunk: npt.NDArray[np.uint32]
+    attempt: npt.NDArray[np.uint16]
+
+
+def read_rows(
+    token_tables: Iterable[pa.Table], requests: Requests, steps: Steps, notes: Notes
+) -> Rows:
+    """Return the rows of all token tables, sorted by key; one table is held at a time."""
+    parts: list[_Part] = []
+    mislabelled: list[Keys] = []
+    unknown: list[npt.NDArray[np.uint64]] = []
+    per_step = np.zeros(len(steps.step), np.int64)
+    prefill_per_step = per_step.copy()
+    for table in token_tables:
+        check_words(table, "phase", tables.PHASES, f"shards (run {notes.run}) tokens", notes)
+        request, position = table["request"].to_numpy(), table["position"].to_numpy()
+        key = position_key(request, position)
+        prefill = pc.equal(table["phase"], "prefill").to_numpy()
+        step = table["step"].to_numpy()
+        at = steps.index(step)
+        unknown.append(np.unique(step[at < 0]))
+        per_step += np.bincount(at[at >= 0], minlength=len(per_step))
+        prefill_per_step += np.bincount(at[(at >= 0) & prefill], minlength=len(per_step))
+        mislabelled.append(key[_wrong_phase(request, position, prefill, requests)])
+        parts.append(
+            _Part(
+                key,
+                table["token_id"].to_numpy(),
+                at.astype(np.int32),
+                table["chunk"].to_numpy(),
+                table["attempt"].to_numpy(),
+            )
+        )
+    for step_number in np.unique(np.concatenate(unknown)) if unknown else []:
+        place = f"shards (run {notes.run}) rows of step {step_number}"
+        notes.add("E412", place, "an unknown step", "a step of the census")
+    wrong = np.unique(np.concatenate(mislabelled)) if mislabelled else np.empty(0, np.uint64)
+    for place in notes.places("shards", "rows", of_keys(wrong)):
+        notes.add(
+            "E414", f"{place} phase", "the other phase", "prefill below prompt_len, else decode"
+        )
+    return _sorted(parts, per_step, prefill_per_step, notes)
+
+
+def _wrong_phase(
+    request: npt.NDArray[np.uint32],
+    position: npt.NDArray[np.uint32],
+    prefill: Bools,
+    requests: Requests,
+) -> Bools:
+    """Return which rows carry the wrong phase; rows of unknown requests are judged elsewhere."""
+    if not len(requests.request):
+        return np.zeros(len(request), bool)
+    at = requests.index(request)
+    wrong: Bools = (at >= 0) & ((position < requests.prompt_len[at]) != prefill)
+    return wrong
+
+
+def _sorted(parts: list[_Part], per_step: Ints, prefill_per_step: Ints, notes: Notes) -> Rows:
+    """Return the parts joined and sorted; positions with two rows are noted and kept once."""
+    key = _join([part.key for part in parts], np.uint64)
+    n_rows = len(key)
+    order = np.argsort(key)
+    key = key[order]
+    again = np.zeros(n_rows, bool)
+    again[1:] = key[1:] == key[:-1]
+    for place in notes.places("shards", "rows", of_keys(np.unique(key[again]))):
+        notes.add("E407", place, "two rows or more", "one row for a position")
+    if again.any():
+        order, key = order[~again], key[~again]
+    return Rows(
+        key,
+        _join([part.token_id for part in parts], np.uint32)[order],
+        _join([part.step for part in parts], np.int32)[order],
+        _join([part.chunk for part in parts], np.uint32)[order],
+        _join([part.attempt for part in parts], np.uint16)[order],
+        n_rows - len(key),
+        per_step,
+        prefill_per_step,
+    )
+
+
+def _join(parts: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
