@@ -219,6 +219,7 @@ def start(
 ) -> tuple[Any, Any]:
     """Return an engine, with a pipeline when it captures."""
     from actds_writers.config import WriteOptions, make_plan
+    from actds_writers.engines.vllm import VLLM
     from actds_writers.engines.vllm import engine as engines
     from actds_writers.harvest.processes import Pipeline
     from actds_writers.harvest.resume import lock_dataset
@@ -237,7 +238,7 @@ def start(
     plan = make_plan(
         WriteOptions(
             out=out, model=model, prompts=str(source), hooks=variant.hooks, max_tokens=1,
-            temperature=0.0, seed=0, engine=engines.VLLM.options(arguments),
+            temperature=0.0, seed=0, engine=VLLM.options(arguments),
             resume=False, skip_broken=False,
             order="permuted", rows_per_shard=None, ring_mib=256, store_dtype=None,
             overflow="block", readouts=variant.readouts, probes=probes,
@@ -269,7 +270,7 @@ def add_naive_hooks(engine: Any, variant: Variant, out: Path, inside: Inside) ->
     """Hook decoder layers as one does in a notebook: copy out, compute, save, at every step."""
     import torch
 
-    from actds_writers.capture.op import decoder_layers
+    from actds_writers.capture.hooks import decoder_layers
 
     out.mkdir()
     core = engine._engine.engine_core.engine_core

@@ -18,6 +18,7 @@ import torch
 
 from actds.format.readouts import NONE, Readouts, compute, matrix
 from actds.schema.v0_1 import REQUIRED_PROVENANCE
+from actds_testing.faulty_disk import wait_until
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.stages import Stages, Step
 from actds_writers.harvest.destination import hold, is_taken
@@ -149,6 +150,10 @@ class SyntheticEngine:
                 packed = matrix(self.readouts, probes, 1, hook.d_model)[0]
                 rows = self.buffers.rows[i][:n].float().cpu().numpy()
                 self.buffers.readouts[i, :n] = torch.from_numpy(compute(rows, packed))
+
+    def settle(self) -> None:
+        """Wait until the stages have moved what they can, as they do while a model computes."""
+        wait_until(lambda: self.stages.is_settled, "the stages")
 
     def drain(self, pipeline: Pipeline) -> None:
         """Wait until the writer has taken every step."""

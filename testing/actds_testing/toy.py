@@ -21,8 +21,7 @@ from actds.errors import ActdsError
 from actds.schema.v0_1 import REQUIRED_PROVENANCE, DType
 from actds_testing.tiny import write_byte_tokenizer
 from actds_writers.capture.check import HookCheck, bound, check_prompts, compare_with_forward
-from actds_writers.capture.hooks import HookKind, ModelConfig, StreamForm, Tap
-from actds_writers.capture.op import decoder_layers
+from actds_writers.capture.hooks import HookKind, ModelConfig, StreamForm, Tap, decoder_layers
 from actds_writers.engines.account import SchedulerSide, WorkerSide, common_facts, observed
 from actds_writers.engines.base import Engine, EngineKind, EngineOptions, Finished
 from actds_writers.ipc.link import Link

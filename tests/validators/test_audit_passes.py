@@ -180,6 +180,7 @@ def test_ray_gives_the_bits_that_threads_give(
     assert_same(read(runs, ray_engine, 9).arrays, in_parts.arrays)
 
 
+@pytest.mark.standard
 def test_a_part_in_a_worker_of_ray_is_what_it_is_here(in_parts: Read, ray_engine: Engine) -> None:
     for one, parts in in_parts.calls:
         assert len(parts) > 8
@@ -201,6 +202,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.standard
 def test_the_command_says_the_same_on_ray(dataset: Path, ray_engine: Engine) -> None:
     told = [run(dataset, "--engine", name, "--json", "-", "--fail-on", "never")
             for name in ("threads", "ray")]  # fmt: skip

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actds_writers.census import request_log, spans, step_log
+from actds_writers.census import log as log_module
+from actds_writers.census import spans
 from actds_writers.census.census import Census, CensusTables
-from actds_writers.census.packing import pack, unpack
-from actds_writers.census.step_log import StepLog
+from actds_writers.census.log import StepLog, pack, unpack
 from actds_writers.ipc.messages import (
     ClientFacts,
     LeftOut,
@@ -97,8 +97,8 @@ class Traffic:
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, pieces: int, steps: int, requests: int) -> None:
     monkeypatch.setattr(spans, "BLOCK_PIECES", pieces)
-    monkeypatch.setattr(step_log, "BLOCK_STEPS", steps)
-    monkeypatch.setattr(request_log, "BATCH", requests)
+    monkeypatch.setattr(log_module, "BLOCK_STEPS", steps)
+    monkeypatch.setattr(log_module, "BATCH_REQUESTS", requests)
 
 
 def tables_of(seed: int) -> CensusTables:
@@ -191,7 +191,7 @@ def step_values(log: StepLog, name: str) -> list[Any]:
 
 
 def test_a_step_is_known_late_and_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_log, "BLOCK_STEPS", 2)
+    monkeypatch.setattr(log_module, "BLOCK_STEPS", 2)
     log = StepLog()
     for step in (0, 1, 5, 9, 4, 20):
         log.put(step, {"t_ns": step * 10, "kv_usage": step / 8, "kernel_mode": "eager"})

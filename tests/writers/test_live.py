@@ -38,8 +38,8 @@ from actds_writers.engines.vllm.worker import WorkerCapture
 from actds_writers.harvest.live import LiveRun, parse_live_settings
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.sampling import SamplingRules
+from actds_writers.ipc.link import Sender
 from actds_writers.ipc.messages import LeftOut
-from actds_writers.ipc.sender import Sender
 from actds_writers.settings import WriterSettings
 from actds_writers.shards.assembly import SpecialTokens
 

@@ -30,6 +30,9 @@ from actds_writers.monitor.metrics import serve_metrics
 from actds_writers.monitor.progress import Progress
 from actds_writers.monitor.snapshot import Snapshot, take_snapshot
 
+pytestmark = pytest.mark.standard
+
+
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 N_STALLED = 120
 
@@ -129,7 +132,6 @@ def test_a_port_that_is_taken_is_refused_and_one_that_is_given_back_is_free() ->
         assert scrape(second.port)[0]
 
 
-@pytest.mark.standard
 def test_without_the_extra_the_option_says_what_to_install() -> None:
     script = (
         "import sys; sys.modules['prometheus_client'] = None\n"
@@ -212,7 +214,6 @@ def requests(engine: SyntheticEngine) -> None:
         engine.request(number)
 
 
-@pytest.mark.standard
 def test_counters_never_fall(watched: Watched) -> None:
     assert len(watched.scrapes) == 4 and watched.growing
     for before, after in zip(watched.scrapes, watched.scrapes[1:], strict=False):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,8 @@ import actds
 from actds.errors import ActdsError
 from actds.seal import seal
 from actds.store import open_store
+from actds_testing.faulty_disk import wait_until
+from actds_testing.recovery import shard_records
 from actds_testing.synthetic_engine import (
     D_MODEL,
     GENERATED,
@@ -39,6 +40,13 @@ def clean(path: Path) -> actds.Dataset:
     # A killed writer leaves files of a shard that it never committed; they are no data.
     assert {finding.code for finding in report.warnings} <= {"E105"}
     return actds.open(path)
+
+
+def continue_when_all_wait(writer: int, engine: SyntheticEngine) -> None:
+    try:
+        wait_until(lambda: engine.stages.waiting == {"ring", "staging"}, "an engine that waits")
+    finally:
+        os.kill(writer, signal.SIGCONT)
 
 
 def test_every_row_arrives_under_its_own_name(tmp_path: Path) -> None:
@@ -68,7 +76,8 @@ def test_a_killed_writer_costs_only_what_was_not_committed(tmp_path: Path) -> No
     with pipeline_for(out) as pipeline:
         engine = SyntheticEngine(pipeline)
         number = 0
-        while len(list(out.glob("shards/*/shard.json"))) < 3:
+        # The ledger says what is committed: a manifest may stand there without its record.
+        while len(shard_records(out)) < 3:
             engine.request(number)
             number += 1
         os.kill(pipeline._processes["writer"].pid, signal.SIGKILL)
@@ -129,7 +138,7 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(policy: str, tmp_
         try:
             for number in range(1, 120):
                 engine.request(number)  # never waits: that is the policy's promise
-                time.sleep(0.005)  # a model would compute: the transfer beside it gets its turn
+                engine.settle()  # a model would compute: the transfer beside it gets its turn
         finally:
             os.kill(writer, signal.SIGCONT)
         engine.drain(pipeline)
@@ -146,8 +155,7 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(policy: str, tmp_
     assert dataset.n_rows + lost == 121 * (PROMPT_LEN + GENERATED - 1)
     assert {drop["policy"] for drop in drops} == {policy}
     assert {drop["step"] for drop in drops} == set(engine.drops)
-    # The policy decides which end of the stall is missing, mostly: an engine that computes nothing
-    # may also outrun the transfer for a moment.
+    # The policy decides which end of the stall is missing.
     kept = set(dataset.tokens()["step"].to_pylist())
     stalled = range(GENERATED, 120 * GENERATED)
     early, late = stalled[: len(stalled) // 8], stalled[-len(stalled) // 8 :]
@@ -241,7 +249,8 @@ def test_blocking_makes_the_engine_wait_and_loses_nothing(tmp_path: Path) -> Non
         engine.drain(pipeline)
         writer = pipeline._processes["writer"].pid
         os.kill(writer, signal.SIGSTOP)
-        wake = threading.Timer(0.5, os.kill, (writer, signal.SIGCONT))
+        # The ring fills, then what waits before it; the engine waits last.
+        wake = threading.Thread(target=continue_when_all_wait, args=(writer, engine))
         wake.start()
         for number in range(1, 120):
             engine.request(number)
@@ -254,6 +263,5 @@ def test_blocking_makes_the_engine_wait_and_loses_nothing(tmp_path: Path) -> Non
     assert ended.census["dropped"] == 0
     assert dataset.n_rows == 120 * (PROMPT_LEN + GENERATED - 1)
     stalls = dataset.stalls().to_pylist()
-    # The ring fills, then what waits before it; the engine waits last.
     assert engine.stalls > 0
     assert {"ring", "staging"} <= {stall["stage"] for stall in stalls}

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from actds.errors import ActdsError
-from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState
-from actds_writers.ipc.messages import Progress as Written
+from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 from actds_writers.monitor.dashboard import (
     WIDTH,
     eta_s,
@@ -27,7 +26,7 @@ from actds_writers.monitor.snapshot import Snapshot, Stage, take_snapshot
 from actds_writers.monitor.summary import Totals, format_summary
 
 SECOND = 10**9
-WRITTEN = Written(
+WRITTEN = WriterProgress(
     n_rows=39_000,
     last_step=120,
     row_nbytes=2_304,
@@ -71,7 +70,7 @@ COUNTED = CensusProgress(
 
 
 def snapshot(
-    written: Written | None = WRITTEN, counted: CensusProgress | None = COUNTED, **other: Any
+    written: WriterProgress | None = WRITTEN, counted: CensusProgress | None = COUNTED, **other: Any
 ) -> Snapshot:
     facts = {"elapsed_s": 20.0, "requests_done": 128, "requests_total": 256}
     return take_snapshot(written, counted, now_ns=5 * SECOND, **{**facts, **other})

@@ -225,7 +225,9 @@ def test_a_zombie_writer_fails_its_late_commit(
     out, elsewhere = tmp_path / "acts", tmp_path / "elsewhere"
     elsewhere.mkdir()
     # Locks do not reach other machines: these processes hold none on this one.
-    monkeypatch.setattr("synthetic_engine.hold", lambda folder: lock_dataset(elsewhere))
+    monkeypatch.setattr(
+        "actds_testing.synthetic_engine.hold", lambda folder: lock_dataset(elsewhere)
+    )
     check_a_stopped_writer_is_fenced(out)
 
 

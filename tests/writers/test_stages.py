@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from actds.errors import ActdsError
+from actds_testing.faulty_disk import wait_until
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.capture.overflow import Entry, Handover
 from actds_writers.capture.policies import POLICIES
@@ -86,10 +87,9 @@ def test_which_steps_a_policy_gives_up(policy: str) -> None:
         for _ in range(4):
             worker.step()
         entries = [worker.admit() for _ in range(3)]  # staging is full, and so is the ring
-        mover = threading.Thread(target=lambda: [worker.move(e) for e in entries])
+        mover = threading.Thread(target=lambda: [worker.move(e) for e in entries], daemon=True)
         mover.start()
-        while not worker.handover._ring_is_full:
-            pass
+        wait_until(lambda: "ring" in worker.handover.waiting, "a full ring")
         late = [worker.admit() for _ in range(3)]
         assert [entry.state for entry in late] == ["dropped"] * 3
         expected = list(range(7))

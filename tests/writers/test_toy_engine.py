@@ -19,7 +19,15 @@ from actds.load.dataset import Dataset
 from actds_testing import harvest as h
 from actds_testing import toy
 from actds_writers.capture import op as capture
-from actds_writers.capture.hooks import HookKind, StreamForm, Tap, cast_of, find_kind, hook_specs
+from actds_writers.capture.hooks import (
+    HookKind,
+    StreamForm,
+    Tap,
+    cast_of,
+    decoder_layers,
+    find_kind,
+    hook_specs,
+)
 from actds_writers.engines.base import find_engine
 from actds_writers.ipc.messages import HookSpec
 
@@ -180,7 +188,7 @@ class Input(HookKind):
         return 8
 
     def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
-        module = capture.decoder_layers(model)[layer]
+        module = decoder_layers(model)[layer]
         return Tap(module, lambda args, kwargs, output: (args[0], None), before=True)
 
 

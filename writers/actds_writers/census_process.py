@@ -1,8 +1,10 @@
-"""The census process: the scheduler-side witness behind a socket, with a ledger chain of its own.
+"""The census process: the scheduler side of the account, with a ledger chain of its own.
 
 ``python -m actds_writers.census_process`` reads its settings and link from standard input. It
 outlives engine, writer and command, so that whatever happens to them is accounted for; and what
-it has seen stands in a journal before the rows do, so that it may end suddenly itself.
+it has seen stands in a journal before the rows do, so that it may end suddenly itself. The main
+thread owns the census and answers; ``actds-accept`` takes peers, ``actds-journal`` writes the
+journal and tells the writer what is durable.
 """
 
 from __future__ import annotations
@@ -25,8 +27,15 @@ from actds.ledger import Chain
 from actds.schema.v0_1 import CloseReason, Genesis
 from actds.store import local_folder, open_store
 from actds_writers.census.census import Census
-from actds_writers.census.end import LOST_REASON, RESERVE, commit_census, end_writer_chain
-from actds_writers.census.journal import Journal, merged, remove_journal
+from actds_writers.census.journal import (
+    LOST_REASON,
+    RESERVE,
+    Journal,
+    commit_census,
+    end_writer_chain,
+    merged,
+    remove_journal,
+)
 from actds_writers.ipc.hub import Hub
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import ClientFacts, Done, Failed, Finish, Secure, Secured

@@ -1,6 +1,8 @@
-"""The writer process: the writer behind a socket, in a failure domain of its own.
+"""The writer process: the worker side of the account, in a failure domain of its own.
 
-``python -m actds_writers.writer_process`` reads its settings and link from standard input.
+``python -m actds_writers.writer_process`` reads its settings and link from standard input. The
+main thread owns the writer and takes messages; ``actds-accept`` takes peers, the writer's threads
+encode and commit shards and ask the census first, one at a time, over a connection of their own.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from actds_writers.ipc.messages import (
     Done,
     Failed,
     Finish,
-    Progress,
     Secure,
     StepRows,
     StepsDropped,
     WorkerHello,
+    WriterProgress,
 )
 from actds_writers.settings import WriterSettings
 from actds_writers.shards.logs import LaneEnd
@@ -155,9 +157,9 @@ class WriterProcess:
         self._hub.tell("harvest", self._progress(self._writer), patient=False)
 
     @staticmethod
-    def _progress(writer: Writer) -> Progress:
+    def _progress(writer: Writer) -> WriterProgress:
         committer, meters = writer.committer, writer.meters
-        return Progress(
+        return WriterProgress(
             n_rows=meters.n_rows,
             last_step=writer.last_step,
             row_nbytes=writer.row_nbytes,

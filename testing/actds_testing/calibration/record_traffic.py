@@ -164,7 +164,7 @@ def harvest(r: Recording, folder: Path) -> Path:
     """Harvest the requests of a recording as they arrive; return the dataset."""
     from actds_testing.tiny import make_tiny_model
     from actds_writers.config import WriteOptions, make_plan, request_key
-    from actds_writers.engines.vllm.engine import VLLM
+    from actds_writers.engines.vllm import VLLM
     from actds_writers.harvest import run as command
     from actds_writers.harvest.destination import hold
 

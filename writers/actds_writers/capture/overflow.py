@@ -69,6 +69,8 @@ class Handover:
         ring: book of the host ring.
         policy: what to do when a ring is full.
         on_drop: told of every dropped step, in the thread that caused it.
+
+    ``waiting`` holds what a step waits for room in now: ``staging``, ``ring``, both or neither.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Handover:
         self._changed = threading.Condition()
         self._gone = False
         self._closed = False
-        self._ring_is_full = False
+        self.waiting: set[str] = set()
         self.writer_state: RingFree | None = None
         self._listener = threading.Thread(target=self._listen, name="actds-handover", daemon=True)
         self._listener.start()
@@ -130,7 +132,7 @@ class Handover:
                 if entry.slot is not None:
                     break
                 if not self._policy.staging_is_full(self, entry):
-                    self._drop(entry, "queue_full" if self._ring_is_full else "dma_backpressure")
+                    self._drop(entry, self._why_staging_is_full())
                     break
             self._queue.append(entry)
             if entry.slot is not None:
@@ -221,11 +223,10 @@ class Handover:
             ActdsError: E502 when the writer is gone.
         """
         depth = self._ring.depth if stage == "ring" else self._staging.depth
-        self._ring_is_full |= stage == "ring"
         began, began_ns = time.monotonic_ns(), time.time_ns()
+        self.waiting.add(stage)
         self._changed.wait()
-        if stage == "ring":
-            self._ring_is_full = False
+        self.waiting.discard(stage)
         stall = Stall(stage, began_ns, time.monotonic_ns() - began, depth, entry.step)
         if entry.stalls and entry.stalls[-1].stage == stage:
             before = entry.stalls.pop()
@@ -239,7 +240,7 @@ class Handover:
             waiting = self._in_staging.popleft()
             if waiting.state == "staged":
                 self._free_slot(waiting)
-                self._drop(waiting, "queue_full" if self._ring_is_full else "dma_backpressure")
+                self._drop(waiting, self._why_staging_is_full())
                 return True
         return False
 
@@ -255,6 +256,9 @@ class Handover:
         return False
 
     # under the lock ---------------------------------------------------------------------------
+
+    def _why_staging_is_full(self) -> str:
+        return "queue_full" if "ring" in self.waiting else "dma_backpressure"
 
     def _drop(self, entry: Entry, reason: str) -> None:
         entry.state, entry.reason = "dropped", reason

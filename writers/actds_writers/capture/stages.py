@@ -179,6 +179,17 @@ class Stages:
             + (self.lane.nbytes if self.lane else 0)
         )
 
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Return the rings that a step waits for room in now: ``staging``, ``ring``."""
+        return frozenset(self._handover.waiting)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether nothing moves until the writer or the engine does something."""
+        staged = self._handover.depths[0]
+        return not self._narrow.depth and (not staged or "ring" in self.waiting)
+
     def introduce(self, facts: tuple[Fact, ...]) -> None:
         """Tell the writer what the worker found; before the first step.
 

@@ -1,6 +1,6 @@
 """The census: what became of every position, from the scheduler's decisions alone.
 
-The scheduler-side witness. Pure: messages in, tables out; knows no file, no socket and no row.
+The scheduler side of the account: messages in, tables out; no thread, no file and no row.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from actds.format import tables
-from actds_writers.census.request_log import Request, RequestLog
-from actds_writers.census.spans import ABORTED, CACHE_REF, CAPTURED, Pieces, span_table
-from actds_writers.census.step_log import StepLog
+from actds_writers.census.log import LoggedRequest, RequestLog, StepLog
+from actds_writers.census.spans import ABORTED, CACHE_REF, CAPTURED, StepPieces, span_table
 from actds_writers.ipc.messages import (
     CensusProgress,
     ClientFacts,
@@ -70,7 +69,7 @@ class Census:
     def __init__(self) -> None:
         self._requests = RequestLog()
         self._steps = StepLog()
-        self._pieces = Pieces()
+        self._pieces = StepPieces()
         self._high_water = _Growing(0)
         self._prompt_len = _Growing(0)
         self._cached = _Growing(-1)
@@ -242,7 +241,7 @@ class Census:
             client: what only the client knows.
             lost_reason: reason of rows that were computed and not committed.
             logged_drops: steps in the writer's committed drop log. A drop that the writer did not
-                live to log has a single witness, and is aborted like the rest.
+                live to log is known to the scheduler side alone, and is aborted like the rest.
 
         Spec: 0.1 section 7.1.
         """
@@ -267,7 +266,7 @@ class Census:
         }
         return CensusTables(requests, steps, spans, totals)
 
-    def _owe(self, pieces: Pieces) -> None:
+    def _owe(self, pieces: StepPieces) -> None:
         """Add the positions that requests owe and that were never computed."""
         numbers = np.flatnonzero(self._generated.values != NO_REQUEST)
         told, length = self._generated.values[numbers], self._prompt_len.values[numbers]
@@ -280,7 +279,7 @@ class Census:
         ):
             pieces.add(numbers[ended], high[ended], due[ended], ABORTED, NO_STEP, reason=reason)
 
-    def _step_table(self, pieces: Pieces) -> pa.Table:
+    def _step_table(self, pieces: StepPieces) -> pa.Table:
         numbers, known = self._steps.table("t_ns")
         columns: dict[str, object] = {"step": numbers}
         by_step = pieces.tokens_by_step(numbers)
@@ -320,7 +319,7 @@ def _generated(told: np.ndarray, high_water: np.ndarray, prompt_len: np.ndarray)
 
 
 def _request_row(
-    request: Request,
+    request: LoggedRequest,
     *,
     high: int,
     cached: int,

@@ -1,7 +1,9 @@
-"""The census journal: what the census has seen, durable before any row that depends on it.
+"""The census on disk: its journal while a run lives, its tables when the run ends.
 
-Beside the token's way, inside the census process. Knows the messages' JSON form and the store;
-what the messages mean is the census' affair.
+What the census has seen is durable before any row that depends on it. The journal is written by
+one thread of the census process, ``actds-journal``; the process's own thread adds messages and
+never waits for the disk. At the end the process, or recovery in its place, ends the writer's
+chain, commits the tables and removes the journal. What the messages mean is the census' affair.
 """
 
 from __future__ import annotations
@@ -11,14 +13,29 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Union
 
+import pyarrow as pa
 import zstandard
+from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
+from actds import schema
 from actds.errors import ActdsError
-from actds.format import canonical, layout
+from actds.format import canonical, layout, tables
+from actds.format.shard import commit_part, read_checked
+from actds.ledger import Chain, fence, read_ledger
+from actds.schema.v0_1 import PartBody, PartTable, RunBody, ShardBody, ShardManifest
 from actds.store import Store, local_folder
-from actds_writers.ipc.message_json import from_line, to_line
-from actds_writers.ipc.messages import ClientFacts
+from actds_writers.census.census import CensusTables
+from actds_writers.ipc.messages import (
+    ClientFacts,
+    RequestArrived,
+    RequestFinished,
+    StepExecuted,
+    StepLost,
+    StepScheduled,
+)
 
 FORMAT, VERSION = "actds.journal", "0.1"
 FIRST_PREV = "0" * 64
@@ -30,8 +47,51 @@ MAX_SEGMENT_NBYTES = 64 << 20
 FACTS_PER_LINE = 5000
 _HEADER = {"dataset", "format", "n_messages", "prev", "run", "segment", "version"}
 
+KINDS = (RequestArrived, StepScheduled, StepExecuted, StepLost, RequestFinished, ClientFacts)
+"""The messages that a journal holds; the name of its class says which one a line is."""
+
+RESERVE = ".tmp-reserve-"
+"""How the name of the file begins that holds disk space back for the end of a run."""
+ROWS_PER_PART = 1_000_000
+LOST_REASON = "writer_ended"
+"""Reason of rows that were computed and are not committed."""
+
 Begin = Callable[[], str | None]
 Answer = Callable[[ActdsError | None], None]
+
+
+def _kind(pair: Any) -> Any:
+    return pair[0] if isinstance(pair, list | tuple) and pair else None
+
+
+_PAIRS: Any = tuple(
+    Annotated[tuple[str, kind], Tag(kind.__name__)]  # type: ignore[valid-type]
+    for kind in KINDS
+)
+_Line: Any = Annotated[Union[_PAIRS], Discriminator(_kind)]  # noqa: UP007
+_LINE: TypeAdapter[tuple[str, object]] = TypeAdapter(
+    _Line,
+    config=ConfigDict(strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex"),
+)
+
+
+def to_line(message: object) -> bytes:
+    """Return one line of JSON, ``["Kind", {fields}]`` with its line end.
+
+    Arrays are lists of integers, bytes are hexadecimal; a number that JSON lacks is ``null``.
+    """
+    pair = type(message).__name__, message
+    # Numbers of numpy are no surprise, and stand as numbers.
+    return _LINE.dump_json(pair, warnings=False, fallback=lambda number: number.item()) + b"\n"
+
+
+def from_line(line: bytes) -> object:
+    """Return the message that a line holds.
+
+    Raises:
+        ValueError: no JSON, no message of the census, or a field that is not of its type.
+    """
+    return _LINE.validate_json(line)[1]
 
 
 class Journal:
@@ -254,3 +314,97 @@ def _number(path: str) -> int | None:
 
 def _broken(place: str, got: str, expected: str) -> ActdsError:
     return ActdsError("E312", place, got=got, expected=expected)
+
+
+@dataclass(frozen=True)
+class WriterEnd:
+    """How a writer ended.
+
+    Args:
+        acknowledged: per phase, the last step whose rows are committed.
+        dropped_steps: steps that stand in the committed drop log.
+    """
+
+    acknowledged: dict[str, int]
+    dropped_steps: frozenset[int]
+
+
+def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
+    """Fence the run's writer chain if it is still open; return what is committed.
+
+    Returns ``None`` when the run never began: it has no writer chain, or one that ended before the
+    run record, and then nothing but that is committed.
+
+    The ledger decides what is committed: an acknowledgement that got lost on its way is no loss.
+
+    Spec: 0.1 section 8.3.
+    """
+    for state in read_ledger(store, dataset).values():
+        if state.run != run or state.kind != "writer":
+            continue
+        acknowledged: dict[str, int] = {}
+        dropped: set[int] = set()
+        began = False
+        if state.state == "open":
+            # Whoever it belongs to may have been faster than the fence: what it has then, counts.
+            state = fence(store, dataset, state.chain, "its writer ended without closing the chain")
+        for record in state.records:
+            body = record.typed_body()
+            began = began or isinstance(body, RunBody)
+            if isinstance(body, ShardBody):
+                path = layout.manifest_path(body.shard)
+                manifest = schema.parse(ShardManifest, store.read(path), path)
+                last = acknowledged.get(manifest.phase, -1)
+                acknowledged[manifest.phase] = max(last, manifest.last_step)
+            elif isinstance(body, PartBody) and body.table == "drops":
+                data = store.read(body.file.path)
+                steps = tables.from_parquet("drops", data, body.file.path, ["step"])["step"]
+                dropped.update(steps.to_pylist())
+        return WriterEnd(acknowledged, frozenset(dropped)) if began else None
+    return None
+
+
+def commit_census(
+    store: Store,
+    chain: Chain,
+    run: str,
+    found: CensusTables,
+    present: dict[str, PartBody] | None = None,
+) -> None:
+    """Commit the tables of a census in parts.
+
+    Args:
+        store: where the dataset stands.
+        chain: the open census chain of the run.
+        run: the run.
+        found: the tables.
+        present: parts of the run that a census before has committed, by path; they stay.
+
+    Raises:
+        ActdsError: E312 when a part that is committed says something else; E308, E309 or E503.
+    """
+    named: list[tuple[PartTable, pa.Table]] = [
+        ("requests", found.requests),
+        ("steps", found.steps),
+        ("spans", found.spans),
+    ]
+    for name, table in named:
+        for n, first in enumerate(range(0, max(table.num_rows, 1), ROWS_PER_PART)):
+            piece = table.slice(first, ROWS_PER_PART)
+            path = layout.part_path(name, run, n)
+            body = (present or {}).get(path)
+            if body is not None:
+                _compare(store, name, piece, body)
+                continue
+            if present is not None and store.exists(path):
+                store.remove(path)  # its process died between the file and the record
+            commit_part(store, chain, name, run, n, piece)
+
+
+def _compare(store: Store, name: PartTable, piece: pa.Table, body: PartBody) -> None:
+    path = body.file.path
+    before = tables.from_parquet(name, read_checked(store, path, body.file), path)
+    if not before.equals(piece.cast(tables.bare_schema(name))):
+        raise ActdsError(
+            "E312", path, got="a part that differs from the journal", expected="the same rows"
+        )

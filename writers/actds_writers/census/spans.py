@@ -1,6 +1,6 @@
 """Pieces and spans: interval arithmetic of the census, vectorised.
 
-A piece is what one step did to one request; spans are what stands in the table. Pure.
+A piece is what one step did to one request; spans are what stands in the table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from actds.format import tables
-from actds_writers.census.packing import IntMatrix, pack, unpack
+from actds_writers.census.log import IntMatrix, pack, unpack
 
 CAPTURED, CACHE_REF, DROPPED, ABORTED, FILTERED = range(len(tables.DISPOSITIONS))
 NONE = -1
@@ -23,7 +23,7 @@ _COLUMNS = ("request", "start", "stop", "disposition", "step", "ref_request", "r
 Columns = dict[str, np.ndarray]
 
 
-class Pieces:
+class StepPieces:
     """A growing list of intervals, in columns; those of long ago are packed."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Pieces:
         dropped: dict[int, str],
         left_out: dict[str, dict[int, str]] | None = None,
         unlogged: frozenset[int] = frozenset(),
-    ) -> Pieces:
+    ) -> StepPieces:
         """Return the pieces with filtered, dropped and never committed rows told apart.
 
         A rule wins over a loss: what it leaves out would not have been stored anyway. It holds
@@ -103,7 +103,7 @@ class Pieces:
             unlogged: steps that were given up and stand in no log; lost, even where a later step
                 is committed.
         """
-        settled = Pieces()
+        settled = StepPieces()
         settled._reasons = self.reasons()
         lost = settled._reason(lost_reason)
         n_requests = len(prompt_len)
@@ -183,7 +183,7 @@ class Pieces:
         return self._reasons.index(reason)
 
 
-def span_table(pieces: Pieces) -> pa.Table:
+def span_table(pieces: StepPieces) -> pa.Table:
     """Return the spans table: adjacent pieces of one disposition, reason and reference merged.
 
     Spec: 0.1 section 7.1.

@@ -24,7 +24,7 @@ from actds.errors import ActdsError
 from actds.schema.v0_1 import DType
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK, HookCheck
-from actds_writers.capture.hooks import ModelConfig, StreamForm, cast_of, hook_specs
+from actds_writers.capture.hooks import ModelConfig, StreamForm, cast_of, decoder_layers, hook_specs
 from actds_writers.capture.probes import directions
 from actds_writers.capture.stages import Stages, Step
 from actds_writers.capture.transfer import Mark
@@ -384,7 +384,7 @@ def common_facts(
         "model.config_sha256": lambda: hashlib.sha256(
             (folder / "config.json").read_bytes()
         ).hexdigest(),
-        "model.n_layers": lambda: len(capture.decoder_layers(model)),
+        "model.n_layers": lambda: len(decoder_layers(model)),
         "numerics.device": lambda: str(device.type),
         "numerics.matmul_precision": torch.get_float32_matmul_precision,
         "numerics.deterministic": torch.are_deterministic_algorithms_enabled,

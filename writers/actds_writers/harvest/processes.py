@@ -28,7 +28,7 @@ from actds_writers.ipc.messages import (
     Done,
     Failed,
     Finish,
-    Progress,
+    WriterProgress,
 )
 from actds_writers.settings import CensusSettings, WriterSettings
 
@@ -118,7 +118,7 @@ class Pipeline:
         }
         self._connections: dict[str, Connection] = {}
         self._done: dict[str, Done] = {}
-        self.written: Progress | None = None
+        self.written: WriterProgress | None = None
         self.counted: CensusProgress | None = None
         self.failure: ActdsError | None = None
 
@@ -209,7 +209,7 @@ class Pipeline:
             self.failure = self.failure or message.error()
         elif isinstance(message, Done):
             self._done[name] = message
-        elif isinstance(message, Progress):
+        elif isinstance(message, WriterProgress):
             self.written = message
         elif isinstance(message, CensusProgress):
             self.counted = message

@@ -22,14 +22,17 @@ from actds.schema.v0_1 import Genesis, Seal, ShardBody
 from actds.seal import runs_with_data, seal
 from actds.store import TEMPORARY, Store, local_folder, open_for_writing
 from actds_writers.census.census import Census
-from actds_writers.census.end import (
+from actds_writers.census.journal import (
     LOST_REASON,
     RESERVE,
     WriterEnd,
     commit_census,
     end_writer_chain,
+    merged,
+    read_journal,
+    remove_journal,
+    segments,
 )
-from actds_writers.census.journal import merged, read_journal, remove_journal, segments
 from actds_writers.ipc.messages import ClientFacts, RequestArrived
 
 SCHEMA = "actds.recover/1"

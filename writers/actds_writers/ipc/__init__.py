@@ -1,1 +1,1 @@
-"""Messages and transport between the processes of a harvest."""
+"""Messages and transport between the processes of a harvest: engine, writer, census, command."""

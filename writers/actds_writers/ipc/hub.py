@@ -1,6 +1,7 @@
-"""The loop of a pipeline process: listen, read every connection, and never hang.
+"""The event loop of a writer or census process: listen, read every connection, and never hang.
 
-Shared by writer and census; knows how messages arrive and nothing of what they mean.
+The thread ``actds-accept`` takes new peers; the process's main thread polls them and sends. The
+table of peers is shared by both, under a lock. What the messages mean is the process's affair.
 """
 
 from __future__ import annotations

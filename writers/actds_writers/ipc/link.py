@@ -1,14 +1,16 @@
-"""Links between the processes of one harvest: Unix sockets in a private folder.
+"""Transport between the processes of one harvest: Unix sockets in a private folder.
 
-Imports the messages only. Every process that may connect finds folder and key in one environment
-variable, which engine and worker processes inherit; a configuration field would enter the
-engine's compile-cache key and make every run compile anew.
+Every process that may connect finds folder and key in one environment variable, which engine and
+worker processes inherit; a configuration field would enter the engine's compile-cache key and make
+every run compile anew. A ``Sender`` is a connection with a thread of its own.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,9 @@ from actds.format.readouts import NONE
 ENVIRONMENT = "ACTDS_LINK"
 CONNECT_TIMEOUT_S = 180.0
 """A busy machine takes a minute to start a process; one that has died is seen at once."""
+MAX_WAITING = 100_000
+"""Messages that may wait; about a minute of a busy engine."""
+CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -117,3 +122,55 @@ class Link:
 
     def _address(self, name: str) -> str:
         return str(Path(self.folder) / f"{name}.sock")
+
+
+class Sender:
+    """Sends in the background, in order, and never makes its caller wait.
+
+    By it a serving engine tells the census: a socket whose other side stands still (a stalled disk
+    is enough) would stop the scheduler, and with it the service. The queue is filled by the
+    scheduler's thread; the thread ``actds-sender`` alone writes to the connection.
+
+    Args:
+        connection: where to.
+        limit: messages that may wait.
+    """
+
+    def __init__(self, connection: Connection, limit: int = MAX_WAITING) -> None:
+        self._connection, self._limit = connection, limit
+        self._queue: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._gone = False
+        self._thread = threading.Thread(target=self._work, name="actds-sender", daemon=True)
+        self._thread.start()
+
+    def send(self, message: object) -> None:
+        """Queue a message; returns at once.
+
+        Raises:
+            ActdsError: E505 when the other side is gone or too far behind.
+        """
+        if self._gone:
+            raise _lost_census("it is gone")
+        if self._queue.qsize() >= self._limit:
+            self._gone = True  # a message that is left out would make the account wrong
+            raise _lost_census(f"{self._limit} messages wait for it")
+        self._queue.put(message)
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Send what waits, as far as the time allows, and close the connection."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        self._gone = True
+        if not self._thread.is_alive():
+            self._connection.close()
+
+    def _work(self) -> None:
+        while (message := self._queue.get()) is not None and not self._gone:
+            try:
+                self._connection.send(message)
+            except OSError:
+                self._gone = True
+
+
+def _lost_census(got: str) -> ActdsError:
+    return ActdsError("E505", "census process", got=got, expected="it to take every message")

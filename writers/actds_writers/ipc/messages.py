@@ -1,18 +1,39 @@
 """What the processes of a harvest say to each other: one frozen dataclass per fact.
 
-Stands between every pair of stages; imports no stage.
+They travel pickled; those that the census takes are also lines of its journal, as JSON.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
+from pydantic import GetPydanticSchema
+from pydantic_core import core_schema
 
 from actds.errors import ActdsError
 from actds.schema.v0_1 import CloseReason, DType, Origin
 
-IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+def _int_array(values: list[int]) -> np.ndarray:
+    try:
+        return np.array(values, np.int64)
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
+
+
+# As JSON, which the census journal is made of, an array is a list of integers.
+IntArray = Annotated[
+    np.ndarray[tuple[int], np.dtype[np.int64]],
+    GetPydanticSchema(
+        lambda _type, _handler: core_schema.no_info_after_validator_function(
+            _int_array,
+            core_schema.list_schema(core_schema.int_schema()),
+            serialization=core_schema.plain_serializer_function_ser_schema(np.ndarray.tolist),
+        )
+    ),
+]
 BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
@@ -439,7 +460,7 @@ class StageState:
 
 
 @dataclass(frozen=True)
-class Progress:
+class WriterProgress:
     """What the writer has done up to now.
 
     Args:

@@ -1,7 +1,9 @@
 """The host ring: shared memory through which step slices travel from worker to writer.
 
-Stage 2 of three; stands between transfer and writer. Slices are contiguous and of any size; they
-are taken one behind the other, around the end of the memory, wherever the next free stretch is.
+Stage 2 of three. The worker creates the memory and owns the book of what is free; the writer
+attaches to it, reads slices and says when it is done with them. Slices are contiguous and of any
+size; they are taken one behind the other, around the end of the memory, wherever the next free
+stretch is.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actds_writers.ipc.messages import CensusProgress, CommitTotals, Progress, StageState
+from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 
 __all__ = ["LANE", "STAGES", "Snapshot", "Stage", "take_snapshot"]
 
@@ -100,7 +100,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    written: Progress | None,
+    written: WriterProgress | None,
     counted: CensusProgress | None,
     *,
     elapsed_s: float,
@@ -118,7 +118,7 @@ def take_snapshot(
         requests_total: requests that reach the engine, None where nobody knows.
         now_ns: wall clock; now by default.
     """
-    w = written or Progress(0, -1, 0, 0)
+    w = written or WriterProgress(0, -1, 0, 0)
     c = counted or CensusProgress(0, 0, 0, 0, 0, None, -1, 0)
     now = time.time_ns() if now_ns is None else now_ns
     queues = {state.stage: state for state in w.stages}

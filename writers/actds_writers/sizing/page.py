@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from actds_writers.capture.policies import POLICIES
 from actds_writers.monitor.dashboard import format_nbytes, format_seconds
 from actds_writers.sizing.capacity import MIB, Capacity
 from actds_writers.sizing.machine import Machine
@@ -22,7 +21,6 @@ __all__ = ["as_json", "page", "write_options"]
 
 LABEL = 9
 FOLD = 76
-_LOSING = ", ".join(sorted(name for name, policy in POLICIES.items() if policy.loses))
 
 
 def write_options(found: Capacity, hooks: str | None, model: str | None) -> list[str]:
@@ -152,7 +150,7 @@ def _bottleneck(found: Capacity) -> list[str]:
         lost = 1 - found.sustained_share
         lines += [
             _line("", f"block: the engine slows to {found.sustained_share:.0%}"),
-            _line("", f"{_LOSING}: {lost:.0%} of the rows are lost"),
+            _line("", f"drop_newest, drop_oldest: {lost:.0%} of the rows are lost"),
             _line("", "no ring helps: fewer hooks, a faster stage, or fewer tokens"),
         ]
     elif not found.fits_burst:
@@ -219,7 +217,8 @@ def _stalls(found: Capacity) -> list[str]:
     ring = format_nbytes(found.memory.ring)
     lines = [
         f"a stall of the disk, at the mean load, with a ring of {ring}:",
-        f"{'stall':<{LABEL}}{'ring full after':<18}{'block: engine waits':<22}{_LOSING}: rows lost",
+        f"{'stall':<{LABEL}}{'ring full after':<18}{'block: engine waits':<22}"
+        "drop_newest, drop_oldest: rows lost",
     ]
     for stall in found.stalls:
         full = "never" if stall.filled_s >= stall.stall_s else format_seconds(stall.filled_s)

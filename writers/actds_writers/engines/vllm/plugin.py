@@ -337,7 +337,7 @@ def _wrap_scheduler() -> None:
 
 def _witness(scheduler: Any, link: Link) -> Any:
     from actds_writers.engines.vllm.scheduler import SchedulerWitness
-    from actds_writers.ipc.sender import Sender
+    from actds_writers.ipc.link import Sender
 
     connection = link.connect("census", "scheduler")
     census = Sender(connection) if link.live else connection

@@ -25,7 +25,7 @@ from actds.store import local_folder, open_store
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.engines.account import layer_config
 from actds_writers.engines.base import OPTION
-from actds_writers.engines.vllm.engine import refuse_options
+from actds_writers.engines.vllm import refuse_options
 from actds_writers.harvest.destination import hold
 from actds_writers.harvest.live import LiveRun, LiveSettings, parse_live_settings
 from actds_writers.harvest.processes import Pipeline

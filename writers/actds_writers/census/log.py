@@ -1,18 +1,23 @@
-"""The step log: what scheduler and worker said of every step, in columns, small for long runs.
+"""What scheduler and worker said of every step and request, packed small for long runs.
 
-Beside the census, which fills it; pure.
+The census fills both logs and reads them at the end of a run; they stay in memory, old entries
+compressed. No thread, no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import zstandard
 
 from actds.format import tables
-from actds_writers.census.packing import IntMatrix, pack, unpack
+from actds_writers.ipc.messages import RequestArrived, RequestFinished
 
+IntMatrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 BLOCK_STEPS = 1024
 OPEN_BLOCKS = 2
 """Blocks that stay as they are: worker and scheduler do not tell of a step at the same time."""
@@ -26,6 +31,8 @@ _NAMES = (
 _INDEX = {name: index for index, name in enumerate(_NAMES)}
 
 Value = int | float | str | None
+BATCH_REQUESTS = 512
+"""Ended requests that are packed together."""
 
 
 class StepLog:
@@ -102,3 +109,85 @@ class StepLog:
             codes = column.tolist()
             return pa.array([None if c == NOTHING else self._words[c] for c in codes], pa.string())
         return pa.array(column, mask=unknown)
+
+
+@dataclass(slots=True)
+class LoggedRequest:
+    """One request as the scheduler told of it.
+
+    Args:
+        arrived: when it came.
+        finished: when it ended, ``None`` while it runs.
+        first_token_ns: when its first sampled token was fed.
+        n_preemptions: times it lost its KV blocks.
+    """
+
+    arrived: RequestArrived
+    finished: RequestFinished | None = None
+    first_token_ns: int | None = None
+    n_preemptions: int = 0
+
+
+class RequestLog:
+    """The requests of a run: those that run by number, those that have ended in packed batches."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, LoggedRequest] = {}
+        self._ended: list[LoggedRequest] = []
+        self._packed: list[bytes] = []
+
+    def arrive(self, message: RequestArrived) -> None:
+        """Note a new request."""
+        self._running[message.request] = LoggedRequest(message)
+
+    def running(self, request: int) -> LoggedRequest | None:
+        """Return a request that has not ended, ``None`` for one that has or never came."""
+        return self._running.get(request)
+
+    def end(self, message: RequestFinished) -> None:
+        """Note the end of a request.
+
+        Raises:
+            KeyError: no such request runs.
+        """
+        ended = self._running.pop(message.request)
+        ended.finished = message
+        self._ended.append(ended)
+        if len(self._ended) >= BATCH_REQUESTS:
+            self._packed.append(squeeze(pickle.dumps(self._ended)))
+            self._ended = []
+
+    def batches(self) -> Iterator[list[LoggedRequest]]:
+        """Yield all requests, some at a time, in no order."""
+        for data in self._packed:
+            yield pickle.loads(zstandard.ZstdDecompressor().decompress(data))
+        yield [*self._ended, *self._running.values()]
+
+
+def pack(columns: IntMatrix) -> bytes:
+    """Return columns ``(n_columns, n)`` compressed: differences along a column, by byte.
+
+    Columns that grow evenly take almost nothing; noise takes its own size.
+    """
+    n_columns, n = columns.shape
+    # Differences wrap around, and so do the sums that undo them.
+    before = np.zeros((n_columns, 1), np.int64)
+    differences = np.ascontiguousarray(np.diff(columns, axis=1, prepend=before))
+    by_byte = differences.view(np.uint8).reshape(n_columns, n, 8).transpose(0, 2, 1)
+    return squeeze(by_byte.tobytes())
+
+
+def squeeze(data: bytes) -> bytes:
+    """Return bytes compressed, in memory of their own size."""
+    packed = zstandard.ZstdCompressor(level=1).compress(data)
+    # What the compressor returns keeps the memory of the worst case: hundreds of times as much.
+    return bytes(memoryview(packed))
+
+
+def unpack(data: bytes, n_columns: int) -> IntMatrix:
+    """Return what ``pack`` was given."""
+    plain = zstandard.ZstdDecompressor().decompress(data)
+    by_byte = np.frombuffer(plain, np.uint8).reshape(n_columns, 8, -1)
+    differences = np.ascontiguousarray(by_byte.transpose(0, 2, 1)).view(np.int64)[:, :, 0]
+    columns: IntMatrix = np.cumsum(differences, axis=1, dtype=np.int64)
+    return columns
