@@ -220,6 +220,7 @@ def start(
     """Return an engine, with a pipeline when it captures."""
     from actds.store.local import lock_dataset
     from actds_writers.config import WriterSettings, WriteSettings
+    from actds_writers.engines.vllm import VLLM
     from actds_writers.engines.vllm import engine as engines
     from actds_writers.harvest.prepare import make_plan
     from actds_writers.harvest.processes import Pipeline
@@ -238,7 +239,7 @@ def start(
         out=str(out), model=model, prompts=str(source), hooks=variant.hooks, max_tokens=1,
         readouts=variant.readouts, probes=None if probes is None else str(probes),
     )  # fmt: skip
-    plan = make_plan(harvest, engines.VLLM.options(arguments))
+    plan = make_plan(harvest, VLLM.options(arguments))
     out.mkdir()
     settings = WriterSettings(
         harvest=harvest, dataset=secrets.token_hex(16), run="r-bench", resume=False,
@@ -262,7 +263,7 @@ def add_naive_hooks(engine: Any, variant: Variant, out: Path, inside: Inside) ->
     """Hook decoder layers as one does in a notebook: copy out, compute, save, at every step."""
     import torch
 
-    from actds_writers.capture.op import decoder_layers
+    from actds_writers.capture.hooks import decoder_layers
 
     out.mkdir()
     core = engine._engine.engine_core.engine_core

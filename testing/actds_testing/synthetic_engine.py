@@ -10,6 +10,7 @@ import itertools
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from actds_writers.ipc.messages import (
     RequestFinished,
     StepScheduled,
 )
+from actds_writers.ipc.ring import BITS
 from actds_writers.shards.assembly import SpecialTokens
 
 D_MODEL = 32
@@ -98,11 +100,13 @@ class SyntheticEngine:
         digest = hashlib.sha256(ids.tobytes()).hexdigest()
         self.scheduler.send(RequestFinished(number, 2, "length", GENERATED, digest))
 
-    def row_bits(self, number: int, positions: np.ndarray) -> np.ndarray:
-        """Return the rows of a step, uint16 ``(n_hooks, n, d_model)``: each says whose it is."""
-        n_hooks, d_model = len(self.hooks), self.hooks[0].d_model
-        values = (number * 100 + positions + 1)[None, :, None] + np.arange(n_hooks)[:, None, None]
-        return np.broadcast_to(values, (n_hooks, len(positions), d_model)).astype(np.uint16)
+    def row_bits(self, number: int, positions: np.ndarray) -> Sequence[np.ndarray]:
+        """Return the rows of a step, bits ``(n, d_model)`` of each hook: each says whose it is."""
+        values = (number * 100 + positions + 1)[:, None]
+        return [
+            np.broadcast_to(values + i, (len(positions), hook.d_model)).astype(BITS[hook.dtype])
+            for i, hook in enumerate(self.hooks)
+        ]
 
     def step(
         self,
@@ -136,14 +140,16 @@ class SyntheticEngine:
     def leave(self, number: int, positions: np.ndarray) -> None:
         """Leave in the buffers what the hooks of a model would."""
         bits, n = self.row_bits(number, positions), len(positions)
-        for rows, values in zip(self.buffers.rows, bits.view(np.int16), strict=True):
-            rows[:n].view(torch.int16).copy_(torch.from_numpy(values))
+        for rows, values in zip(self.buffers.rows, bits, strict=True):
+            signed = torch.from_numpy(values.view(f"i{values.itemsize}"))
+            rows[:n].view(signed.dtype).copy_(signed)
         self.buffers.seen.fill_(n)
         if self.readouts is not None:
-            packed = matrix(self.readouts, self.probes, len(self.hooks), self.hooks[0].d_model)
-            for hook in range(len(self.hooks)):
-                rows = self.buffers.rows[hook][:n].float().cpu().numpy()
-                self.buffers.readouts[hook, :n] = torch.from_numpy(compute(rows, packed[hook]))
+            for i, hook in enumerate(self.hooks):
+                probes = None if self.probes is None else self.probes[[i]]
+                packed = matrix(self.readouts, probes, 1, hook.d_model)[0]
+                rows = self.buffers.rows[i][:n].float().cpu().numpy()
+                self.buffers.readouts[i, :n] = torch.from_numpy(compute(rows, packed))
 
     def settle(self) -> None:
         """Wait until the stages have moved what they can, as they do while a model computes."""

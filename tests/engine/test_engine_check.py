@@ -24,14 +24,14 @@ WRONG = (
 UNKNOWN = "from actds_writers.engines.vllm import worker as f; del f.VERIFIED['LlamaForCausalLM']"
 # Only while the hooks are installed: reference and check keep the function as it is.
 OFF_BY_ONE = """
-from actds_writers.capture import op as capture
-found, install = capture.decoder_layers, capture.install
+from actds_writers.capture import hooks, op as capture
+found, install = hooks.decoder_layers, capture.install
 def shifted(*args, **more):
-    capture.decoder_layers = lambda model: {n - 1: layer for n, layer in found(model).items()}
+    hooks.decoder_layers = lambda model: {n - 1: layer for n, layer in found(model).items()}
     try:
         return install(*args, **more)
     finally:
-        capture.decoder_layers = found
+        hooks.decoder_layers = found
 capture.install = shifted
 """
 

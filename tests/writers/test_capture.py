@@ -9,7 +9,7 @@ import torch
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts, compute, matrix
 from actds_writers.capture import op as capture
-from actds_writers.capture.hooks import StreamForm
+from actds_writers.capture.hooks import StreamForm, decoder_layers
 from actds_writers.ipc.messages import HookSpec
 
 
@@ -106,7 +106,7 @@ def test_layers_are_found_under_the_names_that_families_give_them(path: str) -> 
         inner.add_module(parent, torch.nn.Module())
         inner = inner.get_submodule(parent)
     inner.add_module(name, stack)
-    assert capture.decoder_layers(model) == dict(enumerate(stack))
+    assert decoder_layers(model) == dict(enumerate(stack))
 
 
 class Composed(torch.nn.Module):
@@ -122,12 +122,12 @@ class Composed(torch.nn.Module):
 def test_the_layers_of_a_composed_model_are_those_of_its_language_model() -> None:
     model = Composed()
     model.get_language_model = lambda: model.language_model  # type: ignore[assignment]
-    assert capture.decoder_layers(model) == dict(enumerate(model.language_model.layers))
+    assert decoder_layers(model) == dict(enumerate(model.language_model.layers))
 
 
 def test_layers_in_two_places_are_refused_and_named() -> None:
     with pytest.raises(ActdsError, match=r"E007.*language_model\.layers, vision_tower\.blocks"):
-        capture.decoder_layers(Composed())
+        decoder_layers(Composed())
 
 
 def test_the_layers_of_a_vision_model_of_transformers_are_those_that_decode() -> None:
@@ -140,7 +140,7 @@ def test_the_layers_of_a_vision_model_of_transformers_are_those_that_decode() ->
         vision_config={**small, "num_hidden_layers": 5, "image_size": 28, "patch_size": 14},
     )
     model = AutoModelForImageTextToText.from_config(config)
-    assert capture.decoder_layers(model) == dict(enumerate(model.model.language_model.layers))
+    assert decoder_layers(model) == dict(enumerate(model.model.language_model.layers))
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -29,7 +29,6 @@ from actds_writers.policies import POLICIES
 
 pytestmark = pytest.mark.full
 
-
 DROPPING = [name for name in POLICIES if name != "block"]
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 MAX_REQUESTS = 320

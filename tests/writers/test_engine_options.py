@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from actds.errors import ActdsError
+from actds_writers.engines import vllm as vllm_engine
 from actds_writers.engines.base import engine_names, find_engine
-from actds_writers.engines.vllm import engine as vllm_engine
-from actds_writers.engines.vllm.engine import OWNED, REFUSED, VLLM, VllmOptions, refuse_options
+from actds_writers.engines.vllm import OWNED, REFUSED, VLLM, VllmOptions, refuse_options
 
 KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "revision"})
 

@@ -29,10 +29,7 @@ from actds_testing.synthetic_engine import (
     pipeline_for,
 )
 from actds_validators.validate.validation import validate
-from actds_writers.ipc.messages import (
-    ClientFacts,
-    RequestArrived,
-)
+from actds_writers.ipc.messages import ClientFacts, HookSpec, LeftOut, RequestArrived
 
 pytestmark = pytest.mark.standard
 
@@ -164,6 +161,43 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(policy: str, tmp_
     early, late = stalled[: len(stalled) // 8], stalled[-len(stalled) // 8 :]
     n_early, n_late = (len(kept.intersection(steps)) for steps in (early, late))
     assert (n_early > n_late) == (policy == "drop_newest")
+
+
+@pytest.mark.parametrize("policy", ["block", "drop_oldest", "drop_newest"])
+def test_hooks_of_other_widths_and_types_go_the_same_way(policy: str, tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    hooks = tuple(
+        HookSpec(f"resid_post.{n}", "resid_post", n, d_model, dtype)
+        for n, (d_model, dtype) in enumerate(
+            [(33, "bfloat16"), (7, "float32"), (33, "bfloat16"), (1, "float16")]
+        )
+    )
+    decoded = LeftOut(prefill="sampling:phase")
+    with pipeline_for(out, policy, hooks=hooks) as pipeline:
+        engine = SyntheticEngine(pipeline, hooks=hooks)
+        writer = pipeline._processes["writer"].pid
+        for number in range(60):
+            engine.request(number, decoded if number % 3 == 1 else LeftOut())
+            if number == 20 and policy != "block":
+                os.kill(writer, signal.SIGSTOP)
+        os.kill(writer, signal.SIGCONT)
+        engine.drain(pipeline)
+        engine.close()
+        ended = pipeline.finish("finished")
+    assert (ended.census["dropped"] > 0) == (policy != "block")
+    seal(open_store(out))
+    dataset = clean(out)
+    assert [(h.d_model, h.dtype) for h in dataset.hooks.values()] == [
+        (hook.d_model, hook.dtype) for hook in hooks
+    ]
+    for i, hook in enumerate(hooks):
+        for shard in dataset.shards:
+            tokens = shard.tokens(["request", "position"])
+            whose = tokens["request"].to_numpy() * 100 + tokens["position"].to_numpy() + 1 + i
+            with shard.array(hook.name) as reader:
+                rows = reader.read_all()
+            assert rows.shape == (len(whose), hook.d_model)
+            assert (rows == whose[:, None]).all()
 
 
 def test_drops_that_the_writer_never_logged_count_as_aborted(tmp_path: Path) -> None:

@@ -7,12 +7,22 @@ that the command can list them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from actds_writers.capture.overflow import Entry, Handover
+from typing import Any, ClassVar, Protocol
 
 __all__ = ["POLICIES", "Policy"]
+
+
+class Rings(Protocol):
+    """What a policy can do: the handover's side of both rings."""
+
+    def wait(self, entry: Any, stage: str) -> None:
+        """Let a step wait for room in ``staging`` or ``ring``."""
+
+    def drop_staged(self) -> bool:
+        """Give up the oldest step that waits in stage 1; return whether there was one."""
+
+    def drop_ready(self) -> bool:
+        """Give up the oldest step in stage 2 that the writer does not hold; return as above."""
 
 
 class Policy(ABC):
@@ -27,12 +37,12 @@ class Policy(ABC):
     """Half a line of help."""
 
     @abstractmethod
-    def staging_is_full(self, handover: Handover, entry: Entry) -> bool:
+    def staging_is_full(self, rings: Rings, entry: Any) -> bool:
         """Make room in stage 1, in the engine's thread."""
 
-    def ring_is_full(self, handover: Handover, entry: Entry) -> bool:
+    def ring_is_full(self, rings: Rings, entry: Any) -> bool:
         """Make room in stage 2, in the transfer's thread: wait, and let stage 1 fill up."""
-        handover.wait(entry, "ring")
+        rings.wait(entry, "ring")
         return True
 
 
@@ -40,11 +50,11 @@ class Block(Policy):
     """Nothing is lost, and the engine is slowed to the pace of the disk."""
 
     name = "block"
-    summary = "make the engine wait"
+    summary = "the engine waits"
 
-    def staging_is_full(self, handover: Handover, entry: Entry) -> bool:
+    def staging_is_full(self, rings: Rings, entry: Any) -> bool:
         """Let the engine wait."""
-        handover.wait(entry, "staging")
+        rings.wait(entry, "staging")
         return True
 
 
@@ -52,24 +62,24 @@ class DropOldest(Policy):
     """What has waited longest is lost, at either ring."""
 
     name = "drop_oldest"
-    summary = "lose the steps that waited longest"
+    summary = "the steps that waited longest are lost, and recorded"
 
-    def staging_is_full(self, handover: Handover, entry: Entry) -> bool:
+    def staging_is_full(self, rings: Rings, entry: Any) -> bool:
         """Give up the oldest step that waits in stage 1."""
-        return handover.drop_staged()
+        return rings.drop_staged()
 
-    def ring_is_full(self, handover: Handover, entry: Entry) -> bool:
+    def ring_is_full(self, rings: Rings, entry: Any) -> bool:
         """Give up the oldest step that the writer does not hold."""
-        return handover.drop_ready()
+        return rings.drop_ready()
 
 
 class DropNewest(Policy):
     """What comes now is lost."""
 
     name = "drop_newest"
-    summary = "lose the steps that come"
+    summary = "the newest steps are lost, and recorded"
 
-    def staging_is_full(self, handover: Handover, entry: Entry) -> bool:
+    def staging_is_full(self, rings: Rings, entry: Any) -> bool:
         """Give up the step itself."""
         return False
 

@@ -45,7 +45,7 @@ def engine_facts(
     """
     import torch
 
-    from actds_writers.capture.op import decoder_layers
+    from actds_writers.capture.hooks import decoder_layers
 
     common: Readers = {
         "engine.own_process": lambda: os.getpid() != client_pid,

@@ -26,8 +26,7 @@ import torch
 
 from actds.errors import ActdsError
 from actds.format import canonical
-from actds_writers.capture.hooks import Tap, find_kind
-from actds_writers.capture.op import decoder_layers
+from actds_writers.capture.hooks import Tap, decoder_layers, find_kind
 from actds_writers.ipc.messages import Fact, HookSpec
 
 __all__ = [

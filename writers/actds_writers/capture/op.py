@@ -9,7 +9,6 @@ compares that with the schedule at every step.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from actds.errors import ActdsError
 from actds.schema import DType
 from actds_writers.capture.hooks import StreamForm, Tap, find_kind
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.ipc.ring import RowLayout
 
-_LAYER = re.compile(r"((?:.*\.)?(?:layers|h|blocks))\.(\d+)")
-_LANGUAGE_MODEL = ("get_language_model", "get_decoder")
-"""Methods by which a composed model names the part that decodes: of vLLM, of transformers."""
 _library: Any = torch.library.Library("actds", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("capture(Tensor hidden, Tensor? residual, Tensor(a!) rows, Tensor(b!) seen) -> ()")
 _library.define(
@@ -155,48 +150,6 @@ class HookBuffers:
         return self.beside_nbytes + sum(tensor.nbytes for tensor in tensors)
 
 
-def decoder_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """Return the decoder layers of a model by number, found by module path.
-
-    Of a composed model, those of its language model: a vision tower has layers of its own.
-
-    Raises:
-        ActdsError: E007 when several lists of layers could be the decoder's.
-    """
-    lists: dict[str, dict[int, torch.nn.Module]] = {}
-    for path, module in model.named_modules():
-        found = _LAYER.fullmatch(path)
-        if found and not type(module).__name__.startswith("PPMissing"):
-            lists.setdefault(found[1], {})[int(found[2])] = module
-    for inner in [path for path in lists if any(path.startswith(f"{other}.") for other in lists)]:
-        del lists[inner]
-    if len(lists) > 1:
-        lists = _of_language_model(model, lists)
-    return next(iter(lists.values()), {})
-
-
-def _of_language_model(
-    model: torch.nn.Module, lists: dict[str, dict[int, torch.nn.Module]]
-) -> dict[str, dict[int, torch.nn.Module]]:
-    for name in _LANGUAGE_MODEL:
-        get = getattr(model, name, None)
-        language = get() if callable(get) else None
-        if not isinstance(language, torch.nn.Module):
-            continue
-        inside = set(language.modules())
-        found = {
-            path: layers for path, layers in lists.items() if inside.issuperset(layers.values())
-        }
-        if len(found) == 1:
-            return found
-    raise ActdsError(
-        "E007",
-        type(model).__name__,
-        got=f"layers in {len(lists)} places: {', '.join(sorted(lists))}"[:200],
-        expected="one list of decoder layers, or a language model that the model names",
-    )
-
-
 def install(
     model: torch.nn.Module,
     hooks: Sequence[HookSpec],
@@ -268,50 +221,3 @@ def install_tap(tap: Tap, number: int, buffers: tuple[torch.Tensor, ...]) -> Non
         tap.module.register_forward_pre_hook(before, with_kwargs=True)
     else:
         tap.module.register_forward_hook(after, with_kwargs=True)
-
-
-def residual_stream(
-    output: Any, form: StreamForm, place: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return hidden and residual of a layer's output; their sum is the residual stream.
-
-    Rows of a padded batch, ``(batch, width, d_model)``, are laid flat.
-
-    Args:
-        output: what the decoder layer returned.
-        form: where the stream is in it.
-        place: model class and layer, for the error.
-
-    Raises:
-        ActdsError: E007 when the output does not have that form.
-
-    Spec: 0.1 section 3.1.
-    """
-    if isinstance(output, torch.Tensor) and form != "sum":
-        return output.flatten(0, -2), None
-    tensors = list(output) if isinstance(output, tuple | list) else []
-    first = tensors[0] if tensors and isinstance(tensors[0], torch.Tensor) else None
-    second = tensors[1] if len(tensors) > 1 and isinstance(tensors[1], torch.Tensor) else None
-    pair = first is not None and second is not None and first.shape == second.shape
-    if first is not None and form == "first":
-        return first.flatten(0, -2), None
-    if pair and (form == "sum" or len(tensors) == 2):
-        assert first is not None and second is not None
-        return first.flatten(0, -2), second.flatten(0, -2)
-    raise ActdsError(
-        "E007",
-        place,
-        got=f"a decoder layer that returns {_describe(output)}",
-        expected="(hidden, residual)" if form == "sum" else "one tensor, or (hidden, residual)",
-        next_step="Harvest it with --engine transformers, which runs the model's own code.",
-    )
-
-
-def _describe(output: Any) -> str:
-    if isinstance(output, torch.Tensor):
-        return f"one tensor {tuple(output.shape)}"
-    if isinstance(output, tuple | list):
-        parts = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
-                 for part in output]  # fmt: skip
-        return f"{len(parts)} parts: {', '.join(map(str, parts))}"[:200]
-    return type(output).__name__

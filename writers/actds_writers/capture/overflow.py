@@ -234,9 +234,6 @@ class Handover:
         entry.stalls.append(stall)
         self._check()
 
-    def _why_staging_is_full(self) -> str:
-        return "queue_full" if "ring" in self.waiting else "dma_backpressure"
-
     def drop_staged(self) -> bool:
         """Give up the oldest step that waits in stage 1; return whether there was one."""
         while self._in_staging:
@@ -259,6 +256,9 @@ class Handover:
         return False
 
     # under the lock ---------------------------------------------------------------------------
+
+    def _why_staging_is_full(self) -> str:
+        return "queue_full" if "ring" in self.waiting else "dma_backpressure"
 
     def _drop(self, entry: Entry, reason: str) -> None:
         entry.state, entry.reason = "dropped", reason

@@ -39,7 +39,7 @@ GROUP = "actds.engines"
 OPTION = "--engine-arg"
 """How the command names one option of an engine; the place that errors name."""
 BUILT_IN = {
-    "vllm": "actds_writers.engines.vllm.engine:VLLM",
+    "vllm": "actds_writers.engines.vllm:VLLM",
     "transformers": "actds_writers.engines.transformers:TRANSFORMERS",
 }
 """The engines of this distribution, which is also usable where it is not installed."""

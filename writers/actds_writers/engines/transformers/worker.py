@@ -22,6 +22,7 @@ from actds_writers.capture.check import (
     compare_with_forward,
     reference_states,
 )
+from actds_writers.capture.hooks import decoder_layers
 from actds_writers.engines.account import (
     SchedulerSide,
     WorkerSide,
@@ -72,7 +73,7 @@ class Capture(WorkerSide):
     """
 
     def __init__(self, model: Any, link: Link, max_rows: int) -> None:
-        layers = capture.decoder_layers(model)
+        layers = decoder_layers(model)
         config = model.config.get_text_config()
         with failures_told(link):
             if not layers:

@@ -33,8 +33,8 @@ from actds_writers.capture.check import (
     relative_l2,
     states_in_fresh_process,
 )
-from actds_writers.capture.hooks import StreamForm, find_kind
-from actds_writers.capture.op import HookBuffers, decoder_layers
+from actds_writers.capture.hooks import StreamForm, decoder_layers, find_kind
+from actds_writers.capture.op import HookBuffers
 from actds_writers.engines.vllm.worker import identify, loaded_model
 from actds_writers.ipc.messages import HookSpec
 

@@ -1,219 +1,23 @@
-"""vLLM as a harvest knows it: its options, less those that break accounting, and the engine as
-the command drives it.
+"""The engine as the command drives it: start, feed, step, abort, end.
 
-Stands at the client's side, outside the data path. vLLM is imported when an engine starts.
+Stands at the client's side, outside the data path. vLLM is imported when it starts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import json
 import os
 import signal
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict
-
 from actds.errors import ActdsError
-from actds_writers.engines.base import (
-    OPTION,
-    Engine,
-    EngineKind,
-    EngineOptions,
-    EngineValue,
-    Finished,
-    bad_option,
-)
+from actds_writers.engines.base import Finished
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
-__all__ = ["OWNED", "REFUSED", "VLLM", "VllmEngine", "VllmOptions", "refuse_options"]
-
 SHUTDOWN_TIMEOUT_S = 60.0
-
-
-OWNED: Mapping[str, str] = {
-    "model": "--model",
-    "seed": "--seed",
-    "additional_config": "nothing: actds uses it to reach the workers",
-}
-"""Options that ``actds write`` sets itself, and what to use in their place."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """An engine option that capture cannot account for.
-
-    Args:
-        allowed: the values that do no harm; every other one is refused.
-        reason: what would go wrong.
-    """
-
-    allowed: tuple[EngineValue, ...]
-    reason: str
-
-
-_SPLIT = "the tokens of a step are split over ranks, and no worker sees them all"
-_SPECULATION = "rejected draft tokens would be captured as rows"
-_FOREIGN_KV = "KV blocks from elsewhere count as cache hits that no request here computed"
-_WRAPPED = "capture stands in vLLM's own worker and scheduler, another class may pass it by"
-# vLLM 0.32.0: in vllm/lora, punica_wrapper/utils.py:35 lets -1 stand for "no adapter", and
-# ops/torch_ops/lora_ops.py:31, 74 and 119 index with it: in PyTorch that is the last adapter.
-# tests/test_engine_lora.py shows it. The Triton kernels leave at -1 (ops/triton_ops/
-# lora_shrink_op.py:160, lora_expand_op.py:66), but no measurement on a GPU of ours says so, and
-# the kernels of XPU (ops/xpu_ops/lora_ops.py:16) are compiled ones.
-_LORA = (
-    "on a CPU, vLLM adds an adapter to requests without one that share a step with it, and on "
-    "other devices it is not verified that it does not"
-)
-_MICROBATCH = "a step is run in parts, and the capture buffer holds only the last"
-
-REFUSED: Mapping[str, Refused] = {
-    "pipeline_parallel_size": Refused((None, 1), "stages hold disjoint layers and one is written"),
-    "data_parallel_size": Refused((None, 1), "replicas have schedulers of their own"),
-    "prefill_context_parallel_size": Refused((None, 1), _SPLIT),
-    "decode_context_parallel_size": Refused((None, 1), _SPLIT),
-    "enable_hc_sp": Refused((None, False), _SPLIT),
-    "nnodes": Refused((None, 1), "the writer reaches the workers of one machine only"),
-    "distributed_executor_backend": Refused(
-        (None, "mp", "uni"), "the writer reaches only worker processes that vLLM starts here"
-    ),
-    "speculative_config": Refused((None,), _SPECULATION),
-    "spec_method": Refused((None,), _SPECULATION),
-    "spec_model": Refused((None,), _SPECULATION),
-    "spec_tokens": Refused((None, 0), _SPECULATION),
-    "diffusion_config": Refused((None,), "positions are computed many times over"),
-    "async_scheduling": Refused(
-        (None, False), "a step is scheduled before the end of the last, and rows after EOS appear"
-    ),
-    "kv_transfer_config": Refused((None,), _FOREIGN_KV),
-    "kv_offloading_size": Refused((None,), _FOREIGN_KV),
-    "ec_transfer_config": Refused((None,), "embeddings come from elsewhere"),
-    "kv_sharing_fast_prefill": Refused(
-        (None, False), "upper layers skip prefill positions, whose rows would be stale"
-    ),
-    "enable_dbo": Refused((None, False), _MICROBATCH),
-    "ubatch_size": Refused((None, 0, 1), _MICROBATCH),
-    "skip_tokenizer_init": Refused((None, False), "prompts cannot be encoded"),
-    "tokens_only": Refused((None, False), "prompts cannot be encoded"),
-    "enable_prompt_embeds": Refused((None, False), "a prompt of embeddings has no token ids"),
-    "enable_lora": Refused((None, False), _LORA),
-    "runner": Refused((None, "auto", "generate"), "only generation is harvested"),
-    "convert": Refused((None, "auto", "none"), "only generation is harvested"),
-    "worker_cls": Refused((None, "auto"), _WRAPPED),
-    "scheduler_cls": Refused((None,), _WRAPPED),
-}
-"""Options with E012, each with the reason."""
-
-
-def refuse_options(options: Mapping[str, object]) -> None:
-    """Refuse a configuration that capture cannot account for.
-
-    Args:
-        options: engine arguments by name, from a command line or from a live engine.
-
-    Raises:
-        ActdsError: E012 with the option and the reason.
-    """
-    for key, rule in REFUSED.items():
-        value = options.get(key)
-        # True == 1 in Python, so the types have to agree too.
-        if any(value == allowed and type(value) is type(allowed) for allowed in rule.allowed):
-            continue
-        usable = " or ".join(json.dumps(allowed) for allowed in rule.allowed if allowed is not None)
-        raise ActdsError(
-            "E012",
-            f"{OPTION} {key}",
-            got=f"{str(value)[:80]}: {rule.reason}",
-            expected=usable or "no such option",
-        )
-
-
-def argument_names() -> frozenset[str]:
-    """Return the names that the installed vLLM takes; this imports vllm, which is slow.
-
-    Raises:
-        ActdsError: E011 when vLLM is not installed.
-    """
-    try:
-        from vllm.engine.arg_utils import EngineArgs
-    except ImportError as error:
-        raise ActdsError(
-            "E011",
-            "vllm",
-            got=str(error).splitlines()[0],
-            expected="vLLM beside actds",
-            next_step="pip install 'actds[vllm]', or 'make install' in a checkout for the CPU.",
-        ) from None
-    names: Collection[str] = EngineArgs.__dataclass_fields__
-    return frozenset(name for name in names if not name.startswith("_"))
-
-
-class VllmOptions(EngineOptions):
-    """Arguments of vLLM's ``EngineArgs``; vLLM itself judges their values."""
-
-    model_config = ConfigDict(extra="allow")
-
-    max_model_len: Any = None
-
-    def arguments(self) -> dict[str, Any]:
-        """Return what the user gave, by name."""
-        return self.model_dump(exclude_unset=True)
-
-
-class Vllm(EngineKind):
-    """vLLM, in processes of its own."""
-
-    name = "vllm"
-    summary = "vLLM."
-    option_type = VllmOptions
-
-    def options(self, given: Mapping[str, object]) -> EngineOptions:
-        """Return options by name as a typed model.
-
-        Raises:
-            ActdsError: E009 for one that ``actds write`` sets itself, E012 for one that capture
-                cannot account for.
-        """
-        for key in given:
-            if key in OWNED:
-                raise bad_option(key, "an option that actds write sets itself", OWNED[key])
-        refuse_options(given)
-        return super().options(given)
-
-    def checked(self, given: Mapping[str, object]) -> EngineOptions:
-        """Return options whose names are held against what the installed vLLM takes.
-
-        Raises:
-            ActdsError: as ``options``; E009 for a name that vLLM does not know, E011 when it is
-                not installed.
-        """
-        options = self.options(given)  # a typing error needs no engine to be found
-        known = argument_names() if given else frozenset()
-        for key in given:
-            if key not in known and key not in REFUSED:
-                close = difflib.get_close_matches(key, known, n=3)
-                expected = " or ".join(close) if close else "an argument of vllm.EngineArgs"
-                raise bad_option(key, "an option that the engine does not know", expected)
-        return options
-
-    def start(
-        self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
-    ) -> Engine:
-        """Return the engine with its workers up; raises as ``EngineKind.start``."""
-        assert isinstance(options, VllmOptions)
-        return VllmEngine(model, options.arguments(), link, temperature=temperature, seed=seed)
-
-    def alone(self, options: EngineOptions) -> EngineOptions:
-        """Return the options of the same engine with one request at a time and no prefix cache."""
-        return super().alone(options).model_copy(update={"enable_prefix_caching": False})
-
-
-VLLM = Vllm()
 
 
 class VllmEngine:
