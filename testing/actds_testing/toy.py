@@ -22,8 +22,8 @@ from actds.schema import REQUIRED_PROVENANCE, DType
 from actds_testing.tiny import write_byte_tokenizer
 from actds_writers.capture.check import HookCheck, bound, check_prompts, compare_with_forward
 from actds_writers.capture.hooks import HookKind, ModelConfig, StreamForm, Tap, decoder_layers
+from actds_writers.engine_protocol import Engine, EngineKind, EngineOptions, Finished
 from actds_writers.engines.account import SchedulerSide, WorkerSide, common_facts, observed
-from actds_writers.engines.base import Engine, EngineKind, EngineOptions, Finished
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact
 

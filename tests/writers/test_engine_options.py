@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from actds.errors import ActdsError
+from actds_writers.engine_protocol import engine_names, find_engine
 from actds_writers.engines import vllm as vllm_engine
-from actds_writers.engines.base import engine_names, find_engine
 from actds_writers.engines.vllm import OWNED, REFUSED, VLLM, VllmOptions, refuse_options
 
 KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "revision"})

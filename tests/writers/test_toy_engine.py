@@ -28,7 +28,7 @@ from actds_writers.capture.hooks import (
     find_kind,
     hook_specs,
 )
-from actds_writers.engines.base import find_engine
+from actds_writers.engine_protocol import find_engine
 from actds_writers.ipc.messages import HookSpec
 
 pytestmark = pytest.mark.standard

@@ -48,7 +48,7 @@ def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) 
     Serves every prompt, stores the hooks' rows of every token the engine computes, and accounts
     for every token. Ctrl-C drains, commits and seals; --resume goes on.
     """
-    from actds_writers.engines.base import parse_words
+    from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.run import write as run
 
     result = run(

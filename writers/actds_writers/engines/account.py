@@ -24,7 +24,7 @@ from actds_writers.capture.hooks import ModelConfig, StreamForm, cast_of, hook_s
 from actds_writers.capture.probes import directions
 from actds_writers.capture.stages import Stages, Step
 from actds_writers.capture.transfer import Mark
-from actds_writers.engines.base import OPTION
+from actds_writers.engine_protocol import OPTION
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
     Fact,

@@ -39,7 +39,7 @@ from actds.reading import Catalog
 from actds.schema import DType
 from actds.store import local_folder, open_store
 from actds_writers.config import WriteSettings
-from actds_writers.engines.base import Finished, find_engine
+from actds_writers.engine_protocol import Finished, find_engine
 from actds_writers.harvest.prepare import Plan, request_key
 from actds_writers.ipc.messages import Failed
 from actds_writers.prompts.encoding import Encoded

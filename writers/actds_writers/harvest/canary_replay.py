@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict
 
 from actds.errors import ActdsError
-from actds_writers.engines.base import Finished
+from actds_writers.engine_protocol import Finished
 from actds_writers.harvest.run import harvest_plan
 from actds_writers.ipc.messages import Failed
 

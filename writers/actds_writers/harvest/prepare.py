@@ -26,7 +26,7 @@ from actds.store.local import lock_dataset
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.capture.probes import plan_readouts
 from actds_writers.config import WriteSettings
-from actds_writers.engines.base import EngineOptions
+from actds_writers.engine_protocol import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.ipc.messages import Fact, PromptFact
 from actds_writers.model_folder import generation_eos, model_config

@@ -26,7 +26,7 @@ from actds.schema import CloseReason, Seal
 from actds.sealing import seal
 from actds.store import open_store
 from actds_writers.config import WriterSettings, WriteSettings, keywords_of
-from actds_writers.engines.base import Engine, Finished, find_engine
+from actds_writers.engine_protocol import Engine, Finished, find_engine
 from actds_writers.harvest.canary import Canary, Outcome, Share
 from actds_writers.harvest.prepare import (
     Plan,

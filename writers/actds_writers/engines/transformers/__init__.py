@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from actds_writers.engines.base import Engine, EngineKind, EngineOptions, bad_option
+from actds_writers.engine_protocol import Engine, EngineKind, EngineOptions, bad_option
 from actds_writers.ipc.link import Link
 
 __all__ = ["TRANSFORMERS", "Options"]

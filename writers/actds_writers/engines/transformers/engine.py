@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actds.errors import ActdsError
-from actds_writers.engines.base import OPTION, Finished
+from actds_writers.engine_protocol import OPTION, Finished
 from actds_writers.engines.transformers import Options
 from actds_writers.ipc.link import Link
 

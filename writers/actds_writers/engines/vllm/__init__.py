@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from actds.errors import ActdsError
-from actds_writers.engines.base import (
+from actds_writers.engine_protocol import (
     OPTION,
     Engine,
     EngineKind,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actds.errors import ActdsError
-from actds_writers.engines.base import Finished
+from actds_writers.engine_protocol import Finished
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 SHUTDOWN_TIMEOUT_S = 60.0

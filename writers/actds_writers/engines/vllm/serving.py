@@ -24,8 +24,8 @@ from actds.schema import Genesis
 from actds.store import local_folder, open_store
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings
+from actds_writers.engine_protocol import OPTION
 from actds_writers.engines.account import layer_config
-from actds_writers.engines.base import OPTION
 from actds_writers.engines.vllm import refuse_options
 from actds_writers.harvest.live import LiveRun, parse_live_settings
 from actds_writers.harvest.prepare import hold
