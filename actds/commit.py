@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds import schema
+from actds import layout, schema
 from actds.errors import ActdsError
-from actds.format import arrays, layout, tables
+from actds.format import arrays, tables
 from actds.format.shard import GROUP_METADATA, TOKENS, files_root, row_order, row_set_sha256
 from actds.ledger import Chain
 from actds.schema import (

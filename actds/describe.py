@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.format import arrays, layout
+from actds import layout
+from actds.format import arrays
 from actds.reading import Catalog
 from actds.schema import CloseBody, FenceBody
 from actds.text import (

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from actds import schema
+from actds import canonical, layout, schema
 from actds.errors import ActdsError
-from actds.format import canonical, layout
 from actds.schema import (
     Body,
     ChainKind,

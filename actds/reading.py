@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds import schema
+from actds import canonical, layout, schema
 from actds.accounting.account import TOTALS
 from actds.errors import ActdsError, Findings
-from actds.format import canonical, layout, tables
+from actds.format import tables
 from actds.format.readouts import readouts_of
 from actds.format.shard import TOKENS, Shard, file_names, files_root, read_checked
 from actds.format.tables import TableName

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from actds import __version__
+from actds import __version__, layout
 from actds.commit import NewShard
 from actds.errors import ActdsError
-from actds.format import arrays, layout
+from actds.format import arrays
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root, read_checked
 from actds.ledger import Chain, fence
 from actds.reading import Catalog, need_dataset

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from actds import schema
+from actds import canonical, layout, schema
 from actds.accounting.account import TOTALS, Account, account
 from actds.describe import write_card
 from actds.errors import ActdsError, Findings
-from actds.format import canonical, layout, tables
+from actds.format import tables
 from actds.reading import CENSUS_TABLES, Catalog, heads_root
 from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store

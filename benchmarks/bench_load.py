@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 import actds
-from actds import schema
+from actds import layout, schema
 from actds.commit import ShardRows, commit_part, commit_shard
-from actds.format import layout, tables
+from actds.format import tables
 from actds.ledger import Chain
 from actds.schema import (
     REQUIRED_PROVENANCE,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from actds import canonical, layout
 from actds.errors import ActdsError
-from actds.format import canonical, layout
 
 if TYPE_CHECKING:
     from actds.schema import RunRecord

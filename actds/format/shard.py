@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds import schema
+from actds import canonical, layout, schema
 from actds.errors import ActdsError
-from actds.format import arrays, canonical, layout, tables
+from actds.format import arrays, tables
 from actds.format.positions import position_key
 from actds.schema import FileEntry, Phase, ShardManifest
 from actds.store import Store

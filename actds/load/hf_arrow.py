@@ -23,7 +23,7 @@ import pyarrow as pa
 from datasets.formatting import TorchFormatter, _register_formatter
 from datasets.table import MemoryMappedTable, concat_tables
 
-from actds.format import canonical
+from actds import canonical
 from actds.format.arrays import ArrayReader, to_torch, widen
 from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from actds import __version__
-from actds.format import canonical
+from actds import __version__, canonical
 from actds.format.arrays import DTYPES, chunk_rows, to_torch
 from actds.load.dataset import Dataset, rows_together
 from actds.load.dataset import open as open_dataset

@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from actds.format import canonical
+from actds import canonical
 
 __all__ = [
     "ORDER_VERSION",

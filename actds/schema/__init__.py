@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from actds import canonical
 from actds.errors import ActdsError
-from actds.format import canonical
 from actds.schema import v0_1
 from actds.schema.v0_1 import (
     BODIES,

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from actds import layout
 from actds.errors import ActdsError
-from actds.format import layout
 
 __all__ = [
     "TEMPORARY",

@@ -10,7 +10,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from actds.format import canonical, layout, tables
+from actds import canonical, layout
+from actds.format import tables
 from actds.format.shard import files_root, row_set_sha256
 from actds.reading import heads_root, read_dataset
 from actds.schema import FileEntry, Head

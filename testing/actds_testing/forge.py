@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actds.format import canonical
+from actds import canonical
 from actds.format.shard import files_root
 from actds.reading import heads_root
 from actds.schema import FileEntry, Head

@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 import pyarrow as pa
 
-from actds import schema
+from actds import layout, schema
 from actds.commit import ShardRows, commit_part, commit_shard
-from actds.format import layout, tables
+from actds.format import tables
 from actds.format.readouts import Readouts, compute, matrix
 from actds.ledger import Chain
 from actds.schema import (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from test_store import full_disk
 
+from actds import canonical
 from actds.errors import ActdsError
-from actds.format import canonical
 from actds.ledger import Chain, fence, read_chain, read_ledger
 from actds.schema import FileEntry, PartBody
 from actds.store.local import LocalStore

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 
 import actds
-from actds import schema
+from actds import canonical, layout, schema
 from actds.errors import ActdsError
-from actds.format import canonical, layout, tables
+from actds.format import tables
 from actds.format.readouts import Readouts, compute, directions, load_probes, matrix, probe_bytes
 from actds.schema import LedgerRecord, PartBody
 from actds.sealing import seal

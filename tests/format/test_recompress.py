@@ -18,9 +18,10 @@ from click.testing import CliRunner
 
 import actds
 import actds.commit
+from actds import canonical, layout
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.format import arrays, canonical, layout
+from actds.format import arrays
 from actds.ledger import Chain
 from actds.reading import Catalog
 from actds.recompression import recompress

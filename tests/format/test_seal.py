@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import actds
+from actds import canonical, layout
 from actds.commit import commit_part
 from actds.errors import ActdsError
-from actds.format import canonical, layout, tables
+from actds.format import tables
 from actds.ledger import Chain, fence
 from actds.reading import Catalog
 from actds.schema import RunBody

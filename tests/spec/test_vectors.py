@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from actds import canonical
 from actds.errors import CODES, ActdsError, Finding
-from actds.format import canonical
 from actds.reading import Catalog, read_dataset
 from actds.store import open_store
 from actds_testing.places import VECTORS

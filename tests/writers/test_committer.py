@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actds import schema
-from actds.format import codec, layout
+from actds import layout, schema
+from actds.format import codec
 from actds.ledger import Chain
 from actds.reading import Catalog
 from actds.schema import Genesis, Hook

@@ -18,9 +18,9 @@ import zstandard
 from click.testing import CliRunner
 
 import actds
+from actds import canonical, layout
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.format import canonical, layout
 from actds.format.readouts import Readouts
 from actds.reading import Catalog
 from actds.sealing import seal

@@ -20,9 +20,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from actds import schema
+from actds import layout, schema
 from actds.errors import ActdsError
-from actds.format import layout
 from actds.ledger import Chain
 from actds.schema import CloseReason, Genesis
 from actds.store import local_folder, open_store

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from actds.format import canonical
+from actds import canonical
 
 __all__ = ["EVERYTHING", "Labels", "LeftOut", "Match", "SamplingRules", "client_request_id"]
 

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds import schema
+from actds import layout, schema
 from actds.commit import ShardRows, commit_part, commit_shard
-from actds.format import layout, tables
+from actds.format import tables
 from actds.format.readouts import NONE, Readouts
 from actds.ledger import Chain
 from actds.schema import (

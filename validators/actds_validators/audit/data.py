@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from actds import layout
 from actds.errors import ActdsError
-from actds.format import layout, tables
+from actds.format import tables
 from actds.format.positions import Index, pair_key, position_key
 from actds.format.shard import TOKENS
 from actds.format.tables import TableName

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds import layout
 from actds.accounting.account import TOTALS, Account, account
 from actds.errors import ActdsError, Finding
-from actds.format import layout, tables
+from actds.format import tables
 from actds.format.shard import TOKENS, Shard, row_order, row_set_sha256
 from actds.ledger import ChainState
 from actds.reading import CENSUS_TABLES, Catalog

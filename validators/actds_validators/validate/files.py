@@ -8,8 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from actds import layout
 from actds.errors import ActdsError
-from actds.format import arrays, layout
+from actds.format import arrays
 from actds.format.arrays import parse_metadata
 from actds.reading import Catalog
 from actds.schema import ShardManifest

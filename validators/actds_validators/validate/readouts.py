@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds import canonical, layout
 from actds.errors import ActdsError
-from actds.format import canonical, layout, tables
+from actds.format import tables
 from actds.format.arrays import as_ml_dtypes
 from actds.format.positions import Keys, position_key, split_key
 from actds.format.readouts import Readouts, compute, load_probes, matrix, readouts_of

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from actds import layout
 from actds.errors import ActdsError
-from actds.format import arrays, layout, tables
+from actds.format import arrays, tables
 from actds.format.shard import TOKENS
 from actds.reading import Catalog
 from actds.schema import ShardManifest

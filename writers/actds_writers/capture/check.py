@@ -24,8 +24,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from actds import canonical
 from actds.errors import ActdsError
-from actds.format import canonical
 from actds_writers.capture.hooks import Tap, decoder_layers, find_kind
 from actds_writers.ipc.messages import Fact, HookSpec
 

@@ -20,10 +20,10 @@ import pyarrow as pa
 import zstandard
 from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
-from actds import schema
+from actds import canonical, layout, schema
 from actds.commit import commit_part
 from actds.errors import ActdsError
-from actds.format import canonical, layout, tables
+from actds.format import tables
 from actds.format.shard import read_checked
 from actds.ledger import Chain, fence, read_ledger
 from actds.schema import PartBody, PartTable, RunBody, ShardBody, ShardManifest

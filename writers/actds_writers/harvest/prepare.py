@@ -16,8 +16,8 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from actds import layout
 from actds.errors import ActdsError
-from actds.format import layout
 from actds.format.readouts import NONE
 from actds.reading import Catalog
 from actds.schema import RunRecord

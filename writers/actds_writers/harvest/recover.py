@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from actds import __version__, schema
+from actds import __version__, layout, schema
 from actds.errors import ActdsError
-from actds.format import layout
 from actds.ledger import Chain, ChainState, fence, read_ledger
 from actds.reading import CENSUS_TABLES, Catalog, need_dataset
 from actds.schema import Genesis, Seal, ShardBody

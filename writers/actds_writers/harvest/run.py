@@ -19,8 +19,8 @@ from typing import Any, Literal
 import pyarrow.compute as pc
 
 import actds
+from actds import layout
 from actds.errors import ActdsError
-from actds.format import layout
 from actds.reading import Catalog
 from actds.schema import CloseReason, Seal
 from actds.sealing import seal

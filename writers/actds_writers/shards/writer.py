@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from actds import schema
+from actds import layout, schema
 from actds.errors import ActdsError
-from actds.format import layout
 from actds.format.readouts import Readouts
 from actds.ledger import Chain
 from actds.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord

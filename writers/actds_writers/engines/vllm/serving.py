@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import actds
-from actds import schema
+from actds import layout, schema
 from actds.errors import ActdsError
-from actds.format import layout
 from actds.format.readouts import NONE
 from actds.schema import Genesis
 from actds.store import local_folder, open_store
