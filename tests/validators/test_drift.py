@@ -211,7 +211,7 @@ def test_other_prompts_under_the_same_names_share_their_first_token_only(tmp_pat
     assert one.n_first == 1  # of the same token in all requests, counted once
     assert one.measures == []
     assert one.sentence.startswith("Only 1 token with the same prefix was computed in ")
-    assert "too few to tell, 8 are needed" in one.sentence
+    assert "too few, 8 are needed" in one.sentence
     result = audited("load", drift=found)
     part = drift_part(result, "numeric drift", 0)
     assert part is not None
