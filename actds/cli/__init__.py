@@ -1,14 +1,15 @@
-"""The command line: ``actds info``, ``explain``, ``schema``, ``seal``, and what rooms add.
+"""The command line: info, explain, schema, seal, recompress, and what other packages add.
 
-Everything heavy is imported inside the command that needs it: ``actds --help`` answers in a blink.
+Everything heavy is imported inside the command that needs it, so that ``actds --help`` is fast.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -23,6 +24,7 @@ from actds.errors import CODES, ActdsError, Code, code_entry
 __all__ = ["cli", "main"]
 
 ENTRY_POINTS = "actds.commands"
+_WITHOUT_PANDAS = frozenset({"info", "recompress", "seal", "validate"})
 
 
 class ActdsGroup(click.Group):
@@ -104,7 +106,9 @@ class ActdsGroup(click.Group):
             _fail(ctx, _internal(error))
 
 
+@cache
 def _plugins() -> dict[str, EntryPoint]:
+    # Cached: each look reads the metadata of every installed package.
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
@@ -355,6 +359,20 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     click.echo(f"{state} {done.digest}")
 
 
+class _NoPandas:
+    """An import finder for which pandas is not installed."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Refuse pandas, and leave every other module to the finders that follow."""
+        if name == "pandas":
+            raise ModuleNotFoundError("this command does without pandas", name=name)
+
+
 def main() -> None:
     """Run the command line."""
+    # pyarrow imports pandas at its first conversion from or to NumPy, which takes longer than all
+    # the rest of a check of a small dataset. Only here, in a process that runs one such command.
+    if not _WITHOUT_PANDAS.isdisjoint(sys.argv[1:2]):
+        sys.meta_path.insert(0, _NoPandas)
     cli(prog_name="actds")
