@@ -1,4 +1,4 @@
-"""Where everything stands in a dataset: the one place that spells its paths."""
+"""Paths and names of the files of a dataset."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _TABLES = {
 
 
 def chain_kind_of(table: str) -> str:
-    """Return which kind of chain commits the parts of a table: each witness its own."""
+    """Return which kind of chain commits the parts of a table."""
     return _TABLES[table][1]
 
 

@@ -185,7 +185,7 @@ def _document(n_rows: int, d_model: int, dtype: str, rows: int) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Layout:
-    """What the metadata of one array says.
+    """Size, type and chunks of one array, from its metadata.
 
     Args:
         n_rows: rows of the array, without padding.
@@ -417,7 +417,7 @@ class ArrayReader:
         return self.read(min(first * rows, self.n_rows), min(last * rows, self.n_rows), out)
 
     def read(self, start: int, stop: int, out: Bits | None = None) -> Bits:
-        """Return the rows ``[start, stop)``; arguments and errors as in :meth:`read_chunks`."""
+        """Return the rows ``[start, stop)``; arguments and errors as in ``read_chunks``."""
         if not 0 <= start <= stop <= self.n_rows:
             raise ValueError(f"rows [{start}, {stop}) of {self.n_rows}")
         out = self._output(stop - start, out)

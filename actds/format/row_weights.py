@@ -45,7 +45,7 @@ class RowWeights:
     Args:
         path: the file.
         sha256: its digest.
-        claim: what whoever wrote it says that the weights do.
+        claim: what the weights do, in the words of their writer.
         first: first row in the file of each shard.
         n_rows: rows of each shard.
         groups: first row in the file of each row group, and the number of rows.

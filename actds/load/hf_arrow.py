@@ -140,7 +140,7 @@ def map_style(
         digest: digest of the dataset.
         selection: what is read; row weights become a column.
         columns: provenance columns.
-        cache_dir: where the files stand; the ``datasets`` cache when None.
+        cache_dir: folder of the files; the ``datasets`` cache when None.
     """
     hooks, weights, exclude = selection.hooks, selection.row_weights, selection.exclusion.names
     key = canonical.dump(

@@ -41,7 +41,7 @@ Counts = npt.NDArray[np.uint32]
 Columns = Mapping[str, npt.NDArray[Any]]
 
 PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
-"""Columns that go with a batch, or an example."""
+"""Columns of a batch, or of an example."""
 WEIGHT = "weight"
 """The column of the row weights."""
 SINK_NORM = 10.0
@@ -237,7 +237,7 @@ def _norms_of(shard: Shard, lines: pa.Table) -> npt.NDArray[np.float32]:
     tokens = shard.tokens(["request", "position"])
     wanted = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
     keys = lines["key"].to_numpy()
-    # A position that was computed more than once has a line for each: any of them tells a sink.
+    # A position that was computed more than once has a line for each: any of them will do.
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     missing = keys[at] != wanted
     if missing.any():

@@ -1,6 +1,6 @@
-"""Stores: where a dataset stands, on a local disk or in an object store.
+"""Stores: a dataset's files on a local disk or in an object store.
 
-What a store is stands here: create-only puts, reads in ranges, and listings that prove nothing.
+A store has create-only puts, reads in ranges, and listings that prove nothing.
 ``actds.store.local`` and ``actds.store.s3`` are the two that there are.
 """
 
@@ -83,14 +83,14 @@ class StoredFile(Protocol):
 
 
 class Store(Protocol):
-    """Where a dataset stands: create-only puts, reads, and listings that prove nothing.
+    """The files of a dataset: create-only puts, reads, and listings.
 
     Spec: 0.1 section 8.1.
     """
 
     @property
     def uri(self) -> str:
-        """Return where the dataset stands, as a person would write it."""
+        """Return the dataset's location, as a user writes it."""
         ...
 
     @property
@@ -99,7 +99,7 @@ class Store(Protocol):
         ...
 
     def check_create_only(self) -> None:
-        """Make sure that no put overwrites; whoever writes calls it first."""
+        """Make sure that no put overwrites; writers call it first."""
         ...
 
     def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:

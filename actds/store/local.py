@@ -343,7 +343,7 @@ class LocalStore:
         """Make a folder and what is above it, each name durable before a file needs it.
 
         A folder that another process made may not be synced yet, so each process syncs the name
-        of every folder once itself. What stands above the dataset is somebody else's.
+        of every folder once itself. Folders above the dataset are not ours.
         """
         if folder in self._durable:
             return

@@ -1,4 +1,4 @@
-"""S3 as a store: conditional puts whose lost answers are told apart, and ranged reads.
+"""S3 as a store: conditional puts that survive lost answers, and ranged reads.
 
 One request at a time is sent and every repetition is ours, none the client library's: only so
 can a put know whether it was sent before, and the object in its way may be its own.
@@ -38,7 +38,7 @@ REQUEST_TIMEOUT_S = 60
 MIN_NBYTES_PER_S = 4 << 20
 N_READERS = 16
 
-_LIKELY_NBYTES = 1 << 28  # of an object whose size nobody asked for: a table at most
+_LIKELY_NBYTES = 1 << 28  # of an object of unknown size: a table at most
 _SMALL_NBYTES = 1 << 16  # of a document that may wait in memory until it is asked for
 _CHECK = "Check endpoint, credentials and network; see docs/object-stores.md."
 
@@ -145,11 +145,11 @@ class S3Store:
 
         A put that fails without an answer, or with 409, 429 or 5xx, is sent again for up to two
         minutes. When the name is then taken, and only then, the object is compared: with exactly
-        our bytes (size and SHA-256) it is the one that we sent, or cannot be told from it, and
+        our bytes (size and SHA-256) it is the one that we sent, or equals it, and
         the put has succeeded. That is safe for ledger records, because a record names its
         chain, which one process made up at random, and its number; the one other program that
         ever writes there is a fence, whose bytes differ. Two fences of the same bytes say the
-        same. A name that is taken at the first attempt is somebody else's, whatever it holds.
+        same. A name that is taken at the first attempt is another writer's, whatever it holds.
 
         Args:
             path: path in the dataset.
@@ -300,7 +300,7 @@ class S3Store:
         return self._head(path) is not None
 
     def size(self, path: str) -> int:
-        """Return an object's size in bytes, as learned before or as the store says now.
+        """Return an object's size in bytes, learned before or asked now.
 
         Raises:
             ActdsError: E104 missing or unreadable; E107 a bad path.
@@ -450,7 +450,7 @@ class S3Store:
         except ActdsError as error:
             if error.code != "E104":
                 raise
-            # Whether the name is taken could not be asked: nobody knows what the store has.
+            # Whether the name is taken could not be asked: the state of the store is unknown.
             raise ActdsError(
                 "E503", path, got=error.got, expected="a durable write", next_step=_CHECK
             ) from error
@@ -482,7 +482,7 @@ class S3File:
     """An object that is read in ranges; threads may share it.
 
     Args:
-        store: where it stands.
+        store: its store.
         path: path in the dataset.
 
     Raises:
@@ -503,7 +503,7 @@ class S3File:
 
         Raises:
             EOFError: the object ends before the range does.
-            ActdsError: E104 when the object is gone or the store does not answer.
+            ActdsError: E104 when the object is missing or the store does not answer.
         """
         return self._store.view(self._path, offset, nbytes)
 
@@ -523,7 +523,7 @@ class S3File:
 
 
 class ConflictError(ValueError):
-    """Another put of the same name was under way; nobody knows yet who has it."""
+    """Another put of the same name was under way; who won is unknown yet."""
 
 
 def waits(answered: bool) -> Iterator[float | None]:
@@ -570,7 +570,7 @@ def connect(bucket: str, prefix: str, timeout_s: int) -> Client:
             retry_config={"max_retries": 0},
         )
     except Exception as error:
-        # Whatever the library says of the environment's values; none of its types is documented.
+        # The library's error about values of the environment; none of its types is documented.
         raise ActdsError(
             "E009", f"s3://{bucket}", got=reason_of(error), expected="a usable AWS_* environment"
         ) from error
@@ -607,7 +607,7 @@ def check_process(uri: str) -> None:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that an error tells of, None when there was no answer."""
+    """Return the HTTP status of an error, None when there was no answer."""
     found = _STATUS.search(str(error))
     return int(found[1]) if found else None
 
