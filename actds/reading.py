@@ -84,7 +84,7 @@ class Catalog:
         reached: path of every file that the ledger or a seal names.
         unsound: paths that must not be parsed: missing, or other bytes than were committed.
         opaque: folders whose own document cannot be read, so that their content is unknown.
-        incomplete: runs of which something committed cannot be read: nothing adds up then.
+        incomplete: runs with something committed that cannot be read: they cannot be accounted for.
 
     Spec: 0.1 section 2.
     """

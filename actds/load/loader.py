@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from math import gcd
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from actds import __version__, canonical
@@ -326,12 +325,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from actds import layout
@@ -74,16 +73,16 @@ class StoredFile(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Store(Protocol):
     """The files of a dataset: create-only puts, reads, and listings.
+
+    A path is one inside the dataset. Every method that takes one raises ``ActdsError`` E107 for a
+    bad path, a link or what is no regular file; writing raises E503 when the store refuses, and
+    then nothing more may be committed by this process; reading raises E104 for a file that is
+    missing or unreadable, or a store that does not answer.
 
     Spec: 0.1 section 8.1.
     """
@@ -103,7 +102,11 @@ class Store(Protocol):
         ...
 
     def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
-        """Create a file durably, or not at all."""
+        """Create a file durably, or not at all.
+
+        Raises:
+            ActdsError: E309 when the file exists.
+        """
         ...
 
     def replace(self, path: str, data: bytes) -> None:
@@ -115,7 +118,11 @@ class Store(Protocol):
         ...
 
     def read(self, path: str, limit: int | None = None) -> bytes:
-        """Return a file's bytes."""
+        """Return a file's bytes; one of more than ``limit`` bytes is not read.
+
+        Raises:
+            ActdsError: E102 above the limit.
+        """
         ...
 
     def read_ahead(self, paths: Iterable[str], limit: int) -> None:
@@ -123,7 +130,7 @@ class Store(Protocol):
         ...
 
     def read_range(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes of a file from ``offset`` on."""
+        """Return ``nbytes`` bytes of a file from ``offset`` on; E104 when it is shorter."""
         ...
 
     def open_file(self, path: str) -> StoredFile:
@@ -147,11 +154,14 @@ class Store(Protocol):
         ...
 
     def local_path(self, path: str) -> Path:
-        """Return where a file can be opened on this machine."""
+        """Return where a file can be opened on this machine; E009 in an object store."""
         ...
 
     def remove_temporary(self) -> int:
-        """Remove what dead writers left uncommitted; return how many files."""
+        """Remove what dead writers left uncommitted; return how many files.
+
+        Only when it is known that no writer is alive.
+        """
         ...
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from actds.errors import ActdsError
@@ -181,36 +180,20 @@ class S3Store:
         return Put(nbytes, digest)
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write an object that nothing pins, over an older one.
-
-        Raises:
-            ActdsError: E503 when the store refuses; E107 a bad path.
-        """
+        """Write an object that nothing pins, over an older one."""
         check_path(path)
         self._sizes.pop(path, None)
         client = self._client(len(data))
         self._write(path, lambda: self._obstore.put(client, path, data, use_multipart=False))
 
     def remove(self, path: str) -> None:
-        """Remove an object that no record of the ledger reaches; a missing one is no error.
-
-        Raises:
-            ActdsError: E503 when the store refuses; E107 a bad path.
-        """
+        """Remove an object that no record of the ledger reaches; a missing one is no error."""
         check_path(path)
         self._sizes.pop(path, None)
         self._delete(path)
 
     def read(self, path: str, limit: int | None = None) -> bytes:
-        """Return an object's bytes.
-
-        Args:
-            path: path in the dataset.
-            limit: bytes at most; a longer object is not read at all.
-
-        Raises:
-            ActdsError: E104 missing or unreadable; E102 above the limit; E107 a bad path.
-        """
+        """Return an object's bytes."""
         check_path(path)
         begun = self._ahead.pop((path, limit), None)
         return self._get(path, limit) if begun is None else begun.result()
@@ -246,11 +229,7 @@ class S3Store:
         return self._ask(path, get)
 
     def read_range(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes of an object from ``offset`` on.
-
-        Raises:
-            ActdsError: E104 missing, unreadable or shorter; E107 a bad path.
-        """
+        """Return ``nbytes`` bytes of an object from ``offset`` on."""
         try:
             return bytes(self.view(path, offset, nbytes))
         except EOFError as error:
@@ -283,28 +262,16 @@ class S3Store:
         return self._ask(path, get)
 
     def open_file(self, path: str) -> S3File:
-        """Return an object that is open for many ranged reads.
-
-        Raises:
-            ActdsError: E104 missing or unreadable; E107 a bad path.
-        """
+        """Return an object that is open for many ranged reads."""
         return S3File(self, path)
 
     def exists(self, path: str) -> bool:
-        """Say whether an object is there.
-
-        Raises:
-            ActdsError: E104 when the store does not say; E107 a bad path.
-        """
+        """Say whether an object is there."""
         check_path(path)
         return self._head(path) is not None
 
     def size(self, path: str) -> int:
-        """Return an object's size in bytes, learned before or asked now.
-
-        Raises:
-            ActdsError: E104 missing or unreadable; E107 a bad path.
-        """
+        """Return an object's size in bytes, learned before or asked now."""
         check_path(path)
         nbytes = self._sizes.get(path)
         if nbytes is None:
@@ -317,28 +284,17 @@ class S3Store:
         """Learn the sizes of all objects below a prefix from a listing, and forget older ones.
 
         An object that the listing lacks is asked for by itself: a listing proves nothing.
-
-        Raises:
-            ActdsError: E104 when the store does not answer; E107 a bad path.
         """
         for path in [p for p in self._sizes if not prefix or p.startswith(f"{prefix}/")]:
             self._sizes.pop(path, None)
         self._sizes.update(self._listed(prefix))
 
     def list(self, prefix: str = "") -> list[str]:
-        """Return the paths of all objects below a prefix, sorted; temporary ones are left out.
-
-        Raises:
-            ActdsError: E104 when the store does not answer; E107 a bad path.
-        """
+        """Return the paths of all objects below a prefix, sorted; temporary ones are left out."""
         return sorted(path for path, _ in self._listed(prefix))
 
     def local_path(self, path: str) -> Path:
-        """Refuse: an object has no path on this machine.
-
-        Raises:
-            ActdsError: E009.
-        """
+        """Refuse: an object has no path on this machine."""
         raise ActdsError(
             "E009",
             f"{self.uri}/{path}"[:200],
@@ -348,11 +304,7 @@ class S3Store:
         )
 
     def remove_temporary(self) -> int:
-        """Remove probes that their writers could not remove; return how many.
-
-        Raises:
-            ActdsError: E503 when one cannot be removed.
-        """
+        """Remove probes that their writers could not remove; return how many."""
         found = [path for path, _ in self._listed("", temporary=True)]
         for path in found:
             self._delete(path)
@@ -513,12 +465,7 @@ class S3File:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
