@@ -418,11 +418,7 @@ class _Reader:
         return manifest
 
     def _check_manifest(self, manifest: ShardManifest, path: str) -> None:
-        """Check a manifest for consistency and against the genesis.
-
-        Raises:
-            ActdsError: E103 hooks or files that are not those of the spec.
-        """
+        """Check a manifest for consistency and against the genesis."""
         findings = self.catalog.findings
         if set(manifest.hooks) - self.hooks or sorted(set(manifest.hooks)) != manifest.hooks:
             expected = "sorted hooks of actds.json"
@@ -590,11 +586,7 @@ def _resolve(catalog: Catalog, replacements: list[_Replacement]) -> None:
 
 
 def _check_replacement(one: _Replacement, old: ShardManifest) -> None:
-    """Check that a shard is current and that another one holds the same rows in the same order.
-
-    Raises:
-        ActdsError: E311.
-    """
+    """Check that a shard is current and that another one holds the same rows in the same order."""
     if old.shard != one.body.replaced:
         raise _misfit(one, f"shard {one.body.replaced}, replaced already", "a current shard")
     for name in _SAME_IN_REPLACEMENT:

@@ -166,11 +166,7 @@ def _seal_again(store: LocalStore, is_sealed: bool) -> Seal | None:
 
 
 def _selected(catalog: Catalog, wanted: Sequence[str] | None) -> list[ShardManifest]:
-    """Return the raw shards that are asked for, in the dataset's order.
-
-    Raises:
-        ActdsError: E009 for an id that is no raw shard, and was none.
-    """
+    """Return the raw shards that are asked for, in the dataset's order."""
     raw = [manifest for manifest in catalog.shards if manifest.compression == "raw"]
     if wanted is None:
         return raw
@@ -232,11 +228,7 @@ def _replace(
 
 
 def _check_array_file(shard: Shard, hook: str) -> None:
-    """Check the digest of an array's file: a new one over changed bytes would hide the change.
-
-    Raises:
-        ActdsError: E201, E202, E104.
-    """
+    """Check the digest of an array's file: a new one over changed bytes would hide the change."""
     path = f"{layout.array_dir(hook)}/{arrays.SHARD_PATH}"
     entry, place = _entry(shard.manifest, path), f"{layout.shard_dir(shard.name)}/{path}"
     with open(shard.local_path(path), "rb") as file:
@@ -249,11 +241,7 @@ def _check_array_file(shard: Shard, hook: str) -> None:
 
 
 def _compare(old: Shard, new: Shard, hook: str) -> None:
-    """Compare every row of a hook, read back from both files.
-
-    Raises:
-        ActdsError: E204 when a row differs.
-    """
+    """Compare every row of a hook, read back from both files."""
     with old.array(hook) as before, new.array(hook) as after:
         step = before.rows_per_chunk * COMPARED_CHUNKS
         for start in range(0, before.n_rows, step):
@@ -281,11 +269,7 @@ def _remove_leftovers(store: LocalStore, catalog: Catalog) -> int:
 
 
 def _remove(store: LocalStore, path: str) -> None:
-    """Remove a file, and the folders that it leaves empty.
-
-    Raises:
-        ActdsError: E503 when the disk refuses.
-    """
+    """Remove a file, and the folders that it leaves empty."""
     file = store.local_path(path)
     try:
         file.unlink()

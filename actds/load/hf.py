@@ -126,11 +126,7 @@ def load_dataset(
 
 
 def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the provenance columns that are asked for, the usual ones when None.
-
-    Raises:
-        ActdsError: E014 when there is no such column, or a hook has its name or that of the weight.
-    """
+    """Return the provenance columns that are asked for, the usual ones when None."""
     names = PROVENANCE_COLUMNS if columns is None else tuple(columns)
     known = ("run", *SCHEMAS["tokens"].names)
     taken = {hook.name for hook in selection.hooks}

@@ -110,11 +110,7 @@ def _bits(column: pa.ChunkedArray, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def _narrow(bits: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-    """Return the bfloat16 patterns of float32 ones that were widened.
-
-    Raises:
-        ValueError: a value is none of bfloat16.
-    """
+    """Return the bfloat16 patterns of float32 ones that were widened."""
     halves = bits.view("<u2").reshape(*bits.shape, 2)
     if halves[..., 0].any():
         raise ValueError(

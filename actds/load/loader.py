@@ -444,11 +444,7 @@ def _batch_spec(
 def _split_weights(
     weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
 ) -> tuple[str | None, Path | None]:
-    """Return ``multiplicity`` if it is asked for, and the weights file if one is.
-
-    Raises:
-        ActdsError: E014 when it is neither, or there is no such file.
-    """
+    """Return ``multiplicity`` if it is asked for, and the weights file if one is."""
     if weights is None:
         return None, None
     given = list(weights) if isinstance(weights, list | tuple) else [weights]
@@ -463,32 +459,20 @@ def _split_weights(
 
 
 def _check_numbers(**values: int | None) -> None:
-    """Refuse arguments that are no numbers, or too small ones; some may be None.
-
-    Raises:
-        ActdsError: E014.
-    """
+    """Refuse arguments that are no numbers, or too small ones; some may be None."""
     for name, value in values.items():
         if value is not None or name not in ("epochs", "lanes"):
             _check_int(name, value, 0 if name in ("seed", "rank") else 1)
 
 
 def _check_int(name: str, value: object, low: int) -> None:
-    """Refuse what is no integer from ``low`` on.
-
-    Raises:
-        ActdsError: E014.
-    """
+    """Refuse what is no integer from ``low`` on."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
         raise bad(name, repr(value)[:80], f"an integer from {low}")
 
 
 def _check_worker(rank: int, world: int) -> None:
-    """Refuse to serve the same batches in several workers of a torch DataLoader.
-
-    Raises:
-        ActdsError: E014 when this is one of several workers, and not the rank of its number.
-    """
+    """Refuse to serve the same batches in several workers of a torch DataLoader."""
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     if info is None or (world % info.num_workers == 0 and rank % info.num_workers == info.id):
@@ -501,11 +485,7 @@ def _check_worker(rank: int, world: int) -> None:
 
 
 def _check_lanes(batch: int, lanes: int, rank: int, world: int) -> None:
-    """Refuse numbers that do not divide a batch in equal parts.
-
-    Raises:
-        ActdsError: E014.
-    """
+    """Refuse numbers that do not divide a batch in equal parts."""
     if batch % lanes:
         raise bad("lanes", str(lanes), f"a divisor of batch {batch}")
     if lanes % world:

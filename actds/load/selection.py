@@ -195,11 +195,7 @@ def _token_columns(shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDA
 
 
 def _applied(one: Filter, columns: Columns, shard: Shard) -> Mask:
-    """Return the rows that a filter leaves out; one of others may return anything.
-
-    Raises:
-        ActdsError: E014 it is no mask of the shard's rows.
-    """
+    """Return the rows that a filter leaves out; one of others may return anything."""
     mask = np.asarray(one.rows({name: columns[name] for name in one.columns}))
     if mask.dtype != np.bool_ or mask.shape != (shard.n_rows,):
         raise bad(f"filter {one.name}", f"{mask.dtype} {mask.shape}", f"bool ({shard.n_rows},)")
