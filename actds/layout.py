@@ -67,7 +67,7 @@ def chain_kind_of(table: str) -> str:
 
 
 def part_path(table: str, run: str, n: int) -> str:
-    """Return the path of a table part; the witnesses have folders of their own."""
+    """Return the path of a table part; census and writer have folders of their own."""
     return f"{_TABLES[table][0]}/{run}/{table}-{n:06d}.parquet"
 
 

@@ -268,7 +268,7 @@ class Drops(_Ranges):
 
 
 def read_drops(table: pa.Table, notes: Notes) -> Drops:
-    """Return the drops; empty ones, and events that do not add up, are noted."""
+    """Return the drops; empty ones and inconsistent events are noted."""
     request, start, stop = (ints(table, name) for name in ("request", "start", "stop"))
     for i in np.flatnonzero(start >= stop):
         notes.add("E408", notes.place("losses", "drops", request[i], start[i], stop[i]),
