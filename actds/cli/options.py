@@ -1,4 +1,4 @@
-"""Options made from a model of settings, where names, types, bounds, defaults and help stand."""
+"""Command line options made from a model of settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SettingsCommand", "model_options"]
 
 
 class SettingsCommand(click.Command):
-    """A command with an option for each field of a model, made when somebody asks for them.
+    """A command with an option for each field of a model, made on first use.
 
     The options come before the command's own; the model is not imported for ``actds --help``.
 

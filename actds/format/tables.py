@@ -206,7 +206,7 @@ SCHEMAS: dict[TableName, pa.Schema] = {
 
 
 def bare_schema(name: TableName) -> pa.Schema:
-    """Return a table's schema as it stands in a file: names, types and nullability."""
+    """Return a table's schema as in a file: names, types and nullability."""
     return pa.schema([field.remove_metadata() for field in SCHEMAS[name]])
 
 

@@ -187,9 +187,7 @@ class WriteSettings(HarvestSettings):
         "number",
         json_schema_extra={"metavar": "SHARE"},
     )
-    resume: bool = Field(
-        default=False, description="Go on with OUT without redoing finished requests"
-    )
+    resume: bool = Field(default=False, description="Resume OUT; skip finished requests")
     skip_broken: bool = Field(
         default=False, description="Record broken prompt records and go on without them"
     )
@@ -252,7 +250,7 @@ class PlanSettings(Settings):
     tokens_per_step: Rate | None = Field(default=None, description="Tokens per step. Default: 512")
     tokens: int = Field(default=1_000_000_000, description="Tokens that are to be stored")
     stall: Annotated[float, Field(ge=0)] = Field(
-        default=10.0, description="Seconds that the disk may stand still without a loss"
+        default=10.0, description="Seconds that the disk may stall without a loss"
     )
     max_step_rows: Annotated[int, Field(ge=1)] = Field(
         default=8192, description="Tokens of the largest step: vLLM's max_num_batched_tokens"

@@ -41,7 +41,7 @@ def _renamed(ctx: click.Context, param: click.Parameter, value: str | None) -> N
 @click.option(
     "--writer", hidden=True, expose_value=False, callback=_renamed, help="Called --engine now."
 )
-@click.option("--quiet", is_flag=True, help="Show no progress; the summary stands all the same.")
+@click.option("--quiet", is_flag=True, help="Show no progress, only the summary.")
 def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
     """Harvest activations from a real engine into OUT.
 
