@@ -56,7 +56,7 @@ class Chain:
         self.chain = chain
         self._seq = 0
         self._prev = GENESIS_PREV
-        self._ended: ActdsError | None = None
+        self.ended: ActdsError | None = None
         self._lock = threading.RLock()
 
     @classmethod
@@ -124,7 +124,7 @@ class Chain:
         """
         with self._lock:
             record = self.append("close", CloseBody(reason=reason, totals=totals))
-            self._ended = ActdsError(
+            self.ended = ActdsError(
                 "E304", f"ledger/{self.chain}", got="an append after close", expected="none"
             )
             return record
@@ -136,13 +136,13 @@ class Chain:
         Raises:
             ActdsError: what ended the chain before, or what the block raised.
         """
-        if self._ended is not None:
-            raise self._ended
+        if self.ended is not None:
+            raise self.ended
         try:
             yield
         except ActdsError as error:
             if error.code in ("E308", "E309", "E503"):
-                self._ended = error
+                self.ended = error
             raise
 
 

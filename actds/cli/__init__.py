@@ -36,14 +36,14 @@ class ActdsGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands, sorted."""
-        return sorted({*super().list_commands(ctx), *_plugins()})
+        return sorted({*super().list_commands(ctx), *plugins()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command, loading its module when another package adds it."""
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        plugin = _plugins().get(cmd_name)
+        plugin = plugins().get(cmd_name)
         return None if plugin is None else _load(plugin)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -55,7 +55,7 @@ class ActdsGroup(click.Group):
             formatter.write_dl(rows)
 
     def _summary(self, ctx: click.Context, name: str) -> click.Command:
-        plugin = _plugins().get(name)
+        plugin = plugins().get(name)
         if plugin is not None and name not in self.commands:
             try:
                 package = import_module(plugin.module.rpartition(".")[0])
@@ -107,7 +107,7 @@ class ActdsGroup(click.Group):
 
 
 @cache
-def _plugins() -> dict[str, EntryPoint]:
+def plugins() -> dict[str, EntryPoint]:
     # Cached: each look reads the metadata of every installed package.
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 
@@ -273,7 +273,7 @@ def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[
     for one, model in DOCUMENTS.items():
         if name in (None, one):
             found[one] = (model.__doc__ or "").splitlines()[0], partial(json_schema, one)
-    for one, plugin in sorted(_plugins().items()):
+    for one, plugin in sorted(plugins().items()):
         if name not in (None, one) or one in found:
             continue
         command = _load(plugin)

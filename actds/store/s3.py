@@ -89,7 +89,7 @@ class S3Store:
         self._obstore = obstore
         self._clients: dict[int, Client] = {}
         self._sizes: dict[str, int] = {}
-        self._ahead: dict[tuple[str, int | None], Future[bytes]] = {}
+        self.ahead: dict[tuple[str, int | None], Future[bytes]] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._create_only = self._answered = False
 
@@ -120,9 +120,9 @@ class S3Store:
             return
         probe = f"{TEMPORARY}probe-{secrets.token_hex(8)}"
         try:
-            self._create(probe, b"first")
+            self.create(probe, b"first")
             try:
-                self._create(probe, b"second")
+                self.create(probe, b"second")
             except ActdsError as error:
                 if error.code != "E309":
                     raise
@@ -175,7 +175,7 @@ class S3Store:
                 next_step="Write smaller shards: --rows-per-shard.",
             )
         data = b"".join(parts)
-        digest = self._create(path, data)
+        digest = self.create(path, data)
         self._sizes[path] = nbytes
         return Put(nbytes, digest)
 
@@ -195,7 +195,7 @@ class S3Store:
     def read(self, path: str, limit: int | None = None) -> bytes:
         """Return an object's bytes."""
         check_path(path)
-        begun = self._ahead.pop((path, limit), None)
+        begun = self.ahead.pop((path, limit), None)
         return self._get(path, limit) if begun is None else begun.result()
 
     def read_ahead(self, paths: Iterable[str], limit: int) -> None:
@@ -206,13 +206,13 @@ class S3Store:
             limit: the limit that ``read`` will be called with.
         """
         check_process(self.uri)
-        for begun in self._ahead.values():
+        for begun in self.ahead.values():
             begun.cancel()
-        self._ahead.clear()
+        self.ahead.clear()
         self._pool = self._pool or ThreadPoolExecutor(N_READERS, thread_name_prefix="actds-ahead")
         for path in paths:
             if self._sizes.get(path, _LIKELY_NBYTES) <= _SMALL_NBYTES:
-                self._ahead[path, limit] = self._pool.submit(self._get, path, limit)
+                self.ahead[path, limit] = self._pool.submit(self._get, path, limit)
 
     def _get(self, path: str, limit: int | None) -> bytes:
         client = self._client(self._sizes.get(path, _LIKELY_NBYTES))
@@ -287,11 +287,11 @@ class S3Store:
         """
         for path in [p for p in self._sizes if not prefix or p.startswith(f"{prefix}/")]:
             self._sizes.pop(path, None)
-        self._sizes.update(self._listed(prefix))
+        self._sizes.update(self.listed(prefix))
 
     def list(self, prefix: str = "") -> list[str]:
         """Return the paths of all objects below a prefix, sorted; temporary ones are left out."""
-        return sorted(path for path, _ in self._listed(prefix))
+        return sorted(path for path, _ in self.listed(prefix))
 
     def local_path(self, path: str) -> Path:
         """Refuse: an object has no path on this machine."""
@@ -305,12 +305,12 @@ class S3Store:
 
     def remove_temporary(self) -> int:
         """Remove probes that their writers could not remove; return how many."""
-        found = [path for path, _ in self._listed("", temporary=True)]
+        found = [path for path, _ in self.listed("", temporary=True)]
         for path in found:
             self._delete(path)
         return len(found)
 
-    def _create(self, path: str, data: bytes) -> str:
+    def create(self, path: str, data: bytes) -> str:
         """Put conditionally until there is an answer; return the digest."""
         digest = hashlib.sha256(data).hexdigest()
         client = self._client(len(data))
@@ -355,7 +355,7 @@ class S3Store:
 
         return self._ask(path, head)
 
-    def _listed(self, prefix: str, temporary: bool = False) -> _Listing:
+    def listed(self, prefix: str, temporary: bool = False) -> _Listing:
         if prefix:
             check_path(prefix)
 
