@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from actds_writers.ipc.messages import Fact
     from actds_writers.shards.assembly import SpecialTokens
 
-__all__ = [
-    "CensusSettings",
-    "HarvestSettings",
-    "LiveSettings",
-    "Order",
-    "PlanSettings",
-    "WriteSettings",
-    "WriterSettings",
-    "explained",
-    "keywords_of",
-    "settings_of",
-]
-
 Order = Literal["permuted", "sequence"]
 DTypeName = Literal["bfloat16", "float16", "float32"]
 

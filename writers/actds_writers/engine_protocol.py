@@ -22,19 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from actds.errors import ActdsError
 from actds_writers.ipc.link import Link
 
-__all__ = [
-    "GROUP",
-    "OPTION",
-    "Engine",
-    "EngineKind",
-    "EngineOptions",
-    "EngineValue",
-    "Finished",
-    "engine_names",
-    "find_engine",
-    "parse_words",
-]
-
 GROUP = "actds.engines"
 OPTION = "--engine-arg"
 """How the command names one option of an engine; the place that errors name."""

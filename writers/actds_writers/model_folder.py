@@ -9,8 +9,6 @@ from typing import Any
 
 from actds.errors import ActdsError
 
-__all__ = ["file_sha256", "generation_eos", "model_config", "weights_sha256"]
-
 HASH_CHUNK = 1 << 22
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Protocol
 
-__all__ = ["POLICIES", "Policy"]
-
 
 class Rings(Protocol):
     """What a policy can do: the handover's side of both rings."""

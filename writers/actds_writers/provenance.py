@@ -17,15 +17,6 @@ from actds_writers.config import HarvestSettings
 from actds_writers.ipc.messages import Fact
 from actds_writers.model_folder import file_sha256, weights_sha256
 
-__all__ = [
-    "Readers",
-    "Value",
-    "capture_facts",
-    "engine_facts",
-    "model_facts",
-    "observed",
-]
-
 Value = bool | int | str | None
 Readers = Mapping[str, Callable[[], Value]]
 """What reads each field of a run record."""

@@ -25,8 +25,6 @@ from pydantic import (
 
 from actds import canonical
 
-__all__ = ["EVERYTHING", "Labels", "LeftOut", "Match", "SamplingRules", "client_request_id"]
-
 Phase = Literal["prefill", "decode"]
 _HASH_RANGE = 2**64
 _ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))")

@@ -29,22 +29,6 @@ from actds.errors import ActdsError
 from actds_writers.capture.hooks import Tap, decoder_layers, find_kind
 from actds_writers.ipc.messages import Fact, HookSpec
 
-__all__ = [
-    "FIELD",
-    "NO_CHECK",
-    "HookCheck",
-    "NoReferenceError",
-    "States",
-    "bound",
-    "check_prompts",
-    "compare_with_forward",
-    "compare_with_next",
-    "load_reference",
-    "reference_states",
-    "relative_l2",
-    "states_in_fresh_process",
-]
-
 FIELD = "capture.check"
 NO_CHECK = Fact(FIELD, "none", "declared")
 """The fact of a run whose check was switched off."""

@@ -22,21 +22,6 @@ from actds_writers.ipc.messages import HookSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "HookKind",
-    "HookPlace",
-    "ModelConfig",
-    "StreamForm",
-    "Tap",
-    "cast_of",
-    "decoder_layers",
-    "find_kind",
-    "hook_specs",
-    "kind_names",
-    "parse_hooks",
-    "residual_stream",
-]
-
 MAX_SPEC_LENGTH = 4096
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|h|blocks))\.(\d+)")
 _LANGUAGE_MODEL = ("get_language_model", "get_decoder")

@@ -36,14 +36,6 @@ from actds_writers.ipc.messages import (
 )
 from actds_writers.sampling import EVERYTHING, LeftOut
 
-__all__ = [
-    "Channel",
-    "SchedulerSide",
-    "WorkerSide",
-    "failures_told",
-    "layer_config",
-]
-
 
 class Channel(Protocol):
     """Where the census is told: a connection, or a sender that never waits."""

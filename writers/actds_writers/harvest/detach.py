@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
-__all__ = ["Detached"]
-
 
 class Detached:
     """A module that runs as a process of its own; answers as ``subprocess.Popen`` does.

@@ -21,8 +21,6 @@ from actds_writers.ipc.link import Link
 from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.sampling import SamplingRules
 
-__all__ = ["LiveRun", "parse_live_settings"]
-
 log = logging.getLogger("vllm.actds")
 PLACE = "--additional-config actds"
 POLL_S = 0.25

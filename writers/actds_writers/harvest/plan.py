@@ -38,8 +38,6 @@ from actds_writers.sizing.needs import (
     rows_per_shard,
 )
 
-__all__ = ["PlanResult", "plan"]
-
 LABEL = 9
 FOLD = 76
 DTYPES = ("bfloat16", "float16", "float32")

@@ -42,17 +42,6 @@ from actds_writers.provenance import capture_facts, model_facts, observed
 from actds_writers.shards.assembly import SpecialTokens
 from actds_writers.sizing.needs import Geometry, rows_per_shard
 
-__all__ = [
-    "Plan",
-    "discard_empty",
-    "finished_rows",
-    "has_dataset",
-    "hold",
-    "is_taken",
-    "make_plan",
-    "request_key",
-]
-
 UNKNOWN_LIMIT = 2**31
 MUST_AGREE = (
     "model.config_sha256",

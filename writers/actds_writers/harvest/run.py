@@ -50,8 +50,6 @@ from actds_writers.monitor.progress import (
 )
 from actds_writers.prompts.encoding import Encoded
 
-__all__ = ["Feed", "HarvestResult", "harvest", "harvest_plan", "write"]
-
 CONNECT_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 300.0
 CAUSE_TIMEOUT_S = 5.0

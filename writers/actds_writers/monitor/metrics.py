@@ -33,8 +33,6 @@ except ImportError:
         next_step="pip install 'actds[metrics]'",
     ) from None
 
-__all__ = ["MetricsServer", "SnapshotCollector", "serve_metrics"]
-
 
 class SnapshotCollector(Collector):
     """Gives the present snapshot at every scrape.

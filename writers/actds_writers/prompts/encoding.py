@@ -12,15 +12,6 @@ from actds.errors import ActdsError
 from actds_writers.prompts.records import Message, OnBroken, Prompt
 from actds_writers.shards.assembly import SpecialTokens
 
-__all__ = [
-    "Encoded",
-    "Tokenizer",
-    "chat_template_sha256",
-    "encode",
-    "load_tokenizer",
-    "special_tokens",
-]
-
 BATCH_PROMPTS = 1024
 
 

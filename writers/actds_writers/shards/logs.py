@@ -38,8 +38,6 @@ from actds_writers.ipc.messages import (
 from actds_writers.shards.assembly import Interval
 from actds_writers.sizing.needs import READOUT_PART_NBYTES as PART_NBYTES
 
-__all__ = ["DropLog", "LaneEnd", "ReadoutLog", "TableLog"]
-
 PACKED_ROWS = 2048
 """A row as an object takes half a kilobyte to one, packed about a tenth of it."""
 ROWS_PER_PART = 1_000_000

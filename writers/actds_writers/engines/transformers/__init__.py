@@ -14,8 +14,6 @@ from pydantic import Field
 from actds_writers.engine_protocol import Engine, EngineKind, EngineOptions, bad_option
 from actds_writers.ipc.link import Link
 
-__all__ = ["TRANSFORMERS", "Options"]
-
 
 class Options(EngineOptions):
     """How the model is run.

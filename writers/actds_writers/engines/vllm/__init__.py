@@ -25,8 +25,6 @@ from actds_writers.engine_protocol import (
 )
 from actds_writers.ipc.link import Link
 
-__all__ = ["OWNED", "REFUSED", "VLLM", "VllmOptions", "refuse_options"]
-
 OWNED: Mapping[str, str] = {
     "model": "--model",
     "seed": "--seed",

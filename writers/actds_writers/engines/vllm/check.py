@@ -38,16 +38,6 @@ from actds_writers.capture.op import HookBuffers
 from actds_writers.engines.vllm.worker import identify, loaded_model
 from actds_writers.ipc.messages import HookSpec
 
-__all__ = [
-    "Forwarded",
-    "NextReaders",
-    "check_hooks",
-    "eager",
-    "forward_prompts",
-    "join_check",
-    "prompts_of",
-]
-
 _NAME = "actds-check-{}"
 _CLEARLY = 0.25
 """Share of the other distance at which a norm hands on the sum, or the residual as it was."""
