@@ -34,7 +34,7 @@ from actds_validators.validate.validation import validate
 from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported
-from actds_writers.engines.vllm.scheduler import OWNERS_PER_BLOCK, SchedulerWitness
+from actds_writers.engines.vllm.scheduler import OWNERS_PER_BLOCK, VllmSchedulerSide
 from actds_writers.engines.vllm.worker import WorkerCapture
 from actds_writers.harvest.live import LiveRun, parse_live_settings
 from actds_writers.harvest.processes import Pipeline
@@ -367,7 +367,7 @@ class Told(list[Any]):
 
 def test_the_witness_forgets_the_longest_unused_blocks_and_says_so() -> None:
     told = Told()
-    witness = SchedulerWitness(told, 4, n_blocks=1)
+    witness = VllmSchedulerSide(told, 4, n_blocks=1)
     limit = OWNERS_PER_BLOCK
 
     def schedule(one: SimpleNamespace, start: int) -> Any:
@@ -394,7 +394,7 @@ def test_the_witness_forgets_the_longest_unused_blocks_and_says_so() -> None:
 def test_the_witness_marks_what_the_rules_leave_out() -> None:
     told = Told()
     rules = SamplingRules.model_validate({"skip": [{"header": "x-session-id", "values": ["s"]}]})
-    witness = SchedulerWitness(told, 4, 8, rules)
+    witness = VllmSchedulerSide(told, 4, 8, rules)
     for one in (
         request("cmpl-x-0-0123abcd", 1),
         request("cmpl-y-0-0123abcd", 1, session_id="s"),

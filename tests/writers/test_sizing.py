@@ -86,7 +86,7 @@ def test_memory_of_a_real_pipeline_is_the_predicted_one(
         engine.request(0)
         engine.drain(pipeline)
         engine.close()
-        pipeline.tell_client_facts(ClientFacts())
+        pipeline.send_client_facts(ClientFacts())
         pipeline.finish("finished")
         written = pipeline.written
     assert written is not None and written.memory_nbytes is not None
