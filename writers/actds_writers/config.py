@@ -282,10 +282,7 @@ def settings_of(
     """Return validated settings.
 
     Args:
-        model: type of the settings.
-        fields: values by name.
         place: returns the place that an error names, for a key or an empty one.
-        code: code of the error.
 
     Raises:
         ActdsError: with the key, its value and what is allowed.
@@ -348,7 +345,6 @@ class WriterSettings:
         dataset: id for a new dataset.
         resume: whether the dataset exists already.
         started_ns: wall clock.
-        software: program and version.
         facts: provenance that only the command knows.
         tokens: ids that set row flags.
         rows_per_shard: rows after which a shard is committed, at a step's end.

@@ -113,10 +113,7 @@ class EngineKind(ABC):
         """Return a running engine with its hooks installed and connected to writer and census.
 
         Args:
-            model: model folder.
             options: the user's options, of type ``option_type``.
-            link: where writer and census listen.
-            temperature: sampling temperature.
             seed: seed of the sampling.
 
         Raises:

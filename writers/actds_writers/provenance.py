@@ -29,9 +29,6 @@ def engine_facts(
 
     Args:
         readers: of the engine's own fields; they override the common ones.
-        model: the loaded model.
-        folder: model folder.
-        device: torch device that it computes on.
         client_pid: process that started the engine.
     """
     import torch
@@ -61,7 +58,6 @@ def capture_facts(
     """Return the facts of the capture that the settings determine.
 
     Args:
-        settings: settings of the harvest.
         rows_per_shard: chosen by memory where the settings leave it open.
         readouts: value of ``capture.readouts``.
         sampling: value of ``capture.sampling``.
@@ -85,7 +81,6 @@ def model_facts(
 
     Args:
         model: model folder; anything else is the name of a repository.
-        tokenizer: folder of the tokenizer.
         weights: whether to hash the weight files.
         no_tokenizer: the reason when there is no ``tokenizer.json``.
     """

@@ -237,7 +237,6 @@ def load_reference(
 
     Args:
         folder: model folder, or the name under which the engine loaded it.
-        n_parameters: parameters of the model.
         revision: revision of a named model.
         trust_remote_code: as in the engine.
 
@@ -282,8 +281,6 @@ def reference_states(
 
     Args:
         model: a transformers model, with its own dtype and device.
-        prompts: token ids.
-        kinds: names of hook kinds.
 
     Returns:
         float32 ``(n, d_model)`` by kind and layer, prompts concatenated; layers without such a
@@ -330,9 +327,6 @@ def states_in_fresh_process(
 
     Args:
         folder: model folder or name.
-        n_parameters: parameters of the model.
-        prompts: token ids.
-        kinds: names of hook kinds.
         options: further arguments of ``load_reference``.
 
     Raises:

@@ -83,7 +83,6 @@ class HookKind(ABC):
 
         Args:
             model: a loaded model, not yet compiled.
-            layer: decoder layer.
             form: where the stream is in the output of its layers.
 
         Raises:
@@ -196,7 +195,6 @@ def hook_specs(
 
     Args:
         places: kind and layer of each.
-        config: configuration of the model.
         computed: type the model computes in.
         store_dtype: type to store, ``None`` for the type that each is computed in.
 
@@ -237,7 +235,6 @@ def parse_hooks(spec: str, n_layers: int) -> list[HookPlace]:
 
     Args:
         spec: for example ``resid_post:10,20``.
-        n_layers: decoder layers of the model.
 
     Raises:
         ActdsError: E007 for an unknown kind, a layer that the model lacks, or no layer at all.

@@ -159,7 +159,6 @@ def install(
         model: the model, its weights loaded and not yet compiled.
         hooks: the hooks; rows are cast where the model computes in another type than is stored.
         max_rows: rows of the largest step, padding included.
-        device: device of the model.
         form: where the residual stream is in the output of a decoder layer.
         directions: of each hook float32 ``(d_model, n_products)`` of the readouts, ``None`` for no
             readouts.

@@ -40,7 +40,6 @@ class Entry:
     """A step between engine and writer.
 
     Args:
-        step: number of the step.
         slot: offset in the staging ring, ``None`` when it has no rows there.
         state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, ``sent``, or ``dropped``.
         stalls: waits of a stage for this step.
@@ -62,7 +61,6 @@ class Handover:
     """Hands steps to the writer under an overflow policy.
 
     Args:
-        writer: connection to the writer process.
         staging: allocator of the staging ring.
         ring: allocator of the host ring.
         policy: what to do when a ring is full.
@@ -113,7 +111,6 @@ class Handover:
 
         Args:
             nbytes: bytes of the step over all hooks; 0 for a step of which nothing is stored.
-            step: number of the step.
 
         Raises:
             ActdsError: E502 when the writer is gone, E009 when the ring is too small for the step.

@@ -24,7 +24,6 @@ def plan_readouts(
     Args:
         seed: seed of the random directions.
         path: file of the user's probes, ``None`` without.
-        hooks: the hooks, in order.
 
     Raises:
         ActdsError: E015 when the file does not fit the hooks, or these differ in width: a dataset
@@ -52,7 +51,6 @@ def directions(
     Args:
         field: value of ``capture.readouts``; ``None`` is returned for a run without readouts.
         probes_path: npy file of the probes, ``None`` without.
-        hooks: the hooks, in order.
     """
     readouts = Readouts.from_field(field, "readouts")
     if readouts is None:
@@ -72,7 +70,6 @@ def read_probes(path: Path, hooks: list[str], d_model: int) -> Floats:
             d_model)``; ``.safetensors`` with one ``(n_probes, d_model)`` tensor per hook, under
             the hook's name.
         hooks: names of the hooks, in order.
-        d_model: channels of a row.
 
     Raises:
         ActdsError: E015 unreadable, another shape, or values that are not finite.

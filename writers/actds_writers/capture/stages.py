@@ -49,7 +49,6 @@ class Step:
     """A step that the model just ran, from the engine's host state.
 
     Args:
-        step: number of the step.
         requests: request number of each scheduled request, in row order.
         n_rows: rows of each.
         prompt_lens: prompt tokens of each.
@@ -106,9 +105,6 @@ class Stages:
     """Moves the steps of one worker from its hooks to writer and census.
 
     Args:
-        link: where writer and census listen.
-        buffers: what the hooks fill.
-        hooks: the hooks, in the buffers' order.
         max_rows: rows of the largest step, padding excluded.
 
     Raises:
@@ -224,7 +220,6 @@ class Stages:
         """Take the rows of the step that just ran; returns when the hooks' buffers are free.
 
         Args:
-            step: the step.
             token_ids: token fed at each row, ``(n,)``, from the buffer that the model read.
             positions: position of each row, ``(n,)``.
 

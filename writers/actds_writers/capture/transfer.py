@@ -30,7 +30,6 @@ class Mark:
     """A point in the engine's stream that a copier waits for.
 
     Args:
-        device: device of the engine.
         timed: whether to measure the time between marks.
     """
 
@@ -124,13 +123,7 @@ class Rows:
 
 
 class Lane:
-    """The worker's end of the lane.
-
-    Args:
-        connection: to the writer's end.
-        path: shared memory to create, of ``nbytes``.
-        nbytes: its size.
-    """
+    """The worker's end of the lane."""
 
     def __init__(self, connection: Connection, path: Path, nbytes: int) -> None:
         self.path, self.nbytes = path, nbytes
@@ -153,7 +146,6 @@ class Lane:
         """Copy the readouts of a step into the lane, waiting for room if necessary.
 
         Args:
-            step: number of the step.
             rows: request, position and token of each.
             readouts: float32 ``(n_hooks, n, width)`` in host memory.
 

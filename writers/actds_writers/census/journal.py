@@ -102,8 +102,6 @@ class Journal:
     the disk keeps up.
 
     Args:
-        store: location of the dataset.
-        run: run of the messages.
         begin: called once before the first segment; returns the id of the dataset, ``None``
             while there is none.
 
@@ -373,10 +371,7 @@ def commit_census(
     """Commit the tables of a census in parts.
 
     Args:
-        store: location of the dataset.
         chain: the open census chain of the run.
-        run: the run.
-        found: the tables.
         present: parts that an earlier census of the run has committed, by path; they are kept.
 
     Raises:

@@ -72,8 +72,6 @@ class SchedulerSide:
         """Report a request that the scheduler took; return its number.
 
         Args:
-            external_id: the client's id.
-            prompt_len: prompt tokens.
             sampling: its sampling parameters, ``None`` when they are not known.
             internal_id: the engine's id, if it differs.
             arrival_ns: wall clock of its arrival, ``None`` for now.
@@ -119,10 +117,7 @@ class SchedulerSide:
             requests: number of each scheduled request.
             starts: first position that the step computes for it.
             n_tokens: tokens scheduled for it.
-            waiting: number of waiting requests.
-            running: number of running requests.
             references: prefix-cache hits.
-            preempted: preempted requests.
             kv_usage: share of the KV cache in use, ``None`` without blocks.
         """
         self._step += 1
@@ -152,10 +147,8 @@ class SchedulerSide:
         """Report the end of a request.
 
         Args:
-            number: its number.
             reason: ``stop``, ``length``, ``abort`` or another reason of the engine.
             token_ids: prompt, then sampled tokens.
-            prompt_len: prompt tokens.
         """
         self._ended.append(number)
         n_sampled = len(token_ids) - prompt_len
@@ -192,11 +185,7 @@ class WorkerSide:
 
     Args:
         model: the loaded model, not yet compiled.
-        link: where writer and census listen.
-        config: the model's configuration.
         computed: type the model computes in.
-        device: device of the model.
-        max_rows: rows of the largest step.
         padding: further rows that a forward may have.
         form: where the stream is in the output of the model's layers.
 
@@ -283,7 +272,6 @@ class WorkerSide:
             token_ids: token fed at each row, from the buffer that the model read.
             positions: position of each row.
             finished: requests that ended before the step.
-            duration_ns: how long the model ran.
             kernel_mode: ``eager``, ``compiled`` or ``cudagraph``.
             left_out: what the sampling rules leave out of each.
 

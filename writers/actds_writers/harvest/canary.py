@@ -162,7 +162,6 @@ class Canary:
 
         Args:
             run: run to check; its chains are closed.
-            software: program and version.
             interrupted: returns the number of interruptions so far.
             said: takes a progress message.
 

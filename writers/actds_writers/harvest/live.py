@@ -48,7 +48,6 @@ class LiveRun:
 
     Args:
         pipeline: both processes, started and not yet connected.
-        rules: sampling rules.
         release: releases the dataset's lock.
         metrics: host and port where metrics are served, ``None`` to serve none.
     """

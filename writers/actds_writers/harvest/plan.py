@@ -54,9 +54,7 @@ class PlanResult:
     """What a harvest needs.
 
     Args:
-        settings: the settings.
         capacity: needs of the load by stage, and which stage saturates first.
-        machine: rates of the machine.
         measured: the measured rates, in GB/s by name.
         overhead: bytes other than rows, and where the figures come from.
         profile: load of an earlier harvest, ``None`` without one.

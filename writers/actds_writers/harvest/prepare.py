@@ -60,7 +60,6 @@ class Plan:
     """A run that is ready to start.
 
     Args:
-        engine: options of the engine.
         hooks: ``(kind, layer)`` of each hook.
         encoded: every prompt with its tokens, or the reason to skip it.
         client: source of every request.
@@ -198,7 +197,6 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
     An object store has no lock; instead, this checks that the store does not overwrite.
 
     Args:
-        out: the location.
         shared: let other engines hold the lock too, as in ``lock_dataset``.
 
     Raises:

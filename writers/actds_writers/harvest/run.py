@@ -61,7 +61,6 @@ class HarvestResult:
         path: the dataset, as given.
         run: id of the run, ``None`` when every prompt was finished before.
         reason: ``interrupted`` by Ctrl-C or SIGTERM: committed, sealed, and can be resumed.
-        seal: the dataset's seal.
         totals: counts of every request and position of the run, ``None`` without one.
         canary: result of the canary replay, ``None`` without one.
     """
@@ -116,7 +115,6 @@ def harvest(
     """Harvest one run into a new or a resumed dataset; raises as ``write``.
 
     Args:
-        settings: settings of the harvest.
         observer: receives progress and result.
         feed: the class that hands requests to the engine, ``Feed`` by default.
     """
@@ -212,7 +210,6 @@ class Feed:
     A subclass may override ``serve`` to hand them over at other times.
 
     Args:
-        plan: the requests.
         poll: called between steps; raises the failure of a process of the harvest.
     """
 

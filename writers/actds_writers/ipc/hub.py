@@ -86,8 +86,6 @@ class Hub:
         """Send a message to a role; return whether it was sent.
 
         Args:
-            role: the receiver.
-            message: the message.
             patient: wait until the receiver has room. Progress, which the next message renews, must
                 not: a command busy in its engine would stop the writer, and the writer the engine.
         """

@@ -90,7 +90,6 @@ class Link:
 
         Args:
             name: the listener: ``writer``, ``census`` or ``readouts``.
-            role: the sender.
             timeout_s: how long to wait for the listener.
             is_alive: whether the listener can still come up.
 
@@ -127,10 +126,6 @@ class Sender:
     A serving engine uses it for the census: a socket whose receiver is stalled (a slow disk is
     enough) would stop the scheduler, and with it the service. The scheduler's thread fills the
     queue; only the thread ``actds-sender`` writes to the connection.
-
-    Args:
-        connection: to the receiver.
-        limit: messages that may wait.
     """
 
     def __init__(self, connection: Connection, limit: int = MAX_WAITING) -> None:

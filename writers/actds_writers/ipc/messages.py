@@ -96,7 +96,6 @@ class WorkerHello:
     """The model is loaded: hooks, effective configuration, and the paths of ring and lane.
 
     Args:
-        hooks: the hooks, in ring order.
         facts: what the worker observed.
         ring_path: shared memory of the host ring.
         ring_nbytes: its size.
@@ -163,8 +162,6 @@ class StepDropped:
     Args:
         rows: the step, its place in the ring no longer valid.
         reason: ``queue_full`` or ``dma_backpressure``.
-        policy: name of the policy.
-        t_ns: wall clock.
         depth: slices in the ring.
     """
 

@@ -128,7 +128,6 @@ class Block:
 
     Args:
         hooks: their numbers, in the order of the hooks.
-        d_model: channels of a row.
         dtype: type of the rows.
         before_nbytes: bytes per row of the blocks before this one.
     """

@@ -159,7 +159,6 @@ class Occupancy:
         """Note that the queue has a depth from ``t_ns`` on.
 
         Args:
-            depth: entries in the queue.
             t_ns: any clock, the same at every call; going back counts as zero time.
         """
         with self._lock:

@@ -191,7 +191,6 @@ def eta_s(now: Snapshot, started: Snapshot | None) -> float | None:
     """Return the estimated seconds until the last request ends, None without an estimate.
 
     Args:
-        now: the present counters.
         started: the counters when the engine began to step.
     """
     if now.requests_total is None or started is None:
@@ -209,7 +208,6 @@ def format_line(
     """Return one line of progress.
 
     Args:
-        now: the present counters.
         before: earlier counters; rates are since then, else since the start.
         started: the counters when the engine began to step, for the time left.
     """
@@ -405,7 +403,6 @@ class Progress:
         stream: where to write, stderr by default.
         terminal: whether the stream is a terminal; detected by default.
         interval_s: seconds between two views; by default 0.5 on a terminal and 5 elsewhere.
-        quiet: show nothing.
     """
 
     def __init__(

@@ -37,7 +37,6 @@ class Encoded:
     """A prompt as the engine gets it.
 
     Args:
-        prompt: the prompt.
         token_ids: its tokens with special tokens, also when it is skipped.
         max_tokens: maximum of generated tokens, limited by the model's context.
         skip: code and reason when the prompt cannot be served, else None.
@@ -88,8 +87,6 @@ def encode(
     the chat template with the generation prompt at the end.
 
     Args:
-        prompts: what to encode.
-        tokenizer: the model's tokenizer.
         max_model_len: positions per request, prompt and generated together.
         max_tokens: generated tokens asked for, at least 1.
         on_broken: ``error`` raises for the first prompt that the template or the tokenizer
@@ -139,7 +136,6 @@ def special_tokens(tokenizer: Tokenizer, generation_eos: Iterable[int] = ()) -> 
     """Return the ids by which rows are flagged; BOS and EOS count as special too.
 
     Args:
-        tokenizer: the model's tokenizer.
         generation_eos: further end-of-sequence ids, from ``generation_config.json``.
     """
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})

@@ -28,7 +28,6 @@ class Prompt:
 
     Args:
         index: number of the request in the run, from 0; skipped records are numbered too.
-        source: last path segment of the source.
         row: record of the source, from 0; blank lines are not counted.
         text: the prompt, or None when it is messages.
         messages: a list of ``{"role": str, "content": str, ...}``, or None when it is text.
@@ -49,8 +48,6 @@ class SkippedRecord:
 
     Args:
         index: number of the request in the run, from 0.
-        source: last path segment of the source.
-        row: record of the source, from 0.
         external_id: the record's ``id`` if it could be read, else ``row-<row>``.
         reason: code, place and text, for the requests table.
     """

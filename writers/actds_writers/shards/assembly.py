@@ -170,7 +170,6 @@ class ShardBuffer:
     """Rows of one phase, at most ``capacity``.
 
     Args:
-        hooks: the hooks, in ring order.
         capacity: target rows of a shard plus the rows of the largest step.
     """
 

@@ -49,9 +49,6 @@ class Committer:
     """Commits buffers in the order in which they were handed over.
 
     Args:
-        store: location of the dataset.
-        chain: the writer's chain.
-        plan: how to write.
         buffers: spare buffers; together with those being filled they bound the memory.
         before_commit: called with the last step of a buffer before any of it is written, to make
             durable what must be so no later than the rows. Returns the last step for which that

@@ -102,7 +102,6 @@ class DropLog:
         """Log one dropped step.
 
         Args:
-            dropped: the message.
             intervals: positions that would have been stored.
             state: columns with depths and latencies of the queues.
         """
@@ -152,10 +151,6 @@ class ReadoutLog:
     """Collects and commits the readouts of a run.
 
     Args:
-        store: location of the dataset.
-        chain: the writer's chain.
-        run: run of the rows.
-        hooks: the hooks, in lane order.
         readouts: which readouts.
         lane: shared memory of the lane and its size.
         before_commit: as in ``Committer``.

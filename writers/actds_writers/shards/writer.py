@@ -43,9 +43,6 @@ class Writer:
     """Writes one run.
 
     Args:
-        store: location of the dataset.
-        settings: settings of the writer.
-        hello: hello of the worker.
         before_commit: makes the census of a step durable, before any row of it.
         probes: the user's probes as the bytes of their file.
 

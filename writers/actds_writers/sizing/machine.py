@@ -100,7 +100,6 @@ def measure(folder: Path, nbytes: int = MEASURED_NBYTES) -> dict[str, float]:
 
     Args:
         folder: an existing folder on the target disk.
-        nbytes: bytes of one try.
 
     Raises:
         ActdsError: E009 when the folder does not exist, E503 when the disk refuses.
@@ -262,10 +261,7 @@ def capacity(
     """Return what a load needs.
 
     Args:
-        geometry: widths of the hooks.
         sizes: sizes to check; a ring of 0 for the one that burst and stall need.
-        load: the load.
-        machine: rates.
         overhead: bytes on disk other than rows.
         stall_s: longest disk stall that must not lose rows.
     """

@@ -98,7 +98,6 @@ class Sizes:
 
     Args:
         max_step_rows: tokens of the largest step, vLLM's ``max_num_batched_tokens``.
-        rows_per_shard: rows per shard.
         ring_nbytes: host ring; at least two steps.
         staging_nbytes: staging ring on the device; at least one step.
         lane_nbytes: lane of the readouts; at least two steps.
@@ -188,8 +187,6 @@ def census_nbytes(n_requests: float, n_steps: float, n_tokens: float) -> float:
     """Return the bound on the growth of a census, packed, until the end of the run.
 
     Args:
-        n_requests: requests that have ended.
-        n_steps: steps.
         n_tokens: computed tokens; each may be a piece of its own, and every prefix block of a
             prompt, of 16 tokens or more, has an entry of 32 bytes.
     """
@@ -315,7 +312,6 @@ def peak_queue(load: Load, service: float, stall_s: float = 0.0) -> float:
     The worst burst begins together with a disk stall; the queue is empty before.
 
     Args:
-        load: the load.
         service: tokens per second that leave the queue, except during the stall.
         stall_s: seconds of the stall.
     """
@@ -337,7 +333,6 @@ class Stalled:
     """The cost of a disk stall.
 
     Args:
-        stall_s: its length.
         filled_s: time until the ring is full; infinite if never.
         engine_waits_s: time that the engine waits under ``block``; no row is lost.
         lost_tokens: rows that ``drop_newest`` loses, the ones computed last; ``drop_oldest``
@@ -375,8 +370,6 @@ class Windows:
     """Tokens per second over windows of one length.
 
     Args:
-        seconds: the length.
-        n: number of whole windows.
         mean, p50, p99, max: of their rates, in tokens per second.
     """
 
@@ -415,7 +408,6 @@ def windows(runs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], seconds: float)
 
     Args:
         runs: wall clock in nanoseconds and tokens of each step, by run.
-        seconds: length of a window.
     """
     rates: list[np.ndarray] = []
     for t_ns, n_tokens in runs:

@@ -22,10 +22,8 @@ class Sequence:
     """One running or waiting request.
 
     Args:
-        key: the client's id.
         number: its number in the run.
         token_ids: prompt, then sampled tokens.
-        prompt_len: prompt tokens.
         max_tokens: tokens to sample at most.
         generator: source of randomness, ``None`` for greedy sampling.
     """

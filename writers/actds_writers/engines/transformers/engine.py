@@ -36,10 +36,6 @@ class Engine:
     """A transformers model that captures.
 
     Args:
-        model: model folder.
-        options: options of the user.
-        link: where writer and census listen.
-        temperature: sampling temperature.
         seed: seed of the sampling; request ``n`` uses ``seed + n``.
 
     Raises:

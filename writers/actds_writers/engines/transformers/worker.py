@@ -63,8 +63,6 @@ class Capture(WorkerSide):
     """The worker side: captures from one transformers model.
 
     Args:
-        model: the loaded model.
-        link: where writer and census listen.
         max_rows: rows of the largest step, padding included.
 
     Raises:
@@ -109,11 +107,9 @@ class Capture(WorkerSide):
         """Hand over the rows of the step that just ran.
 
         Args:
-            step: its number.
             finished: requests that ended before it.
             columns: requests and positions of its rows.
             input_ids: what the model read, ``(n_requests, width)``.
-            duration_ns: how long the model ran.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
@@ -146,8 +142,6 @@ def check_hooks(
 
     Args:
         model: the hooked model.
-        buffers: what its hooks write.
-        hooks: the hooks, in the order of the buffers.
         max_tokens: tokens per step.
 
     Raises:

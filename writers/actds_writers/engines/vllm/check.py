@@ -50,8 +50,6 @@ def check_hooks(
 
     Args:
         worker: a worker whose engine is set up and has not run a request.
-        buffers: what its hooks write.
-        hooks: the hooks, in the order of the buffers.
         form: where the stream is in the output of its layers.
 
     Raises:
@@ -218,7 +216,6 @@ def forward_prompts(
 
     Args:
         worker: a worker whose engine is set up and has not run a request.
-        prompts: token ids.
         buffers: what the hooks write; ``None`` on a rank without hooks.
         after_prompts: called between the prompts' step and the decode step.
     """
@@ -342,9 +339,7 @@ class NextReaders:
     Cohere); if it returns neither, it shows nothing.
 
     Args:
-        model: the model.
         rows: float32 ``(n, d_model)`` of each hook, which the forward repeats.
-        layers: decoder layer of each hook.
     """
 
     def __init__(

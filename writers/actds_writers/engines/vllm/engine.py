@@ -21,11 +21,7 @@ class VllmEngine:
     """A vLLM engine that captures.
 
     Args:
-        model: model folder.
-        options: engine arguments of the user.
         link: where writer and census listen; ``None`` for an engine that does not capture.
-        temperature: sampling temperature.
-        seed: engine seed.
 
     Raises:
         ActdsError: E504 when the engine does not start.

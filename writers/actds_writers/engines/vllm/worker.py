@@ -87,7 +87,6 @@ class WorkerCapture(WorkerSide):
 
     Args:
         worker: the vLLM worker, its model loaded and not yet compiled.
-        link: where writer and census listen.
 
     Raises:
         ActdsError: E007 unknown layer, or a model class that is not verified, without check; E012
