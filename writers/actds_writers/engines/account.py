@@ -265,15 +265,10 @@ class WorkerSide:
         """Hand over the rows of the step that just ran.
 
         Args:
-            step: its number; this and the following arguments as in ``Step``.
+            step: its number; other arguments not listed here as in ``Step``.
             requests: number of each request, in row order.
-            n_rows: rows of each.
-            prompt_lens: prompt tokens of each.
             token_ids: token fed at each row, from the buffer that the model read.
             positions: position of each row.
-            finished: requests that ended before the step.
-            kernel_mode: ``eager``, ``compiled`` or ``cudagraph``.
-            left_out: what the sampling rules leave out of each.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
