@@ -34,21 +34,17 @@ class Mark:
     """
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
-        self._event: Any = None
+        self.event: Any = None
+        """The CUDA event, ``None`` on a CPU."""
         if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
-
-    @property
-    def event(self) -> Any:
-        """Return the CUDA event, ``None`` on a CPU."""
-        return self._event
+            self.event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+            self.event.record(torch.cuda.current_stream(device))
 
     def nanoseconds_since(self, earlier: Mark) -> int | None:
         """Return the device time between two passed marks, ``None`` on a CPU."""
-        if self._event is None or earlier.event is None:
+        if self.event is None or earlier.event is None:
             return None
-        return int(earlier.event.elapsed_time(self._event) * 1e6)
+        return int(earlier.event.elapsed_time(self.event) * 1e6)
 
 
 class Copier:

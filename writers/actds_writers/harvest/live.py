@@ -60,6 +60,7 @@ class LiveRun:
         metrics: tuple[str, int] | None = None,
     ) -> None:
         self._pipeline, self._release, self._metrics = pipeline, release, metrics
+        self.link: Link = pipeline.link
         self._began = time.monotonic()
         self.rules = rules
         self.failure: Exception | None = None
@@ -68,11 +69,6 @@ class LiveRun:
         self._ended = False
         self._thread = threading.Thread(target=self._supervise, name="actds-live", daemon=True)
         self._thread.start()
-
-    @property
-    def link(self) -> Link:
-        """Return where writer and census listen."""
-        return self._pipeline.link
 
     def fail(self, error: Exception) -> None:
         """Note that capture has ended, and log it once."""

@@ -26,7 +26,7 @@ class CommitMeter:
     """Counts the commits; the commit thread writes, any thread reads."""
 
     def __init__(self) -> None:
-        self._totals = CommitTotals()
+        self.totals = CommitTotals()
         self._buckets = [0] * len(LATENCY_BUCKETS_S)
         self._latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self._lock = threading.Lock()
@@ -40,9 +40,9 @@ class CommitMeter:
             for index in range(first, len(LATENCY_BUCKETS_S)):
                 self._buckets[index] += 1
             self._latencies.append(seconds)
-            t = self._totals
+            t = self.totals
             p50, p99 = np.quantile(list(self._latencies), (0.5, 0.99))
-            self._totals = CommitTotals(
+            self.totals = CommitTotals(
                 n_shards=t.n_shards + 1,
                 n_raw_shards=t.n_raw_shards + raw,
                 n_rows=t.n_rows + n_rows,
@@ -54,11 +54,6 @@ class CommitMeter:
                 p99_s=float(p99),
                 last_ns=time.time_ns(),
             )
-
-    @property
-    def totals(self) -> CommitTotals:
-        """Return the present counts."""
-        return self._totals
 
 
 class Meters:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from actds.errors import ActdsError
@@ -430,12 +429,7 @@ class Progress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Show the last counters."""
         self._ended.set()
         if self._thread is not None:
@@ -500,11 +494,6 @@ class Totals:
     seal: str | None
     canary: str | None = None
 
-    @property
-    def n_positions(self) -> int:
-        """Return the number of positions of all requests."""
-        return self.captured + self.cache_ref + self.dropped + self.aborted + self.filtered
-
     def check(self) -> dict[str, int]:
         """Return the scheduled tokens by outcome.
 
@@ -546,7 +535,7 @@ def format_summary(totals: Totals) -> str:
         ("dataset", f"{totals.path} ({state})"),
         ("requests", f"{sum(totals.requests.values()):,} = {_sum(totals.requests)}"),
         ("scheduled", f"{totals.scheduled:,} tokens = {_sum(computed)}"),
-        ("positions", f"{totals.n_positions:,} = {_sum(positions)}"),
+        ("positions", f"{sum(positions.values()):,} = {_sum(positions)}"),
         ("rows", _rows(totals)),
         ("size", _size(totals)),
         ("time", _speed(totals)),

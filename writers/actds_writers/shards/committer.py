@@ -206,25 +206,21 @@ class RawFallback:
 
     def __init__(self, threshold_nbytes: int) -> None:
         self._threshold_nbytes = threshold_nbytes
-        self._is_wanted = False
+        self.is_wanted = False
+        """Whether enough bytes waited for the next shard to be raw."""
         self._cost: dict[bool, deque[float]] = {
             raw: deque(maxlen=N_REMEMBERED) for raw in (False, True)
         }
         self._n_refused = 0
 
-    @property
-    def is_wanted(self) -> bool:
-        """Return whether enough bytes waited for the next shard to be raw."""
-        return self._is_wanted
-
     def waiting(self, nbytes: int) -> None:
         """Note how many bytes wait behind the shard being committed."""
         if 0 < self._threshold_nbytes <= nbytes:
-            self._is_wanted = True
+            self.is_wanted = True
 
     def take(self) -> bool:
         """Return whether to write the next shard raw; resets ``is_wanted``."""
-        wanted, self._is_wanted = self._is_wanted, False
+        wanted, self.is_wanted = self.is_wanted, False
         if not wanted:
             return False
         if self._pays():

@@ -79,9 +79,9 @@ class Writer:
             settings.n_threads,
             settings.harvest.raw_threshold_nbytes,
         )
-        self._committer = Committer(store, self._chain, plan, buffers, self._make_durable)
-        self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
-        self.meters = Meters(hello, self.row_nbytes, self._committer.occupancy)
+        self.committer = Committer(store, self._chain, plan, buffers, self._make_durable)
+        self._filling: dict[str, ShardBuffer] = {phase: self.committer.spare() for phase in PHASES}
+        self.meters = Meters(hello, self.row_nbytes, self.committer.occupancy)
         self._assembly = Assembly(settings.tokens)
         self._stalls = TableLog("stalls")
         self._losses = DropLog()
@@ -90,12 +90,7 @@ class Writer:
     @property
     def error(self) -> ActdsError | None:
         """Return the error that ended the commits, if any."""
-        return self._committer.error or (self.readouts.error if self.readouts else None)
-
-    @property
-    def committer(self) -> Committer:
-        """Return the committer."""
-        return self._committer
+        return self.committer.error or (self.readouts.error if self.readouts else None)
 
     def stages(self) -> tuple[StageState, ...]:
         """Return the queues of all stages, and of the readouts if there are any."""
@@ -123,9 +118,9 @@ class Writer:
     def _taken(self, offset: int | None) -> RingFree:
         return RingFree(
             offset=offset,
-            queue_depth_stage3=self._committer.queue_depth,
-            compression_backlog_bytes=self._committer.backlog_nbytes,
-            disk_write_latency_p99=self._committer.latency_p99(),
+            queue_depth_stage3=self.committer.queue_depth,
+            compression_backlog_bytes=self.committer.backlog_nbytes,
+            disk_write_latency_p99=self.committer.latency_p99(),
         )
 
     def dropped(self, message: StepsDropped) -> RingFree:
@@ -157,8 +152,8 @@ class Writer:
         """
         for phase, buffer in self._filling.items():
             if buffer.n_rows:
-                self._committer.commit(phase, buffer)
-        self._committer.finish()
+                self.committer.commit(phase, buffer)
+        self.committer.finish()
         if self.error is not None:
             raise self.error
         if self.readouts is not None:
@@ -170,7 +165,7 @@ class Writer:
         self._losses.commit(self._store, self._chain, self._settings.run)
         self.meters.commit(self._store, self._chain, self._settings.run)
         self._stalls.commit(self._store, self._chain, self._settings.run)
-        totals = {"rows": self._committer.n_rows, "dropped_tokens": self._losses.n_tokens}
+        totals = {"rows": self.committer.n_rows, "dropped_tokens": self._losses.n_tokens}
         if reason == "finished":
             # A writer that was cut off has not seen every step that the scheduler has.
             totals["recomputed_tokens"] = self._assembly.recomputed_tokens
@@ -185,14 +180,14 @@ class Writer:
             buffer = self._filling[phase]
             buffer.append(piece)
             if buffer.n_rows >= self._settings.rows_per_shard:
-                self._committer.commit(phase, buffer)
+                self.committer.commit(phase, buffer)
                 self._filling[phase] = self._spare(message.step)
 
     def _spare(self, step: int) -> ShardBuffer:
         """Return an empty buffer; waiting for it is a stall of the pool."""
-        began, began_ns, depth = time.monotonic_ns(), time.time_ns(), self._committer.queue_depth
-        waits = not self._committer.has_spare
-        buffer = self._committer.spare()
+        began, began_ns, depth = time.monotonic_ns(), time.time_ns(), self.committer.queue_depth
+        waits = not self.committer.has_spare
+        buffer = self.committer.spare()
         if waits:
             stall = Stall("pool", began_ns, time.monotonic_ns() - began, depth, step)
             self._stalls.add([asdict(stall)])

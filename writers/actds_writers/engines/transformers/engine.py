@@ -55,7 +55,8 @@ class Engine:
         self._temperature, self._seed = temperature, seed
         self._model = _load(model, self._options)
         self._stop_tokens = _stop_tokens(self._model, model)
-        self._max_model_len = _max_model_len(self._model, self._options)
+        self.max_model_len = _max_model_len(self._model, self._options)
+        self.max_num_seqs = options.max_num_seqs
         self._waiting: deque[Sequence] = deque()
         self._batch: Batch | None = None
         self._n_requests = 0
@@ -67,23 +68,13 @@ class Engine:
             self._scheduler = Scheduler(census)
             self._links = links.pop_all()
 
-    @property
-    def max_model_len(self) -> int:
-        """Return the effective maximum of positions per request."""
-        return self._max_model_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Return the effective maximum of requests per step."""
-        return self._options.max_num_seqs
-
     def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
         """Add a request; raises ``ValueError`` when the model cannot take it."""
         vocabulary = self._model.get_input_embeddings().num_embeddings
         if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise ValueError(f"a token id outside the vocabulary of {vocabulary}")
-        if len(token_ids) + max_tokens > self._max_model_len:
-            raise ValueError(f"more than {self._max_model_len} positions")
+        if len(token_ids) + max_tokens > self.max_model_len:
+            raise ValueError(f"more than {self.max_model_len} positions")
         generator = None
         if self._temperature > 0:
             generator = torch.Generator(self._model.device)
@@ -150,7 +141,7 @@ class Engine:
                 type(self),
                 self._folder,
                 self._options,
-                self._max_model_len,
+                self.max_model_len,
                 self._link.client_pid,
             )
         )
