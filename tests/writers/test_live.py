@@ -224,7 +224,7 @@ def test_serving_goes_on_when_the_writer_dies_and_the_rest_is_accounted(tmp_path
     assert chains(out, "r-test")["census"].records[-1].body["reason"] == "failed"
 
 
-def test_rules_reach_both_witnesses_and_the_processes_are_nobodys_descendants(
+def test_rules_reach_both_sides_and_the_processes_are_not_descendants(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "acts"
@@ -365,7 +365,7 @@ class Told(list[Any]):
     send = list.append
 
 
-def test_the_witness_forgets_the_longest_unused_blocks_and_says_so() -> None:
+def test_the_scheduler_side_forgets_the_least_recently_used_blocks_and_says_so() -> None:
     told = Told()
     witness = VllmSchedulerSide(told, 4, n_blocks=1)
     limit = OWNERS_PER_BLOCK
@@ -391,7 +391,7 @@ def test_the_witness_forgets_the_longest_unused_blocks_and_says_so() -> None:
     assert owners == [(0, 4, 0), (4, 8, 1), (8, 12, None)]
 
 
-def test_the_witness_marks_what_the_rules_leave_out() -> None:
+def test_the_scheduler_side_marks_what_the_rules_leave_out() -> None:
     told = Told()
     rules = SamplingRules.model_validate({"skip": [{"header": "x-session-id", "values": ["s"]}]})
     witness = VllmSchedulerSide(told, 4, 8, rules)

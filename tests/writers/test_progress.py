@@ -376,6 +376,6 @@ def test_summary_that_does_not_add_up_is_refused(field: str) -> None:
 
 def test_summary_says_what_is_unresolved_and_what_is_not_sealed() -> None:
     text = format_summary(dataclasses.replace(TOTALS, unresolved=7, seal=None, path="my acts"))
-    assert "unresolved 7 of the cache_ref positions have no row here (E410)" in text
+    assert "unresolved 7 prefix-cache hits have no stored row (E410)" in text
     assert "my acts (not sealed)" in text
     assert text.endswith("next       actds seal 'my acts'")
