@@ -178,7 +178,7 @@ def test_screen_is_loud_about_losses_and_a_writer_that_waits() -> None:
     text = format_screen(snapshot(dataclasses.replace(WRITTEN, t_ns=-395 * SECOND), lost))
     lines = text.plain.splitlines()
     assert lines[-1] == "dropped   34 dma_backpressure, 1,200 queue_full"
-    assert "writer    silent for 6:40; it waits for the disk" in lines
+    assert "writer    no message for 6:40; it waits for the disk" in lines
     (style,) = {s.style for s in text.spans if text.plain[s.start : s.end].startswith("34 dma")}
     assert style == "bold red"
 
