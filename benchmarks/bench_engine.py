@@ -78,11 +78,11 @@ class Inside:
     def watch(self, *, hooks: bool) -> None:
         """Count scheduler and worker calls, and the hooks unless they are compiled."""
         from actds_writers.capture import op as capture
-        from actds_writers.engines.vllm.scheduler import SchedulerWitness
+        from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
         from actds_writers.engines.vllm.worker import WorkerCapture
 
         for owner, names in (
-            (SchedulerWitness, ("arrived", "scheduled", "finished")),
+            (VllmSchedulerSide, ("arrived", "scheduled", "finished")),
             (WorkerCapture, ("before_step", "after_step")),
         ):
             for name in names:

@@ -69,7 +69,7 @@ def harvest_and_kill(
     pipeline = pipeline_for(out, **options)
     try:
         if facts is not None:
-            pipeline.tell_client_facts(facts)
+            pipeline.send_client_facts(facts)
         engine = SyntheticEngine(pipeline)
         number = serve_three_shards(pipeline, engine, out, drained=drained)
         kill(pipeline, *names)

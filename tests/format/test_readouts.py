@@ -82,7 +82,7 @@ def harvested(
             os.kill(writer, signal.SIGCONT)
         engine.drain(pipeline)
         engine.close()
-        pipeline.tell_client_facts(ClientFacts())
+        pipeline.send_client_facts(ClientFacts())
         pipeline.finish("finished")
     seal(open_store(out))
     return actds.open(out)

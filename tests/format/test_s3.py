@@ -373,7 +373,7 @@ def test_a_harvest_onto_an_object_store_is_sealed_valid_and_loads_as_a_local_one
             engine.request(number)
         engine.drain(pipeline)
         engine.close()
-        pipeline.tell_client_facts(ClientFacts())
+        pipeline.send_client_facts(ClientFacts())
         ended = pipeline.finish("finished")
     seal(root)
     n_rows = 6 * (PROMPT_LEN + GENERATED - 1)

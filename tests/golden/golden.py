@@ -224,7 +224,7 @@ def live(path: Path) -> Path:
                 engine.request(number)
         engine.drain(pipeline)
         engine.close()
-        pipeline.tell_client_facts(ClientFacts())
+        pipeline.send_client_facts(ClientFacts())
         pipeline.finish("finished")
     command(path.parent, "seal", path.name)
     return path

@@ -142,7 +142,7 @@ def test_rows_on_a_gpu_reach_the_dataset_under_pressure(policy: str, tmp_path: P
             engine.request(number)
         engine.drain(pipeline)
         engine.close()
-        pipeline.tell_client_facts(ClientFacts())
+        pipeline.send_client_facts(ClientFacts())
         ended = pipeline.finish("finished")
         wake.join()
     seal(open_store(out))

@@ -101,7 +101,7 @@ class Harness:
         """End a run that went well, and check that everything agrees."""
         self.engine.drain(self.pipeline)
         self.close_engine()
-        self.pipeline.tell_client_facts(ClientFacts())
+        self.pipeline.send_client_facts(ClientFacts())
         self.pipeline.finish("finished")
         self.pipeline.poll()
 
@@ -318,7 +318,7 @@ def test_an_error_in_the_last_writes_reaches_the_command(disk: FaultyDisk, place
         disk.only(f"/{place}")
         disk.fail_write(1)
         run.close_engine()
-        run.pipeline.tell_client_facts(ClientFacts())
+        run.pipeline.send_client_facts(ClientFacts())
         run.pipeline.finish("finished")
         with pytest.raises(ActdsError, match=r"E503.*Input/output error") as caught:
             run.pipeline.poll()

@@ -34,7 +34,7 @@ from actds_validators.validate.validation import validate
 from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported
-from actds_writers.engines.vllm.scheduler import OWNERS_PER_BLOCK, SchedulerWitness
+from actds_writers.engines.vllm.scheduler import OWNERS_PER_BLOCK, VllmSchedulerSide
 from actds_writers.engines.vllm.worker import WorkerCapture
 from actds_writers.harvest.live import LiveRun, parse_live_settings
 from actds_writers.harvest.processes import Pipeline
@@ -224,7 +224,7 @@ def test_serving_goes_on_when_the_writer_dies_and_the_rest_is_accounted(tmp_path
     assert chains(out, "r-test")["census"].records[-1].body["reason"] == "failed"
 
 
-def test_rules_reach_both_witnesses_and_the_processes_are_nobodys_descendants(
+def test_rules_reach_both_sides_and_the_processes_are_not_descendants(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "acts"
@@ -365,9 +365,9 @@ class Told(list[Any]):
     send = list.append
 
 
-def test_the_witness_forgets_the_longest_unused_blocks_and_says_so() -> None:
+def test_the_scheduler_side_forgets_the_least_recently_used_blocks_and_says_so() -> None:
     told = Told()
-    witness = SchedulerWitness(told, 4, n_blocks=1)
+    witness = VllmSchedulerSide(told, 4, n_blocks=1)
     limit = OWNERS_PER_BLOCK
 
     def schedule(one: SimpleNamespace, start: int) -> Any:
@@ -391,10 +391,10 @@ def test_the_witness_forgets_the_longest_unused_blocks_and_says_so() -> None:
     assert owners == [(0, 4, 0), (4, 8, 1), (8, 12, None)]
 
 
-def test_the_witness_marks_what_the_rules_leave_out() -> None:
+def test_the_scheduler_side_marks_what_the_rules_leave_out() -> None:
     told = Told()
     rules = SamplingRules.model_validate({"skip": [{"header": "x-session-id", "values": ["s"]}]})
-    witness = SchedulerWitness(told, 4, 8, rules)
+    witness = VllmSchedulerSide(told, 4, 8, rules)
     for one in (
         request("cmpl-x-0-0123abcd", 1),
         request("cmpl-y-0-0123abcd", 1, session_id="s"),

@@ -190,7 +190,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
                 engine.drain(pipeline)
                 look()
                 engine.close()
-                pipeline.tell_client_facts(ClientFacts())
+                pipeline.send_client_facts(ClientFacts())
                 ended = pipeline.finish("finished")
                 look()
         last = present()

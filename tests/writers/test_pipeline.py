@@ -57,7 +57,7 @@ def test_every_row_arrives_under_its_own_name(tmp_path: Path) -> None:
             engine.request(number)
         engine.drain(pipeline)
         engine.close()
-        pipeline.tell_client_facts(ClientFacts())
+        pipeline.send_client_facts(ClientFacts())
         ended = pipeline.finish("finished")
     seal(open_store(out))
     dataset = clean(out)

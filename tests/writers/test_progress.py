@@ -178,7 +178,7 @@ def test_screen_is_loud_about_losses_and_a_writer_that_waits() -> None:
     text = format_screen(snapshot(dataclasses.replace(WRITTEN, t_ns=-395 * SECOND), lost))
     lines = text.plain.splitlines()
     assert lines[-1] == "dropped   34 dma_backpressure, 1,200 queue_full"
-    assert "writer    silent for 6:40; it waits for the disk" in lines
+    assert "writer    no message for 6:40; it waits for the disk" in lines
     (style,) = {s.style for s in text.spans if text.plain[s.start : s.end].startswith("34 dma")}
     assert style == "bold red"
 
@@ -376,6 +376,6 @@ def test_summary_that_does_not_add_up_is_refused(field: str) -> None:
 
 def test_summary_says_what_is_unresolved_and_what_is_not_sealed() -> None:
     text = format_summary(dataclasses.replace(TOTALS, unresolved=7, seal=None, path="my acts"))
-    assert "unresolved 7 of the cache_ref positions have no row here (E410)" in text
+    assert "unresolved 7 prefix-cache hits have no stored row (E410)" in text
     assert "my acts (not sealed)" in text
     assert text.endswith("next       actds seal 'my acts'")

@@ -263,7 +263,7 @@ def remove_all(copy: Path) -> None:
     [
         (remove_one, "no segment"),
         # Which messages come first is chance: three may hold no schedule at all.
-        (cut_short, "no word of step|neither census nor journal"),
+        (cut_short, "no message for step|neither census nor journal"),
         (remove_all, "no journal"),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_resume_serves_what_is_missing_and_nothing_twice(copy: str) -> None:
         for number, prompt in enumerate(p for p in PROMPTS if p.source_row not in done)
     ]
     with pipeline_for(copy, run="r-second", resume=True) as pipeline:
-        pipeline.tell_client_facts(ClientFacts(tuple(left)))
+        pipeline.send_client_facts(ClientFacts(tuple(left)))
         engine = SyntheticEngine(pipeline)
         for number in range(len(left)):
             engine.request(number)

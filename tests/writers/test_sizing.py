@@ -86,7 +86,7 @@ def test_memory_of_a_real_pipeline_is_the_predicted_one(
         engine.request(0)
         engine.drain(pipeline)
         engine.close()
-        pipeline.tell_client_facts(ClientFacts())
+        pipeline.send_client_facts(ClientFacts())
         pipeline.finish("finished")
         written = pipeline.written
     assert written is not None and written.memory_nbytes is not None
@@ -400,7 +400,7 @@ def test_the_mean_decides_the_exit_code() -> None:
     slow = run(*MODEL, *RATE, "--disk-gbps", 0.001)
     assert slow.exit_code == 1
     assert re.search(r"drop_newest, drop_oldest: 9[0-9]% of the rows are lost", slow.output)
-    assert "none is large enough" in slow.output
+    assert "no size is large enough" in slow.output
     facts = json.loads(run(*MODEL, *RATE, "--disk-gbps", 0.001, "--json").output)
     assert facts["ring"]["nbytes"] is None and not facts["fits_mean"]
 

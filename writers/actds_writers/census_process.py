@@ -1,10 +1,9 @@
-"""The census process: the scheduler side of the account, with a ledger chain of its own.
+"""The census process: the scheduler side of the account, with its own ledger chain.
 
 ``python -m actds_writers.census_process`` reads its settings and link from standard input. It
-outlives engine, writer and command, so that whatever happens to them is accounted for; and what
-it has seen stands in a journal before the rows do, so that it may end suddenly itself. The main
-thread owns the census and answers; ``actds-accept`` takes peers, ``actds-journal`` writes the
-journal and tells the writer what is durable.
+outlives engine, writer and command, so it accounts for whatever happens to them; a journal is
+durable before the rows are, so it may be killed itself. The main thread owns the census;
+``actds-accept`` accepts connections; ``actds-journal`` writes the journal and answers the writer.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ MAX_DRAINED = 100_000
 class CensusProcess:
     """Runs one census until scheduler and writer are gone.
 
-    Its memory grows with the run, because the tables are made at the end, from all of it; what is
-    old is packed, and ``sizing.census_nbytes`` says how much it is.
+    Its memory grows with the run, because the tables are made at the end, from all of it; old
+    entries are packed, and ``sizing.census_nbytes`` is the bound.
     """
 
     def __init__(self, link: Link, settings: CensusSettings) -> None:
@@ -71,7 +70,7 @@ class CensusProcess:
         self._reserved: Path | None = None
 
     def run(self) -> int:
-        """Serve until the run has ended; return the exit code."""
+        """Run until the run has ended; return the exit code."""
         while not self._ended():
             self._hub.poll(POLL_S, self._take)
             self._secure()
@@ -85,10 +84,10 @@ class CensusProcess:
             totals = self._finish()
         except ActdsError as error:
             log.error("%s", error)
-            self._hub.tell("harvest", Failed.of(error))
+            self._hub.send("harvest", Failed.of(error))
             return 1
-        self._hub.tell("harvest", replace(self._census.progress(), connected=True))
-        self._hub.tell("harvest", Done(totals))
+        self._hub.send("harvest", replace(self._census.progress(), connected=True))
+        self._hub.send("harvest", Done(totals))
         return 0
 
     def _take(self, role: str, message: object, _connection: Connection) -> None:
@@ -107,8 +106,8 @@ class CensusProcess:
     def _secure(self) -> None:
         """Answer the writer when the census of its rows is durable.
 
-        Worker and scheduler speak before the writer does, through sockets of their own: what
-        they have said up to now is taken first.
+        Worker and scheduler send before the writer does, over their own sockets: take what has
+        arrived there first.
         """
         if self._wanted is None:
             return
@@ -122,21 +121,21 @@ class CensusProcess:
             error = ActdsError(
                 "E505",
                 f"census at step {step}",
-                got="the scheduler left without a word of it",
+                got="the scheduler disconnected without reporting it",
                 expected="the schedule of every row",
             )
-            self._hub.tell("writer", Failed.of(error))
+            self._hub.send("writer", Failed.of(error))
         else:
-            self._journal.secure(lambda error: self._tell_secured(step, error))
+            self._journal.secure(lambda error: self._answer_secured(step, error))
         self._wanted = None
 
-    def _tell_secured(self, step: int, error: ActdsError | None) -> None:
-        self._hub.tell("writer", Secured(step) if error is None else Failed.of(error))
+    def _answer_secured(self, step: int, error: ActdsError | None) -> None:
+        self._hub.send("writer", Secured(step) if error is None else Failed.of(error))
 
     def _begin(self) -> str | None:
-        """Begin the chain once engine and dataset are there; return the dataset's id.
+        """Begin the chain once engine and dataset exist; return the dataset's id.
 
-        Early, and not with the tables: whoever recovers the run in our place can fence it then.
+        Early, and not with the tables, so that a later recovery can fence it.
         """
         if not self._engine_spoke or not self._store.exists(layout.GENESIS):
             return None
@@ -163,7 +162,7 @@ class CensusProcess:
             self._last_progress = time.monotonic()
             connected = self._hub.has_met("scheduler")
             progress = replace(self._census.progress(), connected=connected)
-            self._hub.tell("harvest", progress, patient=False)
+            self._hub.send("harvest", progress, patient=False)
 
     def _reserve(self) -> None:
         """Hold back disk space as soon as the dataset exists."""
@@ -175,10 +174,10 @@ class CensusProcess:
             with open(self._reserved, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, self._settings.reserve_nbytes)
         except OSError as error:
-            log.warning("no disk space can be held back: %s", error.strerror)
+            log.warning("cannot reserve disk space: %s", error.strerror)
 
     def _finish(self) -> dict[str, int]:
-        """Write the tables, close the chain, end the writer's chain if its process could not."""
+        """Write the tables, close the chain, end the writer's chain if it is still open."""
         if self._reserved is not None:
             self._reserved.unlink(missing_ok=True)
         store, run = self._store, self._settings.run

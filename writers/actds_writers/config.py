@@ -1,9 +1,8 @@
-"""The settings of a harvest: each one's name, type, bounds, default and words, once.
+"""The settings of a harvest: name, type, bounds, default and help of each, defined once.
 
-The options of ``actds write`` and ``actds plan`` are made from these models, the fields are the
-keyword arguments of ``actds.write`` and ``actds.plan``, and what a server is given under ``actds``
-in ``--additional-config`` is read with one. The processes of a harvest get the model itself, so a
-new setting is a field here and the place that uses it.
+They are the options of ``actds write`` and ``actds plan``, the keyword arguments of
+``actds.write`` and ``actds.plan``, and the keys under ``actds`` in ``--additional-config``. Every
+process of a harvest gets the model: a new setting is a field here and the place that uses it.
 """
 
 from __future__ import annotations
@@ -27,19 +26,6 @@ from actds_writers.sampling import SamplingRules
 if TYPE_CHECKING:
     from actds_writers.ipc.messages import Fact
     from actds_writers.shards.assembly import SpecialTokens
-
-__all__ = [
-    "CensusSettings",
-    "HarvestSettings",
-    "LiveSettings",
-    "Order",
-    "PlanSettings",
-    "WriteSettings",
-    "WriterSettings",
-    "explained",
-    "keywords_of",
-    "settings_of",
-]
 
 Order = Literal["permuted", "sequence"]
 DTypeName = Literal["bfloat16", "float16", "float32"]
@@ -73,7 +59,7 @@ Rate = Annotated[float, Field(gt=0)]
 
 
 class Settings(BaseModel):
-    """Fields that are checked as they are given: a string is no number, and nothing is ignored."""
+    """A strict model: no conversion from strings, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -82,19 +68,21 @@ class Settings(BaseModel):
         """Return the settings with these fields.
 
         Raises:
-            ActdsError: E009 with the field, what it is and what it should be.
+            ActdsError: E009 with the field, its value and what is allowed.
         """
         return settings_of(cls, fields, lambda key: key or cls.__name__, "E009")
 
 
 class HarvestSettings(Settings):
-    """What every harvest has, whether ``actds write`` feeds the engine or clients do."""
+    """Settings of every harvest, offline or live."""
 
-    out: Location = Field(description="Dataset: a new folder, or a URI such as s3://bucket/name")
-    hooks: str = Field(
-        description="Places to capture: resid_post:10,20, resid_post:0-29, resid_post:all",
+    out: Location = Field(
+        description="Dataset to write: a new folder, or a URI such as s3://bucket/name"
     )
-    seed: int = Field(default=0, description="Seed of the engine and the row order")
+    hooks: str = Field(
+        description="Activations to capture: resid_post:10,20, resid_post:0-29, resid_post:all",
+    )
+    seed: int = Field(default=0, description="Seed of the engine and of the row order")
     store_dtype: DTypeName | None = Field(
         default=None,
         description="Store rows in another type than the model computes in; recorded as a cast",
@@ -105,96 +93,98 @@ class HarvestSettings(Settings):
     )
     overflow: Overflow = Field(
         default="block",
-        description="When the ring is full: make the engine wait, or lose whole steps, recorded",
+        description="When the ring is full: let the engine wait, or drop and record whole steps",
     )
     ring_mib: Annotated[int, Field(ge=1)] = Field(
-        default=256, description="Shared memory between engine and writer; two steps at least"
+        default=256, description="Shared memory between engine and writer; at least two steps"
     )
     # Smaller shards spend their time in fsync, not in encoding: raw gains nothing there.
     raw_mib: Annotated[int, Field(ge=0)] = Field(
         default=64,
-        description="Write a shard raw when so much waits to be committed; 0 never. "
+        description="Write a shard uncompressed when this much waits to be committed; 0 never. "
         "See actds recompress",
     )
     staging_mib: Annotated[int, Field(ge=1)] = Field(
-        default=64, description="Memory on the device between model and transfer; one step at least"
+        default=64, description="Buffer on the device for steps not copied yet; at least one step"
     )
     readouts: bool = Field(
         default=True,
-        description="Norm and 8 seeded projections of every computed row, also of those that "
-        "are lost",
+        description="Store norm and 8 seeded projections of every computed row, dropped rows "
+        "included",
     )
     probes: Location | None = Field(
         default=None,
-        description="Probes to read out as well: .npy or .safetensors, (n_probes, d_model) per "
-        "hook",
+        description="Also store products with your probes: .npy or .safetensors, (n_probes, "
+        "d_model) per hook",
     )
     check: bool = Field(
         default=True,
-        description="Hold the hooks' rows of two short prompts against the model's own before "
-        "the first row",
+        description="Compare the rows of two short prompts with the model's own before the "
+        "harvest starts",
     )
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
         default=None,
-        description="Serve Prometheus metrics at this port, 0 for a free one; needs actds[metrics]",
+        description="Serve Prometheus metrics on this port, 0 for a free one; needs actds[metrics]",
     )
     metrics_host: str = Field(
         default="127.0.0.1",
-        description="Address of the metrics; they are open to whoever can reach it",
+        description="Address of the metrics server; it has no authentication",
     )
 
     @property
     def ring_nbytes(self) -> int:
-        """Return the size of the host ring that is asked for."""
+        """Return the requested size of the host ring."""
         return self.ring_mib * MIB
 
     @property
     def staging_nbytes(self) -> int:
-        """Return the size of the staging ring that is asked for."""
+        """Return the requested size of the staging ring."""
         return self.staging_mib * MIB
 
     @property
     def raw_threshold_nbytes(self) -> int:
-        """Return the bytes that wait, from which shards are written raw; 0 never."""
+        """Return the backlog from which shards are written raw; 0 never."""
         return self.raw_mib * MIB
 
 
 class WriteSettings(HarvestSettings):
-    """A harvest that serves prompts: the options of ``actds write``."""
+    """Settings of an offline harvest: the options of ``actds write``."""
 
     model: Folder = Field(description="Model folder: config.json, weights, tokenizer")
     prompts: Location = Field(
-        description="JSONL, JSON, Parquet or text file, or hf:FOLDER. Records hold prompt, text "
+        description="JSONL, JSON, Parquet or text file, or hf:FOLDER. A record has prompt, text "
         "or messages",
     )
     engine: str = Field(
         default="vllm",
-        description="Engine that runs the model: vllm, transformers for models that vLLM cannot "
-        "run, or one that another package registers",
+        description="Engine that runs the model: vllm; transformers, for models that vLLM cannot "
+        "run; or one that another package registers",
     )
     engine_args: dict[str, Any] = Field(
         default={},
-        description="An option of the engine; for vllm an argument of its EngineArgs",
+        description="Option of the engine, may be repeated; for vllm an argument of its EngineArgs",
         json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
     )
-    max_tokens: int = Field(default=128, description="Generated tokens per request at most")
+    max_tokens: int = Field(
+        default=128, description="Maximum number of generated tokens per request"
+    )
     temperature: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="Sampling temperature"
     )
     canary: str | None = Field(
         default=None,
-        description="Replay so many requests alone after the harvest and compare: 0.1%, or a "
-        "number",
+        description="Replay this share of the requests alone after the harvest and compare their "
+        "rows: 0.1%, or a number of requests",
         json_schema_extra={"metavar": "SHARE"},
     )
     resume: bool = Field(default=False, description="Resume OUT; skip finished requests")
     skip_broken: bool = Field(
-        default=False, description="Record broken prompt records and go on without them"
+        default=False, description="Skip prompt records that cannot be read, and record them"
     )
 
 
 class LiveSettings(SamplingRules, HarvestSettings):
-    """A harvest of a server's traffic: the value of ``actds`` in ``--additional-config``."""
+    """Settings of a live harvest: the value of ``actds`` in ``--additional-config``."""
 
     hooks: Annotated[str, Field(min_length=1)] = Field(
         description=HarvestSettings.model_fields["hooks"].description
@@ -212,7 +202,7 @@ class LiveSettings(SamplingRules, HarvestSettings):
 
 
 class PlanSettings(Settings):
-    """A harvest that is only sized: the options of ``actds plan``."""
+    """What is to be sized: the options of ``actds plan``."""
 
     model: Folder | None = Field(default=None, description="Model folder with config.json")
     d_model: Annotated[int, Field(ge=1)] | None = Field(
@@ -221,12 +211,12 @@ class PlanSettings(Settings):
     layers: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Layers, without a model folder"
     )
-    hooks: str = Field(default="resid_post:all", description="Hooks, as of actds write")
+    hooks: str = Field(default="resid_post:all", description="Hooks, as in actds write")
     dtype: DTypeName | None = Field(
         default=None, description="Type of the stored rows. Default: the model's, else bfloat16"
     )
     readouts: Annotated[int, Field(ge=0)] = Field(
-        default=9, description="Numbers per row and hook beside the row; 0 for none"
+        default=9, description="Readout values per row and hook; 0 for none"
     )
     prefill_rate: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="Prompt tokens per second"
@@ -236,48 +226,48 @@ class PlanSettings(Settings):
     )
     bursts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         default=(),
-        description="A load of FACTOR times the mean for SECONDS; may be repeated",
+        description="Load of FACTOR times the mean for SECONDS; may be repeated",
         json_schema_extra={"option": "--burst", "metavar": "FACTOR:SECONDS"},
     )
     profile: Location | None = Field(
         default=None,
-        description="Take rates, bursts and bytes from an earlier harvest",
+        description="Take rates, bursts and compression from an earlier harvest",
         json_schema_extra={"metavar": "DATASET"},
     )
     tokens_per_request: Rate | None = Field(
         default=None, description="Computed tokens per request. Default: 512"
     )
     tokens_per_step: Rate | None = Field(default=None, description="Tokens per step. Default: 512")
-    tokens: int = Field(default=1_000_000_000, description="Tokens that are to be stored")
+    tokens: int = Field(default=1_000_000_000, description="Tokens to store")
     stall: Annotated[float, Field(ge=0)] = Field(
-        default=10.0, description="Seconds that the disk may stall without a loss"
+        default=10.0, description="Longest disk stall, in seconds, that must not lose rows"
     )
     max_step_rows: Annotated[int, Field(ge=1)] = Field(
-        default=8192, description="Tokens of the largest step: vLLM's max_num_batched_tokens"
+        default=8192, description="Tokens in the largest step: max_num_batched_tokens of vLLM"
     )
     rows_per_shard: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Default: as of actds write"
+        default=None, description="Default: as in actds write"
     )
     ring_mib: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Judge this ring instead of proposing one"
+        default=None, description="Size of the ring to check. Default: propose one"
     )
     staging_mib: Annotated[int, Field(ge=0)] = Field(
         default=HarvestSettings.model_fields["staging_mib"].default,
-        description="Staging ring on the device; one step at least",
+        description="Staging ring on the device; at least one step",
     )
     threads: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Threads that encode"
+        default=None, description="Encoding threads"
     )
-    d2h_gbps: Rate | None = Field(
-        default=None, description="Rate from the device to the host, GB/s"
+    d2h_gbps: Rate | None = Field(default=None, description="Device-to-host rate, GB/s")
+    copy_gbps: Rate | None = Field(default=None, description="Memory-copy rate, GB/s")
+    encode_gbps: Rate | None = Field(default=None, description="Encoding rate of one thread, GB/s")
+    disk_gbps: Rate | None = Field(
+        default=None, description="Rate of hashing, writing and syncing files, GB/s"
     )
-    copy_gbps: Rate | None = Field(default=None, description="Rate of a memory copy, GB/s")
-    encode_gbps: Rate | None = Field(default=None, description="Rate of one encoding thread, GB/s")
-    disk_gbps: Rate | None = Field(default=None, description="Rate of hashed, synced writes, GB/s")
     measure: Folder | None = Field(
         default=None,
-        description="Measure the rates that are not given, here and on FOLDER's disk; takes "
-        "seconds",
+        description="Measure the rates that are not given, on this machine and the disk of "
+        "FOLDER; takes seconds",
         json_schema_extra={"metavar": "FOLDER"},
     )
 
@@ -289,22 +279,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 def settings_of(
     model: type[S], fields: Mapping[str, Any], place: Callable[[str], str], code: str
 ) -> S:
-    """Return settings, or say what is wrong with the first that is.
+    """Return validated settings.
 
     Args:
-        model: which settings.
-        fields: their values by name.
-        place: returns what an error names as its place, of a key or of none.
-        code: code of the error.
+        place: returns the place that an error names, for a key or an empty one.
 
     Raises:
-        ActdsError: with the key, what it is and what it should be.
+        ActdsError: with the key, its value and what is allowed.
     """
     unknown = sorted(set(map(str, fields)) - set(model.model_fields))
     if unknown:
         close = difflib.get_close_matches(unknown[0], model.model_fields, n=2)
         known = " or ".join(close) or f"one of {', '.join(sorted(model.model_fields))}"
-        got = "a key that is not known"
+        got = "an unknown key"
         raise ActdsError(code, place(unknown[0][:80]), got=got, expected=known)
     try:
         return model.model_validate(dict(fields))
@@ -313,7 +300,7 @@ def settings_of(
 
 
 def explained(error: ValidationError, place: Callable[[str], str], code: str) -> ActdsError:
-    """Return what pydantic says of the first bad value, as an error with place and next step."""
+    """Return the first problem that pydantic found, as an error with place and next step."""
     first = error.errors(include_url=False, include_context=False)[0]
     key = ".".join(map(str, first["loc"]))
     expected = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
@@ -322,14 +309,14 @@ def explained(error: ValidationError, place: Callable[[str], str], code: str) ->
     if first["type"] == "missing":
         got, expected = "nothing", "a value"
     elif first["type"] == "extra_forbidden":
-        got, expected = "a key that is not known", "header or xarg, and values"
+        got, expected = "an unknown key", "header or xarg, and values"
     return ActdsError(code, place(key), got=got, expected=expected)
 
 
 def keywords_of(model: type[BaseModel]) -> Callable[[F], F]:
     """Return a decorator that shows a model's fields as the keyword arguments of a function.
 
-    ``help`` and editors then name each with its type and default; they stand in the model only.
+    ``help`` and editors then show type and default of each, which only the model defines.
     """
 
     def decorate(function: F) -> F:
@@ -352,20 +339,17 @@ def keywords_of(model: type[BaseModel]) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class WriterSettings:
-    """What the writer process needs to know beside the settings of the harvest.
+    """What the writer process is started with.
 
     Args:
-        harvest: the settings.
         dataset: id for a new dataset.
-        run: id of the run.
-        resume: whether the dataset is there already.
-        started_ns: wall clock of the start.
-        software: program and version.
+        resume: whether the dataset exists already.
+        started_ns: wall clock.
         facts: provenance that only the command knows.
         tokens: ids that set row flags.
         rows_per_shard: rows after which a shard is committed, at a step's end.
-        n_threads: threads that encode.
-        shared: whether other engines may write the dataset too; whoever is first begins it.
+        n_threads: encoding threads.
+        shared: whether other engines may write the dataset too; the first one creates it.
         readouts: value of ``capture.readouts``.
     """
 
@@ -385,10 +369,10 @@ class WriterSettings:
 
 @dataclass(frozen=True)
 class CensusSettings:
-    """What the census process needs to know; fields as in ``WriterSettings``.
+    """What the census process is started with; fields as in ``WriterSettings``.
 
     Args:
-        root: where the dataset stands.
+        root: location of the dataset.
         reserve_nbytes: disk space held back, so that a full disk can still be accounted for.
     """
 

@@ -1,8 +1,7 @@
-"""What a harvest asks of an engine, and how an engine is found.
+"""The interface of an engine, and how engines are found.
 
-Stands at the client's side, outside the data path. An engine is one package that names an
-``EngineKind`` under the entry point group ``actds.engines``; nothing here knows any of them by
-more than its name, and none is imported before it is asked for.
+An engine is a package that registers an ``EngineKind`` under the entry point group
+``actds.engines``. None is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -22,27 +21,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from actds.errors import ActdsError
 from actds_writers.ipc.link import Link
 
-__all__ = [
-    "GROUP",
-    "OPTION",
-    "Engine",
-    "EngineKind",
-    "EngineOptions",
-    "EngineValue",
-    "Finished",
-    "engine_names",
-    "find_engine",
-    "parse_words",
-]
-
 GROUP = "actds.engines"
 OPTION = "--engine-arg"
-"""How the command names one option of an engine; the place that errors name."""
+"""The option of the command that sets one option of an engine; the place that errors name."""
 BUILT_IN = {
     "vllm": "actds_writers.engines.vllm:VLLM",
     "transformers": "actds_writers.engines.transformers:TRANSFORMERS",
 }
-"""The engines of this distribution, which is also usable where it is not installed."""
+"""The engines of this distribution, found without an installed entry point."""
 
 EngineValue = bool | int | float | str | list[Any] | dict[str, Any] | None
 Positive = Annotated[int, Field(ge=1)]
@@ -54,7 +40,7 @@ class Finished:
 
     Args:
         key: the id under which it was added.
-        cached_tokens: prefix hits as the engine reports them, ``None`` when it does not.
+        cached_tokens: prefix-cache hits as the engine reports them, ``None`` when it does not.
         token_ids: the sampled tokens, as the client gets them.
     """
 
@@ -64,43 +50,43 @@ class Finished:
 
 
 class Engine(Protocol):
-    """An engine that runs and captures, driven from the command's process."""
+    """A running engine that captures, driven from the command's process."""
 
     @property
     def max_model_len(self) -> int:
-        """Return the effective number of positions per request."""
+        """Return the effective maximum of positions per request."""
 
     @property
     def max_num_seqs(self) -> int:
-        """Return the effective number of requests per step."""
+        """Return the effective maximum of requests per step."""
 
     def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
         """Add a request.
 
         Raises:
-            ValueError: the engine does not take it, with the engine's own words.
+            ValueError: the engine refuses it, with the engine's own message.
         """
 
     def step(self) -> list[Finished]:
-        """Run until the engine says something; return the requests that ended.
+        """Run the engine until it returns; return the requests that ended.
 
         Raises:
             ActdsError: E504 when the engine has died.
         """
 
     def abort(self, keys: list[str]) -> None:
-        """End requests before their time."""
+        """Abort requests."""
 
     def shutdown(self) -> None:
         """End the engine and its links."""
 
 
 class EngineOptions(BaseModel):
-    """Options of an engine as the user gave them; what every engine has, and a harvest reads.
+    """Options of an engine as the user gave them, with those that every engine has.
 
     Args:
         max_model_len: positions per request, ``None`` for the engine's own choice.
-        max_num_seqs: requests of a step at most, ``None`` for the engine's own choice.
+        max_num_seqs: requests per step, ``None`` for the engine's own choice.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -110,9 +96,9 @@ class EngineOptions(BaseModel):
 
 
 class EngineKind(ABC):
-    """An engine as a harvest knows it before it runs: what the entry point names.
+    """An engine before it runs: the object that an entry point names.
 
-    The engine itself is imported by ``start`` alone.
+    Only ``start`` imports the engine itself.
     """
 
     name: ClassVar[str]
@@ -124,26 +110,22 @@ class EngineKind(ABC):
     def start(
         self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
     ) -> Engine:
-        """Return a running engine, whose hooks are in place and whose accounts are begun.
+        """Return a running engine with its hooks installed and connected to writer and census.
 
         Args:
-            model: model folder.
             options: the user's options, of type ``option_type``.
-            link: where writer and census listen.
-            temperature: sampling temperature.
             seed: seed of the sampling.
 
         Raises:
             ActdsError: E504 when the engine does not start; E005, E007, E009, E012 what it cannot
-                run or capture; E011 what has to be installed beside it.
+                run or capture; E011 a missing package.
         """
 
     def options(self, given: Mapping[str, object]) -> EngineOptions:
-        """Return options by name as a typed model.
+        """Return validated options.
 
         Raises:
-            ActdsError: E009 a name or value that cannot be used, E012 one that cannot be accounted
-                for.
+            ActdsError: E009 a bad name or value, E012 one that breaks accounting.
         """
         try:
             return self.option_type.model_validate(dict(given))
@@ -159,15 +141,11 @@ class EngineKind(ABC):
             raise bad_option(key, str(first["input"])[:80], words) from None
 
     def parse(self, words: Sequence[str]) -> EngineOptions:
-        """Return the options of ``key=value`` words.
-
-        Raises:
-            ActdsError: as ``parse_words`` and ``options``; E011 when the names cannot be checked.
-        """
+        """Return the options of ``key=value`` arguments; raises as ``parse_words``, ``checked``."""
         return self.checked(parse_words(words))
 
     def checked(self, given: Mapping[str, object]) -> EngineOptions:
-        """Return options whose names are held against what the installed engine takes.
+        """Return validated options whose names the installed engine knows.
 
         Raises:
             ActdsError: as ``options``; E011 when the names cannot be checked.
@@ -175,12 +153,12 @@ class EngineKind(ABC):
         return self.options(given)
 
     def alone(self, options: EngineOptions) -> EngineOptions:
-        """Return the options of the same engine with one request at a time, nothing reused."""
+        """Return the options of the same engine with one request at a time and no prefix cache."""
         return options.model_copy(update={"max_num_seqs": 1})
 
 
 def engine_names() -> list[str]:
-    """Return the names of the engines that can be asked for, ours first."""
+    """Return the names of all registered engines, built-in ones first."""
     found = sorted({entry.name for entry in entry_points(group=GROUP)} - set(BUILT_IN))
     return [*BUILT_IN, *found]
 
@@ -210,20 +188,23 @@ def find_engine(name: str) -> EngineKind:
             found = next(iter(entries)).load()
     except (ImportError, AttributeError) as error:
         raise ActdsError(
-            "E011", f"engine {name}", got=str(error).splitlines()[0], expected="it importable"
+            "E011",
+            f"engine {name}",
+            got=str(error).splitlines()[0],
+            expected="an importable engine",
         ) from None
     engine: EngineKind = found
     return engine
 
 
 def parse_words(items: Sequence[str]) -> dict[str, EngineValue]:
-    """Return options by name from ``key=value`` words, whichever engine they are for.
+    """Return engine options by name from ``key=value`` arguments.
 
-    A value is read as JSON (``true``, ``64``, ``{"a":1}``); what is no JSON is a string. Dashes
-    in a key are read as underscores.
+    A value is read as JSON (``true``, ``64``, ``{"a":1}``), else as a string. Dashes in a key are
+    read as underscores.
 
     Raises:
-        ActdsError: E009 for a word that is no ``key=value``, or a key that is repeated.
+        ActdsError: E009 for an argument that is not ``key=value``, or a repeated key.
     """
     options: dict[str, EngineValue] = {}
     for item in items:
@@ -236,7 +217,7 @@ def parse_words(items: Sequence[str]) -> dict[str, EngineValue]:
         if not text:
             raise bad_option(key, "no value", f"{key}=VALUE")
         if key in options:
-            raise bad_option(key, "the same option twice", "it once")
+            raise bad_option(key, "the same option twice", "each option once")
         options[key] = _value(key, text)
     return options
 

@@ -1,4 +1,4 @@
-"""What a model's folder says: its size, the ids that end a sequence, the digests of its files."""
+"""Facts of a model folder: configuration, end-of-sequence ids, digests of its files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 
 from actds.errors import ActdsError
 
-__all__ = ["file_sha256", "generation_eos", "model_config", "weights_sha256"]
-
 HASH_CHUNK = 1 << 22
 
 
 def model_config(model: Path) -> dict[str, Any]:
-    """Return the parsed ``config.json`` of a model folder, the text part of a composed one.
+    """Return the parsed ``config.json`` of a model folder, the text part of a multimodal one.
 
     Raises:
-        ActdsError: E005 when there is none or it lacks what capture needs.
+        ActdsError: E005 when it is missing or lacks what capture needs.
     """
     path = model / "config.json"
     try:
@@ -41,7 +39,7 @@ def model_config(model: Path) -> dict[str, Any]:
 
 
 def _renamed(model: Path) -> dict[str, int]:
-    """Return what a configuration calls by other names (``n_layer``, ``d_model``) or leaves out."""
+    """Return sizes that a configuration has under other names (``n_layer``) or leaves out."""
     try:
         from transformers import AutoConfig
 
@@ -54,21 +52,19 @@ def _renamed(model: Path) -> dict[str, int]:
 
 
 def generation_eos(model: Path) -> list[int]:
-    """Return the ids that end a sequence by ``generation_config.json``, none without one."""
+    """Return the end-of-sequence ids of ``generation_config.json``, empty without the file."""
     path = model / "generation_config.json"
     if not path.is_file():
         return []
     try:
         eos = json.loads(path.read_bytes())["eos_token_id"]
     except (ValueError, KeyError, TypeError):
-        return []  # the tokenizer's own EOS stands
+        return []  # the tokenizer's own EOS is used
     return [eos] if isinstance(eos, int) else [int(token) for token in eos or []]
 
 
 def weights_sha256(model: Path) -> str | None:
-    """Return the SHA-256 over the sorted 'name sha256' lines of the weight files.
-
-    ``None`` when the folder holds no weight file.
+    """Return the SHA-256 over the sorted 'name sha256' lines of the weight files, if any.
 
     Spec: 0.1 section 6.1.
     """

@@ -1,7 +1,6 @@
-"""Overflow policies: what becomes of a step for which a ring has no room.
+"""Overflow policies: what happens to a step for which a ring has no room.
 
-One class each; the name stands in options, run records and drop logs. Imports nothing heavy, so
-that the command can list them.
+One class each; its name is used in options, run records and drop logs.
 """
 
 from __future__ import annotations
@@ -9,27 +8,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Protocol
 
-__all__ = ["POLICIES", "Policy"]
-
 
 class Rings(Protocol):
-    """What a policy can do: the handover's side of both rings."""
+    """What a policy can do with the two rings."""
 
     def wait(self, entry: Any, stage: str) -> None:
-        """Let a step wait for room in ``staging`` or ``ring``."""
+        """Wait for room in ``staging`` or ``ring``."""
 
     def drop_staged(self) -> bool:
-        """Give up the oldest step that waits in stage 1; return whether there was one."""
+        """Drop the oldest step that waits in stage 1; return whether there was one."""
 
     def drop_ready(self) -> bool:
-        """Give up the oldest step in stage 2 that the writer does not hold; return as above."""
+        """Drop the oldest step in stage 2 that the writer has not taken; return as above."""
 
 
 class Policy(ABC):
-    """What becomes of a step for which a ring has no room.
+    """What happens to a step for which a ring has no room.
 
     Both methods are called under the handover's lock, again until the step fits. They return
-    whether it is worth another try: if not, the step itself is given up.
+    whether to try again; if not, the step itself is dropped.
     """
 
     name: ClassVar[str]
@@ -47,7 +44,7 @@ class Policy(ABC):
 
 
 class Block(Policy):
-    """Nothing is lost, and the engine is slowed to the pace of the disk."""
+    """The engine waits; no row is lost."""
 
     name = "block"
     summary = "the engine waits"
@@ -59,28 +56,28 @@ class Block(Policy):
 
 
 class DropOldest(Policy):
-    """What has waited longest is lost, at either ring."""
+    """The step that has waited longest is dropped, in either ring."""
 
     name = "drop_oldest"
-    summary = "the steps that waited longest are lost, and recorded"
+    summary = "the steps that waited longest are dropped and recorded"
 
     def staging_is_full(self, rings: Rings, entry: Any) -> bool:
-        """Give up the oldest step that waits in stage 1."""
+        """Drop the oldest step that waits in stage 1."""
         return rings.drop_staged()
 
     def ring_is_full(self, rings: Rings, entry: Any) -> bool:
-        """Give up the oldest step that the writer does not hold."""
+        """Drop the oldest step that the writer has not taken."""
         return rings.drop_ready()
 
 
 class DropNewest(Policy):
-    """What comes now is lost."""
+    """The new step is dropped."""
 
     name = "drop_newest"
-    summary = "the newest steps are lost, and recorded"
+    summary = "the newest steps are dropped and recorded"
 
     def staging_is_full(self, rings: Rings, entry: Any) -> bool:
-        """Give up the step itself."""
+        """Drop the step itself."""
         return False
 
 

@@ -1,7 +1,7 @@
-"""Provenance: the facts of a run record, read from what runs and not from what was asked for.
+"""Provenance: the facts of a run record, read from the running engine and not from its flags.
 
-A configuration flag is not a fact: an engine hands over readers of the loaded model, the runner
-and the configuration after it was resolved. What cannot be read is unknown, with the reason.
+An engine supplies readers of the loaded model, the runner and the resolved configuration. What
+cannot be read is recorded as unknown, with the reason.
 """
 
 from __future__ import annotations
@@ -17,30 +17,18 @@ from actds_writers.config import HarvestSettings
 from actds_writers.ipc.messages import Fact
 from actds_writers.model_folder import file_sha256, weights_sha256
 
-__all__ = [
-    "Readers",
-    "Value",
-    "capture_facts",
-    "engine_facts",
-    "model_facts",
-    "observed",
-]
-
 Value = bool | int | str | None
 Readers = Mapping[str, Callable[[], Value]]
-"""What reads each field of a run record."""
+"""By field of the run record, the function that reads it."""
 
 
 def engine_facts(
     readers: Readers, *, model: Any, folder: Path, device: Any, client_pid: int
 ) -> tuple[Fact, ...]:
-    """Return what an engine can see once it is set up: its own facts, and those of every engine.
+    """Return the facts that an engine can observe once it is set up.
 
     Args:
-        readers: of the engine's own fields; they win over the common ones.
-        model: the loaded model, whose decoder layers are counted.
-        folder: model folder.
-        device: torch device that it computes on.
+        readers: of the engine's own fields; they override the common ones.
         client_pid: process that started the engine.
     """
     import torch
@@ -67,11 +55,10 @@ def engine_facts(
 def capture_facts(
     settings: HarvestSettings, rows_per_shard: int, readouts: str, sampling: str
 ) -> list[Fact]:
-    """Return what the settings decide of the capture.
+    """Return the facts of the capture that the settings determine.
 
     Args:
-        settings: of the harvest.
-        rows_per_shard: rows per shard, chosen by memory where the settings leave it open.
+        rows_per_shard: chosen by memory where the settings leave it open.
         readouts: value of ``capture.readouts``.
         sampling: value of ``capture.sampling``.
     """
@@ -93,9 +80,8 @@ def model_facts(
     """Return the digests of a model's files.
 
     Args:
-        model: model folder; anything else is a name, whose weights are elsewhere.
-        tokenizer: folder of its tokenizer.
-        weights: whether the weight files are hashed.
+        model: model folder; anything else is the name of a repository.
+        weights: whether to hash the weight files.
         no_tokenizer: the reason when there is no ``tokenizer.json``.
     """
     digest, why = None, "weights_digest is false"
@@ -111,7 +97,7 @@ def model_facts(
 
 
 def observed(name: str, value: Value, reason: str | None = None) -> Fact:
-    """Return a fact that was observed, or that it is unknown, and why."""
+    """Return an observed fact, or an unknown one with the reason."""
     if value is None:
         return Fact(name, None, "unknown", reason or "not known")
     return Fact(name, value, "observed")

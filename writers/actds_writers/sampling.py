@@ -1,4 +1,4 @@
-"""Sampling rules: what of live traffic is left out of the dataset, request by request.
+"""Sampling rules: which requests and phases of live traffic are stored.
 
 What the rules leave out is computed and served like the rest; the census calls it ``filtered``.
 """
@@ -25,8 +25,6 @@ from pydantic import (
 
 from actds import canonical
 
-__all__ = ["EVERYTHING", "Labels", "LeftOut", "Match", "SamplingRules", "client_request_id"]
-
 Phase = Literal["prefill", "decode"]
 _HASH_RANGE = 2**64
 _ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))")
@@ -34,7 +32,7 @@ _ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl
 
 @dataclass(frozen=True)
 class Labels:
-    """What a rule can ask of a request.
+    """The properties of a request that rules can match.
 
     Args:
         external_id: id that the server gave the engine, as in the table ``requests``.
@@ -47,7 +45,7 @@ class Labels:
     xargs: Mapping[str, Any] = field(default_factory=dict)
 
     def header(self, name: str) -> str | None:
-        """Return a header that vLLM hands on to its engine, ``None`` when it was not sent."""
+        """Return a header that vLLM passes to its engine, ``None`` when it was not sent."""
         if name == "x-request-id":
             return client_request_id(self.external_id)
         return self.session_id
@@ -55,7 +53,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Why rows of a request are not stored, by phase; ``None`` where they are.
+    """Why rows of a request are not stored, per phase; ``None`` where they are.
 
     Args:
         prefill: reason for prompt positions, such as ``sampling:fraction``.
@@ -71,9 +69,9 @@ EVERYTHING = LeftOut()
 
 
 def client_request_id(external_id: str) -> str:
-    """Return the ``X-Request-Id`` inside an id that the OpenAI server made of it.
+    """Return the ``X-Request-Id`` inside the id that the OpenAI server made from it.
 
-    A client that sends none has a random one.
+    It is random when the client sent none.
     """
     match = _ENGINE_ID.fullmatch(external_id)
     return (match["completion"] or match["chat"]) if match else external_id
@@ -84,7 +82,7 @@ class _Model(BaseModel):
 
 
 class Match(_Model):
-    """A property of a request and the values, as shell patterns, that it asks for."""
+    """A condition on a request: one property, and shell patterns for its value."""
 
     header: Literal["x-request-id", "x-session-id"] | None = None
     xarg: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -93,7 +91,7 @@ class Match(_Model):
     @model_validator(mode="before")
     @classmethod
     def _lower(cls, data: Any) -> Any:
-        """Header names know no case."""
+        """Make header names lower case."""
         if isinstance(data, dict) and isinstance(data.get("header"), str):
             return {**data, "header": data["header"].lower()}
         return data
@@ -105,7 +103,7 @@ class Match(_Model):
         return self
 
     def holds(self, labels: Labels) -> bool:
-        """Say whether a request has one of the values."""
+        """Return whether a request has one of the values."""
         if self.header is not None:
             found: Any = labels.header(self.header)
         else:
@@ -120,35 +118,35 @@ class Match(_Model):
 
 
 def _decimal(value: Any) -> Any:
-    """Return the decimal that a person wrote: 0.1 is a tenth, not the nearest float."""
+    """Return the decimal as written: 0.1 is a tenth, not the nearest float."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return value
     try:
         return Decimal(str(value))
     except ArithmeticError:
-        raise ValueError("no decimal number") from None
+        raise ValueError("a decimal number") from None
 
 
 class SamplingRules(_Model):
     """Which requests and phases are stored.
 
-    A share is drawn by a hash of ``external_id``; a larger share of the same seed holds the
+    A share is drawn by a hash of ``external_id``; with one seed, a larger share contains the
     smaller one.
     """
 
     fraction: Annotated[Decimal, BeforeValidator(_decimal), Field(ge=0, le=1)] = Field(
-        default=Decimal(1), description="Share of the requests that is stored"
+        default=Decimal(1), description="Share of the requests to store"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=0, description="Seed of the share, of the row order and of the readouts"
     )
     phases: Annotated[list[Phase], Field(min_length=1)] = Field(
-        default=["prefill", "decode"], description="Phases that are stored"
+        default=["prefill", "decode"], description="Phases to store"
     )
     only: list[Match] = Field(default=[], description="A request must match one of these")
     skip: list[Match] = Field(
         default=[],
-        description="A request that matches one of these is left out, whatever else holds",
+        description="A request that matches one of these is never stored",
     )
 
     @field_serializer("fraction")
@@ -156,7 +154,7 @@ class SamplingRules(_Model):
         return format(fraction.normalize(), "f")
 
     def left_out(self, labels: Labels) -> LeftOut:
-        """Return why rows of a request are not stored, by phase."""
+        """Return why rows of a request are not stored, per phase."""
         reason = self._request_reason(labels)
         if reason is not None:
             return LeftOut(reason, reason)
@@ -168,7 +166,7 @@ class SamplingRules(_Model):
         )
 
     def describe(self) -> str:
-        """Return ``all``, or the rules as canonical JSON: the fact ``capture.sampling``.
+        """Return the fact ``capture.sampling``: ``all``, or the rules as canonical JSON.
 
         Spec: 0.1 section 6.1.
         """

@@ -1,8 +1,8 @@
-"""The writer process: the worker side of the account, in a failure domain of its own.
+"""The writer process: the worker side of the account, isolated from engine and command.
 
 ``python -m actds_writers.writer_process`` reads its settings and link from standard input. The
-main thread owns the writer and takes messages; ``actds-accept`` takes peers, the writer's threads
-encode and commit shards and ask the census first, one at a time, over a connection of their own.
+main thread owns the writer and takes messages; ``actds-accept`` accepts connections; the writer's
+threads encode and commit shards and ask the census first, one at a time, over their own connection.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ORPHAN_PATIENCE_S = 30.0
 
 
 class WriterProcess:
-    """Runs one writer until the engine is gone and the command, or its absence, says to end."""
+    """Runs one writer until the engine is gone and the command ends the run or is gone too."""
 
     def __init__(self, link: Link, settings: WriterSettings) -> None:
         self._settings = settings
@@ -61,7 +61,7 @@ class WriterProcess:
         self._orphaned_since: float | None = None
 
     def run(self) -> int:
-        """Serve until the run has ended; return the exit code."""
+        """Run until the run has ended; return the exit code."""
         while not self._ended():
             self._hub.poll(POLL_S, self._take)
             self._report()
@@ -82,7 +82,7 @@ class WriterProcess:
                     log.debug("%s left while it was answered: %r", role, error)
 
     def _answer(self, message: object) -> object | None:
-        """Return what the sender is to hear, ``None`` for nothing."""
+        """Return the answer to a message, ``None`` for none."""
         if isinstance(message, WorkerHello):
             self._writer = self._begin(message)
         elif isinstance(message, StepRows) and self._writer is not None:
@@ -112,8 +112,8 @@ class WriterProcess:
         """Wait until the census of a step is durable; runs before each commit, on its thread.
 
         Raises:
-            ActdsError: E505 when the census is gone, E506 when it does not answer, or why it
-                cannot.
+            ActdsError: E505 when the census is gone, E506 when it does not answer, or the error
+                that it answers with.
         """
         try:
             with self._securing:
@@ -123,7 +123,7 @@ class WriterProcess:
             raise ActdsError(
                 "E505",
                 f"census at step {last_step}",
-                got="it is gone",
+                got="the census process is gone",
                 expected="a durable census before any row",
                 next_step="actds recover accounts for what is committed.",
             ) from None
@@ -138,7 +138,7 @@ class WriterProcess:
             )
 
     def _ended(self) -> bool:
-        """Return whether nothing can come any more."""
+        """Return whether no further message can come."""
         roles = self._hub.roles()
         if "worker" not in roles and self._reason is not None:
             return True
@@ -154,7 +154,7 @@ class WriterProcess:
         self._last_progress = time.monotonic()
         if self._writer.error is not None:
             self._fail(self._writer.error)
-        self._hub.tell("harvest", self._progress(self._writer), patient=False)
+        self._hub.send("harvest", self._progress(self._writer), patient=False)
 
     @staticmethod
     def _progress(writer: Writer) -> WriterProgress:
@@ -177,7 +177,7 @@ class WriterProcess:
             return
         self._failed = True
         log.error("%s", error)
-        self._hub.tell("harvest", Failed.of(error))
+        self._hub.send("harvest", Failed.of(error))
         if self._writer is None:
             self._hub.disconnect("worker")  # it would wait for acknowledgements for ever
 
@@ -189,11 +189,11 @@ class WriterProcess:
                 totals = self._writer.finish(reason)
             except ActdsError as error:
                 self._fail(error)
-            self._hub.tell("harvest", self._progress(self._writer))
+            self._hub.send("harvest", self._progress(self._writer))
         self._hub.close()
         # The census learns from the ledger what is committed; that we left is all it needs.
         self._census.close()
-        self._hub.tell("harvest", Done(totals))
+        self._hub.send("harvest", Done(totals))
         return 1 if self._failed else 0
 
 

@@ -48,7 +48,7 @@ INTRODUCTION = """\
 Whether `resid_post` of a family is what its name says: tiny models with random weights, made by
 `transformers`, are harvested by `actds write` with a real vLLM engine on a CPU, with prefix hits,
 chunked prefill and decoding, and every stored row of the first, a middle and the last layer is
-held against the output of the same decoder layer in a plain forward of `transformers`. The figure
+compared with the output of the same decoder layer in a plain forward of `transformers`. The figure
 is the largest relative L2 distance of a row, with float32 on both sides.
 
 - *Right*: at most 1e-4, or the bound that the note gives a reason for.

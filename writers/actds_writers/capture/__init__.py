@@ -1,1 +1,1 @@
-"""Capture: hooks in the model's graph, and the way of their rows to the writer."""
+"""Capture: hooks in the model's graph, and stages 1 and 2 of the data path."""

@@ -1,12 +1,9 @@
-"""The check of the hooks: whether captured rows are the model's own, before one is stored.
+"""The check of the hooks: compares captured rows with the model's own before any is stored.
 
-Each engine runs the check's prompts through its hooked model; the rows are held against a plain
-forward of the same weights by transformers, on the CPU, in the process of whoever asks or in a
-fresh one where an engine has changed transformers' classes in its own:
-
-    python -m actds_writers.capture.check < request.json > states.npz
-
-The result is the fact ``capture.check`` of the run record.
+Each engine runs the check's prompts through its hooked model. The reference is a plain forward of
+the same weights by transformers, on the CPU; in a process of its own where an engine has patched
+transformers' classes: ``python -m actds_writers.capture.check < request.json > states.npz``. The
+result is the fact ``capture.check`` of the run record.
 """
 
 from __future__ import annotations
@@ -29,52 +26,36 @@ from actds.errors import ActdsError
 from actds_writers.capture.hooks import Tap, decoder_layers, find_kind
 from actds_writers.ipc.messages import Fact, HookSpec
 
-__all__ = [
-    "FIELD",
-    "NO_CHECK",
-    "HookCheck",
-    "NoReferenceError",
-    "States",
-    "bound",
-    "check_prompts",
-    "compare_with_forward",
-    "compare_with_next",
-    "load_reference",
-    "reference_states",
-    "relative_l2",
-    "states_in_fresh_process",
-]
-
 FIELD = "capture.check"
 NO_CHECK = Fact(FIELD, "none", "declared")
 """The fact of a run whose check was switched off."""
 PROMPT_LENS = (24, 17)
 BOUNDS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
-"""Largest mean relative L2 by the type the model computes in. Right rows were measured at 1e-6 in
-float32 and up to 2 % in bfloat16; a residual that counts twice or not at all at 24 % and more."""
+"""Largest mean relative L2 by the type the model computes in. Correct rows were measured at 1e-6 in
+float32 and up to 2 % in bfloat16; a residual counted twice or not at all at 24 % and more."""
 CAST_BOUND = 1e-2
-"""The same where float32 is computed and a 16-bit type stored."""
+"""The same where the model computes in float32 and a 16-bit type is stored."""
 ROW_FACTOR = 5.0
-"""A single row may be so many bounds away. A row of another position, whose cosine to the right one
-is about two thirds, is further away than that under every bound."""
+"""Largest distance of a single row, in bounds. A row of another position, whose cosine to the right
+one is about two thirds, is further away under every bound."""
 CLEARLY = 0.5
-"""Another layer fits better when it is nearer than this share of the hook's own distance."""
+"""Another layer fits better when its distance is below this share of the hook's own."""
 
 Against = Literal["transformers", "engine", "table"]
 
 
 @dataclass(frozen=True)
 class HookCheck:
-    """What the check came to.
+    """The result of the check.
 
     Args:
-        against: ``transformers``, a plain forward of the same weights; ``engine``, what the next
-            layer reads in the same engine; ``table``, a model class that was verified before,
-            where neither could be had.
+        against: the reference: ``transformers``, a plain forward of the same weights; ``engine``,
+            what the next layer reads in the same engine; ``table``, none, but the model class was
+            verified before.
         distances: mean relative L2 of the rows by hook.
         bounds: the largest one that passes, by hook.
         n_rows: rows compared per hook.
-        reason: why it was not held against ``transformers``, empty when it was.
+        reason: why the reference is not ``transformers``, empty when it is.
     """
 
     against: Against
@@ -84,7 +65,7 @@ class HookCheck:
     reason: str = ""
 
     def fact(self) -> Fact:
-        """Return the fact of the run record; what is not whole is a decimal string.
+        """Return the fact of the run record; fractions are decimal strings.
 
         Spec: 0.1 section 6.1.
         """
@@ -100,13 +81,13 @@ class HookCheck:
         return Fact(FIELD, canonical.dump(document).decode().strip(), "observed")
 
     def require(self) -> None:
-        """Refuse rows that are not the model's.
+        """Raise when rows are not the model's.
 
         Raises:
             ActdsError: E507 with the hook, its distance and the bound.
         """
         for name, distance in self.distances.items():
-            # Also not-a-number, which is what rows without a finite value come to.
+            # Also true for not-a-number, the distance of rows without a finite value.
             if not distance <= self.bounds[name]:
                 raise _mismatch(name, distance, self.bounds[name], f"against {self.against}")
 
@@ -114,12 +95,8 @@ class HookCheck:
 def check_prompts(vocab_size: int, max_len: int) -> tuple[list[int], ...]:
     """Return two short prompts of token ids.
 
-    Ids come from the middle of the vocabulary, where no special tokens are: some of those stand
-    for images.
-
-    Args:
-        vocab_size: tokens of the model.
-        max_len: tokens of a prompt at most.
+    Ids come from the middle of the vocabulary, where there are no special tokens: some of those
+    represent images.
     """
     draw = np.random.default_rng(0)
     low, high = vocab_size // 8, max(vocab_size // 2, vocab_size // 8 + 1)
@@ -135,7 +112,7 @@ def bound(computed: str, stored: str, *, coarse: bool = False) -> float:
     Args:
         computed: type the model computes in.
         stored: type of the rows.
-        coarse: whether products or keys and values are kept in less than that type.
+        coarse: whether products, or keys and values, have a lower precision than that.
     """
     limit = BOUNDS[computed]
     if coarse:
@@ -149,16 +126,16 @@ def compare_with_forward(
     bounds: Mapping[str, float],
     decoded: np.ndarray | None = None,
 ) -> HookCheck:
-    """Hold the rows of every hook against the same place at every layer of a plain forward.
+    """Compare the rows of every hook with every layer of a plain forward.
 
-    Prompts and decoded tokens are compared apart, and the greater distance counts: a decode step
-    has few rows, and a mean over all would hide them.
+    Prompts and decoded tokens are compared separately, and the larger distance counts: a decode
+    step has few rows, and a mean over all would hide them.
 
     Args:
         rows: float32 ``(n, d_model)`` by hook.
         states: float32 ``(n, d_model)`` by kind and layer.
         bounds: largest mean relative L2 that passes, by hook.
-        decoded: bool ``(n,)``: rows of a decode step; ``None`` where there is none.
+        decoded: bool ``(n,)``: rows of a decode step; ``None`` without one.
 
     Raises:
         ActdsError: E507 when rows differ, or equal another layer's.
@@ -191,13 +168,13 @@ def compare_with_forward(
 def compare_with_next(
     distances: Mapping[str, float], bounds: Mapping[str, float], n_rows: int, reason: str
 ) -> HookCheck:
-    """Judge the distances between rows and what the part behind each hook reads.
+    """Return the result of comparing rows with what the module after each hook reads.
 
     Args:
         distances: smallest mean relative L2 by hook.
         bounds: largest one that passes, by hook.
         n_rows: rows compared per hook.
-        reason: why no plain forward could be had.
+        reason: why there is no plain forward.
 
     Raises:
         ActdsError: E507 when rows differ.
@@ -208,12 +185,7 @@ def compare_with_next(
 
 
 def relative_l2(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the mean over rows of the relative L2 distance.
-
-    Args:
-        got: float32 ``(n, d_model)``.
-        want: float32 ``(n, d_model)``.
-    """
+    """Return the mean relative L2 distance between rows, float32 ``(n, d_model)`` each."""
     return float(row_distances(got, want).mean())
 
 
@@ -241,7 +213,7 @@ def _decimal(value: float) -> str:
 MEMORY_SHARE = 0.25
 """Share of the free memory that a second copy of the weights may take."""
 MAX_PARAMETERS = 8_000_000_000
-"""Beyond this, loading float32 weights and running them on a CPU takes minutes."""
+"""Above this, loading float32 weights and running them on a CPU takes minutes."""
 TIMEOUT_S = 300.0
 """vLLM waits ten minutes for its engine, this check included."""
 States = Mapping[str, Mapping[int, np.ndarray]]
@@ -251,7 +223,7 @@ SAME = 1e-5
 
 
 class NoReferenceError(Exception):
-    """No plain forward can be had, and why."""
+    """There is no plain forward to compare with; the message says why."""
 
 
 def load_reference(
@@ -265,12 +237,11 @@ def load_reference(
 
     Args:
         folder: model folder, or the name under which the engine loaded it.
-        n_parameters: parameters of the model.
         revision: revision of a named model.
-        trust_remote_code: as the engine was told.
+        trust_remote_code: as in the engine.
 
     Raises:
-        NoReferenceError: transformers does not load it, or not all of it, or there is no room.
+        NoReferenceError: transformers cannot load it completely, or it does not fit in memory.
     """
     free = _free_nbytes()
     if 4 * n_parameters > MEMORY_SHARE * free:
@@ -291,7 +262,7 @@ def load_reference(
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # whatever a model's own code raises, there is no reference then
+    except Exception as error:  # a model's own code may raise anything
         words = " ".join(str(error).split())[:200] or type(error).__name__
         raise NoReferenceError(f"transformers does not load it: {words}") from error
     missing = sorted(report["missing_keys"])
@@ -305,20 +276,18 @@ def reference_states(
 ) -> States:
     """Return what hooks of some kinds would see at every decoder layer of plain forwards.
 
-    Taken where each kind's ``reference`` says, and held against what the model itself says of the
-    place (of the stream, ``hidden_states``): two ways by which transformers says what it is.
+    Read at each kind's ``reference``, and compared with the model's own output for the same place
+    (for the stream, ``hidden_states``), so that two independent sources agree.
 
     Args:
-        model: a transformers model; its own dtype and device.
-        prompts: token ids.
-        kinds: names of hook kinds.
+        model: a transformers model, with its own dtype and device.
 
     Returns:
-        float32 ``(n, d_model)`` by kind and layer, prompt behind prompt; layers without such a
+        float32 ``(n, d_model)`` by kind and layer, prompts concatenated; layers without such a
         place are left out.
 
     Raises:
-        NoReferenceError: the forward fails, a layer does not run, or the two ways differ.
+        NoReferenceError: the forward fails, a layer does not run, or the two sources differ.
     """
     taps = {kind: _taps(model, kind) for kind in kinds}
     found: dict[str, dict[int, list[np.ndarray]]] = {
@@ -329,8 +298,8 @@ def reference_states(
         with _watched(taps, rows), torch.inference_mode(), _own_randomness():
             ids = torch.tensor([list(prompt)], device=model.device)
             try:
-                said = model(input_ids=ids, use_cache=False, output_hidden_states=True)
-            except Exception as error:  # as above
+                output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+            except Exception as error:  # a model's own code may raise anything
                 words = " ".join(str(error).split())[:200] or type(error).__name__
                 raise NoReferenceError(f"transformers does not run it: {words}") from error
         for kind, places in taps.items():
@@ -338,7 +307,7 @@ def reference_states(
             if n_ran < len(places):
                 raise NoReferenceError(f"{n_ran} of {len(places)} decoder layers ran")
             one = {layer: rows[kind, layer].float().cpu().numpy() for layer in places}
-            _hold_against(one, find_kind(kind).said(said))
+            _require_own_states(one, find_kind(kind).own_states(output))
             for layer, state in one.items():
                 found[kind][layer].append(state)
     return {
@@ -357,14 +326,11 @@ def states_in_fresh_process(
     """Return ``reference_states`` of ``load_reference``, computed in a process of its own.
 
     Args:
-        folder: as ``load_reference``, like the options.
-        n_parameters: parameters of the model.
-        prompts: token ids.
-        kinds: names of hook kinds.
+        folder: model folder or name.
         options: further arguments of ``load_reference``.
 
     Raises:
-        NoReferenceError: as the two.
+        NoReferenceError: as ``load_reference`` and ``reference_states``.
     """
     request = {
         "folder": str(folder),
@@ -379,10 +345,10 @@ def states_in_fresh_process(
             command, input=json.dumps(request).encode(), capture_output=True, timeout=TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoReferenceError(f"no process for transformers: {error}"[:200]) from error
+        raise NoReferenceError(f"cannot run transformers in a process: {error}"[:200]) from error
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise NoReferenceError(" ".join(last)[:300] or "the process of transformers ended")
+        raise NoReferenceError(" ".join(last)[:300] or "the process that runs transformers ended")
     found: dict[str, dict[int, np.ndarray]] = {}
     with np.load(io.BytesIO(done.stdout), allow_pickle=False) as states:
         for name in states.files:
@@ -410,7 +376,7 @@ def _main() -> int:
 
 
 def _taps(model: Any, kind: str) -> dict[int, Tap]:
-    """Return where a kind's rows are at every layer that has such a place."""
+    """Return the taps of a kind by layer, for the layers that have such a place."""
     found: dict[int, Tap] = {}
     missing: ActdsError | None = None
     for layer in sorted(decoder_layers(model)):
@@ -423,11 +389,11 @@ def _taps(model: Any, kind: str) -> dict[int, Tap]:
     return found
 
 
-def _hold_against(states: dict[int, np.ndarray], said: Mapping[int, torch.Tensor]) -> None:
-    """Compare what was taken with what the model says, at the layers of which it says anything."""
-    if len(said) != len(states) - 1:
+def _require_own_states(states: dict[int, np.ndarray], own: Mapping[int, torch.Tensor]) -> None:
+    """Raise when hooked states differ from those that the model itself returns."""
+    if len(own) != len(states) - 1:
         return
-    for layer, state in said.items():
+    for layer, state in own.items():
         want = state.flatten(0, -2).float().cpu().numpy()
         gap = np.linalg.norm(states[layer] - want)
         if want.shape == states[layer].shape and not gap <= SAME * np.linalg.norm(want):
@@ -463,7 +429,7 @@ def _watched(
 
 @contextlib.contextmanager
 def _own_randomness() -> Iterator[None]:
-    """Leave the random numbers that the engine will sample with as they are."""
+    """Restore torch's random state afterwards: the engine samples with it."""
     state = torch.get_rng_state()
     try:
         yield

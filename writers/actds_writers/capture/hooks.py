@@ -1,8 +1,8 @@
-"""Hook kinds, and hook specifications: ``resid_post:10,20`` to places of a model.
+"""Hook kinds, and hook specifications such as ``resid_post:10,20``.
 
-A kind is one class here, or in another package that names it under the entry point group
-``actds.hook_kinds``: every process of a harvest finds it by name. Imports no torch, so that a
-harvest can be planned where none is.
+A kind is one class, here or in a package that registers it under the entry point group
+``actds.hook_kinds``: every process of a harvest finds it by name. No torch is imported at module
+level, so that a harvest can be planned without it.
 """
 
 from __future__ import annotations
@@ -22,50 +22,35 @@ from actds_writers.ipc.messages import HookSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "HookKind",
-    "HookPlace",
-    "ModelConfig",
-    "StreamForm",
-    "Tap",
-    "cast_of",
-    "decoder_layers",
-    "find_kind",
-    "hook_specs",
-    "kind_names",
-    "parse_hooks",
-    "residual_stream",
-]
-
 MAX_SPEC_LENGTH = 4096
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|h|blocks))\.(\d+)")
 _LANGUAGE_MODEL = ("get_language_model", "get_decoder")
-"""Methods by which a composed model names the part that decodes: of vLLM, of transformers."""
+"""Methods that return the decoder of a multimodal model: in vLLM, in transformers."""
 _ITEM = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
 ModelConfig = Mapping[str, Any]
-"""A model's configuration by the names of its ``config.json``; ``hidden_size`` and
-``num_hidden_layers`` are there under these names, whatever the family calls them."""
+"""A model's configuration by the names of its ``config.json``; always with ``hidden_size`` and
+``num_hidden_layers``, whatever the family calls them."""
 StreamForm = Literal["sum", "first", "unverified"]
-"""Where the stream is in the output of a decoder layer.
+"""Where the residual stream is in the output of a decoder layer.
 
-``sum``: the first two tensors of a tuple, whose sum it is. ``first``: the output itself, or the
-first tensor of a tuple. ``unverified``: nobody has looked at this model class; a single tensor and
-a pair of one shape are taken as most models mean them, everything else is refused, and the check
-of the hooks has to confirm it before the first row.
+``sum``: it is the sum of the first two tensors of a tuple. ``first``: the output itself, or the
+first tensor of a tuple. ``unverified``: the model class was never tested; a single tensor and a
+pair of one shape are read as in most models, everything else is refused, and the check of the
+hooks has to confirm it before the first row.
 """
 
 
 class Tap(NamedTuple):
-    """Where the rows of one hook are seen in a loaded model.
+    """Where one hook reads its rows in a loaded model.
 
     Args:
         module: whose forward is hooked.
         read: returns the rows from positional arguments, keyword arguments and output of that
-            forward: one tensor ``(n, d_model)``, or two whose sum they are. It is traced into the
+            forward: one tensor ``(n, d_model)``, or two to be added. It is traced into the
             compiled graph.
-        before: whether it is called before the forward, with no output: a module may change its
-            inputs in place.
+        before: whether to read before the forward, without output: a module may change its inputs
+            in place.
     """
 
     module: torch.nn.Module
@@ -74,43 +59,42 @@ class Tap(NamedTuple):
 
 
 class HookKind(ABC):
-    """What stands at a place of a model; one object per kind."""
+    """A kind of activation: its width, its type, and where a model has it."""
 
     name: ClassVar[str]
     """The hook of layer L is called ``<name>.<L>``; lower case, as in spec 0.1 section 3.1."""
     summary: ClassVar[str]
     """One line of help."""
     next_reads: ClassVar[bool] = False
-    """Whether a part behind the layer reads exactly these rows, which a check can look for where no
-    plain forward can be had."""
+    """Whether a module after the layer reads exactly these rows, so that the hook can be checked
+    without a plain forward."""
 
     @abstractmethod
     def width(self, config: ModelConfig) -> int:
         """Return the channels of a row."""
 
     def dtype(self, computed: DType) -> DType:
-        """Return the type in which a model that computes in ``computed`` has these values."""
+        """Return the type of these values in a model that computes in ``computed``."""
         return computed
 
     @abstractmethod
     def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
-        """Return where the rows are seen.
+        """Return where to read the rows.
 
         Args:
             model: a loaded model, not yet compiled.
-            layer: decoder layer.
-            form: where the stream is in what its layers return.
+            form: where the stream is in the output of its layers.
 
         Raises:
             ActdsError: E007 when the model has no such place.
         """
 
     def reference(self, model: torch.nn.Module, layer: int) -> Tap:
-        """Return where a plain forward of ``transformers`` has the same rows; raises as ``tap``."""
+        """Return where a ``transformers`` model has the same rows; raises as ``tap``."""
         return self.tap(model, layer, "first")
 
-    def said(self, output: Any) -> Mapping[int, torch.Tensor]:
-        """Return what a ``transformers`` model itself says of the place, by layer.
+    def own_states(self, output: Any) -> Mapping[int, torch.Tensor]:
+        """Return the same rows by layer from the model's own output, empty where it has none.
 
         Args:
             output: of a forward with ``output_hidden_states``.
@@ -119,10 +103,7 @@ class HookKind(ABC):
 
 
 class _ResidPost(HookKind):
-    """The residual stream after a decoder layer.
-
-    Spec: 0.1 section 3.1.
-    """
+    """The residual stream after a decoder layer, spec 0.1 section 3.1."""
 
     name = "resid_post"
     summary = "residual stream after decoder layer L"
@@ -151,8 +132,8 @@ class _ResidPost(HookKind):
 
         return Tap(found[layer], read)
 
-    def said(self, output: Any) -> Mapping[int, torch.Tensor]:
-        """Return ``hidden_states``, less that of the last layer, behind which is the final norm."""
+    def own_states(self, output: Any) -> Mapping[int, torch.Tensor]:
+        """Return ``hidden_states`` except the last one, which is taken after the final norm."""
         hidden = getattr(output, "hidden_states", None) or ()
         return {layer: state for layer, state in enumerate(hidden[1:-1])}
 
@@ -161,7 +142,7 @@ BUILT_IN: dict[str, HookKind] = {kind.name: kind for kind in (_ResidPost(),)}
 
 
 def kind_names() -> list[str]:
-    """Return the names of the kinds that can be asked for, ours first."""
+    """Return the names of all registered kinds, built-in ones first."""
     found = {entry.name for entry in entry_points(group=HOOK_KINDS)}
     return [*BUILT_IN, *sorted(found - set(BUILT_IN))]
 
@@ -184,13 +165,16 @@ def find_kind(name: str) -> HookKind:
         kind: HookKind = next(iter(entries)).load()
     except (ImportError, AttributeError) as error:
         raise ActdsError(
-            "E011", f"hook kind {name}", got=str(error).splitlines()[0], expected="it importable"
+            "E011",
+            f"hook kind {name}",
+            got=str(error).splitlines()[0],
+            expected="an importable hook kind",
         ) from None
     return kind
 
 
 class HookPlace(NamedTuple):
-    """A place of the model: kind of output, and decoder layer from 0."""
+    """A hook: its kind, and a decoder layer from 0."""
 
     kind: str
     layer: int
@@ -211,12 +195,11 @@ def hook_specs(
 
     Args:
         places: kind and layer of each.
-        config: configuration of the model.
         computed: type the model computes in.
-        store_dtype: type to store all of them in, ``None`` for the type each is computed in.
+        store_dtype: type to store, ``None`` for the type that each is computed in.
 
     Raises:
-        ActdsError: E007 for a kind whose width the configuration does not say.
+        ActdsError: E007 for a kind whose width is not in the configuration.
     """
     specs = []
     for kind_name, layer in places:
@@ -233,7 +216,7 @@ def hook_specs(
 
 
 def cast_of(hooks: Sequence[HookSpec], computed: DType) -> str:
-    """Return the value of ``capture.cast``: none, or each cast and, of several, whose it is."""
+    """Return the value of ``capture.cast``: ``none``, or the casts with the hooks of each."""
     casts: dict[str, list[str]] = {}
     for hook in hooks:
         own = find_kind(hook.kind).dtype(computed)
@@ -245,14 +228,13 @@ def cast_of(hooks: Sequence[HookSpec], computed: DType) -> str:
 
 
 def parse_hooks(spec: str, n_layers: int) -> list[HookPlace]:
-    """Return the places that a specification names, by kind and layer, each once.
+    """Return the hooks that a specification names, sorted by kind and layer, each once.
 
-    ``KIND:LAYERS``, several separated by ``;``. Layers are numbers, ranges with both ends in
-    (``0-29``) and ``all``, separated by commas; ``-1`` is the last layer.
+    ``KIND:LAYERS``, several separated by ``;``. Layers are numbers, inclusive ranges (``0-29``) and
+    ``all``, separated by commas; ``-1`` is the last layer.
 
     Args:
         spec: for example ``resid_post:10,20``.
-        n_layers: decoder layers of the model.
 
     Raises:
         ActdsError: E007 for an unknown kind, a layer that the model lacks, or no layer at all.
@@ -281,7 +263,7 @@ def _layers(item: str, n_layers: int) -> range:
     first = _layer(match[1], n_layers)
     last = first if match[2] is None else _layer(match[2], n_layers)
     if last < first:
-        raise _unknown(f"the range {item!r} of no layer", "its lower layer first")
+        raise _unknown(f"the empty range {item!r}", "the lower layer first")
     return range(first, last + 1)
 
 
@@ -303,7 +285,7 @@ def _unknown(got: str, expected: str) -> ActdsError:
 def decoder_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """Return the decoder layers of a model by number, found by module path.
 
-    Of a composed model, those of its language model: a vision tower has layers of its own.
+    For a multimodal model, those of its language model: a vision tower has its own layers.
 
     Raises:
         ActdsError: E007 when several lists of layers could be the decoder's.
@@ -340,16 +322,16 @@ def _of_language_model(
         "E007",
         type(model).__name__,
         got=f"layers in {len(lists)} places: {', '.join(sorted(lists))}"[:200],
-        expected="one list of decoder layers, or a language model that the model names",
+        expected="one list of decoder layers, or get_language_model() or get_decoder()",
     )
 
 
 def residual_stream(
     output: Any, form: StreamForm, place: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return hidden and residual of a layer's output; their sum is the residual stream.
+    """Return hidden and residual of a layer's output, whose sum is the residual stream.
 
-    Rows of a padded batch, ``(batch, width, d_model)``, are laid flat.
+    Rows of a padded batch, ``(batch, width, d_model)``, are flattened.
 
     Args:
         output: what the decoder layer returned.
@@ -379,7 +361,7 @@ def residual_stream(
         place,
         got=f"a decoder layer that returns {_describe(output)}",
         expected="(hidden, residual)" if form == "sum" else "one tensor, or (hidden, residual)",
-        next_step="Harvest it with --writer transformers, which runs the model's own code.",
+        next_step="Harvest it with --engine transformers, which runs the model's own code.",
     )
 
 
@@ -391,5 +373,5 @@ def _describe(output: Any) -> str:
     if isinstance(output, tuple | list):
         parts = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
                  for part in output]  # fmt: skip
-        return f"{len(parts)} parts: {', '.join(map(str, parts))}"[:200]
+        return f"{len(parts)} values: {', '.join(map(str, parts))}"[:200]
     return type(output).__name__

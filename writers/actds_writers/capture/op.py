@@ -1,10 +1,8 @@
 """The capture op: one in-graph copy per hook from the model into a buffer, and its readouts.
 
-First stage of the data path. Knows nothing of vLLM or transformers.
-
-A Python hook that copies is traced away under compilation without any error. So the hook's body
-is one custom op, traced into the graph, which also writes how many rows it saw; the worker
-compares that with the schedule at every step.
+A Python hook that copies is traced away under compilation without an error. So the hook's body is
+one custom op, traced into the graph, which also writes how many rows it saw; the worker compares
+that with the schedule at every step.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def _capture_and_read(
 ) -> None:
     _capture(hidden, residual, rows, seen)
     n_rows = min(hidden.shape[0], rows.shape[0])
-    # From the row as it is stored, so that anybody can compute the readout again.
+    # From the row as stored, so that the readout can be recomputed.
     values = scratch[:n_rows]
     values.copy_(rows[:n_rows])
     torch.linalg.vector_norm(values, dim=1, out=readouts[:n_rows, 0])
@@ -79,14 +77,14 @@ TORCH_TYPES: dict[DType, torch.dtype] = {
 
 @dataclass(frozen=True)
 class HookBuffers:
-    """Where the hooks leave what they saw of a step; the same memory at every step.
+    """The buffers that hooks write a step into; the same memory at every step.
 
     Args:
-        layout: how rows of the hooks lie in memory.
+        layout: memory layout of the rows.
         blocks: ``(n_hooks, max_rows, d_model)`` of each block, on the model's device.
         seen: int64 ``(n_hooks,)``: rows each hook saw in the last step, 0 when it did not run.
         readouts: float32 ``(n_hooks, max_rows, n_readouts)``, no column without readouts.
-        beside_nbytes: what the readouts need beside: directions and scratch.
+        beside_nbytes: further memory of the readouts: directions and scratch.
     """
 
     layout: RowLayout
@@ -131,15 +129,11 @@ class HookBuffers:
         return tuple(self.blocks[block][place] for block, place in self.layout.places)
 
     def reset(self) -> None:
-        """Forget what the hooks saw, before a step."""
+        """Reset the row counts before a step."""
         self.seen.zero_()
 
     def compact(self, index: torch.Tensor) -> None:
-        """Move the rows of real tokens to the front.
-
-        Args:
-            index: int64 ``(n,)`` of these rows, on the device.
-        """
+        """Move the rows of real tokens, ``index`` (int64, on the device), to the front."""
         for buffer in (*self.blocks, self.readouts):
             buffer[:, : len(index)] = buffer[:, index]
 
@@ -159,22 +153,19 @@ def install(
     form: StreamForm,
     directions: Sequence[np.ndarray] | None = None,
 ) -> HookBuffers:
-    """Hook a model so that every forward leaves the rows of its hooks in the buffers.
-
-    Must run after the weights are loaded and before the model is compiled.
+    """Install hooks that write their rows into buffers at every forward.
 
     Args:
-        model: the loaded model.
-        hooks: the hooks; a cast happens where the model computes in another type than is stored.
+        model: the model, its weights loaded and not yet compiled.
+        hooks: the hooks; rows are cast where the model computes in another type than is stored.
         max_rows: rows of the largest step, padding included.
-        device: device of the model.
-        form: where the residual stream is in what a decoder layer returns.
+        form: where the residual stream is in the output of a decoder layer.
         directions: of each hook float32 ``(d_model, n_products)`` of the readouts, ``None`` for no
             readouts.
 
     Raises:
-        ActdsError: E007 when a place does not exist, or several lists could be the decoder's. A
-            layer whose output does not have the form raises it at the first forward.
+        ActdsError: E007 when a layer does not exist, or several lists could be the decoder's; at
+            the first forward when the output of a layer has another form.
 
     Spec: 0.1 section 3.1.
     """
@@ -198,9 +189,9 @@ def install(
 
 
 def install_tap(tap: Tap, number: int, buffers: tuple[torch.Tensor, ...]) -> None:
-    """Leave the rows of a tap in a hook's buffers, and its readouts where there are five."""
+    """Hook a tap: write its rows into a hook's buffers, and its readouts if there are five."""
     # Attributes of the module, so that the compiled graph takes them as inputs of the layer; with
-    # the hook's number, as several hooks may stand at one module.
+    # the hook's number, as one module may have several hooks.
     names = [f"_actds_{number}_{i}" for i in range(len(buffers))]
     for name, buffer in zip(names, buffers, strict=True):
         setattr(tap.module, name, buffer)

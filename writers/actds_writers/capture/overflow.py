@@ -1,8 +1,8 @@
-"""Overflow: which steps are on their way to the writer, and which one is given up for another.
+"""Overflow: the queue of steps in stages 1 and 2, and which of them are dropped.
 
-Stages 1 and 2 of the token's way, as a book: knows the space of both rings and the link to the
-writer, and no tensor. Steps stay in the worker until the writer asks for more: only so can the
-oldest step still be given up. Whole step slices are lost, never half a row set.
+Bookkeeping of both rings and the connection to the writer, without tensors. Steps stay in the
+worker until the writer asks for more, so that the oldest one can still be dropped. Only whole steps
+are dropped, for all hooks alike.
 """
 
 from __future__ import annotations
@@ -27,27 +27,24 @@ from actds_writers.policies import Policy
 
 NO_TOKENS = np.empty(0, np.int64)
 AHEAD = 2
-"""Messages that the writer may hold at once; the next is announced while it copies the last."""
+"""Messages without acknowledgement: the next is on its way while the writer copies the last."""
 LOSSES_AT_ONCE = 256
 NOTES_NBYTES = 64 << 20
-"""Memory of the notes on dropped steps; beyond it the engine waits, whatever the policy."""
+"""Memory for records of dropped steps; above it the engine waits under every policy."""
 
 State = Literal["staged", "moving", "ready", "sent", "dropped"]
 
 
 @dataclass
 class Entry:
-    """A step on its way.
+    """A step between engine and writer.
 
     Args:
-        step: number of the step.
-        slot: where it lies in the staging ring, ``None`` when it holds no rows there.
+        slot: offset in the staging ring, ``None`` when it has no rows there.
         state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, ``sent``, or ``dropped``.
-        reason: why it was dropped.
-        stalls: when a stage waited for it.
-        message: what the writer is told; set when the rows' identity is known.
-        dropped_ns: wall clock of the drop.
-        depth: slices in the host ring at the drop.
+        stalls: waits of a stage for this step.
+        message: the message to the writer; set when the rows are identified.
+        depth: slices in the host ring when it was dropped.
     """
 
     step: int
@@ -64,13 +61,12 @@ class Handover:
     """Hands steps to the writer under an overflow policy.
 
     Args:
-        writer: connection to the writer process.
-        staging: book of the staging ring.
-        ring: book of the host ring.
+        staging: allocator of the staging ring.
+        ring: allocator of the host ring.
         policy: what to do when a ring is full.
-        on_drop: told of every dropped step, in the thread that caused it.
+        on_drop: called with step and reason of every drop, in the thread that caused it.
 
-    ``waiting`` holds what a step waits for room in now: ``staging``, ``ring``, both or neither.
+    ``waiting`` names the rings that a step waits for now: ``staging``, ``ring``, both or neither.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class Handover:
         self._writer, self._staging, self._ring = writer, staging, ring
         self._policy, self._on_drop = policy, on_drop
         self._queue: deque[Entry] = deque()
-        # The same entries by what may be given up; those that went on are passed over.
+        # The same entries by where they may be dropped; those that moved on are skipped.
         self._in_staging: deque[Entry] = deque()
         self._in_ring: deque[Entry] = deque()
         self._n_ahead = 0
@@ -111,16 +107,13 @@ class Handover:
     # the engine's thread ----------------------------------------------------------------------
 
     def admit(self, nbytes: int, step: int) -> Entry:
-        """Enter a step; return its entry, which is ``dropped`` when there is no room for it.
-
-        The step's rows go to the entry's slot; then the entry is ready to ``move``.
+        """Add a step and reserve its slot; its state is ``dropped`` when there was no room.
 
         Args:
             nbytes: bytes of the step over all hooks; 0 for a step of which nothing is stored.
-            step: number of the step.
 
         Raises:
-            ActdsError: E502 when the writer is gone, E009 when no ring would ever hold it.
+            ActdsError: E502 when the writer is gone, E009 when the ring is too small for the step.
         """
         with self._changed:
             entry = Entry(step, None)
@@ -142,11 +135,11 @@ class Handover:
     # the transfer's thread --------------------------------------------------------------------
 
     def place(self, entry: Entry, nbytes: int) -> int | None:
-        """Return where an entry's rows go in the host ring, ``None`` when it is dropped.
+        """Return the offset of an entry's rows in the host ring, ``None`` when it is dropped.
 
         Args:
-            entry: an entry in step order, its identity known.
-            nbytes: bytes of the rows that are stored, over all hooks.
+            entry: the next entry in step order, its rows identified.
+            nbytes: bytes of the rows to store, over all hooks.
 
         Raises:
             ActdsError: E502 when the writer is gone.
@@ -166,7 +159,7 @@ class Handover:
                     return None
 
     def moved(self, entry: Entry, message: StepRows) -> None:
-        """Take an entry that is complete: its rows are in the host ring, or it was dropped.
+        """Queue an entry for the writer: its rows are in the host ring, or it was dropped.
 
         Raises:
             ActdsError: E502 when the writer is gone.
@@ -185,8 +178,8 @@ class Handover:
                     self._in_ring.append(entry)
             self._pump()
 
-    def tell(self, message: object) -> None:
-        """Tell the writer something beside the steps.
+    def send(self, message: object) -> None:
+        """Send the writer another message than a step.
 
         Raises:
             ActdsError: E502 when the writer is gone.
@@ -200,13 +193,13 @@ class Handover:
                 self._check()
 
     def give_up(self) -> None:
-        """Wake whoever waits: nothing moves any more."""
+        """Wake all waiting threads; every further call raises."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the link; the writer learns that nothing more comes."""
+        """Close the connection, by which the writer learns that no step follows."""
         self.give_up()
         # A plain close leaves the socket open for as long as the listener waits on it.
         with socket.socket(fileno=os.dup(self._writer.fileno())) as link, suppress(OSError):
@@ -217,7 +210,7 @@ class Handover:
     # for policies, under the lock -------------------------------------------------------------
 
     def wait(self, entry: Entry, stage: str) -> None:
-        """Wait for a change; the time counts as one stall of the stage, ``staging`` or ``ring``.
+        """Wait for a change; the time is one stall of the stage, ``staging`` or ``ring``.
 
         Raises:
             ActdsError: E502 when the writer is gone.
@@ -235,7 +228,7 @@ class Handover:
         self._check()
 
     def drop_staged(self) -> bool:
-        """Give up the oldest step that waits in stage 1; return whether there was one."""
+        """Drop the oldest step that waits in stage 1; return whether there was one."""
         while self._in_staging:
             waiting = self._in_staging.popleft()
             if waiting.state == "staged":
@@ -245,7 +238,7 @@ class Handover:
         return False
 
     def drop_ready(self) -> bool:
-        """Give up the oldest step that the writer does not hold; return whether there was one."""
+        """Drop the oldest step that the writer has not taken; return whether there was one."""
         while self._in_ring:
             waiting = self._in_ring.popleft()
             if waiting.state == "ready" and waiting.message is not None:
@@ -266,7 +259,7 @@ class Handover:
         self._on_drop(entry.step, reason)
 
     def _note(self, entry: Entry) -> None:
-        """Keep of a dropped step only what its log needs."""
+        """Keep only the part of a dropped step that its log needs."""
         assert entry.message is not None
         entry.message = replace(entry.message, offset=0, nbytes=0, token_ids=NO_TOKENS)
         self._notes_nbytes += _note_nbytes(entry.message)
@@ -278,9 +271,9 @@ class Handover:
             self._changed.notify_all()
 
     def _pump(self) -> None:
-        """Announce steps to the writer, as many as it may hold, in step order."""
+        """Send the writer as many steps as it may hold, in step order."""
         self._check()
-        # A loss counts as well: to a writer that stands still nothing may be sent without end.
+        # A drop counts as well: messages to a stalled writer must not pile up.
         while self._n_ahead < AHEAD and (message := self._next()) is not None:
             self._n_ahead += 1
             try:
@@ -295,7 +288,7 @@ class Handover:
         self._changed.notify_all()
 
     def _next(self) -> StepRows | StepsDropped | None:
-        """Return what the writer is told next: a step, or all losses up to the next one."""
+        """Return the next message to the writer: a step, or all drops up to the next one."""
         losses: list[StepDropped] = []
         while self._queue and self._queue[0].message is not None:
             entry = self._queue[0]
@@ -321,7 +314,7 @@ class Handover:
         while True:
             try:
                 message = self._writer.recv()
-            except Exception:  # whatever ends this thread must wake the one that waits for it
+            except Exception:  # whatever ends this thread must wake those that wait for it
                 with self._changed:
                     self._gone = True
                     self._changed.notify_all()
@@ -335,7 +328,7 @@ class Handover:
                     try:
                         self._pump()
                     except ActdsError:
-                        return  # the next call of the worker says so
+                        return  # the next call of the worker raises it
 
     def _check(self) -> None:
         if self._gone or self._closed:

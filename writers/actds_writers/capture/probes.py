@@ -1,6 +1,4 @@
-"""What rows are multiplied with: random directions and a user's probes, from their file, checked
-against the hooks, to the packed matrices of the capture op.
-"""
+"""The directions that rows are multiplied with: random ones, and a user's probes from a file."""
 
 from __future__ import annotations
 
@@ -26,11 +24,10 @@ def plan_readouts(
     Args:
         seed: seed of the random directions.
         path: file of the user's probes, ``None`` without.
-        hooks: the hooks, in order.
 
     Raises:
-        ActdsError: E015 when the file does not fit the hooks, or these differ in width: the file
-            of a dataset is one array over all of them.
+        ActdsError: E015 when the file does not fit the hooks, or these differ in width: a dataset
+            stores the probes of all hooks as one array.
 
     Spec: 0.1 section 7.8.
     """
@@ -49,15 +46,11 @@ def plan_readouts(
 def directions(
     field: str, probes_path: str | None, hooks: Sequence[HookSpec]
 ) -> list[Floats] | None:
-    """Return what the rows of each hook are multiplied with, ``None`` for a run without readouts.
+    """Return the directions of each hook, float32 ``(d_model, n_products)``.
 
     Args:
-        field: value of ``capture.readouts``.
+        field: value of ``capture.readouts``; ``None`` is returned for a run without readouts.
         probes_path: npy file of the probes, ``None`` without.
-        hooks: the hooks, in order.
-
-    Returns:
-        float32 ``(d_model, n_products)`` for each hook.
     """
     readouts = Readouts.from_field(field, "readouts")
     if readouts is None:
@@ -74,10 +67,9 @@ def read_probes(path: Path, hooks: list[str], d_model: int) -> Floats:
 
     Args:
         path: ``.npy`` with ``(n_probes, d_model)`` for all hooks or ``(n_hooks, n_probes,
-            d_model)``; ``.safetensors`` with one ``(n_probes, d_model)`` tensor per hook, named
-            as the hook.
+            d_model)``; ``.safetensors`` with one ``(n_probes, d_model)`` tensor per hook, under
+            the hook's name.
         hooks: names of the hooks, in order.
-        d_model: channels of a row.
 
     Raises:
         ActdsError: E015 unreadable, another shape, or values that are not finite.
@@ -87,7 +79,7 @@ def read_probes(path: Path, hooks: list[str], d_model: int) -> Floats:
     elif path.suffix == ".npy":
         found = _from_npy(path, len(hooks))
     else:
-        raise _bad(path, f"a {path.suffix or 'nameless'} file", "a .npy or .safetensors file")
+        raise _bad(path, f"a file with the ending {path.suffix!r}", "a .npy or .safetensors file")
     if found.ndim != 3 or found.shape[::2] != (len(hooks), d_model) or not found.shape[1]:
         raise _bad(path, f"shape {found.shape}", f"({len(hooks)} hooks, n_probes, {d_model})")
     probes: Floats = np.ascontiguousarray(found, dtype=np.float32)

@@ -1,9 +1,8 @@
-"""Stages 1 and 2: every step from the hooks' buffers to the writer, beside the engine.
+"""Stages 1 and 2 of the data path: from the hooks' buffers to the host ring.
 
-The engine's thread copies a step into the staging ring on the device and goes on. Two threads take
-it from there: one reads who the rows are and sends their readouts through a narrow lane that no
-overflow policy touches, the other moves the rows into the host ring. Knows no engine; a worker of
-any engine hands its steps over here.
+The engine's thread copies a step into the staging ring on the device and continues. Thread
+``actds-identify`` reads which request and position each row is and sends the readouts through a
+lane that no overflow policy touches; thread ``actds-move`` moves the rows into the host ring.
 """
 
 from __future__ import annotations
@@ -47,18 +46,17 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Step:
-    """A step that the model just ran, as the engine's host state knows it.
+    """A step that the model just ran, from the engine's host state.
 
     Args:
-        step: number of the step.
         requests: request number of each scheduled request, in row order.
         n_rows: rows of each.
         prompt_lens: prompt tokens of each.
-        left_out: what the sampling rules say of each; empty when they say nothing.
+        left_out: what the sampling rules leave out of each; empty when they leave out nothing.
         finished: requests that ended before this step.
         duration_ns: how long the model ran, as far as the host can tell.
         kernel_mode: ``eager``, ``compiled`` or ``cudagraph``.
-        began: mark before the model ran, where the device keeps the time.
+        began: mark before the model ran, for the time on the device.
     """
 
     step: int
@@ -83,7 +81,7 @@ class Step:
 
     @property
     def keeps_nothing(self) -> bool:
-        """Return whether no row is stored, whatever its position."""
+        """Return whether no row of the step is stored."""
         return bool(self.left_out) and all(
             out.prefill is not None and out.decode is not None for out in self.left_out
         )
@@ -104,16 +102,13 @@ class _Moving:
 
 
 class Stages:
-    """Takes steps from one worker's hooks to writer and census.
+    """Moves the steps of one worker from its hooks to writer and census.
 
     Args:
-        link: where they listen.
-        buffers: what the hooks fill.
-        hooks: the hooks, in the buffers' order.
         max_rows: rows of the largest step, padding excluded.
 
     Raises:
-        ActdsError: E503 when memory cannot be reserved, E506 when nobody listens.
+        ActdsError: E503 when memory cannot be reserved, E506 when no process listens.
     """
 
     def __init__(
@@ -180,7 +175,7 @@ class Stages:
 
     @property
     def waiting(self) -> frozenset[str]:
-        """Return the rings that a step waits for room in now: ``staging``, ``ring``."""
+        """Return the rings that a step waits for now: ``staging``, ``ring``."""
         return frozenset(self._handover.waiting)
 
     @property
@@ -190,10 +185,10 @@ class Stages:
         return not self._narrow.depth and (not staged or "ring" in self.waiting)
 
     def introduce(self, facts: tuple[Fact, ...]) -> None:
-        """Tell the writer what the worker found; before the first step.
+        """Send the writer the worker's hello, before the first step.
 
         Args:
-            facts: what the worker observed; those of the stages are added.
+            facts: what the worker observed; facts of the stages are added.
 
         Raises:
             ActdsError: E502 when the writer is gone.
@@ -203,7 +198,7 @@ class Stages:
             Fact("capture.staging_nbytes", self._staging.capacity, "observed"),
         )
         lane = self.lane
-        self._handover.tell(
+        self._handover.send(
             WorkerHello(
                 self._hooks,
                 (*facts, *own),
@@ -217,21 +212,20 @@ class Stages:
         )
 
     def fail(self, error: ActdsError) -> None:
-        """Tell the writer why nothing more can come."""
+        """Send the writer the error that ends the capture."""
         self._error = self._error or error
-        self._handover.tell(Failed.of(error))
+        self._handover.send(Failed.of(error))
 
     def hand_over(self, step: Step, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Take the rows of the step that just ran; returns when the hooks' buffers are free.
 
         Args:
-            step: what the host knows of the step.
             token_ids: token fed at each row, ``(n,)``, from the buffer that the model read.
             positions: position of each row, ``(n,)``.
 
         Raises:
-            ActdsError: what went wrong with an earlier step: E501 rows that differ from the
-                schedule, E502 the writer is gone.
+            ActdsError: of this or an earlier step: E501 rows that differ from the schedule, E502
+                the writer is gone.
         """
         self._check()
         n = int(step.n_rows.sum())
@@ -278,7 +272,7 @@ class Stages:
         return False
 
     def close(self) -> None:
-        """End the links; the writer learns that nothing more comes."""
+        """Close the connections, by which the writer learns that no step follows."""
         self._unidentified.put(None)
         self._unmoved.put(None)
         self._handover.close()
@@ -299,7 +293,7 @@ class Stages:
         while (moving := self._unidentified.get()) is not None:
             try:
                 self._identify(moving, copier, host)
-            except Exception as error:  # whatever ends it, the engine must not wait for ever
+            except Exception as error:  # the engine must not wait for ever
                 self._give_up(error)
             finally:
                 with self._narrow_freed:
@@ -352,10 +346,10 @@ class Stages:
         while (moving := self._unmoved.get()) is not None:
             moving.identified.wait()
             if moving.message is None:
-                return  # it could not be identified, and the engine hears why
+                return  # it could not be identified; the engine's next step raises why
             try:
                 self._move(moving, moving.message, copier)
-            except Exception as error:  # as above
+            except Exception as error:  # the engine must not wait for ever
                 self._give_up(error)
                 return
 
@@ -405,7 +399,7 @@ class Stages:
                 ) from None
 
     def _give_up(self, error: Exception) -> None:
-        """Note what ended a thread and tell the writer; the engine's next step says so."""
+        """Note what ended a thread and tell the writer; the engine's next step raises it."""
         if not isinstance(error, ActdsError):
             words = repr(error)[:500]
             error = ActdsError("E901", "stages", got=words, expected="a step handed over")

@@ -1,8 +1,8 @@
-"""Transfer: from device memory to host memory, and the lane of the readouts, beside the engine.
+"""Transfer from device to host memory, and the worker's end of the readouts' lane.
 
-On CUDA a stream of its own copies into page-locked memory and the engine's stream never waits; on a
-CPU the same calls are plain copies. The lane is narrow, bounded, and never dropped: when it is full
-the engine waits, whatever the overflow policy says of rows. Its other end is in ``shards.logs``.
+On CUDA a separate stream copies into page-locked memory and the engine's stream never waits; on a
+CPU the same calls are plain copies. The lane is bounded and drops nothing: when it is full the
+engine waits under every overflow policy. Its other end is in ``shards.logs``.
 """
 
 from __future__ import annotations
@@ -27,37 +27,28 @@ from actds_writers.ipc.ring import RingSpace
 
 
 class Mark:
-    """A point in the engine's stream, which a copier waits for.
+    """A point in the engine's stream that a copier waits for.
 
     Args:
-        device: device of the engine.
-        timed: whether the time between two marks is wanted.
+        timed: whether to measure the time between marks.
     """
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
-        self._event: Any = None
+        self.event: Any = None
+        """The CUDA event, ``None`` on a CPU."""
         if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
-
-    @property
-    def event(self) -> Any:
-        """Return the CUDA event, ``None`` on a CPU."""
-        return self._event
+            self.event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+            self.event.record(torch.cuda.current_stream(device))
 
     def nanoseconds_since(self, earlier: Mark) -> int | None:
-        """Return the device time between two marks that are over, ``None`` on a CPU."""
-        if self._event is None or earlier.event is None:
+        """Return the device time between two passed marks, ``None`` on a CPU."""
+        if self.event is None or earlier.event is None:
             return None
-        return int(earlier.event.elapsed_time(self._event) * 1e6)
+        return int(earlier.event.elapsed_time(self.event) * 1e6)
 
 
 class Copier:
-    """Copies from the device to the host in the calling thread, on a stream of its own.
-
-    Args:
-        device: device of the engine.
-    """
+    """Copies from the device to the host in the calling thread, on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,13 +63,13 @@ class Copier:
         index: torch.Tensor | None,
         after: Mark,
     ) -> None:
-        """Copy rows and wait until they are there.
+        """Copy rows and wait until they have arrived.
 
         Args:
             targets: ``(n_hooks, n_kept, width)`` each, in host memory.
             sources: ``(n_hooks, n, width)`` each, on the device.
             index: int64 ``(n_kept,)`` of the rows to copy, on the host; ``None`` for all.
-            after: what must be over before.
+            after: mark to wait for.
         """
         if self._stream is None:
             for target, source in zip(targets, sources, strict=True):
@@ -120,7 +111,7 @@ def typed(
 
 @dataclass(frozen=True)
 class Rows:
-    """Whose readouts they are: request, position and token of each row."""
+    """Request, position and token of each row of readouts."""
 
     requests: IntArray
     positions: IntArray
@@ -128,13 +119,7 @@ class Rows:
 
 
 class Lane:
-    """The worker's end of the lane.
-
-    Args:
-        connection: to the writer's end.
-        path: shared memory to make.
-        nbytes: its size.
-    """
+    """The worker's end of the lane."""
 
     def __init__(self, connection: Connection, path: Path, nbytes: int) -> None:
         self.path, self.nbytes = path, nbytes
@@ -143,7 +128,7 @@ class Lane:
         self._memory = torch.frombuffer(ring.create(path, nbytes), dtype=torch.uint8)
         self._changed = threading.Condition()
         self._gone = False
-        # One message is with the writer at a time, so a writer that stands still fills no socket.
+        # The writer has one message at a time, so a stalled writer fills no socket.
         self._waiting: queue.SimpleQueue[StepReadouts | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="actds-lane", daemon=True)
         self._thread.start()
@@ -154,11 +139,10 @@ class Lane:
         return self._space.depth
 
     def put(self, step: int, rows: Rows, readouts: torch.Tensor) -> None:
-        """Copy the readouts of a step into the lane, waiting for room if need be.
+        """Copy the readouts of a step into the lane, waiting for room if necessary.
 
         Args:
-            step: number of the step.
-            rows: whose they are.
+            rows: request, position and token of each.
             readouts: float32 ``(n_hooks, n, width)`` in host memory.
 
         Raises:
@@ -182,7 +166,7 @@ class Lane:
         )
 
     def close(self) -> None:
-        """End the link."""
+        """Close the connection."""
         self._waiting.put(None)
         with self._changed:
             self._gone = True

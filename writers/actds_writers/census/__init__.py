@@ -1,1 +1,1 @@
-"""The census: the scheduler-side account of every position."""
+"""The census: the scheduler side of the account."""

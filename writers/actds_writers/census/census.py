@@ -1,6 +1,6 @@
 """The census: what became of every position, from the scheduler's decisions alone.
 
-The scheduler side of the account: messages in, tables out; no thread, no file and no row.
+The scheduler side of the account: messages in, tables out; no thread, no file, no row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from actds_writers.ipc.messages import (
 
 NO_STEP = -1
 RUNNING, NO_REQUEST = -1, -2
-"""In place of the sampled tokens of a request that has not ended, and of one that never came."""
+"""Instead of a number of sampled tokens: the request has not ended; there is no such request."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class CensusTables:
 
 
 class Census:
-    """Follows one run.
+    """The census of one run.
 
     Spec: 0.1 section 7.
     """
@@ -88,7 +88,7 @@ class Census:
         self._recomputed_tokens = 0
 
     def progress(self) -> CensusProgress:
-        """Return the counters that the progress line shows."""
+        """Return the present counters."""
         return CensusProgress(
             scheduled_tokens=self._scheduled_tokens,
             cached_tokens=self._hit_tokens,
@@ -106,7 +106,7 @@ class Census:
         )
 
     def has_scheduled(self, step: int) -> bool:
-        """Return whether the scheduler has told of a step."""
+        """Return whether the scheduler has reported a step."""
         return self._steps.get(step, "t_ns") is not None
 
     def observe(self, message: object) -> None:
@@ -157,7 +157,7 @@ class Census:
         self._scheduled_tokens += n_tokens
         self._recomputed_tokens += int((new - start).sum())
         self._last = message
-        # Worker and scheduler speak through two sockets; either may come first.
+        # Worker and scheduler use two sockets; either message may arrive first.
         self._steps.put(
             message.step,
             {
@@ -182,7 +182,7 @@ class Census:
     def _admit(
         self, first: np.ndarray, who: np.ndarray, start: np.ndarray, prompt: np.ndarray
     ) -> None:
-        """Note the prefix hits of requests that are scheduled for the first time."""
+        """Note the prefix-cache hits of requests that are scheduled for the first time."""
         if not len(first):
             return
         index = np.flatnonzero(np.isin(who, first))
@@ -219,7 +219,7 @@ class Census:
         self._count_drop(message.step)
 
     def _count_drop(self, step: int) -> None:
-        # A step that the scheduler has not told of yet is counted when it does.
+        # A step that the scheduler has not reported yet is counted when it does.
         self._dropped[self._lost[step]] += self._steps.get(step, "new_tokens") or 0
 
     def _finished(self, message: RequestFinished) -> None:
@@ -238,10 +238,10 @@ class Census:
 
         Args:
             acknowledged: per phase, the last step whose rows are committed.
-            client: what only the client knows.
+            client: facts that only the client has.
             lost_reason: reason of rows that were computed and not committed.
-            logged_drops: steps in the writer's committed drop log. A drop that the writer did not
-                live to log is known to the scheduler side alone, and is aborted like the rest.
+            logged_drops: steps in the writer's committed drop log. A drop that a killed writer did
+                not log is known to the scheduler side alone, and counts as aborted.
 
         Spec: 0.1 section 7.1.
         """
@@ -254,7 +254,7 @@ class Census:
             self._left_out,
             unlogged=frozenset(self._lost) - logged_drops,
         )
-        self._owe(pieces)
+        self._add_uncomputed(pieces)
         spans = span_table(pieces)
         steps = self._step_table(pieces)
         requests = self._request_table(client)
@@ -266,16 +266,16 @@ class Census:
         }
         return CensusTables(requests, steps, spans, totals)
 
-    def _owe(self, pieces: StepPieces) -> None:
-        """Add the positions that requests owe and that were never computed."""
+    def _add_uncomputed(self, pieces: StepPieces) -> None:
+        """Add the positions that belong to requests and were never computed, as aborted."""
         numbers = np.flatnonzero(self._generated.values != NO_REQUEST)
-        told, length = self._generated.values[numbers], self._prompt_len.values[numbers]
+        sampled, length = self._generated.values[numbers], self._prompt_len.values[numbers]
         high = self._high_water.values[numbers]
-        generated = _generated(told, high, length)
+        generated = _generated(sampled, high, length)
         due = np.maximum(np.where(generated > 0, length + generated - 1, length), high)
         for ended, reason in (
-            (told != RUNNING, "request_aborted"),
-            (told == RUNNING, "engine_ended"),
+            (sampled != RUNNING, "request_aborted"),
+            (sampled == RUNNING, "engine_ended"),
         ):
             pieces.add(numbers[ended], high[ended], due[ended], ABORTED, NO_STEP, reason=reason)
 
@@ -302,10 +302,10 @@ class Census:
                 for request in batch
             ]
             parts.append(_rows_table(rows))
-        told = pa.concat_tables(parts).sort_by("request")
+        served = pa.concat_tables(parts).sort_by("request")
         skipped = [prompt for prompt in client.prompts if prompt.skip is not None]
-        rows = [_skipped_row(told.num_rows + i, prompt) for i, prompt in enumerate(skipped)]
-        return pa.concat_tables([told, _rows_table(rows)]).combine_chunks()
+        rows = [_skipped_row(served.num_rows + i, prompt) for i, prompt in enumerate(skipped)]
+        return pa.concat_tables([served, _rows_table(rows)]).combine_chunks()
 
 
 def _rows_table(rows: list[dict[str, object]]) -> pa.Table:
@@ -313,9 +313,9 @@ def _rows_table(rows: list[dict[str, object]]) -> pa.Table:
     return tables.build("requests", {name: [row.get(name) for row in rows] for name in names})
 
 
-def _generated(told: np.ndarray, high_water: np.ndarray, prompt_len: np.ndarray) -> np.ndarray:
-    """Return the sampled tokens; of a request that never ended, those that were fed."""
-    return np.where(told == RUNNING, np.maximum(high_water - prompt_len, 0), told)
+def _generated(sampled: np.ndarray, high_water: np.ndarray, prompt_len: np.ndarray) -> np.ndarray:
+    """Return the sampled tokens; for a request that never ended, those that were fed."""
+    return np.where(sampled == RUNNING, np.maximum(high_water - prompt_len, 0), sampled)
 
 
 def _request_row(
@@ -352,7 +352,7 @@ def _request_row(
 
 
 def _finish_reason(finished: RequestFinished | None) -> tuple[str, str | None]:
-    """Return one of the spec's reasons, and words where that does not say it all."""
+    """Return one of the spec's finish reasons, and an explanation where it needs one."""
     if finished is None:
         return "unfinished", "the engine ended before the request did"
     if finished.reason in tables.FINISH_REASONS:

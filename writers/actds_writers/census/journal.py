@@ -1,9 +1,9 @@
-"""The census on disk: its journal while a run lives, its tables when the run ends.
+"""The census on disk: its journal during a run, its tables when the run ends.
 
-What the census has seen is durable before any row that depends on it. The journal is written by
-one thread of the census process, ``actds-journal``; the process's own thread adds messages and
-never waits for the disk. At the end the process, or recovery in its place, ends the writer's
-chain, commits the tables and removes the journal. What the messages mean is the census' affair.
+What the census has seen is durable before any row that depends on it. Thread ``actds-journal`` of
+the census process writes the journal; the main thread adds messages and never waits for the disk.
+At the end the process, or recovery in its place, ends the writer's chain, commits the tables and
+removes the journal.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ FORMAT, VERSION = "actds.journal", "0.1"
 FIRST_PREV = "0" * 64
 FLUSH_INTERVAL_S = 5.0
 SEGMENT_NBYTES = 4 << 20
-"""Bytes of lines after which a segment is written without being asked for."""
+"""Bytes of lines after which a segment is written without a request."""
 MAX_SEGMENT_NBYTES = 64 << 20
-"""Bytes of lines that a reader takes from one segment."""
+"""Most bytes of lines that a reader accepts in one segment."""
 FACTS_PER_LINE = 5000
 _HEADER = {"dataset", "format", "n_messages", "prev", "run", "segment", "version"}
 
 KINDS = (RequestArrived, StepScheduled, StepExecuted, StepLost, RequestFinished, ClientFacts)
-"""The messages that a journal holds; the name of its class says which one a line is."""
+"""The messages in a journal; a line has the name of the class."""
 
 RESERVE = ".tmp-reserve-"
-"""How the name of the file begins that holds disk space back for the end of a run."""
+"""Prefix of the file that reserves disk space for the end of a run."""
 ROWS_PER_PART = 1_000_000
 LOST_REASON = "writer_ended"
 """Reason of rows that were computed and are not committed."""
@@ -77,12 +77,12 @@ _LINE: TypeAdapter[tuple[str, object]] = TypeAdapter(
 
 
 def to_line(message: object) -> bytes:
-    """Return one line of JSON, ``["Kind", {fields}]`` with its line end.
+    """Return a message as one line of JSON, ``["Kind", {fields}]``, with its line end.
 
     Arrays are lists of integers, bytes are hexadecimal; a number that JSON lacks is ``null``.
     """
     pair = type(message).__name__, message
-    # Numbers of numpy are no surprise, and stand as numbers.
+    # numpy scalars are written as numbers, without a warning.
     return _LINE.dump_json(pair, warnings=False, fallback=lambda number: number.item()) + b"\n"
 
 
@@ -90,20 +90,18 @@ def from_line(line: bytes) -> object:
     """Return the message that a line holds.
 
     Raises:
-        ValueError: no JSON, no message of the census, or a field that is not of its type.
+        ValueError: no JSON, no message of the census, or a field of another type.
     """
     return _LINE.validate_json(line)[1]
 
 
 class Journal:
-    """Makes messages durable in segments, on a thread of its own: the census never waits for it.
+    """Makes messages durable in segments, on its own thread: the census never waits for it.
 
-    What is not yet on disk waits in memory, as lines of JSON: ``FLUSH_INTERVAL_S`` worth of them
-    while the disk keeps up.
+    What is not yet on disk waits in memory as lines of JSON: those of ``FLUSH_INTERVAL_S`` while
+    the disk keeps up.
 
     Args:
-        store: where the dataset stands.
-        run: run of the messages.
         begin: called once before the first segment; returns the id of the dataset, ``None``
             while there is none.
 
@@ -125,7 +123,7 @@ class Journal:
         self._thread.start()
 
     def add(self, message: object) -> None:
-        """Take a message; it is durable after the next ``secure``, or soon."""
+        """Take a message; it is durable after the next ``secure``, or after a few seconds."""
         lines = [to_line(part) for part in _split(message)]
         with self._changed:
             self._lines += lines
@@ -137,7 +135,7 @@ class Journal:
         """Make everything taken so far durable, then call ``answer`` on the journal's thread.
 
         Args:
-            answer: called with ``None``, or with the error that kept it from being durable.
+            answer: called with ``None``, or with the error that prevented it.
         """
         with self._changed:
             self._waiting.append(answer)
@@ -146,7 +144,7 @@ class Journal:
     def finish(self) -> None:
         """End the thread and make the rest durable.
 
-        What failed before is tried again: disk space that was held back is free by now.
+        What failed before is tried again: reserved disk space is free by now.
 
         Raises:
             ActdsError: E503 when the disk refuses.
@@ -169,14 +167,14 @@ class Journal:
                     self._write()
             except ActdsError as error:
                 self.error = error
-            except Exception as error:  # a thread's error must reach those who wait, whatever it is
+            except Exception as error:  # those who wait must get every error
                 self.error = ActdsError(
                     "E901", "census journal", got=repr(error)[:500], expected="a segment"
                 )
             for answer in waiting:
                 answer(self.error or self._not_begun())
         for answer in waiting:
-            answer(ActdsError("E505", "census", got="it is ending", expected="it alive"))
+            answer(ActdsError("E505", "census", got="it is ending", expected="a running census"))
 
     def _is_due(self) -> bool:
         full = self._nbytes >= SEGMENT_NBYTES and self.error is None
@@ -188,7 +186,7 @@ class Journal:
         return ActdsError("E505", "census journal", got="no dataset", expected="one to write to")
 
     def _write(self) -> None:
-        """Write what there is, in as many segments as it takes."""
+        """Write all lines, in as many segments as necessary."""
         while self._lines:
             self._dataset = self._dataset or self._begin()
             if self._dataset is None:
@@ -217,7 +215,7 @@ class Journal:
         data = zstandard.ZstdCompressor(level=1).compress(canonical.dump(header) + b"".join(lines))
         path = layout.journal_path(self._run, self._n)
         if self._store.exists(path):
-            # A put that failed after the file had its name: nobody was told that it is durable.
+            # A put that failed after the file had its name; it was never reported as durable.
             self._store.remove(path)
         self._store.put_new(path, [data])
         self._prev = canonical.digest(data)
@@ -225,23 +223,23 @@ class Journal:
 
 
 def merged(before: ClientFacts, new: ClientFacts) -> ClientFacts:
-    """Return client facts with newer ones laid over them, by key."""
+    """Return client facts updated with newer ones, by key."""
     prompts = {prompt.key: prompt for prompt in (*before.prompts, *new.prompts)}
     return ClientFacts(tuple(prompts.values()), {**before.engine_cached, **new.engine_cached})
 
 
 def segments(store: Store, run: str) -> list[str]:
-    """Return the paths of a run's segments, in order; no gap is looked for."""
+    """Return the paths of a run's segments, in order; gaps are not checked."""
     return [path for path in store.list(f"journal/{run}") if _number(path) is not None]
 
 
 def remove_journal(store: Store, run: str) -> None:
-    """Remove the journal of a run whose census is closed, and its folder where that is one."""
+    """Remove the journal of a run whose census is closed, and its folder if it is local."""
     for path in segments(store, run):
         store.remove(path)
     folder = local_folder(store.uri)
     if folder is not None:
-        with contextlib.suppress(OSError):  # another run's journal is there as well
+        with contextlib.suppress(OSError):  # another run's journal is still there
             (folder / "journal" / run).rmdir()
             (folder / "journal").rmdir()
 
@@ -260,7 +258,7 @@ def read_journal(store: Store, dataset: str, run: str) -> Iterator[object]:
     for n in range(len(numbers)):
         path = layout.journal_path(run, n)
         if n not in numbers:
-            raise _broken(path, "no segment", f"{len(numbers)} in a row")
+            raise _broken(path, "no segment", f"{len(numbers)} consecutive segments")
         data = store.read(path, MAX_SEGMENT_NBYTES)
         header, lines = _opened(data, path)
         expected = {
@@ -298,7 +296,7 @@ def _opened(data: bytes, path: str) -> tuple[dict[str, object], list[bytes]]:
 
 
 def _split(message: object) -> Iterator[object]:
-    """Yield a message in parts that fit a segment: only the client's facts can be large."""
+    """Yield a message in parts that fit a segment: only client facts can be large."""
     if not isinstance(message, ClientFacts):
         yield message
         return
@@ -319,11 +317,11 @@ def _broken(place: str, got: str, expected: str) -> ActdsError:
 
 @dataclass(frozen=True)
 class WriterEnd:
-    """How a writer ended.
+    """What a writer had committed when it ended.
 
     Args:
         acknowledged: per phase, the last step whose rows are committed.
-        dropped_steps: steps that stand in the committed drop log.
+        dropped_steps: steps in the committed drop log.
     """
 
     acknowledged: dict[str, int]
@@ -331,12 +329,10 @@ class WriterEnd:
 
 
 def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
-    """Fence the run's writer chain if it is still open; return what is committed.
+    """Fence the run's writer chain if it is still open; return what it has committed.
 
-    Returns ``None`` when the run never began: it has no writer chain, or one that ended before the
-    run record, and then nothing but that is committed.
-
-    The ledger decides what is committed: an acknowledgement that got lost on its way is no loss.
+    Returns ``None`` when the run never began: it has no writer chain, or one without run record.
+    The ledger alone decides what is committed, also where an acknowledgement was lost.
 
     Spec: 0.1 section 8.3.
     """
@@ -347,7 +343,7 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
         dropped: set[int] = set()
         began = False
         if state.state == "open":
-            # Whoever it belongs to may have been faster than the fence: what it has then, counts.
+            # Its process may have been faster than the fence: the records after it count.
             state = fence(store, dataset, state.chain, "its writer ended without closing the chain")
         for record in state.records:
             body = record.typed_body()
@@ -375,14 +371,11 @@ def commit_census(
     """Commit the tables of a census in parts.
 
     Args:
-        store: where the dataset stands.
         chain: the open census chain of the run.
-        run: the run.
-        found: the tables.
-        present: parts of the run that a census before has committed, by path; they stay.
+        present: parts that an earlier census of the run has committed, by path; they are kept.
 
     Raises:
-        ActdsError: E312 when a part that is committed says something else; E308, E309 or E503.
+        ActdsError: E312 when a committed part differs; E308, E309 or E503.
     """
     named: list[tuple[PartTable, pa.Table]] = [
         ("requests", found.requests),

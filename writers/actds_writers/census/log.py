@@ -1,8 +1,4 @@
-"""What scheduler and worker said of every step and request, packed small for long runs.
-
-The census fills both logs and reads them at the end of a run; they stay in memory, old entries
-compressed. No thread, no file.
-"""
+"""Logs of every step and request, in memory, old entries compressed for long runs."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from actds_writers.ipc.messages import RequestArrived, RequestFinished
 IntMatrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 BLOCK_STEPS = 1024
 OPEN_BLOCKS = 2
-"""Blocks that stay as they are: worker and scheduler do not tell of a step at the same time."""
+"""Blocks left uncompressed: worker and scheduler report a step at different times."""
 NOTHING = np.iinfo(np.int64).min
 _WORDS = ("kernel_mode",)
 _FLOATS = tuple(f.name for f in tables.SCHEMAS["steps"] if f.type == pa.float64())
@@ -43,14 +39,14 @@ class StepLog:
         self._words: list[str] = []
 
     def put(self, step: int, values: Mapping[str, Value]) -> None:
-        """Note values of a step; what is not named stays unknown, or as it was."""
+        """Note values of a step; the others are unchanged."""
         block = self._open(step // BLOCK_STEPS)
         at = step % BLOCK_STEPS
         for name, value in values.items():
             block[_INDEX[name], at] = self._bits(name, value)
 
     def get(self, step: int, name: str) -> int | None:
-        """Return an integer that was noted, ``None`` for what is not known."""
+        """Return an integer value of a step, ``None`` when it is not known."""
         block = self._blocks.get(step // BLOCK_STEPS)
         if block is None:
             return None
@@ -60,11 +56,7 @@ class StepLog:
         return None if found == NOTHING else found
 
     def table(self, given: str) -> tuple[np.ndarray, dict[str, pa.Array]]:
-        """Return the numbers of the steps of which a column is known, sorted, and all columns.
-
-        Args:
-            given: the column that a step must have.
-        """
+        """Return the sorted steps whose column ``given`` is known, and all their columns."""
         steps, parts = [np.empty(0, np.int64)], [np.empty((len(_NAMES), 0), np.int64)]
         for number, block in sorted(self._blocks.items()):
             columns = unpack(block, len(_NAMES)) if isinstance(block, bytes) else block
@@ -113,14 +105,7 @@ class StepLog:
 
 @dataclass(slots=True)
 class LoggedRequest:
-    """One request as the scheduler told of it.
-
-    Args:
-        arrived: when it came.
-        finished: when it ended, ``None`` while it runs.
-        first_token_ns: when its first sampled token was fed.
-        n_preemptions: times it lost its KV blocks.
-    """
+    """One request as the scheduler reported it; ``first_token_ns`` is when that token was fed."""
 
     arrived: RequestArrived
     finished: RequestFinished | None = None
@@ -129,7 +114,7 @@ class LoggedRequest:
 
 
 class RequestLog:
-    """The requests of a run: those that run by number, those that have ended in packed batches."""
+    """The requests of a run: running ones by number, ended ones in packed batches."""
 
     def __init__(self) -> None:
         self._running: dict[int, LoggedRequest] = {}
@@ -141,7 +126,7 @@ class RequestLog:
         self._running[message.request] = LoggedRequest(message)
 
     def running(self, request: int) -> LoggedRequest | None:
-        """Return a request that has not ended, ``None`` for one that has or never came."""
+        """Return a running request, ``None`` for any other number."""
         return self._running.get(request)
 
     def end(self, message: RequestFinished) -> None:
@@ -167,7 +152,7 @@ class RequestLog:
 def pack(columns: IntMatrix) -> bytes:
     """Return columns ``(n_columns, n)`` compressed: differences along a column, by byte.
 
-    Columns that grow evenly take almost nothing; noise takes its own size.
+    Columns that grow evenly take almost nothing; noise does not shrink.
     """
     n_columns, n = columns.shape
     # Differences wrap around, and so do the sums that undo them.
@@ -178,7 +163,7 @@ def pack(columns: IntMatrix) -> bytes:
 
 
 def squeeze(data: bytes) -> bytes:
-    """Return bytes compressed, in memory of their own size."""
+    """Return bytes compressed, in memory of that size."""
     packed = zstandard.ZstdCompressor(level=1).compress(data)
     # What the compressor returns keeps the memory of the worst case: hundreds of times as much.
     return bytes(memoryview(packed))

@@ -1,6 +1,6 @@
 """Pieces and spans: interval arithmetic of the census, vectorised.
 
-A piece is what one step did to one request; spans are what stands in the table.
+A piece is what one step did to one request; spans are the rows of the table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Columns = dict[str, np.ndarray]
 
 
 class StepPieces:
-    """A growing list of intervals, in columns; those of long ago are packed."""
+    """A growing list of intervals, in columns; old ones are packed."""
 
     def __init__(self) -> None:
         self._packed: list[bytes] = []
@@ -77,7 +77,7 @@ class StepPieces:
             yield dict(zip(_COLUMNS, self._joined(), strict=True))
 
     def reasons(self) -> list[str]:
-        """Return the words behind the reason numbers."""
+        """Return the reasons by number."""
         return list(self._reasons)
 
     def settled(
@@ -89,10 +89,10 @@ class StepPieces:
         left_out: dict[str, dict[int, str]] | None = None,
         unlogged: frozenset[int] = frozenset(),
     ) -> StepPieces:
-        """Return the pieces with filtered, dropped and never committed rows told apart.
+        """Return the pieces with the final dispositions: filtered, dropped, aborted, captured.
 
-        A rule wins over a loss: what it leaves out would not have been stored anyway. It holds
-        for cache references too, so that the multiplicities are those of the stored traffic.
+        A sampling rule wins over a loss: the row would not have been stored anyway. It holds for
+        prefix-cache hits too, so that the multiplicities are those of the stored traffic.
 
         Args:
             prompt_len: prompt tokens by request number: where prefill ends.
@@ -100,8 +100,8 @@ class StepPieces:
             lost_reason: reason of the others.
             dropped: reason by step of those an overflow policy gave up.
             left_out: per phase, the reason by request of those a sampling rule leaves out.
-            unlogged: steps that were given up and stand in no log; lost, even where a later step
-                is committed.
+            unlogged: dropped steps that are in no log; aborted, even where a later step is
+                committed.
         """
         settled = StepPieces()
         settled._reasons = self.reasons()
@@ -152,11 +152,7 @@ class StepPieces:
         return {name: int(total[code]) for code, name in enumerate(tables.DISPOSITIONS)}
 
     def tokens_by_step(self, steps: np.ndarray) -> dict[str, np.ndarray]:
-        """Return, for each disposition but ``cache_ref``, computed positions per step.
-
-        Args:
-            steps: sorted step numbers.
-        """
+        """Return the computed positions per step (sorted numbers), by disposition."""
         kinds = {name: code for code, name in enumerate(tables.DISPOSITIONS) if code != CACHE_REF}
         found = {name: np.zeros(len(steps), np.int64) for name in kinds}
         for c in self.blocks():
@@ -188,7 +184,7 @@ def span_table(pieces: StepPieces) -> pa.Table:
 
     Spec: 0.1 section 7.1.
     """
-    # What is merged within a block may be merged again with what another block has beside it.
+    # Spans of two blocks may be adjacent, so merge again after merging within each.
     found = _merged(_concatenated([_merged(block) for block in pieces.blocks()]))
     words, reasons = np.array(tables.DISPOSITIONS, object), pieces.reasons()
     step, ref = found["step"], found["ref_request"]
@@ -207,7 +203,7 @@ def span_table(pieces: StepPieces) -> pa.Table:
 
 
 def _merged(c: Columns) -> Columns:
-    """Return columns in order, adjacent intervals of one kind as one, with its first step."""
+    """Return sorted columns with adjacent intervals of one kind merged, with their first step."""
     order = np.lexsort((c["start"], c["request"]))
     c = {name: column[order] for name, column in c.items()}
     # A gap between two pieces stays a gap: merging must never hide one.

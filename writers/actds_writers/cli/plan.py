@@ -31,9 +31,8 @@ def _settings() -> type[PlanSettings]:
 def plan(as_json: bool, **settings: Any) -> None:
     """Size a harvest: bytes per second at every stage, disk, rings, memory.
 
-    Says which stage saturates first and what a stall of the disk costs under each overflow
-    policy. Sizes for the burst, not for the mean. Exits with 1 when a stage cannot carry the
-    mean load.
+    Shows which stage saturates first, and what a disk stall costs under each overflow policy.
+    Sizes for the burst, not for the mean. Exits with 1 when a stage cannot carry the mean load.
     """
     from actds.cli.output import envelope, print_json
     from actds_writers.harvest.plan import plan as size
@@ -57,6 +56,6 @@ def _say_profile(profile: Profile) -> None:
         click.echo(
             f"profile: windows of {windows.seconds:g} s: mean {windows.mean:,.0f}, "
             f"p50 {windows.p50:,.0f}, p99 {windows.p99:,.0f}, max {windows.max:,.0f} tokens/s "
-            f"({windows.n} windows{', too few for a p99' if profile.is_short else ''})",
+            f"({windows.n} windows{', too few for p99' if profile.is_short else ''})",
             err=True,
         )

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _WORDS = {
-    "accounted": "its census is closed",
+    "accounted": "its census is complete",
     "recovered": "accounted for from its journal",
     "empty": "it committed nothing",
-    "unaccountable": "neither census nor journal",
+    "unaccountable": "it has neither census nor journal",
 }
 
 
@@ -31,15 +31,16 @@ Examples:
 @click.command(epilog=EXAMPLES)
 @click.argument("path", metavar="PATH")
 @click.option(
-    "--clear", is_flag=True, help="Remove what nothing reaches: uncommitted shards, journals."
+    "--clear", is_flag=True, help="Remove files that no record names: uncommitted shards, journals."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.recover 1).")
 def recover(path: str, clear: bool, as_json: bool) -> None:
     """Recover a dataset whose harvest was killed or lost its power.
 
     PATH is the dataset's folder or its s3:// location. Keeps every acknowledged row, accounts for
-    all others as aborted, ends what is open and seals the dataset. Refuses while a process still
-    writes the folder; an object store has no lock, and a process that writes there is ended.
+    all others as aborted, closes open ledger chains and seals the dataset. Refuses while a process
+    still writes to the folder; an object store has no lock, so a process that still writes there
+    is stopped.
     """
     from actds.cli.output import envelope, print_json
     from actds_writers.harvest.recover import recover as run
@@ -60,7 +61,7 @@ def _lines(done: RecoverResult) -> Iterator[str]:
     for run in done.runs:
         yield from _run_lines(run)
     nbytes = sum(done.unreachable.values())
-    verb = "removed" if done.cleared else "left; --clear removes them"
+    verb = "removed" if done.cleared else "kept; --clear removes them"
     if done.unreachable:
         yield f"{len(done.unreachable)} unreachable files, {nbytes:,} bytes: {verb}"
         for path in list(done.unreachable)[:_SHOWN]:

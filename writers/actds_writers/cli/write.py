@@ -39,14 +39,14 @@ def _renamed(ctx: click.Context, param: click.Parameter, value: str | None) -> N
 @click.command(cls=SettingsCommand, settings=_settings, skip=["out"], epilog=EXAMPLES)
 @click.argument("out", metavar="OUT")
 @click.option(
-    "--writer", hidden=True, expose_value=False, callback=_renamed, help="Called --engine now."
+    "--writer", hidden=True, expose_value=False, callback=_renamed, help="Renamed to --engine."
 )
-@click.option("--quiet", is_flag=True, help="Show no progress, only the summary.")
+@click.option("--quiet", is_flag=True, help="Show no progress; the summary is still printed.")
 def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
     """Harvest activations from a real engine into OUT.
 
-    Serves every prompt, stores the hooks' rows of every token the engine computes, and accounts
-    for every token. Ctrl-C drains, commits and seals; --resume goes on.
+    Serves every prompt, stores the activations of every token that the engine computes, and
+    accounts for every token. Ctrl-C drains, commits and seals; --resume continues.
     """
     from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.run import write as run
@@ -56,14 +56,15 @@ def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) 
     )
     if result.reason == "interrupted":
         click.echo(
-            "Interrupted. What is committed is sealed; go on with the same command and --resume.",
+            "Interrupted. Everything committed is sealed. Continue with the same command and "
+            "--resume.",
             err=True,
         )
         click.get_current_context().exit(1)
 
 
 def _terminal(quiet: bool) -> Observer:
-    """Return what shows progress on stderr and the summary on stdout."""
+    """Return an observer that shows progress on stderr and the summary on stdout."""
     from contextlib import AbstractContextManager
 
     from actds_writers.harvest.run import HarvestResult

@@ -1,1 +1,1 @@
-"""Engines that can be harvested from, and what is asked of one."""
+"""The engines of this distribution."""

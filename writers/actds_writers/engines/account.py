@@ -1,7 +1,7 @@
-"""The two sides of the account as every engine keeps them, and what both can see of the engine.
+"""The scheduler side and the worker side of the account, as every engine uses them.
 
-The scheduler's side tells the census what was decided and never sees a row; the worker's side hooks
-the model and hands the rows of every step over. What an engine adds is where its own facts are.
+The scheduler side reports its decisions to the census and never sees a row; the worker side hooks
+the model and hands over the rows of every step.
 """
 
 from __future__ import annotations
@@ -36,33 +36,19 @@ from actds_writers.ipc.messages import (
 )
 from actds_writers.sampling import EVERYTHING, LeftOut
 
-__all__ = [
-    "Channel",
-    "SchedulerSide",
-    "WorkerSide",
-    "failures_told",
-    "layer_config",
-]
-
 
 class Channel(Protocol):
-    """Where the census is told: a connection, or a sender that never waits."""
+    """The way to the census: a connection, or a sender that never blocks."""
 
     def send(self, message: object) -> None:
-        """Tell the census something."""
-        ...
+        """Send the census a message."""
 
     def close(self) -> None:
-        """End the link."""
-        ...
+        """Close the connection."""
 
 
 class SchedulerSide:
-    """Numbers requests and steps, and tells the census of them.
-
-    Args:
-        census: where the census process is told.
-    """
+    """Numbers requests and steps, and reports them to the census."""
 
     def __init__(self, census: Channel) -> None:
         self._census = census
@@ -83,13 +69,11 @@ class SchedulerSide:
         block_digests: tuple[bytes, ...] = (),
         left_out: LeftOut = EVERYTHING,
     ) -> int:
-        """Tell of a request that the scheduler took; return its number.
+        """Report a request that the scheduler took; return its number.
 
         Args:
-            external_id: the client's id.
-            prompt_len: prompt tokens.
             sampling: its sampling parameters, ``None`` when they are not known.
-            internal_id: the engine's id, where that is another.
+            internal_id: the engine's id, if it differs.
             arrival_ns: wall clock of its arrival, ``None`` for now.
             block_digests: digests of its full prefix blocks.
             left_out: why rows of it are not stored.
@@ -125,18 +109,15 @@ class SchedulerSide:
         preempted: tuple[int, ...] = (),
         kv_usage: float | None = None,
     ) -> tuple[int, tuple[int, ...]]:
-        """Tell of a step; return its number and the requests that ended since the one before.
+        """Report a step; return its number and the requests that ended since the last one.
 
-        A step without tokens has a number, and nobody hears of it.
+        A step without tokens is numbered and not reported.
 
         Args:
             requests: number of each scheduled request.
             starts: first position that the step computes for it.
             n_tokens: tokens scheduled for it.
-            waiting: requests that wait.
-            running: requests that run.
-            references: prefix positions that became known as reused.
-            preempted: requests that were preempted.
+            references: prefix-cache hits.
             kv_usage: share of the KV cache in use, ``None`` without blocks.
         """
         self._step += 1
@@ -163,17 +144,15 @@ class SchedulerSide:
     def end_request(
         self, number: int, reason: str, token_ids: Sequence[int], prompt_len: int
     ) -> None:
-        """Tell how a request ended.
+        """Report the end of a request.
 
         Args:
-            number: its number.
-            reason: ``stop``, ``length``, ``abort`` or another word of the engine.
-            token_ids: prompt, then what was sampled.
-            prompt_len: prompt tokens.
+            reason: ``stop``, ``length``, ``abort`` or another reason of the engine.
+            token_ids: prompt, then sampled tokens.
         """
         self._ended.append(number)
         n_sampled = len(token_ids) - prompt_len
-        # Nothing sampled: the whole prompt is owed, as in spec section 7.1.
+        # Without a sampled token the whole prompt counts, as in spec section 7.1.
         ids = np.array(token_ids[: prompt_len + max(n_sampled - 1, 0)], dtype="<u4")
         self._census.send(
             RequestFinished(
@@ -186,13 +165,13 @@ class SchedulerSide:
         )
 
     def close(self) -> None:
-        """End the link."""
+        """Close the connection."""
         self._census.close()
 
 
 @contextlib.contextmanager
-def failures_told(link: Link) -> Iterator[None]:
-    """Tell the writer what keeps a worker from capturing at all, once."""
+def reporting_failure(link: Link) -> Iterator[None]:
+    """Send the writer an error that keeps a worker from capturing at all."""
     try:
         yield
     except ActdsError as error:
@@ -206,13 +185,9 @@ class WorkerSide:
 
     Args:
         model: the loaded model, not yet compiled.
-        link: where writer and census listen.
-        config: the model's configuration.
         computed: type the model computes in.
-        device: device of the model.
-        max_rows: rows of the largest step.
-        padding: rows that a forward may have beyond these.
-        form: where the stream is in what the model's layers return.
+        padding: further rows that a forward may have.
+        form: where the stream is in the output of the model's layers.
 
     Raises:
         ActdsError: E007 unknown layer or none that can be captured, E012 a type that cannot be
@@ -250,10 +225,10 @@ class WorkerSide:
         self.stages = Stages(link, self.buffers, self.hooks, max_rows)
 
     def check(self, run: Callable[[], HookCheck]) -> None:
-        """Check the hooks before any request, and note what it came to.
+        """Check the hooks before any request, and note the result.
 
         Raises:
-            ActdsError: E507 rows that are not the model's; E007 nothing that could tell.
+            ActdsError: E507 rows that are not the model's; E007 nothing to compare with.
         """
         try:
             self._check_fact = run().fact()
@@ -262,16 +237,12 @@ class WorkerSide:
             raise
 
     def before_step(self) -> None:
-        """Forget the counts of the step before."""
+        """Reset the row counts of the last step."""
         self.buffers.reset()
         self._began = Mark(self._device, timed=True)
 
     def introduce(self, facts: Callable[[], tuple[Fact, ...]]) -> None:
-        """Introduce the engine to the writer, once, when everything about it is chosen.
-
-        Args:
-            facts: what can be observed of it.
-        """
+        """Send the writer the engine's observed facts, once, when it is completely set up."""
         if not self._introduced:
             self._introduced = True
             cast = Fact("capture.cast", self._cast, "observed")
@@ -294,16 +265,10 @@ class WorkerSide:
         """Hand over the rows of the step that just ran.
 
         Args:
-            step: its number.
+            step: its number; other arguments not listed here as in ``Step``.
             requests: number of each request, in row order.
-            n_rows: rows of each.
-            prompt_lens: prompt tokens of each.
             token_ids: token fed at each row, from the buffer that the model read.
             positions: position of each row.
-            finished: requests that ended before the step.
-            duration_ns: how long the model ran.
-            kernel_mode: ``eager``, ``compiled`` or ``cudagraph``.
-            left_out: what the sampling rules say of each; empty when they say nothing.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
@@ -322,11 +287,7 @@ class WorkerSide:
         self.stages.hand_over(ran, token_ids, positions)
 
     def stop(self, step: int, got: str, expected: str) -> NoReturn:
-        """End the capture: rows are not those of the schedule.
-
-        Raises:
-            ActdsError: E501.
-        """
+        """End the capture with E501: rows differ from the schedule."""
         error = ActdsError("E501", f"step {step}", got=got, expected=expected)
         self.stages.fail(error)
         raise error
@@ -336,7 +297,7 @@ class WorkerSide:
         return self.stages.drain(timeout_s)
 
     def close(self) -> None:
-        """End the links; the writer learns that nothing more comes."""
+        """Close the connections, by which the writer learns that no step follows."""
         self.stages.close()
 
 
@@ -350,5 +311,5 @@ def _stored_type(computed: torch.dtype) -> DType:
 
 
 def layer_config(config: Any, d_model: int, n_layers: int) -> dict[str, Any]:
-    """Return a configuration of ``transformers`` by name, as hook kinds read it."""
+    """Return a ``transformers`` configuration as a mapping, for hook kinds."""
     return {**vars(config), "hidden_size": d_model, "num_hidden_layers": n_layers}

@@ -1,9 +1,7 @@
 """Canary replay: some requests run again alone after a harvest, and their rows are compared.
 
-Beside the token's way, after its end. What is replayed is the exact sequence of tokens that the
-client sent and received, as a prompt: so every position is compared whatever the sampling, and the
-harvest's own tables are no witness for themselves. Knows the plan, the dataset and the replaying
-process. The comparison knows shards and numbers only; no engine and no process.
+The exact sequence of tokens that the client sent and received is replayed as one prompt: so every
+position is compared with any sampling, and independently of the harvest's own tables.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from actds_writers.prompts.encoding import Encoded
 
 ROWS_PER_PART = 1_000_000
 SPARE = 16
-"""Requests whose tokens are kept beside the wanted ones, in case some end before their time."""
+"""Extra requests whose tokens are kept, in case some are aborted."""
 POLL_S = 0.2
 
 
@@ -81,7 +79,7 @@ class Share:
         )
 
     def of(self, n_requests: int) -> int:
-        """Return how many of a number of requests, at least one."""
+        """Return how many of ``n_requests`` to replay, at least one."""
         if self.percent is None:
             return min(self.count, n_requests)
         return min(max(1, math.ceil(self.percent * n_requests / 100)), n_requests)
@@ -89,16 +87,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a replay came to.
+    """The result of a replay.
 
     Args:
-        n_requests: requests that were replayed.
-        n_rows: positions that were compared, at every hook.
-        median: relative L2 of the rows that are the same: the numeric floor of the run.
+        n_requests: requests replayed.
+        n_rows: positions compared, at every hook.
+        median: relative L2 of matching rows: the numeric floor of the run.
         p99: 99th percentile of the same.
         n_foreign: positions with a row of another request or position at any hook.
-        n_same_token: replays that would go on with the token that the harvest sampled last.
-        first: the first foreign row, in words.
+        n_same_token: replays that sample the last token of the harvest again.
+        first: the first foreign row, described.
     """
 
     n_requests: int
@@ -117,7 +115,7 @@ class Outcome:
             f"{self.median:.1e}, p99 {self.p99:.1e}, foreign {self.n_foreign:,}"
         )
         if self.n_same_token is not None:
-            words += f"; the last token again in {self.n_same_token:,}"
+            words += f"; same last token in {self.n_same_token:,}"
         return words
 
     def error(self, run: str) -> ActdsError | None:
@@ -128,16 +126,12 @@ class Outcome:
             "E418",
             f"canary/{run} {self.first}",
             got=f"{self.n_foreign} rows far from their replay",
-            expected="rows of the request that they are stored under",
+            expected="rows of the request under which they are stored",
         )
 
 
 class Canary:
-    """The canaries of one run.
-
-    Args:
-        settings: of the harvest, with ``canary`` set.
-        plan: its plan.
+    """The canaries of one run; ``canary`` is set in its settings.
 
     Raises:
         ActdsError: E009 when ``--canary`` cannot be used.
@@ -153,7 +147,7 @@ class Canary:
         self._sampled: dict[str, tuple[int, ...]] = {}
 
     def finished(self, finished: Finished) -> None:
-        """Keep the tokens that the client got, when the request is a candidate."""
+        """Keep the tokens that the client got, if the request is a candidate."""
         if finished.key in self._candidates and finished.token_ids:
             self._sampled[finished.key] = finished.token_ids
 
@@ -164,16 +158,12 @@ class Canary:
         interrupted: Callable[[], int],
         said: Callable[[str], None],
     ) -> Outcome | None:
-        """Replay, compare and commit the table; return what it came to.
+        """Replay, compare and commit the table; return the result, ``None`` when interrupted.
 
         Args:
-            run: run that is checked; its chains are closed.
-            software: program and version.
-            interrupted: number of interruptions up to now.
-            said: takes a line on what is being done.
-
-        Returns:
-            ``None`` when the replay was interrupted.
+            run: run to check; its chains are closed.
+            interrupted: returns the number of interruptions so far.
+            said: takes a progress message.
 
         Raises:
             ActdsError: what stopped the replay.
@@ -211,9 +201,9 @@ class Canary:
     def _replayed(
         self, chosen: list[tuple[Encoded, int, list[int]]], interrupted: Callable[[], int]
     ) -> Iterator[tuple[Path, dict[str, int] | None]]:
-        """Give the dataset of the replay and the tokens it sampled; it is removed afterwards.
+        """Yield the dataset of the replay and the tokens it sampled, ``None`` when interrupted.
 
-        The tokens are ``None`` when it was interrupted.
+        The dataset is removed afterwards.
         """
         beside = local_folder(self._settings.out)
         parent = beside.absolute().parent if beside else None
@@ -237,13 +227,13 @@ def _nothing(run: str, got: str) -> ActdsError:
         "E006",
         f"canary/{run}",
         got=got,
-        expected="one that can be compared",
+        expected="at least one to compare",
         next_step="Nothing was compared; harvest more requests.",
     )
 
 
 def _alone(settings: WriteSettings, out: Path) -> WriteSettings:
-    """Return the settings of a replay: the same engine, one request at a time, nothing lost."""
+    """Return the settings of a replay: the same engine, greedy, and no loss."""
     return settings.model_copy(
         update={
             "out": str(out),
@@ -260,12 +250,12 @@ def _alone(settings: WriteSettings, out: Path) -> WriteSettings:
 def _run(
     settings: WriteSettings, plan: Plan, interrupted: Callable[[], int]
 ) -> dict[str, int] | None:
-    """Run the replaying process to its end; return what it sampled, ``None`` if interrupted."""
+    """Run the replaying process; return the tokens it sampled, ``None`` if interrupted."""
     process = subprocess.Popen(
         [sys.executable, "-m", "actds_writers.harvest.canary_replay"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C is for the command, which passes it on
+        start_new_session=True,  # a Ctrl-C reaches the command, which forwards it
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -300,12 +290,12 @@ def _run(
 
 @dataclass(frozen=True)
 class _Requests:
-    """Requests of a run, and where the row of each of their positions stands.
+    """Requests of a run, and under which request the row of each position is stored.
 
     Args:
-        served: number by source row, of those that ended by themselves.
-        owners: by number, ``(start, stop, request)`` of the positions that have a row: their own,
-            or of the request that computed them.
+        served: number by source row, of requests that were not aborted.
+        owners: by number, ``(start, stop, request)`` of the positions that have a row: the request
+            itself, or the one that computed them.
     """
 
     served: dict[int, int]
@@ -363,7 +353,7 @@ def _compare(
     computed = coarser(_types(catalog, run))
     for hooks, shards in catalog.row_sets(run):
         stored_at = locate(shards, position_key(owner, position))
-        there = stored_at.shard >= 0  # a reference may name a row that was lost
+        there = stored_at.shard >= 0  # a prefix-cache hit may name a row that was lost
         stored_at = _only(stored_at, there)
         others = _shards_with(alone, hooks[0])
         replay_at = locate(others, position_key(replayed_as[there], position[there]))
@@ -422,7 +412,7 @@ def _outcome(table: pa.Table, n_requests: int, n_hooks: int) -> Outcome:
 
 
 def _after(request: np.ndarray, position: np.ndarray, wrong: np.ndarray) -> np.ndarray:
-    """Return which rows stand behind a token that differs."""
+    """Return which rows come after a token that differs."""
     first: dict[int, int] = {}
     for i in np.flatnonzero(wrong):
         number = int(request[i])
@@ -442,13 +432,13 @@ def _shards_with(catalog: Catalog, hook: str) -> list[Shard]:
 
 
 def _types(catalog: Catalog, run: str) -> list[DType]:
-    """Return the types that rows went through: of the arithmetic and of the arrays."""
+    """Return the types that rows were computed and stored in."""
     fields = catalog.runs[run].fields
     computed, precision = fields["numerics.dtype"].value, fields["numerics.matmul_precision"].value
     types = [hook.dtype for hook in catalog.genesis.hooks]
     types += [name for name in FAR if name == computed]
     if precision not in ("highest", None):
-        types.append("float16")  # TF32 has as many digits
+        types.append("float16")  # TF32 has the same precision
     return types
 
 
@@ -465,17 +455,17 @@ Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]
 
 FAR: dict[DType, float] = {"bfloat16": 0.4, "float16": 0.1, "float32": 0.01}
-"""Relative L2 from which a row is another one, by the type it was computed in: several times the
-largest distance between a batch and the same request alone, see docs/canary.md."""
+"""Relative L2 from which a row is a different one, by the type it was computed in: several times
+the largest distance between a batch and the same request alone, see docs/canary.md."""
 NEAR: dict[DType, float] = {"bfloat16": 0.04, "float16": 0.01, "float32": 0.001}
-"""Relative L2 up to which a row is never another one."""
+"""Relative L2 up to which a row is never a different one."""
 MARGIN = 2.0
-"""Between the two, how many times nearer another replayed row has to be."""
+"""Between the two: how many times nearer another replayed row has to be."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """Where rows of a run lie.
+    """The location of rows of a run.
 
     Args:
         shard: index of the shard of each row, -1 where there is no row.
@@ -491,7 +481,7 @@ class Located:
 
 
 def locate(shards: Sequence[Shard], keys: Keys) -> Located:
-    """Return where the rows of (request, position) keys lie; keys may repeat, in any order."""
+    """Return the location of the rows of (request, position) keys, in any order, also repeated."""
     unique, back = np.unique(keys, return_inverse=True)
     found = {name: np.full(len(unique), -1, np.int64) for name in ("shard", "row", "token", "step")}
     for number, shard in enumerate(shards):
@@ -524,8 +514,8 @@ def gather(shards: Sequence[Shard], located: Located, hook: str) -> Rows:
 def distances(stored: Rows, replayed: Rows) -> tuple[Floats, Floats]:
     """Return relative L2 and cosine of each pair of rows.
 
-    The distance is measured against the replayed row's norm; against a row of zeros it is
-    infinite, unless both are.
+    The distance is relative to the replayed row's norm; to a row of zeros it is infinite, unless
+    both are.
     """
     one, other = stored.astype(np.float64), replayed.astype(np.float64)
     apart = np.linalg.norm(one - other, axis=1)
@@ -542,15 +532,15 @@ def is_foreign(
     """Return which stored rows belong to another request or position than their own.
 
     A row far from its own replay is foreign. One that is neither near nor far is foreign when
-    another of the replayed rows is nearer by a clear margin: rounding moves a row, but not onto
-    another one. Rows of equal tokens up to their position are one and the same.
+    another replayed row is nearer by a clear margin: rounding moves a row, but not onto another
+    one. Rows with equal tokens up to their position are interchangeable.
 
     Args:
-        stored: what the harvest stored, ``(n, d_model)``.
-        replayed: the same tokens alone, row by row.
+        stored: rows of the harvest, ``(n, d_model)``.
+        replayed: rows of the replay, in the same order.
         relative: relative L2 of the pairs.
         prefix: equal where the tokens up to the row are equal.
-        computed: type that the rows were computed or stored in, the coarser of both.
+        computed: type that the rows were computed or stored in, the less precise of both.
 
     Spec: 0.1 section 7.9.
     """
@@ -570,7 +560,7 @@ def is_foreign(
 
 
 def prefixes(sequences: Sequence[Sequence[int]]) -> list[Ints]:
-    """Return a number per token: equal where all tokens up to there are equal."""
+    """Return a number per token, equal where all tokens up to it are equal."""
     known: dict[tuple[int, int], int] = {}
     found = []
     for tokens in sequences:
@@ -583,6 +573,6 @@ def prefixes(sequences: Sequence[Sequence[int]]) -> list[Ints]:
 
 
 def coarser(types: Iterable[DType]) -> DType:
-    """Return the type of the fewest digits."""
+    """Return the least precise type."""
     order: tuple[DType, ...] = ("float32", "float16", "bfloat16")
     return max(types, key=order.index)

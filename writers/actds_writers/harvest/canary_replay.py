@@ -1,8 +1,7 @@
-"""The process that replays canaries: a harvest of its own, one request at a time.
+"""The process that replays canaries: a harvest of one request at a time.
 
-``python -m actds_writers.harvest.canary_replay`` reads settings and plan from standard input. A
-process of its own, because an engine starts with its process and leaves nothing of the harvest's
-behind.
+``python -m actds_writers.harvest.canary_replay`` reads settings and plan from standard input. In a
+separate process the engine starts afresh, without state of the harvest's.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from actds_writers.ipc.messages import Failed
 
 
 def main() -> int:
-    """Replay; standard output gets the sampled tokens by key, or the error, as JSON."""
+    """Replay; print the sampled tokens by key, or the error, as JSON."""
     settings, plan = pickle.load(sys.stdin.buffer)
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an engine may print

@@ -1,10 +1,8 @@
-"""Processes that outlive the tree they were started from.
+"""Processes that outlive the process tree they were started from.
 
-A server that ends in a hurry kills its engine with every descendant of it. Writer and census of a
-live harvest must commit what there is after that, so they are nobody's descendants: started
-through a process that ends at once, as daemons are.
-
-``python -m actds_writers.harvest.detach MODULE`` is that process.
+A server that is stopped kills its engine with all its descendants. Writer and census of a live
+harvest must still commit after that, so they are started as daemons, through a process that ends at
+once: ``python -m actds_writers.harvest.detach MODULE``.
 """
 
 from __future__ import annotations
@@ -19,18 +17,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
-__all__ = ["Detached"]
-
 
 class Detached:
-    """A module that runs as a process of its own; answers as ``subprocess.Popen`` does.
+    """A module running as a daemon, with the interface of ``subprocess.Popen``.
 
     Args:
         module: module with a ``__main__``.
         env: its environment.
         pass_fds: descriptors that it inherits.
 
-    Its exit code is not known to anybody, and reported as 0.
+    Its exit code cannot be known, and is reported as 0.
     """
 
     def __init__(self, module: str, env: dict[str, str], pass_fds: Sequence[int]) -> None:
@@ -45,7 +41,7 @@ class Detached:
         assert launcher.stdin is not None and launcher.stdout is not None
         self.stdin: IO[bytes] = launcher.stdin
         self.pid = int(launcher.stdout.readline())
-        # The number cannot be given to another process yet: the process waits for its input.
+        # The pid cannot be reused yet: the process waits for its input.
         self._handle = os.pidfd_open(self.pid)
         launcher.stdout.close()
         launcher.wait()
@@ -58,20 +54,20 @@ class Detached:
         """Wait for the end.
 
         Raises:
-            subprocess.TimeoutExpired: it goes on.
+            subprocess.TimeoutExpired: it still runs.
         """
         if not select.select([self._handle], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return 0
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
 
 def main() -> None:
-    """Fork, say the number of the child, and end; the child becomes the module."""
+    """Fork, print the pid of the child, and exit; the child runs the module."""
     child = os.fork()
     if child:
         os.write(1, b"%d\n" % child)

@@ -1,7 +1,7 @@
-"""A harvest beside a serving engine: the supervision of its processes.
+"""A live harvest: the supervision of its processes beside a serving engine.
 
-Runs in the engine-core process of a server, on a thread of its own. Nothing here is on a request's
-way, and nothing that fails here ends the service.
+Runs in the engine-core process of a server, on thread ``actds-live``. No request waits for it, and
+no failure here ends the service.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from actds_writers.ipc.link import Link
 from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.sampling import SamplingRules
 
-__all__ = ["LiveRun", "parse_live_settings"]
-
 log = logging.getLogger("vllm.actds")
 PLACE = "--additional-config actds"
 POLL_S = 0.25
@@ -32,10 +30,10 @@ def parse_live_settings(document: Any) -> LiveSettings:
     """Return the settings of a live harvest.
 
     Args:
-        document: what ``--additional-config`` holds under ``actds``.
+        document: the value of ``actds`` in ``--additional-config``.
 
     Raises:
-        ActdsError: E017 with the key, what it is and what it should be.
+        ActdsError: E017 with the key, its value and what is allowed.
     """
     if not isinstance(document, dict):
         expected = 'an object such as {"out": "...", "hooks": "..."}'
@@ -50,8 +48,7 @@ class LiveRun:
 
     Args:
         pipeline: both processes, started and not yet connected.
-        rules: sampling rules.
-        release: gives the dataset's lock back.
+        release: releases the dataset's lock.
         metrics: host and port where metrics are served, ``None`` to serve none.
     """
 
@@ -63,6 +60,7 @@ class LiveRun:
         metrics: tuple[str, int] | None = None,
     ) -> None:
         self._pipeline, self._release, self._metrics = pipeline, release, metrics
+        self.link: Link = pipeline.link
         self._began = time.monotonic()
         self.rules = rules
         self.failure: Exception | None = None
@@ -72,32 +70,24 @@ class LiveRun:
         self._thread = threading.Thread(target=self._supervise, name="actds-live", daemon=True)
         self._thread.start()
 
-    @property
-    def link(self) -> Link:
-        """Return where writer and census listen."""
-        return self._pipeline.link
-
     def fail(self, error: Exception) -> None:
-        """Note that capture has ended; said once, whoever notices."""
+        """Note that capture has ended, and log it once."""
         with self._failing:
             if self.failure is not None:
                 return
             self.failure = error
         log.error(
-            "actds: CAPTURE HAS ENDED, serving goes on. %s What is committed stays; every token "
+            "actds: CAPTURE HAS ENDED, serving continues. %s Committed rows are kept; every token "
             "from here on is accounted as aborted.",
-            str(error).splitlines()[0],  # the advice after it is for a command
+            str(error).splitlines()[0],  # the next step after it is for a command
         )
 
     def drain(self, last_step: Callable[[], int], timeout_s: float) -> bool:
-        """Wait until the writer has every step that the scheduler has made.
+        """Wait until the writer has every step of the scheduler; return whether it has.
 
         Args:
-            last_step: the scheduler's last step that had tokens, -1 for none.
+            last_step: returns the scheduler's last step that had tokens, -1 for none.
             timeout_s: the longest wait.
-
-        Returns:
-            Whether it has them all.
         """
         deadline = time.monotonic() + timeout_s
         while self.failure is None and time.monotonic() < deadline:
@@ -116,7 +106,7 @@ class LiveRun:
         """End the run after the engine's links are closed: commit, close the chains, clean up.
 
         Args:
-            reason: as in the close records; ``failed`` wins when capture had ended before.
+            reason: for the close records; ``failed`` when capture had failed before.
         """
         if self._ended:
             return
@@ -128,7 +118,7 @@ class LiveRun:
                 ended = self._pipeline.finish("failed" if self.failure is not None else reason)
             log.info(
                 "actds: run %s is complete: %s rows stored, %s positions dropped, %s aborted, "
-                "%s filtered. When every engine has ended: actds seal",
+                "%s filtered. When all engines have ended: actds seal",
                 self.link.run,
                 *(ended.census.get(n, 0) for n in ("captured", "dropped", "aborted", "filtered")),
             )
@@ -138,7 +128,7 @@ class LiveRun:
             self._release()
 
     def _supervise(self) -> None:
-        """Take what the processes say until the end."""
+        """Take the messages of the processes until the end."""
         try:
             self._pipeline.connect()
         except (ActdsError, OSError) as error:
@@ -149,19 +139,19 @@ class LiveRun:
             while not self._ending.wait(POLL_S):
                 told = self._poll(told)
                 counted = self._pipeline.counted
-                # Only now, for the engine may have forked before its scheduler was there.
+                # Only now: the engine may fork before its scheduler has connected.
                 if self._metrics is not None and counted is not None and counted.connected:
                     self._serve_metrics(watch, *self._metrics)
                     self._metrics = None
 
     def _poll(self, told: bool) -> bool:
-        """Take what the processes say now; return whether the writer knows of a failure."""
+        """Take the messages of the processes; return whether the writer knows of a failure."""
         try:
             self._pipeline.poll()
         except ActdsError as error:
             self.fail(error)
         if self.failure is not None and not told:
-            # What is buffered is worth committing now; the census counts on to the end.
+            # Let the writer commit its buffers now; the census continues to the end.
             self._pipeline.end_writer("failed")
             return True
         return told

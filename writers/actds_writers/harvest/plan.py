@@ -1,4 +1,4 @@
-"""The plan of a harvest: what it needs at every stage, as a page and as facts for a program."""
+"""The command ``actds plan``: what a harvest needs at every stage, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ from actds_writers.sizing.needs import (
     rows_per_shard,
 )
 
-__all__ = ["PlanResult", "plan"]
-
 LABEL = 9
 FOLD = 76
 DTYPES = ("bfloat16", "float16", "float32")
@@ -56,12 +54,10 @@ class PlanResult:
     """What a harvest needs.
 
     Args:
-        settings: what was asked.
-        capacity: stage by stage what the load needs, and which stage saturates first.
-        machine: the rates it was held against.
-        measured: the rates that were measured, in GB/s by name.
-        overhead: bytes beside the rows, and where the figures come from.
-        profile: what an earlier harvest says of the load, ``None`` without one.
+        capacity: needs of the load by stage, and which stage saturates first.
+        measured: the measured rates, in GB/s by name.
+        overhead: bytes other than rows, and where the figures come from.
+        profile: load of an earlier harvest, ``None`` without one.
     """
 
     settings: PlanSettings
@@ -78,7 +74,7 @@ class PlanResult:
 
     @property
     def command(self) -> list[str]:
-        """Return the ``actds write`` command that follows, as words."""
+        """Return the resulting ``actds write`` command as arguments."""
         asked, sizes = self.settings, self.capacity.sizes
         model = "FOLDER" if asked.model is None else str(asked.model)
         words = ["actds", "write", "OUT", "--model", model, "--prompts", "SOURCE"]
@@ -90,7 +86,7 @@ class PlanResult:
         return [*words, "--overflow", "block"]
 
     def lines(self) -> list[str]:
-        """Return the page, line by line."""
+        """Return the text, line by line."""
         found, overhead, n_tokens = self.capacity, self.overhead, self.settings.tokens
         g, load = found.geometry, found.load
         bursts = ", ".join(f"{b.factor:.3g}x for {b.seconds:g} s" for b in load.bursts) or "none"
@@ -124,7 +120,7 @@ class PlanResult:
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same facts, without infinities: what has no limit is null."""
+        """Return the same facts as JSON; infinity is null."""
         found, machine, overhead = self.capacity, self.machine, self.overhead
         n_tokens = self.settings.tokens
         memory = found.memory
@@ -190,8 +186,8 @@ def plan(**settings: Any) -> PlanResult:
         settings: the fields of ``PlanSettings``, the options of ``actds plan``.
 
     Raises:
-        ActdsError: E005 no model, E007 unknown hook, E009 what is missing or cannot be used, E503
-            a disk that refuses to be measured; what is wrong with the dataset of ``profile``.
+        ActdsError: E005 no model, E007 unknown hook, E009 a missing or bad setting, E503 a disk
+            that cannot be measured; any error of the dataset of ``profile``.
 
     Example:
         >>> found = actds.plan(
@@ -220,7 +216,7 @@ def plan(**settings: Any) -> PlanResult:
 
 
 def _geometry(asked: PlanSettings) -> Geometry:
-    """Return what a token is, from a model folder or from numbers.
+    """Return the size of a token's rows, from a model folder or from numbers.
 
     Raises:
         ActdsError: E005 no model, E007 unknown hook, E009 neither folder nor numbers.
@@ -237,14 +233,14 @@ def _geometry(asked: PlanSettings) -> Geometry:
             "E009",
             "--model",
             got="no model folder, and no --d-model with --layers",
-            expected="one or the other",
+            expected="--model, or --d-model and --layers",
         )
     places = parse_hooks(asked.hooks, config["num_hidden_layers"])
     return Geometry.of(hook_specs(places, config, computed, asked.dtype), asked.readouts)
 
 
 def _load(asked: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
-    """Return load and bytes: given before measured before assumed.
+    """Return load and bytes: given ones before the profile's before assumed ones.
 
     Raises:
         ActdsError: E009 when no rate is known; as ``read_profile``.
@@ -309,12 +305,12 @@ def _bottleneck(found: Capacity) -> list[str]:
             _line("", "no ring helps: fewer hooks, a faster stage, or fewer tokens"),
         ]
     elif not found.fits_burst:
-        lines.append(_line("", "the ring has to hold the rest of the burst"))
+        lines.append(_line("", "the ring must hold the rest of the burst"))
     return lines
 
 
 def _folded(command: list[str]) -> list[str]:
-    """Return a command in lines that a shell takes as one, options kept beside their values."""
+    """Return a command as continued shell lines, options on the line of their values."""
     lines, line = [], ""
     words = [shlex.quote(word) for word in command]
     starts = [i for i, word in enumerate(words) if word.startswith("--")] + [len(words)]
@@ -338,20 +334,20 @@ def _needs(found: Capacity, overhead: Overhead, n_tokens: int) -> list[str]:
         _line("", overhead.source),
     ]  # fmt: skip
     if math.isinf(found.ring_nbytes):
-        lines.append(_line("ring", "none is large enough"))
+        lines.append(_line("ring", "no size is large enough"))
     else:
         lines += [
             _line("ring", f"{format_nbytes(found.ring_burst_nbytes)} for the bursts, "
                   f"{format_nbytes(found.ring_stall_nbytes)} for a stall of {found.stall_s:g} s"),
-            _line("", f"{found.ring_nbytes / MIB:,.0f} MiB for both at once, and a quarter more"),
+            _line("", f"{found.ring_nbytes / MIB:,.0f} MiB for both at once, plus a quarter"),
         ]  # fmt: skip
     lines += [
         _line("memory", f"{format_nbytes(memory.nbytes)} at most = "
               f"{format_nbytes(memory.device_nbytes)} device + "
               f"{format_nbytes(memory.shared_nbytes)} shared + "
               f"{format_nbytes(memory.writer_nbytes)} writer"),
-        _line("", f"{format_nbytes(_census_nbytes(load, n_tokens))} more for the census, little "
-              "by little"),
+        _line("", f"{format_nbytes(_census_nbytes(load, n_tokens))} more for the census, "
+              "growing with the run"),
     ]  # fmt: skip
     slow = min((r for r in (load.prefill, load.decode) if r > 0), default=0.0)
     if slow:
@@ -371,7 +367,7 @@ def _census_nbytes(load: Load, n_tokens: int) -> float:
 def _stalls(found: Capacity) -> list[str]:
     ring = format_nbytes(found.memory.ring)
     lines = [
-        f"a stall of the disk, at the mean load, with a ring of {ring}:",
+        f"disk stalls at the mean load, with a ring of {ring}:",
         f"{'stall':<{LABEL}}{'ring full after':<18}{'block: engine waits':<22}"
         "drop_newest, drop_oldest: rows lost",
     ]
@@ -384,7 +380,7 @@ def _stalls(found: Capacity) -> list[str]:
 
 
 def _hooks(geometry: Geometry) -> str:
-    """Return how many hooks there are of each width."""
+    """Return the number of hooks of each width, as text."""
     return " + ".join(
         f"{n} hooks x {width.d_model} channels x {width.itemsize} bytes"
         for width, n in Counter(geometry.hooks).items()

@@ -1,9 +1,8 @@
 """Before a harvest: everything that can be checked, read and locked before an engine starts.
 
-From the settings to a plan: where the dataset stands, what an earlier run has finished, prompts,
-tokens and facts. A local dataset is locked for as long as a process of the run lives. An object
-store knows no lock: what keeps two runs apart there is that each has chains and names of its own,
-and that no put overwrites.
+From the settings to a plan: location, finished requests of earlier runs, prompts, tokens and facts.
+A local dataset is locked for as long as a process of the run lives. An object store has no lock:
+there each run has its own chains and names, and no put overwrites.
 """
 
 from __future__ import annotations
@@ -42,17 +41,6 @@ from actds_writers.provenance import capture_facts, model_facts, observed
 from actds_writers.shards.assembly import SpecialTokens
 from actds_writers.sizing.needs import Geometry, rows_per_shard
 
-__all__ = [
-    "Plan",
-    "discard_empty",
-    "finished_rows",
-    "has_dataset",
-    "hold",
-    "is_taken",
-    "make_plan",
-    "request_key",
-]
-
 UNKNOWN_LIMIT = 2**31
 MUST_AGREE = (
     "model.config_sha256",
@@ -64,7 +52,7 @@ MUST_AGREE = (
     "sampling.temperature",
     "sampling.max_tokens",
 )
-"""Facts in which a run that goes on with a dataset has to be like those before it."""
+"""Facts in which a resumed run must equal those before it."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +60,11 @@ class Plan:
     """A run that is ready to start.
 
     Args:
-        engine: options of the engine.
         hooks: ``(kind, layer)`` of each hook.
-        encoded: every prompt with its tokens, or its reason to be skipped.
-        client: where every request comes from.
+        encoded: every prompt with its tokens, or the reason to skip it.
+        client: source of every request.
         tokens: ids that set row flags.
         facts: provenance that the command knows.
-        rows_per_shard: rows per shard.
         readouts: value of ``capture.readouts``.
         probes: the user's probes as the bytes of their file, ``None`` without.
     """
@@ -97,12 +83,8 @@ class Plan:
 def make_plan(settings: WriteSettings, engine: EngineOptions) -> Plan:
     """Return the plan of a run; nothing is written and no engine started.
 
-    Args:
-        settings: of the harvest.
-        engine: options of the engine.
-
     Raises:
-        ActdsError: E001 to E003, E005, E007, E009, E015, with what to change.
+        ActdsError: E001 to E003, E005, E007, E009, E015.
     """
     config = model_config(settings.model)
     places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
@@ -111,7 +93,7 @@ def make_plan(settings: WriteSettings, engine: EngineOptions) -> Plan:
     tokenizer = load_tokenizer(settings.model)
     limit = _known_limit(engine.max_model_len, config)
     encoded = encode(prompts.prompts, tokenizer, limit, settings.max_tokens, on_broken)
-    # The widest type: which one the engine will compute in is not known yet.
+    # The widest type: the one that the engine will compute in is not known yet.
     hooks = hook_specs(places, config, "float32")
     rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
     readouts, probes = NONE, None
@@ -137,7 +119,7 @@ def make_plan(settings: WriteSettings, engine: EngineOptions) -> Plan:
 
 
 def _known_limit(asked: object, config: dict[str, Any]) -> int:
-    """Return the positions per request as far as known; the engine has the last word later."""
+    """Return the limit of positions per request, as far as known before the engine starts."""
     if isinstance(asked, int) and asked > 0:
         return asked
     own = config.get("max_position_embeddings")
@@ -190,10 +172,10 @@ def _facts(
 
 
 def is_taken(out: str | Path) -> bool:
-    """Return whether anything is there already.
+    """Return whether the location is in use.
 
     Raises:
-        ActdsError: E009, E011 for a location of no known kind; E104 when a store does not answer.
+        ActdsError: E009, E011 for a location of unknown kind; E104 when a store does not answer.
     """
     folder = local_folder(out)
     if folder is None:
@@ -202,11 +184,7 @@ def is_taken(out: str | Path) -> bool:
 
 
 def has_dataset(out: str | Path) -> bool:
-    """Return whether a dataset has begun there.
-
-    Raises:
-        ActdsError: as ``is_taken``.
-    """
+    """Return whether there is a dataset; raises as ``is_taken``."""
     folder = local_folder(out)
     if folder is None:
         return open_store(out).exists(layout.GENESIS)
@@ -214,18 +192,16 @@ def has_dataset(out: str | Path) -> bool:
 
 
 def hold(out: str | Path, *, shared: bool = False) -> int:
-    """Return an open descriptor that holds the lock of a dataset, whose folder is made if needed.
+    """Lock a dataset, creating its folder if necessary; return the descriptor of the lock.
 
-    For an object store the descriptor holds nothing; that the store creates without overwriting
-    is checked instead.
+    An object store has no lock; instead, this checks that the store does not overwrite.
 
     Args:
-        out: the location.
-        shared: let other engines hold it too, as in ``lock_dataset``.
+        shared: let other engines hold the lock too, as in ``lock_dataset``.
 
     Raises:
         ActdsError: E010 when another run writes the dataset; E016 when the store overwrites; E503
-            when it takes no put.
+            when it refuses a put.
     """
     folder = local_folder(out)
     if folder is None:
@@ -236,18 +212,18 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
 
 
 def discard_empty(out: str | Path) -> None:
-    """Remove the local folder of a dataset that never began; an object store has no folders."""
+    """Remove a local folder without genesis; an object store has no folders."""
     folder = local_folder(out)
     if folder is not None and not (folder / layout.GENESIS).exists():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def finished_rows(folder: str | Path, plan: Plan) -> set[int]:
-    """Return the source rows whose requests an earlier run finished, every position accounted.
+    """Return the source rows whose requests an earlier run finished; recovers killed runs first.
 
     A request counts as finished when it ended by itself and none of its positions is aborted;
-    what an overflow policy dropped stays dropped. The caller holds the dataset's lock, so no
-    process of an earlier run is left: what was killed is recovered.
+    dropped positions stay dropped. The caller holds the dataset's lock, so no process of an
+    earlier run is alive.
 
     Raises:
         ActdsError: E010 when the dataset was made from another model or other prompts; E312 when

@@ -1,7 +1,4 @@
-"""The processes beside the engine: started before it, ended after it.
-
-Stands around the token's way: the command's handle on writer and census.
-"""
+"""The writer and census processes of a run: started before the engine, ended after it."""
 
 from __future__ import annotations
 
@@ -35,22 +32,22 @@ from actds_writers.sizing.needs import LANE_NBYTES
 
 FINISH_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 120.0
-"""Longer than the patience of either process with an engine that is still there."""
+"""Longer than either process waits for an engine that is still connected."""
 SHARED_MEMORY = Path("/dev/shm")
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""Frames of a mebibyte are made and dropped by the thousand; giving each back to the system and
-taking it again costs more than encoding it."""
+"""Frames of 1 MiB are allocated by the thousand; returning each to the system and allocating it
+again costs more than encoding it."""
 
 
 def private_folder() -> Path:
-    """Return a new folder for sockets and ring, in shared memory where the system has some."""
+    """Return a new folder for sockets and ring, in shared memory if there is any."""
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     return Path(tempfile.mkdtemp(prefix="actds-", dir=parent))
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Totals of both chains after the run."""
+    """The totals of both chains after a run."""
 
     writer: dict[str, int]
     census: dict[str, int]
@@ -60,13 +57,13 @@ class Pipeline:
     """Writer and census of one run.
 
     Args:
-        writer: settings of the writer, and in them those of the harvest.
+        writer: settings of the writer, with those of the harvest.
         hooks: ``(kind, layer)`` of each hook.
-        client_pid: process that the engine must not outlive.
+        client_pid: process of the client.
         lock: open descriptor of the dataset's lock, which the processes inherit.
-        ring_nbytes: size of the host ring, ``None`` for what the settings say.
-        staging_nbytes: size of the staging ring, in the same way.
-        lane_nbytes: size of the readouts' lane; two steps at least.
+        ring_nbytes: size of the host ring, ``None`` for that in the settings.
+        staging_nbytes: size of the staging ring, likewise.
+        lane_nbytes: size of the readouts' lane; at least two steps.
         probes: the user's probes as the bytes of their file.
 
     Use as a context manager: leaving it ends the processes and removes the ring.
@@ -129,7 +126,7 @@ class Pipeline:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what is still alive and remove the private folder."""
+        """End processes that are still alive and remove the private folder."""
         for connection in self._connections.values():
             connection.close()
         for name in ("writer", "census"):  # the census ends after the writer
@@ -142,10 +139,10 @@ class Pipeline:
         shutil.rmtree(self.link.folder, ignore_errors=True)
 
     def poll(self) -> None:
-        """Take what the processes have said, without waiting.
+        """Take the messages of the processes, without waiting.
 
         Raises:
-            ActdsError: what made one of them fail; E502 or E505 when one is gone.
+            ActdsError: the failure of a process; E502 or E505 when one is gone.
         """
         for name, connection in self._connections.items():
             try:
@@ -156,19 +153,19 @@ class Pipeline:
         if self.failure is not None:
             raise self.failure
 
-    def tell_client_facts(self, facts: ClientFacts) -> None:
-        """Tell the census what only the client knows."""
+    def send_client_facts(self, facts: ClientFacts) -> None:
+        """Send the census the facts that only the client has."""
         self._send("census", facts)
 
     def end_writer(self, reason: CloseReason) -> None:
-        """Let the writer commit and end as soon as its worker is gone; the census goes on."""
+        """Let the writer commit and end as soon as its worker is gone; the census continues."""
         self._send("writer", Finish(reason))
 
     def finish(self, reason: CloseReason) -> Ended:
         """End the run after the engine has ended; return the totals.
 
         Raises:
-            ActdsError: what a process could not do; E506 when one does not answer.
+            ActdsError: the failure of a process; E506 when one does not answer.
         """
         for name in self._processes:
             self._send(name, Finish(reason))
@@ -197,7 +194,7 @@ class Pipeline:
 
     def _take(self, name: str, message: object) -> None:
         if isinstance(message, Failed):
-            # The first failure is the cause; what follows is its echo.
+            # The first failure is the cause of the others.
             self.failure = self.failure or message.error()
         elif isinstance(message, Done):
             self._done[name] = message
@@ -212,10 +209,10 @@ class Pipeline:
         self.failure = self.failure or ActdsError(
             "E502" if name == "writer" else "E505",
             f"{name} process",
-            got="it has ended"
+            got="the process has ended"
             if self.link.live
-            else f"it ended with code {self._processes[name].poll()}",
-            expected="it alive until the end",
+            else f"the process ended with code {self._processes[name].poll()}",
+            expected="a running process until the end",
         )
 
     def _send(self, name: str, message: object) -> None:
@@ -241,7 +238,7 @@ class Pipeline:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, **KEEP_MEMORY},
-            start_new_session=True,  # a Ctrl-C is for the command, which then ends the run in order
+            start_new_session=True,  # a Ctrl-C is for the command, which ends the run in order
             pass_fds=(lock,),
         )
 

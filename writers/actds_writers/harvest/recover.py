@@ -1,7 +1,6 @@
-"""Recovery: end what dead processes left open, and account for it from the census journal.
+"""Recovery after a crash: closes open chains, accounts from the census journal, and seals.
 
-Stands beside the token's way, after a crash: ledger and journal in, a closed and sealed dataset
-out. Every acknowledged row is kept; whatever is not acknowledged becomes an ``aborted`` span.
+Every acknowledged row is kept; every position without one becomes ``aborted``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Outcome = Literal["accounted", "recovered", "empty", "unaccountable"]
 
 @dataclass(frozen=True)
 class RunFound:
-    """One run as recovery found it, and what became of it.
+    """One run as recovery found it, and the outcome.
 
     Args:
         run: its id.
@@ -65,14 +64,13 @@ class RunFound:
 
 @dataclass(frozen=True)
 class RecoverResult:
-    """What recovery found and did.
+    """The result of a recovery.
 
     Args:
-        path: the dataset.
-        runs: its runs, in the order in which they began.
-        unreachable: size of each file that nothing reaches, by path; temporary files included.
+        runs: runs of the dataset, in the order in which they began.
+        unreachable: size by path of the files that no record names, temporary files included.
         cleared: whether these were removed.
-        seal: the seal over everything, ``None`` when it cannot be sealed.
+        seal: the new seal, ``None`` when the dataset cannot be sealed.
         error: why it cannot be sealed.
     """
 
@@ -97,19 +95,19 @@ class RecoverResult:
 
 
 def recover(path: str | Path, *, clear: bool = False) -> RecoverResult:
-    """Recover a dataset whose processes are gone; done twice, it changes nothing more.
+    """Recover a dataset whose processes are gone; a second call changes nothing.
 
-    Keeps every acknowledged row, accounts for all others as aborted, ends what is open, and seals
-    the dataset. Why it could not be sealed stands in the result, beside what was found.
+    Keeps every acknowledged row, accounts for all others as aborted, closes open ledger chains and
+    seals the dataset. When it cannot be sealed, the result has the error.
 
     Args:
-        path: the dataset, a folder or a URI. In an object store there is no lock: a process that
-            is not gone after all is fenced, and ends at its next commit.
-        clear: remove the files that nothing reaches.
+        path: the dataset, a folder or a URI. An object store has no lock: a process that still
+            writes is fenced, and stops at its next commit.
+        clear: remove the files that no record names.
 
     Raises:
-        ActdsError: E101 no dataset; E010 a live process; E503 the disk refuses; what is broken
-            in ledger or files.
+        ActdsError: E101 no dataset; E010 a live process; E503 the disk refuses; any error of
+            ledger or files.
 
     Example:
         >>> result = actds.recover("acts")  # doctest: +SKIP
@@ -142,12 +140,12 @@ def recover_runs(store: Store) -> list[RunFound]:
     """End every open chain and account for every run; the caller holds the dataset's lock.
 
     Raises:
-        ActdsError: E312 a broken journal; E503; what is broken in the ledger or a file.
+        ActdsError: E312 a broken journal; E503; any error of the ledger or a file.
 
     Spec: 0.1 section 8.6.
     """
     genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
-    # Space that a census held back for its end; we write that end now.
+    # Space that a census reserved for its tables, which are written now.
     folder = local_folder(store.uri)
     for reserved in folder.glob(f"{RESERVE}*") if folder else ():
         reserved.unlink()
@@ -160,11 +158,7 @@ def recover_runs(store: Store) -> list[RunFound]:
 
 
 def require_accounted(runs: list[RunFound]) -> None:
-    """Refuse a dataset with a run that cannot be accounted for.
-
-    Raises:
-        ActdsError: E312 naming the run.
-    """
+    """Raise E312 when a run cannot be accounted for."""
     error = _unaccountable(runs)
     if error is not None:
         raise error
@@ -192,7 +186,7 @@ def _recover_run(
     ended = end_writer_chain(store, catalog.genesis.dataset, run)
     if ended is None or not (found.n_segments or run in catalog.runs_with_data):
         return replace(found, outcome="empty")
-    if not found.n_segments and _tells_of_rows(catalog, run):
+    if not found.n_segments and _needs_census(catalog, run):
         return replace(found, outcome="unaccountable")
     totals = _replay(store, catalog, run, ended)
     return replace(found, outcome="recovered", totals=totals)
@@ -206,14 +200,14 @@ def _is_accounted(catalog: Catalog, run: str) -> bool:
     return closed and all(catalog.parts.get((run, table)) for table in CENSUS_TABLES)
 
 
-def _tells_of_rows(catalog: Catalog, run: str) -> bool:
-    """Return whether anything committed needs a census: queue meters alone do not."""
+def _needs_census(catalog: Catalog, run: str) -> bool:
+    """Return whether a run committed anything but queue meters."""
     shards = any(manifest.run == run for manifest in (*catalog.shards, *catalog.replaced))
     return shards or any(catalog.parts.get((run, table)) for table in ("drops", "readouts"))
 
 
 def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[str, int]:
-    """Commit the census that the journal implies; return its totals."""
+    """Commit the census made from the journal; return its totals."""
     census, client = Census(), ClientFacts()
     place = layout.journal_path(run, 0)
     n_requests = 0
@@ -231,7 +225,9 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
             raise _broken(place, repr(error)[:200], "messages of one run, in order") from None
     for phase, step in ended.acknowledged.items():
         if not census.has_scheduled(step):
-            raise _broken(place, f"no word of step {step}", f"it: its {phase} rows are committed")
+            raise _broken(
+                place, f"no message for step {step}", f"one: its {phase} rows are committed"
+            )
     found = census.tables(ended.acknowledged, client, LOST_REASON, ended.dropped_steps)
     present = {
         part.file.path: part
@@ -252,7 +248,7 @@ def _unaccountable(runs: list[RunFound]) -> ActdsError | None:
                 "E312",
                 f"journal/{run.run}",
                 got=f"no journal and no census of {run.n_rows} committed rows",
-                expected="either",
+                expected="a journal or a census",
                 next_step="It was written before there were journals: write a new dataset.",
             )
     return None
@@ -263,7 +259,7 @@ def _broken(place: str, got: str, expected: str) -> ActdsError:
 
 
 def _unreachable(store: Store) -> Iterator[tuple[str, int]]:
-    """Yield path and size of what dead processes left; a stranger's files are not among it."""
+    """Yield path and size of the files that dead processes left; unknown files are not listed."""
     catalog = Catalog.read(store)
     manifests = (*catalog.shards, *catalog.replaced)
     committed = {layout.shard_dir(manifest.shard) for manifest in manifests}
@@ -275,7 +271,7 @@ def _unreachable(store: Store) -> Iterator[tuple[str, int]]:
             yield path, store.size(path)
     local = local_folder(store.uri)
     if local is None:
-        return  # a put into an object store leaves nothing behind
+        return  # a put into an object store leaves no temporary file
     for where, _, files in os.walk(local, followlinks=False):
         for name in files:
             if name.startswith(TEMPORARY):

@@ -1,7 +1,4 @@
-"""One harvest of ``actds.write``: plan, processes, engine, requests, end, seal.
-
-Runs in the caller's process and carries no row itself.
-"""
+"""One harvest in the caller's process: plan, processes, engine, requests, seal."""
 
 from __future__ import annotations
 
@@ -50,25 +47,22 @@ from actds_writers.monitor.progress import (
 )
 from actds_writers.prompts.encoding import Encoded
 
-__all__ = ["Feed", "HarvestResult", "harvest", "harvest_plan", "write"]
-
 CONNECT_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 300.0
 CAUSE_TIMEOUT_S = 5.0
-"""How long to wait for the cause when the engine has died of something the writer knows."""
+"""How long to wait for the cause, from the writer, when the engine has died."""
 
 
 @dataclass(frozen=True)
 class HarvestResult:
-    """What a harvest came to.
+    """The result of a harvest.
 
     Args:
-        path: the dataset, as it was named.
+        path: the dataset, as given.
         run: id of the run, ``None`` when every prompt was finished before.
-        reason: ``interrupted`` by Ctrl-C or SIGTERM: committed, sealed, and to be resumed.
-        seal: the dataset's seal.
-        totals: what became of every request and position of the run, ``None`` without one.
-        canary: what the replay of canaries came to, ``None`` without one.
+        reason: ``interrupted`` by Ctrl-C or SIGTERM: committed, sealed, and can be resumed.
+        totals: counts of every request and position of the run, ``None`` without one.
+        canary: result of the canary replay, ``None`` without one.
     """
 
     path: str
@@ -80,7 +74,7 @@ class HarvestResult:
 
     @property
     def summary(self) -> str:
-        """Return the result in lines for a person."""
+        """Return the result as text."""
         if self.totals is None:
             return f"Every prompt is finished; {self.path} is sealed."
         return format_summary(self.totals)
@@ -90,17 +84,17 @@ class HarvestResult:
 def write(*, observer: Observer | None = None, **settings: Any) -> HarvestResult:
     """Harvest activations from a real engine into a new dataset, or resume one.
 
-    Serves every prompt, stores the hooks' rows of every token that the engine computes, accounts
-    for every token, and seals. Prints nothing. The first Ctrl-C or SIGTERM ends the harvest in
-    order when this is called on the main thread.
+    Serves every prompt, stores the activations of every token that the engine computes, accounts
+    for every token, and seals. Prints nothing. On the main thread, the first Ctrl-C or SIGTERM
+    ends the harvest in order.
 
     Args:
-        observer: told how the harvest goes.
+        observer: receives progress and result.
         settings: the fields of ``WriteSettings``, the options of ``actds write``: ``out``,
             ``model``, ``prompts`` and ``hooks`` are required.
 
     Raises:
-        ActdsError: what stopped it; everything committed before is sealed where that is possible.
+        ActdsError: what stopped it; everything committed before is sealed if possible.
 
     Example:
         >>> result = actds.write(
@@ -118,15 +112,11 @@ def write(*, observer: Observer | None = None, **settings: Any) -> HarvestResult
 def harvest(
     settings: WriteSettings, observer: Observer | None = None, feed: type[Feed] | None = None
 ) -> HarvestResult:
-    """Harvest one run into a new or a resumed dataset.
+    """Harvest one run into a new or a resumed dataset; raises as ``write``.
 
     Args:
-        settings: of the harvest.
-        observer: told how it goes.
-        feed: what hands the requests to the engine, ``Feed`` by default.
-
-    Raises:
-        ActdsError: as ``write``.
+        observer: receives progress and result.
+        feed: the class that hands requests to the engine, ``Feed`` by default.
     """
     began, observer = time.monotonic(), observer or Observer()
     engine = find_engine(settings.engine).checked(settings.engine_args)
@@ -157,16 +147,7 @@ def harvest(
 def harvest_plan(
     settings: WriteSettings, plan: Plan, heard: Callable[[Finished], None]
 ) -> HarvestResult:
-    """Harvest a plan into a new dataset.
-
-    Args:
-        settings: of the harvest.
-        plan: what to serve.
-        heard: told of every request that ended.
-
-    Raises:
-        ActdsError: as ``write``.
-    """
+    """Harvest a plan into a new dataset, reporting finished requests; raises as ``write``."""
     lock = hold(settings.out)
     try:
         run = _Run(settings, plan, lock, time.monotonic(), Observer(), Feed)
@@ -198,15 +179,15 @@ def _check_out(settings: WriteSettings) -> None:
             "E010",
             settings.out,
             got="no dataset",
-            expected="a dataset to go on with",
-            next_step="Leave --resume away to begin a new one.",
+            expected="a dataset to resume",
+            next_step="To write a new dataset, omit --resume.",
         )
     if not settings.resume and is_taken(settings.out):
         raise ActdsError("E008", settings.out, got="it exists", expected="a new path")
 
 
 def _check_metrics(settings: WriteSettings) -> None:
-    """Refuse a port that cannot be served now rather than after the engine's start."""
+    """Raise for a metrics port that cannot be used, before the engine starts."""
     if settings.metrics_port is not None:
         from actds_writers.monitor.metrics import serve_metrics
 
@@ -224,13 +205,12 @@ def _without(plan: Plan, done: set[int]) -> Plan:
 
 
 class Feed:
-    """Hands the requests of a plan to an engine, and knows what became of each.
+    """Hands the requests of a plan to an engine, and keeps the outcome of each.
 
-    A subclass may hand them over at other times: it overrides ``serve``.
+    A subclass may override ``serve`` to hand them over at other times.
 
     Args:
-        plan: the requests.
-        poll: to be called between steps; raises what made a process of the harvest fail.
+        poll: called between steps; raises the failure of a process of the harvest.
     """
 
     def __init__(self, plan: Plan, poll: Callable[[], None]) -> None:
@@ -247,7 +227,7 @@ class Feed:
         self.refused: dict[str, str] = {}
 
     def serve(self, engine: Engine) -> None:
-        """Feed every prompt and step the engine until all requests have ended."""
+        """Add every prompt and step the engine until all requests have ended."""
         window = 2 * engine.max_num_seqs
         while self.queue or self.live:
             while self.queue and len(self.live) < window and not self.interrupted:
@@ -258,7 +238,7 @@ class Feed:
             self.step(engine)
 
     def add(self, engine: Engine, encoded: Encoded) -> None:
-        """Add a prompt, or note why the engine does not take it."""
+        """Add a prompt, or note why the engine refuses it."""
         key, limit = request_key(encoded.prompt.index), engine.max_model_len
         room = limit - len(encoded.token_ids)
         if room < 1:
@@ -277,7 +257,7 @@ class Feed:
         self.live.add(key)
 
     def step(self, engine: Engine) -> None:
-        """Run the engine until it says something, when a request is under way."""
+        """Run one step of the engine, if a request is running."""
         for finished in engine.step() if self.live else []:
             self.live.discard(finished.key)
             self.n_finished += 1
@@ -287,25 +267,25 @@ class Feed:
         self.poll()
 
     def abort(self, engine: Engine, keys: set[str]) -> None:
-        """End requests under way; what they owe is accounted as aborted."""
+        """Abort running requests."""
         engine.abort(sorted(keys))
         self.n_finished += len(keys)
         self.live = self.live - keys
 
     def facts(self) -> ClientFacts:
-        """Return what became of every prompt, those never fed excluded."""
+        """Return the facts of every prompt that was handed over."""
         unfed = {request_key(e.prompt.index) for e in self.queue}
 
-        def told(prompt: PromptFact) -> PromptFact:
+        def outcome(prompt: PromptFact) -> PromptFact:
             words = self.refused.get(prompt.key)
             return prompt if words is None else replace(prompt, skip=words)
 
-        prompts = tuple(told(prompt) for prompt in self._client if prompt.key not in unfed)
+        prompts = tuple(outcome(prompt) for prompt in self._client if prompt.key not in unfed)
         return ClientFacts(prompts, self._cached)
 
 
 class _Run:
-    """One run from its processes to its seal."""
+    """One run, from its processes to its seal."""
 
     def __init__(
         self,
@@ -339,14 +319,14 @@ class _Run:
             self.feed.heard = self._canary.finished
 
     def harvest(self) -> HarvestResult:
-        """Run to the end; return what was written.
+        """Run to the end; return the result.
 
         Raises:
             ActdsError: what stopped the run.
         """
         with self._pipeline, self._interruptible(), ExitStack() as watch:
             failure, reason = self._serve(watch)
-            self._pipeline.tell_client_facts(self.feed.facts())
+            self._pipeline.send_client_facts(self.feed.facts())
             try:
                 ended = self._pipeline.finish(reason)
                 self._pipeline.poll()
@@ -383,7 +363,7 @@ class _Run:
         return result
 
     def _serve(self, watch: ExitStack) -> tuple[ActdsError | None, CloseReason]:
-        """Start the engine, serve and drain; return what failed, and how the run ends.
+        """Start the engine, serve and drain; return the failure, and how the run ends.
 
         Args:
             watch: ends the metrics, after the last commit.
@@ -391,8 +371,8 @@ class _Run:
         engine: Engine | None = None
         failure: ActdsError | None = None
         self._pipeline.connect()
-        # Should the census be killed, its journal still knows whose the requests were.
-        self._pipeline.tell_client_facts(ClientFacts(self._plan.client))
+        # Sent early, so that the journal of a killed census has the prompts of the requests.
+        self._pipeline.send_client_facts(ClientFacts(self._plan.client))
         try:
             engine = self._start()
             self._serve_metrics(watch)
@@ -409,11 +389,11 @@ class _Run:
         return failure, "failed" if failure else "interrupted" if self._interrupts else "finished"
 
     def _replay(self, canary: Canary) -> Outcome | None:
-        """Replay the canaries and commit what they say, before the seal."""
+        """Replay the canaries and commit their table, before the seal."""
         run, software = self._writer.run, self._writer.software
         outcome = canary.replay(run, software, lambda: self._interrupts, self._observer.said)
         if outcome is None:
-            self._observer.said("The canary replay was interrupted: nothing is compared.")
+            self._observer.said("The canary replay was interrupted; nothing was compared.")
         return outcome
 
     def _start(self) -> Engine:
@@ -434,7 +414,7 @@ class _Run:
                 raise ActdsError(
                     "E501",
                     "engine",
-                    got="no word from the plugin inside it",
+                    got="no message from the plugin inside it",
                     expected="the vllm plugin of actds to be loaded",
                     next_step="Install actds where vllm is installed; see VLLM_PLUGINS.",
                 )
@@ -449,10 +429,10 @@ class _Run:
             )
 
     def _drain(self) -> None:
-        """Wait until the scheduler has let go of every request and the writer has every step.
+        """Wait until every request has left the scheduler and the writer has every step.
 
         Raises:
-            ActdsError: what made a process fail meanwhile.
+            ActdsError: the failure of a process.
         """
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -465,11 +445,11 @@ class _Run:
                     return
             time.sleep(0.02)
         self._observer.said(
-            f"The writer is behind after {DRAIN_TIMEOUT_S:.0f} s; the rest counts as aborted."
+            f"The writer is still behind after {DRAIN_TIMEOUT_S:.0f} s; the rest counts as aborted."
         )
 
     def _cause(self, error: ActdsError) -> ActdsError:
-        """Return what lies behind an engine that died: the pipeline often knows it better."""
+        """Return the cause of an engine failure, which writer or census may report."""
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
         while error.code == "E504" and time.monotonic() < deadline:
             try:
@@ -480,7 +460,7 @@ class _Run:
         return error
 
     def _seal_what_there_is(self) -> None:
-        """Seal what was committed before a failure, where that is possible."""
+        """Seal what was committed before a failure, if possible."""
         out = self._settings.out
         try:
             if not has_dataset(out):
@@ -503,7 +483,7 @@ class _Run:
         )
 
     def _serve_metrics(self, watch: ExitStack) -> None:
-        """Serve metrics until the end of the run; only now, for the engine may have forked."""
+        """Serve metrics until the end of the run; not earlier, because the engine may fork."""
         port, host = self._settings.metrics_port, self._settings.metrics_host
         if port is None:
             return
@@ -513,10 +493,10 @@ class _Run:
         self._observer.said(f"Metrics at http://{host}:{server.port}/metrics")
 
     def _totals(self, ended: Ended, sealed: Seal, outcome: Outcome | None) -> Totals:
-        """Return what became of every request and position.
+        """Return the counts of every request and position.
 
         Raises:
-            ActdsError: E409 when it is not what the engine computed.
+            ActdsError: E409 when they differ from what the engine computed.
         """
         catalog = Catalog.read(open_store(self._settings.out))
         run = self._writer.run
@@ -556,9 +536,9 @@ class _Run:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Let the first Ctrl-C or SIGTERM end the run in order; a second one end it at once.
+        """Let the first Ctrl-C or SIGTERM end the run in order, the second one at once.
 
-        Signals are the main thread's; a harvest on another one leaves them as they are.
+        Only the main thread can set signal handlers; on another one they are unchanged.
         """
 
         def note(signum: int, _frame: FrameType | None) -> None:
@@ -567,7 +547,7 @@ class _Run:
             if self._interrupts > 1:
                 raise KeyboardInterrupt
             name = signal.Signals(signum).name
-            self._observer.said(f"\n{name}: draining; once more to stop at once.")
+            self._observer.said(f"\n{name}: draining; repeat to stop at once.")
 
         ours = threading.current_thread() is threading.main_thread()
         signals = (signal.SIGINT, signal.SIGTERM) if ours else ()

@@ -1,7 +1,7 @@
-"""The event loop of a writer or census process: listen, read every connection, and never hang.
+"""The event loop of the writer and census processes: accepts connections and reads all of them.
 
 The thread ``actds-accept`` takes new peers; the process's main thread polls them and sends. The
-table of peers is shared by both, under a lock. What the messages mean is the process's affair.
+table of peers is shared by both, under a lock.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection, Listener, wait
 
 log = logging.getLogger("actds")
 FIRST_CONTACT_S = 120.0
-"""How long a process waits for the first word of the one that started it."""
+"""How long a process waits for the first message of the one that started it."""
 
 
 class Hub:
-    """Accepts connections in the background and hands over whatever they say.
+    """Accepts connections in the background and dispatches their messages.
 
     Args:
         listener: where peers connect; the first message of each is its role.
@@ -35,7 +35,7 @@ class Hub:
         threading.Thread(target=self._accept, name="actds-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Take no further peers; the socket's name is removed while its folder is still there."""
+        """Accept no further peers; removes the socket while its folder still exists."""
         self._listener.close()
 
     def has_met(self, role: str) -> bool:
@@ -43,7 +43,7 @@ class Hub:
         return role in self._met
 
     def is_left_by(self, role: str) -> bool:
-        """Return whether a peer of the role has gone, or did not come in reasonable time."""
+        """Return whether a peer of the role has gone, or did not connect in time."""
         if role in self.roles():
             return False
         return self.has_met(role) or time.monotonic() - self._began > FIRST_CONTACT_S
@@ -59,11 +59,10 @@ class Hub:
             return next((c for c, r in self._peers.items() if r == role), None)
 
     def poll(self, timeout_s: float, take: Callable[[str, object, Connection], None]) -> int:
-        """Hand waiting messages, one per peer, to ``take(role, message, connection)``.
+        """Pass waiting messages, one per peer, to ``take(role, message, connection)``.
 
-        Returns how many messages there were.
-
-        A connection that ends is forgotten; that is how the loop learns that a peer is gone.
+        Returns how many there were. A connection that has ended is removed: that is how the loop
+        learns that a peer is gone.
         """
         with self._lock:
             peers = dict(self._peers)
@@ -83,15 +82,12 @@ class Hub:
             take(peers[ready], message, ready)
         return n_messages
 
-    def tell(self, role: str, message: object, *, patient: bool = True) -> bool:
+    def send(self, role: str, message: object, *, patient: bool = True) -> bool:
         """Send a message to a role; return whether it was sent.
 
         Args:
-            role: who is told.
-            message: what.
-            patient: wait until the other side has room. News that the next message renews must
-                not: a command that is busy in its engine would stop the writer, and the writer
-                its engine.
+            patient: wait until the receiver has room. Progress, which the next message renews, must
+                not: a command busy in its engine would stop the writer, and the writer the engine.
         """
         connection = self.connection(role)
         if connection is None:
@@ -106,7 +102,7 @@ class Hub:
         return True
 
     def disconnect(self, role: str) -> None:
-        """End the connection of a role."""
+        """Close the connection of a role."""
         connection = self.connection(role)
         if connection is not None:
             self._forget(connection)
@@ -122,14 +118,14 @@ class Hub:
             try:
                 connection = self._listener.accept()
             except (AuthenticationError, EOFError, ConnectionError) as error:
-                log.warning("a peer was turned away: %r", error)
+                log.warning("refused a connection: %r", error)
                 continue
             except OSError:
                 return  # the listener is closed
             try:
                 role = connection.recv()
             except (EOFError, OSError) as error:
-                log.warning("a peer left before it said who it was: %r", error)
+                log.warning("a peer disconnected before it sent its role: %r", error)
                 continue
             with self._lock:
                 self._peers[connection] = str(role)

@@ -1,8 +1,7 @@
 """Transport between the processes of one harvest: Unix sockets in a private folder.
 
-Every process that may connect finds folder and key in one environment variable, which engine and
-worker processes inherit; a configuration field would enter the engine's compile-cache key and make
-every run compile anew. A ``Sender`` is a connection with a thread of its own.
+Folder and key are in one environment variable, which engine and worker processes inherit; a
+configuration field would enter the engine's compile-cache key and make every run compile again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from actds_writers.config import HarvestSettings
 
 ENVIRONMENT = "ACTDS_LINK"
 CONNECT_TIMEOUT_S = 180.0
-"""A busy machine takes a minute to start a process; one that has died is seen at once."""
+"""A busy machine takes a minute to start a process; one that has died is noticed at once."""
 MAX_WAITING = 100_000
 """Messages that may wait; about a minute of a busy engine."""
 CLOSE_TIMEOUT_S = 10.0
@@ -31,18 +30,16 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Link:
-    """Where the writer and the census listen.
+    """The addresses of writer and census, and what every process of a harvest needs to know.
 
     Args:
         folder: private folder of the sockets and the ring.
         key: shared secret of the harvest, hexadecimal.
-        run: run id.
         hooks: ``(kind, layer)`` of each hook to capture.
-        settings: of the harvest.
         ring_nbytes: size of the host ring; the worker takes more when two steps need it.
         staging_nbytes: size of the staging ring; the worker takes more when a step needs it.
         client_pid: process of the command.
-        live: whether the engine serves traffic, which goes on when capture fails.
+        live: whether the engine serves traffic, which continues when capture fails.
         lane_nbytes: size of the readouts' lane; the worker takes more when two steps need it.
         readouts: value of ``capture.readouts``.
         probes_path: npy file of the user's probes, ``None`` without.
@@ -89,16 +86,15 @@ class Link:
         timeout_s: float = CONNECT_TIMEOUT_S,
         is_alive: Callable[[], bool] = lambda: True,
     ) -> Connection:
-        """Return a connection whose first message says who speaks.
+        """Return a connection whose first message is the sender's role.
 
         Args:
-            name: who listens: ``writer``, ``census`` or ``readouts``.
-            role: who speaks.
+            name: the listener: ``writer``, ``census`` or ``readouts``.
             timeout_s: how long to wait for the listener.
-            is_alive: whether it can still come up.
+            is_alive: whether the listener can still come up.
 
         Raises:
-            ActdsError: E506 when nobody listens within the time.
+            ActdsError: E506 when there is no listener in time.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -125,15 +121,11 @@ class Link:
 
 
 class Sender:
-    """Sends in the background, in order, and never makes its caller wait.
+    """Sends in the background, in order, and never blocks its caller.
 
-    By it a serving engine tells the census: a socket whose other side stands still (a stalled disk
-    is enough) would stop the scheduler, and with it the service. The queue is filled by the
-    scheduler's thread; the thread ``actds-sender`` alone writes to the connection.
-
-    Args:
-        connection: where to.
-        limit: messages that may wait.
+    A serving engine uses it for the census: a socket whose receiver is stalled (a slow disk is
+    enough) would stop the scheduler, and with it the service. The scheduler's thread fills the
+    queue; only the thread ``actds-sender`` writes to the connection.
     """
 
     def __init__(self, connection: Connection, limit: int = MAX_WAITING) -> None:
@@ -147,17 +139,17 @@ class Sender:
         """Queue a message; returns at once.
 
         Raises:
-            ActdsError: E505 when the other side is gone or too far behind.
+            ActdsError: E505 when the receiver is gone or too far behind.
         """
         if self._gone:
-            raise _lost_census("it is gone")
+            raise _lost_census("the process is gone")
         if self._queue.qsize() >= self._limit:
-            self._gone = True  # a message that is left out would make the account wrong
+            self._gone = True  # a missing message would make the account wrong
             raise _lost_census(f"{self._limit} messages wait for it")
         self._queue.put(message)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send what waits, as far as the time allows, and close the connection."""
+        """Send what waits, within the timeout, and close the connection."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         self._gone = True
@@ -173,4 +165,6 @@ class Sender:
 
 
 def _lost_census(got: str) -> ActdsError:
-    return ActdsError("E505", "census process", got=got, expected="it to take every message")
+    return ActdsError(
+        "E505", "census process", got=got, expected="a process that takes every message"
+    )

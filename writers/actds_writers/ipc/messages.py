@@ -1,6 +1,6 @@
-"""What the processes of a harvest say to each other: one frozen dataclass per fact.
+"""The messages between the processes of a harvest: one frozen dataclass each.
 
-They travel pickled; those that the census takes are also lines of its journal, as JSON.
+They are sent pickled; those that the census takes are also lines of its journal, as JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HookSpec:
 
 @dataclass(frozen=True)
 class Fact:
-    """One provenance field as the worker observed it; ``value`` is ``None`` with a reason."""
+    """One field of the run record; ``value`` is ``None`` when unknown, with the reason."""
 
     name: str
     value: bool | int | str | None
@@ -59,12 +59,12 @@ class Fact:
     reason: str | None = None
 
 
-# any process → the one that can tell a person ------------------------------------------------
+# any process → the command ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The process cannot go on; the fields of an ``ActdsError``."""
+    """The process has failed; the fields of an ``ActdsError``."""
 
     code: str
     place: str
@@ -74,11 +74,11 @@ class Failed:
 
     @classmethod
     def of(cls, error: ActdsError) -> Failed:
-        """Return the message that says the same as an error."""
+        """Return the message for an error."""
         return cls(error.code, error.place, error.got, error.expected, error.next_step)
 
     def error(self) -> ActdsError:
-        """Return the error that the message says."""
+        """Return the error."""
         return ActdsError(
             self.code,
             self.place,
@@ -93,17 +93,16 @@ class Failed:
 
 @dataclass(frozen=True)
 class WorkerHello:
-    """The model is loaded: hooks, effective configuration, and where ring and lane lie.
+    """The model is loaded: hooks, effective configuration, and the paths of ring and lane.
 
     Args:
-        hooks: the hooks, in ring order.
         facts: what the worker observed.
         ring_path: shared memory of the host ring.
         ring_nbytes: its size.
         max_step_rows: rows of the largest step.
         lane_path: shared memory of the readouts, ``None`` without readouts.
         lane_nbytes: its size.
-        memory_nbytes: everything the worker holds for capture, on the device and in memory.
+        memory_nbytes: all memory of the worker for capture, on device and host.
     """
 
     hooks: tuple[HookSpec, ...]
@@ -118,23 +117,20 @@ class WorkerHello:
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of one step lie in the ring, ``(n_hooks, n_rows, d_model)`` from ``offset``.
+    """The rows of one step are in the ring, ``(n_hooks, n_rows, d_model)`` at ``offset``.
 
     Args:
-        step: number of the step.
-        offset: where the step lies in the ring.
-        nbytes: bytes in the ring.
-        requests: request number of each scheduled request, in row order.
+        requests: number of each scheduled request, in row order.
         n_rows: rows of each scheduled request.
         prompt_lens: prompt tokens of each scheduled request.
         positions: position of each row.
         token_ids: token fed at each row, read from the device's own buffer.
         finished: requests that ended before this step.
-        stalls: when a stage before the writer waited for this step.
-        kept: bool ``(n,)``: which rows the sampling rules keep, ``None`` for all. The ring holds
-            the kept rows only; positions and token ids are of all computed rows.
+        stalls: waits of the stages before the writer for this step.
+        kept: bool ``(n,)``: rows that the sampling rules keep, ``None`` for all. Only these are in
+            the ring; positions and token ids are of all computed rows.
         t_ns: wall clock when the engine handed the step over.
-        depth_stage1: slices in the staging ring when the rows had left it.
+        depth_stage1: slices in the staging ring after the rows had left it.
         depth_stage2: slices in the host ring then, this one included.
     """
 
@@ -161,13 +157,11 @@ class StepRows:
 
 @dataclass(frozen=True)
 class StepDropped:
-    """A whole step slice was given up by an overflow policy; no row of it follows.
+    """An overflow policy dropped a whole step.
 
     Args:
         rows: the step, its place in the ring no longer valid.
-        reason: ``queue_full``.
-        policy: name of the policy.
-        t_ns: wall clock.
+        reason: ``queue_full`` or ``dma_backpressure``.
         depth: slices in the ring.
     """
 
@@ -180,23 +174,20 @@ class StepDropped:
 
 @dataclass(frozen=True)
 class StepsDropped:
-    """Losses one after the other, in step order; one acknowledgement answers them all."""
+    """Consecutive drops, in step order; one acknowledgement answers them all."""
 
     losses: tuple[StepDropped, ...]
 
 
 @dataclass(frozen=True)
 class StepReadouts:
-    """The readouts of one step lie in the lane, float32 ``(n_hooks, n_rows, width)``.
+    """The readouts of one step are in the lane, float32 ``(n_hooks, n_rows, width)`` at ``offset``.
 
     Args:
-        step: number of the step.
-        offset: where they lie in the lane.
-        nbytes: bytes in the lane.
         requests: request number of each row.
         positions: position of each row.
         token_ids: token fed at each row, read from the device's own buffer.
-        stall: when the lane was full, which makes the engine wait, whatever the policy.
+        stall: the wait for room in the lane, if there was one.
         depth: slices in the lane, this one included.
     """
 
@@ -226,10 +217,10 @@ class Stall:
 
 @dataclass(frozen=True)
 class RingFree:
-    """The writer has taken a message; with its own queue state.
+    """The writer has taken a message; with the state of its queues.
 
     Args:
-        offset: where the step lay in the ring, ``None`` when it was dropped before.
+        offset: of the step in the ring, ``None`` when it was dropped.
     """
 
     offset: int | None
@@ -240,7 +231,7 @@ class RingFree:
 
 @dataclass(frozen=True)
 class ReadoutsFree:
-    """The writer has copied the readouts of a step; ``offset`` as in ``StepReadouts``."""
+    """The writer has copied the readouts at an offset."""
 
     offset: int
 
@@ -267,7 +258,7 @@ class Secured:
 
 @dataclass(frozen=True)
 class RequestArrived:
-    """The scheduler took a request; ``left_out`` is what the sampling rules say of it."""
+    """The scheduler took a request; ``left_out`` is what the sampling rules leave out of it."""
 
     request: int
     internal_id: str
@@ -281,7 +272,7 @@ class RequestArrived:
 
 @dataclass(frozen=True)
 class Reference:
-    """Positions that a request reused, and the request that computed them."""
+    """A prefix-cache hit: positions that a request reused, and the request that computed them."""
 
     request: int
     start: int
@@ -297,7 +288,7 @@ class StepScheduled:
         requests: number of each scheduled request.
         starts: first position that the step computes for it.
         n_tokens: tokens scheduled for it.
-        references: prefix positions that became known as reused in this step.
+        references: prefix-cache hits of this step.
     """
 
     step: int
@@ -314,7 +305,7 @@ class StepScheduled:
 
 @dataclass(frozen=True)
 class RequestFinished:
-    """The scheduler let go of a request.
+    """A request has left the scheduler.
 
     Args:
         token_digest: SHA-256 of the token ids of ``[0, P+G-1)`` as uint32 LE.
@@ -363,7 +354,7 @@ class StepLost:
 
 @dataclass(frozen=True)
 class PromptFact:
-    """Where a request came from, as the client knows it."""
+    """The prompt of a request, as the client knows it."""
 
     key: str
     external_id: str
@@ -374,7 +365,7 @@ class PromptFact:
 
 @dataclass(frozen=True)
 class ClientFacts:
-    """What only the client knows: prompts, skips, and the engine's own cache counts."""
+    """Facts that only the client has: prompts, skips, and the engine's own cache counts."""
 
     prompts: tuple[PromptFact, ...] = ()
     engine_cached: dict[str, int] = field(default_factory=dict)
@@ -382,7 +373,7 @@ class ClientFacts:
 
 @dataclass(frozen=True)
 class Finish:
-    """The engine is gone or drained: commit what there is and end.
+    """The engine is gone or drained: commit everything and end.
 
     Args:
         reason: ``finished``, ``interrupted`` or ``failed``.
@@ -396,15 +387,13 @@ class Finish:
 
 @dataclass(frozen=True)
 class CommitTotals:
-    """What the committer has made durable since the start.
+    """The shards committed since the start.
 
     Args:
-        n_shards: shards committed.
         n_raw_shards: of these, stored without compression.
-        n_rows: rows committed.
         nbytes_in: bytes of the rows, over all hooks.
         nbytes_out: bytes of their files.
-        seconds: time that the commits took, all together.
+        seconds: total time of the commits.
         buckets: commits of at most ``LATENCY_BUCKETS_S[i]`` seconds, cumulative.
         p50_s, p99_s: quantiles over the last commits, ``None`` before the first.
         last_ns: wall clock of the last commit, ``None`` before the first.
@@ -424,13 +413,13 @@ class CommitTotals:
 
 @dataclass(frozen=True)
 class StageState:
-    """A stage's queue as the writer last saw it, and how long the stage before it waited.
+    """A stage's queue as last seen by the writer, and how long the stage before it waited.
 
     Args:
         capacity: entries that it holds at most.
         capacity_nbytes: bytes that it holds, where entries differ in size.
         entry_nbytes: mean bytes of an entry there.
-        moved_nbytes: bytes taken out of it, where nothing else counts them: the readouts' lane.
+        moved_nbytes: bytes taken out of it; of the readouts' lane only.
     """
 
     stage: str
@@ -445,7 +434,7 @@ class StageState:
 
 @dataclass(frozen=True)
 class WriterProgress:
-    """What the writer has done up to now.
+    """Progress of the writer.
 
     Args:
         n_rows: rows taken out of the ring.
@@ -454,10 +443,8 @@ class WriterProgress:
         queue_depth: full buffers that wait for the disk.
         ring_nbytes: bytes taken out of the ring.
         backlog_nbytes: bytes of the buffers that wait or are being encoded.
-        commits: what is durable.
-        stages: the queues, that of the readouts' lane among them where there is one.
-        memory_nbytes: what worker and writer hold at most for capture, ``None`` if not known.
-        t_ns: wall clock of the message.
+        stages: the queues, with that of the readouts' lane if there is one.
+        memory_nbytes: bound on the memory of worker and writer, ``None`` if not known.
     """
 
     n_rows: int
@@ -474,12 +461,12 @@ class WriterProgress:
 
 @dataclass(frozen=True)
 class CensusProgress:
-    """What the scheduler has done up to now; ``last_step`` is -1 before the first.
+    """Progress of the scheduler; ``last_step`` is -1 before the first step.
 
     Args:
         queried_tokens: prompt tokens looked up in the prefix cache.
         recomputed_tokens: of the scheduled tokens, computed before.
-        dropped: rows lost to an overflow policy, by reason; they add up to ``dropped_tokens``.
+        dropped: rows lost to an overflow policy, by reason; ``dropped_tokens`` is their sum.
     """
 
     scheduled_tokens: int
@@ -500,10 +487,6 @@ class CensusProgress:
 
 @dataclass(frozen=True)
 class Done:
-    """The process commits nothing more.
-
-    Args:
-        totals: as in its close record.
-    """
+    """The process has committed everything; ``totals`` as in its close record."""
 
     totals: dict[str, int]

@@ -1,9 +1,8 @@
-"""The host ring: shared memory through which step slices travel from worker to writer.
+"""The host ring, stage 2 of the data path: shared memory for the rows of steps, worker to writer.
 
-Stage 2 of three. The worker creates the memory and owns the book of what is free; the writer
-attaches to it, reads slices and says when it is done with them. Slices are contiguous and of any
-size; they are taken one behind the other, around the end of the memory, wherever the next free
-stretch is.
+The worker creates the memory and allocates slices; the writer attaches to it, reads them and
+acknowledges. Slices are contiguous, of any size, and taken one after the other, from the beginning
+again at the end of the memory.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Arrays = tuple[np.ndarray, ...]
 
 
 def create(path: Path, nbytes: int) -> mmap.mmap:
-    """Return fresh shared memory of a fixed size, reserved now so that a full disk shows now.
+    """Return new shared memory, reserved at once so that too little memory is an error now.
 
     Raises:
         ActdsError: E503 when the memory cannot be reserved.
@@ -66,11 +65,7 @@ def attach(path: Path, nbytes: int) -> mmap.mmap:
 
 
 class RingSpace:
-    """The producer's book of a ring: where the next slice goes, and what is still in use.
-
-    Args:
-        capacity: bytes of the memory.
-    """
+    """The allocator of a ring, used by its producer: ``capacity`` bytes, and the slices in use."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -105,15 +100,15 @@ class RingSpace:
         return start
 
     def free(self, offset: int) -> None:
-        """Give back the slice at an offset."""
+        """Free the slice at an offset."""
         del self._starts[bisect.bisect_left(self._starts, offset)]
         del self._stops[offset]
 
     def _find(self, size: int) -> int | None:
-        """Return a free stretch: behind the last slice, else the first from the beginning.
+        """Return a free range: after the last slice, else the first from the beginning.
 
-        Slices come back nearly in the order in which they were taken, so the first look is
-        almost always the last.
+        Slices are freed nearly in the order in which they were taken, so the first try almost
+        always succeeds.
         """
         index = bisect.bisect_left(self._starts, self._next)
         limit = self._starts[index] if index < len(self._starts) else self.capacity
@@ -129,13 +124,12 @@ class RingSpace:
 
 @dataclass(frozen=True)
 class Block:
-    """Hooks of one width and type, whose rows lie together, ``(n_hooks, n, d_model)``.
+    """Hooks of one width and type, whose rows are one array ``(n_hooks, n, d_model)``.
 
     Args:
         hooks: their numbers, in the order of the hooks.
-        d_model: channels of a row.
         dtype: type of the rows.
-        before_nbytes: bytes per row of the blocks that lie before.
+        before_nbytes: bytes per row of the blocks before this one.
     """
 
     hooks: tuple[int, ...]
@@ -150,13 +144,10 @@ class Block:
 
 
 class RowLayout:
-    """How the rows of several hooks lie in memory: one block per width and type.
+    """The memory layout of the rows of several hooks: one block per width and type.
 
-    Blocks of wide types come first, so that every block is aligned to its own type whatever the
-    number of rows, and ``n`` rows take exactly ``n * row_nbytes``.
-
-    Args:
-        hooks: the hooks, in order.
+    Blocks of wide types come first, so that every block is aligned to its type for any number of
+    rows, and ``n`` rows take exactly ``n * row_nbytes``.
     """
 
     def __init__(self, hooks: Sequence[HookSpec]) -> None:
@@ -175,7 +166,7 @@ class RowLayout:
             number: (b, i) for b, block in enumerate(blocks) for i, number in enumerate(block.hooks)
         }
         self.places = tuple(places[number] for number in range(len(hooks)))
-        """Of each hook, its block and its place there."""
+        """By hook, its block and its index in the block."""
 
     def arrays(self, memory: mmap.mmap, offset: int, n_rows: int) -> Arrays:
         """Return the bit patterns of ``n_rows`` rows in shared memory, by block, without a copy."""

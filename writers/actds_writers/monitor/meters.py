@@ -1,8 +1,4 @@
-"""Meters of the writer process: what moved, what waited, how deep the queues stood.
-
-Beside stage 3 of the token's way; counts only, and never waits. Knows the messages on its left and
-the ledger on its right, where the occupancy histograms end.
-"""
+"""Meters of the writer process: commits, stalls and queue depths; they count and never wait."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ class CommitMeter:
     """Counts the commits; the commit thread writes, any thread reads."""
 
     def __init__(self) -> None:
-        self._totals = CommitTotals()
+        self.totals = CommitTotals()
         self._buckets = [0] * len(LATENCY_BUCKETS_S)
         self._latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self._lock = threading.Lock()
@@ -38,23 +34,15 @@ class CommitMeter:
     def committed(
         self, n_rows: int, nbytes_in: int, nbytes_out: int, seconds: float, *, raw: bool = False
     ) -> None:
-        """Count one committed shard.
-
-        Args:
-            n_rows: its rows.
-            nbytes_in: bytes of the rows over all hooks.
-            nbytes_out: bytes of its files.
-            seconds: how long the commit took.
-            raw: whether it was stored without compression.
-        """
+        """Count one committed shard: bytes of its rows in, bytes of its files out."""
         with self._lock:
             first = bisect_left(LATENCY_BUCKETS_S, seconds)
             for index in range(first, len(LATENCY_BUCKETS_S)):
                 self._buckets[index] += 1
             self._latencies.append(seconds)
-            t = self._totals
+            t = self.totals
             p50, p99 = np.quantile(list(self._latencies), (0.5, 0.99))
-            self._totals = CommitTotals(
+            self.totals = CommitTotals(
                 n_shards=t.n_shards + 1,
                 n_raw_shards=t.n_raw_shards + raw,
                 n_rows=t.n_rows + n_rows,
@@ -67,19 +55,14 @@ class CommitMeter:
                 last_ns=time.time_ns(),
             )
 
-    @property
-    def totals(self) -> CommitTotals:
-        """Return the counts up to now."""
-        return self._totals
-
 
 class Meters:
     """Follows the queues of one run.
 
     Args:
-        hello: what the worker said of its rings.
+        hello: hello of the worker, with the sizes of its rings.
         row_nbytes: bytes of one row over all hooks.
-        pool: occupancy of the pool, which its committer observes.
+        pool: occupancy of the pool, which the committer observes.
     """
 
     def __init__(self, hello: WorkerHello, row_nbytes: int, pool: Occupancy) -> None:
@@ -99,7 +82,7 @@ class Meters:
         self.ring_nbytes = 0
 
     def step(self, message: StepRows) -> None:
-        """Note the depths and the waits that came with a step, taken or dropped."""
+        """Note depths and stalls of a step, taken or dropped."""
         self._queues["staging"].observe(message.depth_stage1, message.t_ns)
         self._queues["ring"].observe(message.depth_stage2, message.t_ns)
         self._ring_depth = message.depth_stage2
@@ -107,19 +90,19 @@ class Meters:
             self.stalled(stall)
 
     def taken(self, n_rows: int, nbytes: int) -> None:
-        """Count the last step's slice as taken out of the ring: its rows to store, its bytes."""
+        """Count the slice of the last step as taken out of the ring: rows to store, and bytes."""
         self._queues["ring"].observe(max(0, self._ring_depth - 1), time.time_ns())
         self._n_slices += 1
         self.n_rows += n_rows
         self.ring_nbytes += nbytes
 
     def stalled(self, stall: Stall) -> None:
-        """Count a wait."""
+        """Count a stall."""
         n, duration_ns = self._stalls.get(stall.stage, (0, 0))
         self._stalls[stall.stage] = (n + 1, duration_ns + stall.duration_ns)
 
     def states(self) -> tuple[StageState, ...]:
-        """Return every stage's queue and waits."""
+        """Return queue and stalls of every stage."""
         return tuple(
             StageState(
                 stage,
@@ -133,7 +116,7 @@ class Meters:
         )
 
     def commit(self, store: Store, chain: Chain, run: str) -> None:
-        """Commit the occupancy histograms; nothing when no queue was ever seen.
+        """Commit the occupancy histograms; nothing when no queue was observed.
 
         Raises:
             ActdsError: as ``commit_part``.
@@ -146,23 +129,18 @@ class Meters:
 
 
 EXACT_DEPTHS = 128
-"""Depths below this stand for themselves; larger ones keep their seven leading bits, so a queue
-of a million entries has under a thousand bins, and none is off by more than 1.6 %."""
+"""Depths below this are exact; larger ones keep their seven leading bits, so a queue of a million
+entries has under a thousand bins, each with an error of at most 1.6 %."""
 
 
 def depth_bin(depth: int) -> int:
-    """Return the depth under which a depth is counted: itself, or the lower end of its bin."""
+    """Return the lower end of a depth's bin."""
     shift = max(0, depth.bit_length() - EXACT_DEPTHS.bit_length() + 1)
     return depth >> shift << shift
 
 
 class Occupancy:
-    """A time-weighted histogram of one queue's depth; any thread may observe.
-
-    Args:
-        stage: ``staging``, ``ring``, ``pool`` or ``readouts``.
-        capacity: entries that the queue holds at most.
-    """
+    """A time-weighted histogram of one queue's depth; any thread may observe."""
 
     def __init__(self, stage: str, capacity: int) -> None:
         self.stage, self.capacity = stage, capacity
@@ -173,11 +151,10 @@ class Occupancy:
         self._lock = threading.Lock()
 
     def observe(self, depth: int, t_ns: int) -> None:
-        """Say that the queue has a depth from ``t_ns`` on.
+        """Note that the queue has a depth from ``t_ns`` on.
 
         Args:
-            depth: entries in the queue.
-            t_ns: any clock, the same at every call; a time before the last one counts as no time.
+            t_ns: any clock, the same at every call; going back counts as zero time.
         """
         with self._lock:
             if self.depth is None:

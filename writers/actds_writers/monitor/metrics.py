@@ -1,14 +1,9 @@
-"""Metrics: a snapshot as Prometheus metrics, over HTTP when asked for.
-
-Beside the token's way; imports the snapshot, and prometheus-client only here. The scrape reads the
-last snapshot on a thread of the server, so it delays nothing.
-"""
+"""Prometheus metrics of a harvest, over HTTP; scrapes run on threads of the server."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from actds.errors import ActdsError
@@ -33,15 +28,9 @@ except ImportError:
         next_step="pip install 'actds[metrics]'",
     ) from None
 
-__all__ = ["MetricsServer", "SnapshotCollector", "serve_metrics"]
-
 
 class SnapshotCollector(Collector):
-    """Gives the present snapshot at every scrape.
-
-    Args:
-        snapshot: returns the present counters; called on the server's threads.
-    """
+    """Collects the present snapshot at every scrape."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
@@ -54,23 +43,23 @@ class SnapshotCollector(Collector):
         yield from _commits(now)
 
     def describe(self) -> list[Metric]:
-        """Return nothing: the registry is not to ask for a snapshot before there is one."""
+        """Return nothing, so that the registry takes no snapshot before there is one."""
         return []
 
 
 class MetricsServer:
-    """The HTTP server; use as a context manager, or ``close``."""
+    """The HTTP server; a context manager."""
 
     def __init__(self, server: Any, thread: threading.Thread) -> None:
         self._server, self._thread = server, thread
 
     @property
     def port(self) -> int:
-        """Return the port, which is a free one when 0 was asked for."""
+        """Return the port, also when a free one was requested."""
         return int(self._server.server_port)
 
     def close(self) -> None:
-        """End the server and give its port back."""
+        """Stop the server and release its port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -78,28 +67,22 @@ class MetricsServer:
     def __enter__(self) -> MetricsServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def serve_metrics(host: str, port: int, snapshot: Callable[[], Snapshot]) -> MetricsServer:
     """Serve the metrics of a harvest at ``http://host:port/metrics``.
 
-    The registry is one of its own: nothing of another library is served, and no other library
-    sees these.
+    Uses its own registry: no metrics of other libraries are served.
 
     Args:
-        host: address to listen at; anything but loopback is open to whoever can reach it.
+        host: address to listen on; there is no authentication.
         port: port, 0 for a free one.
         snapshot: returns the present counters; called on the server's threads.
 
     Raises:
-        ActdsError: E009 when nothing can listen there.
+        ActdsError: E009 when the address cannot be used.
     """
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(snapshot))
@@ -117,9 +100,9 @@ def serve_metrics(host: str, port: int, snapshot: Callable[[], Snapshot]) -> Met
 
 
 def _tokens(now: Snapshot) -> Iterator[Metric]:
-    yield _counter("scheduled_tokens", "Tokens that the engine computed.", now.scheduled_tokens)
+    yield _counter("scheduled_tokens", "Tokens computed by the engine.", now.scheduled_tokens)
     yield _counter(
-        "recomputed_tokens", "Of these, computed before, before a preemption.",
+        "recomputed_tokens", "Of these, computed again after a preemption.",
         now.recomputed_tokens,
     )  # fmt: skip
     yield _counter("cached_tokens", "Prompt tokens from the prefix cache.", now.cached_tokens)
@@ -133,23 +116,23 @@ def _tokens(now: Snapshot) -> Iterator[Metric]:
         dropped.add_metric([reason], n_tokens)
     yield dropped
     rows = CounterMetricFamily(
-        "actds_rows", "Rows of one hook: taken by the writer, and durable.", labels=["stage"]
+        "actds_rows", "Rows per hook: taken by the writer, durable on disk.", labels=["stage"]
     )
     rows.add_metric(["ring"], now.rows)
     rows.add_metric(["disk"], now.commits.n_rows)
     yield rows
-    yield _counter("requests_finished", "Requests that ended.", now.requests_done)
+    yield _counter("requests_finished", "Requests that have ended.", now.requests_done)
     if now.requests_total is not None:
-        yield _gauge("requests_planned", "Requests that reach the engine.", now.requests_total)
-    yield _gauge("requests_running", "Requests that run.", now.running)
-    yield _gauge("requests_waiting", "Requests that wait in the scheduler.", now.waiting)
+        yield _gauge("requests_planned", "Requests to serve.", now.requests_total)
+    yield _gauge("requests_running", "Running requests.", now.running)
+    yield _gauge("requests_waiting", "Requests waiting in the scheduler.", now.waiting)
     yield _gauge("elapsed_seconds", "Seconds since the start.", now.elapsed_s)
 
 
 def _stages(now: Snapshot) -> Iterator[Metric]:
     nbytes = CounterMetricFamily(
         "actds_stage_bytes",
-        "Bytes that left a stage: captured, taken out of ring or lane, committed; files on disk.",
+        "Bytes that left a stage: captured, taken from ring or lane, committed; files on disk.",
         labels=["stage"],
     )
     stalls = CounterMetricFamily(
@@ -160,25 +143,25 @@ def _stages(now: Snapshot) -> Iterator[Metric]:
     )
     depth = GaugeMetricFamily("actds_queue_depth", "Entries in a stage's queue.", labels=["stage"])
     capacity = GaugeMetricFamily(
-        "actds_queue_capacity", "Entries that a stage's queue holds at most.", labels=["stage"]
+        "actds_queue_capacity", "Capacity of a stage's queue, in entries.", labels=["stage"]
     )
     fill = GaugeMetricFamily(
-        "actds_queue_fill_ratio", "How full a stage's queue is, 0 to 1.", labels=["stage"]
+        "actds_queue_fill_ratio", "Fill of a stage's queue, 0 to 1.", labels=["stage"]
     )
     for stage in (*now.stages, *([now.lane] if now.lane else [])):
         label = [stage.name]
         nbytes.add_metric(label, stage.nbytes)
         stalls.add_metric(label, stage.n_stalls)
         stalled.add_metric(label, stage.stall_s)
-        # What is not known yet has no sample: a zero would be a statement.
+        # What is not known yet has no sample: zero would be a value.
         for family, value in ((depth, stage.depth), (capacity, stage.capacity), (fill, stage.fill)):
             if value is not None:
                 family.add_metric(label, value)
     nbytes.add_metric(["disk"], now.commits.nbytes_out)
     yield from (nbytes, stalls, stalled, depth, capacity, fill)
-    yield _gauge("compression_backlog_bytes", "Bytes that wait to be encoded.", now.backlog_nbytes)
+    yield _gauge("compression_backlog_bytes", "Bytes waiting to be encoded.", now.backlog_nbytes)
     if now.memory_nbytes is not None:
-        yield _gauge("memory_bound_bytes", "Memory of all stages at most.", now.memory_nbytes)
+        yield _gauge("memory_bound_bytes", "Bound on the memory of all stages.", now.memory_nbytes)
 
 
 def _commits(now: Snapshot) -> Iterator[Metric]:
@@ -196,9 +179,15 @@ def _commits(now: Snapshot) -> Iterator[Metric]:
         sum_value=c.seconds,
     )
     if now.last_commit_age_s is not None:
-        yield _gauge("last_commit_age_seconds", "Since the last commit.", now.last_commit_age_s)
+        yield _gauge(
+            "last_commit_age_seconds", "Seconds since the last commit.", now.last_commit_age_s
+        )
     if now.writer_silent_s is not None:
-        yield _gauge("writer_silent_seconds", "Since the writer's last word.", now.writer_silent_s)
+        yield _gauge(
+            "writer_silent_seconds",
+            "Seconds since the last message of the writer.",
+            now.writer_silent_s,
+        )
 
 
 def _counter(name: str, meaning: str, value: float) -> Metric:

@@ -1,8 +1,7 @@
-"""Progress: what a harvest is doing, from the last words of writer and census to lines on stderr.
+"""Progress of a harvest: snapshots of its counters, their display, and the final summary.
 
-A snapshot is the state at one moment; the display shows snapshots, a line or a screen each, on a
-thread of its own: a terminal that does not take its words delays nothing but them. The summary is
-what the harvest came to, in lines that add up.
+The display shows snapshots, a line or a screen each, on thread ``actds-progress``: a blocked
+terminal delays nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from actds.errors import ActdsError
@@ -30,22 +28,22 @@ if TYPE_CHECKING:
 
 STAGES = ("staging", "ring", "pool")
 LANE = "readouts"
-"""The lane of the readouts, a queue beside the stages."""
+"""The lane of the readouts, a queue parallel to the stages."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the three stages, or the lane of the readouts beside them.
+    """One of the three stages, or the lane of the readouts.
 
     Args:
         name: ``staging``, ``ring``, ``pool`` or ``readouts``.
-        nbytes: bytes that have left it since the start: copied by the hooks, taken out of the
-            ring, made durable; taken out of the lane.
-        depth: entries in its queue, None where not known yet.
-        capacity: entries that the queue holds at most, None where not known yet.
+        nbytes: bytes that have left it: copied by the hooks, taken out of the ring, committed;
+            taken out of the lane.
+        depth: entries in its queue, None when not known yet.
+        capacity: capacity of the queue in entries, None when not known yet.
         fill: how full the queue is, 0 to 1, by bytes where entries differ in size.
         n_stalls: times the stage before it waited.
-        stall_s: how long, all together.
+        stall_s: total time of these waits.
     """
 
     name: str
@@ -63,24 +61,22 @@ class Snapshot:
 
     Args:
         elapsed_s: seconds since the start.
-        requests_done: requests that ended, skipped ones not included.
-        requests_total: requests that reach the engine; None where nobody knows, as in serving.
-        waiting: requests that wait in the scheduler.
-        running: requests that run.
-        scheduled_tokens: tokens the engine computed.
+        requests_done: requests that have ended, without skipped ones.
+        requests_total: requests to serve; None when not known, as in serving.
+        waiting: requests waiting in the scheduler.
+        scheduled_tokens: tokens computed by the engine.
         recomputed_tokens: of these, computed before.
-        cached_tokens: prompt tokens it reused from the prefix cache.
-        queried_tokens: prompt tokens it looked up there.
+        cached_tokens: prompt tokens reused from the prefix cache.
+        queried_tokens: prompt tokens looked up there.
         rows: rows that reached the writer.
         row_nbytes: bytes of one row over all hooks.
         dropped: rows lost to an overflow policy, by reason.
         stages: staging, ring and pool.
-        lane: the lane of the readouts, None without readouts or before the first word of it.
-        backlog_nbytes: bytes that wait to be encoded.
-        commits: what is durable.
-        memory_nbytes: bound of all stages together, None where not known.
-        last_commit_age_s: seconds since the last commit, None before the first.
-        writer_silent_s: seconds since the writer's last word, None before the first.
+        lane: the lane of the readouts, None without readouts or before its first message.
+        backlog_nbytes: bytes waiting to be encoded.
+        memory_nbytes: bound on the memory of all stages, None when not known.
+        last_commit_age_s: None before the first commit.
+        writer_silent_s: seconds since the writer's last message, None before the first.
     """
 
     elapsed_s: float
@@ -110,7 +106,7 @@ class Snapshot:
 
     @property
     def cache_hit_share(self) -> float | None:
-        """Return the hits per prompt token looked up, None before the first."""
+        """Return prefix-cache hits per prompt token looked up, None before the first."""
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else None
 
 
@@ -123,23 +119,14 @@ def take_snapshot(
     requests_total: int | None,
     now_ns: int | None = None,
 ) -> Snapshot:
-    """Return what writer and census have said, as one snapshot.
-
-    Args:
-        written: the writer's last word, None before the first.
-        counted: the census' last word, None before the first.
-        elapsed_s: seconds since the start.
-        requests_done: requests that ended.
-        requests_total: requests that reach the engine, None where nobody knows.
-        now_ns: wall clock; now by default.
-    """
+    """Return a snapshot from the last messages of writer and census, None before the first."""
     w = written or WriterProgress(0, -1, 0, 0)
     c = counted or CensusProgress(0, 0, 0, 0, 0, None, -1, 0)
     now = time.time_ns() if now_ns is None else now_ns
     queues = {state.stage: state for state in w.stages}
     nbytes = (c.scheduled_tokens * w.row_nbytes, w.ring_nbytes, w.commits.nbytes_in)
     pool_depth = w.queue_depth if written else None
-    # The worker's own word, by way of the census, is newer than what came with the last step.
+    # The worker's own figures, through the census, are newer than those of the last step.
     newest = (c.staging_depth, c.ring_depth, pool_depth)
     staging, ring, pool = (
         _stage(queues.get(name, StageState(name)), moved, depth)
@@ -194,17 +181,16 @@ def _age_s(then_ns: int | None, now_ns: int) -> float | None:
 WIDTH = 79
 LABEL_WIDTH, QUEUE_WIDTH, GAUGE_WIDTH, RATE_WIDTH = 10, 13, 10, 11
 SILENT_S = 3.0
-"""A writer that has said nothing for so long is waiting for something, most likely the disk."""
+"""A writer without a message for so long is waiting, most likely for the disk."""
 WAITS = {"staging": "step", "ring": "step", "pool": "shard", LANE: "step"}
 LEAVES = {"staging": "captured", "ring": "taken", "pool": "committed", LANE: "taken"}
 
 
 def eta_s(now: Snapshot, started: Snapshot | None) -> float | None:
-    """Return the seconds until the last request ends, None where nothing tells.
+    """Return the estimated seconds until the last request ends, None without an estimate.
 
     Args:
-        now: the present counters.
-        started: those when the engine began to step.
+        started: the counters when the engine began to step.
     """
     if now.requests_total is None or started is None:
         return None
@@ -221,9 +207,8 @@ def format_line(
     """Return one line of progress.
 
     Args:
-        now: the present counters.
-        before: earlier counters; the rates are those since then, else since the start.
-        started: the counters when the engine began to step, for the time that is left.
+        before: earlier counters; rates are since then, else since the start.
+        started: the counters when the engine began to step, for the time left.
     """
     left = eta_s(now, started)
     seconds = now.elapsed_s - (before.elapsed_s if before else 0.0)
@@ -247,13 +232,7 @@ def format_line(
 def format_screen(
     now: Snapshot, before: Snapshot | None = None, started: Snapshot | None = None
 ) -> Text:
-    """Return the screen.
-
-    Args:
-        now: the present counters.
-        before: earlier counters; the rates are those since then, else since the start.
-        started: the counters when the engine began to step, for the time that is left.
-    """
+    """Return the screen; arguments as in ``format_line``."""
     from rich.text import Text
 
     seconds = now.elapsed_s - (before.elapsed_s if before else 0.0)
@@ -272,7 +251,7 @@ def format_screen(
     _line(screen, "disk", _disk(now, before, seconds))
     _line(screen, "commits", _commits(now))
     if now.writer_silent_s is not None and now.writer_silent_s > SILENT_S:
-        waits = f"silent for {format_seconds(now.writer_silent_s)}; it waits for the disk"
+        waits = f"no message for {format_seconds(now.writer_silent_s)}; it waits for the disk"
         _line(screen, "writer", waits, "yellow")
     if now.memory_nbytes is not None:
         _line(screen, "memory", f"{format_nbytes(now.memory_nbytes)} at most, all stages")
@@ -349,16 +328,11 @@ PLAIN_INTERVAL_S = 5.0
 TERMINAL_INTERVAL_S = 0.5
 RATE_WINDOW_S = 10.0
 LEAVE_TIMEOUT_S = 5.0
-"""How long the end of a harvest waits for a terminal that takes no words."""
+"""How long the end of a harvest waits for a blocked terminal."""
 
 
 class Display:
-    """Shows snapshots: a screen that stays in place on a terminal, elsewhere a line each.
-
-    Args:
-        stream: where to write.
-        terminal: whether the stream is a terminal.
-    """
+    """Shows snapshots: as a screen that stays in place on a terminal, else a line each."""
 
     def __init__(self, stream: TextIO, *, terminal: bool) -> None:
         self._stream = stream
@@ -383,14 +357,14 @@ class Display:
         if self._started is None and now.scheduled_tokens:
             self._started = now
         self._history.append(now)
-        # Keep one snapshot that is at least as old as the window, and all younger ones.
+        # Keep one snapshot that is at least as old as the window, and all newer ones.
         horizon = now.elapsed_s - RATE_WINDOW_S
         while len(self._history) > 2 and self._history[1].elapsed_s <= horizon:
             del self._history[0]
         self._put(now, self._history[0] if len(self._history) > 1 else None)
 
     def close(self, last: Snapshot) -> None:
-        """Show the last snapshot, with the rates of the whole harvest, and let the terminal go."""
+        """Show the last snapshot, with the rates of the whole harvest, and release the terminal."""
         self._put(last, None)
         if self._live is not None:
             self._live.stop()
@@ -403,13 +377,13 @@ class Display:
 
 
 class Observer:
-    """Told how a harvest goes; a subclass does something with what it wants to know."""
+    """Receives the progress of a harvest; a subclass overrides what it needs."""
 
     def said(self, line: str) -> None:
-        """Take a line on what is being done."""
+        """Take a message for the user."""
 
     def harvesting(self, snapshot: Callable[[], Snapshot]) -> AbstractContextManager[object]:
-        """Return what is entered while requests are served.
+        """Return a context that is entered while requests are served.
 
         Args:
             snapshot: returns the present counters; may be called on any thread.
@@ -417,7 +391,7 @@ class Observer:
         return nullcontext()
 
     def ended(self, result: HarvestResult) -> None:
-        """Take the result, also of a harvest that a canary then fails."""
+        """Take the result, also when a canary then fails the harvest."""
 
 
 class Progress:
@@ -426,9 +400,8 @@ class Progress:
     Args:
         snapshot: returns the present counters; called on the display's thread.
         stream: where to write, stderr by default.
-        terminal: whether the stream is a terminal; found out by default.
+        terminal: whether the stream is a terminal; detected by default.
         interval_s: seconds between two views; by default 0.5 on a terminal and 5 elsewhere.
-        quiet: show nothing at all.
     """
 
     def __init__(
@@ -456,12 +429,7 @@ class Progress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Show the last counters."""
         self._ended.set()
         if self._thread is not None:
@@ -486,27 +454,25 @@ SUMMARY_LABEL_WIDTH = 11
 
 @dataclass(frozen=True)
 class Totals:
-    """What became of every request and every position of a run.
+    """Counts of every request and every position of a run.
 
     Args:
-        path: the dataset, as the user named it.
+        path: the dataset, as given.
         elapsed_s: seconds from start to seal.
         requests: number of requests by finish reason, skipped ones included.
-        scheduled: tokens the engine computed.
+        scheduled: tokens computed by the engine.
         recomputed: of these, computed again after a preemption.
         captured: positions with a row.
-        cache_ref: positions that another request computed.
+        cache_ref: prefix-cache hits: positions that another request computed.
         dropped: positions lost to an overflow policy.
-        aborted: positions lost to an end, computed or not.
-        aborted_uncomputed: of these, the ones the engine never computed.
-        filtered: positions left out by a filter.
-        unresolved: cache references to a position without a row.
-        n_hooks: hooks per row.
-        n_shards: shards of the run.
+        aborted: positions cut off by an end, computed or not.
+        aborted_uncomputed: of these, the ones never computed.
+        filtered: positions left out by a sampling rule.
+        unresolved: prefix-cache hits on a position without a row.
         row_nbytes: bytes of the rows over all hooks, before compression.
         stored_nbytes: bytes of their files.
-        seal: digest of the seal, None when the dataset was left open.
-        canary: what a canary replay found, None without one.
+        seal: digest of the seal, None when the dataset is not sealed.
+        canary: result of a canary replay, None without one.
     """
 
     path: str
@@ -528,16 +494,11 @@ class Totals:
     seal: str | None
     canary: str | None = None
 
-    @property
-    def n_positions(self) -> int:
-        """Return the positions that the requests owe."""
-        return self.captured + self.cache_ref + self.dropped + self.aborted + self.filtered
-
     def check(self) -> dict[str, int]:
-        """Return what became of the scheduled tokens.
+        """Return the scheduled tokens by outcome.
 
         Raises:
-            ActdsError: E409 when they are not the sum of what became of them.
+            ActdsError: E409 when these do not sum to the scheduled tokens.
 
         Spec: 0.1 section 7.
         """
@@ -559,13 +520,7 @@ class Totals:
 
 
 def format_summary(totals: Totals) -> str:
-    """Return the last lines of a harvest.
-
-    Raises:
-        ActdsError: E409 when the scheduled tokens are not the sum of what became of them.
-
-    Spec: 0.1 section 7.
-    """
+    """Return the summary of a harvest; raises as ``Totals.check``."""
     computed = totals.check()
     positions = {
         "captured": totals.captured,
@@ -580,13 +535,13 @@ def format_summary(totals: Totals) -> str:
         ("dataset", f"{totals.path} ({state})"),
         ("requests", f"{sum(totals.requests.values()):,} = {_sum(totals.requests)}"),
         ("scheduled", f"{totals.scheduled:,} tokens = {_sum(computed)}"),
-        ("positions", f"{totals.n_positions:,} = {_sum(positions)}"),
+        ("positions", f"{sum(positions.values()):,} = {_sum(positions)}"),
         ("rows", _rows(totals)),
         ("size", _size(totals)),
         ("time", _speed(totals)),
     ]
     if totals.unresolved:
-        words = f"{totals.unresolved:,} of the cache_ref positions have no row here (E410)"
+        words = f"{totals.unresolved:,} prefix-cache hits have no stored row (E410)"
         lines.append(("unresolved", words))
     if totals.canary:
         lines.append(("canary", totals.canary))

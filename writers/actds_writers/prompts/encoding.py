@@ -1,4 +1,4 @@
-"""Encoding: prompts to token ids with the model's own tokenizer and chat template."""
+"""Prompts to token ids, with the model's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -12,20 +12,11 @@ from actds.errors import ActdsError
 from actds_writers.prompts.records import Message, OnBroken, Prompt
 from actds_writers.shards.assembly import SpecialTokens
 
-__all__ = [
-    "Encoded",
-    "Tokenizer",
-    "chat_template_sha256",
-    "encode",
-    "load_tokenizer",
-    "special_tokens",
-]
-
 BATCH_PROMPTS = 1024
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used."""
 
     all_special_ids: list[int]
     bos_token_id: int | None
@@ -38,7 +29,7 @@ class Tokenizer(Protocol):
         """Return the conversation as one text."""
 
     def get_chat_template(self) -> str:
-        """Return the template, or raise ValueError when there is none."""
+        """Return the template; raises ValueError without one."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +37,9 @@ class Encoded:
     """A prompt as the engine gets it.
 
     Args:
-        prompt: the prompt.
-        token_ids: its tokens, special tokens included; they stand here for a skipped one too.
-        max_tokens: tokens to generate at most: what was asked for, cut to the model's context.
-        skip: code and words when the prompt cannot be served, else None.
+        token_ids: its tokens with special tokens, also when it is skipped.
+        max_tokens: maximum of generated tokens, limited by the model's context.
+        skip: code and reason when the prompt cannot be served, else None.
     """
 
     prompt: Prompt
@@ -59,10 +49,10 @@ class Encoded:
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """Return the tokenizer of a model folder; nothing is fetched and no code of it is run.
+    """Return the tokenizer of a model folder; downloads nothing and runs no code of it.
 
     Raises:
-        ActdsError: E005 when the folder holds no tokenizer that can be read, E011 when
+        ActdsError: E005 when the folder has no readable tokenizer, E011 when
             transformers is not installed.
     """
     try:
@@ -72,7 +62,7 @@ def load_tokenizer(model: Path) -> Tokenizer:
             "E011",
             "transformers",
             got="not installed",
-            expected="it beside vllm",
+            expected="transformers, which vllm needs too",
             next_step="pip install transformers",
         ) from None
     try:
@@ -91,19 +81,17 @@ def encode(
     max_tokens: int,
     on_broken: OnBroken = "error",
 ) -> list[Encoded]:
-    """Return every prompt as token ids, in order, with a reason for each that is to be skipped.
+    """Return every prompt as token ids, in order, with a reason for each that is skipped.
 
-    Text is encoded as it stands, with the tokenizer's own special tokens; messages go through
+    Text is encoded unchanged, with the tokenizer's own special tokens; messages are rendered by
     the chat template with the generation prompt at the end.
 
     Args:
-        prompts: what to encode.
-        tokenizer: the model's tokenizer.
         max_model_len: positions per request, prompt and generated together.
         max_tokens: generated tokens asked for, at least 1.
-        on_broken: ``error`` refuses at the first prompt that the template or the tokenizer
-            cannot take; ``skip`` returns it with E002 as its reason. A prompt that leaves no
-            room for one generated token is always skipped, with E004.
+        on_broken: ``error`` raises for the first prompt that the template or the tokenizer
+            refuses; ``skip`` skips it with E002. A prompt that leaves no room for one generated
+            token is always skipped, with E004.
 
     Raises:
         ActdsError: E002 for a prompt that cannot be encoded, and for messages when the model
@@ -122,7 +110,7 @@ def encode(
             if broken is None and not ids:
                 broken = "text that encodes to no token"
             if broken is not None and on_broken == "error":
-                expected = "a prompt the model can take"
+                expected = "a prompt that the model can take"
                 raise ActdsError("E002", _place(prompt), got=broken, expected=expected)
             room = max_model_len - len(ids)
             skip = None
@@ -148,8 +136,7 @@ def special_tokens(tokenizer: Tokenizer, generation_eos: Iterable[int] = ()) -> 
     """Return the ids by which rows are flagged; BOS and EOS count as special too.
 
     Args:
-        tokenizer: the model's tokenizer.
-        generation_eos: further ids that end a sequence, from ``generation_config.json``.
+        generation_eos: further end-of-sequence ids, from ``generation_config.json``.
     """
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, entry in added.items() if getattr(entry, "special", False)}
@@ -170,7 +157,7 @@ def _require_template(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:
         raise ActdsError(
             "E002",
             _place(first),
-            got="messages, and the model's tokenizer has no chat template",
+            got="messages, but the model's tokenizer has no chat template",
             expected="a `prompt` string",
             next_step="Give prompts as text, or use a model folder with a chat template.",
         ) from None
@@ -187,15 +174,15 @@ def _texts(batch: Sequence[Prompt], tokenizer: Tokenizer) -> tuple[list[str], di
                 text = tokenizer.apply_chat_template(
                     prompt.messages, tokenize=False, add_generation_prompt=True
                 )
-            # The template is the model's code and raises what it likes: jinja's errors, TypeError.
+            # The template is the model's code and may raise anything: jinja's errors, TypeError.
             except Exception as error:
-                failures[number] = f"the chat template says {_words(error)!r}"
+                failures[number] = f"the chat template raised {_words(error)!r}"
         texts.append(text)
     return texts, failures
 
 
 def _ids(batch: Sequence[Prompt], texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the ids of a batch; a rendered template brings its own special tokens."""
+    """Return the ids of a batch; a rendered template has its own special tokens."""
     ids: list[list[int]] = [[] for _ in texts]
     for bare in (False, True):
         members = [n for n, prompt in enumerate(batch) if (prompt.messages is None) == bare]

@@ -1,4 +1,4 @@
-"""Prompts: files and folders of prompts read into records, and which record is no prompt."""
+"""Prompts read from files and folders, and the records that are not prompts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ Message = dict[str, Any]
 
 
 FIELDS = ("messages", "prompt", "text")
-"""Where a record may hold its prompt; the first that is there and not null is taken."""
+"""Fields that may have the prompt; the first one that is not null is used."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: text as it stands, or messages for the chat template.
+    """One prompt: text, or messages for the chat template.
 
     Args:
-        index: number of the request in the run, from 0. Skipped records take a number too.
-        source: last path segment of the source.
-        row: record of the source, from 0; blank lines are no records.
+        index: number of the request in the run, from 0; skipped records are numbered too.
+        row: record of the source, from 0; blank lines are not counted.
         text: the prompt, or None when it is messages.
         messages: a list of ``{"role": str, "content": str, ...}``, or None when it is text.
-        external_id: the record's ``id``, else ``row-<row>``. It need not be unique.
+        external_id: the record's ``id``, else ``row-<row>``; need not be unique.
     """
 
     index: int
@@ -45,14 +44,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SkippedRecord:
-    """A record that is no prompt, left out because the caller asked for it.
+    """A broken record, skipped at the caller's request.
 
     Args:
         index: number of the request in the run, from 0.
-        source: last path segment of the source.
-        row: record of the source, from 0.
-        external_id: the record's ``id`` when that much could be read, else ``row-<row>``.
-        reason: code, place and words, for the requests table.
+        external_id: the record's ``id`` if it could be read, else ``row-<row>``.
+        reason: code, place and text, for the requests table.
     """
 
     index: int
@@ -64,7 +61,7 @@ class SkippedRecord:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """What the prompts were read from, as it stands in the run record.
+    """The source of the prompts, as in the run record.
 
     Args:
         kind: ``jsonl``, ``json``, ``parquet``, ``text`` or ``hf``.
@@ -85,7 +82,7 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a source, the records that are none, and the source itself."""
+    """The prompts of a source, its broken records, and the source itself."""
 
     prompts: list[Prompt]
     skips: list[SkippedRecord]
@@ -93,7 +90,7 @@ class PromptSet:
 
 
 def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
-    """Return the prompts of a source, read once from its beginning to its end.
+    """Return the prompts of a source, read once from beginning to end.
 
     A record is a JSON object or a table row with ``messages`` (a list of role and content),
     ``prompt`` or ``text`` (a string), and optionally ``id``; of a text file, a line that is not
@@ -102,10 +99,10 @@ def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
     Args:
         spec: path of a ``.jsonl``, ``.ndjson``, ``.json``, ``.parquet`` or ``.txt`` file, or
             ``hf:FOLDER`` for a folder made by ``save_to_disk`` or one of Parquet or JSONL files.
-        on_broken: ``error`` refuses the source at its first broken record; ``skip`` records it.
+        on_broken: ``error`` raises for the first broken record; ``skip`` skips it.
 
     Raises:
-        ActdsError: E001 when the source is missing, unreadable or of no known kind; E002 at a
+        ActdsError: E001 when the source is missing, unreadable or of unknown kind; E002 for a
             broken record, with its line or row; E003 when there is no record at all.
     """
     prompts: list[Prompt] = []
@@ -165,7 +162,7 @@ def _content(record: Any) -> tuple[str, str | None, list[Message] | None]:
         if not isinstance(value, str):
             raise Broken(f"`{name}` is a {_kind(value)}", "a string")
         if not value:
-            raise Broken(f"`{name}` is empty", "a string with text in it")
+            raise Broken(f"`{name}` is empty", "a string that is not empty")
         _require_unicode(value, f"`{name}`")
         return name, value, None
     present = ", ".join(sorted(str(key) for key in record)[:8]) or "none"
@@ -188,7 +185,7 @@ def _messages(value: Any) -> list[Message]:
                 found = "is missing" if part is None else f"is a {_kind(part)}"
                 raise Broken(f"`{key}` of {place} {found}", "a string")
             _require_unicode(part, f"`{key}` of {place}")
-        # Table files give every message every key of the column, null where it has none.
+        # In table files every message has every key of the column, null where it is missing.
         messages.append({key: part for key, part in message.items() if part is not None})
     return messages
 
@@ -207,11 +204,11 @@ def _external_id(record: Any, default: str) -> str:
 
 
 def _require_unicode(text: str, place: str) -> None:
-    # JSON may escape half of a surrogate pair; neither a tokenizer nor Arrow can hold it.
+    # JSON may escape half of a surrogate pair, which neither tokenizers nor Arrow can represent.
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise Broken(f"{place} holds an unpaired surrogate", "valid Unicode") from None
+        raise Broken(f"{place} has an unpaired surrogate", "valid Unicode") from None
 
 
 def _kind(value: Any) -> str:
@@ -225,7 +222,7 @@ BLOCK_NBYTES = 1 << 20
 
 
 class Broken(Exception):
-    """A record that cannot be read as a prompt: what was found, and what is asked for."""
+    """A record that cannot be read as a prompt: what was found, and what was expected."""
 
     def __init__(self, got: str, expected: str) -> None:
         super().__init__(got, expected)
@@ -238,8 +235,8 @@ class Record:
     """One raw record.
 
     Args:
-        place: what an error names, for example ``prompts.jsonl line 7``.
-        value: what the record holds, or the way in which it is broken.
+        place: the place for errors, for example ``prompts.jsonl line 7``.
+        value: content of the record, or how it is broken.
     """
 
     place: str
@@ -247,7 +244,7 @@ class Record:
 
 
 class Source(Protocol):
-    """A stream of records that knows its name and, after the last record, its digest."""
+    """A stream of records with a name and, after the last record, a digest."""
 
     kind: str
     name: str
@@ -264,11 +261,7 @@ class Source(Protocol):
 
 
 def open_source(spec: str) -> Source:
-    """Return the source that a specification names; nothing is read yet.
-
-    Raises:
-        ActdsError: E001 when it is missing or of no known kind.
-    """
+    """Return the source that a specification names, unread; raises E001 for a bad one."""
     if spec.startswith("hf:"):
         return _open_folder(Path(spec.removeprefix("hf:")), spec)
     path = Path(spec)
@@ -282,7 +275,7 @@ def open_source(spec: str) -> Source:
 def _open_file(path: Path, name: str) -> _File:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        got = f"a file ending in {path.suffix!r}" if path.suffix else "a file without an ending"
+        got = f"a file with suffix {path.suffix!r}" if path.suffix else "a file without suffix"
         raise _unreadable(name, got, f"one of {', '.join(sorted(_READERS))}")
     kind, read = reader
     return _File(kind, name, path, read)
@@ -356,7 +349,7 @@ class _HashedLines:
 
 
 def _numbered(lines: _HashedLines, name: str) -> Iterator[tuple[str, str | Broken]]:
-    """Yield (place, text) of the lines that are not blank; place counts from 1 like an editor."""
+    """Yield (place, text) of the lines that are not blank; lines are counted from 1."""
     for number, raw in enumerate(lines, start=1):
         if number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")
@@ -381,7 +374,7 @@ def _read_jsonl(lines: _HashedLines, name: str) -> Iterator[Record]:
 
 
 def _read_json(lines: _HashedLines, name: str) -> Iterator[Record]:
-    """Yield the members of a JSON array; a ``.json`` file of JSON lines is read as such."""
+    """Yield the members of a JSON array; a ``.json`` file of JSON lines is accepted too."""
     with lines.path.open("rb") as stream:
         head = stream.read(BLOCK_NBYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head and not head.startswith(b"["):

@@ -1,1 +1,1 @@
-"""From step slices to committed shards: the writer-side account."""
+"""From slices of steps to committed shards: the worker side of the account."""

@@ -1,8 +1,8 @@
-"""Assembly: from the rows of a step to the buffers where they wait until they make a shard.
+"""Assembly: from the rows of a step to the buffers that become shards; no file, no socket.
 
-Pure, knows no file and no socket. Decides, from what the worker saw alone, which rows are computed
-for the first time: the writer's side of the account. A buffer is filled in step order and handed
-over whole at a step's end, so that 'committed up to step s' is exact per phase.
+The worker side of the account: decides, from what the worker saw alone, which rows are computed for
+the first time. A buffer is filled in step order and handed over whole at a step's end, so that
+'committed up to step s' is exact per phase.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ class SpecialTokens:
 
 
 class Assembly:
-    """Follows the requests of one run.
-
-    Args:
-        tokens: ids that set the row flags.
-    """
+    """Follows the requests of one run, and labels their rows."""
 
     def __init__(self, tokens: SpecialTokens) -> None:
         self._requests: dict[int, _Request] = {}
@@ -60,7 +56,7 @@ class Assembly:
         """Return the slice of each phase that has rows to store.
 
         Args:
-            step: what the worker said of the step.
+            step: the worker's message.
             rows: ``(n_hooks, n_kept, d_model)`` bit patterns in the ring, of each block.
 
         Spec: 0.1 sections 6.3 and 7.2.
@@ -109,7 +105,7 @@ class Assembly:
         return intervals
 
     def _label(self, step: StepRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return which rows are new, their attempt and their chunk; move the requests on."""
+        """Return which rows are new, their attempt and their chunk; update the requests."""
         for request in step.finished:
             self._requests.pop(request, None)
         n = len(step.positions)
@@ -151,10 +147,9 @@ TOKEN_COLUMNS = {
 
 @dataclass(frozen=True)
 class Slice:
-    """The rows of one step and phase that are to be stored.
+    """The rows of one step and phase to store.
 
     Args:
-        step: number of the step.
         rows: ``(n_hooks, n, d_model)`` bit patterns of each block; may be views of the ring.
         select: indexes of the rows to store, ``None`` for all of them.
         columns: token columns of the stored rows.
@@ -175,7 +170,6 @@ class ShardBuffer:
     """Rows of one phase, at most ``capacity``.
 
     Args:
-        hooks: the hooks, in ring order.
         capacity: target rows of a shard plus the rows of the largest step.
     """
 
@@ -190,14 +184,14 @@ class ShardBuffer:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the rows; the memory stays."""
+        """Forget the rows; keep the memory."""
         self.n_rows = 0
         self.first_step: int | None = None
         self.last_step = 0
         self._ends: list[tuple[int, int]] = []  # of each step, and the rows up to its end
 
     def append(self, piece: Slice) -> None:
-        """Copy the rows of a step behind those already there."""
+        """Append the rows of a step."""
         first, last = self.n_rows, self.n_rows + piece.n_rows
         for block, rows in zip(self._rows, piece.rows, strict=True):
             target = block[:, first:last]

@@ -1,8 +1,7 @@
-"""The committer: full buffers become durable shards, on a thread of its own.
+"""The committer: turns full buffers into durable shards, on thread ``actds-commit``.
 
-The writer's loop never waits for the disk as long as a spare buffer is left; when none is, the ring
-fills and the overflow policy decides. Before every shard it is asked whether to leave it raw,
-because too much waits.
+The writer's loop does not wait for the disk as long as a spare buffer is left; then the ring fills
+and the overflow policy decides. A shard is written raw when too much waits.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import numpy as np
 from actds.commit import ShardRows, commit_shard
 from actds.errors import ActdsError
 from actds.ledger import Chain
-from actds.schema import ShardManifest
 from actds.store import Store
 from actds_writers.monitor.meters import CommitMeter, Occupancy
 from actds_writers.shards.assembly import ShardBuffer
@@ -35,11 +33,9 @@ class CommitPlan:
     """How shards are written.
 
     Args:
-        run: run of the shards.
-        order: ``permuted`` or ``sequence``.
         seed: seed of the run; every shard's permutation seed follows from it.
-        n_threads: threads that encode.
-        raw_threshold_nbytes: bytes that wait, from which shards are written raw; 0 never.
+        n_threads: encoding threads.
+        raw_threshold_nbytes: backlog from which shards are written raw; 0 never.
     """
 
     run: str
@@ -50,16 +46,13 @@ class CommitPlan:
 
 
 class Committer:
-    """Commits buffers in the order they were handed over.
+    """Commits buffers in the order in which they were handed over.
 
     Args:
-        store: where the dataset stands.
-        chain: the writer's chain.
-        plan: how to write.
         buffers: spare buffers; together with those being filled they bound the memory.
-        before_commit: called with the last step of a buffer before anything of it is written:
-            what has to be durable no later than the rows. Returns the last step of which that is
-            so; rows of later ones are forgotten.
+        before_commit: called with the last step of a buffer before any of it is written, to make
+            durable what must be so no later than the rows. Returns the last step for which that
+            succeeded; rows of later ones are not written.
     """
 
     def __init__(
@@ -79,7 +72,7 @@ class Committer:
         self._pool = ThreadPoolExecutor(plan.n_threads, thread_name_prefix="actds-encode")
         self.meter = CommitMeter()
         self.occupancy = Occupancy("pool", max(0, len(buffers) - 1))
-        # Sizes of what is handed over and not yet committed; the first one is being committed.
+        # Sizes of the buffers that are not yet committed; the first one is being committed.
         self._pending: deque[int] = deque()
         self._pending_lock = threading.Lock()
         self.fallback = RawFallback(plan.raw_threshold_nbytes)
@@ -91,15 +84,15 @@ class Committer:
         self._thread.start()
 
     def spare(self) -> ShardBuffer:
-        """Return an empty buffer; waits while the disk is behind."""
-        # Only who needs a buffer is under pressure: what waits at the end of a run is not.
+        """Return an empty buffer; waits while there is none."""
+        # A backlog matters only when a buffer is needed, not at the end of a run.
         with self._pending_lock:
             self.fallback.waiting(sum(self._pending) - sum(islice(self._pending, 1)))
         return self._spare.get()
 
     @property
     def has_spare(self) -> bool:
-        """Return whether an empty buffer is at hand."""
+        """Return whether there is an empty buffer."""
         return not self._spare.empty()
 
     def commit(self, phase: str, buffer: ShardBuffer) -> None:
@@ -132,7 +125,7 @@ class Committer:
         return self.meter.totals.p99_s
 
     def _observe(self) -> None:
-        # The first of what is pending is being committed, the others wait.
+        # The first of the pending buffers is being committed, the others wait.
         self.occupancy.observe(max(0, len(self._pending) - 1), time.monotonic_ns())
 
     def _work(self) -> None:
@@ -143,7 +136,7 @@ class Committer:
                     self._commit(phase, buffer)
             except ActdsError as error:
                 self.error = error
-            except Exception as error:  # a thread's error must reach the loop, whatever it is
+            except Exception as error:  # the writer's loop must get every error
                 self.error = ActdsError(
                     "E901", "commit thread", got=repr(error)[:500], expected="a committed shard"
                 )
@@ -174,9 +167,6 @@ class Committer:
         nbytes_out = sum(entry.nbytes for entry in manifest.files)
         self.meter.committed(buffer.n_rows, buffer.nbytes, nbytes_out, took_s, raw=raw)
         self.fallback.learn(buffer.nbytes, took_s, raw=raw)
-        self._account(buffer, manifest)
-
-    def _account(self, buffer: ShardBuffer, manifest: ShardManifest) -> None:
         self._n_shards += 1
         self.n_rows += buffer.n_rows
 
@@ -199,42 +189,38 @@ class Committer:
 N_REMEMBERED = 4
 """Commits of each kind whose cost is remembered."""
 RETRY_AFTER = 8
-"""Shards under pressure that stay compressed before raw, which was no faster, is tried again."""
+"""Shards that stay compressed before raw, which was no faster, is tried again."""
 
 
 class RawFallback:
     """Decides shard by shard whether the next one is written raw.
 
-    A shard is written raw when at least ``threshold_nbytes`` waited behind the shard before it at
-    a moment when the writer's loop asked for an empty buffer. Encoding is not always what is slow:
-    a raw shard has 1.4 times the bytes to hash and to write, and with two encoding threads it
-    took longer than a compressed one (measured). So raw goes on only while it costs less.
+    A shard is written raw when at least ``threshold_nbytes`` waited behind the shard before it
+    while the writer's loop asked for an empty buffer. Encoding is not always the bottleneck: a raw
+    shard has 1.4 times the bytes to hash and to write, and with two encoding threads it took longer
+    than a compressed one (measured). So shards stay raw only while that is faster.
 
     Args:
-        threshold_nbytes: bytes of rows that have to wait; 0 never writes raw.
+        threshold_nbytes: bytes of waiting rows; 0 never writes raw.
     """
 
     def __init__(self, threshold_nbytes: int) -> None:
         self._threshold_nbytes = threshold_nbytes
-        self._is_wanted = False
+        self.is_wanted = False
+        """Whether enough bytes waited for the next shard to be raw."""
         self._cost: dict[bool, deque[float]] = {
             raw: deque(maxlen=N_REMEMBERED) for raw in (False, True)
         }
         self._n_refused = 0
 
-    @property
-    def is_wanted(self) -> bool:
-        """Return whether the next shard is under pressure."""
-        return self._is_wanted
-
     def waiting(self, nbytes: int) -> None:
         """Note how many bytes wait behind the shard being committed."""
         if 0 < self._threshold_nbytes <= nbytes:
-            self._is_wanted = True
+            self.is_wanted = True
 
     def take(self) -> bool:
-        """Return whether the shard that begins now is written raw; the pressure is used up."""
-        wanted, self._is_wanted = self._is_wanted, False
+        """Return whether to write the next shard raw; resets ``is_wanted``."""
+        wanted, self.is_wanted = self.is_wanted, False
         if not wanted:
             return False
         if self._pays():
@@ -251,7 +237,7 @@ class RawFallback:
             self._cost[raw].append(seconds / nbytes)
 
     def _pays(self) -> bool:
-        """Return whether raw is cheaper, or has not been tried yet."""
+        """Return whether raw is faster, or has not been tried yet."""
         normal, raw = self._cost[False], self._cost[True]
         if not normal or not raw:
             return True

@@ -1,8 +1,8 @@
-"""The writer's tables beside the shards: what was dropped, what waited, and the readouts.
+"""The writer's tables beside the shards: drops, stalls and readouts.
 
-Drops and stalls are packed and committed at the end of a run. Readouts come through a lane of their
-own, on a thread of its own: they go on while the rows wait for the disk, and no row is committed
-before its readouts are.
+Drops and stalls are committed at the end of a run. Readouts arrive through their own lane, on
+thread ``actds-readouts``, also while the rows wait for the disk; no row is committed before its
+readouts are.
 """
 
 from __future__ import annotations
@@ -38,19 +38,13 @@ from actds_writers.ipc.messages import (
 from actds_writers.shards.assembly import Interval
 from actds_writers.sizing.needs import READOUT_PART_NBYTES as PART_NBYTES
 
-__all__ = ["DropLog", "LaneEnd", "ReadoutLog", "TableLog"]
-
 PACKED_ROWS = 2048
-"""A row as an object takes half a kilobyte to one, packed about a tenth of it."""
+"""A row takes 0.5 to 1 kB as an object, about a tenth of it packed."""
 ROWS_PER_PART = 1_000_000
 
 
 class TableLog:
-    """Collects the rows of a table.
-
-    Args:
-        name: the table.
-    """
+    """Collects the rows of a table."""
 
     def __init__(self, name: PartTable) -> None:
         self._name: PartTable = name
@@ -64,7 +58,7 @@ class TableLog:
             self._pack()
 
     def keep_through(self, step: int) -> pa.Table:
-        """Forget the rows of later steps; return those that are left."""
+        """Remove the rows of later steps; return the others."""
         self._pack()
         self._packed = [table.filter(pc.less_equal(table["step"], step)) for table in self._packed]
         return pa.concat_tables([tables.empty(self._name), *self._packed])
@@ -108,9 +102,8 @@ class DropLog:
         """Log one dropped step.
 
         Args:
-            dropped: the event.
             intervals: positions that would have been stored.
-            state: depths and latencies of the queues when it was logged.
+            state: columns with depths and latencies of the queues.
         """
         n_tokens = sum(interval.stop - interval.start for interval in intervals)
         event = {
@@ -130,7 +123,7 @@ class DropLog:
         self.n_tokens += n_tokens
 
     def keep_through(self, step: int) -> None:
-        """Forget the drops of later steps: without readouts they count as aborted."""
+        """Remove the drops of later steps: without readouts they count as aborted."""
         if self._last_step > step:
             kept = self._log.keep_through(step)
             lengths = pc.subtract(kept["stop"], kept["start"])
@@ -158,10 +151,6 @@ class ReadoutLog:
     """Collects and commits the readouts of a run.
 
     Args:
-        store: where the dataset stands.
-        chain: the writer's chain.
-        run: run of the rows.
-        hooks: the hooks, in lane order.
         readouts: which readouts.
         lane: shared memory of the lane and its size.
         before_commit: as in ``Committer``.
@@ -197,7 +186,7 @@ class ReadoutLog:
         self.error: ActdsError | None = None
 
     def take(self, message: StepReadouts) -> None:
-        """Copy the readouts of a step out of the lane; commits a part when there are many."""
+        """Copy the readouts of a step out of the lane; commits a part when it is full."""
         shape = (len(self._hooks), len(message.positions), self._readouts.width)
         values = ring.view(self._memory, message.offset, shape, np.uint32).view(np.float32).copy()
         piece = _Piece(message.step, message.requests, message.positions, message.token_ids, values)
@@ -242,18 +231,17 @@ class ReadoutLog:
 
     @property
     def last_step(self) -> int:
-        """Return the last step whose readouts came, -1 before the first."""
+        """Return the last step whose readouts arrived, -1 before the first."""
         with self._changed:
             return self._last_step
 
     def commit_through(self, step: int) -> int:
-        """Commit every readout up to a step; called before rows of that step are.
+        """Commit all readouts up to a step, before its rows; return the last step with readouts.
 
-        Returns the last step whose readouts are there: an engine that was killed may have sent the
-        rows of its last steps and not yet their readouts.
+        A killed engine may have sent the rows of its last steps and not yet their readouts.
 
         Raises:
-            ActdsError: E503 the disk refused; E506 the lane fell silent.
+            ActdsError: E503 the disk refused; E506 no readouts in time.
         """
         with self._changed:
             arrived = self._changed.wait_for(
@@ -292,7 +280,7 @@ class ReadoutLog:
                 self._n_parts += 1
 
     def _table(self, pieces: list[_Piece]) -> pa.Table:
-        """Return pieces as a table: one hook after the other, so that columns compress."""
+        """Return pieces as a table, hook by hook, so that columns compress."""
         keys = {
             "request": np.concatenate([piece.requests for piece in pieces]),
             "position": np.concatenate([piece.positions for piece in pieces]),
@@ -322,11 +310,7 @@ def _lists(values: np.ndarray) -> pa.Array:
 
 
 class LaneEnd:
-    """The writer's end of the lane: a listener and its thread.
-
-    Args:
-        listener: where the worker connects.
-    """
+    """The writer's end of the lane: a listener and its thread."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -335,7 +319,7 @@ class LaneEnd:
         threading.Thread(target=self._serve, name="actds-readouts", daemon=True).start()
 
     def open(self, log: ReadoutLog) -> None:
-        """Begin to take readouts; until then they wait in the lane."""
+        """Start taking readouts; until then they wait in the lane."""
         self._log = log
         self._ready.set()
 
@@ -348,7 +332,7 @@ class LaneEnd:
                 self._ready.wait()
                 self._take(message, connection)
         except (EOFError, OSError):
-            pass  # the worker is gone; what it sent is in the log
+            pass  # the worker is gone; all that it sent is in the log
         if self._ready.wait(0) and self._log is not None:
             self._log.end()
 

@@ -1,8 +1,4 @@
-"""The writer: from ring slices to committed shards, and the writer-side witness.
-
-Stage 3 of the token's way, inside the writer process. Knows the ring on its left and the
-committer on its right; no sockets, no vLLM.
-"""
+"""The writer, stage 3 of the data path: from slices of the ring to committed shards."""
 
 from __future__ import annotations
 
@@ -40,17 +36,14 @@ from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
 
 PHASES = ("prefill", "decode")
 SPARE_BUFFERS = 1
-"""Full buffers that may wait for the disk beside the two being filled."""
+"""Buffers beside the two being filled."""
 
 
 class Writer:
     """Writes one run.
 
     Args:
-        store: where the dataset stands.
-        settings: what the command decided.
-        hello: what the worker found.
-        before_commit: as in ``Committer``.
+        before_commit: makes the census of a step durable, before any row of it.
         probes: the user's probes as the bytes of their file.
 
     Raises:
@@ -86,9 +79,9 @@ class Writer:
             settings.n_threads,
             settings.harvest.raw_threshold_nbytes,
         )
-        self._committer = Committer(store, self._chain, plan, buffers, self._make_durable)
-        self._filling: dict[str, ShardBuffer] = {phase: self._committer.spare() for phase in PHASES}
-        self.meters = Meters(hello, self.row_nbytes, self._committer.occupancy)
+        self.committer = Committer(store, self._chain, plan, buffers, self._make_durable)
+        self._filling: dict[str, ShardBuffer] = {phase: self.committer.spare() for phase in PHASES}
+        self.meters = Meters(hello, self.row_nbytes, self.committer.occupancy)
         self._assembly = Assembly(settings.tokens)
         self._stalls = TableLog("stalls")
         self._losses = DropLog()
@@ -96,16 +89,11 @@ class Writer:
 
     @property
     def error(self) -> ActdsError | None:
-        """Return what ended the commits, ``None`` while all is well."""
-        return self._committer.error or (self.readouts.error if self.readouts else None)
-
-    @property
-    def committer(self) -> Committer:
-        """Return the committer, for meters and its error."""
-        return self._committer
+        """Return the error that ended the commits, if any."""
+        return self.committer.error or (self.readouts.error if self.readouts else None)
 
     def stages(self) -> tuple[StageState, ...]:
-        """Return the queues of all stages, and that of the readouts where there are any."""
+        """Return the queues of all stages, and of the readouts if there are any."""
         lane = () if self.readouts is None else (self.readouts.state,)
         return (*self.meters.states(), *lane)
 
@@ -115,10 +103,10 @@ class Writer:
         return self._layout.row_nbytes
 
     def step(self, message: StepRows) -> RingFree:
-        """Take the rows of a step out of the ring; return what the ring may forget.
+        """Take the rows of a step out of the ring; return the acknowledgement.
 
-        After the disk has failed the rows are discarded, so that the engine can end; nothing
-        of them was acknowledged, and the census calls them aborted.
+        After the disk has failed the rows are discarded, so that the engine can end; the census
+        calls them aborted.
         """
         self._stalls.add(map(asdict, message.stalls))
         self.meters.step(message)
@@ -130,13 +118,13 @@ class Writer:
     def _taken(self, offset: int | None) -> RingFree:
         return RingFree(
             offset=offset,
-            queue_depth_stage3=self._committer.queue_depth,
-            compression_backlog_bytes=self._committer.backlog_nbytes,
-            disk_write_latency_p99=self._committer.latency_p99(),
+            queue_depth_stage3=self.committer.queue_depth,
+            compression_backlog_bytes=self.committer.backlog_nbytes,
+            disk_write_latency_p99=self.committer.latency_p99(),
         )
 
     def dropped(self, message: StepsDropped) -> RingFree:
-        """Log steps that never came; return the acknowledgement."""
+        """Log dropped steps; return the acknowledgement."""
         for loss in message.losses:
             self._log_loss(loss)
         return self._taken(None)
@@ -157,15 +145,15 @@ class Writer:
         self._losses.add(message, self._assembly.lost(message.rows), state)
 
     def finish(self, reason: CloseReason) -> dict[str, int]:
-        """Commit what is buffered, close the chain; return its totals.
+        """Commit all buffers, close the chain; return its totals.
 
         Raises:
             ActdsError: E503 when the disk refuses or has refused.
         """
         for phase, buffer in self._filling.items():
             if buffer.n_rows:
-                self._committer.commit(phase, buffer)
-        self._committer.finish()
+                self.committer.commit(phase, buffer)
+        self.committer.finish()
         if self.error is not None:
             raise self.error
         if self.readouts is not None:
@@ -177,7 +165,7 @@ class Writer:
         self._losses.commit(self._store, self._chain, self._settings.run)
         self.meters.commit(self._store, self._chain, self._settings.run)
         self._stalls.commit(self._store, self._chain, self._settings.run)
-        totals = {"rows": self._committer.n_rows, "dropped_tokens": self._losses.n_tokens}
+        totals = {"rows": self.committer.n_rows, "dropped_tokens": self._losses.n_tokens}
         if reason == "finished":
             # A writer that was cut off has not seen every step that the scheduler has.
             totals["recomputed_tokens"] = self._assembly.recomputed_tokens
@@ -192,14 +180,14 @@ class Writer:
             buffer = self._filling[phase]
             buffer.append(piece)
             if buffer.n_rows >= self._settings.rows_per_shard:
-                self._committer.commit(phase, buffer)
+                self.committer.commit(phase, buffer)
                 self._filling[phase] = self._spare(message.step)
 
     def _spare(self, step: int) -> ShardBuffer:
-        """Return an empty buffer; a wait for it is a stall of the pool."""
-        began, began_ns, depth = time.monotonic_ns(), time.time_ns(), self._committer.queue_depth
-        waits = not self._committer.has_spare
-        buffer = self._committer.spare()
+        """Return an empty buffer; waiting for it is a stall of the pool."""
+        began, began_ns, depth = time.monotonic_ns(), time.time_ns(), self.committer.queue_depth
+        waits = not self.committer.has_spare
+        buffer = self.committer.spare()
         if waits:
             stall = Stall("pool", began_ns, time.monotonic_ns() - began, depth, step)
             self._stalls.add([asdict(stall)])
@@ -207,10 +195,7 @@ class Writer:
         return buffer
 
     def _make_durable(self, last_step: int) -> int:
-        """Make durable what must be no later than the rows: their readouts, and their census.
-
-        Returns the last step of which both are.
-        """
+        """Make readouts and census durable up to a step; return the last step where both are."""
         if self.readouts is not None:
             last_step = self.readouts.commit_through(last_step)
         if last_step >= 0:
@@ -228,7 +213,7 @@ class Writer:
         )
 
     def _own_nbytes(self, hello: WorkerHello) -> int:
-        """Return the bytes that the writer holds at most: buffers, one shard's copies, readouts."""
+        """Return the bound on the writer's own memory: buffers, copies of one shard, readouts."""
         readouts = Readouts.from_field(self._settings.readouts, "capture.readouts")
         geometry = Geometry.of(self._hooks, readouts.width if readouts else 0)
         sizes = Sizes(hello.max_step_rows, self._settings.rows_per_shard, hello.ring_nbytes)
@@ -252,7 +237,7 @@ class Writer:
 
 
 def _genesis(store: Store, settings: WriterSettings, found: tuple[HookSpec, ...]) -> str:
-    """Write the genesis of a new dataset, or compare with the one that is there; return its id."""
+    """Write the genesis of a new dataset, or compare with the existing one; return its id."""
     hooks = [
         Hook(name=h.name, kind=h.kind, layer=h.layer, d_model=h.d_model, dtype=h.dtype)
         for h in found
@@ -269,7 +254,7 @@ def _genesis(store: Store, settings: WriterSettings, found: tuple[HookSpec, ...]
             return settings.dataset
         except ActdsError as error:
             if error.code != "E309" or not settings.shared:
-                raise  # else another engine was first, and this one joins
+                raise  # else another engine created it, and this one joins
     present = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
     if present.hooks != hooks:
         raise ActdsError(

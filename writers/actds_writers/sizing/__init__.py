@@ -1,1 +1,1 @@
-"""What a harvest needs, and what a machine gives."""
+"""Sizing: what a harvest needs, and the rates of a machine."""

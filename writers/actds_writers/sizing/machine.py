@@ -1,7 +1,6 @@
-"""What a machine gives: the rates of memory, encoder and disk, and which stage saturates first.
+"""Rates of a machine (memory, encoder, disk), and which stage of a harvest saturates first.
 
-Rates are measured here, with the real encoder and the real store on made-up rows, given, or
-assumed. Capacity is stage by stage what a load needs of them.
+Rates are given, measured with the real encoder and store on random rows, or assumed.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Machine:
         copy: from the ring into a shard buffer, one thread.
         encode: permuting and encoding rows, one thread.
         disk: hashing, writing and syncing files, one after the other.
-        n_threads: threads that encode.
+        n_threads: encoding threads.
     """
 
     d2h: Rate
@@ -78,7 +77,7 @@ DEFAULTS = {"d2h": 20.0, "copy": 5.0, "encode": 1.0, "disk": 1.0}
 
 
 def machine(given: dict[str, float | None], measured: dict[str, float], n_threads: int) -> Machine:
-    """Return the rates: given before measured before assumed."""
+    """Return the rates: given ones before measured before assumed."""
 
     def rate(name: str) -> Rate:
         value = given.get(name)
@@ -92,7 +91,7 @@ def machine(given: dict[str, float | None], measured: dict[str, float], n_thread
 
 
 def usual_threads() -> int:
-    """Return the threads that encode when nobody says how many."""
+    """Return the default number of encoding threads."""
     return max(1, (os.cpu_count() or 2) // 2)
 
 
@@ -100,15 +99,17 @@ def measure(folder: Path, nbytes: int = MEASURED_NBYTES) -> dict[str, float]:
     """Return the rates of this machine in GB/s; takes seconds, and leaves nothing behind.
 
     Args:
-        folder: an existing folder on the disk that is to be written to.
-        nbytes: bytes of one try.
+        folder: an existing folder on the target disk.
 
     Raises:
         ActdsError: E009 when the folder does not exist, E503 when the disk refuses.
     """
     if not folder.is_dir():
         raise ActdsError(
-            "E009", "--measure", got=f"{folder}: no folder", expected="a folder on the target disk"
+            "E009",
+            "--measure",
+            got=f"{folder}: no such folder",
+            expected="a folder on the target disk",
         )
     rng = np.random.default_rng(0)
     values = rng.standard_normal((nbytes // 4096, 2048), dtype=np.float32)
@@ -128,13 +129,13 @@ def measure(folder: Path, nbytes: int = MEASURED_NBYTES) -> dict[str, float]:
 
 
 def _gbps(work: Callable[[], object], nbytes: int) -> float:
-    """Return the rate of the fastest try: what else runs can only slow it down."""
+    """Return the rate of the fastest try: other load can only slow it down."""
     best = min(_seconds(work) for _ in range(N_TRIES))
     return nbytes / best / GB
 
 
 def _disk_gbps(folder: Path, rows: np.ndarray) -> float:
-    """Return the rate over all tries: a disk's cache makes single ones too fast."""
+    """Return the rate over all tries: the cache of a disk makes single ones too fast."""
     place = Path(tempfile.mkdtemp(prefix=".actds-measure-", dir=folder))
     try:
         store = open_store(place)
@@ -178,13 +179,13 @@ RING_HEADROOM = 1.25
 
 @dataclass(frozen=True)
 class StageNeed:
-    """A stage and what it is asked for.
+    """A stage and its load.
 
     Args:
         name: ``staging``, ``link``, ``ring``, ``encode``, ``disk`` or ``pool``.
-        what: what it does, in words.
+        what: what it does, as text.
         nbytes_per_token: bytes that pass it per computed token.
-        max_tokens: tokens per second at which it saturates; infinite where no figure is used.
+        max_tokens: tokens per second at which it saturates; infinite when not modelled.
         origin: where its rate comes from.
     """
 
@@ -201,17 +202,17 @@ class StageNeed:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The answer of ``actds plan``.
+    """What a load needs, by stage.
 
     Args:
-        stages: in the token's way.
+        stages: in the order of the data path.
         bottleneck: the one that saturates first.
-        stored: bytes on disk per token, by what they are for.
+        stored: bytes on disk per token, by purpose.
         memory: bound of all stages.
         ring_burst_nbytes: ring that holds the worst burst; infinite when the mean is too much.
-        ring_stall_nbytes: ring that holds a stall of the disk at the mean load.
+        ring_stall_nbytes: ring that holds a disk stall at the mean load.
         ring_nbytes: ring that holds both at once, with headroom.
-        stalls: what stalls cost with the ring of the options.
+        stalls: cost of stalls with the ring of ``sizes``.
     """
 
     geometry: Geometry
@@ -234,7 +235,7 @@ class Capacity:
 
     @property
     def sustained_share(self) -> float:
-        """Return the share of the mean load that the slowest stage carries, 1 at most."""
+        """Return the share of the mean load that the slowest stage carries, at most 1."""
         return min(1.0, self.bottleneck.max_tokens / self.load.mean)
 
     @property
@@ -260,12 +261,9 @@ def capacity(
     """Return what a load needs.
 
     Args:
-        geometry: what one token is.
-        sizes: options to judge; a ring of 0 for the one that burst and stall ask for.
-        load: the load.
-        machine: rates.
-        overhead: bytes beside the rows.
-        stall_s: stall of the disk that no row may be lost to.
+        sizes: sizes to check; a ring of 0 for the one that burst and stall need.
+        overhead: bytes on disk other than rows.
+        stall_s: longest disk stall that must not lose rows.
     """
     stored = stored_nbytes_per_token(geometry, overhead, load, sizes.rows_per_shard)
     stages = _stages(geometry, machine, sum(stored.values()))
@@ -311,7 +309,7 @@ def _stages(g: Geometry, machine: Machine, stored: float) -> tuple[StageNeed, ..
         ),
         StageNeed("encode", f"compress, {threads}", g.row_nbytes, encode, machine.encode.origin),
         StageNeed("disk", "hash, write, fsync", stored, disk, machine.disk.origin),
-        # One commit thread encodes a shard, then writes it: the two times add up.
+        # One commit thread encodes a shard and then writes it: the sum of both times counts.
         StageNeed("pool", "encode, then disk", g.row_nbytes, 1 / (1 / encode + 1 / disk), "both"),
     )
 

@@ -1,7 +1,7 @@
-"""What a harvest needs, in bytes, and what becomes of it when something is too slow.
+"""What a harvest needs, in bytes, and what it loses when a stage is too slow.
 
-Pure arithmetic; the formulas of memory are those by which worker and writer reserve it, and tests
-compare them. A load is given, or read from the steps and file sizes of an earlier harvest.
+Arithmetic only; worker and writer reserve memory by the same formulas, and tests compare them. A
+load is given, or read from the steps and file sizes of an earlier harvest.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from actds_writers.ipc.ring import ALIGNMENT, BITS
 
 PAGE = 4096
 PADDING_ROWS = 1024
-"""Rows beyond the scheduler's limit that padded batches may have."""
+"""Padding rows that a batch may have above the scheduler's limit."""
 NARROW_STEPS = 4
 NARROW_NBYTES = 4 << 20
-"""Steps of the largest size whose identity and readouts may wait on the device, and bytes of them
-at least: only a full lane should ever make the engine wait for these."""
+"""Largest steps whose identity and readouts may wait on the device, and at least so many bytes:
+only a full lane should make the engine wait for these."""
 LANE_NBYTES = 32 << 20
-"""Readouts that may wait for the writer, before they make the engine wait: a disk that stands
-still costs rows under a drop policy, and never a readout."""
+"""Readouts that may wait for the writer before the engine waits: a stalled disk costs rows under a
+drop policy, but never a readout."""
 N_BUFFERS = 3
-"""Two phases being filled, and one that is being committed."""
+"""Two buffers being filled, one per phase, and one being committed."""
 TOKEN_COLUMNS_NBYTES = 28
 READOUT_PART_NBYTES = 32 << 20
-"""Readouts in memory at most before a part is committed, beside the part being written."""
+"""Readouts collected before a part is committed, in addition to the part being written."""
 
 CENSUS_REQUEST_NBYTES, CENSUS_STEP_NBYTES, CENSUS_TOKEN_NBYTES = 300, 40, 3
-"""What the census keeps of a request that ended, of a step and of a token, packed, to the end of
-the run; a test holds it to that."""
+"""Packed bytes that the census keeps per ended request, step and token until the run ends; a test
+checks these bounds."""
 
 BUFFER_BUDGET_NBYTES = 4 << 30
-"""Memory of all shard buffers together, when the number of rows per shard is not given."""
+"""Memory of all shard buffers, when the number of rows per shard is not given."""
 MIN_ROWS_PER_SHARD = 1024
 DEFAULT_ROWS_PER_SHARD = 65_536
 
 
 @dataclass(frozen=True)
 class Width:
-    """A row of one hook: its channels, and the bytes of a channel as stored."""
+    """The row of one hook: its channels, and bytes per channel as stored."""
 
     d_model: int
     itemsize: int
@@ -60,11 +60,11 @@ class Width:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What one token is.
+    """The size of one token: the width of each hook, and its readouts.
 
     Args:
         hooks: width of each hook.
-        n_readouts: numbers per row and hook in the readouts' lane; 0 without readouts.
+        n_readouts: values per row and hook; 0 without readouts.
     """
 
     hooks: tuple[Width, ...]
@@ -94,14 +94,13 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What ``actds write`` is told.
+    """The sizes of a harvest's buffers.
 
     Args:
         max_step_rows: tokens of the largest step, vLLM's ``max_num_batched_tokens``.
-        rows_per_shard: rows per shard.
-        ring_nbytes: host ring; two steps at least, whatever is asked for.
-        staging_nbytes: staging ring on the device; one step at least.
-        lane_nbytes: lane of the readouts; two steps at least.
+        ring_nbytes: host ring; at least two steps.
+        staging_nbytes: staging ring on the device; at least one step.
+        lane_nbytes: lane of the readouts; at least two steps.
     """
 
     max_step_rows: int
@@ -113,17 +112,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """Memory at most, reserved once; by stage, in bytes.
+    """The bound on memory by stage, in bytes, reserved once.
 
     Args:
-        hooks: what the hooks write into and read with, on the device.
+        hooks: buffers and directions of the hooks, on the device.
         staging: staging ring, on the device.
-        narrow: identity and readouts of steps that wait, on the device.
+        narrow: identity and readouts of waiting steps, on the device.
         ring: host ring, shared memory.
         lane: readouts' lane, shared memory.
         buffers: shard buffers of the writer.
-        encode: one hook's permuted rows and its encoded ones, while a shard is written.
-        readouts: readouts that are no part yet, and the part that is being written.
+        encode: permuted and encoded rows of one hook, while a shard is written.
+        readouts: readouts collected for the next part, and the part being written.
     """
 
     hooks: int
@@ -137,7 +136,7 @@ class MemoryBound:
 
     @property
     def device_nbytes(self) -> int:
-        """Return the bytes on the device; main memory when the model runs on the CPU."""
+        """Return the bytes on the device; main memory when the model runs on a CPU."""
         return self.hooks + self.staging + self.narrow
 
     @property
@@ -159,8 +158,7 @@ class MemoryBound:
 def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
     """Return the memory of all stages.
 
-    Beside it there are the interpreters, the census, which grows as ``census_nbytes`` says, and the
-    page cache.
+    Not included: interpreters, page cache, and the census (``census_nbytes``).
     """
     g, rows = geometry, sizes.max_step_rows
     step_nbytes = _up(g.row_nbytes * rows, ALIGNMENT)
@@ -170,7 +168,7 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
     lane = max(sizes.lane_nbytes, 2 * readout_step) if g.n_readouts else 0
     hooks = (rows + PADDING_ROWS) * (g.row_nbytes + g.readout_nbytes) + 8 * g.n_hooks
     if g.n_readouts:
-        # One row set of the widest hook in float32, and what the rows are multiplied with.
+        # The rows of the widest hook in float32, and the directions.
         hooks += 4 * max(hook.d_model for hook in g.hooks) * (rows + PADDING_ROWS)
         hooks += 4 * sum(hook.d_model for hook in g.hooks) * (g.n_readouts - 1)
     return MemoryBound(
@@ -186,13 +184,11 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
 
 
 def census_nbytes(n_requests: float, n_steps: float, n_tokens: float) -> float:
-    """Return what a census has grown by while it runs, at most; packed, to the end of the run.
+    """Return the bound on the growth of a census, packed, until the end of the run.
 
     Args:
-        n_requests: requests that have ended.
-        n_steps: steps.
-        n_tokens: computed tokens; each may be a piece of its own, and an entry of 32 bytes stands
-            for every prefix block of a prompt, of 16 tokens or more.
+        n_tokens: computed tokens; each may be a piece of its own, and every prefix block of a
+            prompt, of 16 tokens or more, has an entry of 32 bytes.
     """
     return (
         CENSUS_REQUEST_NBYTES * n_requests
@@ -202,7 +198,7 @@ def census_nbytes(n_requests: float, n_steps: float, n_tokens: float) -> float:
 
 
 def rows_per_shard(row_nbytes: int) -> int:
-    """Return rows per shard: 64 Ki, fewer when the buffers would need too much memory."""
+    """Return the default rows per shard: 65,536, fewer when the buffers would be too large."""
     rows = DEFAULT_ROWS_PER_SHARD
     while rows > MIN_ROWS_PER_SHARD and rows * row_nbytes * N_BUFFERS > BUFFER_BUDGET_NBYTES:
         rows //= 2
@@ -214,14 +210,14 @@ def rows_per_shard(row_nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Bytes on disk beside the rows, and how well rows compress.
+    """Bytes on disk other than rows, and how well rows compress.
 
     Args:
         ratio: bytes of the rows per byte of their frames.
         token: bytes of the token table per row.
         request: bytes of requests and spans per request.
         step: bytes of the steps per step.
-        readout: bytes of the readouts per row and hook beside 4 per number.
+        readout: bytes of the readouts per row and hook, in addition to 4 per value.
         shard: bytes of manifest and ledger record per shard.
         shard_hook: bytes of metadata and manifest entries per shard and hook.
         source: where the figures come from.
@@ -251,7 +247,7 @@ MEASURED = Overhead(
 
 @dataclass(frozen=True)
 class Burst:
-    """A load that is ``factor`` times the mean for ``seconds``."""
+    """A load of ``factor`` times the mean for ``seconds``."""
 
     factor: float
     seconds: float
@@ -259,10 +255,10 @@ class Burst:
 
 @dataclass(frozen=True)
 class Load:
-    """What the engine computes, in tokens per second.
+    """The load: tokens per second that the engine computes.
 
     Args:
-        prefill: mean of prompt tokens, cache hits not included.
+        prefill: mean of prompt tokens, without prefix-cache hits.
         decode: mean of generated tokens.
         tokens_per_request: computed tokens of a request.
         tokens_per_step: tokens of a step.
@@ -289,7 +285,7 @@ class Load:
 def stored_nbytes_per_token(
     geometry: Geometry, overhead: Overhead, load: Load, rows_in_shard: int
 ) -> dict[str, float]:
-    """Return the bytes on disk per computed token, by what they are for."""
+    """Return the bytes on disk per computed token, by purpose."""
     g, o = geometry, overhead
     per_shard = o.shard + o.shard_hook * g.n_hooks
     return {
@@ -305,20 +301,19 @@ def stored_nbytes_per_token(
 
 
 def _arrivals(load: Load, burst: Burst, seconds: float) -> float:
-    """Return the tokens of a time that begins with a burst."""
+    """Return the tokens of a period that begins with a burst."""
     high = load.mean * burst.factor
     return high * min(seconds, burst.seconds) + load.mean * max(0.0, seconds - burst.seconds)
 
 
 def peak_queue(load: Load, service: float, stall_s: float = 0.0) -> float:
-    """Return the tokens that wait at most, infinite when the mean load is too much.
+    """Return the peak of the queue in tokens, infinite when the mean load is too much.
 
-    The worst burst begins together with a stall of the disk; the queue is empty before.
+    The worst burst begins together with a disk stall; the queue is empty before.
 
     Args:
-        load: the load.
-        service: tokens per second that leave the queue while nothing stalls.
-        stall_s: seconds in which none does.
+        service: tokens per second that leave the queue, except during the stall.
+        stall_s: seconds of the stall.
     """
     if load.mean > service:
         return math.inf
@@ -335,15 +330,14 @@ def peak_queue(load: Load, service: float, stall_s: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class Stalled:
-    """What a stall of the disk costs.
+    """The cost of a disk stall.
 
     Args:
-        stall_s: how long it is.
-        filled_s: when the ring is full, counted from its beginning; infinite if never.
-        engine_waits_s: how long the engine stands under ``block``; no row is lost.
+        filled_s: time until the ring is full; infinite if never.
+        engine_waits_s: time that the engine waits under ``block``; no row is lost.
         lost_tokens: rows that ``drop_newest`` loses, the ones computed last; ``drop_oldest``
             loses as many, the ones that waited longest.
-        lost_share: of the tokens computed during the stall.
+        lost_share: share of the tokens computed during the stall.
     """
 
     stall_s: float
@@ -354,7 +348,7 @@ class Stalled:
 
 
 def stalled(load: Load, ring_tokens: float, stall_s: float) -> Stalled:
-    """Return what a stall costs at the mean load, with an empty ring at its beginning."""
+    """Return the cost of a stall at the mean load that begins with an empty ring."""
     filled_s = ring_tokens / load.mean if load.mean else math.inf
     waits = max(0.0, stall_s - filled_s)
     lost = waits * load.mean
@@ -376,8 +370,6 @@ class Windows:
     """Tokens per second over windows of one length.
 
     Args:
-        seconds: the length.
-        n: how many whole windows.
         mean, p50, p99, max: of their rates, in tokens per second.
     """
 
@@ -396,13 +388,13 @@ class Windows:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a dataset tells.
+    """Load and bytes of an earlier harvest.
 
     Args:
         windows: by length; those with at least two whole windows.
         load: mean load, with the windows' 99th percentiles as bursts.
-        overhead: bytes of tables per token and the ratio of the rows, as they are on its disk.
-        is_short: whether there are so few windows that the 99th percentile is the maximum.
+        overhead: bytes of tables, and the compression ratio of the rows.
+        is_short: whether there are too few windows for a 99th percentile.
     """
 
     windows: tuple[Windows, ...]
@@ -416,7 +408,6 @@ def windows(runs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], seconds: float)
 
     Args:
         runs: wall clock in nanoseconds and tokens of each step, by run.
-        seconds: length of a window.
     """
     rates: list[np.ndarray] = []
     for t_ns, n_tokens in runs:
@@ -439,7 +430,7 @@ def read_profile(store: Store) -> Profile:
     """Return the profile of a dataset.
 
     Raises:
-        ActdsError: E009 when its steps are too few to say anything; as ``Catalog.read``.
+        ActdsError: E009 when it has too few steps; as ``Catalog.read``.
     """
     catalog = Catalog.read(store)
     steps = [catalog.table("steps", run) for run in catalog.run_ids]
@@ -450,7 +441,7 @@ def read_profile(store: Store) -> Profile:
             "E009",
             f"--profile {store.uri}",
             got=f"{sum(s.num_rows for s in steps)} steps in less than two seconds, or no shard",
-            expected="a harvest of a few seconds at least",
+            expected="a harvest of at least a few seconds",
             next_step="Give --prefill-rate, --decode-rate and --burst instead.",
         )
     prefill = sum(int(s["prefill_tokens"].to_numpy().sum()) for s in steps)
@@ -473,7 +464,7 @@ def read_profile(store: Store) -> Profile:
 
 
 def overhead_of(catalog: Catalog, store: Store, n_requests: int, n_steps: int) -> Overhead:
-    """Return what the files of a dataset say of the bytes beside the rows, and of the ratio."""
+    """Return the overhead and the compression ratio of a dataset's files."""
     hooks = {hook.name: hook for hook in catalog.genesis.hooks}
     sizes = {hook: h.d_model * DTYPE_NBYTES.get(h.dtype, 2) for hook, h in hooks.items()}
     n_rows = sum(shard.n_rows for shard in catalog.shards)

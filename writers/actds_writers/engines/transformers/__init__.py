@@ -1,7 +1,4 @@
-"""The engine on transformers: its options, few, typed, all known before a model is loaded.
-
-Imports neither torch nor transformers.
-"""
+"""The transformers engine: its options and its entry point, without torch or transformers."""
 
 from __future__ import annotations
 
@@ -14,16 +11,14 @@ from pydantic import Field
 from actds_writers.engine_protocol import Engine, EngineKind, EngineOptions, bad_option
 from actds_writers.ipc.link import Link
 
-__all__ = ["TRANSFORMERS", "Options"]
-
 
 class Options(EngineOptions):
-    """How the model is run.
+    """Options of the transformers engine.
 
     Args:
-        max_model_len: positions per request, ``None`` for what the model was made for.
-        max_num_seqs: requests of a batch at most.
-        max_num_batched_tokens: tokens of a step at most, padding included.
+        max_model_len: positions per request, ``None`` for the model's own limit.
+        max_num_seqs: requests per batch.
+        max_num_batched_tokens: tokens per step, padding included.
         dtype: type to compute in; ``auto`` is the type of the weights.
         attn_implementation: attention of transformers, ``None`` for its own choice.
         device: torch device, ``None`` for a GPU where there is one.
@@ -37,14 +32,14 @@ class Options(EngineOptions):
 
 
 class Transformers(EngineKind):
-    """The model's own code, in batches made by hand."""
+    """The model's own code, with static batches."""
 
     name = "transformers"
     summary = "The model's own code in transformers; slower, and for models that vLLM cannot run."
     option_type = Options
 
     def options(self, given: Mapping[str, object]) -> Options:
-        """Return options by name as a typed model; raises as ``EngineKind.options``."""
+        """Return validated options; raises as ``EngineKind.options``."""
         options = super().options(given)
         assert isinstance(options, Options)
         if options.max_num_batched_tokens < options.max_num_seqs:

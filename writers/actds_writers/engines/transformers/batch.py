@@ -1,9 +1,8 @@
 """A batch: requests that run through the model together, padded on the left.
 
-Stands at the model, before the token's way: it knows which row of a padded forward is a token of
-which request. A batch is prefilled in chunks of columns, then decodes a column per step; a
-request that ends leaves it. Left padding lets every request sample from the last column, and keeps
-the distance between two tokens that of their positions, which sliding windows count on.
+A batch is prefilled in chunks of columns, then decodes a column per step; requests that end leave
+it. With left padding every request samples from the last column, and the distance between two
+tokens is that of their positions, which sliding windows depend on.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ from actds_writers.ipc.messages import IntArray
 
 @dataclass
 class Sequence:
-    """One request on its way.
+    """One running or waiting request.
 
     Args:
-        key: the client's id.
         number: its number in the run.
-        token_ids: prompt, then what was sampled.
-        prompt_len: prompt tokens.
+        token_ids: prompt, then sampled tokens.
         max_tokens: tokens to sample at most.
         generator: source of randomness, ``None`` for greedy sampling.
     """
@@ -97,7 +94,7 @@ class Batch:
         return min(chunk, self._width - self._column)
 
     def next_columns(self) -> Columns:
-        """Return what the next forward computes."""
+        """Return the columns of the next forward."""
         columns = self._column + np.arange(self.n_columns)
         positions = columns[None] - self._pads[:, None]
         real = positions >= 0
@@ -134,7 +131,7 @@ class Batch:
         return output.logits[:, -1] if stop == self._width else None
 
     def append(self, tokens: list[int], alive: list[bool]) -> None:
-        """Take the sampled tokens; requests that ended leave the batch."""
+        """Append the sampled tokens; requests that ended leave the batch."""
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.token_ids.append(token)
         self._width += 1
@@ -142,7 +139,7 @@ class Batch:
         self.keep(alive)
 
     def keep(self, alive: list[bool]) -> None:
-        """Keep some requests."""
+        """Remove the requests that are not alive."""
         if all(alive):
             return
         rows = np.flatnonzero(alive)
@@ -151,7 +148,7 @@ class Batch:
         index = self._tensor(rows)
         self._mask = self._mask[index]
         if len(rows) and self.cache is not None:
-            # Made for beam search, and the one selection that every kind of cache has.
+            # Made for beam search; the only selection that every kind of cache has.
             self.cache.reorder_cache(index)
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:

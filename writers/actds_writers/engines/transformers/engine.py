@@ -1,7 +1,6 @@
-"""The transformers engine: a real model, batched by hand, in the command's own process.
+"""The transformers engine: static batches in the command's own process.
 
-Stands at the client's side as vLLM's engine does, and runs the model as well. The reference, and
-the way for models that vLLM cannot run; built to be right before it is fast.
+The reference engine, and the one for models that vLLM cannot run; simple rather than fast.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ class Engine:
     """A transformers model that captures.
 
     Args:
-        model: model folder.
-        options: engine options of the user.
-        link: where writer and census listen.
-        temperature: sampling temperature.
-        seed: seed of the sampling; request ``n`` draws from ``seed + n``.
+        seed: seed of the sampling; request ``n`` uses ``seed + n``.
 
     Raises:
         ActdsError: E005 no such model, E007 unknown layer, E009 an option that cannot be used.
@@ -60,7 +55,8 @@ class Engine:
         self._temperature, self._seed = temperature, seed
         self._model = _load(model, self._options)
         self._stop_tokens = _stop_tokens(self._model, model)
-        self._max_model_len = _max_model_len(self._model, self._options)
+        self.max_model_len = _max_model_len(self._model, self._options)
+        self.max_num_seqs = options.max_num_seqs
         self._waiting: deque[Sequence] = deque()
         self._batch: Batch | None = None
         self._n_requests = 0
@@ -72,27 +68,13 @@ class Engine:
             self._scheduler = Scheduler(census)
             self._links = links.pop_all()
 
-    @property
-    def max_model_len(self) -> int:
-        """Return the effective number of positions per request."""
-        return self._max_model_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Return the effective number of requests per step."""
-        return self._options.max_num_seqs
-
     def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
-        """Add a request.
-
-        Raises:
-            ValueError: the model does not take it.
-        """
+        """Add a request; raises ``ValueError`` when the model cannot take it."""
         vocabulary = self._model.get_input_embeddings().num_embeddings
         if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise ValueError(f"a token id outside the vocabulary of {vocabulary}")
-        if len(token_ids) + max_tokens > self._max_model_len:
-            raise ValueError(f"more than {self._max_model_len} positions")
+        if len(token_ids) + max_tokens > self.max_model_len:
+            raise ValueError(f"more than {self.max_model_len} positions")
         generator = None
         if self._temperature > 0:
             generator = torch.Generator(self._model.device)
@@ -115,12 +97,12 @@ class Engine:
         """
         try:
             return self._step()
-        except Exception as error:  # whatever torch raises, a person gets one line
+        except Exception as error:  # whatever torch raises becomes one line
             words = " ".join(str(error).split())[:400] or type(error).__name__
             raise ActdsError("E504", "engine", got=words, expected="an engine that runs") from error
 
     def abort(self, keys: list[str]) -> None:
-        """End requests before their time."""
+        """Abort requests."""
         ended = set(keys)
         for sequence in [*(self._batch.sequences if self._batch else ()), *self._waiting]:
             if sequence.key in ended:
@@ -130,7 +112,7 @@ class Engine:
             self._batch.keep([s.key not in ended for s in self._batch.sequences])
 
     def shutdown(self) -> None:
-        """End the links."""
+        """Close the connections."""
         self._links.close()
         self._batch = None
 
@@ -159,7 +141,7 @@ class Engine:
                 type(self),
                 self._folder,
                 self._options,
-                self._max_model_len,
+                self.max_model_len,
                 self._link.client_pid,
             )
         )
@@ -191,15 +173,15 @@ class Engine:
 
 
 def _load(folder: Path, options: Options) -> Any:
-    """Return the model, ready to run.
+    """Return the model on its device.
 
     Raises:
-        ActdsError: E005 when it cannot be loaded completely, E009 a device that is not there.
+        ActdsError: E005 when it cannot be loaded completely, E009 for a missing device.
     """
     arguments: dict[str, Any] = {"dtype": options.dtype, "local_files_only": True}
     if options.attn_implementation:
         arguments["attn_implementation"] = options.attn_implementation
-    transformers.utils.logging.disable_progress_bar()  # the command has a progress line
+    transformers.utils.logging.disable_progress_bar()  # the command has its own progress
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, **arguments
@@ -209,7 +191,7 @@ def _load(folder: Path, options: Options) -> Any:
         raise ActdsError("E005", folder.name, got=words, expected="a causal model") from None
     missing = sorted(report["missing_keys"])
     if missing:
-        # They would be random numbers, and every row with them.
+        # Missing weights are random numbers, and so would be every row.
         got = f"no weight {missing[0]} (and {len(missing) - 1} more)"
         raise ActdsError("E005", folder.name, got=got, expected="every weight of the model")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -233,7 +215,7 @@ def _max_model_len(model: Any, options: Options) -> int:
     """Return the positions per request.
 
     Raises:
-        ActdsError: E009 for more than the model was made for.
+        ActdsError: E009 for more than the model supports.
     """
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     asked = options.max_model_len

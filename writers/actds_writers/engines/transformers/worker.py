@@ -1,7 +1,7 @@
 """Both sides of the account in the transformers engine, and the check of its hooks.
 
-After every forward the worker's side takes the rows of real tokens out of the padded ones. There is
-no prefix cache, hence no reference, and nothing is preempted.
+After every forward the worker side selects the rows of real tokens from the padded ones. There is
+no prefix cache and no preemption.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from actds_writers.capture.hooks import decoder_layers
 from actds_writers.engines.account import (
     SchedulerSide,
     WorkerSide,
-    failures_told,
     layer_config,
+    reporting_failure,
 )
 from actds_writers.engines.transformers import Options
 from actds_writers.engines.transformers.batch import Batch, Columns, Sequence
@@ -39,12 +39,12 @@ NO_BLOCKS = "a transformers cache has no blocks"
 
 
 class Scheduler(SchedulerSide):
-    """Tells the census about the batches of one engine."""
+    """The scheduler side: reports batches to the census."""
 
     def scheduled(
         self, columns: Columns, waiting: int, running: int
     ) -> tuple[int, tuple[int, ...]]:
-        """Tell of a step; return its number and the requests that ended since the one before."""
+        """Report a step; return its number and the requests that ended since the last one."""
         starts = np.concatenate([[0], np.cumsum(columns.n_rows)[:-1]])
         return self.number_step(
             [sequence.number for sequence in columns.sequences],
@@ -55,16 +55,14 @@ class Scheduler(SchedulerSide):
         )
 
     def finished(self, sequence: Sequence, reason: str) -> None:
-        """Tell how a request ended."""
+        """Report the end of a request."""
         self.end_request(sequence.number, reason, sequence.token_ids, sequence.prompt_len)
 
 
 class Capture(WorkerSide):
-    """Captures from one model of transformers.
+    """The worker side: captures from one transformers model.
 
     Args:
-        model: the loaded model.
-        link: where writer and census listen.
         max_rows: rows of the largest step, padding included.
 
     Raises:
@@ -75,7 +73,7 @@ class Capture(WorkerSide):
     def __init__(self, model: Any, link: Link, max_rows: int) -> None:
         layers = decoder_layers(model)
         config = model.config.get_text_config()
-        with failures_told(link):
+        with reporting_failure(link):
             if not layers:
                 raise ActdsError(
                     "E007",
@@ -109,11 +107,9 @@ class Capture(WorkerSide):
         """Hand over the rows of the step that just ran.
 
         Args:
-            step: its number.
             finished: requests that ended before it.
-            columns: who its rows are.
+            columns: requests and positions of its rows.
             input_ids: what the model read, ``(n_requests, width)``.
-            duration_ns: how long the model ran.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
@@ -142,17 +138,15 @@ class Capture(WorkerSide):
 def check_hooks(
     model: Any, buffers: capture.HookBuffers, hooks: tuple[HookSpec, ...], max_tokens: int
 ) -> HookCheck:
-    """Return what the check of the hooks came to.
+    """Return the result of the check of the hooks.
 
     Args:
         model: the hooked model.
-        buffers: what its hooks write.
-        hooks: the hooks, in the order of the buffers.
-        max_tokens: tokens of a step at most.
+        max_tokens: tokens per step.
 
     Raises:
         ActdsError: E507 when rows are not the model's; E007 when the model's layers do not return
-            what it calls its hidden states.
+            its own hidden states.
 
     Spec: 0.1 section 9.1.
     """
@@ -178,7 +172,7 @@ def check_hooks(
 def _rows(
     model: Any, buffers: capture.HookBuffers, prompts: tuple[list[int], ...], max_tokens: int
 ) -> list[np.ndarray]:
-    """Return the rows of a batch of the prompts, ``(n, d_model)`` by hook, prompt by prompt."""
+    """Return the rows of the prompts as one batch, ``(n, d_model)`` by hook."""
     sequences = [
         Sequence(f"check-{number}", number, list(prompt), len(prompt), 1)
         for number, prompt in enumerate(prompts)
@@ -210,17 +204,7 @@ def observe(
     max_model_len: int,
     client_pid: int,
 ) -> tuple[Fact, ...]:
-    """Return the facts of a run record that can be seen after the first forward.
-
-    Args:
-        model: the loaded model.
-        cache: its cache after a forward.
-        engine: class that runs the batches.
-        folder: model folder.
-        options: options with their defaults.
-        max_model_len: positions per request.
-        client_pid: process of the command.
-    """
+    """Return the facts of the run record that can be observed after the first forward."""
 
     def version() -> str:
         import transformers

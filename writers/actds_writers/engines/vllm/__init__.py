@@ -1,7 +1,4 @@
-"""The engine on vLLM: its options, less those that break accounting.
-
-Imports no vLLM; what captures inside it is in the modules of this folder.
-"""
+"""The vLLM engine: its entry point, and the options that break accounting; imports no vLLM."""
 
 from __future__ import annotations
 
@@ -25,12 +22,10 @@ from actds_writers.engine_protocol import (
 )
 from actds_writers.ipc.link import Link
 
-__all__ = ["OWNED", "REFUSED", "VLLM", "VllmOptions", "refuse_options"]
-
 OWNED: Mapping[str, str] = {
     "model": "--model",
     "seed": "--seed",
-    "additional_config": "nothing: actds uses it to reach the workers",
+    "additional_config": "nothing: actds sets it to configure the workers",
 }
 """Options that ``actds write`` sets itself, and what to use in their place."""
 
@@ -40,7 +35,7 @@ class Refused:
     """An engine option that capture cannot account for.
 
     Args:
-        allowed: the values that do no harm; every other one is refused.
+        allowed: the values that are allowed; every other one is refused.
         reason: what would go wrong.
     """
 
@@ -48,28 +43,30 @@ class Refused:
     reason: str
 
 
-_SPLIT = "the tokens of a step are split over ranks, and no worker sees them all"
+_SPLIT = "the tokens of a step are split over ranks, and no worker sees all of them"
 _SPECULATION = "rejected draft tokens would be captured as rows"
-_FOREIGN_KV = "KV blocks from elsewhere count as cache hits that no request here computed"
-_WRAPPED = "capture stands in vLLM's own worker and scheduler, another class may pass it by"
-# vLLM 0.32.0: in vllm/lora, punica_wrapper/utils.py:35 lets -1 stand for "no adapter", and
+_FOREIGN_KV = "external KV blocks count as prefix-cache hits that no request here computed"
+_WRAPPED = "capture is in vLLM's own worker and scheduler, and another class may bypass it"
+# vLLM 0.32.0: in vllm/lora, punica_wrapper/utils.py:35 uses -1 for "no adapter", and
 # ops/torch_ops/lora_ops.py:31, 74 and 119 index with it: in PyTorch that is the last adapter.
 # tests/test_engine_lora.py shows it. The Triton kernels leave at -1 (ops/triton_ops/
 # lora_shrink_op.py:160, lora_expand_op.py:66), but no measurement on a GPU of ours says so, and
 # the kernels of XPU (ops/xpu_ops/lora_ops.py:16) are compiled ones.
 _LORA = (
-    "on a CPU, vLLM adds an adapter to requests without one that share a step with it, and on "
-    "other devices it is not verified that it does not"
+    "on a CPU, vLLM adds an adapter to requests without one in the same step, and on other "
+    "devices this is not tested"
 )
 _MICROBATCH = "a step is run in parts, and the capture buffer holds only the last"
 
 REFUSED: Mapping[str, Refused] = {
-    "pipeline_parallel_size": Refused((None, 1), "stages hold disjoint layers and one is written"),
-    "data_parallel_size": Refused((None, 1), "replicas have schedulers of their own"),
+    "pipeline_parallel_size": Refused(
+        (None, 1), "each stage has other layers, and only one would be captured"
+    ),
+    "data_parallel_size": Refused((None, 1), "every replica has its own scheduler"),
     "prefill_context_parallel_size": Refused((None, 1), _SPLIT),
     "decode_context_parallel_size": Refused((None, 1), _SPLIT),
     "enable_hc_sp": Refused((None, False), _SPLIT),
-    "nnodes": Refused((None, 1), "the writer reaches the workers of one machine only"),
+    "nnodes": Refused((None, 1), "the writer reaches only workers on one machine"),
     "distributed_executor_backend": Refused(
         (None, "mp", "uni"), "the writer reaches only worker processes that vLLM starts here"
     ),
@@ -77,15 +74,15 @@ REFUSED: Mapping[str, Refused] = {
     "spec_method": Refused((None,), _SPECULATION),
     "spec_model": Refused((None,), _SPECULATION),
     "spec_tokens": Refused((None, 0), _SPECULATION),
-    "diffusion_config": Refused((None,), "positions are computed many times over"),
+    "diffusion_config": Refused((None,), "positions are computed many times"),
     "async_scheduling": Refused(
-        (None, False), "a step is scheduled before the end of the last, and rows after EOS appear"
+        (None, False), "a step is scheduled before the last one ends, so there are rows after EOS"
     ),
     "kv_transfer_config": Refused((None,), _FOREIGN_KV),
     "kv_offloading_size": Refused((None,), _FOREIGN_KV),
-    "ec_transfer_config": Refused((None,), "embeddings come from elsewhere"),
+    "ec_transfer_config": Refused((None,), "embeddings are computed outside this engine"),
     "kv_sharing_fast_prefill": Refused(
-        (None, False), "upper layers skip prefill positions, whose rows would be stale"
+        (None, False), "upper layers skip prefill positions, and their rows would be stale"
     ),
     "enable_dbo": Refused((None, False), _MICROBATCH),
     "ubatch_size": Refused((None, 0, 1), _MICROBATCH),
@@ -98,11 +95,11 @@ REFUSED: Mapping[str, Refused] = {
     "worker_cls": Refused((None, "auto"), _WRAPPED),
     "scheduler_cls": Refused((None,), _WRAPPED),
 }
-"""Options with E012, each with the reason."""
+"""Options that are refused with E012, and why."""
 
 
 def refuse_options(options: Mapping[str, object]) -> None:
-    """Refuse a configuration that capture cannot account for.
+    """Raise for a configuration that capture cannot account for.
 
     Args:
         options: engine arguments by name, from a command line or from a live engine.
@@ -125,11 +122,7 @@ def refuse_options(options: Mapping[str, object]) -> None:
 
 
 def argument_names() -> frozenset[str]:
-    """Return the names that the installed vLLM takes; this imports vllm, which is slow.
-
-    Raises:
-        ActdsError: E011 when vLLM is not installed.
-    """
+    """Return the argument names of the installed vLLM, importing it; raises E011 without it."""
     try:
         from vllm.engine.arg_utils import EngineArgs
     except ImportError as error:
@@ -145,7 +138,7 @@ def argument_names() -> frozenset[str]:
 
 
 class VllmOptions(EngineOptions):
-    """Arguments of vLLM's ``EngineArgs``; vLLM itself judges their values."""
+    """Arguments of vLLM's ``EngineArgs``; vLLM itself validates their values."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -164,7 +157,7 @@ class Vllm(EngineKind):
     option_type = VllmOptions
 
     def options(self, given: Mapping[str, object]) -> EngineOptions:
-        """Return options by name as a typed model.
+        """Return validated options.
 
         Raises:
             ActdsError: E009 for one that ``actds write`` sets itself, E012 for one that capture
@@ -177,11 +170,10 @@ class Vllm(EngineKind):
         return super().options(given)
 
     def checked(self, given: Mapping[str, object]) -> EngineOptions:
-        """Return options whose names are held against what the installed vLLM takes.
+        """Return validated options whose names the installed vLLM knows.
 
         Raises:
-            ActdsError: as ``options``; E009 for a name that vLLM does not know, E011 when it is
-                not installed.
+            ActdsError: as ``options``; E009 for an unknown name, E011 without vLLM.
         """
         options = self.options(given)  # a typing error needs no engine to be found
         known = argument_names() if given else frozenset()
@@ -189,7 +181,7 @@ class Vllm(EngineKind):
             if key not in known and key not in REFUSED:
                 close = difflib.get_close_matches(key, known, n=3)
                 expected = " or ".join(close) if close else "an argument of vllm.EngineArgs"
-                raise bad_option(key, "an option that the engine does not know", expected)
+                raise bad_option(key, "an unknown option", expected)
         return options
 
     def start(

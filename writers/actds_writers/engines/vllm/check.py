@@ -1,9 +1,9 @@
 """The check of the hooks in a vLLM worker, between the set-up of its engine and its first step.
 
-Two steps (both prompts, then one decoded token each) go through the model as it will serve,
-compiled and in graphs; then once more without them, where what each module reads can be seen. The
-schedule is made by hand and nothing of it is left: no scheduler, census or writer hears of it.
-Every tensor-parallel rank runs it, rank 0 compares.
+Two steps (both prompts, then one decoded token each) run through the model as it will serve,
+compiled and in graphs; then again in eager mode, where the inputs of every module can be observed.
+The schedule is built here and leaves no trace in scheduler, census or writer. Every
+tensor-parallel rank runs it, rank 0 compares.
 """
 
 from __future__ import annotations
@@ -38,35 +38,23 @@ from actds_writers.capture.op import HookBuffers
 from actds_writers.engines.vllm.worker import identify, loaded_model
 from actds_writers.ipc.messages import HookSpec
 
-__all__ = [
-    "Forwarded",
-    "NextReaders",
-    "check_hooks",
-    "eager",
-    "forward_prompts",
-    "join_check",
-    "prompts_of",
-]
-
 _NAME = "actds-check-{}"
 _CLEARLY = 0.25
-"""Share of the other distance at which a norm hands on the sum, or the residual as it was."""
+"""Largest share of the other distance at which a norm returns the sum, or the residual."""
 
 
 def check_hooks(
     worker: Any, buffers: HookBuffers, hooks: tuple[HookSpec, ...], form: StreamForm
 ) -> HookCheck:
-    """Return what the check of the hooks came to.
+    """Return the result of the check of the hooks.
 
     Args:
         worker: a worker whose engine is set up and has not run a request.
-        buffers: what its hooks write.
-        hooks: the hooks, in the order of the buffers.
-        form: where the stream is in what its layers return, as far as that is known.
+        form: where the stream is in the output of its layers.
 
     Raises:
-        ActdsError: E507 when rows are not the model's; E007 when nothing could be compared and the
-            model class is not known; E012 when the KV cache has no room for a short prompt.
+        ActdsError: E507 when rows are not the model's; E007 when nothing can be compared and the
+            model class is not verified; E012 when the KV cache has no room for a short prompt.
 
     Spec: 0.1 section 9.1.
     """
@@ -75,13 +63,13 @@ def check_hooks(
         raise ActdsError(
             "E012",
             "engine option num_gpu_blocks_override",
-            got="a KV cache that does not hold one short prompt",
+            got="a KV cache without room for one short prompt",
             expected="room for the two prompts of the check",
         )
     forwarded = forward_prompts(worker, prompts, buffers)
     assert forwarded is not None
     model = loaded_model(worker.model_runner)
-    # Only of these is it known that the part behind the layer reads the rows themselves.
+    # Only for these kinds the module after the layer is known to read the rows themselves.
     read = [i for i, hook in enumerate(hooks) if find_kind(hook.kind).next_reads]
     layers = [hooks[i].layer for i in read]
     readers = NextReaders(model, [forwarded.prompt_rows[i] for i in read], layers)
@@ -100,7 +88,7 @@ def check_hooks(
 
 
 def join_check(worker: Any) -> None:
-    """Run the forwards of the check on a rank that has no hooks, beside the rank that has them."""
+    """Run the forwards of the check on a tensor-parallel rank without hooks."""
     prompts = prompts_of(worker)
     if not prompts:
         return
@@ -127,22 +115,21 @@ def _reference_states(
     """Return what the hooks' kinds would see at every layer of a plain forward.
 
     Raises:
-        NoReferenceError: transformers cannot have the weights that the engine runs, or not these
-            places.
+        NoReferenceError: transformers cannot load the weights of the engine, or has no such hook.
     """
     config = worker.vllm_config
     own = config.model_config
     if str(config.load_config.load_format) == "dummy":
-        raise NoReferenceError("load_format is dummy: the engine made the weights itself")
+        raise NoReferenceError("load_format is dummy: the weights are random")
     if own.quantization is not None:
         raise NoReferenceError(f"the weights are quantized ({own.quantization})")
     if own.hf_overrides:
-        raise NoReferenceError("hf_overrides: the engine runs another configuration")
+        raise NoReferenceError("hf_overrides: the engine runs a changed configuration")
     ranks = int(config.parallel_config.tensor_parallel_size)
     size = ranks * sum(parameter.numel() for parameter in model.parameters())
     options = {"revision": own.revision, "trust_remote_code": bool(own.trust_remote_code)}
     kinds = sorted({hook.kind for hook in hooks})
-    # vLLM's backend for models of transformers changes their classes, for all of this process.
+    # vLLM's transformers backend patches transformers' classes in this whole process.
     if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
         states = states_in_fresh_process(own.model, size, forwarded.sequences, kinds, **options)
     else:
@@ -162,42 +149,39 @@ def _reference_states(
 def _without_reference(
     model: torch.nn.Module, form: StreamForm, hooks: Sequence[HookSpec], check: HookCheck
 ) -> HookCheck:
-    """Return a check against the engine alone, where that is enough.
-
-    What was seen counts, also where something behind another hook was not.
+    """Return a check against the engine alone, if that is enough.
 
     Raises:
-        ActdsError: E007 when nothing compared a hook that the table of classes does not vouch for.
+        ActdsError: E007 when a hook could not be compared and its model class is not verified.
     """
     unseen = [hook for hook in hooks if hook.name not in check.distances]
     if not unseen:
         return check
-    # The table says where the stream is, and nothing of any other kind.
-    vouched = form != "unverified" and all(find_kind(hook.kind).next_reads for hook in unseen)
-    if vouched:
+    # The table of verified classes covers the stream only, and no other kind.
+    verified = form != "unverified" and all(find_kind(hook.kind).next_reads for hook in unseen)
+    if verified:
         names = ", ".join(hook.name for hook in unseen)
-        said = f"{check.reason}; nothing reads the stream behind {names}"
-        return replace(check, against="engine" if check.distances else "table", reason=said)
+        reason = f"{check.reason}; nothing reads the stream after {names}"
+        return replace(check, against="engine" if check.distances else "table", reason=reason)
     raise ActdsError(
         "E007",
         type(model).__name__,
         got=f"{'a model class' if form == 'unverified' else unseen[0].kind} that was never "
-        f"verified, and nothing to check its rows with: {check.reason}",
-        expected="a class of docs/families.md, or a model that transformers can load beside it",
+        f"verified, and nothing to compare its rows with: {check.reason}",
+        expected="a class of docs/families.md, or a model that transformers can load as well",
         next_step="Harvest it with --engine transformers, which runs the model's own code.",
     )
 
 
 @dataclass(frozen=True)
 class Forwarded:
-    """What the hooks left of the check's prompts.
+    """The rows of the check's prompts.
 
     Args:
         sequences: token ids of each prompt as the model read them, the decoded one included.
-        rows: float32 ``(n, d_model)`` of each hook, the sequences one behind the other.
+        rows: float32 ``(n, d_model)`` of each hook, the sequences concatenated.
         decoded: bool ``(n,)``: rows of the decode step.
-        prompt_rows: float32 ``(m, d_model)`` of each hook, those of the prompts' step, in its
-            order.
+        prompt_rows: float32 ``(m, d_model)`` of each hook, of the prompts' step, in its order.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -207,15 +191,12 @@ class Forwarded:
 
 
 def prompts_of(worker: Any) -> tuple[list[int], ...]:
-    """Return the prompts of the check that this engine takes: two, or fewer and shorter ones.
-
-    Empty when its KV cache does not hold a single short one.
-    """
+    """Return the prompts of the check: two, fewer or shorter in a small KV cache, or none."""
     runner, scheduler = worker.model_runner, worker.vllm_config.scheduler_config
     model = runner.model_config
     longest = min(int(scheduler.max_num_batched_tokens) // 2, int(model.max_model_len) - 1)
     specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-    # Block 0 is the null block. A block beyond the last would be memory of somebody else.
+    # Block 0 is the null block.
     room = int(runner.kv_cache_config.num_blocks) - 1
     for length in (longest, min(longest, 4)):
         prompts = check_prompts(int(model.get_vocab_size()), length)
@@ -235,7 +216,6 @@ def forward_prompts(
 
     Args:
         worker: a worker whose engine is set up and has not run a request.
-        prompts: token ids.
         buffers: what the hooks write; ``None`` on a rank without hooks.
         after_prompts: called between the prompts' step and the decode step.
     """
@@ -244,7 +224,7 @@ def forward_prompts(
     first = _run(runner, _prefill(runner, names, prompts), buffers)
     after_prompts()
     second = _run(runner, _decode(names, prompts), buffers)
-    _forget(runner, names)  # after an error nothing is run any more
+    _forget(runner, names)  # not after an error: the engine does not start then
     if buffers is None:
         return None
     tokens = tuple((*first[name][0].tolist(), *second[name][0].tolist()) for name in names)
@@ -259,7 +239,7 @@ def forward_prompts(
 
 
 def _joined(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """Return the rows of each hook, part behind part."""
+    """Return the concatenated rows of each hook."""
     return [np.concatenate(of_hook) for of_hook in zip(*parts, strict=True)]
 
 
@@ -276,7 +256,7 @@ def _run(runner: Any, scheduled: Any, buffers: HookBuffers | None) -> dict[str, 
         # Copies, for the next step overwrites the buffers.
         rows = [of_hook[: len(ids)].float().cpu().numpy().copy() for of_hook in buffers.rows]
         for of_hook, seen in zip(rows, buffers.seen.tolist(), strict=True):
-            if seen < len(ids):  # a hook that did not run leaves the rows of a step before
+            if seen < len(ids):  # a hook that did not run left the rows of an earlier step
                 of_hook[:] = np.nan
         stops = np.cumsum(identity.n_rows)
         for name, start, stop in zip(
@@ -351,17 +331,15 @@ def _forget(runner: Any, names: list[str]) -> None:
 
 
 class NextReaders:
-    """Watches what reads the stream behind each hook, in a forward without graphs.
+    """Compares the rows of each hook with what the following module reads, in an eager forward.
 
-    The stream that layer L hands on is what a part of layer L+1 reads, its first norm as a rule;
-    behind the last layer, what a module outside all layers reads. A norm that is given a residual
-    reads the sum if it hands the sum on, and the first alone if it hands the residual on as it was
-    (vLLM's Cohere); one that hands nothing on tells nothing. The layer's own pair is not asked.
+    The stream after layer L is the input of a module in layer L+1, usually its first norm; after
+    the last layer, of a module outside all layers. A norm with a residual argument reads the sum if
+    it returns the sum, and its first argument alone if it returns the residual unchanged (vLLM's
+    Cohere); if it returns neither, it shows nothing.
 
     Args:
-        model: the model itself.
-        rows: float32 ``(n, d_model)`` of each hook that the forward is to repeat.
-        layers: decoder layer of each hook.
+        rows: float32 ``(n, d_model)`` of each hook, which the forward repeats.
     """
 
     def __init__(
@@ -371,7 +349,7 @@ class NextReaders:
         self._handles: list[Any] = []
         self._past_last = False
         self.distances: dict[int, float] = {}
-        """Smallest mean relative L2 by hook; a hook that nothing was seen behind has none."""
+        """Smallest mean relative L2 by hook; missing for a hook without a following reader."""
 
     @contextlib.contextmanager
     def watching(self, runner: Any) -> Iterator[None]:
@@ -397,7 +375,7 @@ class NextReaders:
             self.stop()
 
     def stop(self) -> None:
-        """Watch no further forward."""
+        """Stop watching."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -427,7 +405,7 @@ class NextReaders:
                 min(float(torch.linalg.norm(part - kept)) for part in handed_on)
                 for kept in (added, residual)
             )
-            # Where the two are all but the same, nothing tells which was meant.
+            # Where both are nearly equal, it is not clear which one was read.
             if to_sum <= to_residual * _CLEARLY:
                 self._compare(hook, added)
             elif to_residual <= to_sum * _CLEARLY:
@@ -454,7 +432,7 @@ class NextReaders:
 
 @contextlib.contextmanager
 def eager(runner: Any) -> Iterator[None]:
-    """Let forwards run neither compiled nor as replayed graphs, which call no Python hook."""
+    """Run forwards without compilation and graphs, which call no Python hooks."""
     from vllm.config import CUDAGraphMode
 
     patched = []

@@ -1,7 +1,4 @@
-"""The engine as the command drives it: start, feed, step, abort, end.
-
-Stands at the client's side, outside the data path. vLLM is imported when it starts.
-"""
+"""The vLLM engine, driven from the command's process; vLLM is imported when it starts."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ class VllmEngine:
     """A vLLM engine that captures.
 
     Args:
-        model: model folder.
-        options: engine arguments of the user.
         link: where writer and census listen; ``None`` for an engine that does not capture.
-        temperature: sampling temperature.
-        seed: engine seed.
 
     Raises:
         ActdsError: E504 when the engine does not start.
@@ -56,10 +49,10 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._params, self._temperature = SamplingParams, temperature
-        # What changes the compiled graph must enter the key of the compile cache.
+        # What changes the compiled graph must be in the key of the compile cache.
         additional = {"actds": _graph(link)} if link else {}
         try:
-            with _deaf_to_interrupts():
+            with _interrupts_blocked():
                 arguments = EngineArgs(
                     **{
                         **options,
@@ -70,38 +63,30 @@ class VllmEngine:
                     }
                 )
                 self._engine: Any = LLMEngine.from_engine_args(arguments)
-        except Exception as error:  # whatever the engine raises, a person gets one line
-            _close_links()  # of an engine in this process, which writer and census wait for
+        except Exception as error:  # whatever the engine raises becomes one line
+            _close_links()  # in this process; writer and census wait for them
             raise _engine_error(error) from error
 
     @property
     def max_model_len(self) -> int:
-        """Return the effective number of positions per request."""
+        """Return the effective maximum of positions per request."""
         return int(self._engine.model_config.max_model_len)
 
     @property
     def max_num_seqs(self) -> int:
-        """Return the effective number of requests per step."""
+        """Return the effective maximum of requests per step."""
         return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
     def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
-        """Add a request.
-
-        Raises:
-            ValueError: the engine does not take it, with the engine's own words.
-        """
+        """Add a request; raises ``ValueError`` when the engine refuses it."""
         params = self._params(temperature=self._temperature, max_tokens=max_tokens)
         self._engine.add_request(key, {"prompt_token_ids": token_ids}, params)
 
     def step(self) -> list[Finished]:
-        """Run until the engine says something; return the requests that ended.
-
-        Raises:
-            ActdsError: E504 when the engine has died.
-        """
+        """Run one step; return the requests that ended; raises E504 when the engine has died."""
         try:
             outputs = self._engine.step()
-        except Exception as error:  # whatever the engine raises, a person gets one line
+        except Exception as error:  # whatever the engine raises becomes one line
             raise _engine_error(error) from error
         return [
             Finished(
@@ -112,11 +97,11 @@ class VllmEngine:
         ]
 
     def abort(self, keys: list[str]) -> None:
-        """End requests before their time."""
+        """Abort requests."""
         self._engine.abort_request(keys)
 
     def shutdown(self) -> None:
-        """End the engine and the links that its process holds."""
+        """End the engine and close the connections of its process."""
         self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
         _close_links()
         os.environ.pop(ENVIRONMENT, None)
@@ -135,11 +120,10 @@ def _graph(link: Link) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Start processes that a Ctrl-C does not reach.
+def _interrupts_blocked() -> Iterator[None]:
+    """Start processes with SIGINT blocked, which they inherit.
 
-    A terminal sends it to every process of the group, and vLLM's processes would die in the
-    middle of a step. A blocked signal is inherited.
+    A terminal sends Ctrl-C to every process of the group, and vLLM's would die within a step.
     """
     # Its start unblocks the signal again, so it must be running before.
     resource_tracker.ensure_running()

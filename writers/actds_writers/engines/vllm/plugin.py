@@ -1,9 +1,8 @@
-"""The vLLM plugin: loaded in every vLLM process, inert outside a harvest.
+"""The vLLM plugin: loaded in every vLLM process, inactive outside a harvest.
 
-A harvest reaches a process in one of two ways: ``actds write`` sets an environment variable for
-its engine, and a server has the key ``actds`` in ``--additional-config``, which its engine cores
-see first. Without either, one wrapper around the executor's constructor looks for that key; it
-imports nothing and patches nothing else.
+A process belongs to a harvest if ``actds write`` has set an environment variable for its engine, or
+if a server has the key ``actds`` in ``--additional-config``. Without the variable, one wrapper
+around the executor's constructor looks for that key; it imports and patches nothing else.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ if TYPE_CHECKING:
 EXECUTOR = "vllm.v1.executor.abstract"
 DRAIN_TIMEOUT_S = 300.0
 CRASH_PATIENCE_S = 5.0
-"""After a crash the last step may never have been run, and nobody would hand it over."""
+"""After a crash the last step may never arrive, as it may not have run."""
 
 _registered = False
 _wrapped = False
 _link: Link | None = None
 """Harvest of the engine or worker in this process."""
 _live: LiveRun | None = None
-"""The same, where this process supervises it."""
+"""The live harvest that this process supervises."""
 _closers: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """Wrap worker and scheduler when this process belongs to a harvest; else wait for one."""
+    """Wrap worker and scheduler if this process belongs to a harvest; else wait for one."""
     global _registered
     if _registered:
         return
@@ -54,7 +53,7 @@ def register() -> None:
 
 
 def close() -> None:
-    """End the links of this process, when the engine ran inside the command's own process."""
+    """Close the connections of this process, if the engine ran in the command's own process."""
     global _link
     while _closers:
         _closers.pop()()
@@ -72,9 +71,9 @@ def _attach(link: Link) -> None:
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with a module once it is there; imports nothing itself.
+    """Call ``then`` with a module once it is imported.
 
-    Some of vLLM's processes load plugins and never need its executor, which takes seconds.
+    Some of vLLM's processes load plugins and never need its executor, whose import takes seconds.
     """
     if name in sys.modules:
         then(sys.modules[name])
@@ -83,13 +82,13 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Waits for one import, and leaves."""
+    """An import hook for one module, removed after its import."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name, self._then = name, then
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        """Return the module's own spec, whose loader calls back."""
+        """Return the module's own spec, with a loader that calls ``then``."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)
@@ -109,8 +108,8 @@ class _Watch(MetaPathFinder):
 def _wrap_executor(module: Any) -> None:
     """Start a live harvest when an engine core with its settings builds its executor.
 
-    The plugin is loaded while the engine core is being built; its executor is the first thing
-    built after that, and before scheduler and workers.
+    The plugin is loaded while the engine core is being built; its executor is built next, before
+    scheduler and workers.
     """
     executor = module.Executor
     init = executor.__init__
@@ -163,7 +162,7 @@ def _wrap_shutdown(engine_core: Any) -> None:
 
 
 def _drain_live(engine_core: Any) -> CloseReason | None:
-    """Wait for the writer, close this process's links; return how the run ends."""
+    """Wait for the writer, close this process's connections; return how the run ends."""
     if _live is None:
         return None
     try:
@@ -197,11 +196,7 @@ def _end_live(reason: CloseReason | None) -> None:
 
 
 def _give_up(where: str, error: Exception) -> None:
-    """End capture in this process; what serves goes on.
-
-    Raises:
-        Exception: the error itself, where no service depends on this engine.
-    """
+    """End capture in this process while serving continues; offline, raise the error."""
     assert _link is not None
     if not _link.live:
         raise error
@@ -236,7 +231,7 @@ def _wrap_worker() -> None:
         capture = getattr(self, "_actds", None)
         if capture is None or not scheduled.total_num_scheduled_tokens:
             return execute_model(self, scheduled, *args, **kwargs)
-        if _ordered_to_end(scheduled):
+        if _scheduler_side_ended(scheduled):
             _detach(self)
             return execute_model(self, scheduled, *args, **kwargs)
         _guarded(self, capture.before_step)
@@ -271,7 +266,7 @@ def _check_when_set_up(worker: Any) -> None:
 
 
 def _guarded(worker: Any, call: Callable[..., None], *args: Any) -> None:
-    """Make a call of the capture; when it fails in a live engine, the engine goes on without."""
+    """Call the worker side; if it fails in a live engine, the engine continues without capture."""
     try:
         call(*args)
     except Exception as error:
@@ -279,13 +274,13 @@ def _guarded(worker: Any, call: Callable[..., None], *args: Any) -> None:
         _detach(worker)
 
 
-def _ordered_to_end(scheduled: Any) -> bool:
-    """Say whether the scheduler's side of a live harvest has ended: its steps bear no mark."""
+def _scheduler_side_ended(scheduled: Any) -> bool:
+    """Return whether the scheduler side of a live harvest has ended: its steps have no mark."""
     return _link is not None and _link.live and getattr(scheduled, "_actds", None) is None
 
 
 def _detach(worker: Any) -> None:
-    """End a worker's capture; its hooks stay in the model and lead nowhere."""
+    """End a worker's capture; its hooks stay in the model without effect."""
     capture, worker._actds = worker._actds, None
     if capture.close in _closers:
         _closers.remove(capture.close)
@@ -304,12 +299,12 @@ def _wrap_scheduler() -> None:
     @functools.wraps(init)
     def initialising(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self._actds = None if _link is None else _witness(self, _link)
+        self._actds = None if _link is None else _scheduler_side(self, _link)
 
     @functools.wraps(add_request)
     def adding(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._actds is not None:
-            _witnessed(self, self._actds.arrived, request)
+            _reported(self, self._actds.arrived, request)
         return add_request(self, request, *args, **kwargs)
 
     @functools.wraps(schedule)
@@ -320,23 +315,23 @@ def _wrap_scheduler() -> None:
         output = schedule(self, *args, **kwargs)
         now = {request.request_id for request in self.running}
         preempted = tuple(r for r in running - now if r in self.requests)
-        mark = _witnessed(self, self._actds.scheduled, self, output, preempted)
-        # A worker that sees no mark ends its capture: the way by which its end is ordered.
+        mark = _reported(self, self._actds.scheduled, self, output, preempted)
+        # A worker that sees no mark ends its capture.
         output._actds = None if _live is not None and _live.failure is not None else mark
         return output
 
     @functools.wraps(free_request)
     def freeing(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._actds is not None:
-            _witnessed(self, self._actds.finished, request)
+            _reported(self, self._actds.finished, request)
         return free_request(self, request, *args, **kwargs)
 
     Scheduler.__init__, Scheduler.add_request = initialising, adding
     Scheduler.schedule, Scheduler._free_request = scheduling, freeing
 
 
-def _witness(scheduler: Any, link: Link) -> Any:
-    from actds_writers.engines.vllm.scheduler import SchedulerWitness
+def _scheduler_side(scheduler: Any, link: Link) -> Any:
+    from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
     from actds_writers.ipc.link import Sender
 
     connection = link.connect("census", "scheduler")
@@ -344,11 +339,11 @@ def _witness(scheduler: Any, link: Link) -> Any:
     _closers.append(census.close)
     block_size = int(getattr(scheduler, "hash_block_size", None) or scheduler.block_size)
     n_blocks = int(scheduler.kv_cache_config.num_blocks)
-    return SchedulerWitness(census, block_size, n_blocks, _live.rules if _live else None)
+    return VllmSchedulerSide(census, block_size, n_blocks, _live.rules if _live else None)
 
 
-def _witnessed(scheduler: Any, call: Callable[..., Any], *args: Any) -> Any:
-    """Make a call of the witness; when it fails in a live engine, the engine goes on without."""
+def _reported(scheduler: Any, call: Callable[..., Any], *args: Any) -> Any:
+    """Call the scheduler side; if it fails in a live engine, the engine continues without."""
     try:
         return call(*args)
     except Exception as error:

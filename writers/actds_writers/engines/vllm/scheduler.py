@@ -1,7 +1,7 @@
-"""The scheduler's side of the account in vLLM: requests, steps, and whose prefix was reused.
+"""The scheduler side of the account in vLLM: requests, steps and prefix-cache hits.
 
-It knows which request computed each prefix block, so that a prefix hit can name the position where
-the same token was computed.
+It remembers which request computed each prefix block, so that a hit can name the request whose row
+was reused.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import Any
 
 from actds.errors import ActdsError
 from actds_writers.engines.account import Channel, SchedulerSide
-from actds_writers.ipc.messages import (
-    Reference,
-)
+from actds_writers.ipc.messages import Reference
 from actds_writers.sampling import EVERYTHING, Labels, LeftOut, SamplingRules
 
 DIGEST_NBYTES = 16
 """Bytes kept of each prefix-block digest."""
 OWNERS_PER_BLOCK = 4
-"""Prefix blocks that are remembered, per KV block: a block in use is touched less often than new
-ones come, and an owner that is forgotten leaves a reference that resolves to nothing."""
+"""Remembered prefix blocks per KV block: a block in use may be touched less often than new ones are
+added, and a hit on a forgotten block cannot be resolved."""
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
 
 
@@ -36,13 +34,13 @@ class _Tracked:
 
 @dataclass(frozen=True)
 class StepMark:
-    """What rides on a ``SchedulerOutput`` to the workers.
+    """What a ``SchedulerOutput`` carries to the workers.
 
     Args:
         step: number of the step in the run.
-        numbers: request number by engine id, for requests that are new to the workers.
-        finished: numbers of the requests that ended since the step before.
-        left_out: what the sampling rules say, by engine id, where they leave anything out.
+        numbers: request number by engine id.
+        finished: numbers of the requests that ended since the last step.
+        left_out: by engine id, what the sampling rules leave out.
     """
 
     step: int
@@ -51,13 +49,13 @@ class StepMark:
     left_out: dict[str, LeftOut] = field(default_factory=dict)
 
 
-class SchedulerWitness(SchedulerSide):
-    """Follows one scheduler.
+class VllmSchedulerSide(SchedulerSide):
+    """Follows one vLLM scheduler.
 
     Args:
-        census: where the census process is told.
-        block_size: tokens of a prefix block.
-        n_blocks: KV blocks of the cache; bounds the memory of who computed which block.
+        census: the way to the census.
+        block_size: tokens per prefix block.
+        n_blocks: KV blocks of the cache; bounds the remembered prefix blocks.
         rules: sampling rules, ``None`` to store everything.
     """
 
@@ -75,16 +73,16 @@ class SchedulerWitness(SchedulerSide):
         self._owners = _Owners(None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks)
 
     def arrived(self, request: Any) -> None:
-        """Number a request that the scheduler took.
+        """Number and report a request that the scheduler took.
 
         Raises:
-            ActdsError: E012 a session of streamed input, whose prompt grows.
+            ActdsError: E012 for streamed input, whose prompt grows.
         """
         if getattr(request, "resumable", False):
             raise ActdsError(
                 "E012",
                 f"request {request.request_id[:80]}",
-                got="a session of streamed input",
+                got="a session with streamed input",
                 expected="requests whose prompt is known at arrival",
             )
         if request.request_id in self._tracked:
@@ -104,7 +102,7 @@ class SchedulerWitness(SchedulerSide):
         self._tracked[request.request_id] = _Tracked(number, left_out)
 
     def scheduled(self, scheduler: Any, output: Any, preempted: tuple[str, ...]) -> StepMark:
-        """Tell what a call of ``schedule`` decided; return the mark for the workers."""
+        """Report the result of a call of ``schedule``; return the mark for the workers."""
         n_tokens = output.num_scheduled_tokens
         tracked_of = {request: self._tracked[request] for request in n_tokens}
         starts: list[int] = []
@@ -139,7 +137,7 @@ class SchedulerWitness(SchedulerSide):
         )
 
     def finished(self, request: Any) -> None:
-        """Tell how a request ended."""
+        """Report the end of a request."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
@@ -152,7 +150,7 @@ class SchedulerWitness(SchedulerSide):
         )
 
     def _left_out(self, request: Any, external_id: str) -> LeftOut:
-        """Return why rows of a request are not stored: by a rule, or as another model's."""
+        """Return why rows of a request are not stored: a rule, an adapter, or images."""
         if getattr(request, "lora_request", None) is not None:
             return LeftOut("unsupported:lora", "unsupported:lora")
         if getattr(request, "mm_features", None):
@@ -166,7 +164,7 @@ class SchedulerWitness(SchedulerSide):
         )
 
     def _references(self, request: Any, tracked: _Tracked, start: int) -> list[Reference]:
-        """Return who computed the positions between the high-water mark and ``start``."""
+        """Return the prefix-cache hits between the high-water mark and ``start``."""
         references: list[Reference] = []
         position = tracked.high_water
         while position < start:
@@ -185,7 +183,7 @@ class SchedulerWitness(SchedulerSide):
         return references
 
     def _own_blocks(self, request: Any, tracked: _Tracked) -> None:
-        """Note the blocks that this step completes as computed by this request."""
+        """Note this request as the one that computed the blocks completed by this step."""
         n_full = min(tracked.high_water // self._block_size, len(request.block_hashes))
         for block in range(tracked.n_owned_blocks, n_full):
             # A block that was evicted and computed again is served from the new computation.
@@ -194,11 +192,7 @@ class SchedulerWitness(SchedulerSide):
 
 
 class _Owners:
-    """Which request computed each prefix block; the longest unused are forgotten first.
-
-    Args:
-        limit: blocks that are remembered, ``None`` for all.
-    """
+    """The request that computed each prefix block; least recently used ones are forgotten first."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
@@ -220,7 +214,7 @@ class _Owners:
 
 
 def _external_id(internal_id: str) -> str:
-    """Return the id that the engine was given, without the random end it adds."""
+    """Return the client's id, without the random suffix that the engine adds."""
     return internal_id[:-9] if _RANDOM_SUFFIX.fullmatch(internal_id[-9:]) else internal_id
 
 

@@ -1,7 +1,6 @@
 """The start of a live harvest inside a vLLM engine core, before its workers exist.
 
-Around the token's way: from the engine's effective configuration to running processes. Whatever
-is wrong is said here, before the server is up.
+Configuration errors are raised here, before the server is up.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ LIVE_TRAFFIC = "live traffic: prompts come from clients"
 
 
 def start(config: Any, document: Any) -> LiveRun:
-    """Start writer and census of a serving engine; return the run, under way.
+    """Start writer and census of a serving engine; return the run.
 
     Args:
-        config: vLLM's configuration, effective, changed where capture needs it.
-        document: what ``--additional-config`` holds under ``actds``.
+        config: vLLM's effective configuration, changed where capture needs it.
+        document: the value of ``actds`` in ``--additional-config``.
 
     Raises:
-        ActdsError: E017 a bad setting, E007 a layer that is not there, E012 an engine option
-            that breaks accounting, E010 a dataset with other hooks or under work.
+        ActdsError: E017 a bad setting, E007 an unknown layer, E012 an engine option that breaks
+            accounting, E010 a dataset with other hooks or in use.
     """
     settings = parse_live_settings(document)
     refuse(config)
@@ -55,7 +54,7 @@ def start(config: Any, document: Any) -> LiveRun:
     model = config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
     config_of = layer_config(model.hf_text_config, int(model.get_hidden_size()), n_layers)
-    # The widest type, for sizes: a kind may compute in another one than the model.
+    # The widest type, for sizes: a kind may have another one than the model.
     hooks = hook_specs(parse_hooks(settings.hooks, n_layers), config_of, "float32")
     out = _destination(settings.out)
     settings = settings.model_copy(update={"out": out})
@@ -67,7 +66,7 @@ def start(config: Any, document: Any) -> LiveRun:
         pipeline = Pipeline(
             writer,
             tuple((hook.kind, hook.layer) for hook in hooks),
-            # Of an engine core in a process of its own, the client is the parent.
+            # The client of an engine core in its own process is the parent.
             os.getppid() if multiprocessing.parent_process() is not None else os.getpid(),
             lock,
             probes=probes,
@@ -75,7 +74,7 @@ def start(config: Any, document: Any) -> LiveRun:
     except BaseException:
         os.close(lock)
         raise
-    # What changes the graph must enter the key of the compile cache, and nothing else should.
+    # What changes the graph must be in the key of the compile cache, and nothing else.
     graph = {"hooks": [f"{hook.kind}:{hook.layer}" for hook in hooks], "readouts": readouts}
     config.additional_config = {**config.additional_config, "actds": graph}
     rules = settings.rules()
@@ -95,7 +94,7 @@ def start(config: Any, document: Any) -> LiveRun:
 
 
 def refuse(config: Any) -> None:
-    """Refuse an effective configuration that capture cannot account for.
+    """Raise for an effective configuration that capture cannot account for.
 
     Raises:
         ActdsError: E012 with the option and the reason.
@@ -103,7 +102,7 @@ def refuse(config: Any) -> None:
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     worker, backend = str(parallel.worker_cls), parallel.distributed_executor_backend
     options: dict[str, object] = {
-        # A replica of a dense model is an engine of its own here, with this at 1.
+        # A replica of a dense model is its own engine here, with this at 1.
         "data_parallel_size": parallel.data_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
@@ -135,30 +134,30 @@ def refuse(config: Any) -> None:
 
 
 def schedule_in_step(config: Any) -> None:
-    """Switch async scheduling off, which a server has on unless told otherwise.
+    """Switch off async scheduling, which is on by default in a server.
 
-    Scheduler and executor read it when they are built, which is later; the worker observes it.
+    Scheduler and executor read it when they are built, which is later.
     """
     scheduler = config.scheduler_config
     if scheduler.async_scheduling:
         log.warning(
-            "actds: async scheduling is switched off: with it a step is scheduled before the end "
-            "of the last, and its rows cannot be accounted for."
+            "actds: async scheduling is switched off: with it a step is scheduled before the last "
+            "one ends, and its rows cannot be accounted for."
         )
         scheduler.async_scheduling = False
 
 
 def _destination(out: str) -> str:
-    """Return where the dataset is, a local path made absolute; a bad one is refused now."""
+    """Return the location of the dataset, absolute if local; raises for a bad one."""
     place = "--additional-config actds.out"
     try:
         folder = local_folder(out)
         if folder is None:
-            open_store(out)  # no request yet: whether it is a URI, and what it needs is installed
+            open_store(out)  # sends no request; checks the URI and that its package is installed
             return out
         folder = folder.expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        # Another engine may be about to begin the dataset, in a temporary file.
+        # Another engine may be creating the dataset, in a temporary file.
         names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
         foreign = bool(names) and layout.GENESIS not in names
     except OSError as error:
@@ -166,7 +165,7 @@ def _destination(out: str) -> str:
             "E017",
             place,
             got=f"{out}: {error.strerror}",
-            expected="a folder that can be made, or a dataset",
+            expected="a folder that can be created, or a dataset",
         ) from None
     except ActdsError as error:
         advice = error.next_step if error.code == "E011" else None
@@ -177,14 +176,14 @@ def _destination(out: str) -> str:
         raise ActdsError(
             "E017",
             place,
-            got=f"{out}: a folder with other things in it",
+            got=f"{out}: a folder with other files",
             expected="a new or empty folder, or a dataset",
         )
     return str(folder)
 
 
 def compare_hooks(out: str, hooks: Sequence[HookSpec]) -> None:
-    """Refuse a dataset with other hooks now; the writer compares types and widths later."""
+    """Raise for a dataset with other hooks; the writer compares types and widths later."""
     store = open_store(out)
     if not store.exists(layout.GENESIS):
         return
@@ -205,7 +204,7 @@ def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, b
             raise ActdsError(
                 "E017",
                 "--additional-config actds.probes",
-                got="a file, and readouts false",
+                got="a file, but readouts is false",
                 expected="readouts true, or no probes",
             )
         return NONE, None
@@ -230,7 +229,7 @@ def _writer_settings(
         facts=tuple(_facts(settings, model, rows, readouts)),
         tokens=_special_tokens(model),
         rows_per_shard=rows,
-        # The engine needs the machine more than the writer does.
+        # Leave most of the machine to the engine.
         n_threads=max(1, (os.cpu_count() or 2) // 4),
         shared=True,
         readouts=readouts,

@@ -1,10 +1,9 @@
-"""The worker's side of the account in vLLM, and where a worker has its facts.
+"""The worker side of the account in vLLM, and the readers of a worker's facts.
 
-After every forward it reads who the rows are, compares them with the schedule, and hands the step
-over. Two generations of model runners keep the identity of rows in different places; ``identify``
-is the only one that knows where. The table says what decoder layers of a class were seen to
-return: ``tests/matrix`` runs every class of it against ``transformers``, and a class that is not
-there is harvested only when the check of the hooks confirms its rows.
+After every forward it identifies the rows, compares them with the schedule, and hands the step
+over. Two generations of model runners keep the identity of rows in different places; only
+``identify`` knows them. ``VERIFIED`` lists the model classes that ``tests/matrix`` compares with
+``transformers``; any other class is harvested only if the check of the hooks confirms its rows.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from actds.errors import ActdsError
 from actds_writers.capture.hooks import StreamForm
 from actds_writers.engines.account import (
     WorkerSide,
-    failures_told,
     layer_config,
+    reporting_failure,
 )
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, IntArray
@@ -83,21 +82,15 @@ VERIFIED: dict[str, StreamForm] = {
 """Form by class of the loaded vLLM model, as ``docs/families.md`` lists them."""
 
 
-def form_of(architecture: str) -> StreamForm:
-    """Return where the stream is in what a decoder layer of a model class returns."""
-    return VERIFIED.get(architecture, "unverified")
-
-
 class WorkerCapture(WorkerSide):
-    """Captures in one worker: installs the hooks, then hands over each step.
+    """The worker side: captures in one vLLM worker.
 
     Args:
         worker: the vLLM worker, its model loaded and not yet compiled.
-        link: where writer and census listen.
 
     Raises:
-        ActdsError: E007 unknown layer, or a model class that nobody verified and no check;
-            E012 a configuration that cannot be accounted for.
+        ActdsError: E007 unknown layer, or a model class that is not verified, without check; E012
+            a configuration that cannot be accounted for.
     """
 
     def __init__(self, worker: Any, link: Link) -> None:
@@ -105,7 +98,7 @@ class WorkerCapture(WorkerSide):
         self._numbers: dict[str, tuple[int, int]] = {}
         self._left_out: dict[str, LeftOut] = {}
         runner = worker.model_runner
-        with failures_told(link):
+        with reporting_failure(link):
             self._refuse(worker.vllm_config)
             model = loaded_model(runner)
             self.form = _form(model, link)
@@ -125,9 +118,9 @@ class WorkerCapture(WorkerSide):
             )
 
     def before_step(self) -> None:
-        """Forget the counts of the step before; introduce the engine before the first one.
+        """Reset the row counts; before the first step, send the engine's facts.
 
-        Only now is the engine completely set up: cache sized, kernels chosen, graphs compiled.
+        Only now the engine is completely set up: cache sized, kernels chosen, graphs compiled.
         """
         super().before_step()
         self.introduce(lambda: observe(self._worker, self.link.client_pid))
@@ -164,7 +157,7 @@ class WorkerCapture(WorkerSide):
         )
 
     def _learn(self, scheduled: Any, mark: Any) -> None:
-        """Keep number, prompt length and rules of requests that are new to this worker."""
+        """Keep number, prompt length and rules of new requests, and forget finished ones."""
         for request in scheduled.finished_req_ids:
             self._numbers.pop(request, None)
             self._left_out.pop(request, None)
@@ -173,7 +166,7 @@ class WorkerCapture(WorkerSide):
         self._left_out.update(mark.left_out)
 
     def _compare(self, step: int, identity: RowIdentity, scheduled: Any) -> None:
-        """Stop unless the identity covers every scheduled row, and no other."""
+        """Stop unless the identified rows are exactly the scheduled ones."""
         n = scheduled.total_num_scheduled_tokens
         wanted = {r: c for r, c in scheduled.num_scheduled_tokens.items() if c}
         got = {r: int(c) for r, c in zip(identity.request_ids, identity.n_rows, strict=True) if c}
@@ -199,18 +192,18 @@ class WorkerCapture(WorkerSide):
 
 
 def _form(model: torch.nn.Module, link: Link) -> StreamForm:
-    """Return where the stream is in what the model's layers return.
+    """Return where the stream is in the output of the model's layers.
 
     Raises:
-        ActdsError: E007 when nobody verified the model class and the check is off.
+        ActdsError: E007 when the model class is not verified and the check is off.
     """
     name = type(model).__name__
-    form = form_of(name)
+    form = VERIFIED.get(name, "unverified")
     if form == "unverified" and not link.settings.check:
         raise ActdsError(
             "E007",
             name,
-            got="a model class that was never verified, and no check",
+            got="a model class that was never verified, and --no-check",
             expected="a class of docs/families.md, or the check of the hooks",
             next_step="Leave --check on, or harvest with --engine transformers.",
         )
@@ -239,7 +232,7 @@ def loaded_model(runner: Any) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class RowIdentity:
-    """Who the rows of a step are.
+    """Request, position and token of the rows of a step.
 
     Args:
         request_ids: the engine's ids, in row order.
@@ -255,12 +248,7 @@ class RowIdentity:
 
 
 def identify(runner: Any, scheduled: Any) -> RowIdentity:
-    """Return the identity of the rows that the last forward computed.
-
-    Args:
-        runner: the worker's model runner.
-        scheduled: the ``SchedulerOutput`` of the step.
-    """
+    """Return the identity of the rows of the last forward, a step's ``SchedulerOutput``."""
     n = scheduled.total_num_scheduled_tokens
     state = getattr(runner, "execute_model_state", None)
     batch = getattr(state, "input_batch", None)
@@ -283,12 +271,7 @@ def _positions(runner: Any) -> Any:
 
 
 def observe(worker: Any, client_pid: int) -> tuple[Fact, ...]:
-    """Return the facts of a run record that a worker can see once its engine is set up.
-
-    Args:
-        worker: the vLLM worker.
-        client_pid: process that started the engine.
-    """
+    """Return the facts of the run record that a worker can observe once its engine is set up."""
     runner, config = worker.model_runner, worker.vllm_config
     readers: Readers = {
         **_engine(runner, config),
