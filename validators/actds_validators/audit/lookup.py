@@ -155,7 +155,7 @@ class Lookup:
     prompt_len: Ints
     request_len: Ints
     source_names: list[str | None]
-    of_request: dict[str, Floats]
+    of_request: dict[str, Floats | Bools]
     request_block: Ints
     token_slot: Ints
     vocabulary: Vocabulary
@@ -212,11 +212,11 @@ class Rows:
         arrays = self.step, self.request, self.position, self.token
         return Rows(self.lookup, *(held[some] for held in arrays))
 
-    def values(self, one: CovariateDef) -> Floats:
-        """Return a content covariate, NaN where a row has none."""
+    def values(self, one: CovariateDef) -> Floats | Bools:
+        """Return a content covariate, NaN where a row has none; of a share whether it is 1."""
         if one.source == "request":
             return self.lookup.of_request[one.name][self.request]
-        return np.asarray(one.values(self), np.float64)
+        return one.typed(one.values(self))
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,11 @@ class CellEdges:
             position: positions; used where the complexity is the position.
             token: places of the token ids; used where it is the rarity.
         """
-        load = np.searchsorted(np.array(self.load, np.float32), lookup.load[step], side="right")
+        low, high = (int(step.min()), int(step.max()) + 1) if len(step) else (0, 0)
+        of_step = np.searchsorted(
+            np.array(self.load, np.float32), lookup.load[low:high], side="right"
+        )
+        load = of_step[step - low]
         value = lookup.vocabulary.rarity(token) if self.has_unknown else position
         other = np.searchsorted(np.array(self.edges), value, side="right")
         if self.has_unknown:
@@ -312,7 +316,7 @@ def make_lookup(
         request_len=rows.columns["request_len"],
         source_names=rows.columns["source"].tolist(),
         of_request={
-            one.name: np.asarray(one.values(rows.columns), np.float64)
+            one.name: one.typed(one.values(rows.columns))
             for one in definitions
             if one.source == "request"
         },
