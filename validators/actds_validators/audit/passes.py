@@ -252,7 +252,7 @@ class RowPass:
         for batch in part.batches(columns):
             rows, kept = self._rows(batch)
             values = self.widths.read(batch)
-            kept &= lookup.excluded.find(rows.step, rows.request, rows.position) < 0
+            kept &= lookup.recomputed.count(rows.step, rows.request, rows.position)
             lost = np.zeros(len(kept), bool)
             at = np.flatnonzero(kept & lookup.lossy[rows.step])
             some = rows.take(at)
