@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from actds.cli.options import model_options
 from actds.cli.output import ResultCommand, print_lines
 
 if TYPE_CHECKING:
@@ -51,20 +52,7 @@ def _limit_options() -> list[click.Option]:
     """Return an option for each limit, named, typed and described as in the result."""
     from actds_validators.audit.result import Limits
 
-    return [
-        click.Option(
-            [f"--{name.replace('_', '-')}", name],
-            type=click.INT if field.annotation is int else click.FLOAT,
-            default=field.default,
-            show_default=True,
-            help=_sentence(str(field.description)),
-        )
-        for name, field in Limits.model_fields.items()
-    ]
-
-
-def _sentence(words: str) -> str:
-    return f"{words[0].upper()}{words[1:]}."
+    return list(model_options(Limits))
 
 
 def _result() -> type[Audit]:
@@ -98,7 +86,7 @@ def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) ->
     "--json",
     "json_out",
     type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
-    help="Write the result (actds.audit/1); - prints it instead of the page.",
+    help="Write the result as JSON; - prints it instead of the page.",
 )
 @click.option(
     "--weights",
