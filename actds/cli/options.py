@@ -61,7 +61,11 @@ def model_options(model: type[BaseModel], skip: Collection[str] = ()) -> Iterato
 def _option(name: str, found: Mapping[str, Any], *, required: bool) -> click.Option:
     kind = next(k for k in found.get("anyOf", [found]) if k.get("type") != "null")
     flag, default = found.get("option", f"--{name.replace('_', '-')}"), found.get("default")
-    given: dict[str, Any] = {"help": f"{found['description']}.", "metavar": found.get("metavar")}
+    words = found["description"]
+    given: dict[str, Any] = {
+        "help": f"{words[0].upper()}{words[1:]}.",
+        "metavar": found.get("metavar"),
+    }
     if kind["type"] == "boolean":
         names = f"{flag}/--no-{flag[2:]}" if default else flag
         return click.Option(
@@ -79,9 +83,11 @@ def _type(kind: Mapping[str, Any]) -> click.ParamType[Any]:
         return click.Choice(kind["enum"])
     if kind["type"] in ("integer", "number"):
         low = kind.get("exclusiveMinimum", kind.get("minimum"))
-        bounds = {"min": low, "max": kind.get("maximum"), "min_open": "exclusiveMinimum" in kind}
+        high = kind.get("exclusiveMaximum", kind.get("maximum"))
+        bounds = {"min": low, "max": high}
+        bounds |= {"min_open": "exclusiveMinimum" in kind, "max_open": "exclusiveMaximum" in kind}
         whole = kind["type"] == "integer"
-        if low is None and bounds["max"] is None:
+        if low is None and high is None:
             return click.INT if whole else click.FLOAT
         return click.IntRange(**bounds) if whole else click.FloatRange(**bounds)
     return click.Path() if kind.get("format") == "path" else click.STRING

@@ -356,6 +356,7 @@ class S3Store:
         return self._ask(path, head)
 
     def listed(self, prefix: str, temporary: bool = False) -> _Listing:
+        """Return paths and sizes below a prefix; with ``temporary``, those of temporary objects."""
         if prefix:
             check_path(prefix)
 

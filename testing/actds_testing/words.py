@@ -65,12 +65,6 @@ NOT_YET: dict[str, frozenset[str]] = {
             "would not notice",
         }
     ),
-    # The same description as in the audit's JSON schema, below.
-    "docs/cli.md": frozenset({"cache reference"}),
-    # Descriptions that are part of the audit's JSON schema.
-    "validators/actds_validators/audit/result.py": frozenset(
-        {"a side", "cache reference", "held against", "not kept", "stand"}
-    ),
 }
 """Phrases that a file still has. It only shrinks: a phrase that is gone is taken out."""
 
