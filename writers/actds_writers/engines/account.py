@@ -123,7 +123,7 @@ class SchedulerSide:
         running: int,
         references: tuple[Reference, ...] = (),
         preempted: tuple[int, ...] = (),
-        kv_usage: float | None = None,
+        **columns: Any,
     ) -> tuple[int, tuple[int, ...]]:
         """Tell of a step; return its number and the requests that ended since the one before.
 
@@ -137,7 +137,7 @@ class SchedulerSide:
             running: requests that run.
             references: prefix positions that became known as reused.
             preempted: requests that were preempted.
-            kv_usage: share of the KV cache in use, ``None`` without blocks.
+            columns: what else is known, ``kv_usage`` for one, by the fields of ``StepScheduled``.
         """
         self._step += 1
         ended = tuple(self._ended)
@@ -155,7 +155,7 @@ class SchedulerSide:
                     waiting=waiting,
                     running=running,
                     preempted=preempted,
-                    kv_usage=kv_usage,
+                    **columns,
                 )
             )
         return self._step, ended

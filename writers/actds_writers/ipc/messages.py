@@ -298,6 +298,9 @@ class StepScheduled:
         starts: first position that the step computes for it.
         n_tokens: tokens scheduled for it.
         references: prefix positions that became known as reused in this step.
+        kv_usage: share of the KV cache in use, ``None`` without blocks.
+
+    A field that is called like a column of ``steps`` is its value.
     """
 
     step: int
@@ -309,7 +312,7 @@ class StepScheduled:
     waiting: int
     running: int
     preempted: tuple[int, ...]
-    kv_usage: float | None
+    kv_usage: float | None = None
 
 
 @dataclass(frozen=True)
@@ -336,6 +339,8 @@ class StepExecuted:
 
     Args:
         queue_depth_readouts: steps in the lane of readouts, ``None`` without one.
+
+    A field that is called like a column of ``steps`` is its value.
     """
 
     step: int
