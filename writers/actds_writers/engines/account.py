@@ -107,7 +107,7 @@ class SchedulerSide:
         running: int,
         references: tuple[Reference, ...] = (),
         preempted: tuple[int, ...] = (),
-        kv_usage: float | None = None,
+        **columns: Any,
     ) -> tuple[int, tuple[int, ...]]:
         """Report a step; return its number and the requests that ended since the last one.
 
@@ -136,7 +136,7 @@ class SchedulerSide:
                     waiting=waiting,
                     running=running,
                     preempted=preempted,
-                    kv_usage=kv_usage,
+                    **columns,
                 )
             )
         return self._step, ended
