@@ -311,6 +311,11 @@ def _rows_table(rows: list[dict[str, object]]) -> pa.Table:
     return tables.build("requests", {name: [row.get(name) for row in rows] for name in names})
 
 
+def _of_columns(message: StepScheduled | StepExecuted) -> dict[str, int | float | str | None]:
+    """Return the fields of a message that are columns of ``steps``, the step number aside."""
+    return {name: getattr(message, name) for name in _COLUMNS[type(message)]}
+
+
 def _generated(sampled: np.ndarray, high_water: np.ndarray, prompt_len: np.ndarray) -> np.ndarray:
     """Return the sampled tokens; for a request that never ended, those that were fed."""
     return np.where(sampled == RUNNING, np.maximum(high_water - prompt_len, 0), sampled)

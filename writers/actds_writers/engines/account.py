@@ -118,7 +118,10 @@ class SchedulerSide:
             starts: first position that the step computes for it.
             n_tokens: tokens scheduled for it.
             references: prefix-cache hits.
-            kv_usage: share of the KV cache in use, ``None`` without blocks.
+            waiting: requests that wait.
+            running: requests that run.
+            preempted: requests that were preempted.
+            columns: further fields of ``StepScheduled``, for example ``kv_usage``.
         """
         self._step += 1
         ended = tuple(self._ended)

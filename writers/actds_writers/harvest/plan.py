@@ -370,8 +370,7 @@ def _stalls(found: Capacity) -> list[str]:
     ring = format_nbytes(found.memory.ring)
     lines = [
         f"disk stalls at the mean load, with a ring of {ring}:",
-        f"{'stall':<{LABEL}}{'ring full after':<18}{'block: engine waits':<22}"
-        "drop_newest, drop_oldest: rows lost",
+        f"{'stall':<{LABEL}}{'ring full after':<18}{'block: engine waits':<22}{_LOSING}: rows lost",
     ]
     for stall in found.stalls:
         full = "never" if stall.filled_s >= stall.stall_s else format_seconds(stall.filled_s)
