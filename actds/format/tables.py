@@ -44,7 +44,7 @@ _U16, _U32, _U64, _I64, _F32, _F64, _S = (
     pa.string(),
 )
 
-_QUEUES = [
+QUEUES = [
     _column("queue_depth_stage1", _U32, "device staging slots in use", null=True),
     _column("queue_depth_stage2", _U32, "host ring slots in use", null=True),
     _column("queue_depth_stage3", _U32, "full shards waiting for the disk", null=True),
@@ -117,7 +117,7 @@ SCHEMAS: dict[TableName, pa.Schema] = {
             _column("running", _U32, "requests running after scheduling"),
             _column("n_preempted", _U32, "requests preempted in the step"),
             _column("kv_usage", _F64, "share of KV blocks in use", null=True),
-            *_QUEUES,
+            *QUEUES,
             _column("kernel_mode", _S, "eager, compiled or cudagraph", null=True),
             _column("padded_tokens", _U32, "tokens the kernels ran, with padding", null=True),
             _column("drafted_tokens", _U32, "speculative tokens drafted", null=True),
@@ -148,7 +148,7 @@ SCHEMAS: dict[TableName, pa.Schema] = {
             _column("n_tokens", _U32, "tokens of the whole event"),
             _column("batch_tokens", _U32, "tokens of the step"),
             _column("max_seq_len", _U32, "longest context of the step"),
-            *_QUEUES,
+            *QUEUES,
         ]
     ),
     "stalls": pa.schema(

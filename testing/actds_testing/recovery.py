@@ -82,9 +82,9 @@ def harvest_and_kill(
 def kill(pipeline: Pipeline, *names: str) -> None:
     """Kill processes of a pipeline, and wait until they are gone."""
     for name in names:
-        os.kill(pipeline._processes[name].pid, signal.SIGKILL)
+        os.kill(pipeline.processes[name].pid, signal.SIGKILL)
     for name in names:
-        pipeline._processes[name].wait()
+        pipeline.processes[name].wait()
 
 
 def check_a_stopped_writer_is_fenced(out: Path | str, *, drained: bool = False) -> None:
@@ -94,7 +94,7 @@ def check_a_stopped_writer_is_fenced(out: Path | str, *, drained: bool = False) 
         engine = SyntheticEngine(pipeline)
         number = serve_three_shards(pipeline, engine, out, drained=drained)
         engine.drain(pipeline)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         os.kill(writer, signal.SIGSTOP)
         [run] = recover(out).runs
         assert run.outcome == "recovered"

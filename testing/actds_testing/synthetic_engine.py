@@ -65,13 +65,13 @@ class SyntheticEngine:
         self.buffers = HookBuffers.allocate(hooks, max_rows, device, width)
         self.stages = Stages(link, self.buffers, hooks, max_rows)
         self.drops: list[int] = []
-        tell = self.stages._handover._on_drop
+        tell = self.stages.handover.on_drop
 
         def note(step: int, reason: str) -> None:
             self.drops.append(step)
             tell(step, reason)
 
-        self.stages._handover._on_drop = note
+        self.stages.handover.on_drop = note
         given = ("capture.readouts", "capture.memory_nbytes", "capture.ring_nbytes")
         facts = [
             Fact(name, "synthetic", "declared") for name in REQUIRED_PROVENANCE if name not in given

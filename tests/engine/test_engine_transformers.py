@@ -268,27 +268,27 @@ def test_a_model_that_lacks_a_weight_is_refused(model: Path, tmp_path: Path) -> 
     from safetensors.torch import load_file, save_file
 
     from actds_writers.engines.transformers import Options
-    from actds_writers.engines.transformers.engine import _load
+    from actds_writers.engines.transformers.engine import load_model
 
     broken = tmp_path / "model"
     shutil.copytree(model, broken)
-    assert _load(broken, Options()).config.num_hidden_layers == 4
+    assert load_model(broken, Options()).config.num_hidden_layers == 4
     weights = load_file(broken / "model.safetensors")
     del weights["model.layers.2.mlp.up_proj.weight"]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ActdsError, match=r"E005 .*layers\.2\.mlp\.up_proj"):
-        _load(broken, Options())
+        load_model(broken, Options())
     (broken / "model.safetensors").unlink()
     with pytest.raises(ActdsError, match="E005"):
-        _load(broken, Options())
+        load_model(broken, Options())
 
 
 def test_more_positions_than_the_model_has_are_refused(model: Path) -> None:
     from actds_writers.engines.transformers import Options
-    from actds_writers.engines.transformers.engine import _load, _max_model_len
+    from actds_writers.engines.transformers.engine import load_model, max_model_len_of
 
-    plain = _load(model, Options())
-    assert _max_model_len(plain, Options()) == 1024
-    assert _max_model_len(plain, Options(max_model_len=99)) == 99
+    plain = load_model(model, Options())
+    assert max_model_len_of(plain, Options()) == 1024
+    assert max_model_len_of(plain, Options(max_model_len=99)) == 99
     with pytest.raises(ActdsError, match="E009 --engine-arg max_model_len"):
-        _max_model_len(plain, Options(max_model_len=1025))
+        max_model_len_of(plain, Options(max_model_len=1025))

@@ -72,7 +72,7 @@ def harvested(
         engine = RandomRows(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         if stall:
             os.kill(writer, signal.SIGSTOP)
         try:
@@ -136,7 +136,7 @@ def test_rows_and_drops_whose_readouts_never_came_are_aborted(
     out = tmp_path / "acts"
     with pipeline_for(out, policy, readouts=PLANNED) as pipeline:
         engine = RandomRows(pipeline)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         for number in range(3):
             engine.request(number)
         engine.drain(pipeline)
@@ -166,7 +166,7 @@ def test_a_full_lane_makes_the_engine_wait_and_loses_no_readout(tmp_path: Path) 
         engine = RandomRows(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         os.kill(writer, signal.SIGSTOP)
         wake = threading.Timer(0.5, os.kill, (writer, signal.SIGCONT))
         wake.start()

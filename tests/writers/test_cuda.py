@@ -134,7 +134,7 @@ def test_rows_on_a_gpu_reach_the_dataset_under_pressure(policy: str, tmp_path: P
         engine = SyntheticEngine(pipeline, "cuda")
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         os.kill(writer, signal.SIGSTOP)
         wake = threading.Timer(1.0, os.kill, (writer, signal.SIGCONT))
         wake.start()

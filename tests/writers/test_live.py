@@ -166,7 +166,7 @@ def test_a_late_commit_of_a_fenced_writer_is_refused(tmp_path: Path) -> None:
     engine, other = SyntheticEngine(zombie), SyntheticEngine(heir)  # type: ignore[arg-type]
     wait_for(lambda: engine.request(engine.n_steps // GENERATED) or n_shards(out, "r-zombie") >= 2)
     assert zombie.drain(lambda: engine.n_steps - 1, TIMEOUT_S)
-    writer = zombie._pipeline._processes["writer"].pid
+    writer = zombie.pipeline.processes["writer"].pid
     os.kill(writer, signal.SIGSTOP)
     try:
         state = chains(out, "r-zombie")["writer"]
@@ -200,7 +200,7 @@ def test_serving_goes_on_when_the_writer_dies_and_the_rest_is_accounted(tmp_path
     engine = SyntheticEngine(run)  # type: ignore[arg-type]
     wait_for(lambda: engine.request(engine.n_steps // GENERATED) or n_shards(out, "r-test") >= 2)
     before = engine.n_steps // GENERATED
-    os.kill(run._pipeline._processes["writer"].pid, signal.SIGKILL)
+    os.kill(run.pipeline.processes["writer"].pid, signal.SIGKILL)
     wait_for(lambda: run.failure is not None)
     assert "E502" in str(run.failure)
     engine.stages.close()  # as the plugin detaches the worker; the scheduler serves on
@@ -230,7 +230,7 @@ def test_rules_reach_both_sides_and_the_processes_are_not_descendants(
     out = tmp_path / "acts"
     run = live_run(out, "r-test")
     engine = SyntheticEngine(run)  # type: ignore[arg-type]
-    for process in run._pipeline._processes.values():
+    for process in run.pipeline.processes.values():
         stat = Path(f"/proc/{process.pid}/stat").read_text().rsplit(") ", 1)[1].split()
         assert int(stat[1]) != os.getpid()  # a server that kills its tree does not reach them
         assert process.poll() is None
@@ -240,7 +240,7 @@ def test_rules_reach_both_sides_and_the_processes_are_not_descendants(
     assert run.drain(lambda: engine.n_steps - 1, TIMEOUT_S)
     engine.close()
     run.end("finished")
-    assert {process.poll() for process in run._pipeline._processes.values()} == {0}
+    assert {process.poll() for process in run.pipeline.processes.values()} == {0}
     serving.compare_hooks(str(out), HOOKS)
     with pytest.raises(ActdsError, match=r"E010.*resid_post\.7"):
         serving.compare_hooks(str(out), [dataclasses.replace(HOOKS[0], name="resid_post.7")])
@@ -288,9 +288,9 @@ def test_a_place_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path, tmp_path / "file"):
         with pytest.raises(ActdsError, match=r"E017.*actds\.out"):
-            serving._destination(str(out))
+            serving.destination(str(out))
     made = tmp_path / "a" / "b"
-    assert serving._destination(str(made)) == str(made)
+    assert serving.destination(str(made)) == str(made)
     assert made.is_dir()
 
 
@@ -327,7 +327,7 @@ def test_refuses_an_engine_whose_steps_cannot_be_accounted_for() -> None:
         serving.refuse(with_adapters)
     with_adapters.scheduler_config.async_scheduling = False
     with pytest.raises(ActdsError, match="E012 engine option enable_lora"):
-        WorkerCapture._refuse(with_adapters)
+        WorkerCapture.refuse(with_adapters)
 
 
 def test_async_scheduling_is_switched_off_before_the_scheduler_exists() -> None:
@@ -385,7 +385,7 @@ def test_the_scheduler_side_forgets_the_least_recently_used_blocks_and_says_so()
     hit = schedule(request("b-00000000", 2), 4)  # touches block 0, computes block 1 again
     assert [(r.start, r.stop, r.ref_request) for r in hit.references] == [(0, 4, 0)]
     schedule(request("c-00000000", 2, first=50), 0)  # forgets the two that are longest unused
-    assert len(witness._owners._requests) == limit
+    assert len(witness.owners.requests) == limit
     again = schedule(request("d-00000000", 4), 12)
     owners = [(r.start, r.stop, r.ref_request) for r in again.references]
     assert owners == [(0, 4, 0), (4, 8, 1), (8, 12, None)]

@@ -185,7 +185,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
                 engine.request(0)
                 engine.drain(pipeline)
                 look()
-                stop_and_go(pipeline._processes["writer"].pid, lambda: requests(engine))
+                stop_and_go(pipeline.processes["writer"].pid, lambda: requests(engine))
                 done = N_STALLED + 1
                 engine.drain(pipeline)
                 look()

@@ -68,7 +68,7 @@ def test_the_ring_is_less_deep_once_the_writer_has_taken_a_step(
         meters.taken(4, 400)
     staging, ring, pool = meters.states()
     # 1 from 10 to 12, 0 to 20, 3 to 25, 2 to 30: no time for what was said about an earlier time.
-    assert meters._queues["ring"].rows() == [(0, 8, 1), (1, 2, 2), (2, 5, 1), (3, 5, 1)]
+    assert meters.queues["ring"].rows() == [(0, 8, 1), (1, 2, 2), (2, 5, 1), (3, 5, 1)]
     assert (staging.depth, staging.capacity) == (1, 8)  # slices are multiples of 64 bytes
     assert (ring.depth, ring.capacity, ring.capacity_nbytes) == (1, 32, 1 << 12)
     assert (ring.n_stalls, ring.stall_ns, ring.entry_nbytes) == (3, 4_500, 400.0)

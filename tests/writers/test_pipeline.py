@@ -80,7 +80,7 @@ def test_a_killed_writer_costs_only_what_was_not_committed(tmp_path: Path) -> No
         while len(shard_records(out)) < 3:
             engine.request(number)
             number += 1
-        os.kill(pipeline._processes["writer"].pid, signal.SIGKILL)
+        os.kill(pipeline.processes["writer"].pid, signal.SIGKILL)
         engine.close()
         with pytest.raises(ActdsError, match="E502"):
             pipeline.finish("failed")
@@ -133,7 +133,7 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(policy: str, tmp_
         engine = SyntheticEngine(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         os.kill(writer, signal.SIGSTOP)
         try:
             for number in range(1, 120):
@@ -175,7 +175,7 @@ def test_hooks_of_other_widths_and_types_go_the_same_way(policy: str, tmp_path: 
     decoded = LeftOut(prefill="sampling:phase")
     with pipeline_for(out, policy, hooks=hooks) as pipeline:
         engine = SyntheticEngine(pipeline, hooks=hooks)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         for number in range(60):
             engine.request(number, decoded if number % 3 == 1 else LeftOut())
             if number == 20 and policy != "block":
@@ -206,7 +206,7 @@ def test_drops_that_the_writer_never_logged_count_as_aborted(tmp_path: Path) -> 
         engine = SyntheticEngine(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         os.kill(writer, signal.SIGSTOP)
         try:
             for number in range(1, 120):
@@ -230,7 +230,7 @@ def test_an_engine_that_waits_for_a_writer_learns_of_its_death(tmp_path: Path) -
         engine = SyntheticEngine(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         os.kill(writer, signal.SIGSTOP)
         kill = threading.Timer(0.5, os.kill, (writer, signal.SIGKILL))
         kill.start()
@@ -247,7 +247,7 @@ def test_blocking_makes_the_engine_wait_and_loses_nothing(tmp_path: Path) -> Non
         engine = SyntheticEngine(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         os.kill(writer, signal.SIGSTOP)
         # The ring fills, then what waits before it; the engine waits last.
         wake = threading.Thread(target=continue_when_all_wait, args=(writer, engine))

@@ -195,7 +195,7 @@ def test_drops_that_nobody_logged_are_aborted(tmp_path: Path) -> None:
         engine = SyntheticEngine(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline._processes["writer"].pid
+        writer = pipeline.processes["writer"].pid
         os.kill(writer, signal.SIGSTOP)
         for number in range(1, 60):
             engine.request(number)

@@ -212,7 +212,7 @@ def _drops(s: Served, lost: Bools, number: Ints) -> pa.Table:
     last = np.append(first[1:], len(position)) - 1
     start, stop = position[first], position[last] + 1 if len(first) else position[first]
     n = len(first)
-    queues = {f.name: pa.nulls(n) for f in tables._QUEUES}
+    queues = {f.name: pa.nulls(n) for f in tables.QUEUES}
     per_step = np.bincount(step, minlength=len(number))
     return tables.build("drops", {
         "drop": np.arange(n), "t_ns": s.steps["t_ns"].to_numpy()[step[first]],

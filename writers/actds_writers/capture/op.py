@@ -19,9 +19,9 @@ from actds_writers.capture.hooks import StreamForm, Tap, find_kind
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.ipc.ring import RowLayout
 
-_library: Any = torch.library.Library("actds", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("capture(Tensor hidden, Tensor? residual, Tensor(a!) rows, Tensor(b!) seen) -> ()")
-_library.define(
+library: Any = torch.library.Library("actds", "FRAGMENT")  # type: ignore[no-untyped-call]
+library.define("capture(Tensor hidden, Tensor? residual, Tensor(a!) rows, Tensor(b!) seen) -> ()")
+library.define(
     "capture_and_read(Tensor hidden, Tensor? residual, Tensor(a!) rows, Tensor(b!) seen, "
     "Tensor directions, Tensor(c!) scratch, Tensor(d!) readouts) -> ()"
 )
@@ -41,7 +41,7 @@ def _capture(
     seen.fill_(hidden.shape[0])
 
 
-def _capture_and_read(
+def capture_and_read(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
     rows: torch.Tensor,
@@ -50,6 +50,7 @@ def _capture_and_read(
     scratch: torch.Tensor,
     readouts: torch.Tensor,
 ) -> None:
+    """Copy the rows of a hook into its buffer and compute their readouts; see the op's schema."""
     _capture(hidden, residual, rows, seen)
     n_rows = min(hidden.shape[0], rows.shape[0])
     # From the row as stored, so that the readout can be recomputed.
@@ -63,9 +64,9 @@ def _fake(*_: Any) -> None:
     return None
 
 
-for _name, _body in (("capture", _capture), ("capture_and_read", _capture_and_read)):
-    _library.impl(_name, _body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"actds::{_name}", _fake, lib=_library)
+for _name, _body in (("capture", _capture), ("capture_and_read", capture_and_read)):
+    library.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"actds::{_name}", _fake, lib=library)
 
 
 TORCH_TYPES: dict[DType, torch.dtype] = {

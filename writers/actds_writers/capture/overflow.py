@@ -78,7 +78,7 @@ class Handover:
         on_drop: Callable[[int, str], None],
     ) -> None:
         self._writer, self._staging, self._ring = writer, staging, ring
-        self._policy, self._on_drop = policy, on_drop
+        self._policy, self.on_drop = policy, on_drop
         self._queue: deque[Entry] = deque()
         # The same entries by where they may be dropped; those that moved on are skipped.
         self._in_staging: deque[Entry] = deque()
@@ -256,7 +256,7 @@ class Handover:
     def _drop(self, entry: Entry, reason: str) -> None:
         entry.state, entry.reason = "dropped", reason
         entry.dropped_ns, entry.depth = time.time_ns(), self._ring.depth
-        self._on_drop(entry.step, reason)
+        self.on_drop(entry.step, reason)
 
     def _note(self, entry: Entry) -> None:
         """Keep only the part of a dropped step that its log needs."""

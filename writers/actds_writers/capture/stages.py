@@ -143,7 +143,7 @@ class Stages:
 
         self._census = link.connect("census", "worker")
         self._census_lock = threading.Lock()
-        self._handover = Handover(
+        self.handover = Handover(
             link.connect("writer", "worker"),
             self._staging,
             self._ring,
@@ -176,12 +176,12 @@ class Stages:
     @property
     def waiting(self) -> frozenset[str]:
         """Return the rings that a step waits for now: ``staging``, ``ring``."""
-        return frozenset(self._handover.waiting)
+        return frozenset(self.handover.waiting)
 
     @property
     def is_settled(self) -> bool:
         """Return whether nothing moves until the writer or the engine does something."""
-        staged = self._handover.depths[0]
+        staged = self.handover.depths[0]
         return not self._narrow.depth and (not staged or "ring" in self.waiting)
 
     def introduce(self, facts: tuple[Fact, ...]) -> None:
@@ -198,7 +198,7 @@ class Stages:
             Fact("capture.staging_nbytes", self._staging.capacity, "observed"),
         )
         lane = self.lane
-        self._handover.send(
+        self.handover.send(
             WorkerHello(
                 self._hooks,
                 (*facts, *own),
@@ -214,7 +214,7 @@ class Stages:
     def fail(self, error: ActdsError) -> None:
         """Send the writer the error that ends the capture."""
         self._error = self._error or error
-        self._handover.send(Failed.of(error))
+        self.handover.send(Failed.of(error))
 
     def hand_over(self, step: Step, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Take the rows of the step that just ran; returns when the hooks' buffers are free.
@@ -237,7 +237,7 @@ class Stages:
         readouts.copy_(self._buffers.readouts[:, :n])
         nbytes = 0 if step.keeps_nothing else n * self._row_nbytes
         try:
-            entry = self._handover.admit(nbytes, step.step)
+            entry = self.handover.admit(nbytes, step.step)
         except ActdsError as error:
             raise self._error or error from None
         if stall is not None:
@@ -266,7 +266,7 @@ class Stages:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self._error is None:
             lane_is_idle = self.lane is None or not self.lane.depth
-            if self._handover.is_idle and not self._narrow.depth and lane_is_idle:
+            if self.handover.is_idle and not self._narrow.depth and lane_is_idle:
                 return True
             time.sleep(0.005)
         return False
@@ -275,7 +275,7 @@ class Stages:
         """Close the connections, by which the writer learns that no step follows."""
         self._unidentified.put(None)
         self._unmoved.put(None)
-        self._handover.close()
+        self.handover.close()
         if self.lane is not None:
             self.lane.close()
         for thread in self._threads:
@@ -356,7 +356,7 @@ class Stages:
     def _move(self, moving: _Moving, message: StepRows, copier: Copier) -> None:
         entry, n_kept = moving.entry, message.n_kept
         nbytes = n_kept * self._row_nbytes
-        offset = self._handover.place(entry, nbytes)
+        offset = self.handover.place(entry, nbytes)
         if offset is not None and entry.slot is not None:
             index = None
             if message.kept is not None:
@@ -364,13 +364,13 @@ class Stages:
             targets = self._rows_views(self._host, offset, n_kept)
             sources = self._rows_views(self._staging_memory, entry.slot, moving.n_rows)
             copier.copy(targets, sources, index, moving.done)
-        self._handover.moved(entry, _placed(message, offset, nbytes))
+        self.handover.moved(entry, _placed(message, offset, nbytes))
 
     # ------------------------------------------------------------------------------------------
 
     def _executed(self, step: Step, duration_ns: int, padded: int) -> None:
-        stage1, stage2 = self._handover.depths
-        queues = self._handover.writer_state
+        stage1, stage2 = self.handover.depths
+        queues = self.handover.writer_state
         self._tell_census(
             StepExecuted(
                 step=step.step,
@@ -406,7 +406,7 @@ class Stages:
         with suppress(ActdsError):  # the writer may be what is gone
             self.fail(error)
         self._error = self._error or error
-        self._handover.give_up()
+        self.handover.give_up()
 
     def _check(self) -> None:
         if self._error is not None:

@@ -59,7 +59,7 @@ class LiveRun:
         release: Callable[[], None],
         metrics: tuple[str, int] | None = None,
     ) -> None:
-        self._pipeline, self._release, self._metrics = pipeline, release, metrics
+        self.pipeline, self._release, self._metrics = pipeline, release, metrics
         self.link: Link = pipeline.link
         self._began = time.monotonic()
         self.rules = rules
@@ -91,7 +91,7 @@ class LiveRun:
         """
         deadline = time.monotonic() + timeout_s
         while self.failure is None and time.monotonic() < deadline:
-            written, counted, wanted = self._pipeline.written, self._pipeline.counted, last_step()
+            written, counted, wanted = self.pipeline.written, self.pipeline.counted, last_step()
             reached = wanted < 0 or (
                 written is not None
                 and counted is not None
@@ -114,8 +114,8 @@ class LiveRun:
         self._ending.set()
         self._thread.join()
         try:
-            with self._pipeline:
-                ended = self._pipeline.finish("failed" if self.failure is not None else reason)
+            with self.pipeline:
+                ended = self.pipeline.finish("failed" if self.failure is not None else reason)
             log.info(
                 "actds: run %s is complete: %s rows stored, %s positions dropped, %s aborted, "
                 "%s filtered. When all engines have ended: actds seal",
@@ -130,7 +130,7 @@ class LiveRun:
     def _supervise(self) -> None:
         """Take the messages of the processes until the end."""
         try:
-            self._pipeline.connect()
+            self.pipeline.connect()
         except (ActdsError, OSError) as error:
             self.fail(error)
             return
@@ -138,7 +138,7 @@ class LiveRun:
         with ExitStack() as watch:
             while not self._ending.wait(POLL_S):
                 told = self._poll(told)
-                counted = self._pipeline.counted
+                counted = self.pipeline.counted
                 # Only now: the engine may fork before its scheduler has connected.
                 if self._metrics is not None and counted is not None and counted.connected:
                     self._serve_metrics(watch, *self._metrics)
@@ -147,12 +147,12 @@ class LiveRun:
     def _poll(self, told: bool) -> bool:
         """Take the messages of the processes; return whether the writer knows of a failure."""
         try:
-            self._pipeline.poll()
+            self.pipeline.poll()
         except ActdsError as error:
             self.fail(error)
         if self.failure is not None and not told:
             # Let the writer commit its buffers now; the census continues to the end.
-            self._pipeline.end_writer("failed")
+            self.pipeline.end_writer("failed")
             return True
         return told
 
@@ -167,9 +167,9 @@ class LiveRun:
             log.info("actds: metrics at http://%s:%s/metrics", host, server.port)
 
     def _snapshot(self) -> Snapshot:
-        counted = self._pipeline.counted
+        counted = self.pipeline.counted
         return take_snapshot(
-            self._pipeline.written,
+            self.pipeline.written,
             counted,
             elapsed_s=time.monotonic() - self._began,
             requests_done=counted.n_finished if counted else 0,

@@ -101,7 +101,7 @@ class Pipeline:
             probes_path=None if probes is None else str(probes_path),
         )
         census = CensusSettings(writer.harvest.out, writer.run, writer.software)
-        self._processes = {
+        self.processes = {
             "census": self._start("census_process", census, lock),
             "writer": self._start("writer_process", writer, lock),
         }
@@ -117,7 +117,7 @@ class Pipeline:
         Raises:
             ActdsError: E506 when one does not come up.
         """
-        for name, process in self._processes.items():
+        for name, process in self.processes.items():
             self._connections[name] = self.link.connect(
                 name, "harvest", is_alive=functools.partial(_is_running, process)
             )
@@ -130,7 +130,7 @@ class Pipeline:
         for connection in self._connections.values():
             connection.close()
         for name in ("writer", "census"):  # the census ends after the writer
-            process = self._processes[name]
+            process = self.processes[name]
             try:
                 process.wait(timeout=END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
@@ -167,15 +167,15 @@ class Pipeline:
         Raises:
             ActdsError: the failure of a process; E506 when one does not answer.
         """
-        for name in self._processes:
+        for name in self.processes:
             self._send(name, Finish(reason))
         deadline = time.monotonic() + FINISH_TIMEOUT_S
-        while set(self._done) != set(self._processes):
+        while set(self._done) != set(self.processes):
             for name, connection in self._connections.items():
                 if name not in self._done:
                     self._await(name, connection)
             if time.monotonic() > deadline:
-                missing = ", ".join(sorted(set(self._processes) - set(self._done)))
+                missing = ", ".join(sorted(set(self.processes) - set(self._done)))
                 raise ActdsError(
                     "E506",
                     missing,
@@ -211,7 +211,7 @@ class Pipeline:
             f"{name} process",
             got="the process has ended"
             if self.link.live
-            else f"the process ended with code {self._processes[name].poll()}",
+            else f"the process ended with code {self.processes[name].poll()}",
             expected="a running process until the end",
         )
 

@@ -74,7 +74,7 @@ class Meters:
         }
         smallest = -(-row_nbytes // ALIGNMENT) * ALIGNMENT
         queues = [Occupancy(stage, n // smallest) for stage, n in self._nbytes.items()]
-        self._queues = {queue.stage: queue for queue in (*queues, pool)}
+        self.queues = {queue.stage: queue for queue in (*queues, pool)}
         self._stalls: dict[str, tuple[int, int]] = {}
         self._ring_depth = 0
         self._n_slices = 0
@@ -83,15 +83,15 @@ class Meters:
 
     def step(self, message: StepRows) -> None:
         """Note depths and stalls of a step, taken or dropped."""
-        self._queues["staging"].observe(message.depth_stage1, message.t_ns)
-        self._queues["ring"].observe(message.depth_stage2, message.t_ns)
+        self.queues["staging"].observe(message.depth_stage1, message.t_ns)
+        self.queues["ring"].observe(message.depth_stage2, message.t_ns)
         self._ring_depth = message.depth_stage2
         for stall in message.stalls:
             self.stalled(stall)
 
     def taken(self, n_rows: int, nbytes: int) -> None:
         """Count the slice of the last step as taken out of the ring: rows to store, and bytes."""
-        self._queues["ring"].observe(max(0, self._ring_depth - 1), time.time_ns())
+        self.queues["ring"].observe(max(0, self._ring_depth - 1), time.time_ns())
         self._n_slices += 1
         self.n_rows += n_rows
         self.ring_nbytes += nbytes
@@ -112,7 +112,7 @@ class Meters:
                 self.ring_nbytes / max(1, self._n_slices),
                 *self._stalls.get(stage, (0, 0)),
             )
-            for stage, queue in self._queues.items()
+            for stage, queue in self.queues.items()
         )
 
     def commit(self, store: Store, chain: Chain, run: str) -> None:
@@ -123,7 +123,7 @@ class Meters:
 
         Spec: 0.1 section 6.3.
         """
-        table = occupancy_table(self._queues.values())
+        table = occupancy_table(self.queues.values())
         if table.num_rows:
             commit_part(store, chain, "occupancy", run, 0, table)
 

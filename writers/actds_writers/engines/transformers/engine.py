@@ -53,9 +53,9 @@ class Engine:
     ) -> None:
         self._folder, self._options, self._link = model, options, link
         self._temperature, self._seed = temperature, seed
-        self._model = _load(model, self._options)
+        self._model = load_model(model, self._options)
         self._stop_tokens = _stop_tokens(self._model, model)
-        self.max_model_len = _max_model_len(self._model, self._options)
+        self.max_model_len = max_model_len_of(self._model, self._options)
         self.max_num_seqs = options.max_num_seqs
         self._waiting: deque[Sequence] = deque()
         self._batch: Batch | None = None
@@ -172,7 +172,7 @@ class Engine:
         return int(torch.multinomial(odds, 1, generator=sequence.generator))
 
 
-def _load(folder: Path, options: Options) -> Any:
+def load_model(folder: Path, options: Options) -> Any:
     """Return the model on its device.
 
     Raises:
@@ -211,7 +211,7 @@ def _stop_tokens(model: Any, folder: Path) -> frozenset[int]:
     return frozenset([*tokens, *([own] if own is not None else [])])
 
 
-def _max_model_len(model: Any, options: Options) -> int:
+def max_model_len_of(model: Any, options: Options) -> int:
     """Return the positions per request.
 
     Raises:

@@ -70,7 +70,7 @@ class VllmSchedulerSide(SchedulerSide):
         self._block_size = block_size
         self._rules = rules
         self._tracked: dict[str, _Tracked] = {}
-        self._owners = _Owners(None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks)
+        self.owners = _Owners(None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks)
 
     def arrived(self, request: Any) -> None:
         """Number and report a request that the scheduler took.
@@ -172,7 +172,7 @@ class VllmSchedulerSide(SchedulerSide):
             stop = min((block + 1) * self._block_size, start)
             owner = None
             if block < len(request.block_hashes):
-                owner = self._owners.find(bytes(request.block_hashes[block]))
+                owner = self.owners.find(bytes(request.block_hashes[block]))
             if references and references[-1].ref_request == owner:
                 first = references.pop().start
             else:
@@ -187,7 +187,7 @@ class VllmSchedulerSide(SchedulerSide):
         n_full = min(tracked.high_water // self._block_size, len(request.block_hashes))
         for block in range(tracked.n_owned_blocks, n_full):
             # A block that was evicted and computed again is served from the new computation.
-            self._owners.note(bytes(request.block_hashes[block]), tracked.number)
+            self.owners.note(bytes(request.block_hashes[block]), tracked.number)
         tracked.n_owned_blocks = max(tracked.n_owned_blocks, n_full)
 
 

@@ -56,7 +56,7 @@ def start(config: Any, document: Any) -> LiveRun:
     config_of = layer_config(model.hf_text_config, int(model.get_hidden_size()), n_layers)
     # The widest type, for sizes: a kind may have another one than the model.
     hooks = hook_specs(parse_hooks(settings.hooks, n_layers), config_of, "float32")
-    out = _destination(settings.out)
+    out = destination(settings.out)
     settings = settings.model_copy(update={"out": out})
     lock = hold(out, shared=True)
     try:
@@ -147,7 +147,7 @@ def schedule_in_step(config: Any) -> None:
         scheduler.async_scheduling = False
 
 
-def _destination(out: str) -> str:
+def destination(out: str) -> str:
     """Return the location of the dataset, absolute if local; raises for a bad one."""
     place = "--additional-config actds.out"
     try:

@@ -99,7 +99,7 @@ class WorkerCapture(WorkerSide):
         self._left_out: dict[str, LeftOut] = {}
         runner = worker.model_runner
         with reporting_failure(link):
-            self._refuse(worker.vllm_config)
+            self.refuse(worker.vllm_config)
             model = loaded_model(runner)
             self.form = _form(model, link)
             config = runner.model_config
@@ -174,7 +174,8 @@ class WorkerCapture(WorkerSide):
             self.stop(step, f"{sum(got.values())} identified rows", f"{n} scheduled rows")
 
     @staticmethod
-    def _refuse(config: Any) -> None:
+    def refuse(config: Any) -> None:
+        """Refuse an engine whose rows could not be accounted for; raises E012."""
         parallel = config.parallel_config
         refused = {
             "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
