@@ -256,11 +256,11 @@ class CellEdges:
             position: positions; used where the complexity is the position.
             token: places of the token ids; used where it is the rarity.
         """
-        low, high = (int(step.min()), int(step.max()) + 1) if len(step) else (0, 0)
-        of_step = np.searchsorted(
-            np.array(self.load, np.float32), lookup.load[low:high], side="right"
-        )
-        load = of_step[step - low]
+        # Once per step of the batch; rows of an unknown one (-1) get any: nobody counts them.
+        low = max(0, int(step.min(initial=len(lookup.load) - 1)))
+        loads = lookup.load[low : max(low, int(step.max(initial=0))) + 1]
+        of_step = np.searchsorted(np.array(self.load, np.float32), loads, side="right")
+        load = of_step[np.maximum(step, low) - low]
         value = lookup.vocabulary.rarity(token) if self.has_unknown else position
         other = np.searchsorted(np.array(self.edges), value, side="right")
         if self.has_unknown:
