@@ -131,10 +131,11 @@ lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 docs: $(STAMP) ## build the documentation site into build/site; broken links and docstrings fail
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-generate: $(STAMP) ## write the generated files: tables of the spec, schemas, vectors, docs/cli.md
-	$(BIN)/python spec/make_tables.py
+# The tables come last: their examples are of a vector.
+generate: $(STAMP) ## write the generated files: schemas, vectors, tables of the spec, docs/cli.md
 	$(BIN)/actds schema --write spec/0.1/schemas
 	$(BIN)/python spec/0.1/make_vectors.py
+	$(BIN)/python spec/make_tables.py
 	$(BIN)/python -m actds.cli.reference docs/cli.md
 
 # "+cpu" is where a build comes from and not which version it is: other platforms have none.

@@ -128,7 +128,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(document) != len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {repeated!r} stands twice")
+        raise ValueError(f"key {repeated!r} appears twice")
     return document
 
 

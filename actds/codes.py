@@ -1,6 +1,6 @@
-"""Codes: what each stable code says, what to do about it, and the class of error that carries it.
+"""The stable error codes: what each means, what to do about it, and which class raises it.
 
-A new code is a new entry here, never one that was used before.
+A new code is a new entry here; a code that was used before is never used again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Code:
             ``accounting``, ``writer``, ``values`` or ``internal``.
         title: the code in a few words.
         meaning: what it says about the input.
-        next_step: what a person does about it.
-        clause: the section of spec 0.1 that it stands on.
+        next_step: what to do about it.
+        clause: the section of spec 0.1 that it follows from.
         error: the class of ``actds.errors`` that it raises; by default that of its family.
     """
 
@@ -56,7 +56,7 @@ CODES: dict[str, Code] = {
     "E001": Code(
         "usage",
         "prompts not readable",
-        "The prompts source does not exist or is of no known kind.",
+        "The prompts source does not exist, or its type is not supported.",
         "Name a JSONL, Parquet or text file, or hf:FOLDER.",
         "12.1",
         "NotFoundError",
@@ -65,7 +65,7 @@ CODES: dict[str, Code] = {
         "usage",
         "broken prompt",
         "A prompt record cannot be read as a prompt.",
-        "Mend the named line; each record needs a `prompt` string or a `messages` list.",
+        "Fix the named line; each record needs a `prompt` string or a `messages` list.",
         "12.1",
     ),
     "E003": Code(
@@ -93,22 +93,22 @@ CODES: dict[str, Code] = {
     "E006": Code(
         "usage",
         "nothing to harvest",
-        "Not one prompt can reach the engine.",
-        "See the skips in the report; give prompts that fit the model.",
+        "No prompt can be sent to the engine.",
+        "See the skipped prompts in the report; give prompts that fit the model.",
         "12.1",
     ),
     "E007": Code(
         "usage",
         "unknown hook",
-        "A hook names no place of this model.",
+        "The model has no such hook.",
         "Use KIND:LAYER,... with layers of the named range, for example resid_post:10,20.",
         "12.1",
     ),
     "E008": Code(
         "usage",
         "OUT exists",
-        "The output path exists already and is not to be continued.",
-        "Choose a new path, or go on with --resume.",
+        "The output path exists already.",
+        "Choose a new path, or continue with --resume.",
         "12.1",
         "ExistsError",
     ),
@@ -122,7 +122,7 @@ CODES: dict[str, Code] = {
     "E010": Code(
         "usage",
         "cannot resume",
-        "The dataset and this command do not belong together.",
+        "The dataset was written with another model, hooks or precision than this command has.",
         "Resume with the model, hooks and precision of the dataset, or write a new one.",
         "12.1",
     ),
@@ -137,7 +137,7 @@ CODES: dict[str, Code] = {
     "E012": Code(
         "usage",
         "unsupported engine configuration",
-        "The engine is configured in a way that capture cannot account for.",
+        "Capture does not support this engine configuration.",
         "Remove the named engine option.",
         "12.1",
     ),
@@ -180,8 +180,8 @@ CODES: dict[str, Code] = {
     "E018": Code(
         "usage",
         "bad weights",
-        "The weights file is not one of this dataset, or does not weigh each stored row once.",
-        "Make it again from the dataset as it is now: actds audit --weights FILE.",
+        "The weights file belongs to another dataset, or does not have one weight per stored row.",
+        "Write it again from the dataset as it is now: actds audit --weights FILE.",
         "10.4",
     ),
     "E101": Code(
@@ -201,7 +201,7 @@ CODES: dict[str, Code] = {
     ),
     "E103": Code(
         "structure",
-        "document against the schema",
+        "schema violation",
         "A document lacks a field, has an unknown one, or a value out of range.",
         "Restore the file, or write the dataset again with a conforming writer.",
         "2",
@@ -209,15 +209,15 @@ CODES: dict[str, Code] = {
     "E104": Code(
         "structure",
         "file missing",
-        "A file that the ledger reaches is not there.",
+        "A file that the ledger refers to is missing.",
         "Restore it from a copy; without it the dataset is incomplete.",
         "2",
     ),
     "E105": Code(
         "structure",
         "unreachable file",
-        "A file is there that nothing in the ledger reaches.",
-        "It is no data; clear it away, or keep it outside the dataset.",
+        "The ledger does not refer to this file.",
+        "It is not part of the dataset: delete it, or move it elsewhere.",
         "2",
     ),
     "E106": Code(
@@ -293,7 +293,7 @@ CODES: dict[str, Code] = {
     "E301": Code(
         "ledger",
         "gap in a chain",
-        "A chain lacks a record, or a record stands under a wrong number.",
+        "A chain lacks a record, or a record has the wrong number.",
         "Restore the record; committed data may be missing.",
         "8",
     ),
@@ -301,7 +301,7 @@ CODES: dict[str, Code] = {
         "ledger",
         "chain broken",
         "A record's `prev` is not the digest of the record before it.",
-        "History was changed. Restore the chain from a copy.",
+        "The history was changed: restore the chain from a copy.",
         "8",
     ),
     "E303": Code(
@@ -314,8 +314,8 @@ CODES: dict[str, Code] = {
     "E304": Code(
         "ledger",
         "record after the end",
-        "A chain goes on after its close or fence.",
-        "A writer went on after it was ended; do not use what it added.",
+        "A chain continues after its close or fence.",
+        "A writer continued after it was ended; do not use what it added.",
         "8",
     ),
     "E305": Code(
@@ -329,7 +329,7 @@ CODES: dict[str, Code] = {
     "E306": Code(
         "ledger",
         "not sealed",
-        "The dataset has no seal for its present ledger.",
+        "The dataset has no seal for its current ledger.",
         "Finish it with actds write --resume, or seal it with actds seal.",
         "8",
         "NotSealedError",
@@ -344,8 +344,8 @@ CODES: dict[str, Code] = {
     "E308": Code(
         "ledger",
         "fenced",
-        "A writer tried to commit to a chain that was ended for it.",
-        "Nothing: the fence did its work. Start a new run.",
+        "A writer tried to commit to a chain that another process has ended.",
+        "Start a new run; the fence worked as intended.",
         "8",
         "BusyError",
     ),
@@ -439,34 +439,34 @@ CODES: dict[str, Code] = {
         "accounting",
         "scheduled tokens differ",
         "Scheduled tokens are not the sum of what became of them.",
-        "Rows were computed that nobody accounts for; do not use the run.",
+        "Some computed rows are not accounted for; do not use the run.",
         "7",
     ),
     "E410": Code(
         "accounting",
-        "unresolved reference",
-        "A cache reference names a position that has no row.",
-        "The reused tokens count as lost; weigh whether that matters.",
+        "unresolved cache hit",
+        "A prefix-cache hit refers to a position that has no row.",
+        "The reused tokens count as lost; decide whether that matters.",
         "7",
     ),
     "E411": Code(
         "accounting",
         "cached count differs",
-        "The census' cache hits are not those the engine reported.",
+        "The prefix-cache hits of the census are not those the engine reported.",
         "The census missed a hit; do not use the run.",
         "7",
     ),
     "E412": Code(
         "accounting",
         "step differs",
-        "The rows of a step are not as many as the census says, or name an unknown step.",
+        "A step has another number of rows than the census says, or is unknown to it.",
         "Rows were moved between steps; do not use the run.",
         "7",
     ),
     "E413": Code(
         "accounting",
         "multiplicity differs",
-        "The multiplicity table is not what the references imply.",
+        "The multiplicity table does not follow from the prefix-cache hits.",
         "Seal the dataset again with actds seal.",
         "7",
     ),
@@ -494,7 +494,7 @@ CODES: dict[str, Code] = {
     "E417": Code(
         "accounting",
         "readout differs from its row",
-        "A readout computed again from the stored row is another, or names another token.",
+        "A readout differs from one computed from the stored row, or names another token.",
         "The row and its readout do not belong together; do not use the shard.",
         "7.8",
     ),
@@ -502,28 +502,28 @@ CODES: dict[str, Code] = {
         "accounting",
         "row of another request",
         "A canary replay shows that a stored row belongs to another request.",
-        "The capture mixes requests up: do not use the run, and report the engine's version.",
+        "Capture mixes requests up: do not use the run, and report the engine's version.",
         "7.9",
     ),
     "E501": Code(
         "writer",
         "rows differ from the schedule",
         "The rows captured in a step are not those the scheduler scheduled.",
-        "Report it with the engine's version; the capture point does not run as assumed.",
+        "Report it with the engine's version; the hook does not run as expected.",
         "9",
     ),
     "E502": Code(
         "writer",
         "writer process ended",
         "The writer process ended before the harvest did.",
-        "See its message above; go on with actds write --resume.",
+        "See its message above; continue with actds write --resume.",
         "9",
     ),
     "E503": Code(
         "writer",
         "storage failed",
         "The disk refused a write, a sync or a close.",
-        "Free space or mend the disk, then actds write --resume.",
+        "Free space or fix the disk, then actds write --resume.",
         "9",
         "StoreError",
     ),
@@ -545,7 +545,7 @@ CODES: dict[str, Code] = {
         "writer",
         "no response",
         "A process of the pipeline did not answer in time.",
-        "See its log; go on with actds write --resume.",
+        "See its log; continue with actds write --resume.",
         "9",
     ),
     "E507": Code(
@@ -559,7 +559,7 @@ CODES: dict[str, Code] = {
         "values",
         "not finite",
         "A row holds NaN or infinity.",
-        "Filter the named rows, and look at the model's numerics.",
+        "Filter the named rows, and check the model's numerics.",
         "4.4",
     ),
     "E602": Code(
@@ -573,13 +573,13 @@ CODES: dict[str, Code] = {
         "values",
         "repeated row",
         "Rows of different tokens are bitwise equal.",
-        "Check the capture buffer's life time.",
+        "Check the lifetime of the capture buffer.",
         "4.4",
     ),
     "E901": Code(
         "internal",
         "internal error",
-        "actds failed in a way nobody foresaw.",
+        "actds failed unexpectedly.",
         "Run it again with --debug and report what it prints.",
         "12.1",
     ),

@@ -42,7 +42,7 @@ class NewShard:
     A failed write ends the chain for good.
 
     Args:
-        store: where the dataset stands.
+        store: the dataset's store.
         chain: the chain of this process.
         name: new id of the shard.
 
@@ -80,7 +80,7 @@ class NewShard:
 
         Args:
             manifest: of the files that were put.
-            replaced: the shard that this one stands for.
+            replaced: the shard that this one replaces.
 
         Raises:
             ActdsError: as ``put``.
@@ -136,7 +136,7 @@ def commit_shard(
     """Commit the rows of one buffer as a shard.
 
     Args:
-        store: where the dataset stands.
+        store: the dataset's store.
         chain: the writer's chain.
         rows: the rows; not kept after the return.
         shard: new id of the shard.
@@ -194,7 +194,7 @@ def commit_part(
     """Commit part ``n`` of a table of a run: the file, then the ledger record.
 
     Args:
-        store: where the dataset stands.
+        store: the dataset's store.
         chain: the census chain for requests, steps and spans, the writer's for drops and stalls.
         table: which table.
         run: run of the rows.

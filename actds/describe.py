@@ -114,7 +114,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that ``actds info`` says."""
+    """Everything that ``actds info`` shows."""
 
     path: str
     dataset: str
@@ -285,8 +285,8 @@ def _page_lines(facts: Facts) -> Iterator[Line]:
     if not facts.sealed:
         after = f" since seal {facts.seal}" if facts.seal else ""
         yield Line(
-            f"NOT SEALED (E306): the ledger is not closed{after}; what follows may be incomplete "
-            "and is not accounted for. Do not train on it.",
+            f"NOT SEALED (E306): the ledger is not closed{after}; the rows below may be incomplete "
+            "and are not accounted for. Do not train on it.",
             "bad",
         )
         yield Line(f"Next: actds write --resume, or actds seal {facts.path}", "bad")
@@ -339,7 +339,7 @@ def _page_hooks(facts: Facts) -> Iterator[Line]:
         yield Line(f"  {raw}; compress them with actds recompress")
     if facts.removable_nbytes:
         size, n = format_nbytes(facts.removable_nbytes), counted(facts.replaced_shards, "shard")
-        yield Line(f"  {size} of {n} that others replaced; remove them with actds recompress")
+        yield Line(f"  {size} of {n} that are replaced; remove them with actds recompress")
 
 
 def _page_run(run: RunFacts) -> Iterator[Line]:
@@ -350,7 +350,7 @@ def _page_run(run: RunFacts) -> Iterator[Line]:
     else:
         yield from pairs(_page_census(run))
     if not run.has_record:
-        yield Line("  NO RUN RECORD (E401): nothing says how the rows came to be.", "bad")
+        yield Line("  NO RUN RECORD (E401): the provenance of the rows is unknown.", "bad")
         return
     yield Line("  Provenance", "title")
     width = max(len(name) for name in run.provenance)
@@ -383,7 +383,7 @@ def _missing(facts: Facts) -> Iterator[Line]:
     yield Line("")
     yield Line("What is missing, and why", "title")
     lines = list(_missing_lines(facts))
-    yield from lines or [Line("  nothing: every position is a row or refers to one")]
+    yield from lines or [Line("  nothing: no row is missing")]
 
 
 def _missing_lines(facts: Facts) -> Iterator[Line]:
@@ -399,13 +399,13 @@ def _missing_lines(facts: Facts) -> Iterator[Line]:
     unresolved = facts.totals.get("unresolved", 0)
     if unresolved:
         lost = counted(unresolved, "cached position")
-        yield Line(f"  {lost} without a row that they refer to (E410)", "bad")
+        yield Line(f"  {lost} whose row is missing (E410)", "bad")
     for chain in facts.chains:
         if chain.state != "closed" or chain.reason != "finished":
             why = f": {chain.reason}" if chain.reason else ""
             yield Line(f"  {chain.kind} chain {chain.chain} of run {chain.run} {chain.state}{why}")
     for path in facts.unreachable[:_MAX_LISTED]:
-        yield Line(f"  {path}: nothing reaches this file (E105); it is no data")
+        yield Line(f"  {path}: not part of the dataset (E105): the ledger does not refer to it")
     more = len(facts.unreachable) - _MAX_LISTED
     if more > 0:
         yield Line(f"  and {more:,} more such files")
@@ -495,7 +495,7 @@ def _card_body(facts: Facts) -> Iterator[str]:
         yield f"| {_card_text(name)} | {count:,} | {share(count, positions)} |"
     unresolved = facts.totals.get("unresolved", 0)
     yield ""
-    yield f"Of the cache references {unresolved:,} positions refer to no row."
+    yield f"{unresolved:,} positions served from the prefix cache refer to no row."
     yield from ("", "## Use", "", "```python", "import actds", "")
     first = facts.hooks[0].name
     yield from (

@@ -1,7 +1,7 @@
 """Errors and findings: a code, a place, what is there, what was expected, and the next step.
 
 An error has a class by what a caller can do about it; several are standard ones as well, so that
-``except FileNotFoundError`` works. ``actds.codes`` says which code belongs to which.
+``except FileNotFoundError`` works. ``actds.codes`` maps each code to its class.
 """
 
 from __future__ import annotations
@@ -40,14 +40,19 @@ CheckName = Literal["ledger", "structure", "integrity", "provenance", "accountin
 
 
 class ActdsError(Exception):
-    """The base of every error; ``ActdsError(code, …)`` makes one of the class of its code.
+    """An error of actds: a code, a place, what is there, what is expected, what to do.
+
+    It is the base of every error: ``ActdsError(code, …)`` makes one of the class of its code. Its
+    text is ``CODE PLACE: GOT; expected EXPECTED.``, then the next step.
 
     Args:
-        code: a key of ``CODES``.
+        code: for example ``E203``; a key of ``actds.errors.CODES``.
         place: where: a path inside the dataset, an option, a line.
-        got: what was found there.
-        expected: what is asked for.
-        next_step: overrides the code's general advice.
+        got: what is there.
+        expected: what is expected there.
+        next_step: what to do; the advice of the code when None.
+
+    Attributes: the arguments by their names, and ``exit_code``.
 
     Spec: 0.1 section 12.
     """
@@ -73,7 +78,11 @@ class ActdsError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """Return the process exit code when a command ends with this error."""
+        """Return the exit code of a command that ends with this error.
+
+        2 for wrong use (E0xx), 3 for a dataset that cannot be used (E1xx to E4xx, E6xx), 4 when
+        the engine or actds failed (E5xx, E9xx).
+        """
         return CODES[self.code].exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,19 +98,19 @@ def _rebuild(
 
 
 class InvalidInputError(ActdsError, ValueError):
-    """An argument, an option or an input file cannot be used: call it otherwise."""
+    """An argument, an option or an input file cannot be used: correct it."""
 
 
 class NotFoundError(ActdsError, FileNotFoundError):
-    """What a path names is not there: give another path."""
+    """The path does not exist: give another path."""
 
 
 class ExistsError(ActdsError, FileExistsError):
-    """A path is taken already: give another one, or go on with what is there."""
+    """The path exists already: give another one, or resume what is there."""
 
 
 class BusyError(ActdsError, BlockingIOError):
-    """Another program works on the dataset, or has ended this one's part: wait, or begin anew."""
+    """Another program works on the dataset, or has fenced this chain: wait, or start a new run."""
 
 
 class NotSealedError(ActdsError):
@@ -109,7 +118,7 @@ class NotSealedError(ActdsError):
 
 
 class NoProvenanceError(ActdsError):
-    """Nothing says how rows came to be, or what became of the others: do not train on them."""
+    """The run record or the census is missing: do not train on these rows."""
 
 
 class InvalidDatasetError(ActdsError):
@@ -117,7 +126,7 @@ class InvalidDatasetError(ActdsError):
 
 
 class StoreError(ActdsError, OSError):
-    """The disk or the object store refused: free space or mend it, then try again."""
+    """The disk or the object store refused: free space or fix it, then try again."""
 
 
 class EngineError(ActdsError, RuntimeError):
@@ -129,7 +138,7 @@ class MissingDependencyError(ActdsError, ImportError):
 
 
 class InternalError(ActdsError, RuntimeError):
-    """actds failed in a way nobody foresaw: report it."""
+    """actds failed unexpectedly: report it."""
 
 
 def code_entry(code: str) -> Code:
@@ -166,11 +175,11 @@ class Finding:
 
     @property
     def next_step(self) -> str:
-        """Return what a person does about it."""
+        """Return what to do about it."""
         return code_entry(self.code).next_step
 
     def line(self) -> str:
-        """Return the finding as one line a person can act on."""
+        """Return the finding as one line of text."""
         return f"{self.code} {self.place}: {self.got}; expected {self.expected}."
 
     def as_json(self) -> dict[str, Any]:
@@ -179,11 +188,11 @@ class Finding:
 
     @classmethod
     def from_error(cls, error: ActdsError) -> Finding:
-        """Return the finding that says the same as an error."""
+        """Return an error as a finding."""
         return cls(error.code, error.place, error.got, error.expected)
 
     def error(self) -> ActdsError:
-        """Return the error that says the same."""
+        """Return the finding as an error."""
         return ActdsError(self.code, self.place, got=self.got, expected=self.expected)
 
 
@@ -191,7 +200,7 @@ class Findings:
     """What was found so far, by check.
 
     Args:
-        strict: raise the first finding that is an error, for whoever cannot go on with it.
+        strict: raise the first finding of severity ``error``.
     """
 
     def __init__(self, *, strict: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Where everything stands in a dataset: the one place that spells its paths."""
+"""Paths and names of the files of a dataset."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ _TABLES = {
 
 
 def chain_kind_of(table: str) -> str:
-    """Return which kind of chain commits the parts of a table: each witness its own."""
+    """Return which kind of chain commits the parts of a table."""
     return _TABLES[table][1]
 
 
 def part_path(table: str, run: str, n: int) -> str:
-    """Return the path of a table part; the witnesses have folders of their own."""
+    """Return the path of a table part; census and writer have folders of their own."""
     return f"{_TABLES[table][0]}/{run}/{table}-{n:06d}.parquet"
 
 

@@ -45,7 +45,7 @@ class Chain:
     """The chain of this process: every append is durable when it returns.
 
     One chain belongs to one incarnation of one process. After a failed write it is dead, because
-    nobody knows what the disk kept. Threads of the process may share it.
+    it is unknown what the disk stored. Threads of the process may share it.
 
     Spec: 0.1 section 8.2.
     """
@@ -56,7 +56,7 @@ class Chain:
         self.chain = chain
         self._seq = 0
         self._prev = GENESIS_PREV
-        self._ended: ActdsError | None = None
+        self.ended: ActdsError | None = None
         self._lock = threading.RLock()
 
     @classmethod
@@ -64,7 +64,7 @@ class Chain:
         """Return a new chain whose ``open`` record is durable.
 
         Args:
-            store: where the dataset stands.
+            store: the dataset's store.
             dataset: id of the dataset.
             run: run that the process works for.
             kind: ``writer``, ``census`` or ``tool``.
@@ -86,8 +86,8 @@ class Chain:
             body: its body, the model of that type.
 
         Raises:
-            ActdsError: E308 when somebody fenced the chain; E503 when the disk refused now or
-                before; E304 after the close.
+            ActdsError: E308 when another process fenced the chain; E503 when the disk refused now
+                or before; E304 after the close.
 
         Spec: 0.1 section 8.2.
         """
@@ -108,7 +108,7 @@ class Chain:
                 if error.code != "E309":
                     raise
                 raise ActdsError(
-                    "E308", path, got="a record of somebody else", expected="a place of our own"
+                    "E308", path, got="a record of another process", expected="no record yet"
                 ) from None
             self._seq += 1
             self._prev = canonical.digest(data)
@@ -124,25 +124,25 @@ class Chain:
         """
         with self._lock:
             record = self.append("close", CloseBody(reason=reason, totals=totals))
-            self._ended = ActdsError(
+            self.ended = ActdsError(
                 "E304", f"ledger/{self.chain}", got="an append after close", expected="none"
             )
             return record
 
     @contextmanager
     def fatal(self) -> Iterator[None]:
-        """Run a block whose failed puts end the chain for good: whoever commits data uses it.
+        """Run a block of puts; a failed one ends the chain for good.
 
         Raises:
             ActdsError: what ended the chain before, or what the block raised.
         """
-        if self._ended is not None:
-            raise self._ended
+        if self.ended is not None:
+            raise self.ended
         try:
             yield
         except ActdsError as error:
             if error.code in ("E308", "E309", "E503"):
-                self._ended = error
+                self.ended = error
             raise
 
 
@@ -184,10 +184,10 @@ def read_chain(store: Store, dataset: str, chain: str, version: str | None = Non
     """Return a chain after checking every link.
 
     Args:
-        store: where the dataset stands.
+        store: the dataset's store.
         dataset: its id.
         chain: id of the chain.
-        version: format version of the dataset; by default each record says its own.
+        version: format version of the dataset; None takes each record's own.
 
     Raises:
         ActdsError: E301 gap or wrong number; E302 broken link; E303 foreign record; E304 record
@@ -248,14 +248,14 @@ def _check_link(
 
 
 def read_broken_chain(store: Store, dataset: str, chain: str) -> ChainState:
-    """Return what a chain that ``read_chain`` refused still says, record by record."""
+    """Return the readable records of a chain that ``read_chain`` refused."""
     records = []
     for path in store.list(f"ledger/{chain}"):
         try:
             data = store.read(path, canonical.MAX_DOCUMENT_NBYTES)
             record = schema.parse(LedgerRecord, data, path)
         except ActdsError:
-            continue  # the refusal told the first fault of the chain; this one follows it
+            continue  # the first fault of the chain is reported already; this one follows from it
         if record.dataset == dataset:
             records.append(record)
     opening = records[0].typed_body() if records else None
@@ -282,9 +282,9 @@ def read_ledger(store: Store, dataset: str) -> dict[str, ChainState]:
 
 
 def fence(store: Store, dataset: str, chain: str, reason: str) -> ChainState:
-    """End a chain whose writer is gone, and return it as it stands then.
+    """End a chain whose writer is dead, and return the ended chain.
 
-    The fence takes the chain's next number, so a writer that is not gone after all fails its next
+    The fence takes the chain's next number, so a writer that lives after all fails its next
     append. When that writer is faster, the fence tries the number after.
 
     Raises:
@@ -313,6 +313,9 @@ def fence(store: Store, dataset: str, chain: str, reason: str) -> ChainState:
     state = read_chain(store, dataset, chain)
     if state.state == "open":
         raise ActdsError(
-            "E305", f"ledger/{chain}", got="a writer that goes on", expected="a chain at rest"
+            "E305",
+            f"ledger/{chain}",
+            got="a writer that still appends",
+            expected="a chain without a writer",
         )
     return state

@@ -2,7 +2,7 @@
 
 Listings only find chains and seals, whose records are numbered and linked: no listing is taken for
 truth. Nothing here judges the accounting. ``read_dataset`` is the one reader: strict it raises the
-first finding, for whoever reads; else it collects them and goes on, for whoever validates.
+first finding, to read; else it collects them and continues, to validate.
 """
 
 from __future__ import annotations
@@ -68,23 +68,23 @@ class Catalog:
     """Everything that the ledger reaches, and what is wrong with it.
 
     Args:
-        store: where the dataset stands.
+        store: the dataset's store.
         genesis: what the dataset is.
         genesis_sha256: digest of ``actds.json``.
-        findings: what was found; whoever checks more adds to it.
+        findings: what was found; further checks add to it.
         chains: every chain, by id.
         runs: run records that are there, by run, in the order in which the runs began.
-        shards: manifests of the shards that stand, by run and then in the order of their commits;
-            one that replaces another stands in its place.
-        replaced: manifests of shards that are read no more; their data may be gone.
+        shards: manifests of the current shards, by run and then in the order of their commits;
+            a replacement has the place of the shard that it replaces.
+        replaced: manifests of replaced shards; their data may be removed.
         parts: committed parts by (run, table).
         seals: seals, in order.
         seal_sha256: digest of the highest seal.
         files: entry of every data file that a document pins, by path in the dataset.
         reached: path of every file that the ledger or a seal names.
         unsound: paths that must not be parsed: missing, or other bytes than were committed.
-        opaque: folders whose own document cannot be read, so that nobody knows what they hold.
-        incomplete: runs of which something committed cannot be read: nothing adds up then.
+        opaque: folders whose own document cannot be read, so that their content is unknown.
+        incomplete: runs with something committed that cannot be read: they cannot be accounted for.
 
     Spec: 0.1 section 2.
     """
@@ -154,7 +154,7 @@ class Catalog:
     def unreachable(self) -> list[str]:
         """Return the paths of files that nothing reaches, as they may be printed."""
         known = self.reached | {layout.GENESIS, layout.CARD}
-        # The names are anybody's: no control character may reach a terminal.
+        # The names are untrusted: no control character may reach a terminal.
         return [
             path.encode("unicode_escape").decode()
             for path in self.store.list()
@@ -275,7 +275,7 @@ def read_dataset(store: Store, *, strict: bool = False) -> Catalog:
     """Return everything that can be read of a dataset, with a finding for all that cannot.
 
     Args:
-        store: where the dataset stands.
+        store: the dataset's store.
         strict: raise the first finding instead.
 
     Raises:
@@ -369,7 +369,7 @@ class _Reader:
                 self._take_part(state, body, place)
         except ActdsError as error:
             catalog.findings.take("structure", error)
-            if error.code != "E310":  # of a shard committed twice the first commit stands
+            if error.code != "E310":  # of a shard committed twice the first commit counts
                 catalog.incomplete.add(state.run)
                 if isinstance(body, ShardBody | ReplaceBody):
                     catalog.opaque.add(layout.shard_dir(body.shard))
@@ -418,11 +418,7 @@ class _Reader:
         return manifest
 
     def _check_manifest(self, manifest: ShardManifest, path: str) -> None:
-        """Check what a manifest says against itself and against the genesis.
-
-        Raises:
-            ActdsError: E103 hooks or files that are not those of the spec.
-        """
+        """Check a manifest for consistency and against the genesis."""
         findings = self.catalog.findings
         if set(manifest.hooks) - self.hooks or sorted(set(manifest.hooks)) != manifest.hooks:
             expected = "sorted hooks of actds.json"
@@ -466,10 +462,10 @@ class _Reader:
         return data
 
     def _replace(self) -> None:
-        """Let the replacements stand.
+        """Apply the replacements.
 
-        A record that does not hold has no effect: what it would replace goes on standing. One that
-        replaces a shard whose manifest cannot be read stands, for the manifest is the finding.
+        An invalid record has no effect: the shard that it would replace stays current. One that
+        replaces a shard whose manifest cannot be read is valid, for the manifest is the finding.
         """
         catalog = self.catalog
         unread = {layout.shard_dir(one.body.replaced) for one in self.replacements} & catalog.opaque
@@ -552,13 +548,13 @@ def _data_files(manifest: ShardManifest) -> dict[str, FileEntry]:
 
 
 def _foreign(state: ChainState, place: str, got: str, expected: str) -> None:
-    """Raise E303, but not for what a broken chain says: its break is the finding."""
+    """Raise E303, but not for records of a broken chain: its break is the finding."""
     if state.state != "broken":
         raise ActdsError("E303", place, got=got, expected=expected)
 
 
 def _resolve(catalog: Catalog, replacements: list[_Replacement]) -> None:
-    """Let shards stand for those that they replace.
+    """Replace shards by those that the records name.
 
     Chains have no order among each other, so a record waits until the shard that it replaces is
     committed, by a ``shard`` or by another ``replace`` record.
@@ -590,13 +586,9 @@ def _resolve(catalog: Catalog, replacements: list[_Replacement]) -> None:
 
 
 def _check_replacement(one: _Replacement, old: ShardManifest) -> None:
-    """Check that a shard stands and that another one holds the same rows in the same order.
-
-    Raises:
-        ActdsError: E311.
-    """
+    """Check that a shard is current and that another one holds the same rows in the same order."""
     if old.shard != one.body.replaced:
-        raise _misfit(one, f"shard {one.body.replaced}, replaced already", "a shard that stands")
+        raise _misfit(one, f"shard {one.body.replaced}, replaced already", "a current shard")
     for name in _SAME_IN_REPLACEMENT:
         got, expected = getattr(one.manifest, name), getattr(old, name)
         if got != expected:

@@ -2,7 +2,7 @@
 
 Works on a dataset at rest, after the harvest. Every raw shard is written anew under a tool chain
 and compared with the old one bit by bit; the ``replace`` record is its commit point. History is
-only added to. Killed at any moment, the next call goes on from what the ledger says.
+only added to. Killed at any moment, the next call resumes from the ledger.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Recompressed:
     """What was done.
 
     Args:
-        shards: replaced shard to the one that stands in its place, of this call.
+        shards: of this call: each replaced shard and its replacement.
         nbytes_before: bytes of the arrays of the shards that were replaced.
         nbytes_after: bytes of the arrays in their place.
         n_removed: files of replaced shards, and of attempts that were killed, now removed.
@@ -126,23 +126,23 @@ def _recompress(
     sealed = _seal_again(store, is_sealed)
     catalog = Catalog.read(store)
     n_removed = _remove_leftovers(store, catalog)
-    gone = _data_files(store, catalog.replaced)
+    removable = _data_files(store, catalog.replaced)
     if not keep:
-        for name in gone:
+        for name in removable:
             _remove(store, name)
     return Recompressed(
         shards={old.shard: new.shard for old, new in done},
         nbytes_before=sum(_array_nbytes(old) for old, _ in done),
         nbytes_after=sum(_array_nbytes(new) for _, new in done),
-        n_removed=n_removed + (0 if keep else len(gone)),
-        n_kept=len(gone) if keep else 0,
+        n_removed=n_removed + (0 if keep else len(removable)),
+        n_kept=len(removable) if keep else 0,
         seal=sealed.n if sealed else None,
         digest=catalog.digest,
     )
 
 
 def _end_dead_tools(store: LocalStore) -> None:
-    """Fence the open tool chains: who holds the lock knows that their programs are gone."""
+    """Fence the open tool chains: the lock proves that their programs have ended."""
     catalog = Catalog.read(store)
     for state in catalog.chains.values():
         if state.kind == "tool" and state.state == "open":
@@ -166,11 +166,7 @@ def _seal_again(store: LocalStore, is_sealed: bool) -> Seal | None:
 
 
 def _selected(catalog: Catalog, wanted: Sequence[str] | None) -> list[ShardManifest]:
-    """Return the raw shards that are asked for, in the dataset's order.
-
-    Raises:
-        ActdsError: E009 for an id that is no raw shard, and was none.
-    """
+    """Return the raw shards that are asked for, in the dataset's order."""
     raw = [manifest for manifest in catalog.shards if manifest.compression == "raw"]
     if wanted is None:
         return raw
@@ -232,11 +228,7 @@ def _replace(
 
 
 def _check_array_file(shard: Shard, hook: str) -> None:
-    """Check the digest of an array's file: a new one over changed bytes would hide the change.
-
-    Raises:
-        ActdsError: E201, E202, E104.
-    """
+    """Check the digest of an array's file: a new one over changed bytes would hide the change."""
     path = f"{layout.array_dir(hook)}/{arrays.SHARD_PATH}"
     entry, place = _entry(shard.manifest, path), f"{layout.shard_dir(shard.name)}/{path}"
     with open(shard.local_path(path), "rb") as file:
@@ -249,11 +241,7 @@ def _check_array_file(shard: Shard, hook: str) -> None:
 
 
 def _compare(old: Shard, new: Shard, hook: str) -> None:
-    """Compare every row of a hook, read back from both files.
-
-    Raises:
-        ActdsError: E204 when a row differs.
-    """
+    """Compare every row of a hook, read back from both files."""
     with old.array(hook) as before, new.array(hook) as after:
         step = before.rows_per_chunk * COMPARED_CHUNKS
         for start in range(0, before.n_rows, step):
@@ -281,11 +269,7 @@ def _remove_leftovers(store: LocalStore, catalog: Catalog) -> int:
 
 
 def _remove(store: LocalStore, path: str) -> None:
-    """Remove a file, and the folders that it leaves empty.
-
-    Raises:
-        ActdsError: E503 when the disk refuses.
-    """
+    """Remove a file, and the folders that it leaves empty."""
     file = store.local_path(path)
     try:
         file.unlink()

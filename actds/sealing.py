@@ -34,10 +34,10 @@ def check_provenance(catalog: Catalog, findings: Findings | None = None) -> None
     Spec: 0.1 section 6.
     """
     findings = Findings(strict=True) if findings is None else findings
-    told = {finding.place.split(" ")[0] for _, finding in findings}
+    found = {finding.place.split(" ")[0] for _, finding in findings}
     for run in catalog.runs_with_data:
         path = layout.run_path(run)
-        if run not in catalog.runs and path not in told:
+        if run not in catalog.runs and path not in found:
             expected = "one for every run with rows"
             findings.add("provenance", "E401", path, "no run record", expected)
         missing = [table for table in CENSUS_TABLES if not catalog.parts.get((run, table))]
@@ -75,7 +75,7 @@ def seal(store: Store | str | Path) -> Seal:
 
     Raises:
         ActdsError: E305 a chain is open; the first error of the catalogue or of the accounting;
-            E309 somebody else sealed meanwhile; E016, E503.
+            E309 another process sealed meanwhile; E016, E503.
 
     Spec: 0.1 section 8.4.
     """

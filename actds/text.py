@@ -25,14 +25,14 @@ Style = Literal["title", "good", "bad", "warn", "dim", "plain"]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a page, and how it stands out on a terminal."""
+    """One line of a page, and its style on a terminal."""
 
     text: str
     style: Style = "plain"
 
 
 def printable(text: str) -> str:
-    """Return text without control characters: documents are anybody's, terminals obey them."""
+    """Return text without control characters: documents are untrusted, and terminals obey them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

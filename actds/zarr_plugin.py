@@ -1,9 +1,9 @@
-"""bfloat16 for zarr-python, and our chunk encoder for whoever asks for it.
+"""The zarr-python data type bfloat16, and our chunk encoder as an optional codec.
 
-zarr 3.4 finds :class:`BFloat16` through the ``zarr.data_type`` entry point. zarr 3.1, the last for
+zarr 3.4 finds ``BFloat16`` through the ``zarr.data_type`` entry point. zarr 3.1, the last for
 Python 3.11, collects these entry points and never loads them, so there this module must be imported
 once. The encoder
-replaces nobody's ``blosc``: it needs :func:`register_codec`.
+replaces the codec ``blosc`` only after ``register_codec()``.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class FrameBloscCodec(BloscCodec):  # type: ignore[misc]
     """zarr's ``blosc`` codec with our encoder for the configuration of the format.
 
     Level 1 zstd with byte shuffle, items of 2 or 4 bytes and blocks of 262144 bytes go through
-    :func:`actds.format.codec.encode_chunk`; any other configuration, and all decoding, is
+    ``actds.format.codec.encode_chunk``; any other configuration, and all decoding, is
     c-blosc's.
     It is made for floats: integers that repeat or count up come out larger than from c-blosc.
 
@@ -240,7 +240,7 @@ def register_codec() -> None:
 
 
 def unregister_codec() -> None:
-    """Undo :func:`register_codec`: zarr and numcodecs go back to their own encoders."""
+    """Undo ``register_codec()``: zarr and numcodecs go back to their own encoders."""
     zarr.config.set({"codecs.blosc": _STOCK_CODEC})
     numcodecs.registry.register_codec(numcodecs.blosc.Blosc)
 

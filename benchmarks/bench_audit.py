@@ -115,7 +115,7 @@ def main() -> None:
         results = [measure(dataset(folder, n, readouts=args.readouts)) for n in args.tokens]
     rows = [asdict(result) for result in results]
     if args.json:
-        print(json.dumps({"schema": "actds.bench_audit/1", "results": rows}))
+        print(json.dumps({"format": "actds.bench_audit", "version": "1", "results": rows}))
     else:
         print(table(rows))
 

@@ -1,7 +1,7 @@
 """Accounting: every position of a run is captured, referenced, lost or filtered, exactly once.
 
-The census (requests, steps, spans) and the writer (rows, drops) are two witnesses of one run.
-They must agree position by position: sums alone do not see two swapped rows or a moved drop.
+The census (requests, steps, spans) and the writer (rows, drops) record one run independently.
+They must agree position by position: sums alone do not show two swapped rows or a moved drop.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TOTALS = (
     "recomputed",
     "unresolved",
 )
-"""Names of the totals of a run, and of a seal, which adds them up over its runs."""
+"""Names of the totals of a run, and of a seal, which sums them over its runs."""
 
 _STEP_DISPOSITIONS = ("captured", "dropped", "aborted", "filtered")
 
@@ -65,7 +65,7 @@ class Account:
     """What became of every position of a run.
 
     Args:
-        findings: what does not add up; empty, or of severity ``warning``, in a conforming run.
+        findings: the mismatches; empty, or of severity ``warning``, in a conforming run.
         totals: positions by the names of ``TOTALS``.
         multiplicity: the table ``multiplicity`` that the references imply.
     """

@@ -116,12 +116,12 @@ class Requests:
         return Index(self.request)
 
     def index(self, request: npt.NDArray[np.integer]) -> Ints:
-        """Return where each request stands, -1 for one that the census does not know."""
+        """Return the index of each request, -1 for one that the census lacks."""
         return self._index.of(request)
 
 
 def read_requests(table: pa.Table, notes: Notes) -> Requests:
-    """Return the requests; a request that stands twice is noted and counted once."""
+    """Return the requests; a repeated request is noted and counted once."""
     place = f"census/{notes.run}/requests"
     check_words(table, "finish_reason", tables.FINISH_REASONS, place, notes)
     number = ints(table, "request")
@@ -164,7 +164,7 @@ class Steps:
         return Index(self.step)
 
     def index(self, step: npt.NDArray[np.integer]) -> Ints:
-        """Return where each step stands, -1 for a step that the census does not know."""
+        """Return the index of each step, -1 for a step that the census lacks."""
         return self._index.of(step)
 
     def sums(self, step: Ints, amount: Ints) -> Ints:
@@ -177,7 +177,7 @@ class Steps:
 
 
 def read_steps(table: pa.Table, notes: Notes) -> Steps:
-    """Return the steps; a step that stands twice is noted and counted once."""
+    """Return the steps; a repeated step is noted and counted once."""
     step, first, times = np.unique(ints(table, "step"), return_index=True, return_counts=True)
     for i in np.flatnonzero(times > 1):
         place = f"census/{notes.run}/steps step {step[i]}"
@@ -268,7 +268,7 @@ class Drops(_Ranges):
 
 
 def read_drops(table: pa.Table, notes: Notes) -> Drops:
-    """Return the drops; empty ones, and events that do not add up, are noted."""
+    """Return the drops; empty ones and inconsistent events are noted."""
     request, start, stop = (ints(table, name) for name in ("request", "start", "stop"))
     for i in np.flatnonzero(start >= stop):
         notes.add("E408", notes.place("losses", "drops", request[i], start[i], stop[i]),

@@ -1,14 +1,15 @@
-"""The command line: ``actds info``, ``explain``, ``schema``, ``seal``, and what rooms add.
+"""The command line: info, explain, schema, seal, recompress, and what other packages add.
 
-Everything heavy is imported inside the command that needs it: ``actds --help`` answers in a blink.
+Everything heavy is imported inside the command that needs it, so that ``actds --help`` is fast.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -23,6 +24,7 @@ from actds.errors import CODES, ActdsError, Code, code_entry
 __all__ = ["cli", "main"]
 
 ENTRY_POINTS = "actds.commands"
+_WITHOUT_PANDAS = frozenset({"info", "recompress", "seal", "validate"})
 
 
 class ActdsGroup(click.Group):
@@ -34,14 +36,14 @@ class ActdsGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands, sorted."""
-        return sorted({*super().list_commands(ctx), *_plugins()})
+        return sorted({*super().list_commands(ctx), *plugins()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command, loading its module when another package adds it."""
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        plugin = _plugins().get(cmd_name)
+        plugin = plugins().get(cmd_name)
         return None if plugin is None else _load(plugin)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -53,15 +55,15 @@ class ActdsGroup(click.Group):
             formatter.write_dl(rows)
 
     def _summary(self, ctx: click.Context, name: str) -> click.Command:
-        plugin = _plugins().get(name)
+        plugin = plugins().get(name)
         if plugin is not None and name not in self.commands:
             try:
                 package = import_module(plugin.module.rpartition(".")[0])
             except ImportError as error:
                 return _unavailable(name, str(error))
-            told = getattr(package, "SUMMARIES", {}).get(name)
-            if told is not None:
-                return click.Command(name, help=told)
+            summary = getattr(package, "SUMMARIES", {}).get(name)
+            if summary is not None:
+                return click.Command(name, help=summary)
         command = self.get_command(ctx, name)
         assert command is not None, f"{name} is listed"
         return command
@@ -80,7 +82,7 @@ class ActdsGroup(click.Group):
             raise click.UsageError(words, ctx) from error
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take ``--debug`` wherever it stands: whoever repeats a command appends it."""
+        """Accept ``--debug`` anywhere: it is appended when a command is repeated."""
         end = args.index("--") if "--" in args else len(args)
         rest = [arg for arg in args[:end] if arg != "--debug"] + args[end:]
         if len(rest) < len(args):
@@ -88,7 +90,7 @@ class ActdsGroup(click.Group):
         return super().parse_args(ctx, rest)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error is said on stderr and sets the exit code."""
+        """Run the command; an error is printed on stderr and sets the exit code."""
         if ctx.params.get("debug"):
             return super().invoke(ctx)
         try:
@@ -100,16 +102,18 @@ class ActdsGroup(click.Group):
         except BrokenPipeError:
             raise
         except Exception as error:
-            # The last door before a person: what nobody foresaw gets a code as well.
+            # An unexpected exception gets a code as well.
             _fail(ctx, _internal(error))
 
 
-def _plugins() -> dict[str, EntryPoint]:
+@cache
+def plugins() -> dict[str, EntryPoint]:
+    # Cached: each look reads the metadata of every installed package.
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
 def _load(entry: EntryPoint) -> click.Command:
-    """Return the command of an entry point, or one that says why it cannot be loaded."""
+    """Return the command of an entry point, or one that fails with the reason."""
     try:
         command = entry.load()
     except ImportError as error:
@@ -133,8 +137,8 @@ def _unavailable(name: str, why: str) -> click.Command:
 
 
 def _internal(error: Exception) -> ActdsError:
-    said = f"{type(error).__name__}: {error}"
-    return ActdsError("E901", "actds", got=said[:1000], expected="no such failure")
+    text = f"{type(error).__name__}: {error}"
+    return ActdsError("E901", "actds", got=text[:1000], expected="no such failure")
 
 
 def _fail(ctx: click.Context, error: ActdsError) -> None:
@@ -158,8 +162,8 @@ def cli(debug: bool) -> None:
 def info(path: str, as_json: bool) -> None:
     """Show what a dataset is, where it came from, and what it lacks.
 
-    PATH is the dataset's folder. It need not be sealed. What is shown is what the files say;
-    actds validate checks that they say the truth.
+    PATH is the dataset's folder or its s3:// URI; it need not be sealed. The facts are those of
+    the dataset's documents; actds validate checks them against the data.
 
     \b
     Examples:
@@ -269,7 +273,7 @@ def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[
     for one, model in DOCUMENTS.items():
         if name in (None, one):
             found[one] = (model.__doc__ or "").splitlines()[0], partial(json_schema, one)
-    for one, plugin in sorted(_plugins().items()):
+    for one, plugin in sorted(plugins().items()):
         if name not in (None, one) or one in found:
             continue
         command = _load(plugin)
@@ -286,10 +290,10 @@ def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[
     "--json", "as_json", is_flag=True, help="Print the seal, a document of the dataset, as JSON."
 )
 def seal_command(path: str, as_json: bool) -> None:
-    """Seal a dataset: account for every position, then pin its ledger.
+    """Seal a dataset: account for every position, then fix its content.
 
-    PATH is the dataset's folder. Every chain has to be closed or fenced. A dataset that did not
-    change since its seal keeps it.
+    PATH is the dataset's folder or its s3:// URI. Every chain must be closed or fenced. A dataset
+    that did not change since its seal keeps it.
 
     \b
     Examples:
@@ -322,8 +326,8 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     """Compress the shards that a harvest under pressure wrote raw.
 
     PATH is the dataset's folder. Every row is compared bit by bit before a new shard replaces a
-    raw one. A sealed dataset is sealed again, so its digest changes; then the raw files go. Killed
-    at any moment, call it again.
+    raw one. A sealed dataset is sealed again, so its digest changes; then the raw files are
+    removed. A run that was interrupted is finished by the next one.
 
     \b
     Examples:
@@ -337,10 +341,10 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     from actds.schema import ShardManifest
     from actds.text import format_nbytes
 
-    def told(old: ShardManifest, new: ShardManifest) -> None:
+    def report(old: ShardManifest, new: ShardManifest) -> None:
         click.echo(f"{old.shard} -> {new.shard}: {old.n_rows:,} rows", err=True)
 
-    done = recompress(path, shards or None, keep=keep, progress=told)
+    done = recompress(path, shards or None, keep=keep, progress=report)
     if as_json:
         print_json(envelope("recompress", asdict(done)))
         return
@@ -355,6 +359,20 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     click.echo(f"{state} {done.digest}")
 
 
+class _NoPandas:
+    """An import finder for which pandas is not installed."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Refuse pandas, and leave every other module to the finders that follow."""
+        if name == "pandas":
+            raise ModuleNotFoundError("this command does without pandas", name=name)
+
+
 def main() -> None:
     """Run the command line."""
+    # pyarrow imports pandas at its first conversion from or to NumPy, which takes longer than all
+    # the rest of a check of a small dataset. Only here, in a process that runs one such command.
+    if not _WITHOUT_PANDAS.isdisjoint(sys.argv[1:2]):
+        sys.meta_path.insert(0, _NoPandas)
     cli(prog_name="actds")

@@ -1,4 +1,4 @@
-"""Options made from a model of settings, where names, types, bounds, defaults and help stand."""
+"""Command line options made from a model of settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SettingsCommand", "model_options"]
 
 
 class SettingsCommand(click.Command):
-    """A command with an option for each field of a model, made when somebody asks for them.
+    """A command with an option for each field of a model, made on first use.
 
     The options come before the command's own; the model is not imported for ``actds --help``.
 
@@ -61,7 +61,11 @@ def model_options(model: type[BaseModel], skip: Collection[str] = ()) -> Iterato
 def _option(name: str, found: Mapping[str, Any], *, required: bool) -> click.Option:
     kind = next(k for k in found.get("anyOf", [found]) if k.get("type") != "null")
     flag, default = found.get("option", f"--{name.replace('_', '-')}"), found.get("default")
-    given: dict[str, Any] = {"help": f"{found['description']}.", "metavar": found.get("metavar")}
+    words = found["description"]
+    given: dict[str, Any] = {
+        "help": f"{words[0].upper()}{words[1:]}.",
+        "metavar": found.get("metavar"),
+    }
     if kind["type"] == "boolean":
         names = f"{flag}/--no-{flag[2:]}" if default else flag
         return click.Option(
@@ -79,9 +83,11 @@ def _type(kind: Mapping[str, Any]) -> click.ParamType[Any]:
         return click.Choice(kind["enum"])
     if kind["type"] in ("integer", "number"):
         low = kind.get("exclusiveMinimum", kind.get("minimum"))
-        bounds = {"min": low, "max": kind.get("maximum"), "min_open": "exclusiveMinimum" in kind}
+        high = kind.get("exclusiveMaximum", kind.get("maximum"))
+        bounds = {"min": low, "max": high}
+        bounds |= {"min_open": "exclusiveMinimum" in kind, "max_open": "exclusiveMaximum" in kind}
         whole = kind["type"] == "integer"
-        if low is None and bounds["max"] is None:
+        if low is None and high is None:
             return click.INT if whole else click.FLOAT
         return click.IntRange(**bounds) if whole else click.FloatRange(**bounds)
     return click.Path() if kind.get("format") == "path" else click.STRING

@@ -1,4 +1,4 @@
-"""What commands print: one JSON document, or lines that stand out on a terminal."""
+"""What commands print: one JSON document, or lines in colour on a terminal."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import ml_dtypes
@@ -185,7 +184,7 @@ def _document(n_rows: int, d_model: int, dtype: str, rows: int) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Layout:
-    """What the metadata of one array says.
+    """Size, type and chunks of one array, from its metadata.
 
     Args:
         n_rows: rows of the array, without padding.
@@ -381,12 +380,7 @@ class ArrayReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -417,7 +411,7 @@ class ArrayReader:
         return self.read(min(first * rows, self.n_rows), min(last * rows, self.n_rows), out)
 
     def read(self, start: int, stop: int, out: Bits | None = None) -> Bits:
-        """Return the rows ``[start, stop)``; arguments and errors as in :meth:`read_chunks`."""
+        """Return the rows ``[start, stop)``; arguments and errors as in ``read_chunks``."""
         if not 0 <= start <= stop <= self.n_rows:
             raise ValueError(f"rows [{start}, {stop}) of {self.n_rows}")
         out = self._output(stop - start, out)

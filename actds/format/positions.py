@@ -124,7 +124,7 @@ def difference(left: Intervals, right: Intervals) -> Intervals:
 
 
 class Index:
-    """Where numbers stand in a sorted list; ids with few holes, as they usually are, by a table.
+    """Indices of numbers in a sorted list; ids with few holes, as they usually are, by a table.
 
     Args:
         values: whole numbers, each once, rising.

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 NONE = "none"
-"""What the run record says of a run without readouts."""
+"""The value of ``capture.readouts`` in a run without readouts."""
 DEFAULT_PROJECTIONS = 8
 
 Floats = npt.NDArray[np.float32]
@@ -67,7 +67,7 @@ class Readouts:
 
     @classmethod
     def from_field(cls, text: str, place: str) -> Readouts | None:
-        """Return what a run record says, ``None`` for a run without readouts.
+        """Return the specification in a run record, ``None`` for a run without readouts.
 
         Raises:
             ActdsError: E102 or E103 when the text is no value of the spec.

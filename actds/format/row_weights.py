@@ -45,7 +45,7 @@ class RowWeights:
     Args:
         path: the file.
         sha256: its digest.
-        claim: what whoever wrote it says that the weights do.
+        claim: what the weights do, in the words of their writer.
         first: first row in the file of each shard.
         n_rows: rows of each shard.
         groups: first row in the file of each row group, and the number of rows.
@@ -185,11 +185,7 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _check_metadata(path: Path, file: pq.ParquetFile, dataset: str, digest: str) -> str:
-    """Return the claim of a file whose form and dataset are right.
-
-    Raises:
-        ActdsError: E018.
-    """
+    """Return the claim of a file whose form and dataset are right."""
     metadata = file.metadata.metadata or {}
 
     def word(key: str) -> str:
@@ -219,11 +215,7 @@ def _listed(schema: pa.Schema) -> str:
 
 
 def _values(path: Path, column: pa.Array | pa.ChunkedArray) -> Weights:
-    """Return weights as numpy float32.
-
-    Raises:
-        ActdsError: E018 a null, or a weight that is not finite or below 0.
-    """
+    """Return weights as numpy float32."""
     if column.null_count:
         raise _bad(path, f"{column.null_count} rows with no weight", "one of each row")
     weights = np.asarray(column.to_numpy(), np.float32)

@@ -75,7 +75,7 @@ class Shard:
     """A committed shard, read file by file when asked.
 
     Args:
-        store: where the dataset stands.
+        store: the dataset's store.
         manifest: the shard's manifest.
     """
 
@@ -175,9 +175,9 @@ def read_checked(store: Store, path: str, entry: FileEntry) -> bytes:
     """Return a file's bytes, when they are what was committed: hashed before anything parses.
 
     Args:
-        store: where the dataset stands.
+        store: the dataset's store.
         path: path in the dataset.
-        entry: what the manifest or the ledger says about the file.
+        entry: the file's entry in the manifest or the ledger.
 
     Raises:
         ActdsError: E104 missing; E201 size differs; E202 digest differs.

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
+from actds.schema import REQUIRED_PROVENANCE
 
 TableName = Literal[
     "tokens",
@@ -140,7 +141,7 @@ SCHEMAS: dict[TableName, pa.Schema] = {
             _column("t_ns", _I64, "wall clock"),
             _column("step", _U64, "step whose slice was dropped"),
             _column("drop_reason", _S, "queue_full, writer_timeout, disk_full, shutdown, ..."),
-            _column("policy", _S, "block, drop_oldest or drop_newest"),
+            _column("policy", _S, REQUIRED_PROVENANCE["capture.overflow_policy"]),
             _column("request", _U32, "request of the run"),
             _column("start", _U32, "first position lost"),
             _column("stop", _U32, "position after the last"),
@@ -206,7 +207,7 @@ SCHEMAS: dict[TableName, pa.Schema] = {
 
 
 def bare_schema(name: TableName) -> pa.Schema:
-    """Return a table's schema as it stands in a file: names, types and nullability."""
+    """Return a table's schema as in a file: names, types and nullability."""
     return pa.schema([field.remove_metadata() for field in SCHEMAS[name]])
 
 

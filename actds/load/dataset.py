@@ -54,19 +54,20 @@ Values = npt.NDArray[Any]
 def open(
     uri: str | Path, *, i_accept_unsealed: bool = False, i_accept_unprovenanced: bool = False
 ) -> Dataset:
-    """Return a dataset for reading; one that is unsealed or lacks provenance is refused.
+    """Open a dataset for reading; one that is unsealed or lacks provenance is refused.
 
-    The structure, every size and every document is checked here; files are hashed when they are
-    read; ``actds validate`` checks the whole content.
+    The structure, every size and every document is checked here; tables are hashed when they are
+    read, arrays have a checksum per chunk; ``actds validate`` checks the whole content.
 
     Args:
-        uri: the dataset's folder.
-        i_accept_unsealed: read a ledger that is not closed, with a warning. Nothing says that the
-            rows are all there.
-        i_accept_unprovenanced: read rows of which nobody says how they came to be, with a warning.
+        uri: the dataset's folder, a ``file://`` URI or ``s3://BUCKET/PREFIX``.
+        i_accept_unsealed: read a dataset that is not sealed, with a warning: rows may be missing.
+        i_accept_unprovenanced: read rows without a run record or a census, with a warning.
 
     Raises:
-        ActdsError: E306 not sealed; E401, E403 without provenance; what ``Catalog.read`` raises.
+        ActdsError: E306 not sealed; E401 no run record; E403 no census; E101 no dataset there;
+            E102 to E107 a broken or missing document; E201, E202, E205 a file of another size
+            or digest; E301 to E312 a broken ledger; E009, E011 a location that cannot be opened.
 
     Spec: 0.1 sections 8.4 and 10.
     """
@@ -89,14 +90,22 @@ def _accept(error: ActdsError, accepted: bool) -> None:
 
 
 class Dataset:
-    """A dataset as it was when it was opened.
+    """A dataset as it was when it was opened: hooks, rows and tables.
 
-    Tables are those of all runs, one after the other. Requests, steps and drops are numbered within
-    their run: a join takes ``run`` as well, so where there are several runs each table asks for
-    ``run=True``, which puts it in front as a column, or ``run=False``, which does without.
+    The methods named like a table of the spec return a ``pyarrow.Table`` of all runs, one after the
+    other; positions and counts are integers, times are nanoseconds. Requests, steps and drops are
+    numbered from 0 within their run: joins need ``run`` as well. Where there are several runs,
+    give ``run=True``, which adds it as the first column, or ``run=False``, which leaves it out.
 
-    Args:
-        catalog: what its ledger reaches.
+    All these methods raise ``ActdsError``: E014 where there are several runs and ``run`` is not
+    given; E104, E109, E201, E202 or E206 when a file is missing or damaged.
+
+    Attributes:
+        path: its location, as a string.
+        hooks: its hooks by name; each has ``name``, ``kind``, ``layer``, ``d_model``, ``dtype``.
+        runs: its run records by run; ``fields`` of one maps a provenance name to its value.
+        shards: its shards, by run and then in the order of their commits.
+        catalog: its ledger and documents.
 
     Spec: 0.1 section 10.
     """
@@ -118,48 +127,69 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the seal: it names this very content."""
+        """Return the SHA-256 of the seal, hexadecimal: it identifies the content.
+
+        Of a dataset that was opened unsealed, it is that of the ledger as it was then.
+        """
         return self.catalog.digest
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Return the phases that have rows."""
+        """Return the phases that have rows, of ``prefill`` and ``decode``."""
         there = {shard.phase for shard in self.shards}
         return cast("tuple[Phase, ...]", tuple(p for p in tables.PHASES if p in there))
 
     @property
     def n_rows(self) -> int:
-        """Return the rows of a hook; the most, where hooks have shards of their own."""
+        """Return the number of rows of a hook; the largest, where hooks differ."""
         return max(len(self.array(hook)) for hook in self.hooks)
 
     def array(self, hook: str) -> LazyArray:
-        """Return the rows of a hook over all shards; row ``i`` is that of ``tokens(hook)``.
+        """Return the rows of a hook, ``(n_rows, d_model)``, which are read when indexed.
+
+        Row ``i`` belongs to row ``i`` of ``tokens(hook)``.
+
+        Args:
+            hook: name of the hook, for example ``resid_post.10``.
 
         Raises:
             ActdsError: E014 the dataset has no such hook.
         """
-        self._check_hook(hook)
-        return LazyArray(self.hooks[hook], self.shards_of(hook))
+        shards = self.shards_of(hook)
+        return LazyArray(self.hooks[hook], shards)
 
     def stats(self, hook: str) -> Stats:
-        """Return mean, variance and mean norm of a hook's rows, added up in float64.
+        """Return count, mean, variance and mean norm of a hook's rows, computed in float64.
+
+        Reads all rows of the hook once.
+
+        Args:
+            hook: name of the hook.
 
         Raises:
-            ActdsError: E014 the dataset has no such hook; as reading its rows.
+            ActdsError: E014 the dataset has no such hook; as indexing ``array(hook)``.
         """
         return stats_of(self.array(hook))
 
     def row_weights(self, path: str | os.PathLike[str]) -> RowWeights:
-        """Return the weights file of this dataset, after checking all of it.
+        """Read a weights file of this dataset, and check all of it.
+
+        Args:
+            path: what ``actds audit --weights`` wrote.
 
         Raises:
-            ActdsError: E018 as ``read_row_weights``.
+            ActdsError: E018 it is damaged, belongs to another dataset, or lacks a row.
+
+        Spec: 0.1 section 10.4.
         """
         rows = {shard.name: shard.n_rows for shard in self.shards}
         return read_row_weights(path, self.catalog.genesis.dataset, self.digest, rows)
 
     def shards_of(self, hook: str) -> list[Shard]:
         """Return the shards that hold a hook, in the order of ``array``.
+
+        Args:
+            hook: name of the hook.
 
         Raises:
             ActdsError: E014 the dataset has no such hook.
@@ -170,18 +200,19 @@ class Dataset:
     def tokens(
         self, hook: str | None = None, *, columns: list[str] | None = None, run: bool | None = None
     ) -> pa.Table:
-        """Return the token tables of all shards, one row per activation row.
+        """Return the token table: one line per activation row, in the order of ``array``.
 
         Args:
-            hook: whose rows; the first hook's when None, which are those of every hook unless
-                hooks have shards of their own.
-            columns: columns to read, all when None.
-            run: put the run in front as a column. None does not, and is refused where there are
-                several runs.
+            hook: whose rows; None takes the first hook. All hooks have the same rows unless they
+                have shards of their own.
+            columns: columns to read; None reads all.
+            run: add the run as the first column; see the class.
 
         Raises:
-            ActdsError: E014 no such hook, or several runs and ``run`` is not given; what
-                ``Shard.tokens`` raises.
+            ActdsError: E014 no such hook or column; E203 another number of lines than rows; and
+                as for every table.
+
+        Spec: 0.1 section 6.3.
         """
         run = self._with_run("tokens", run)
         schema = tables.bare_schema("tokens")
@@ -195,42 +226,72 @@ class Dataset:
         return _joined(schema.empty_table(), parts, run)
 
     def requests(self, *, run: bool | None = None) -> pa.Table:
-        """Return one row per request; with ``run``, its run is the first column."""
+        """Return one line per request: lengths, end, cached tokens.
+
+        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
+        """
         return self._table("requests", run)
 
     def steps(self, *, run: bool | None = None) -> pa.Table:
-        """Return one row per scheduler step; with ``run``, its run is the first column."""
+        """Return one line per scheduler step: its time and its tokens by phase.
+
+        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
+        """
         return self._table("steps", run)
 
     def spans(self, *, run: bool | None = None) -> pa.Table:
-        """Return what became of every position; with ``run``, its run is the first column."""
+        """Return the disposition of every position, one line per span of positions.
+
+        ``run`` and errors: see ``Dataset``. Spec: 0.1 sections 6.3 and 7.2.
+        """
         return self._table("spans", run)
 
     def drops(self, *, run: bool | None = None) -> pa.Table:
-        """Return what the writer dropped and why; with ``run``, its run is the first column."""
+        """Return one line per range of rows that the writer dropped, with the reason.
+
+        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
+        """
         return self._table("drops", run)
 
     def stalls(self, *, run: bool | None = None) -> pa.Table:
-        """Return when a stage had to wait; with ``run``, its run is the first column."""
+        """Return one line per time that a stage of the writer had to wait.
+
+        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
+        """
         return self._table("stalls", run)
 
     def occupancy(self, *, run: bool | None = None) -> pa.Table:
-        """Return how long each stage's queue stood at each depth."""
+        """Return how long the queue of each stage had each depth, in nanoseconds.
+
+        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
+        """
         return self._table("occupancy", run)
 
     def readouts(self, *, run: bool | None = None) -> pa.Table:
-        """Return the readouts of every computed row, captured or lost."""
+        """Return the norm, projections and probes of every computed row, stored or lost.
+
+        ``run`` and errors: see ``Dataset``. Spec: 0.1 sections 6.3 and 7.8.
+        """
         return self._table("readouts", run)
 
     def canary(self, *, run: bool | None = None) -> pa.Table:
-        """Return the comparison of stored rows with rows of requests replayed alone."""
+        """Return the comparison of stored rows with rows of requests replayed alone.
+
+        ``run`` and errors: see ``Dataset``. Spec: 0.1 sections 6.3 and 7.9.
+        """
         return self._table("canary", run)
 
     def multiplicity(self) -> pa.Table:
-        """Return how often rows were served, where more than once.
+        """Return how often rows were served, where the prefix cache served them again.
+
+        Columns ``run``, ``request``, ``start``, ``stop`` and ``count``: the rows of the positions
+        ``[start, stop)`` of a request were served ``count`` times, 1 + prefix-cache hits. Rows in
+        no line were served once.
 
         Raises:
-            ActdsError: E306 the dataset is not sealed.
+            ActdsError: E306 the dataset is not sealed; and as for every table.
+
+        Spec: 0.1 sections 6.3 and 7.5.
         """
         if self.seal is None:
             raise ActdsError("E306", self.path, got="no seal", expected="a sealed dataset")
@@ -372,17 +433,19 @@ class LazyArray:
     """The rows of a hook, ``(n_rows, d_model)``, in the order of the shards, read when indexed.
 
     Indexing reads: an integer, a slice, integers ``(n,)`` or a mask choose rows, and a second
-    index chooses channels. The result is a fresh float32 array, whatever the stored type: no value
-    changes. :meth:`torch` gives tensors of the stored type, :meth:`bits` and :meth:`gather` its
-    bit patterns. Use it from any thread.
+    index chooses channels. The result is a new float32 array, which holds every stored value
+    exactly. ``torch`` gives tensors of the stored type, ``bits`` and ``gather`` its bit patterns.
+    Use it from any thread.
 
-    NumPy gets float32, which holds every stored value exactly. In ``ml_dtypes.bfloat16`` it adds
-    up in 8 bits, so that means come out 98 % off, and pandas, dask and others do as it does; an
-    array that has once been handed out cannot be kept from them. So there is none to hand out.
+    There is no ``ml_dtypes.bfloat16`` array: NumPy sums it in 8 bits, so that means come out 98 %
+    off, and so do pandas, dask and others.
 
     Args:
         hook: the hook.
         shards: the shards that hold it.
+
+    Attributes:
+        hook: the hook; ``hook.dtype`` is the stored type.
     """
 
     def __init__(self, hook: Hook, shards: list[Shard]) -> None:
@@ -420,22 +483,31 @@ class LazyArray:
     def __getitem__(self, index: Any) -> Floats:
         """Return the chosen rows, or of each the chosen channels, as float32.
 
+        Args:
+            index: rows, or a pair of rows and channels. One row gives ``(d_model,)``, ``n`` rows
+                ``(n, d_model)``; channels replace ``d_model`` as in NumPy.
+
         Raises:
-            IndexError: a row outside the array, or an index of an unknown kind.
+            IndexError: a row outside the array, an index of another kind, or lists of rows and
+                of channels at once.
             ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
         """
         rows, channels = self._split(index)
         return arrays.widen(self._rows(rows), self.hook.dtype)[..., channels]
 
     def float32(self, index: Any = slice(None)) -> Floats:
-        """Return what ``array[index]`` returns, by the name of its type."""
+        """Return ``array[index]``; its shape and errors are the same."""
         return self[index]
 
     def torch(self, index: Any = slice(None)) -> torch.Tensor:
-        """Return the chosen rows as a fresh tensor of the stored type; indices as in ``[...]``.
+        """Return the chosen rows as a new CPU tensor of the stored type, for example bfloat16.
+
+        Args:
+            index: rows, or rows and channels, with shapes as in ``array[index]``.
 
         Raises:
-            IndexError, ActdsError: as indexing.
+            ImportError: torch is not installed.
+            IndexError, ActdsError: as ``array[index]``.
         """
         rows, channels = self._split(index)
         return arrays.to_torch(self._rows(rows), self.hook.dtype)[..., channels]
@@ -460,11 +532,13 @@ class LazyArray:
         return values if dtype is None else values.astype(dtype)
 
     def bits(self, start: int, stop: int) -> Values:
-        """Return the bit patterns of the rows ``[start, stop)``, ``uint16`` or ``uint32``.
+        """Return the bit patterns of the rows ``[start, stop)``, ``(stop - start, d_model)``.
+
+        They are ``uint16`` for bfloat16 and float16, ``uint32`` for float32.
 
         Raises:
             IndexError: the range leaves the array.
-            ActdsError: as indexing.
+            ActdsError: as ``array[index]``.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows [{start}, {stop}) of {len(self)}")
@@ -481,11 +555,14 @@ class LazyArray:
         return out
 
     def gather(self, rows: npt.ArrayLike) -> Values:
-        """Return the bit patterns of the named rows in the order named; repeats allowed.
+        """Return the bit patterns of rows in the given order, ``(n, d_model)``, as ``bits``.
+
+        Args:
+            rows: row numbers ``(n,)``; negative ones count from the end, repeats are allowed.
 
         Raises:
-            IndexError: a number is no row.
-            ActdsError: as indexing.
+            IndexError: a number is outside the array, or ``rows`` is no list of integers.
+            ActdsError: as ``array[index]``.
         """
         wanted = np.asarray(rows)
         if wanted.size == 0:
@@ -529,10 +606,11 @@ class Stats:
     """Moments of the stored rows of a hook, each row counted once.
 
     Args:
-        count: rows.
-        mean: per channel, ``(d_model,)``; nan without rows.
-        variance: per channel, ``(d_model,)``: mean squared deviation from ``mean``, over all rows.
-        mean_norm: mean Euclidean norm of a row.
+        count: number of rows.
+        mean: float64 ``(d_model,)``, per channel; nan without rows.
+        variance: float64 ``(d_model,)``: mean squared deviation from ``mean``, divided by
+            ``count``; nan without rows.
+        mean_norm: mean Euclidean norm of a row; nan without rows.
     """
 
     count: int
@@ -542,7 +620,7 @@ class Stats:
 
     @property
     def std(self) -> npt.NDArray[np.float64]:
-        """Return the standard deviation per channel, ``(d_model,)``."""
+        """Return the standard deviation per channel, float64 ``(d_model,)``."""
         return np.sqrt(self.variance)
 
 

@@ -1,6 +1,6 @@
 """HF ``datasets`` objects over a dataset, without a step that widens bfloat16.
 
-``datasets`` has no bfloat16 feature, and turns bf16 tensors into float32 without a word. So a
+``datasets`` has no bfloat16 feature, and turns bf16 tensors into float32 silently. So a
 stream is a generator whose tensors pass through untouched, and a map-style dataset holds float32
 that a formatter gives as the stored type.
 """
@@ -53,11 +53,11 @@ def load_dataset(
     i_accept_unsealed: bool = False,
     i_accept_unprovenanced: bool = False,
 ) -> datasets.IterableDataset | datasets.Dataset:
-    """Return a dataset for HF ``datasets``: one example per row, tensors in the stored type.
+    """Open a dataset for Hugging Face ``datasets``: one example per row.
 
-    An example holds one tensor ``(d_model,)`` per hook under the hook's name, and one value per
-    provenance column. Rows stand in the order of the shards; for training in a shuffled order and
-    at full speed use :class:`actds.Loader`.
+    An example holds one tensor ``(d_model,)`` in the stored type per hook under the hook's name,
+    and one value per provenance column. Rows have the order of the shards; to train in a shuffled
+    order and at full speed use ``actds.Loader``.
 
     Streaming, the examples are made while they are read: ``split_dataset_by_node``, DataLoader
     workers and ``state_dict`` work by shards. Do not add ``with_format("torch")``, which copies
@@ -66,7 +66,7 @@ def load_dataset(
     type, and ``with_format``, ``to_parquet`` or ``push_to_hub`` give the same values as float32.
 
     Args:
-        path: path or URI of a dataset.
+        path: the dataset's folder, or its ``s3://`` URI.
         streaming: return an ``IterableDataset`` and write nothing.
         hooks: names of hooks; None takes all.
         phase: ``prefill`` or ``decode``; None takes both.
@@ -75,15 +75,18 @@ def load_dataset(
         batched_chunks: streaming only: one example per chunk, with tensors ``(n, d_model)`` and
             numpy columns ``(n,)``. Many times faster.
         weights: path of a weights file (section 10.4); each example has a float32 ``weight``.
-        exclude: rows to leave out, by names of ``actds.load.selection.FILTERS``.
-        cache_dir: map-style only: where the Arrow files stand; the ``datasets`` cache when None.
+        exclude: rows to leave out, one name or several of ``special``, ``bos``, ``eos``,
+            ``first_position`` and ``sink``, as in ``actds.Loader``.
+        cache_dir: map-style only: folder of the Arrow files; the ``datasets`` cache when None.
         i_accept_unsealed: read a dataset that is not sealed.
         i_accept_unprovenanced: read a dataset whose provenance is missing.
 
     Raises:
         ActdsError: E011 without the package ``datasets``; E014 when an argument selects nothing;
-            E018 when the weights file is not one of this dataset; E306, E401 and others when the
-            dataset is refused.
+            E018 when the weights file is not one of this dataset; E416 when a row has no readout
+            and ``exclude`` needs it; and as ``actds.open``.
+
+    Spec: 0.1 section 10.
     """
     try:
         import datasets
@@ -123,11 +126,7 @@ def load_dataset(
 
 
 def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the provenance columns that are asked for, the usual ones when None.
-
-    Raises:
-        ActdsError: E014 when there is no such column, or a hook has its name or that of the weight.
-    """
+    """Return the provenance columns that are asked for, the usual ones when None."""
     names = PROVENANCE_COLUMNS if columns is None else tuple(columns)
     known = ("run", *SCHEMAS["tokens"].names)
     taken = {hook.name for hook in selection.hooks}
@@ -192,7 +191,7 @@ def _open(source: Source) -> tuple[Dataset, RowWeights | None, Exclusion]:
             source.path,
             got=f"digest {dataset.digest}",
             expected=source.digest,
-            next_step="The dataset went on after load_dataset: load it again.",
+            next_step="The dataset changed after load_dataset: load it again.",
         )
     weights = None
     if source.weights is not None:

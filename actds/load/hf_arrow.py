@@ -110,11 +110,7 @@ def _bits(column: pa.ChunkedArray, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def _narrow(bits: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-    """Return the bfloat16 patterns of float32 ones that were widened.
-
-    Raises:
-        ValueError: a value is none of bfloat16.
-    """
+    """Return the bfloat16 patterns of float32 ones that were widened."""
     halves = bits.view("<u2").reshape(*bits.shape, 2)
     if halves[..., 0].any():
         raise ValueError(
@@ -140,7 +136,7 @@ def map_style(
         digest: digest of the dataset.
         selection: what is read; row weights become a column.
         columns: provenance columns.
-        cache_dir: where the files stand; the ``datasets`` cache when None.
+        cache_dir: folder of the files; the ``datasets`` cache when None.
     """
     hooks, weights, exclude = selection.hooks, selection.row_weights, selection.exclusion.names
     key = canonical.dump(

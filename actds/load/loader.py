@@ -1,4 +1,4 @@
-"""The training loader: shuffled batches as torch tensors, in an order that can be told again."""
+"""The training loader: shuffled batches as torch tensors, in a reproducible order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from math import gcd
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from actds import __version__, canonical
@@ -31,36 +30,33 @@ _STATE_VERSION = 1
 
 
 class Loader:
-    """Training batches in an order that depends on nothing but its arguments.
+    """Training batches in a reproducible order.
 
     ``for batch in loader`` is a *pass*: ``epochs`` epochs, each in an order of its own. Each
     ``for`` begins a new pass, at the next epoch, also where the one before was left early. The
-    first ``for`` after ``load_state_dict`` goes on in the pass of the state. An iterator of an
-    earlier pass that is used once more raises. With ``epochs=None`` there is one pass, which never
-    ends, and every ``for`` goes on in it.
+    first ``for`` after ``load_state_dict`` continues the pass of the state. An iterator of an
+    earlier pass raises ``RuntimeError``. With ``epochs=None`` there is one pass, which never ends,
+    and every ``for`` continues it.
 
-    ``next(loader)`` gives the next batch of the present pass. It raises ``StopIteration`` at its
-    end, and begins the next pass when it is called again.
-
-    A batch of one hook is a tensor ``(n, d_model)`` in the dataset's own type (bfloat16 as a
-    rule); of several hooks a dict of such tensors by hook, whose rows belong together. Tensors are
-    fresh memory in every batch: they may be kept and written into.
+    A batch of one hook is a CPU tensor ``(n, d_model)`` in the stored type (bfloat16 as a rule);
+    of several hooks a dict of such tensors by hook, whose rows belong together. Each batch is new
+    memory: it may be kept and written into.
 
     The order is a pure function of dataset digest, seed, epoch, phase, multiplicity, the rows left
     out, ``batch``, ``lanes`` and ``window_rows``. Threads, hooks, a weights file, ``rank`` and
     ``world`` do not change it: the batches of all ranks of a step, joined in rank order, are the
     same for every world size.
 
-    Every row of the selection is seen exactly once per epoch; with ``weights="multiplicity"``
+    Every row of the selection comes exactly once per epoch; with ``weights="multiplicity"``
     exactly as often as it was served, once plus once per prefix-cache hit. With ``drop_last`` the
     rows after the last full batch are left out: ``len(rows) mod batch`` of them (``n_dropped``),
     other ones in each epoch. Without it they make one short batch, of which a rank may have
     no row; all ranks still have the same number of batches.
 
     With a weights file (section 10.4) batches are ``(batch, rows)``, and ``rows["weight"]`` is
-    float32 ``(n,)``: what each row counts for in a loss or a mean. Neither the rows nor how often
-    they come change. Together with multiplicity, a row comes as often as it was served, each time
-    with its weight: their product.
+    float32 ``(n,)``: the weight of each row in a loss or a mean. It changes neither the rows nor
+    how often they come. With multiplicity as well, a row comes as often as it was served, each
+    time with its weight.
 
     Memory: two windows of ``window_rows / world`` rows per hook, a few batches, and 4 bytes for
     each row of the selection with a weights file.
@@ -75,9 +71,9 @@ class Loader:
         window_rows: rows that are held and shuffled together, over all ranks.
         weights: ``multiplicity`` for the served distribution, the path of a weights file, or a
             pair of both; None for neither.
-        exclude: rows to leave out, by names of ``actds.load.selection.FILTERS``: ``special``,
-            ``bos``, ``eos``, ``first_position`` and ``sink``, a norm above 10 medians in a chosen
-            hook.
+        exclude: rows to leave out, one name or several: ``special``, ``bos`` and ``eos`` tokens,
+            the ``first_position`` of each request, and ``sink``, a norm above 10 medians of a
+            chosen hook (needs norm readouts); or a name given to ``register_filter``.
         dtype: ``float32`` widens the batches, which changes no value; None for the stored type.
         seed: seed of the order, at least 0.
         rank: this process, from 0.
@@ -94,9 +90,13 @@ class Loader:
 
     Raises:
         ActdsError: E014 when an argument selects nothing or cannot be used; E018 when the weights
-            file is not one of this dataset; E306, E401 and others when the dataset is refused;
-            while iterating, E014 in a forked process, E104 and E2xx when data is damaged.
-        ValueError: it is used after ``close()``.
+            file is not one of this dataset; E416 when a row has no readout and ``exclude`` needs
+            it; and as ``actds.open``.
+
+    Attributes:
+        dataset: the dataset that it reads.
+
+    Spec: 0.1 section 10.
     """
 
     def __init__(
@@ -182,7 +182,13 @@ class Loader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return what the batches are, as JSON: to be stored beside the weights trained on them."""
+        """Return which rows the batches have, as JSON: store it beside what was trained on them.
+
+        Keys: ``format``, ``actds`` (version), ``dataset`` (path), ``digest``, ``sealed``, ``runs``,
+        ``hooks``, ``dtype``, ``phase``, ``multiplicity``, ``weights_sha256``, ``exclude``,
+        ``excluded`` (rows by name), ``rows_per_epoch``, ``seed``, ``order`` (its version),
+        ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``, ``rank``, ``world``.
+        """
         geometry = self._spec.geometry
         return {
             "format": "actds.loader",
@@ -212,13 +218,22 @@ class Loader:
         }
 
     def __len__(self) -> int:
-        """Return the batches of a pass."""
+        """Return the batches of a pass.
+
+        Raises:
+            TypeError: ``epochs`` is None.
+        """
         if self._epochs is None:
             raise TypeError("a loader with epochs=None never ends")
         return self._epochs * self._n_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass; go on in the present one when nothing of it was handed out yet."""
+        """Begin a pass, or continue the current one if it has given no batch yet.
+
+        Raises:
+            ValueError: the loader is closed.
+            ActdsError: E014 in a process forked from the one that reads.
+        """
         self._check_open()
         if self._epochs is not None:
             if self._begun:
@@ -227,7 +242,14 @@ class Loader:
         return _Pass(self, self._n_iterators)
 
     def __next__(self) -> Any:
-        """Return the next batch; threads start with the first one."""
+        """Return the next batch of the current pass; threads start with the first one.
+
+        Raises:
+            StopIteration: the pass has ended; another call begins the next pass.
+            ValueError: the loader is closed.
+            ActdsError: E014 in a process forked from the one that reads, or in one of several
+                DataLoader workers; E104, E108 and E201 to E206 when data is missing or damaged.
+        """
         self._check_open()
         if self._at_end:
             if not self._end_told:
@@ -303,28 +325,28 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the iteration stands: what was handed out, not what was read ahead.
+        """Return the position of the iteration: what was handed out, not what was read ahead.
 
-        The state holds numbers and strings only, and is the same on every rank: it may be loaded
-        on another world size.
+        The state is JSON and the same on every rank: it may be loaded on another world size. Keys:
+        ``epoch``, ``step`` and ``pass_start``, the position; ``version``, ``order``, ``digest``,
+        ``seed``, ``geometry``, ``shards``, ``weights_sha256`` and ``exclude``, which have to be
+        the same where it is loaded.
         """
         place = {"epoch": self._epoch, "step": self._step, "pass_start": self._pass_start}
         return {**self._identity(), **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state: the next batch is the one that would have come next.
+        """Continue from a state: the next batch is the one that would have come next.
 
-        The pass of the state goes on to its end; a state from behind the last batch of a pass
-        stands before the next one. Opens a loader that is closed.
+        The pass of the state continues to its end; a state after the last batch of a pass is
+        one before the next pass. Opens a loader that is closed.
+
+        Args:
+            state: what ``state_dict`` returned.
 
         Raises:
             ActdsError: E014 when the state is of another dataset, seed, geometry, weights file, or
@@ -341,7 +363,7 @@ class Loader:
         _check_int("state pass_start", start, 0)
         assert isinstance(epoch, int) and isinstance(step, int)
         if step >= self._n_batches:
-            # A state of drop_last=False may stand before the short batch that is left out here.
+            # A state of drop_last=False may be that before the short batch that is left out here.
             epoch, step = epoch + 1, 0
         self._stop()
         self._epoch, self._step, self._closed = epoch, step, False
@@ -373,7 +395,7 @@ class _Pass(Iterator[Any]):
             raise StopIteration
         if self._number != self._loader._n_iterators:
             raise RuntimeError(
-                "this iterator was left behind: iter() was called on its loader again, "
+                "this iterator is outdated: iter() was called on its loader again, "
                 "which began a pass of its own"
             )
         try:
@@ -422,11 +444,7 @@ def _batch_spec(
 def _split_weights(
     weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
 ) -> tuple[str | None, Path | None]:
-    """Return ``multiplicity`` if it is asked for, and the weights file if one is.
-
-    Raises:
-        ActdsError: E014 when it is neither, or there is no such file.
-    """
+    """Return ``multiplicity`` if it is asked for, and the weights file if one is."""
     if weights is None:
         return None, None
     given = list(weights) if isinstance(weights, list | tuple) else [weights]
@@ -441,32 +459,20 @@ def _split_weights(
 
 
 def _check_numbers(**values: int | None) -> None:
-    """Refuse arguments that are no numbers, or too small ones; some may be None.
-
-    Raises:
-        ActdsError: E014.
-    """
+    """Refuse arguments that are no numbers, or too small ones; some may be None."""
     for name, value in values.items():
         if value is not None or name not in ("epochs", "lanes"):
             _check_int(name, value, 0 if name in ("seed", "rank") else 1)
 
 
 def _check_int(name: str, value: object, low: int) -> None:
-    """Refuse what is no integer from ``low`` on.
-
-    Raises:
-        ActdsError: E014.
-    """
+    """Refuse what is no integer from ``low`` on."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
         raise bad(name, repr(value)[:80], f"an integer from {low}")
 
 
 def _check_worker(rank: int, world: int) -> None:
-    """Refuse to serve the same batches in several workers of a torch DataLoader.
-
-    Raises:
-        ActdsError: E014 when this is one of several workers, and not the rank of its number.
-    """
+    """Refuse to serve the same batches in several workers of a torch DataLoader."""
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     if info is None or (world % info.num_workers == 0 and rank % info.num_workers == info.id):
@@ -479,11 +485,7 @@ def _check_worker(rank: int, world: int) -> None:
 
 
 def _check_lanes(batch: int, lanes: int, rank: int, world: int) -> None:
-    """Refuse numbers that do not divide a batch in equal parts.
-
-    Raises:
-        ActdsError: E014.
-    """
+    """Refuse numbers that do not divide a batch in equal parts."""
     if batch % lanes:
         raise bad("lanes", str(lanes), f"a divisor of batch {batch}")
     if lanes % world:

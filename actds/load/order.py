@@ -109,7 +109,7 @@ class Pieces:
         """Return the pieces of shards.
 
         Rows that are served more than once make a piece longer than its rows. Such a piece is
-        split in as many visits as fit in, which stand at independent places of the epoch: copies
+        split in as many visits as fit in, at independent places of the epoch: copies
         of a row spread over it, and a read still gives about as many entries as it has rows.
 
         Args:
@@ -178,7 +178,7 @@ def _raw(key: tuple[int, int], epoch: int, stream: int, window: int, n: int) -> 
 def _permutation(words: Keys) -> Ints:
     """Return the places of random words in the order of the words.
 
-    The place itself stands in the lowest bits. So no two are equal, sorting plain numbers is
+    The place itself is in the lowest bits. So no two are equal, sorting plain numbers is
     enough, and that is several times as fast as a stable ``argsort``.
     """
     places = np.arange(len(words), dtype=np.uint64)

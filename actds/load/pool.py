@@ -59,7 +59,7 @@ class BatchSpec:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return the columns that go with a batch."""
+        """Return the columns of a batch."""
         columns = PROVENANCE_COLUMNS if self.provenance else ()
         return columns if self.weights is None else (*columns, WEIGHT)
 
@@ -70,7 +70,7 @@ class BatchSpec:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch in host memory that nobody else holds.
+    """One batch in host memory of its own.
 
     Args:
         epoch: epoch of the next batch.

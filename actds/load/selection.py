@@ -41,7 +41,7 @@ Counts = npt.NDArray[np.uint32]
 Columns = Mapping[str, npt.NDArray[Any]]
 
 PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
-"""Columns that go with a batch, or an example."""
+"""Columns of a batch, or of an example."""
 WEIGHT = "weight"
 """The column of the row weights."""
 SINK_NORM = 10.0
@@ -195,11 +195,7 @@ def _token_columns(shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDA
 
 
 def _applied(one: Filter, columns: Columns, shard: Shard) -> Mask:
-    """Return the rows that a filter leaves out; one of others may return anything.
-
-    Raises:
-        ActdsError: E014 it is no mask of the shard's rows.
-    """
+    """Return the rows that a filter leaves out; one of others may return anything."""
     mask = np.asarray(one.rows({name: columns[name] for name in one.columns}))
     if mask.dtype != np.bool_ or mask.shape != (shard.n_rows,):
         raise bad(f"filter {one.name}", f"{mask.dtype} {mask.shape}", f"bool ({shard.n_rows},)")
@@ -237,7 +233,7 @@ def _norms_of(shard: Shard, lines: pa.Table) -> npt.NDArray[np.float32]:
     tokens = shard.tokens(["request", "position"])
     wanted = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
     keys = lines["key"].to_numpy()
-    # A position that was computed more than once has a line for each: any of them tells a sink.
+    # A position that was computed more than once has a line for each: any of them will do.
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     missing = keys[at] != wanted
     if missing.any():

@@ -1,7 +1,7 @@
 """Documents of the format: the current names, and a registry of the versions that can be read.
 
 Everything outside this package imports the names from here. A further version is one module beside
-``v0_1`` and one :func:`register`; what its documents are read into are subclasses of the names.
+``v0_1`` and one ``register``; what its documents are read into are subclasses of the names.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def parse(model: type[Model], data: bytes, place: str, version: str | None = Non
         model: the document by its current name.
         data: the bytes.
         place: what an error names.
-        version: of the dataset, as its genesis says; when None, the document says its own.
+        version: of the dataset, from its genesis; None takes the document's own.
 
     Raises:
         ActdsError: E102 malformed, E106 a version this reader does not know, E103 against the
@@ -162,13 +162,13 @@ def parse(model: type[Model], data: bytes, place: str, version: str | None = Non
     """
     document = canonical.parse(data, place)
     if isinstance(document, dict):
-        told = document.get("version")
-        if isinstance(told, str) and told not in VERSIONS:
+        stated = document.get("version")
+        if isinstance(stated, str) and stated not in VERSIONS:
             known = ", ".join(VERSIONS)
             raise ActdsError(
-                "E106", place, got=f"format version {told[:40]}", expected=f"one of {known}"
+                "E106", place, got=f"format version {stated[:40]}", expected=f"one of {known}"
             )
-        model = _of_version(model, version or told)
+        model = _of_version(model, version or stated)
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -184,7 +184,7 @@ def parse(model: type[Model], data: bytes, place: str, version: str | None = Non
 
 
 def _of_version(model: type[Model], version: object) -> type[Model]:
-    """Return what a version calls a document; the current model where it says nothing usable."""
+    """Return a version's model of a document; the current model for an unknown version."""
     known = VERSIONS.get(version) if isinstance(version, str) else None
     for name, current in DOCUMENTS.items():
         if current is model and known is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -11,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
+    TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
@@ -36,6 +37,8 @@ Phase = Literal["prefill", "decode"]
 
 HOOK_KINDS = "actds.hook_kinds"
 """Entry point group under which another package registers a hook kind of its own."""
+OwnKind = Literal["resid_post"]
+"""The kinds that the format itself knows."""
 
 
 def _known_kind(kind: str) -> str:
@@ -44,15 +47,17 @@ def _known_kind(kind: str) -> str:
     A kind that only a package knows is an agreement among those who have it: everybody else's
     reader refuses the dataset, as section 11 asks for.
     """
-    if kind != "resid_post" and not entry_points(group=HOOK_KINDS, name=kind):
-        raise PydanticCustomError("literal_error", "Input should be 'resid_post'")
+    own = get_args(OwnKind)
+    if kind not in own and not entry_points(group=HOOK_KINDS, name=kind):
+        known = " or ".join(map(repr, own))
+        raise PydanticCustomError("literal_error", "Input should be {known}", {"known": known})
     return kind
 
 
 HookKind = Annotated[
     str,
     AfterValidator(_known_kind),
-    WithJsonSchema({"const": "resid_post", "type": "string"}),
+    WithJsonSchema(TypeAdapter(OwnKind).json_schema()),
 ]
 
 

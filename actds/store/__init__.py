@@ -1,6 +1,6 @@
-"""Stores: where a dataset stands, on a local disk or in an object store.
+"""Stores: a dataset's files on a local disk or in an object store.
 
-What a store is stands here: create-only puts, reads in ranges, and listings that prove nothing.
+A store has create-only puts, reads in ranges, and listings that prove nothing.
 ``actds.store.local`` and ``actds.store.s3`` are the two that there are.
 """
 
@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from actds import layout
@@ -74,23 +73,23 @@ class StoredFile(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Store(Protocol):
-    """Where a dataset stands: create-only puts, reads, and listings that prove nothing.
+    """The files of a dataset: create-only puts, reads, and listings.
+
+    A path is one inside the dataset. Every method that takes one raises ``ActdsError`` E107 for a
+    bad path, a link or what is no regular file; writing raises E503 when the store refuses, and
+    then nothing more may be committed by this process; reading raises E104 for a file that is
+    missing or unreadable, or a store that does not answer.
 
     Spec: 0.1 section 8.1.
     """
 
     @property
     def uri(self) -> str:
-        """Return where the dataset stands, as a person would write it."""
+        """Return the dataset's location, as a user writes it."""
         ...
 
     @property
@@ -99,11 +98,15 @@ class Store(Protocol):
         ...
 
     def check_create_only(self) -> None:
-        """Make sure that no put overwrites; whoever writes calls it first."""
+        """Make sure that no put overwrites; writers call it first."""
         ...
 
     def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
-        """Create a file durably, or not at all."""
+        """Create a file durably, or not at all.
+
+        Raises:
+            ActdsError: E309 when the file exists.
+        """
         ...
 
     def replace(self, path: str, data: bytes) -> None:
@@ -115,7 +118,11 @@ class Store(Protocol):
         ...
 
     def read(self, path: str, limit: int | None = None) -> bytes:
-        """Return a file's bytes."""
+        """Return a file's bytes; one of more than ``limit`` bytes is not read.
+
+        Raises:
+            ActdsError: E102 above the limit.
+        """
         ...
 
     def read_ahead(self, paths: Iterable[str], limit: int) -> None:
@@ -123,7 +130,7 @@ class Store(Protocol):
         ...
 
     def read_range(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes of a file from ``offset`` on."""
+        """Return ``nbytes`` bytes of a file from ``offset`` on; E104 when it is shorter."""
         ...
 
     def open_file(self, path: str) -> StoredFile:
@@ -147,11 +154,14 @@ class Store(Protocol):
         ...
 
     def local_path(self, path: str) -> Path:
-        """Return where a file can be opened on this machine."""
+        """Return where a file can be opened on this machine; E009 in an object store."""
         ...
 
     def remove_temporary(self) -> int:
-        """Remove what dead writers left uncommitted; return how many files."""
+        """Remove what dead writers left uncommitted; return how many files.
+
+        Only when it is known that no writer is alive.
+        """
         ...
 
 

@@ -11,7 +11,6 @@ import stat
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from actds.errors import ActdsError, BusyError
@@ -50,12 +49,7 @@ class LocalFile:
         return os.fstat(self._fd).st_size
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return a range in a buffer of this thread, kept for the next read.
-
-        Raises:
-            EOFError: the file ends before the range does.
-            OSError: the disk failed, or the file is closed.
-        """
+        """Return a range in a buffer of this thread, kept for the next read."""
         buffer: bytearray | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
             buffer = self._local.buffer = bytearray(nbytes)
@@ -77,12 +71,7 @@ class LocalFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -156,11 +145,7 @@ class LocalStore:
         return Put(sum(view.nbytes for view in views), digest.hexdigest())
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write a file that nothing pins, over an older one, atomically.
-
-        Raises:
-            ActdsError: E503 when the disk refuses; E107 a bad path.
-        """
+        """Write a file that nothing pins, over an older one, atomically."""
         target = self._checked(path)
         temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
         try:
@@ -176,11 +161,7 @@ class LocalStore:
             raise _storage_error(path, error) from error
 
     def remove(self, path: str) -> None:
-        """Remove a file that no record of the ledger reaches; a missing one is no error.
-
-        Raises:
-            ActdsError: E503 when the disk refuses; E107 a bad path, or a folder.
-        """
+        """Remove a file that no record of the ledger reaches; a missing one is no error."""
         target = self._checked(path)
         try:
             if target.is_dir() and not target.is_symlink():
@@ -216,12 +197,7 @@ class LocalStore:
         """Do nothing: a disk answers as fast as it is asked."""
 
     def read_range(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes of a file from ``offset`` on.
-
-        Raises:
-            ActdsError: E104 missing, unreadable or shorter; E107 a link, no regular file, or a
-                bad path.
-        """
+        """Return ``nbytes`` bytes of a file from ``offset`` on."""
         with self.open_file(path) as file:
             try:
                 return bytes(file.read(offset, nbytes))
@@ -230,27 +206,15 @@ class LocalStore:
                 raise ActdsError("E104", path, got=got, expected="a readable file") from error
 
     def open_file(self, path: str) -> LocalFile:
-        """Return a file that is open for many ranged reads.
-
-        Raises:
-            ActdsError: E104 missing or unreadable; E107 a link, no regular file, or a bad path.
-        """
+        """Return a file that is open for many ranged reads."""
         return LocalFile(self.local_path(path), path)
 
     def exists(self, path: str) -> bool:
-        """Say whether a file is there.
-
-        Raises:
-            ActdsError: E107 a link, no regular file, or a bad path.
-        """
+        """Say whether a file is there."""
         return self._stat(path) is not None
 
     def size(self, path: str) -> int:
-        """Return a file's size in bytes.
-
-        Raises:
-            ActdsError: E104 missing; E107 a link, no regular file, or a bad path.
-        """
+        """Return a file's size in bytes."""
         found = self._stat(path)
         if found is None:
             raise ActdsError("E104", path, got="no such file", expected="a file")
@@ -263,10 +227,6 @@ class LocalStore:
         """Return the paths of all files below a folder, sorted; of no folder, none.
 
         Temporary files are left out. A link is listed as a file and never followed.
-
-        Raises:
-            ActdsError: E107 when the folder itself is reached through a link; E104 when a folder
-                cannot be read.
         """
         folder = self._checked(prefix) if prefix else self.root
         if prefix and folder.is_symlink():
@@ -288,11 +248,7 @@ class LocalStore:
         return sorted(found)
 
     def local_path(self, path: str) -> Path:
-        """Return the path of a regular file that is there.
-
-        Raises:
-            ActdsError: E104 missing; E107 a link, no regular file, or a bad path.
-        """
+        """Return the path of a regular file that is there."""
         self.size(path)
         return self.root / path
 
@@ -300,9 +256,6 @@ class LocalStore:
         """Remove what dead writers left uncommitted; return how many files.
 
         Only for one who knows that no writer is alive.
-
-        Raises:
-            ActdsError: E503 when a file cannot be removed.
         """
         removed = 0
         for where, _, files in os.walk(self.root, followlinks=False):
@@ -343,7 +296,7 @@ class LocalStore:
         """Make a folder and what is above it, each name durable before a file needs it.
 
         A folder that another process made may not be synced yet, so each process syncs the name
-        of every folder once itself. What stands above the dataset is somebody else's.
+        of every folder once itself. Folders above the dataset are not ours.
         """
         if folder in self._durable:
             return

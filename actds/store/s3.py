@@ -1,4 +1,4 @@
-"""S3 as a store: conditional puts whose lost answers are told apart, and ranged reads.
+"""S3 as a store: conditional puts that survive lost answers, and ranged reads.
 
 One request at a time is sent and every repetition is ours, none the client library's: only so
 can a put know whether it was sent before, and the object in its way may be its own.
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from actds.errors import ActdsError
@@ -38,7 +37,7 @@ REQUEST_TIMEOUT_S = 60
 MIN_NBYTES_PER_S = 4 << 20
 N_READERS = 16
 
-_LIKELY_NBYTES = 1 << 28  # of an object whose size nobody asked for: a table at most
+_LIKELY_NBYTES = 1 << 28  # of an object of unknown size: a table at most
 _SMALL_NBYTES = 1 << 16  # of a document that may wait in memory until it is asked for
 _CHECK = "Check endpoint, credentials and network; see docs/object-stores.md."
 
@@ -90,7 +89,7 @@ class S3Store:
         self._obstore = obstore
         self._clients: dict[int, Client] = {}
         self._sizes: dict[str, int] = {}
-        self._ahead: dict[tuple[str, int | None], Future[bytes]] = {}
+        self.ahead: dict[tuple[str, int | None], Future[bytes]] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._create_only = self._answered = False
 
@@ -121,9 +120,9 @@ class S3Store:
             return
         probe = f"{TEMPORARY}probe-{secrets.token_hex(8)}"
         try:
-            self._create(probe, b"first")
+            self.create(probe, b"first")
             try:
-                self._create(probe, b"second")
+                self.create(probe, b"second")
             except ActdsError as error:
                 if error.code != "E309":
                     raise
@@ -145,11 +144,11 @@ class S3Store:
 
         A put that fails without an answer, or with 409, 429 or 5xx, is sent again for up to two
         minutes. When the name is then taken, and only then, the object is compared: with exactly
-        our bytes (size and SHA-256) it is the one that we sent, or cannot be told from it, and
+        our bytes (size and SHA-256) it is the one that we sent, or equals it, and
         the put has succeeded. That is safe for ledger records, because a record names its
         chain, which one process made up at random, and its number; the one other program that
         ever writes there is a fence, whose bytes differ. Two fences of the same bytes say the
-        same. A name that is taken at the first attempt is somebody else's, whatever it holds.
+        same. A name that is taken at the first attempt is another writer's, whatever it holds.
 
         Args:
             path: path in the dataset.
@@ -176,43 +175,27 @@ class S3Store:
                 next_step="Write smaller shards: --rows-per-shard.",
             )
         data = b"".join(parts)
-        digest = self._create(path, data)
+        digest = self.create(path, data)
         self._sizes[path] = nbytes
         return Put(nbytes, digest)
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write an object that nothing pins, over an older one.
-
-        Raises:
-            ActdsError: E503 when the store refuses; E107 a bad path.
-        """
+        """Write an object that nothing pins, over an older one."""
         check_path(path)
         self._sizes.pop(path, None)
         client = self._client(len(data))
         self._write(path, lambda: self._obstore.put(client, path, data, use_multipart=False))
 
     def remove(self, path: str) -> None:
-        """Remove an object that no record of the ledger reaches; a missing one is no error.
-
-        Raises:
-            ActdsError: E503 when the store refuses; E107 a bad path.
-        """
+        """Remove an object that no record of the ledger reaches; a missing one is no error."""
         check_path(path)
         self._sizes.pop(path, None)
         self._delete(path)
 
     def read(self, path: str, limit: int | None = None) -> bytes:
-        """Return an object's bytes.
-
-        Args:
-            path: path in the dataset.
-            limit: bytes at most; a longer object is not read at all.
-
-        Raises:
-            ActdsError: E104 missing or unreadable; E102 above the limit; E107 a bad path.
-        """
+        """Return an object's bytes."""
         check_path(path)
-        begun = self._ahead.pop((path, limit), None)
+        begun = self.ahead.pop((path, limit), None)
         return self._get(path, limit) if begun is None else begun.result()
 
     def read_ahead(self, paths: Iterable[str], limit: int) -> None:
@@ -223,13 +206,13 @@ class S3Store:
             limit: the limit that ``read`` will be called with.
         """
         check_process(self.uri)
-        for begun in self._ahead.values():
+        for begun in self.ahead.values():
             begun.cancel()
-        self._ahead.clear()
+        self.ahead.clear()
         self._pool = self._pool or ThreadPoolExecutor(N_READERS, thread_name_prefix="actds-ahead")
         for path in paths:
             if self._sizes.get(path, _LIKELY_NBYTES) <= _SMALL_NBYTES:
-                self._ahead[path, limit] = self._pool.submit(self._get, path, limit)
+                self.ahead[path, limit] = self._pool.submit(self._get, path, limit)
 
     def _get(self, path: str, limit: int | None) -> bytes:
         client = self._client(self._sizes.get(path, _LIKELY_NBYTES))
@@ -246,11 +229,7 @@ class S3Store:
         return self._ask(path, get)
 
     def read_range(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes of an object from ``offset`` on.
-
-        Raises:
-            ActdsError: E104 missing, unreadable or shorter; E107 a bad path.
-        """
+        """Return ``nbytes`` bytes of an object from ``offset`` on."""
         try:
             return bytes(self.view(path, offset, nbytes))
         except EOFError as error:
@@ -283,28 +262,16 @@ class S3Store:
         return self._ask(path, get)
 
     def open_file(self, path: str) -> S3File:
-        """Return an object that is open for many ranged reads.
-
-        Raises:
-            ActdsError: E104 missing or unreadable; E107 a bad path.
-        """
+        """Return an object that is open for many ranged reads."""
         return S3File(self, path)
 
     def exists(self, path: str) -> bool:
-        """Say whether an object is there.
-
-        Raises:
-            ActdsError: E104 when the store does not say; E107 a bad path.
-        """
+        """Say whether an object is there."""
         check_path(path)
         return self._head(path) is not None
 
     def size(self, path: str) -> int:
-        """Return an object's size in bytes, as learned before or as the store says now.
-
-        Raises:
-            ActdsError: E104 missing or unreadable; E107 a bad path.
-        """
+        """Return an object's size in bytes, learned before or asked now."""
         check_path(path)
         nbytes = self._sizes.get(path)
         if nbytes is None:
@@ -317,28 +284,17 @@ class S3Store:
         """Learn the sizes of all objects below a prefix from a listing, and forget older ones.
 
         An object that the listing lacks is asked for by itself: a listing proves nothing.
-
-        Raises:
-            ActdsError: E104 when the store does not answer; E107 a bad path.
         """
         for path in [p for p in self._sizes if not prefix or p.startswith(f"{prefix}/")]:
             self._sizes.pop(path, None)
-        self._sizes.update(self._listed(prefix))
+        self._sizes.update(self.listed(prefix))
 
     def list(self, prefix: str = "") -> list[str]:
-        """Return the paths of all objects below a prefix, sorted; temporary ones are left out.
-
-        Raises:
-            ActdsError: E104 when the store does not answer; E107 a bad path.
-        """
-        return sorted(path for path, _ in self._listed(prefix))
+        """Return the paths of all objects below a prefix, sorted; temporary ones are left out."""
+        return sorted(path for path, _ in self.listed(prefix))
 
     def local_path(self, path: str) -> Path:
-        """Refuse: an object has no path on this machine.
-
-        Raises:
-            ActdsError: E009.
-        """
+        """Refuse: an object has no path on this machine."""
         raise ActdsError(
             "E009",
             f"{self.uri}/{path}"[:200],
@@ -348,17 +304,13 @@ class S3Store:
         )
 
     def remove_temporary(self) -> int:
-        """Remove probes that their writers could not remove; return how many.
-
-        Raises:
-            ActdsError: E503 when one cannot be removed.
-        """
-        found = [path for path, _ in self._listed("", temporary=True)]
+        """Remove probes that their writers could not remove; return how many."""
+        found = [path for path, _ in self.listed("", temporary=True)]
         for path in found:
             self._delete(path)
         return len(found)
 
-    def _create(self, path: str, data: bytes) -> str:
+    def create(self, path: str, data: bytes) -> str:
         """Put conditionally until there is an answer; return the digest."""
         digest = hashlib.sha256(data).hexdigest()
         client = self._client(len(data))
@@ -403,7 +355,8 @@ class S3Store:
 
         return self._ask(path, head)
 
-    def _listed(self, prefix: str, temporary: bool = False) -> _Listing:
+    def listed(self, prefix: str, temporary: bool = False) -> _Listing:
+        """Return paths and sizes below a prefix; with ``temporary``, those of temporary objects."""
         if prefix:
             check_path(prefix)
 
@@ -450,7 +403,7 @@ class S3Store:
         except ActdsError as error:
             if error.code != "E104":
                 raise
-            # Whether the name is taken could not be asked: nobody knows what the store has.
+            # Whether the name is taken could not be asked: the state of the store is unknown.
             raise ActdsError(
                 "E503", path, got=error.got, expected="a durable write", next_step=_CHECK
             ) from error
@@ -482,7 +435,7 @@ class S3File:
     """An object that is read in ranges; threads may share it.
 
     Args:
-        store: where it stands.
+        store: its store.
         path: path in the dataset.
 
     Raises:
@@ -503,7 +456,7 @@ class S3File:
 
         Raises:
             EOFError: the object ends before the range does.
-            ActdsError: E104 when the object is gone or the store does not answer.
+            ActdsError: E104 when the object is missing or the store does not answer.
         """
         return self._store.view(self._path, offset, nbytes)
 
@@ -513,17 +466,12 @@ class S3File:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class ConflictError(ValueError):
-    """Another put of the same name was under way; nobody knows yet who has it."""
+    """Another put of the same name was under way; who won is unknown yet."""
 
 
 def waits(answered: bool) -> Iterator[float | None]:
@@ -570,7 +518,7 @@ def connect(bucket: str, prefix: str, timeout_s: int) -> Client:
             retry_config={"max_retries": 0},
         )
     except Exception as error:
-        # Whatever the library says of the environment's values; none of its types is documented.
+        # The library's error about values of the environment; none of its types is documented.
         raise ActdsError(
             "E009", f"s3://{bucket}", got=reason_of(error), expected="a usable AWS_* environment"
         ) from error
@@ -607,7 +555,7 @@ def check_process(uri: str) -> None:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that an error tells of, None when there was no answer."""
+    """Return the HTTP status of an error, None when there was no answer."""
     found = _STATUS.search(str(error))
     return int(found[1]) if found else None
 

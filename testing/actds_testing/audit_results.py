@@ -554,7 +554,7 @@ def _prefixed(value: Any, text: str, key: str = "") -> Any:
         return {k: _prefixed(v, text, k) for k, v in value.items()}
     if isinstance(value, list):
         return [_prefixed(v, text, key) for v in value]
-    fixed = key in ("schema", "level", "severity", "group", "must", "engine")
+    fixed = key in ("format", "version", "level", "severity", "group", "must", "engine")
     fixed = fixed or (key == "kind" and value in ("numeric drift", "population shift"))
     return value if fixed or not isinstance(value, str) else text + value
 

@@ -23,9 +23,10 @@ from actds_testing.tiny import write_byte_tokenizer
 from actds_writers.capture.check import HookCheck, bound, check_prompts, compare_with_forward
 from actds_writers.capture.hooks import HookKind, ModelConfig, StreamForm, Tap, decoder_layers
 from actds_writers.engine_protocol import Engine, EngineKind, EngineOptions, Finished
-from actds_writers.engines.account import SchedulerSide, WorkerSide, common_facts, observed
+from actds_writers.engines.account import SchedulerSide, WorkerSide
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact
+from actds_writers.provenance import engine_facts
 
 D_MODEL, MLP, N_LAYERS, VOCABULARY, MAX_LEN = 32, 48, 3, 320, 256
 ENTRY_POINTS = """[actds.engines]
@@ -205,7 +206,7 @@ class ToyEngine:
             device=torch.device("cpu"),
             max_rows=options.max_num_seqs * options.chunk,
         )
-        if link.check:
+        if link.settings.check:
             self._worker.check(self._check)
         self._scheduler = SchedulerSide(link.connect("census", "scheduler"))
 
@@ -305,19 +306,20 @@ class ToyEngine:
 
     def _facts(self) -> tuple[Fact, ...]:
         readers: Mapping[str, Any] = {
-            **common_facts(self._model, self._folder, torch.device("cpu"), self._link.client_pid),
             "engine.name": lambda: "toy",
             "model.d_model": lambda: D_MODEL,
             "numerics.dtype": lambda: "bfloat16",
             "serving.prefix_caching": lambda: False,
             "serving.max_num_seqs": lambda: self._options.max_num_seqs,
         }
-        ours = ("engine.", "model.", "numerics.", "serving.", "machine.")
-        absent = (
-            name
-            for name in REQUIRED_PROVENANCE
-            if name.startswith(ours)
-            and name not in (*readers, "model.weights_sha256", "serving.mode")
+        seen = engine_facts(
+            readers,
+            model=self._model,
+            folder=self._folder,
+            device=torch.device("cpu"),
+            client_pid=self._link.client_pid,
         )
-        unknown = (Fact(name, None, "unknown", "the toy has none") for name in absent)
-        return (*observed(readers), *unknown)
+        ours = ("engine.", "model.", "numerics.", "serving.", "machine.")
+        known = {fact.name for fact in seen} | {"model.weights_sha256", "serving.mode"}
+        absent = [n for n in REQUIRED_PROVENANCE if n.startswith(ours) and n not in known]
+        return (*seen, *(Fact(n, None, "unknown", "the toy has none") for n in absent))

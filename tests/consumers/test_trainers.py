@@ -225,5 +225,6 @@ def test_bfloat16_batches_in_dictionary_learning_are_what_float32_is_for(
         true = np.sqrt(np.mean([(float64([b]) ** 2).sum(axis=1).mean() for b in batches]))
         return abs(float(get_norm_factor(batches, steps=10_000)) / true - 1)
 
-    assert off(dtype="float32") < 1e-5
-    assert off() > 1e-3
+    assert max(off(dtype="float32", seed=seed) for seed in range(4)) < 1e-5
+    # How far off depends on the order of the rows: now and then the roundings cancel.
+    assert max(off(seed=seed) for seed in range(4)) > 1e-3

@@ -32,10 +32,11 @@ def test_a_kind_from_outside_is_captured_checked_and_stored_in_its_own_type(
     records = [{"id": f"q{n}", "prompt": "a quick brown fox"[: 5 + 3 * n]} for n in range(4)]
     prompts = h.write_prompts(tmp_path / "prompts.jsonl", records)
     words = ["--hooks", "resid_post:1;toy_mlp:1,2", "--max-tokens", "3"]
-    words += ["--engine", "dtype=float32", "--engine", "block_size=32"]
-    words += ["--engine", "max_model_len=128", "--engine", "max_num_batched_tokens=128"]
+    words += ["--engine-arg", "dtype=float32", "--engine-arg", "block_size=32"]
+    words += ["--engine-arg", "max_model_len=128", "--engine-arg", "max_num_batched_tokens=128"]
     words += [] if compiled else h.EAGER
-    dataset = h.harvest_alone(tmp_path / "acts", model, prompts, *words)
+    # A process of its own: the warm one was started where the kind is not installed.
+    dataset = h.harvest(tmp_path / "acts", model, prompts, *words, *h.ALONE, **h.ONE_PROCESS)
     assert [(hook.name, hook.kind, hook.dtype) for hook in dataset.hooks.values()] == [
         (name, name.partition(".")[0], "float32") for name in HOOKS
     ]

@@ -263,7 +263,7 @@ def test_a_room_that_cannot_be_loaded_is_named_and_harms_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entry = importlib.metadata.EntryPoint("audit", "no_such_room.commands:audit", "actds.commands")
-    monkeypatch.setattr("actds.cli._plugins", lambda: {"audit": entry})
+    monkeypatch.setattr("actds.cli.plugins", lambda: {"audit": entry})
     assert "not available: No module named 'no_such_room'" in run("--help").output
     result = run("audit", "x", "--flag")
     assert result.exit_code == 2 and result.stderr.startswith("E011 audit: ")

@@ -92,7 +92,7 @@ def test_every_change_of_history_shows(
 def test_a_record_after_the_close_shows(tmp_path: Path) -> None:
     chain = begin(tmp_path)
     chain.close("finished", {})
-    chain._ended = None  # a writer that does not keep the rule
+    chain.ended = None  # a writer that does not keep the rule
     chain.append("part", part(5))
     with pytest.raises(ActdsError, match="E304"):
         read_ledger(chain.store, DATASET)

@@ -105,10 +105,10 @@ def test_an_iterator_keeps_its_loader_and_one_that_was_left_behind_says_so(path:
     old = iter(loader)
     next(old)
     new = iter(loader)
-    with pytest.raises(RuntimeError, match="left behind"):
+    with pytest.raises(RuntimeError, match="outdated"):
         next(old)
     assert len(list(new)) == len(loader)
-    with pytest.raises(RuntimeError, match="left behind"):
+    with pytest.raises(RuntimeError, match="outdated"):
         list(zip(loader, loader, strict=True))
 
 

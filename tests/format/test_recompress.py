@@ -378,7 +378,7 @@ def test_command_says_what_it_did(tmp_path: Path) -> None:
     said = json.loads(run.stdout)
     assert said["format"] == "actds.recompress" and len(said["shards"]) > 1
     run = CliRunner().invoke(cli, ["info", str(path)])
-    assert "others replaced; remove them with actds recompress" in run.stdout
+    assert "that are replaced; remove them with actds recompress" in run.stdout
     run = CliRunner().invoke(cli, ["recompress", str(path)])
     assert run.exit_code == 0 and "no raw shard to compress" in run.stdout
     assert f"seal 2 {actds.open(path).digest}" in run.stdout

@@ -326,7 +326,7 @@ def test_refuses_a_dataset_that_went_on(tmp_path: Path) -> None:
     file = write_weights_file(tmp_path / "w.parquet", before, drawn_weights(before))
     before.row_weights(file)
     make_dataset(path, n_requests=6, run="r-more", seed=1)
-    with pytest.raises(ActdsError, match=r"E018 .*digest .*\nMake it again"):
+    with pytest.raises(ActdsError, match=r"E018 .*digest .*\nWrite it again"):
         actds.open(path).row_weights(file)
 
 

@@ -99,7 +99,7 @@ def test_listings_know_folders_and_pass_over_temporary_objects(root: str) -> Non
         store.put_new(path, [b"x"])
     neighbour = open_store(root + "-2")
     neighbour.put_new("a/b", [b"x"])
-    store._create(f"{TEMPORARY}probe-1", b"left behind")
+    store.create(f"{TEMPORARY}probe-1", b"left behind")
     assert store.list() == ["a/b", "a/c/d", "ab/c", "actds.json"]
     assert store.list("a") == ["a/b", "a/c/d"]
     assert store.remove_temporary() == 1
@@ -132,14 +132,14 @@ def test_documents_read_ahead_are_handed_out_once_and_errors_where_they_belong(r
     store.learn_sizes("a")
     other.remove("a/7")
     store.read_ahead([*(f"a/{n}" for n in range(40)), "a/large", "a/none"], 100)
-    assert len(store._ahead) == 40
+    assert len(store.ahead) == 40
     for n in range(40):
         if n == 7:
             with pytest.raises(ActdsError, match="E104 a/7"):
                 store.read("a/7", 100)
         else:
             assert store.read(f"a/{n}", 100) == str(n).encode()
-    assert not store._ahead
+    assert not store.ahead
     with pytest.raises(ActdsError, match="E102 a/large"):
         store.read("a/large", 100)
     other.replace("a/1", b"new")
@@ -216,10 +216,10 @@ def test_a_store_that_overwrites_is_refused(
         point_to(monkeypatch, port)
         with pytest.raises(ActdsError, match=r"E016 .*overwrote the first.*\n.*If-None-Match"):
             open_for_writing(root)
-        assert open_store(root)._listed("", temporary=True) == []
+        assert open_store(root).listed("", temporary=True) == []
     point_to(monkeypatch, server)
     open_for_writing(root)
-    assert open_store(root)._listed("", temporary=True) == []
+    assert open_store(root).listed("", temporary=True) == []
 
 
 def test_a_store_that_does_not_know_the_condition_is_refused(
@@ -386,7 +386,7 @@ def test_a_harvest_onto_an_object_store_is_sealed_valid_and_loads_as_a_local_one
     tokens = dataset.tokens(hook)
     label = tokens["request"].to_numpy() * 100 + tokens["position"].to_numpy() + 2
     assert np.array_equal(dataset.array(hook).bits(0, n_rows), np.tile(label, (D_MODEL, 1)).T)
-    assert open_store(root)._listed("", temporary=True) == []
+    assert open_store(root).listed("", temporary=True) == []
     local = actds.open(copied(open_store(root), tmp_path / "copy"))
     assert local.digest == dataset.digest
     with (

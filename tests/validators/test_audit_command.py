@@ -61,7 +61,9 @@ def test_json_on_stdout_is_the_result_and_nothing_else(datasets: dict[str, Path]
     told = run(datasets["INCONCLUSIVE"], "--json", "-", "--fail-on", "never")
     assert told.exit_code == 0 and told.stderr == ""
     document = json.loads(told.stdout)
-    assert document["schema"] == "actds.audit/1" and document["seal"] == 1
+    assert (document["format"], document["version"]) == ("actds.audit", "1") and document[
+        "seal"
+    ] == 1
     jsonschema.validate(document, json.loads(SCHEMA.read_bytes()))
     assert Audit.model_validate(document).as_json() == document
     assert document["verdict"]["level"] == "INCONCLUSIVE" and document["verdict"]["lacks"]
@@ -116,7 +118,7 @@ def test_a_limit_out_of_range_is_refused_by_name(
 ) -> None:
     told = run(datasets["PASS"], *arguments)
     assert told.exit_code == 2 and told.stdout == ""
-    assert told.stderr.startswith(f"E009 {arguments[0]}: ")
+    assert arguments[0] in told.stderr and arguments[1] in told.stderr
 
 
 def test_the_name_of_another_option_is_refused_with_the_right_one(
@@ -158,9 +160,9 @@ def test_every_limit_is_an_option_with_its_meaning_and_its_default() -> None:
     told = " ".join(run("--help").stdout.split())
     for name, field in Limits.model_fields.items():
         words = str(field.description)
-        kind = "INTEGER" if field.annotation is int else "FLOAT"
+        kind = "INTEGER RANGE" if field.annotation is int else "FLOAT RANGE"
         assert f"--{name.replace('_', '-')} {kind} {words[0].upper()}{words[1:]}." in told
-        assert f"{words[1:]}. [default: {field.default}]" in told, name
+        assert f"{words[1:]}. [default: {field.default}; " in told, name
 
 
 def test_every_limit_that_is_given_stands_in_the_result(datasets: dict[str, Path]) -> None:

@@ -23,7 +23,7 @@ from actds_testing.simulate import (
     write_tables,
 )
 from actds_testing.simulate.__main__ import main
-from actds_testing.simulate.content import _of_norm
+from actds_testing.simulate.content import of_norm
 from actds_testing.simulate.pipeline import DiskStalls, Pipeline
 from actds_validators.validate.validation import validate
 
@@ -177,7 +177,7 @@ def test_tokens_and_values_go_with_their_request() -> None:
 
 
 def test_a_row_without_a_direction_has_its_norm_all_the_same() -> None:
-    rows = _of_norm(np.array([[0, 0, 0, 0], [0, 3, 0, 4]], np.float32), np.float32([6, 10]))
+    rows = of_norm(np.array([[0, 0, 0, 0], [0, 3, 0, 4]], np.float32), np.float32([6, 10]))
     assert rows.tolist() == [[3, 3, 3, 3], [0, 6, 0, 8]]
 
 

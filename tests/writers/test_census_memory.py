@@ -40,7 +40,7 @@ class Traffic:
         self.live: list[list[int]] = []  # number, position, end
         self.n_requests = self.n_steps = self.n_tokens = 0
 
-    def _arrive(self, left_out: LeftOut) -> None:
+    def arrive(self, left_out: LeftOut) -> None:
         number, rng = self.n_requests, self.rng
         digests = tuple(rng.bytes(32) for _ in range(N_BLOCKS))
         self.census.observe(
@@ -58,7 +58,7 @@ class Traffic:
         rng, told = self.rng, self.census
         while len(self.live) < self.batch:
             rule = LeftOut(prefill="sampling:phase") if odd and rng.random() < 0.3 else LeftOut()
-            self._arrive(rule)
+            self.arrive(rule)
         references, preempted = [], []
         for one in self.live:
             if odd and one[1] == 0 and one[0] and rng.random() < 0.5:
@@ -107,7 +107,7 @@ def tables_of(seed: int) -> CensusTables:
     for _ in range(200):
         traffic.step(odd=True)
     for _ in range(2):
-        traffic._arrive(LeftOut())  # one that is aborted in the queue, one that is there still
+        traffic.arrive(LeftOut())  # one that is aborted in the queue, one that is there still
     census.observe(RequestFinished(traffic.n_requests - 2, 200, "abort", 0, "0" * 64))
     client = ClientFacts(
         (PromptFact("cmpl-3-0", "mine", "file", 7), PromptFact("x", "x", "file", 8, "E006 long")),

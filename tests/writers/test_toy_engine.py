@@ -60,8 +60,8 @@ def path(installed: Path, model: Path, tmp_path_factory: pytest.TempPathFactory)
     """A harvest of both kinds, checked, with readouts, replayed, and validated to the last bit."""
     folder = tmp_path_factory.mktemp("toy")
     prompts = h.write_prompts(folder / "prompts.jsonl", PROMPTS)
-    words = ["--writer", "toy", "--hooks", HOOKS, "--max-tokens", str(GENERATED)]
-    words += ["--engine", "max_num_seqs=3", "--engine", "chunk=16", "--canary", "2"]
+    words = ["--engine", "toy", "--hooks", HOOKS, "--max-tokens", str(GENERATED)]
+    words += ["--engine-arg", "max_num_seqs=3", "--engine-arg", "chunk=16", "--canary", "2"]
     h.harvest(folder / "acts", model, prompts, *words)
     return folder / "acts"
 

@@ -208,12 +208,12 @@ def make_rows(scenario: Scenario, computed: Computed, rng: np.random.Generator) 
     rows = rng.standard_normal((n, d_model), dtype=np.float32)
     rows += own[computed.request]
     rows += np.float32(0.5) * z[:, None] * fixed
-    stored = _of_norm(rows, np.exp(log_norm)).astype(ml_dtypes.bfloat16)
+    stored = of_norm(rows, np.exp(log_norm)).astype(ml_dtypes.bfloat16)
     packed = matrix(Readouts(scenario.n_projections, 0), None, 1, d_model)[0]
     return Rows(stored.view(np.uint16), compute(stored.astype(np.float32), packed))
 
 
-def _of_norm(rows: Floats, norm: Floats) -> Floats:
+def of_norm(rows: Floats, norm: Floats) -> Floats:
     """Return rows stretched to their norms; one without a direction gets the same in all."""
     squares = np.einsum("ij,ij->i", rows, rows)
     nowhere = squares == 0  # with one channel it happens once in some ten million rows

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from actds.format.positions import pair_key, split_key
 from actds_validators.audit.covariates import N_BANDS, N_BITS, CovariateDef
-from actds_validators.audit.data import CLASSES
+from actds_validators.audit.data import CLASSES, places
 from actds_validators.audit.lookup import Rows
 from actds_validators.audit.result import Covariate
 from actds_validators.statistics.events import Floats, Ints
@@ -39,6 +38,7 @@ __all__ = [
 ]
 
 Bools = npt.NDArray[np.bool_]
+Numbers = Floats | Bools
 CONTENT = "content"
 """The group of the covariates of stored and lost rows; every hook's readouts are another."""
 
@@ -279,47 +279,11 @@ class Bands:
     edges: list[tuple[float, float] | None] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where rows are added.
-
-    Args:
-        tick: from the first one on.
-        block: of the jackknife.
-        cell: of block and cell.
-        lost: whether each is lost.
-        n_ticks: ticks from the first to the last.
-        n_cells: blocks times cells.
-    """
-
-    tick: Ints
-    block: Ints
-    cell: Ints
-    lost: Bools
-    n_ticks: int
-    n_cells: int
-
-    @cached_property
-    def n(self) -> Ints:
-        """Return the rows of each tick."""
-        return np.bincount(self.tick, minlength=self.n_ticks)
-
-    @cached_property
-    def stored(self) -> Ints | slice:
-        """Return which rows are stored."""
-        return np.flatnonzero(~self.lost) if self.lost.any() else slice(None)
-
-    @cached_property
-    def n_stored(self) -> Ints:
-        """Return the stored rows of each cell."""
-        return np.bincount(self.cell[self.stored], minlength=self.n_cells)
-
-    def take(self, some: Bools) -> _Places:
-        """Return those of some of the rows."""
-        return _Places(
-            self.tick[some], self.block[some], self.cell[some], self.lost[some],
-            self.n_ticks, self.n_cells,
-        )  # fmt: skip
+def _add_runs(target: Floats, where: Ints, sums: Floats) -> None:
+    """Add sums ``(..., n)`` at places ``(n,)`` of the last axis, equal ones side by side."""
+    starts = np.flatnonzero(np.diff(where, prepend=-1))
+    if len(starts):
+        target[..., where[starts]] += np.add.reduceat(sums, starts, axis=-1)
 
 
 class Moments:
@@ -347,55 +311,61 @@ class Moments:
         self.cells = np.zeros((1 + order, n_numbers, n_blocks, n_cells))  # of stored rows
         self.within: list[CellSums] = []
 
-    def count(self, rows: Rows, values: Floats, lost: Bools, cell: Ints) -> None:
+    def count(self, rows: Rows, values: Sequence[Numbers], lost: Bools, cell: Ints) -> None:
         """Add rows.
 
         Args:
             rows: at least one.
-            values: ``(n_numbers, n_rows)``, NaN where a row has none.
+            values: each number of the rows, NaN where one has none; booleans as they are.
             lost: whether each is lost.
             cell: of each, ``block * n_cells + cell``.
         """
-        lookup, (n_blocks, n_cells) = rows.lookup, self.cells.shape[2:]
+        lookup, n_cells = rows.lookup, self.cells.shape[3]
         tick = lookup.tick[rows.step]
         low, high = int(tick.min()), int(tick.max()) + 1
         self.low, self.high = min(self.low, low), max(self.high, high)
-        block = lookup.block[rows.step]
-        at = _Places(tick - low, block, cell, lost, high - low, n_blocks * n_cells)
-        known = np.isfinite(values)
-        for k, (x, there) in enumerate(zip(values, known, strict=True)):
-            if there.all():
-                self._count_one(k, x, at, slice(low, high))
-            else:
-                self._count_one(k, x[there], at.take(there), slice(low, high))
+        # Rows of a tick, a cell and a fate are summed once, and their sums wherever they belong.
+        key = ((tick - low) * n_cells + cell % n_cells) * 2 + lost
+        groups, at = places(key)
+        of_tick, of_cell = low + groups // (2 * n_cells), groups // 2 % n_cells
+        block = np.empty(len(groups), np.int64)
+        block[at] = lookup.block[rows.step]
+        sums = self._powers(at, values, len(groups))
+        first, beyond = sums[: 1 + self.order], sums[1 + self.order :]
+        _add_runs(self.ticks, of_tick, first)
+        _add_runs(self.blocks, block, beyond)
+        gone = groups % 2 == 1
+        _add_runs(self.lost, block[gone], first[..., gone])
+        of_cell += block * n_cells
+        stored = np.flatnonzero(~gone)
+        stored = stored[np.argsort(of_cell[stored], kind="stable")]
+        cells = self.cells.reshape(*self.cells.shape[:2], -1)
+        _add_runs(cells, of_cell[stored], first[..., stored])
         inside = np.flatnonzero(lookup.within[rows.step])
         if len(inside):
-            some = values[:, inside]
+            some = [np.asarray(x[inside], np.float64) for x in values]
             more = [x * x for x in some] if self.order == 2 else []
             self.within.append(
                 cell_sums(rows.step[inside], rows.request[inside], [*some, *more], lost[inside])
             )
 
-    def _count_one(self, k: int, x: Floats, at: _Places, here: slice) -> None:
-        """Add the values of one number; every row has one."""
-        order, n_blocks = self.order, self.blocks.shape[2]
-        powers = [x, x * x]
-        powers += [powers[1] * x, powers[1] * powers[1]] if order == 2 else []
-        self.ticks[0, k, here] += at.n
-        cells = self.cells[:, k].reshape(1 + order, -1)
-        cells[0] += at.n_stored
-        for p, power in enumerate(powers[:order], 1):
-            self.ticks[p, k, here] += np.bincount(at.tick, weights=power, minlength=len(at.n))
-            cells[p] += np.bincount(
-                at.cell[at.stored], weights=power[at.stored], minlength=at.n_cells
-            )
-        for p, power in enumerate(powers[order:]):
-            self.blocks[p, k] += np.bincount(at.block, weights=power, minlength=n_blocks)
-        if at.lost.any():
-            which = at.block[at.lost]
-            self.lost[0, k] += np.bincount(which, minlength=n_blocks)
-            for p, power in enumerate(powers[:order], 1):
-                self.lost[p, k] += np.bincount(which, weights=power[at.lost], minlength=n_blocks)
+    def _powers(self, at: Ints, values: Sequence[Numbers], size: int) -> Floats:
+        """Return the sums of the powers 0 to 2 order, ``(1 + 2 order, n_numbers, size)``."""
+        found = np.empty((1 + 2 * self.order, len(values), size))
+        found[0] = np.bincount(at, minlength=size)
+        for k, x in enumerate(values):
+            if x.dtype == bool:  # every power of 0 and 1 is the same
+                found[1:, k] = np.bincount(at, weights=x, minlength=size)
+                continue
+            known, own = np.isfinite(x), at
+            if not known.all():
+                own, x = at[known], x[known]
+                found[0, k] = np.bincount(own, minlength=size)
+            power = x
+            for p in range(1, 1 + 2 * self.order):
+                power = x if p == 1 else power * x
+                found[p, k] = np.bincount(own, weights=power, minlength=size)
+        return found
 
     def cut(self) -> None:
         """Leave out the ticks that nothing fell into: `add` knows where they are."""
@@ -497,7 +467,7 @@ class Sums:
         self.bands = {
             d.name: np.zeros((2, n_blocks, d.bins.n))
             for d in one.definitions
-            if d.bins and CONTENT in groups
+            if d.bins and d.unit != "share" and CONTENT in groups
         }
         # By the block in which the request began: special tokens, the classes and the ids; and
         # what lies in the tails, stored or lost, below or above.
@@ -525,10 +495,15 @@ class Sums:
     def bands_of(self, definitions: Sequence[CovariateDef]) -> dict[str, Bands]:
         """Return computed and lost tokens by bins, by covariate; bins of no token are left out."""
         found = {}
-        for one in definitions:
+        moments = self.moments[CONTENT]
+        for k, one in enumerate(definitions):
             if one.bins is None:
                 continue
-            stored, lost = self.bands[one.name]
+            if one.unit == "share":  # the sums tell: how many there are, and of how many it is 1
+                parts = moments.cells[:, k].sum(axis=2), moments.lost[:, k]
+                stored, lost = (np.stack([n - yes, yes], axis=1) for n, yes in parts)
+            else:
+                stored, lost = self.bands[one.name]
             computed = stored + lost
             numbers = np.flatnonzero(computed.sum(axis=0)).tolist()
             if numbers:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from actds.format.positions import Index, position_key
 from actds_validators.audit.covariates import LOAD, columns_of, defined
-from actds_validators.audit.data import Part, Read, RunSource, column, numbers
+from actds_validators.audit.data import Part, Read, RunSource, column, numbers, places
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
 from actds_validators.statistics.events import (
     correlation_steps,
@@ -225,8 +225,6 @@ MAX_FINDINGS = 20
 Counts = Counter[tuple[str, str | None]]
 
 NEVER = "never computed"
-DENSE = 8
-"""Keys are counted in an array of so many times their number at most, else sorted."""
 
 
 @dataclass(frozen=True)
@@ -295,25 +293,13 @@ def _sum_rows(part: Part) -> tuple[_KeySums, _KeySums]:
     for batch in part.batches(["request", "step", "position"]):
         request, step = column(batch, "request"), column(batch, "step")
         p = column(batch, "position").astype(np.uint64)
-        keys, at = _places(request)
+        keys, at = places(request)
         n, one, two = (_exact(at, values, len(keys)) for values in (None, p, p * p))
         sums = np.stack([n, 2 * one + n, 3 * two + 3 * one + n])
-        by_request.append(_KeySums(keys[n > 0], sums[:, n > 0]))
-        keys, at = _places(step)
-        n = _exact(at, None, len(keys))
-        by_step.append(_KeySums(keys[n > 0], n[np.newaxis, n > 0]))
+        by_request.append(_KeySums(keys, sums))
+        keys, at = places(step)
+        by_step.append(_KeySums(keys, _exact(at, None, len(keys))[np.newaxis]))
     return _KeySums.together(by_request), _KeySums.together(by_step)
-
-
-def _places(keys: Ints) -> tuple[Ints, Ints]:
-    """Return numbers, rising, and the place of each key among them."""
-    if not len(keys):
-        return keys, keys
-    low, high = int(keys.min()), int(keys.max())
-    if high - low > DENSE * len(keys):
-        known, at = np.unique(keys, return_inverse=True)
-        return known, at.reshape(-1)
-    return np.arange(low, high + 1), keys - low
 
 
 def _exact(at: Ints, values: npt.NDArray[np.uint64] | None, size: int) -> npt.NDArray[np.uint64]:

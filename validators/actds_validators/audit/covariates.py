@@ -74,17 +74,16 @@ class Bins:
     """Bins of a covariate, whose loss rates are told one by one.
 
     Args:
-        n: how many.
+        n: how many; values from ``n - 1`` on are in the last one.
         label: of each, by its number.
         edges: low and high of each, in the covariate's own unit; ``None`` for classes.
-        last: values from ``n - 1`` on are in the last bin.
     """
 
     n: int
     label: Callable[[int], str]
     edges: Callable[[int], tuple[float, float] | None] = lambda k: None
 
-    def of(self, values: Floats) -> Ints:
+    def of(self, values: Floats | npt.NDArray[np.bool_]) -> Ints:
         """Return the bin of each value, all of them numbers from 0: the whole part."""
         found: Ints = np.minimum(values, self.n - 1).astype(np.int64)
         return found
@@ -119,14 +118,14 @@ class CovariateDef:
     Args:
         name: for machines; of a readout that has several numbers with ``{}`` for which.
         label: words for a table or plot; as name.
-        unit: of its values; ``share`` of one that is 0 or 1.
+        unit: of its values; ``share`` of one that is 0 or 1, and summed as such.
         source: what has one value of it. It decides the group (system, content or values), and
             with it which tests and charts take it.
         values: of a step or a request from the columns of all, ``(n,)``; of a token from `Rows`,
             NaN where a row has none; of a readout from a batch of the table and the number of
             values, ``(n_values, n_rows)``.
         columns: that ``values`` reads, of ``steps``, ``requests`` or ``readouts``.
-        bins: whose loss rates are told; only of a request or a token.
+        bins: whose loss rates are told; only of a request or a token, two of a share.
         needs_ids: whether a lost token has it only where its id is known.
         size: field of `Widths` that says how many numbers a readout has; empty for one.
         is_load: whether it is a moving average of the load: takes part in the tests of events and
@@ -148,6 +147,10 @@ class CovariateDef:
         "steps where that is above its mean",
         "steps where that is below its mean",
     )
+
+    def typed(self, values: npt.ArrayLike) -> Floats | npt.NDArray[np.bool_]:
+        """Return values as they are summed: of a share booleans, else floats."""
+        return np.asarray(values, bool if self.unit == "share" else np.float64)
 
     @property
     def group(self) -> Group:

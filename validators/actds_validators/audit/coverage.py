@@ -291,7 +291,7 @@ class _DominancePass:
             position, token = column(batch, "position"), column(batch, "token_id")
             norm = batch["norm"].to_numpy(zero_copy_only=False).astype(np.float64)
             kept = (step >= 0) & (request >= 0) & np.isfinite(norm)
-            kept &= lookup.excluded.find(step, request, position) < 0
+            kept &= lookup.recomputed.count(step, request, position)
             kept[kept] &= lookup.losses.find(step[kept], request[kept], position[kept]) < 0
             for number, hook in enumerate(self.hooks):
                 mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))

@@ -48,11 +48,14 @@ __all__ = [
     "longest",
     "match_labels",
     "numbers",
+    "places",
     "read_labels",
 ]
 
 N_THREADS = 2
 BATCH_ROWS = 1 << 15
+DENSE = 8
+"""Keys are found in a table of so many times their number at most, else sorted."""
 LOOKED_AT = 10_000
 """Readouts among which the longest says how many projections a run has; all should have as many."""
 RUN_TABLES: tuple[TableName, ...] = (
@@ -105,6 +108,21 @@ def column(batch: pa.RecordBatch, name: str) -> Ints:
         raise ActdsError("E109", name, got=f"{n} nulls", expected="no null")
     found: Ints = batch[name].to_numpy(zero_copy_only=False).astype(np.int64)
     return found
+
+
+def places(keys: Ints) -> tuple[Ints, Ints]:
+    """Return the numbers that there are, rising, and the place of each key among them."""
+    low = int(keys.min()) if len(keys) else 0
+    size = int(keys.max()) - low + 1 if len(keys) else 0
+    if size > DENSE * len(keys):
+        known, at = np.unique(keys, return_inverse=True)
+        return known, at.reshape(-1)
+    there = np.zeros(size, bool)
+    there[keys - low] = True
+    known = np.flatnonzero(there)
+    if len(known) == size:
+        return known + low, keys - low
+    return known + low, (np.cumsum(there) - 1)[keys - low]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from actds_validators.audit.data import (
     RunSource,
     StepRanges,
     column,
-    explode,
 )
 
 __all__ = [
@@ -134,7 +133,7 @@ class Lookup:
         vocabulary: of all runs.
         has_ids: whether the ids of lost tokens are known.
         losses: dropped positions.
-        excluded: positions whose readouts count for nothing.
+        recomputed: which readouts count.
         lost_ids: token id of each dropped position, -1 where its readout is missing; empty
             without ids.
         servings: of the prefix cache.
@@ -155,13 +154,13 @@ class Lookup:
     prompt_len: Ints
     request_len: Ints
     source_names: list[str | None]
-    of_request: dict[str, Floats]
+    of_request: dict[str, Floats | Bools]
     request_block: Ints
     token_slot: Ints
     vocabulary: Vocabulary
     has_ids: bool
     losses: StepRanges
-    excluded: StepRanges
+    recomputed: Recomputed
     lost_ids: Ints
     servings: Servings
     labels: Labels | None
@@ -212,11 +211,11 @@ class Rows:
         arrays = self.step, self.request, self.position, self.token
         return Rows(self.lookup, *(held[some] for held in arrays))
 
-    def values(self, one: CovariateDef) -> Floats:
-        """Return a content covariate, NaN where a row has none."""
+    def values(self, one: CovariateDef) -> Floats | Bools:
+        """Return a content covariate, NaN where a row has none; of a share whether it is 1."""
         if one.source == "request":
             return self.lookup.of_request[one.name][self.request]
-        return np.asarray(one.values(self), np.float64)
+        return one.typed(one.values(self))
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,11 @@ class CellEdges:
             position: positions; used where the complexity is the position.
             token: places of the token ids; used where it is the rarity.
         """
-        load = np.searchsorted(np.array(self.load, np.float32), lookup.load[step], side="right")
+        low, high = (int(step.min()), int(step.max()) + 1) if len(step) else (0, 0)
+        of_step = np.searchsorted(
+            np.array(self.load, np.float32), lookup.load[low:high], side="right"
+        )
+        load = of_step[step - low]
         value = lookup.vocabulary.rarity(token) if self.has_unknown else position
         other = np.searchsorted(np.array(self.edges), value, side="right")
         if self.has_unknown:
@@ -312,7 +315,7 @@ def make_lookup(
         request_len=rows.columns["request_len"],
         source_names=rows.columns["source"].tolist(),
         of_request={
-            one.name: np.asarray(one.values(rows.columns), np.float64)
+            one.name: one.typed(one.values(rows.columns))
             for one in definitions
             if one.source == "request"
         },
@@ -322,7 +325,7 @@ def make_lookup(
         has_ids=has_ids,
         losses=rows.losses,
         lost_ids=lost_ids,
-        excluded=rows.excluded,
+        recomputed=rows.recomputed,
         servings=_servings(source),
         labels=labels,
         n_ticks=series.n_ticks,
@@ -405,8 +408,7 @@ class WordPass:
                 step = self.rows.steps.of(column(mine, "step"))
                 request = self.rows.requests.of(column(mine, "request"))
                 position, token = column(mine, "position"), column(mine, "token_id")
-                kept = (step >= 0) & (request >= 0)
-                kept &= self.rows.excluded.find(step, request, position) < 0
+                kept = self.rows.recomputed.count(step, request, position)
                 counts.count(token[kept])
                 at = self.rows.losses.find(step, request, position)
                 lost.append(at[at >= 0])
@@ -518,7 +520,7 @@ class RunRows:
         first_step: place of the step in which each began, ``(n_requests,)``; the number of steps
             where it never did.
         losses: dropped positions.
-        excluded: positions whose readouts count for nothing.
+        recomputed: which readouts count.
     """
 
     steps: Index
@@ -526,7 +528,7 @@ class RunRows:
     columns: dict[str, npt.NDArray[Any]]
     first_step: Ints
     losses: StepRanges
-    excluded: StepRanges
+    recomputed: Recomputed
 
 
 def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
@@ -540,13 +542,14 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
     numbers, first = np.unique(found["request"], return_index=True)
     found["request_len"] = found["prompt_len"] + np.maximum(found["generated_len"], 1) - 1
     index, requests = Index(steps.step), Index(numbers)
+    losses = _losses(source, index, requests)
     return RunRows(
         steps=index,
         requests=requests,
         columns={name: values[first] for name, values in found.items() if name != "request"},
         first_step=_first_steps(source, steps.step, requests),
-        losses=_losses(source, index, requests),
-        excluded=_excluded(source, index, requests),
+        losses=losses,
+        recomputed=Recomputed(source, index, requests, losses),
     )
 
 
@@ -569,52 +572,57 @@ def _losses(source: RunSource, steps: Index, requests: Index) -> StepRanges:
     return StepRanges(step[known], request[known], found["start"][known], found["stop"][known])
 
 
-def _excluded(source: RunSource, steps: Index, requests: Index) -> StepRanges:
-    """Return the positions of readouts that are of no stored and no dropped row.
+class Recomputed:
+    """Which readouts are of a stored or a dropped row.
 
     A row that a preemption made the engine compute again has several readouts, and an aborted one
     may have some. Of the requests that had either, only the readouts of stored and of dropped rows
-    count, each at its own step.
+    count, each at its own step. Nearly all requests may have: per position this is four bytes.
+
+    Args:
+        source: the run.
+        steps: places of the steps that computed something.
+        requests: places of the requests.
+        losses: dropped positions.
     """
-    given = source.columns("requests", ["request", "n_preemptions"])
-    aborted = source.table("spans", ["request", "disposition"])
-    aborted = aborted.filter(pc.equal(aborted["disposition"], "aborted"))["request"].to_numpy()
-    odd = np.union1d(given["request"][given["n_preemptions"] > 0], aborted)
-    nothing = np.zeros(0, np.int64)
-    if not source.hooks or not len(odd):
-        return StepRanges(nothing, nothing, nothing, nothing)
-    place = requests.of(odd)
-    is_odd = np.zeros(len(requests) + 1, bool)  # the last for a request that is not known
-    is_odd[place] = True
-    is_odd[-1] = False
-    stored = _odd_rows(source.parts["tokens"], steps, requests, is_odd)
-    drops = _losses(source, steps, requests)
-    lost = is_odd[drops.request]
-    gone = [
-        (drops.step[lost][which], drops.request[lost][which], position)
-        for which, position in explode(drops.start[lost], drops.stop[lost])
-    ]
-    kept = np.concatenate([stored, *(np.stack(some) for some in gone)], axis=1)
-    read = _odd_rows(source.parts["readouts"], steps, requests, is_odd)
-    both = np.concatenate([kept, read], axis=1)
-    order = np.lexsort((np.arange(both.shape[1]) >= kept.shape[1], *both[::-1]))
-    ordered = both[:, order]
-    new = np.append(True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0))[: len(order)]
-    step, request, position = ordered[:, new & (order >= kept.shape[1])]
-    return StepRanges(step, request, position, position + 1)
 
+    def __init__(
+        self, source: RunSource, steps: Index, requests: Index, losses: StepRanges
+    ) -> None:
+        given = source.columns("requests", ["request", "n_preemptions"])
+        aborted = source.table("spans", ["request", "disposition"])
+        aborted = aborted.filter(pc.equal(aborted["disposition"], "aborted"))["request"].to_numpy()
+        odd = np.union1d(given["request"][given["n_preemptions"] > 0], aborted)
+        self._losses = losses
+        self._is_odd = np.zeros(len(requests) + 1, bool)  # the last for one that is not known
+        if source.hooks:
+            self._is_odd[requests.of(odd)] = True
+            self._is_odd[-1] = False
+        captured = source.spans("captured", ["request"])
+        self._length = np.zeros(len(self._is_odd), np.int64)
+        np.maximum.at(self._length, requests.of(captured["request"]), captured["stop"])
+        self._length[~self._is_odd] = 0
+        self._first = np.cumsum(self._length) - self._length
+        # The step that stored each position; the last for what is beyond.
+        self._step = np.full(int(self._length.sum()) + 1, -1, np.int32)
+        if self._is_odd.any():
+            for part in source.parts["tokens"]:
+                for batch in part.batches(["step", "request", "position"]):
+                    request = requests.of(column(batch, "request"))
+                    mine = self._is_odd[request]
+                    at = self._places(request[mine], column(batch, "position")[mine])
+                    self._step[at] = steps.of(column(batch, "step")[mine])
+            self._step[-1] = -1
 
-def _odd_rows(
-    parts: Sequence[Part], steps: Index, requests: Index, is_odd: npt.NDArray[np.bool_]
-) -> Ints:
-    """Return step, request and position ``(3, n)`` of rows of some requests, of known steps."""
-    found = [np.zeros((3, 0), np.int64)]
-    for part in parts:
-        for batch in part.batches(["step", "request", "position"]):
-            request = requests.of(column(batch, "request"))
-            mine = is_odd[request]
-            if mine.any():
-                step = steps.of(column(batch, "step")[mine])
-                rows = np.stack([step, request[mine], column(batch, "position")[mine]])
-                found.append(np.unique(rows[:, step >= 0], axis=1))
-    return np.concatenate(found, axis=1)
+    def count(self, step: Ints, request: Ints, position: Ints) -> Bools:
+        """Return whether each readout counts; those of an unknown step or request do not."""
+        found = (step >= 0) & (request >= 0)
+        odd = np.flatnonzero(self._is_odd[request] & found)
+        at = odd[self._step[self._places(request[odd], position[odd])] != step[odd]]
+        if len(at):
+            found[at] = self._losses.find(step[at], request[at], position[at]) >= 0
+        return found
+
+    def _places(self, request: Ints, position: Ints) -> Ints:
+        inside = position < self._length[request]
+        return np.where(inside, self._first[request] + position, len(self._step) - 1)

@@ -24,7 +24,7 @@ from actds.errors import ActdsError
 from actds.format.tables import TableName
 from actds_validators.audit.accumulate import CONTENT, ClassCounts, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
-from actds_validators.audit.data import N_THREADS, Part, column, explode
+from actds_validators.audit.data import N_THREADS, Part, column, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 from actds_validators.statistics.events import Floats, Ints
 
@@ -43,8 +43,6 @@ __all__ = [
 ]
 
 Bools = npt.NDArray[np.bool_]
-DENSE = 8
-"""Numbers are counted in an array of so many times their number at most, else sorted."""
 TAIL = 0.01
 """Share of the rows in a tail."""
 SAMPLE = 1 << 16
@@ -232,15 +230,13 @@ class RowPass:
         sums.cell_n[lost] += np.bincount(at, minlength=n_blocks * n_cells).reshape(n_blocks, -1)
         if not lost:
             _add_system(sums, rows, cell)
-        values = np.empty((len(self.definitions), len(at)))
+        values = [rows.values(one) for one in self.definitions]
         for x, one in zip(values, self.definitions, strict=True):
-            x[:] = rows.values(one)
-            if one.bins is not None:
-                known = np.isfinite(x)
-                of_block, x = (block, x) if known.all() else (block[known], x[known])
-                n = np.bincount(
-                    of_block * one.bins.n + one.bins.of(x), minlength=n_blocks * one.bins.n
-                )
+            if one.bins is not None and one.name in sums.bands:
+                known, size = np.isfinite(x), one.bins.n
+                bin_of = one.bins.of(x if known.all() else x[known])
+                at_bin = (block if known.all() else block[known]) * size + bin_of
+                n = np.bincount(at_bin, minlength=n_blocks * size)
                 sums.bands[one.name][lost] += n.reshape(n_blocks, -1)
         sums.moments[CONTENT].count(rows, values, np.full(len(at), bool(lost)), at)
 
@@ -256,7 +252,7 @@ class RowPass:
         for batch in part.batches(columns):
             rows, kept = self._rows(batch)
             values = self.widths.read(batch)
-            kept &= lookup.excluded.find(rows.step, rows.request, rows.position) < 0
+            kept &= lookup.recomputed.count(rows.step, rows.request, rows.position)
             lost = np.zeros(len(kept), bool)
             at = np.flatnonzero(kept & lookup.lossy[rows.step])
             some = rows.take(at)
@@ -327,8 +323,8 @@ def _add_classes(counts: ClassCounts, rows: Rows, *, lost: bool) -> Ints | None:
 def _add_system(sums: Sums, rows: Rows, cell: Ints) -> None:
     """Add the system covariates of stored rows: once for all rows of a step and a cell."""
     lookup, (n_blocks, n_cells) = rows.lookup, sums.cell_system.shape[1:]
-    pairs, n = _counted(rows.step * n_cells + cell)
-    step = pairs // n_cells
+    pairs, which = places(rows.step * n_cells + cell)
+    n, step = np.bincount(which), pairs // n_cells
     at = lookup.block[step] * n_cells + pairs % n_cells
     for k, values in enumerate(lookup.system.values()):
         total = np.bincount(at, weights=n * values[step], minlength=n_blocks * n_cells)
@@ -350,16 +346,6 @@ def _add_tails(
                 for which, some in enumerate((at[~gone], at[gone])):
                     n = np.bincount(block[some], minlength=rows.lookup.n_blocks)
                     sums.tails[which, side, hook, k] += n
-
-
-def _counted(numbers: Ints) -> tuple[Ints, Ints]:
-    """Return the numbers that there are, and how often each is."""
-    low = int(numbers.min())
-    if int(numbers.max()) - low > DENSE * len(numbers):
-        return np.unique(numbers, return_counts=True)
-    counts = np.bincount(numbers - low)
-    found = np.flatnonzero(counts)
-    return found + low, counts[found]
 
 
 # where the readouts lie -----------------------------------------------------------------------

@@ -12,7 +12,6 @@ __all__ = [
     "EQUIVALENCE",
     "EVENTS",
     "EVIDENCE",
-    "SCHEMA",
     "Accounting",
     "Association",
     "Audit",
@@ -55,7 +54,6 @@ __all__ = [
     "Worse",
 ]
 
-SCHEMA = "actds.audit/1"
 BOUND = "worst-case bias of any mean"
 """Name of the number that holds for any losses: above its limit the tests decide."""
 EVENTS = "independent loss events"
@@ -101,13 +99,15 @@ class Number(Section):
         default=None, description="on which side of the limit it has to lie, null if none"
     )
     limit: float | None = Field(default=None, description="what it was held against")
-    unit: str = Field(default="", description="1 stands as an empty string; p: of a test")
-    ok: bool | None = Field(default=None, description="whether it kept the limit, null if none")
+    unit: str = Field(default="", description="empty for a plain number; p: of a test")
+    ok: bool | None = Field(
+        default=None, description="whether it is within the limit, null if none"
+    )
 
     @model_validator(mode="after")
     def _limit_has_a_side(self) -> Self:
         if (self.must is None) != (self.limit is None):
-            raise ValueError(f"{self.name}: a limit and its side stand together or not at all")
+            raise ValueError(f"{self.name}: a limit needs its side, and a side its limit")
         return self
 
 
@@ -134,7 +134,7 @@ class Limits(Section):
     )
     fdr: float = Field(default=0.05, gt=0, lt=1, description="false discovery rate of the tests")
     max_unresolved: Share = Field(
-        default=0.01, description="share of cache references without a stored row that warns"
+        default=0.01, description="share of prefix-cache hits without a stored row that warns"
     )
     worst_stratum_warn: Share = Field(
         default=0.05,
@@ -185,7 +185,7 @@ class Accounting(Section):
     captured: int
     cache_ref: int
     dropped: int
-    aborted: int = Field(description="computed, and not kept because the request or run ended")
+    aborted: int = Field(description="computed, and not stored because the request or run ended")
     never_computed: int = Field(
         default=0, description="owed positions that no step computed: in no loss rate"
     )
@@ -609,7 +609,7 @@ class Options(Section):
     )
     rows: int | None = Field(
         default=None,
-        description="rows a side to be read at most, null when no values were to be compared",
+        description="rows per side to be read at most, null when no values were to be compared",
     )
     failed: list[str] = Field(
         default_factory=list,
@@ -620,7 +620,8 @@ class Options(Section):
 class Audit(Section):
     """What ``actds audit`` says; the model of ``--json``."""
 
-    schema_: Literal["actds.audit/1"] = Field(default="actds.audit/1", alias="schema")
+    format: Literal["actds.audit"] = "actds.audit"
+    version: Literal["1"] = "1"
     actds: str
     path: str
     dataset: str
@@ -646,10 +647,6 @@ class Audit(Section):
         default=None, description="largest resident memory of this process, not of Ray's workers"
     )
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True
-    )
-
     def as_json(self) -> dict[str, Any]:
-        """Return the result under the schema ``actds.audit/1``."""
-        return self.model_dump(mode="json", by_alias=True)
+        """Return the document that ``--json`` writes."""
+        return self.model_dump(mode="json")

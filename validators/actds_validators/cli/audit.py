@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from actds.cli.options import model_options
 from actds.cli.output import ResultCommand, print_lines
 
 if TYPE_CHECKING:
@@ -51,20 +52,7 @@ def _limit_options() -> list[click.Option]:
     """Return an option for each limit, named, typed and described as in the result."""
     from actds_validators.audit.result import Limits
 
-    return [
-        click.Option(
-            [f"--{name.replace('_', '-')}", name],
-            type=click.INT if field.annotation is int else click.FLOAT,
-            default=field.default,
-            show_default=True,
-            help=_sentence(str(field.description)),
-        )
-        for name, field in Limits.model_fields.items()
-    ]
-
-
-def _sentence(words: str) -> str:
-    return f"{words[0].upper()}{words[1:]}."
+    return list(model_options(Limits))
 
 
 def _result() -> type[Audit]:
@@ -98,7 +86,7 @@ def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) ->
     "--json",
     "json_out",
     type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
-    help="Write the result (actds.audit/1); - prints it instead of the page.",
+    help="Write the result as JSON; - prints it instead of the page.",
 )
 @click.option(
     "--weights",
@@ -210,13 +198,15 @@ def _keep_little() -> None:
 
     By default it raises that size to the largest array it has seen freed, up to 32 MB, and keeps
     an arena per thread: arrays of 10 MB by the thousand then leave 80 to 120 MB that nobody uses
-    (measured with 11 million readouts).
+    (measured with 11 million readouts). It would also give back and fetch again the few megabytes
+    of every batch.
     """
     import ctypes
 
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+        mallopt(-1, 16 << 20)  # M_TRIM_THRESHOLD
         mallopt(-8, 2)  # M_ARENA_MAX
 
 

@@ -160,7 +160,7 @@ def _totals(validation: Validation) -> Iterator[Line]:
 def _sentence(totals: dict[str, int]) -> str:
     parts = [f"{totals['rows']:,} rows of {totals['requests']:,} requests"]
     words = {
-        "cache_ref": "cache references",
+        "cache_ref": "prefix-cache hits",
         "unresolved": "of them unresolved",
         "dropped": "dropped",
         "aborted": "aborted",

@@ -261,7 +261,7 @@ def settings_part(audit: Audit) -> Part:
         Row(("runs", Sentence(", ".join(runs + ([more] if more else []))))),
         Row(("overflow policies", Sentence(", ".join(audit.policies[:20]) or "none recorded"))),
         Row(("actds", audit.actds)),
-        Row(("schema", audit.schema_)),
+        Row(("format", f"{audit.format} {audit.version}")),
         Row(("audit took", f"{seconds(audit.duration_s)}, peak memory {peak}")),
     ]
     limits = [

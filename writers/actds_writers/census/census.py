@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,11 @@ from actds_writers.ipc.messages import (
 NO_STEP = -1
 RUNNING, NO_REQUEST = -1, -2
 """Instead of a number of sampled tokens: the request has not ended; there is no such request."""
+
+_COLUMNS = {
+    kind: [f.name for f in fields(kind) if f.name in tables.SCHEMAS["steps"].names[1:]]
+    for kind in (StepScheduled, StepExecuted)
+}
 
 
 @dataclass
@@ -161,7 +166,7 @@ class Census:
         self._steps.put(
             message.step,
             {
-                "t_ns": message.t_ns,
+                **_of_columns(message),
                 "batch_tokens": n_tokens,
                 "n_requests": len(who),
                 "prefill_tokens": n_prefill,
@@ -169,10 +174,7 @@ class Census:
                 "recomputed_tokens": int((new - start).sum()),
                 "new_tokens": int((stop - new).sum()),
                 "max_seq_len": int(stop.max()),
-                "waiting": message.waiting,
-                "running": message.running,
                 "n_preempted": len(message.preempted),
-                "kv_usage": message.kv_usage,
                 "cache_hit_ratio": self._hit_tokens / max(self._queried_tokens, 1),
             },
         )
@@ -208,11 +210,7 @@ class Census:
         self._staging_depth = message.queue_depth_stage1
         self._ring_depth = message.queue_depth_stage2
         self._lane_depth = message.queue_depth_readouts
-        names = ("duration_ns", "kernel_mode", "padded_tokens", "disk_write_latency_p99",
-                 "compression_backlog_bytes", "queue_depth_stage1", "queue_depth_stage2",
-                 "queue_depth_stage3")  # fmt: skip
-        executed = {name: getattr(message, name) for name in names}
-        self._steps.put(message.step, executed)
+        self._steps.put(message.step, _of_columns(message))
 
     def _lose(self, message: StepLost) -> None:
         self._lost[message.step] = message.reason
@@ -311,6 +309,11 @@ class Census:
 def _rows_table(rows: list[dict[str, object]]) -> pa.Table:
     names = tables.SCHEMAS["requests"].names
     return tables.build("requests", {name: [row.get(name) for row in rows] for name in names})
+
+
+def _of_columns(message: StepScheduled | StepExecuted) -> dict[str, int | float | str | None]:
+    """Return the fields of a message that are columns of ``steps``, the step number aside."""
+    return {name: getattr(message, name) for name in _COLUMNS[type(message)]}
 
 
 def _generated(sampled: np.ndarray, high_water: np.ndarray, prompt_len: np.ndarray) -> np.ndarray:

@@ -107,7 +107,7 @@ class SchedulerSide:
         running: int,
         references: tuple[Reference, ...] = (),
         preempted: tuple[int, ...] = (),
-        kv_usage: float | None = None,
+        **columns: Any,
     ) -> tuple[int, tuple[int, ...]]:
         """Report a step; return its number and the requests that ended since the last one.
 
@@ -118,7 +118,10 @@ class SchedulerSide:
             starts: first position that the step computes for it.
             n_tokens: tokens scheduled for it.
             references: prefix-cache hits.
-            kv_usage: share of the KV cache in use, ``None`` without blocks.
+            waiting: requests that wait.
+            running: requests that run.
+            preempted: requests that were preempted.
+            columns: further fields of ``StepScheduled``, for example ``kv_usage``.
         """
         self._step += 1
         ended = tuple(self._ended)
@@ -136,7 +139,7 @@ class SchedulerSide:
                     waiting=waiting,
                     running=running,
                     preempted=preempted,
-                    kv_usage=kv_usage,
+                    **columns,
                 )
             )
         return self._step, ended

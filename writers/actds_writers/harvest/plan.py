@@ -16,6 +16,7 @@ from actds.text import format_nbytes, format_seconds
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, PlanSettings, keywords_of
 from actds_writers.model_folder import model_config
+from actds_writers.policies import POLICIES
 from actds_writers.sizing.machine import (
     Capacity,
     Machine,
@@ -40,6 +41,7 @@ from actds_writers.sizing.needs import (
 
 LABEL = 9
 FOLD = 76
+_LOSING = ", ".join(sorted(set(POLICIES) - {"block"}))
 DTYPES = ("bfloat16", "float16", "float32")
 USUAL_LOAD = {
     "prefill": 0.0,
@@ -301,7 +303,7 @@ def _bottleneck(found: Capacity) -> list[str]:
         lost = 1 - found.sustained_share
         lines += [
             _line("", f"block: the engine slows to {found.sustained_share:.0%}"),
-            _line("", f"drop_newest, drop_oldest: {lost:.0%} of the rows are lost"),
+            _line("", f"{_LOSING}: {lost:.0%} of the rows are lost"),
             _line("", "no ring helps: fewer hooks, a faster stage, or fewer tokens"),
         ]
     elif not found.fits_burst:
@@ -368,8 +370,7 @@ def _stalls(found: Capacity) -> list[str]:
     ring = format_nbytes(found.memory.ring)
     lines = [
         f"disk stalls at the mean load, with a ring of {ring}:",
-        f"{'stall':<{LABEL}}{'ring full after':<18}{'block: engine waits':<22}"
-        "drop_newest, drop_oldest: rows lost",
+        f"{'stall':<{LABEL}}{'ring full after':<18}{'block: engine waits':<22}{_LOSING}: rows lost",
     ]
     for stall in found.stalls:
         full = "never" if stall.filled_s >= stall.stall_s else format_seconds(stall.filled_s)

@@ -300,7 +300,7 @@ class StepScheduled:
     waiting: int
     running: int
     preempted: tuple[int, ...]
-    kv_usage: float | None
+    kv_usage: float | None = None
 
 
 @dataclass(frozen=True)
@@ -327,6 +327,8 @@ class StepExecuted:
 
     Args:
         queue_depth_readouts: steps in the lane of readouts, ``None`` without one.
+
+    A field that is called like a column of ``steps`` is its value.
     """
 
     step: int
