@@ -260,7 +260,7 @@ GOOD = {"out": "/x", "hooks": "resid_post:1"}
     ("document", "words"),
     [
         ("yes", ["actds", "'yes'", "an object"]),
-        ({**GOOD, "fracton": 0.1}, ["actds.fracton", "not known", "fraction"]),
+        ({**GOOD, "fracton": 0.1}, ["actds.fracton", "unknown key", "fraction"]),
         ({**GOOD, "overflow": "drop"}, ["actds.overflow", "'drop'", "drop_newest"]),
         ({**GOOD, "fraction": 2}, ["actds.fraction", "2", "less than or equal to 1"]),
         ({**GOOD, "fraction": "half"}, ["actds.fraction", "'half'", "decimal"]),

@@ -201,7 +201,7 @@ def test_each_replica_has_a_port_of_its_own(
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"readouts": False, "probes": "p.npy"}, r"E017 .*actds\.probes: .*readouts false"),
+        ({"readouts": False, "probes": "p.npy"}, r"E017 .*actds\.probes: .*readouts is false"),
         ({"probes": "none.npy"}, r"E015 .*none\.npy"),
         ({"probes": "narrow.npy"}, r"E015 .*narrow\.npy"),
         ({"out": "s3://"}, r"E017 .*actds\.out"),
