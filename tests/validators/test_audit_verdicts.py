@@ -625,9 +625,9 @@ def test_a_p_at_the_rate_is_rejected_and_lies_on_the_wrong_side(p: float, reject
 
 
 def test_a_limit_without_a_side_is_no_number() -> None:
-    with pytest.raises(ValueError, match="stand together"):
+    with pytest.raises(ValueError, match="a limit needs its side"):
         Number(name="x", value=1.0, limit=2.0, ok=True)
-    with pytest.raises(ValueError, match="stand together"):
+    with pytest.raises(ValueError, match="a limit needs its side"):
         Number(name="x", value=1.0, must="at most")
 
 

@@ -91,14 +91,14 @@ class Estimate(Section):
 
 
 class Number(Section):
-    """A number that was held against a limit."""
+    """A number that was compared with a limit."""
 
     name: str = Field(description="what it is, in words")
     value: float
     must: Must | None = Field(
         default=None, description="on which side of the limit it has to lie, null if none"
     )
-    limit: float | None = Field(default=None, description="what it was held against")
+    limit: float | None = Field(default=None, description="what it was compared with")
     unit: str = Field(default="", description="empty for a plain number; p: of a test")
     ok: bool | None = Field(
         default=None, description="whether it is within the limit, null if none"
@@ -568,7 +568,7 @@ class Verdict(Section):
     kind: str = Field(description="negligible, uncorrelated, ... : a word for machines")
     sentence: str
     deciding: Number
-    numbers: list[Number] = Field(description="every number that was held against a limit")
+    numbers: list[Number] = Field(description="every number that was compared with a limit")
     lacks: list[str] = Field(default_factory=list, description="what is short, when inconclusive")
     next_steps: list[str] = Field(default_factory=list)
 
