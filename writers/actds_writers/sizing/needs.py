@@ -369,8 +369,7 @@ DTYPE_NBYTES = {"float32": 4}
 class Windows:
     """Tokens per second over windows of one length.
 
-    Args:
-        mean, p50, p99, max: of their rates, in tokens per second.
+    ``mean``, ``p50``, ``p99`` and ``max`` are those of their rates, in tokens per second.
     """
 
     seconds: float
