@@ -196,21 +196,21 @@ class _Owners:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._requests: OrderedDict[bytes, int] = OrderedDict()
+        self.requests: OrderedDict[bytes, int] = OrderedDict()
 
     def find(self, block: bytes) -> int | None:
         """Return the request that computed a block, ``None`` when that is not known."""
-        owner = self._requests.get(block)
+        owner = self.requests.get(block)
         if owner is not None:
-            self._requests.move_to_end(block)
+            self.requests.move_to_end(block)
         return owner
 
     def note(self, block: bytes, request: int) -> None:
         """Note who computed a block last."""
-        self._requests[block] = request
-        self._requests.move_to_end(block)
-        if self._limit is not None and len(self._requests) > self._limit:
-            self._requests.popitem(last=False)
+        self.requests[block] = request
+        self.requests.move_to_end(block)
+        if self._limit is not None and len(self.requests) > self._limit:
+            self.requests.popitem(last=False)
 
 
 def _external_id(internal_id: str) -> str:
