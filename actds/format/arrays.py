@@ -473,6 +473,44 @@ class ArrayReader:
                 out[where] = decoded[wanted[where] - index * self.rows_per_chunk]
         return out
 
+    def take(self, rows: npt.NDArray[np.int64], out: Bits) -> None:
+        """Fill an array with rows in ascending order; chunks without one are not read.
+
+        Args:
+            rows: row numbers ``(n,)``, each above the one before.
+            out: bit patterns ``(n, d_model)``, C-contiguous.
+
+        Raises:
+            ActdsError: E204 when a chunk is damaged.
+            ValueError: a number is no row, or ``out`` does not fit.
+
+        Spec: 0.1 section 4.
+        """
+        if not rows.size:
+            return
+        low, high = int(rows[0]), int(rows[-1]) + 1
+        if high - low == rows.size:
+            self.read(low, high, out)
+            return
+        if low < 0 or high > self.n_rows:
+            raise ValueError(f"rows in [{low}, {high}) of {self.n_rows}")
+        self._output(rows.size, out)
+        per = self.rows_per_chunk
+        chunks, first = np.unique(rows // per, return_index=True)
+        stops = [*first[1:].tolist(), rows.size]
+        # Chunks that lie side by side are read as one.
+        for run in np.split(np.arange(chunks.size), np.flatnonzero(np.diff(chunks) > 1) + 1):
+            frames = self._frames(int(chunks[run[0]]), int(chunks[run[-1]]) + 1)
+            for i, (index, frame) in zip(run.tolist(), frames, strict=True):
+                a, b = int(first[i]), stops[i]
+                if b - a == per:
+                    self._decode(index, frame, out[a:b])
+                else:
+                    np.take(
+                        self._decoded(index, frame), rows[a:b] - index * per,
+                        axis=0, out=out[a:b], mode="clip",
+                    )  # fmt: skip
+
     def _output(self, n_rows: int, out: Bits | None) -> Bits:
         shape, bits = (n_rows, self.d_model), self._layout.dtype.bits
         if out is None:

@@ -1,4 +1,4 @@
-"""Datasets opened for reading: hooks, tables, lazy arrays and their moments."""
+"""Datasets opened for reading: hooks, tables, lazy arrays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +19,7 @@ from actds.format import arrays, tables
 from actds.format.row_weights import RowWeights, read_row_weights
 from actds.format.shard import Shard
 from actds.format.tables import TableName
+from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.reading import Catalog
 from actds.schema import Hook, Phase, RunRecord, Seal
 from actds.sealing import check_provenance
@@ -32,18 +32,14 @@ __all__ = [
     "Dataset",
     "LazyArray",
     "OpenArrays",
-    "Stats",
     "open",
     "open_array",
     "rows_at_a_time",
     "rows_together",
-    "stats_of",
 ]
 
 MAX_OPEN_ARRAYS = 64
 """Files that stay open: a dataset may have more shards than a process may open."""
-BLOCK_NBYTES = 1 << 24
-"""Bytes of float64 rows that ``stats_of`` holds at a time."""
 
 _MAX_READ_NBYTES = 1 << 26  # rows of all hooks that are read together, unless a chunk has more
 
@@ -159,9 +155,11 @@ class Dataset:
         return LazyArray(self.hooks[hook], shards)
 
     def stats(self, hook: str) -> Stats:
-        """Return count, mean, variance and mean norm of a hook's rows, computed in float64.
+        """Return statistics of a hook's rows: moments, norms and the geometric median.
 
-        Reads all rows of the hook once.
+        Reads all rows of the hook once, shard by shard. The result is kept in the user's cache
+        folder (``ACTDS_CACHE``) under the dataset's digest; a pass that was interrupted continues
+        after the last shard that it finished.
 
         Args:
             hook: name of the hook.
@@ -169,7 +167,10 @@ class Dataset:
         Raises:
             ActdsError: E014 the dataset has no such hook; as indexing ``array(hook)``.
         """
-        return stats_of(self.array(hook))
+        shards = self.shards_of(hook)
+        return stats_of_rows(
+            self.hooks[hook], shards, [None] * len(shards), key=self.digest, cache=cache_folder()
+        )
 
     def row_weights(self, path: str | os.PathLike[str]) -> RowWeights:
         """Read a weights file of this dataset, and check all of it.
@@ -599,57 +600,3 @@ class LazyArray:
                 raise IndexError(f"a mask of {chosen.shape}; expected ({len(self)},)")
             chosen = np.flatnonzero(chosen)
         return self.gather(chosen)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Moments of the stored rows of a hook, each row counted once.
-
-    Args:
-        count: number of rows.
-        mean: float64 ``(d_model,)``, per channel; nan without rows.
-        variance: float64 ``(d_model,)``: mean squared deviation from ``mean``, divided by
-            ``count``; nan without rows.
-        mean_norm: mean Euclidean norm of a row; nan without rows.
-    """
-
-    count: int
-    mean: npt.NDArray[np.float64]
-    variance: npt.NDArray[np.float64]
-    mean_norm: float
-
-    @property
-    def std(self) -> npt.NDArray[np.float64]:
-        """Return the standard deviation per channel, float64 ``(d_model,)``."""
-        return np.sqrt(self.variance)
-
-
-def stats_of(array: LazyArray) -> Stats:
-    """Return the moments of an array from one pass over it.
-
-    Blocks are joined by their means and squared deviations (Chan, Golub and LeVeque 1979), so that
-    a mean far from zero costs no digits.
-
-    Args:
-        array: the rows.
-    """
-    n_rows, d_model = array.shape
-    step = max(1, BLOCK_NBYTES // (8 * d_model))
-    count, norms = 0, 0.0
-    mean, squares = np.zeros(d_model), np.zeros(d_model)
-    for start in range(0, n_rows, step):
-        block = array[start : start + step].astype(np.float64)
-        n = len(block)
-        norms += float(np.sqrt(np.einsum("ij,ij->i", block, block)).sum())
-        middle = block.mean(axis=0)
-        block -= middle
-        squares += np.einsum("ij,ij->j", block, block)
-        shift = middle - mean
-        total = count + n
-        squares += shift * shift * (count * n / total)
-        mean += shift * (n / total)
-        count = total
-    if not count:
-        nothing = np.full(d_model, np.nan)
-        return Stats(0, nothing, nothing.copy(), float("nan"))
-    return Stats(count, mean, squares / count, norms / count)

@@ -22,12 +22,12 @@ from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
 from actds.load.dataset import Dataset, open_array, rows_at_a_time
 from actds.load.dataset import open as open_dataset
+from actds.load.filters import bad
 from actds.load.selection import (
     PROVENANCE_COLUMNS,
     WEIGHT,
-    Exclusion,
+    RowFilter,
     Selection,
-    bad,
     select,
     warn_where_none,
 )
@@ -45,6 +45,9 @@ def load_dataset(
     streaming: bool = False,
     hooks: str | Sequence[str] | None = None,
     phase: Literal["prefill", "decode"] | None = None,
+    where: str | None = None,
+    split: Literal["train", "held_out"] | None = None,
+    held_out: float = 0.0,
     columns: Sequence[str] | None = None,
     batched_chunks: bool = False,
     weights: str | os.PathLike[str] | None = None,
@@ -77,6 +80,9 @@ def load_dataset(
         weights: path of a weights file (section 10.4); each example has a float32 ``weight``.
         exclude: rows to leave out, one name or several of ``special``, ``bos``, ``eos``,
             ``first_position`` and ``sink``, as in ``actds.Loader``.
+        where: an expression of the rows to read, as in ``actds.Loader``.
+        split: ``train`` or ``held_out``, as in ``actds.Loader``.
+        held_out: the share of requests that are held out.
         cache_dir: map-style only: folder of the Arrow files; the ``datasets`` cache when None.
         i_accept_unsealed: read a dataset that is not sealed.
         i_accept_unprovenanced: read a dataset whose provenance is missing.
@@ -100,7 +106,12 @@ def load_dataset(
     dataset = open_dataset(
         os.fspath(path), i_accept_unsealed=accept[0], i_accept_unprovenanced=accept[1]
     )
-    selection = select(dataset, hooks, phase, exclude=exclude, weights_file=weights)
+    selection = select(
+        dataset, hooks, phase, exclude=exclude, where=where, split=split, held_out=held_out,
+        weights=weights,
+    )  # fmt: skip
+    if selection.loss_weight is not None:
+        raise bad("weights", f"no file {os.fspath(weights or '')!r}", "the path of a weights file")
     names = _select_columns(selection, columns)
     warn_where_none(selection.excluded, stacklevel=2)
     if not streaming:
@@ -116,7 +127,10 @@ def load_dataset(
         columns=names,
         batched_chunks=batched_chunks,
         weights=None if file is None else (os.fspath(file.path), file.sha256),
-        exclude=selection.exclusion.names,
+        exclude=selection.filter.exclusion.names,
+        where=where,
+        split=split,
+        held_out=held_out,
     )
     # datasets splits work along lists: this one and no other is a list.
     shards = [shard.name for shard in selection.shards]
@@ -167,6 +181,9 @@ class Source:
         batched_chunks: whether an example is a chunk of rows.
         weights: path and SHA-256 of a weights file.
         exclude: names of rows to leave out.
+        where: an expression of the rows to read.
+        split: the part of a split by request.
+        held_out: the share of requests that are held out.
     """
 
     path: str
@@ -177,10 +194,13 @@ class Source:
     batched_chunks: bool
     weights: tuple[str, str] | None
     exclude: tuple[str, ...]
+    where: str | None
+    split: str | None
+    held_out: float
 
 
 @functools.lru_cache(maxsize=8)
-def _open(source: Source) -> tuple[Dataset, RowWeights | None, Exclusion]:
+def _open(source: Source) -> tuple[Dataset, RowWeights | None, RowFilter]:
     """Return what a stream reads, opened once per process: DataLoader workers do so, too."""
     dataset = open_dataset(
         source.path, i_accept_unsealed=source.accept[0], i_accept_unprovenanced=source.accept[1]
@@ -206,16 +226,20 @@ def _open(source: Source) -> tuple[Dataset, RowWeights | None, Exclusion]:
                 next_step="The file changed after load_dataset: load it again.",
             )
     hooks = [dataset.hooks[name] for name in source.hooks]
-    return dataset, weights, Exclusion(dataset, hooks, source.exclude)
+    row_filter = RowFilter(
+        dataset, hooks, exclude=source.exclude, where=source.where, split=source.split,
+        held_out=source.held_out,
+    )  # fmt: skip
+    return dataset, weights, row_filter
 
 
 def examples(shards: list[str], source: Source) -> Iterator[dict[str, Any]]:
     """Yield the examples of shards; what ``datasets`` calls, in any process."""
-    dataset, row_weights, exclusion = _open(source)
+    dataset, row_weights, row_filter = _open(source)
     by_name = {shard.name: shard for shard in dataset.shards}
     chosen = [dataset.hooks[name] for name in source.hooks]
     for name in shards:
-        for chunk in _chunks(by_name[name], chosen, source.columns, row_weights, exclusion):
+        for chunk in _chunks(by_name[name], chosen, source.columns, row_weights, row_filter):
             if source.batched_chunks:
                 yield chunk
                 continue
@@ -235,7 +259,7 @@ def _chunks(
     hooks: Sequence[Hook],
     columns: Sequence[str],
     weights: RowWeights | None,
-    exclusion: Exclusion,
+    row_filter: RowFilter,
 ) -> Iterator[dict[str, Any]]:
     """Yield fresh tensors ``(n, d_model)`` and columns ``(n,)``, a chunk of rows at a time."""
     readers = {hook.name: open_array(shard, hook) for hook in hooks}
@@ -243,7 +267,7 @@ def _chunks(
         tokens = _shard_columns(shard, columns)
         if weights:
             tokens[WEIGHT] = weights.of_shards([shard.name])[shard.name]
-        kept = exclusion.kept(shard)
+        kept = row_filter.kept(shard)
         step = rows_at_a_time(readers)
         for start in range(0, shard.n_rows, step):
             stop = min(start + step, shard.n_rows)

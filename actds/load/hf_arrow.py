@@ -138,7 +138,8 @@ def map_style(
         columns: provenance columns.
         cache_dir: folder of the files; the ``datasets`` cache when None.
     """
-    hooks, weights, exclude = selection.hooks, selection.row_weights, selection.exclusion.names
+    hooks, weights = selection.hooks, selection.row_weights
+    chosen = {name: value for name, value in selection.filter.identity.items() if value}
     key = canonical.dump(
         {
             "columns": list(columns),
@@ -148,7 +149,7 @@ def map_style(
             "version": _CACHE_VERSION,
         }
         | ({"weights": weights.sha256} if weights else {})
-        | ({"exclude": list(exclude)} if exclude else {})
+        | chosen
     )
     fingerprint = hashlib.sha256(key).hexdigest()[:32]
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "actds" / fingerprint
@@ -185,7 +186,7 @@ def _write(file: Path, shard: Shard, selection: Selection, columns: Sequence[str
     schema = _schema(hooks, columns, weights)
     weight = weights.of_shards([shard.name])[shard.name] if weights else None
     readers = {hook.name: open_array(shard, hook) for hook in hooks}
-    kept = selection.exclusion.kept(shard)
+    kept = selection.filter.kept(shard)
     stored = [name for name in columns if name != "run"]
     tokens = shard.tokens(stored) if stored else None
     step = rows_at_a_time(readers)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import gcd
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import numpy as np
+
 from actds import __version__, canonical
-from actds.format.arrays import DTYPES, chunk_rows, to_torch
+from actds.format.arrays import DTYPES, chunk_rows
+from actds.format.shard import Shard
 from actds.load.dataset import Dataset, rows_together
-from actds.load.dataset import open as open_dataset
-from actds.load.order import ORDER_VERSION, Geometry, Pieces, order_key
-from actds.load.pool import Batch, BatchSpec, Pipeline, n_batches
-from actds.load.selection import Selection, bad, select, warn_where_none
+from actds.load.filters import bad
+from actds.load.mixture import Mixture, Source, make_mixture, open_sources
+from actds.load.order import ORDER_VERSION, Geometry, order_key
+from actds.load.pool import Batch, BatchSpec, Part, Pipeline, n_batches
+from actds.load.selection import Selection, select, warn_where_none
+from actds.load.stats import Stats, cache_folder, stats_of_rows
+from actds.load.transform import Normalize, Transform
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["Loader"]
 
 _LANES = 8
-_MULTIPLICITY = "multiplicity"
-_WEIGHTS = "'multiplicity', the path of a weights file, or one of each"
-_STATE_VERSION = 1
+MULTIPLICITY = "multiplicity"
+_WEIGHTS = "'multiplicity', the path of a weights file or an expression, or one of each"
+_STATE_VERSION = 2
 
 
 class Loader:
@@ -101,15 +108,22 @@ class Loader:
 
     def __init__(
         self,
-        source: str | os.PathLike[str] | Dataset,
+        source: Source | Sequence[Source] | Mapping[Source, float],
         hooks: str | Sequence[str] | None = None,
         *,
         batch: int = 4096,
         phase: Literal["prefill", "decode"] | None = None,
-        window_rows: int = 65536,
-        weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        where: str | None = None,
         exclude: str | Sequence[str] = (),
-        dtype: Literal["float32"] | None = None,
+        split: Literal["train", "held_out"] | None = None,
+        held_out: float = 0.0,
+        mix: Mapping[str, float] | None = None,
+        frequency: str | None = None,
+        weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        normalize: Normalize | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        device: str | torch.device | None = None,
+        window_rows: int = 65536,
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
@@ -127,31 +141,39 @@ class Loader:
         )  # fmt: skip
         lanes = gcd(batch, _LANES) if lanes is None else lanes
         _check_lanes(batch, lanes, rank, world)
-        served, file = _split_weights(weights)
-        if dtype not in (None, "float32"):
-            raise bad("dtype", repr(dtype)[:80], "None or 'float32'")
-        self.dataset = _opened(source, i_accept_unsealed, i_accept_unprovenanced)
-        self._selection = select(
-            self.dataset,
-            hooks,
-            phase,
-            exclude=exclude,
-            multiplicity=served is not None,
-            weights_file=file,
+        served, weight = _split_weights(weights)
+        datasets, shares = open_sources(source, i_accept_unsealed, i_accept_unprovenanced)
+
+        def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
+            return select(
+                dataset, hooks, phase, where=where, exclude=exclude, split=split,
+                held_out=held_out, multiplicity=served, weights=weight, frequency=frequency,
+            )  # fmt: skip
+
+        self.datasets, self.dataset = datasets, datasets[0]
+        self._rows = make_mixture(datasets, shares, mix, phase, where, chosen)
+        warn_where_none(self._rows.excluded, stacklevel=2)
+        self._transform = Transform(datasets, self._rows.hooks, normalize, dtype, device)
+        self._normalize = normalize if isinstance(normalize, str) else normalize and "stats"
+        piece_rows = _piece_rows(datasets, window_rows // lanes)
+        geometry = Geometry(
+            batch, lanes, window_rows, piece_rows, phase, MULTIPLICITY if served else None
         )
-        warn_where_none(self._selection.excluded, stacklevel=2)
-        piece_rows = _piece_rows(self.dataset, window_rows // lanes)
-        geometry = Geometry(batch, lanes, window_rows, piece_rows, phase, served)
-        key = order_key(self.dataset.digest, seed)
         mine = range(rank * (lanes // world), (rank + 1) * (lanes // world))
-        self._spec = _batch_spec(self._selection, geometry, key, mine, provenance)
-        self._dtype, self._seed, self._rank, self._world = dtype, seed, rank, world
+        self._spec = _batch_spec(
+            self._rows, geometry, seed, mine, provenance, self._transform.pinned
+        )
+        self._seed, self._rank, self._world = seed, rank, world
         self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
-        first = self._spec.order(0)
+        if len(self._rows.parts) > 1 and not drop_last:
+            raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
+        first = self._spec.epoch(0).order
         self._n_batches, self._n_left = n_batches(first, drop_last), first.n_left
-        self._n_entries = first.n_entries
+        self._n_entries = sum(order.n_entries for order in first.orders)
         if not self._n_batches:
-            raise bad("batch", str(batch), f"at most the {first.n_entries} rows of the selection")
+            raise bad("batch", str(batch), f"at most the {self._n_entries} rows of the selection")
+        self._began = self._waited = 0.0
+        self._n_given = 0
         self._epoch = self._step = 0  # of the next batch
         self._pass_start, self._begun, self._end_told = 0, False, False
         self._n_iterators = 0
@@ -173,12 +195,54 @@ class Loader:
     @property
     def excluded(self) -> dict[str, int]:
         """Return how many stored rows each name of ``exclude`` leaves out."""
-        return dict(self._selection.excluded)
+        return self._rows.excluded
 
     @property
-    def _weights_sha256(self) -> str | None:
-        row_weights = self._selection.row_weights
-        return None if row_weights is None else row_weights.sha256
+    def n_rows(self) -> int:
+        """Return the stored rows that are read, each counted once."""
+        return self._rows.n_kept
+
+    def stats(self) -> dict[str, Stats]:
+        """Return statistics of the rows that are read, by hook; each as often as it is served.
+
+        They are computed in one pass and kept, as those of ``Dataset.stats``. ``frequency`` and
+        the shares of a mixture do not change them.
+
+        Raises:
+            ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
+        """
+        shards = [shard for one in self._rows.selections for shard in one.shards]
+        counts = [count for one in self._rows.selections for count in one.counts]
+        key = canonical.dump([self._rows.digest, self._rows.identity, self._spec.geometry.weights])
+        return {
+            hook.name: stats_of_rows(
+                hook, shards, counts, key=canonical.digest(key), cache=cache_folder()
+            )
+            for hook in self._rows.hooks
+        }
+
+    @property
+    def progress(self) -> Progress:
+        """Return how far the epoch is, and how fast the batches come to this rank."""
+        seconds = time.perf_counter() - self._began if self._n_given else 0.0
+        return Progress(
+            self._epoch, self._step, self._n_batches, self._n_given, seconds, self._waited
+        )
+
+    def __repr__(self) -> str:
+        rows = self._rows
+        where = rows.selections[0].filter.where
+        return (
+            f"<actds.Loader {', '.join(d.path for d in self.datasets)}: "
+            f"{', '.join(hook.name for hook in rows.hooks)}, {rows.n_kept:,} of {rows.n_stored:,} "
+            f"rows ({rows.n_kept / rows.n_stored:.1%})"
+            + (f" where {where}" if where is not None and not rows.names else "")
+            + "".join(
+                f", {sum(one.n_kept for one in part):,} {name}"
+                for name, part in zip(rows.names, rows.parts, strict=False)
+            )
+            + f"; {self._n_batches:,} batches of {self._spec.geometry.batch:,} an epoch>"
+        )
 
     @property
     def config(self) -> dict[str, Any]:
@@ -189,21 +253,23 @@ class Loader:
         ``excluded`` (rows by name), ``rows_per_epoch``, ``seed``, ``order`` (its version),
         ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``, ``rank``, ``world``.
         """
-        geometry = self._spec.geometry
+        geometry, rows = self._spec.geometry, self._rows
         return {
             "format": "actds.loader",
             "actds": __version__,
             "dataset": self.dataset.path,
-            "digest": self.dataset.digest,
-            "sealed": self.dataset.seal is not None,
-            "runs": list(self._selection.runs),
-            "hooks": [hook.name for hook in self._selection.hooks],
-            "dtype": self._dtype
-            or ", ".join(sorted({hook.dtype for hook in self._selection.hooks})),
+            "digest": rows.digest,
+            "datasets": [{"path": d.path, "digest": d.digest} for d in self.datasets],
+            "sealed": all(dataset.seal is not None for dataset in self.datasets),
+            "runs": list(rows.runs),
+            "hooks": [hook.name for hook in rows.hooks],
+            "dtype": self._transform.dtype or ", ".join(sorted({h.dtype for h in rows.hooks})),
+            "normalize": self._normalize,
+            "normalize_sha256": self._transform.identity,
             "phase": geometry.phase,
             "multiplicity": geometry.weights is not None,
-            "weights_sha256": self._weights_sha256,
-            "exclude": list(self._selection.exclusion.names),
+            **{key: value for key, value in rows.identity.items() if key != "shards"},
+            "exclude": rows.identity["exclude"] or [],
             "excluded": self.excluded,
             "rows_per_epoch": self._n_entries,
             "seed": self._seed,
@@ -259,7 +325,10 @@ class Loader:
         if self._pipeline is None:
             self._start()
         assert self._pipeline is not None
+        asked = time.perf_counter()
+        self._began = self._began or asked
         batch = self._pipeline.next()
+        self._waited += time.perf_counter() - asked
         if batch is None:
             # The pipeline ends before the pass only when another thread closed the loader.
             raise ValueError("the loader was closed in the middle of a pass")
@@ -289,12 +358,9 @@ class Loader:
             raise bad("loader", "a process forked from the one that reads", "a loader of its own")
 
     def _present(self, batch: Batch) -> Any:
-        tensors: dict[str, torch.Tensor] = {
-            hook.name: to_torch(batch.acts[hook.name], hook.dtype) for hook in self._selection.hooks
-        }
-        if self._dtype is not None:
-            tensors = {name: tensor.float() for name, tensor in tensors.items()}
-        acts = tensors if len(tensors) > 1 else tensors[self._selection.hooks[0].name]
+        tensors = self._transform(batch.acts)
+        acts = tensors if len(tensors) > 1 else tensors[self._rows.hooks[0].name]
+        self._n_given += len(batch.acts[self._rows.hooks[0].name])
         return acts if batch.rows is None else (acts, batch.rows)
 
     def _start(self) -> None:
@@ -375,13 +441,44 @@ class Loader:
         return {
             "version": _STATE_VERSION,
             "order": ORDER_VERSION,
-            "digest": self.dataset.digest,
+            "digest": self._rows.digest,
             "seed": self._seed,
             "geometry": self._spec.geometry.as_dict(),
-            "shards": canonical.digest(canonical.dump([s.name for s in self._selection.shards])),
-            "weights_sha256": self._weights_sha256,
-            "exclude": list(self._selection.exclusion.names) or None,
+            **self._rows.identity,
         }
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a loader is, and how fast.
+
+    Args:
+        epoch: the present epoch, from 0.
+        step: batches of it that were handed out.
+        n_batches: batches of an epoch.
+        n_rows: rows that this loader object has handed out to its rank.
+        seconds: since it was first asked for a batch.
+        waited_s: seconds of these that the trainer waited for a batch.
+    """
+
+    epoch: int
+    step: int
+    n_batches: int
+    n_rows: int
+    seconds: float
+    waited_s: float
+
+    @property
+    def rows_per_s(self) -> float:
+        """Return the rows per second, of the trainer and the loader together."""
+        return self.n_rows / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        share = self.waited_s / self.seconds if self.seconds else 0.0
+        return (
+            f"epoch {self.epoch}, batch {self.step:,} of {self.n_batches:,}, "
+            f"{self.rows_per_s:,.0f} rows/s, {share:.0%} of the time waiting for data"
+        )
 
 
 class _Pass(Iterator[Any]):
@@ -405,57 +502,53 @@ class _Pass(Iterator[Any]):
             raise
 
 
-def _opened(
-    source: str | os.PathLike[str] | Dataset, unsealed: bool, unprovenanced: bool
-) -> Dataset:
-    if isinstance(source, Dataset):
-        return source
-    return open_dataset(
-        os.fspath(source), i_accept_unsealed=unsealed, i_accept_unprovenanced=unprovenanced
-    )
-
-
-def _piece_rows(dataset: Dataset, most: int) -> int:
+def _piece_rows(datasets: Sequence[Dataset], most: int) -> int:
     """Return the rows of a piece, the same whichever hooks are read."""
-    return rows_together(
-        (chunk_rows(h.d_model, DTYPES[h.dtype].itemsize) for h in dataset.hooks.values()), most
-    )
+    hooks = [hook for dataset in datasets for hook in dataset.hooks.values()]
+    return rows_together((chunk_rows(h.d_model, DTYPES[h.dtype].itemsize) for h in hooks), most)
 
 
 def _batch_spec(
-    selection: Selection,
-    geometry: Geometry,
-    key: tuple[int, int],
-    lanes: range,
-    provenance: bool,
+    rows: Mixture, geometry: Geometry, seed: int, lanes: range, provenance: bool, pinned: bool
 ) -> BatchSpec:
     """Return what batches are made of, with the weights of all rows in memory."""
-    pieces = Pieces.of_shards(
-        [shard.n_rows for shard in selection.shards], geometry.piece_rows, selection.counts
+    shards: list[Shard] = []
+    weights: list[Any] = []
+    parts = []
+    for number, (selections, share) in enumerate(zip(rows.parts, rows.shares, strict=True)):
+        first = len(shards)
+        counts: list[Any] = []
+        frequencies: list[Any] = []
+        for selection in selections:
+            shards += selection.shards
+            counts += selection.counts
+            frequencies += selection.frequencies() or []
+            weights += selection.weights() or []
+        n_entries = sum(
+            shard.n_rows if count is None else int(count.sum(dtype=np.int64))
+            for shard, count in zip(shards[first:], counts, strict=True)
+        )
+        digests = [selection.dataset.digest for selection in selections]
+        digest = digests[0] if len(digests) == 1 else canonical.digest(canonical.dump(digests))
+        key = order_key(digest, seed, number)
+        span = range(first, len(shards))
+        parts.append(Part(span, counts, frequencies or None, n_entries, share, key))
+    return BatchSpec(
+        rows.hooks, shards, rows.runs, parts, geometry, lanes, provenance, weights or None, pinned
     )
-    names = [shard.name for shard in selection.shards]
-    weights = None
-    if selection.row_weights is not None:
-        by_shard = selection.row_weights.of_shards(names)
-        weights = [by_shard[name] for name in names]
-    return BatchSpec(selection, pieces, geometry, key, lanes, provenance, weights)
 
 
 def _split_weights(
     weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
-) -> tuple[str | None, Path | None]:
-    """Return ``multiplicity`` if it is asked for, and the weights file if one is."""
+) -> tuple[bool, str | os.PathLike[str] | None]:
+    """Return whether ``multiplicity`` is asked for, and the weights file or expression."""
     if weights is None:
-        return None, None
+        return False, None
     given = list(weights) if isinstance(weights, list | tuple) else [weights]
-    files = [
-        Path(one) for one in given if isinstance(one, str | os.PathLike) and one != _MULTIPLICITY
-    ]
-    if not given or len(files) > 1 or len(given) != len(files) + (_MULTIPLICITY in given):
+    others = [one for one in given if isinstance(one, str | os.PathLike) and one != MULTIPLICITY]
+    if not given or len(others) > 1 or len(given) != len(others) + (MULTIPLICITY in given):
         raise bad("weights", repr(weights)[:200], _WEIGHTS)
-    if files and not files[0].is_file():
-        raise bad("weights", f"no file {str(files[0])!r}", _WEIGHTS)
-    return _MULTIPLICITY if _MULTIPLICITY in given else None, files[0] if files else None
+    return MULTIPLICITY in given, others[0] if others else None
 
 
 def _check_numbers(**values: int | None) -> None:

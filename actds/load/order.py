@@ -9,15 +9,20 @@ seen), cut in *pieces* (runs of consecutive rows of one shard, read as one):
    of ranks;
 3. a lane is read in *windows* of whole pieces, each shuffled by its own Philox stream.
 
+A mixture has an order for each of its *parts*, and every batch takes from each its share: exact
+over any run of batches, to one entry.
+
 All randomness is counter-based: any batch of any epoch is found without the ones before it.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -26,22 +31,25 @@ from actds import canonical
 
 __all__ = [
     "ORDER_VERSION",
+    "Epoch",
     "EpochOrder",
     "Geometry",
     "Pieces",
     "Window",
+    "frequency_counts",
     "order_key",
     "piece_order",
     "visit_counts",
 ]
 
-ORDER_VERSION = 2
+ORDER_VERSION = 3
 """Raised when the same arguments give another order; a state of another version is refused."""
 
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
 _PIECES_STREAM = 2**63  # no lane has this number, so no window shares the stream
+_FREQUENCY_STREAM = 2**63 + 1
 
 
 @dataclass(frozen=True)
@@ -70,9 +78,14 @@ class Geometry:
         return self.batch // self.lanes
 
     @property
-    def window_pieces(self) -> int:
-        """Return the pieces that one window of one lane holds."""
-        return max(1, self.window_rows // (self.lanes * self.piece_rows))
+    def window_entries(self) -> int:
+        """Return the entries after which a window of a lane takes no further piece."""
+        return max(1, self.window_rows // self.lanes)
+
+    @property
+    def max_window_rows(self) -> int:
+        """Return the different rows of a window of a lane at most: its last piece is whole."""
+        return self.window_entries + self.piece_rows
 
     def as_dict(self) -> dict[str, object]:
         """Return the numbers as a state stores them."""
@@ -159,9 +172,9 @@ def _sums(counts: npt.NDArray[np.integer], start: Ints) -> Ints:
     return np.add.reduceat(counts.astype(np.int64), start) if counts.size else start
 
 
-def order_key(digest: str, seed: int) -> tuple[int, int]:
-    """Return the 128-bit Philox key of a dataset and a seed, as two 64-bit words."""
-    text = canonical.dump({"digest": digest, "order": ORDER_VERSION, "seed": seed})
+def order_key(digest: str, seed: int, part: int = 0) -> tuple[int, int]:
+    """Return the 128-bit Philox key of a dataset, a seed and a part of a mixture, as two words."""
+    text = canonical.dump({"digest": digest, "order": ORDER_VERSION, "part": part, "seed": seed})
     raw = hashlib.sha256(text).digest()
     return int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:16], "little")
 
@@ -189,6 +202,35 @@ def _permutation(words: Keys) -> Ints:
 def piece_order(n_pieces: int, key: tuple[int, int], epoch: int) -> Ints:
     """Return the pieces of an epoch in the order in which lanes are cut, int64 ``(n_pieces,)``."""
     return _permutation(_raw(key, epoch, _PIECES_STREAM, 0, n_pieces))
+
+
+def frequency_counts(
+    frequencies: Sequence[npt.NDArray[np.float64]], n_entries: int, key: tuple[int, int], epoch: int
+) -> list[npt.NDArray[np.int64]]:
+    """Return how often each row comes in an epoch, where rows come in proportion to a number.
+
+    Systematic sampling: a comb of ``n_entries`` equal teeth with a random start is laid over the
+    numbers. So a row comes as often as it should to less than one, in every epoch, and exactly so
+    in the mean of many.
+
+    Args:
+        frequencies: numbers of the rows of each shard, at least 0.
+        n_entries: entries of the epoch.
+        key: the Philox key.
+        epoch: from 0.
+    """
+    start = float(_raw(key, epoch, _FREQUENCY_STREAM, 0, 1)[0] >> np.uint64(11)) / 2.0**53
+    scale = n_entries / sum(float(numbers.sum()) for numbers in frequencies)
+    counts, sums, low = [], np.zeros(1), 0
+    for numbers in frequencies:
+        sums = sums[-1] + np.concatenate([[0.0], np.cumsum(numbers) * scale])
+        teeth = np.minimum(np.floor(sums + start).astype(np.int64), n_entries)
+        counts.append(np.diff(teeth))
+        low = int(teeth[-1])
+    # Whatever is lost in a sum of many numbers, an epoch has its length.
+    shard = max(i for i, numbers in enumerate(frequencies) if numbers.any())
+    counts[shard][np.flatnonzero(frequencies[shard])[-1]] += n_entries - low
+    return counts
 
 
 @dataclass(frozen=True)
@@ -224,6 +266,7 @@ class EpochOrder:
     def __init__(
         self, pieces: Pieces, geometry: Geometry, key: tuple[int, int], epoch: int
     ) -> None:
+        self.pieces = pieces
         self._geometry, self._key, self._epoch = geometry, key, epoch
         n_pieces = pieces.n_entries.size
         self._piece = piece_order(n_pieces, key, epoch)
@@ -234,16 +277,6 @@ class EpochOrder:
     def n_entries(self) -> int:
         """Return the entries of the epoch over all lanes."""
         return int(self._start[-1])
-
-    @property
-    def n_full_batches(self) -> int:
-        """Return the number of global batches that are full."""
-        return self.n_entries // self._geometry.batch
-
-    @property
-    def n_left(self) -> int:
-        """Return the entries after the last full batch: fewer than a batch."""
-        return self.n_entries % self._geometry.batch
 
     @cached_property
     def _lane_start(self) -> Ints:
@@ -264,32 +297,109 @@ class EpochOrder:
         return first, max(first, stop)
 
     def n_windows(self, lane: int) -> int:
-        """Return the windows of a lane."""
-        if not self.lane_entries(lane):
-            return 0
-        first, stop = self._lane_pieces(lane)
-        return -(-(stop - first) // self._geometry.window_pieces)
+        """Return the windows of a lane; one after a piece longer than a window may be empty."""
+        n_entries = self.lane_entries(lane)
+        return self.window_at(lane, n_entries - 1) + 1 if n_entries else 0
 
     def window_at(self, lane: int, position: int) -> int:
-        """Return the window that holds a position of a lane."""
-        first, _ = self._lane_pieces(lane)
-        at = int(np.searchsorted(self._start, self._lane_start[lane] + position, "right")) - 1
-        return (at - first) // self._geometry.window_pieces
+        """Return the window that holds a position of a lane: that in which its piece begins."""
+        low = self._lane_start[lane]
+        piece = int(np.searchsorted(self._start, low + position, "right")) - 1
+        return int(max(self._start[piece] - low, 0)) // self._geometry.window_entries
 
     def window(self, lane: int, index: int) -> Window:
         """Return one window of a lane."""
         first, stop = self._lane_pieces(lane)
-        per = self._geometry.window_pieces
-        a, b = first + index * per, min(stop, first + (index + 1) * per)
-        base = self._start[a:b]
         low, high = self._lane_start[lane], self._lane_start[lane + 1]
+        begin, size = low + index * self._geometry.window_entries, self._geometry.window_entries
+        # The first piece of a lane may begin before it.
+        a = first if not index else int(np.searchsorted(self._start[:stop], begin))
+        b = max(a, int(np.searchsorted(self._start[:stop], begin + size)))
+        base = self._start[a:b]
         start = np.maximum(low - base, 0)
         end = np.minimum(self._start[a + 1 : b + 1], high) - base
         words = _raw(self._key, self._epoch, lane, index, int((end - start).sum()))
         return Window(
-            first=int(base[0] + start[0] - low),
+            first=int(max(self._start[a] - low, 0)),
             pieces=self._piece[a:b],
             start=start,
             stop=end,
             order=_permutation(words),
+        )
+
+
+class Epoch:
+    """The batches of an epoch: how many there are, and what each takes from lanes and parts.
+
+    Args:
+        orders: the order of each part.
+        shares: the share of each part, as integers; what they add up to is the period.
+        geometry: the shape of the order.
+    """
+
+    def __init__(
+        self, orders: Sequence[EpochOrder], shares: Sequence[int], geometry: Geometry
+    ) -> None:
+        self.orders = orders
+        self._geometry = geometry
+        self._shares = tuple(shares)
+
+    @cached_property
+    def _taken(self) -> Ints:
+        """What lanes give of parts before each step of one period, ``(steps + 1, lanes, parts)``.
+
+        Entry ``t`` of an epoch is counted over lanes and batches. What parts have of the first
+        ``t`` entries repeats after as many entries as the shares add up to; and in steps, too.
+        """
+        lanes, size, total = self._geometry.lanes, self._geometry.lane_batch, sum(self._shares)
+        period = total // gcd(total, lanes * size)
+        t = np.arange(period * lanes + 1, dtype=np.int64) * size
+        below, left, parts = t, total, []
+        for share in self._shares[:-1]:
+            # The first part takes its share, the next one its share of what is left, and so on.
+            part = below * share // left
+            parts.append(part)
+            below, left = below - part, left - share
+        given = np.diff(np.stack([*parts, below], axis=1), axis=0)
+        taken = np.zeros((period + 1, lanes, len(self._shares)), np.int64)
+        np.cumsum(given.reshape(period, lanes, -1), axis=0, out=taken[1:])
+        return taken
+
+    @cached_property
+    def n_full_batches(self) -> int:
+        """Return the full batches: a mixture ends before the first part that would run out."""
+        if len(self.orders) == 1:
+            return self.orders[0].n_entries // self._geometry.batch
+        most = sum(order.n_entries for order in self.orders) // self._geometry.batch
+        return bisect_left(range(1, most + 1), True, key=lambda n: not self._lasts(n))
+
+    @property
+    def n_left(self) -> int:
+        """Return the entries that no full batch takes."""
+        total = sum(order.n_entries for order in self.orders)
+        return total - self.n_full_batches * self._geometry.batch
+
+    def before(self, part: int, lane: int, step: int) -> int:
+        """Return the entries that a lane gives of a part before a step."""
+        if len(self.orders) == 1:
+            return step * self._geometry.lane_batch
+        periods, rest = divmod(step, len(self._taken) - 1)
+        return int(periods * self._taken[-1, lane, part] + self._taken[rest, lane, part])
+
+    def sizes(self, lane: int, step: int) -> list[int]:
+        """Return the entries that a lane gives of each part to a batch, short or not."""
+        if len(self.orders) == 1:
+            left = self.orders[0].lane_entries(lane) - step * self._geometry.lane_batch
+            return [min(self._geometry.lane_batch, left)]
+        return [
+            self.before(part, lane, step + 1) - self.before(part, lane, step)
+            for part in range(len(self.orders))
+        ]
+
+    def _lasts(self, n_batches: int) -> bool:
+        """Return whether every part has the entries of so many batches, in every lane."""
+        return all(
+            self.before(part, lane, n_batches) <= order.lane_entries(lane)
+            for part, order in enumerate(self.orders)
+            for lane in range(self._geometry.lanes)
         )

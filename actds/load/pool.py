@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,22 @@ from actds.format.arrays import DTYPES
 from actds.format.shard import Shard
 from actds.format.tables import PHASES
 from actds.load.dataset import OpenArrays
-from actds.load.order import EpochOrder, Geometry, Pieces, Window, visit_counts
-from actds.load.selection import PROVENANCE_COLUMNS, WEIGHT, Selection
+from actds.load.order import (
+    Epoch,
+    EpochOrder,
+    Geometry,
+    Pieces,
+    Window,
+    frequency_counts,
+    visit_counts,
+)
+from actds.load.selection import PROVENANCE_COLUMNS, WEIGHT
+from actds.schema import Hook
 
 __all__ = [
     "Batch",
     "BatchSpec",
+    "Part",
     "Pipeline",
     "n_batches",
 ]
@@ -31,8 +42,31 @@ Columns = dict[str, npt.NDArray[Any]]
 
 TOKEN_COLUMNS = ("request", "position", "token_id", "step")
 """Columns that are read from the token table; run and phase are the shard's."""
+PART = "part"
+"""The column that numbers the parts of a mixture."""
 _MAX_TOKEN_ROWS = 1 << 23
 _N_AHEAD = 2  # batches that wait for the trainer
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one part of a mixture: a range of the shards, in an order of its own.
+
+    Args:
+        shards: its shards, as a range of those of the spec.
+        counts: how often each row of a shard comes; None where each comes once.
+        frequencies: what rows come in proportion to, per shard; None where they do not.
+        n_entries: entries of an epoch, where rows come in proportion.
+        share: its share of every batch, an integer of any sum.
+        key: the Philox key.
+    """
+
+    shards: range
+    counts: Sequence[npt.NDArray[Any] | None]
+    frequencies: Sequence[npt.NDArray[np.float64]] | None
+    n_entries: int
+    share: int
+    key: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -40,32 +74,81 @@ class BatchSpec:
     """What the batches of a rank are made of.
 
     Args:
-        selection: which rows are read, and how often each comes.
-        pieces: the pieces of its shards.
+        hooks: the hooks that are read.
+        shards: the shards of all parts.
+        runs: the runs of the shards.
+        parts: the parts of a mixture; one without.
         geometry: the shape of the order.
-        key: the Philox key of dataset and seed.
         lanes: the lanes of this rank.
         provenance: whether the token columns are read too.
         weights: row weights per shard, float32 ``(n_rows,)`` each; None without.
+        pinned: make batches in pinned memory, from which a GPU reads by itself.
     """
 
-    selection: Selection
-    pieces: Pieces
+    hooks: Sequence[Hook]
+    shards: Sequence[Shard]
+    runs: tuple[str, ...]
+    parts: Sequence[Part]
     geometry: Geometry
-    key: tuple[int, int]
     lanes: range
     provenance: bool
     weights: Sequence[npt.NDArray[np.float32]] | None = None
+    pinned: bool = False
+
+    def batch_memory(self, n_rows: int) -> dict[str, Bits]:
+        """Return fresh memory for a batch, ``(n_rows, d_model)`` per hook."""
+        shapes = {hook.name: ((n_rows, hook.d_model), DTYPES[hook.dtype]) for hook in self.hooks}
+        if not self.pinned:
+            return {name: np.empty(shape, kind.bits) for name, (shape, kind) in shapes.items()}
+        import torch
+
+        # torch keeps pinned memory until the copies that read it have ended.
+        signed = {2: torch.int16, 4: torch.int32}
+        return {
+            name: torch.empty(shape, dtype=signed[kind.itemsize], pin_memory=True)
+            .numpy()
+            .view(kind.bits)
+            for name, (shape, kind) in shapes.items()
+        }
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the columns of a batch."""
         columns = PROVENANCE_COLUMNS if self.provenance else ()
+        columns = (*columns, PART) if self.provenance and len(self.parts) > 1 else columns
         return columns if self.weights is None else (*columns, WEIGHT)
 
-    def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch."""
-        return EpochOrder(self.pieces, self.geometry, self.key, epoch)
+    def epoch(self, epoch: int) -> EpochRows:
+        """Return the order of an epoch, and how often each row comes in it."""
+        orders, counts = [], []
+        for part in self.parts:
+            part_counts = part.counts
+            if part.frequencies is not None:
+                part_counts = frequency_counts(part.frequencies, part.n_entries, part.key, epoch)
+            n_rows = [self.shards[i].n_rows for i in part.shards]
+            pieces = Pieces.of_shards(n_rows, self.geometry.piece_rows, part_counts)
+            orders.append(EpochOrder(pieces, self.geometry, part.key, epoch))
+            counts.append(part_counts)
+        return EpochRows(Epoch(orders, [p.share for p in self.parts], self.geometry), counts)
+
+
+@dataclass(frozen=True)
+class EpochRows:
+    """The order of an epoch, and how often each row of each part comes in it."""
+
+    order: Epoch
+    counts: Sequence[Sequence[npt.NDArray[Any] | None]]
+
+    def rows(self, part: int, piece: int) -> npt.NDArray[np.int64]:
+        """Return the row of each entry of a piece, from the piece's start, ascending."""
+        pieces = self.order.orders[part].pieces
+        start, stop = int(pieces.start[piece]), int(pieces.stop[piece])
+        rows = np.arange(stop - start, dtype=np.int64)
+        counts = self.counts[part][int(pieces.shard[piece])]
+        if counts is None:
+            return rows
+        visit, n_visits = int(pieces.visit[piece]), int(pieces.n_visits[piece])
+        return np.repeat(rows, visit_counts(counts[start:stop], visit, n_visits))
 
 
 @dataclass(frozen=True)
@@ -88,9 +171,8 @@ class Batch:
 class _Tokens:
     """The token columns of shards, the most recent ones kept."""
 
-    def __init__(self, selection: Selection) -> None:
-        self._shards = selection.shards
-        self._runs = selection.runs
+    def __init__(self, spec: BatchSpec) -> None:
+        self._shards, self._runs = spec.shards, spec.runs
         self._lock = threading.Lock()
         self._tokens: OrderedDict[int, Columns] = OrderedDict()
         self._n_token_rows = 0
@@ -158,11 +240,11 @@ class _Windows:
     """Starts the reads of windows, into buffers that are used again when a window is served."""
 
     def __init__(self, spec: BatchSpec, n_threads: int) -> None:
-        self._spec, selection = spec, spec.selection
-        self._arrays = OpenArrays(selection.shards)
-        self._tokens = _Tokens(selection)
+        self._spec = spec
+        self._arrays = OpenArrays(spec.shards)
+        self._tokens = _Tokens(spec)
         # Where every read waits for a network, threads in flight count, not cores.
-        n_readers = max([n_threads, *(shard.store.n_readers for shard in selection.shards[:1])])
+        n_readers = max([n_threads, *(shard.store.n_readers for shard in spec.shards[:1])])
         self._threads = ThreadPoolExecutor(n_readers, thread_name_prefix="actds-read")
         self._free: list[dict[str, Bits]] = []
 
@@ -174,85 +256,88 @@ class _Windows:
     def _buffers(self) -> dict[str, Bits]:
         if self._free:
             return self._free.pop()
-        geometry = self._spec.geometry
-        n_rows = geometry.window_pieces * geometry.piece_rows
+        n_rows = self._spec.geometry.max_window_rows
         return {
             hook.name: np.empty((n_rows, hook.d_model), DTYPES[hook.dtype].bits)
-            for hook in self._spec.selection.hooks
+            for hook in self._spec.hooks
         }
 
     def release(self, window: _Loaded) -> None:
         """Take back the buffers of a window that is served; batches are copies of them."""
         self._free.append(window.acts)
 
-    def load(self, window: Window, epoch: int, skip: int) -> _Loaded:
+    def load(self, rows: EpochRows, part: int, window: Window, epoch: int, skip: int) -> _Loaded:
         """Return a window whose reads are started, to be served from entry ``skip``."""
-        pieces, buffers = self._spec.pieces, self._buffers()
+        pieces, buffers = rows.order.orders[part].pieces, self._buffers()
         entries: list[npt.NDArray[np.int64]] = []
-        ranges: list[tuple[int, int, int, int]] = []
+        reads: list[_Read] = []
         used = 0
         for piece, start, stop in zip(
             window.pieces.tolist(), window.start.tolist(), window.stop.tolist(), strict=True
         ):
-            rows = self._entry_rows(piece)[start:stop]
-            low, high = int(rows[0]), int(rows[-1]) + 1
-            entries.append(rows - low + used)
-            first, shard = int(pieces.start[piece]), int(pieces.shard[piece])
-            ranges.append((shard, first + low, first + high, used))
-            used += high - low
+            places = rows.rows(part, piece)[start:stop]
+            # A row that comes several times is held once; one that never comes is not held.
+            new = np.diff(places, prepend=-1) > 0
+            entries.append(np.cumsum(new) - 1 + used)
+            shard = self._spec.parts[part].shards[int(pieces.shard[piece])]
+            reads.append(_Read(shard, places[new] + int(pieces.start[piece]), used))
+            used += int(new.sum())
         loaded = _Loaded(epoch, np.concatenate(entries)[window.order], buffers, [], at=skip)
-        loaded.rows = [{} for _ in ranges]
-        for number, where in enumerate(ranges):
-            loaded.reads.append(self._threads.submit(self._read, loaded, number, *where))
+        loaded.rows = [{} for _ in reads]
+        for number, read in enumerate(reads):
+            loaded.reads.append(self._threads.submit(self._read, loaded, number, part, read))
         return loaded
 
-    def _entry_rows(self, piece: int) -> npt.NDArray[np.int64]:
-        """Return the row of each entry of a piece, from the piece's start, ascending."""
-        pieces = self._spec.pieces
-        start, stop = int(pieces.start[piece]), int(pieces.stop[piece])
-        rows = np.arange(stop - start, dtype=np.int64)
-        counts = self._spec.selection.counts[int(pieces.shard[piece])]
-        if counts is None:
-            return rows
-        visit, n_visits = int(pieces.visit[piece]), int(pieces.n_visits[piece])
-        return np.repeat(rows, visit_counts(counts[start:stop], visit, n_visits))
-
-    def _read(self, window: _Loaded, number: int, shard: int, a: int, b: int, at: int) -> None:
-        for hook in self._spec.selection.hooks:
-            out = window.acts[hook.name][at : at + b - a]
-            self._arrays.get(shard, hook).read(a, b, out)
+    def _read(self, window: _Loaded, number: int, part: int, read: _Read) -> None:
+        rows = read.rows
+        for hook in self._spec.hooks:
+            out = window.acts[hook.name][read.at : read.at + len(rows)]
+            self._arrays.get(read.shard, hook).take(rows, out)
         if self._spec.provenance:
-            tokens = self._tokens.get(shard)
-            window.rows[number] = {name: column[a:b] for name, column in tokens.items()}
+            tokens = self._tokens.get(read.shard)
+            window.rows[number] = {name: column[rows] for name, column in tokens.items()}
+            window.rows[number][PART] = np.full(len(rows), part)
         if self._spec.weights is not None:
-            window.rows[number][WEIGHT] = self._spec.weights[shard][a:b]
+            window.rows[number][WEIGHT] = self._spec.weights[read.shard][rows]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What one thread reads: rows of a shard, ascending, and where in the window they go."""
+
+    shard: int
+    rows: npt.NDArray[np.int64]
+    at: int
 
 
 class _Lane:
-    """The entries of one lane in order, over all epochs, one window read ahead."""
+    """The entries of one part in one lane, over all epochs, one window read ahead."""
 
-    def __init__(self, pipeline: Pipeline, lane: int, epoch: int, position: int) -> None:
-        self._pipeline = pipeline
-        self._todo = self._specs(lane, epoch, position)
+    def __init__(self, pipeline: Pipeline, part: int, lane: int, epoch: int, step: int) -> None:
+        self._pipeline, self._part = pipeline, part
+        self._todo = self._specs(lane, epoch, step)
         self._loaded: deque[_Loaded] = deque()
 
-    def _specs(self, lane: int, epoch: int, position: int) -> Iterator[tuple[Window, int, int]]:
+    def _specs(self, lane: int, epoch: int, step: int) -> Iterator[_Loaded]:
         while self._pipeline.n_epochs is None or epoch < self._pipeline.n_epochs:
-            order = self._pipeline.order(epoch)
+            rows = self._pipeline.rows(epoch)
+            order = rows.order.orders[self._part]
+            position = rows.order.before(self._part, lane, step)
             if position < order.lane_entries(lane):
-                first = order.window_at(lane, position)
-                for index in range(first, order.n_windows(lane)):
+                for index in range(order.window_at(lane, position), order.n_windows(lane)):
                     window = order.window(lane, index)
-                    yield window, epoch, max(0, position - window.first)
-            epoch, position = epoch + 1, 0
+                    if window.pieces.size:
+                        skip = max(0, position - window.first)
+                        yield self._pipeline.windows.load(rows, self._part, window, epoch, skip)
+            epoch, step = epoch + 1, 0
 
     def fill(self, n_windows: int = 2) -> None:
         """Start reads until the window that is served, and the next one, are under way."""
         while len(self._loaded) < n_windows:
-            spec = next(self._todo, None)
-            if spec is None:
+            window = next(self._todo, None)
+            if window is None:
                 return
-            self._loaded.append(self._pipeline.windows.load(*spec))
+            self._loaded.append(window)
 
     def take(
         self,
@@ -314,7 +399,7 @@ class Pipeline:
         self.n_epochs = n_epochs
         self._spec, self._drop_last = spec, drop_last
         self._first = (epoch, step)
-        self._orders: dict[int, EpochOrder] = {}
+        self._epochs: dict[int, EpochRows] = {}
         self.windows = _Windows(spec, n_threads)
         self._ready: deque[Batch | BaseException | None] = deque()
         self._change = threading.Condition()
@@ -349,12 +434,12 @@ class Pipeline:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch; the last two are kept."""
-        if epoch not in self._orders:
-            self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
-            self._orders[epoch] = self._spec.order(epoch)
-        return self._orders[epoch]
+    def rows(self, epoch: int) -> EpochRows:
+        """Return the rows of an epoch in their order; those of the last two are kept."""
+        if epoch not in self._epochs:
+            self._epochs = {e: rows for e, rows in self._epochs.items() if e >= epoch - 1}
+            self._epochs[epoch] = self._spec.epoch(epoch)
+        return self._epochs[epoch]
 
     def _put(self, item: Batch | BaseException | None) -> bool:
         with self._change:
@@ -377,35 +462,36 @@ class Pipeline:
 
     def _batches(self) -> Iterator[Batch]:
         epoch, step = self._first
-        size = self._spec.geometry.lane_batch
-        lanes = [_Lane(self, lane, epoch, step * size) for lane in self._spec.lanes]
+        lanes = [
+            [_Lane(self, part, lane, epoch, step) for part in range(len(self._spec.parts))]
+            for lane in self._spec.lanes
+        ]
         # Reads are served in turn: the first batch needs a window of every lane, and no second one.
         for n_windows in (1, 2):
-            for lane in lanes:
+            for lane in chain.from_iterable(lanes):
                 lane.fill(n_windows)
         while self.n_epochs is None or epoch < self.n_epochs:
-            order = self.order(epoch)
+            order = self.rows(epoch).order
             n_steps = n_batches(order, self._drop_last)
             while step < n_steps:
-                left = [order.lane_entries(lane) - step * size for lane in self._spec.lanes]
+                sizes = [order.sizes(lane, step) for lane in self._spec.lanes]
                 step += 1
                 after = (epoch, step) if step < n_steps else (epoch + 1, 0)
-                yield self._batch(lanes, [min(size, n) for n in left], after)
-            for lane in lanes:
+                pairs = zip(chain.from_iterable(lanes), chain.from_iterable(sizes), strict=True)
+                yield self._batch(list(pairs), after)
+            for lane in chain.from_iterable(lanes):
                 lane.end_epoch(epoch)
             epoch, step = epoch + 1, 0
 
-    def _batch(self, lanes: list[_Lane], sizes: list[int], after: tuple[int, int]) -> Batch:
+    def _batch(self, takes: list[tuple[_Lane, int]], after: tuple[int, int]) -> Batch:
         """Gather a batch in fresh memory: trainers keep batches and write into them."""
-        acts: dict[str, Bits] = {
-            hook.name: np.empty((sum(sizes), hook.d_model), DTYPES[hook.dtype].bits)
-            for hook in self._spec.selection.hooks
-        }
+        n_rows = sum(n for _, n in takes)
+        acts = self._spec.batch_memory(n_rows)
         parts: dict[str, list[npt.NDArray[Any]]] | None = None
         if self._spec.columns:
             parts = {name: [] for name in self._spec.columns}
         at = 0
-        for lane, n in zip(lanes, sizes, strict=True):
+        for lane, n in takes:
             lane.take(n, {name: out[at : at + n] for name, out in acts.items()}, parts)
             at += n
         return Batch(*after, acts, None if parts is None else self._columns(parts))
@@ -417,11 +503,11 @@ class Pipeline:
             for name, part in parts.items()
         }
         if self._spec.provenance:
-            columns["run"] = np.array(self._spec.selection.runs)[columns["run"]]
+            columns["run"] = np.array(self._spec.runs)[columns["run"]]
             columns["phase"] = np.array(PHASES)[columns["phase"]]
         return columns
 
 
-def n_batches(order: EpochOrder, drop_last: bool) -> int:
+def n_batches(order: Epoch, drop_last: bool) -> int:
     """Return the batches of an epoch."""
     return order.n_full_batches + (0 if drop_last or not order.n_left else 1)

@@ -1,12 +1,13 @@
-"""Which rows a loader reads and how often each comes: hooks, phase, named filters, multiplicity."""
+"""Which rows a loader reads and how often each comes: hooks, phase, filters, split, frequency."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,234 +17,213 @@ import pyarrow.compute as pc
 from actds.accounting.multiplicity import served_counts
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.positions import position_key
 from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
+from actds.format.tables import TableName
 from actds.load.dataset import Dataset
+from actds.load.filters import Exclusion, Mask, bad, norms_of_hook
+from actds.load.where import COLUMNS, Expression, Kind, parse_expression
 from actds.schema import Hook
 
 __all__ = [
-    "FILTERS",
     "PROVENANCE_COLUMNS",
-    "SINK_NORM",
     "WEIGHT",
-    "Exclusion",
-    "Filter",
+    "RowFilter",
+    "RowValues",
     "Selection",
-    "bad",
-    "register_filter",
     "select",
     "warn_where_none",
 ]
 
-Mask = npt.NDArray[np.bool_]
-Counts = npt.NDArray[np.uint32]
-Columns = Mapping[str, npt.NDArray[Any]]
+Counts = npt.NDArray[np.unsignedinteger[Any]]
+Floats = npt.NDArray[np.float64]
 
 PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
 """Columns of a batch, or of an example."""
 WEIGHT = "weight"
 """The column of the row weights."""
-SINK_NORM = 10.0
-"""A row whose norm is above this many medians is a sink: attention sinks are hundreds of times
-longer than other rows. One of them, served by a prefix cache to every request, makes up nearly all
-of a variance."""
-_TOKEN_COLUMNS = frozenset(tables.SCHEMAS["tokens"].names)
-_NORM_COLUMNS = frozenset(("norm", "median_norm"))
+SPLITS = ("train", "held_out")
+_SPLIT_SALT = b"actds held-out requests\n"
 
 
-def bad(name: str, got: str, expected: str) -> ActdsError:
-    """Return the error of an argument that cannot be used."""
-    return ActdsError("E014", name, got=got, expected=expected)
-
-
-# filters --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Filter:
-    """Rows that ``exclude=`` leaves out by a name.
+class RowValues:
+    """The columns that an expression names, joined to the rows of a shard.
 
     Args:
-        name: the name.
-        help: which rows these are.
-        columns: what ``rows`` asks for: columns of the token table, each ``(n_rows,)``; ``norm``,
-            the norms ``(n_rows, n_hooks)`` that the readouts have of the hooks that are read; and
-            ``median_norm``, their medians over all stored rows, ``(n_hooks,)``.
-        rows: given these columns of a shard, which rows to leave out, bool ``(n_rows,)``.
+        dataset: the dataset.
+        hooks: the hooks that are read; ``norm`` is of the only one.
     """
 
-    name: str
-    help: str
-    columns: tuple[str, ...]
-    rows: Callable[[Columns], Mask]
+    def __init__(self, dataset: Dataset, hooks: Sequence[Hook]) -> None:
+        self._dataset, self._hooks = dataset, hooks
+        self._tables: dict[tuple[str, str], pa.Table] = {}
+        self._norms: dict[str, npt.NDArray[np.float32]] | None = None
+
+    def constant(self, shard: Shard) -> dict[str, pa.Array]:
+        """Return what the manifest says of all rows of a shard, each of length 1."""
+        return {"run": pa.array([shard.run]), "phase": pa.array([shard.phase])}
+
+    def of(self, shard: Shard, names: Sequence[str]) -> dict[str, pa.Array]:
+        """Return the named columns, each of ``n_rows``; integers as int64.
+
+        Raises:
+            ActdsError: E014 norms of several hooks, or of a run that has no norm readouts; E416 a
+                row without its readout; and as ``Shard.tokens``.
+        """
+        chosen = [COLUMNS[name] for name in names]
+        wanted = {"flags" if one.flag else one.name for one in chosen if one.table == "tokens"}
+        wanted |= {"request"} if any(one.table == "requests" for one in chosen) else set()
+        wanted |= {"step"} if any(one.table == "steps" for one in chosen) else set()
+        tokens = shard.tokens(sorted(wanted)) if wanted else None
+        found: dict[str, pa.Array] = {}
+        for one in chosen:
+            if one.table is None:
+                value = self.constant(shard)[one.name][0]
+                found[one.name] = pa.repeat(value, shard.n_rows)
+            elif one.table == "readouts":
+                found[one.name] = pa.array(self._norm(shard))
+            else:
+                assert tokens is not None
+                found[one.name] = self._column(one.name, one.table, one.flag, shard, tokens)
+        return found
+
+    def _column(self, name: str, table: str, flag: int, shard: Shard, tokens: pa.Table) -> pa.Array:
+        if flag:
+            return pa.array((tokens["flags"].to_numpy() & flag) != 0)
+        if table == "tokens":
+            return _wide(tokens[name])
+        prefix, _, column = name.partition(".")
+        lines = self._table(shard.run, cast("TableName", table))
+        at = np.searchsorted(lines[prefix].to_numpy(), tokens[prefix].to_numpy())
+        return _wide(lines[column].take(pa.array(at)))
+
+    def _table(self, run: str, name: TableName) -> pa.Table:
+        """Return a run's table of requests or steps, sorted by their numbers."""
+        if (run, name) not in self._tables:
+            self._tables[run, name] = self._dataset.catalog.table(name, run).sort_by(name[:-1])
+        return self._tables[run, name]
+
+    def _norm(self, shard: Shard) -> npt.NDArray[np.float32]:
+        if len(self._hooks) != 1:
+            names = ", ".join(hook.name for hook in self._hooks)
+            raise bad("norm", f"the norms of {names}", "an expression over norm with one hook")
+        if self._norms is None:
+            self._norms = norms_of_hook(self._dataset, self._hooks[0].name)
+        return self._norms[shard.name]
 
 
-FILTERS: dict[str, Filter] = {}
-"""What can be left out, by name. The order is that of ``config`` and of a state."""
+def _wide(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array; integers as int64, in which differences do not wrap."""
+    whole = column.combine_chunks()
+    return pc.cast(whole, pa.int64()) if pa.types.is_integer(whole.type) else whole
 
 
-def register_filter(new: Filter) -> Filter:
-    """Make a filter known to ``exclude=``, in this process; return it.
-
-    Workers that are started afresh (``spawn``) must register it, too.
-
-    Raises:
-        ActdsError: E014 when the name is taken, or a column is not known.
-    """
-    if new.name in FILTERS:
-        raise bad("filter", f"a second {new.name!r}", f"a name beside {', '.join(FILTERS)}")
-    known = _TOKEN_COLUMNS | _NORM_COLUMNS
-    if not known.issuperset(new.columns):
-        raise bad(f"filter {new.name}", ", ".join(new.columns), f"some of {', '.join(known)}")
-    FILTERS[new.name] = new
-    return new
-
-
-def _register_flag(name: str, help_: str, flag: int) -> None:
-    def rows(columns: Columns) -> Mask:
-        return np.asarray((columns["flags"] & flag) != 0)
-
-    register_filter(Filter(name, help_, ("flags",), rows))
-
-
-_register_flag("special", "special tokens of the tokenizer", tables.FLAG_SPECIAL)
-_register_flag("bos", "beginning-of-sequence tokens", tables.FLAG_BOS)
-_register_flag("eos", "end-of-sequence tokens", tables.FLAG_EOS)
-register_filter(
-    Filter(
-        "first_position",
-        "the first position of each request",
-        ("position",),
-        lambda columns: np.asarray(columns["position"] == 0),
-    )
-)
-register_filter(
-    Filter(
-        "sink",
-        f"a norm above {SINK_NORM:g} medians of its hook, or not finite, in one of the hooks",
-        ("norm", "median_norm"),
-        # One that is no number is a sink, too.
-        lambda columns: ~np.all(columns["norm"] <= SINK_NORM * columns["median_norm"], axis=1),
-    )
-)
-
-
-class Exclusion:
-    """Which rows are left out, by name.
-
-    Filters by norm are applied here, to all shards: their medians need every norm, and a mask is
-    smaller than the norms.
+class RowFilter:
+    """Which rows of a dataset are read: those that names, expression and split leave.
 
     Args:
         dataset: the dataset.
         hooks: the hooks that are read.
-        exclude: names of ``FILTERS``.
+        exclude: names of ``FILTERS``: rows to leave out.
+        where: an expression: rows to read; None for all.
+        split: ``train`` or ``held_out``; None for both.
+        held_out: share of the requests that are held out, as their token digests fall.
 
     Raises:
-        ActdsError: E014 no such name, or norms of a run that has no norm readouts; E416 a row
-            without its readout.
+        ActdsError: E014 no such name, an expression that cannot be used, or norms of a run that
+            has no norm readouts; E416 a row without its readout.
 
     Spec: 0.1 sections 6.3, 7.8 and 10.3.
     """
 
     def __init__(
-        self, dataset: Dataset, hooks: Sequence[Hook], exclude: str | Sequence[str] = ()
+        self,
+        dataset: Dataset,
+        hooks: Sequence[Hook],
+        *,
+        exclude: str | Sequence[str] = (),
+        where: str | None = None,
+        split: str | None = None,
+        held_out: float = 0.0,
     ) -> None:
-        names = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-        for name in names:
-            if name not in FILTERS:
-                raise bad("exclude", repr(name)[:80], f"some of {', '.join(FILTERS)}")
-        self.names = tuple(name for name in FILTERS if name in names)
-        self._filters = [FILTERS[name] for name in self.names]
-        self._by_norm = [one for one in self._filters if _NORM_COLUMNS.intersection(one.columns)]
-        self._found: dict[tuple[str, str], Mask] = {}
-        if self._by_norm:
-            self._apply_norms(dataset, hooks)
+        self._dataset = dataset
+        self.values = RowValues(dataset, hooks)
+        self.where = None if where is None else parse_expression(where, "where")
+        self.exclusion = Exclusion(dataset, hooks, exclude)
+        self.split = _checked_split(split, held_out)
+        self._parts: dict[str, tuple[npt.NDArray[np.int64], Mask]] = {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what chooses the rows, as JSON."""
+        return {
+            "exclude": list(self.exclusion.names),
+            "where": None if self.where is None else self.where.text,
+            "split": None if self.split is None else list(self.split),
+        }
 
     def left_out(self, shard: Shard) -> dict[str, Mask]:
-        """Return per name which rows of a shard it leaves out, each of shape ``(n_rows,)``."""
-        by_tokens = [one for one in self._filters if one not in self._by_norm]
-        columns = _token_columns(shard, by_tokens)
-        found = {one.name: _applied(one, columns, shard) for one in by_tokens}
-        found |= {one.name: self._found[one.name, shard.name] for one in self._by_norm}
-        return {name: found[name] for name in self.names}
+        """Return per name of ``exclude`` which rows of a shard it leaves out, ``(n_rows,)``."""
+        return self.exclusion.left_out(shard)
 
     def kept(self, shard: Shard) -> Mask | None:
-        """Return which rows of a shard stay, ``(n_rows,)``; None for all."""
-        out = list(self.left_out(shard).values())
-        return ~np.logical_or.reduce(out) if out and np.any(out) else None
+        """Return which rows of a shard are read, bool ``(n_rows,)``; None for all."""
+        return self.kept_of(shard, self.left_out(shard))
 
-    def _apply_norms(self, dataset: Dataset, hooks: Sequence[Hook]) -> None:
-        by_hook = [_norms(dataset, hook.name) for hook in hooks]
-        medians = np.array([np.median(np.concatenate(list(norms.values()))) for norms in by_hook])
-        for shard in dataset.shards:
-            if all(shard.name in norms for norms in by_hook):
-                columns = _token_columns(shard, self._by_norm)
-                columns["norm"] = np.stack([norms[shard.name] for norms in by_hook], axis=1)
-                columns["median_norm"] = medians
-                for one in self._by_norm:
-                    self._found[one.name, shard.name] = _applied(one, columns, shard)
+    def kept_of(self, shard: Shard, left_out: Mapping[str, Mask]) -> Mask | None:
+        """Return which rows are read, given what the names leave out."""
+        kept = [~mask for mask in left_out.values() if mask.any()]
+        if self.where is not None:
+            decided = self.where.known(self.values.constant(shard))
+            if decided is False:
+                return np.zeros(shard.n_rows, np.bool_)
+            if decided is None:
+                columns = self.values.of(shard, self.where.columns)
+                kept.append(self.where.mask(columns, shard.n_rows))
+        if self.split is not None:
+            kept.append(self._in_split(shard))
+        return np.logical_and.reduce(kept) if kept else None
 
-
-def _token_columns(shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of the token table that filters ask for."""
-    wanted = {column for one in filters for column in one.columns if column in _TOKEN_COLUMNS}
-    names = [name for name in tables.SCHEMAS["tokens"].names if name in wanted]
-    table = shard.tokens(names) if names else None
-    return {name: table[name].to_numpy() for name in names} if table is not None else {}
-
-
-def _applied(one: Filter, columns: Columns, shard: Shard) -> Mask:
-    """Return the rows that a filter leaves out; one of others may return anything."""
-    mask = np.asarray(one.rows({name: columns[name] for name in one.columns}))
-    if mask.dtype != np.bool_ or mask.shape != (shard.n_rows,):
-        raise bad(f"filter {one.name}", f"{mask.dtype} {mask.shape}", f"bool ({shard.n_rows},)")
-    return mask
-
-
-def _norms(dataset: Dataset, hook: str) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the norms of a hook's stored rows by shard, ``(n_rows,)`` each."""
-    found: dict[str, npt.NDArray[np.float32]] = {}
-    shards = dataset.shards_of(hook)
-    for run in sorted({shard.run for shard in shards}):
-        lines = _lines(dataset, run, hook)
-        for shard in shards:
-            if shard.run == run:
-                found[shard.name] = _norms_of(shard, lines)
-    return found
+    def _in_split(self, shard: Shard) -> Mask:
+        """Return which rows belong to requests of the split."""
+        assert self.split is not None
+        part, share = self.split
+        if shard.run not in self._parts:
+            lines = self._dataset.catalog.table("requests", shard.run)
+            number = lines["request"].to_numpy().astype(np.int64)
+            held = np.array(
+                [
+                    _fraction(digest or f"{shard.run}/{request}") < share
+                    for digest, request in zip(
+                        lines["token_digest"].to_pylist(), number.tolist(), strict=True
+                    )
+                ],
+                np.bool_,
+            )
+            order = np.argsort(number, kind="stable")
+            self._parts[shard.run] = number[order], held[order] == (part == "held_out")
+        number, chosen = self._parts[shard.run]
+        request = shard.tokens(["request"])["request"].to_numpy()
+        return np.asarray(chosen[np.searchsorted(number, request)], np.bool_)
 
 
-def _lines(dataset: Dataset, run: str, hook: str) -> pa.Table:
-    """Return key and norm of a run's readouts of a hook, sorted by key."""
-    table = dataset.catalog.table("readouts", run)
-    table = table.filter(pc.equal(table["hook"], hook))
-    if not table.num_rows:
-        raise bad(
-            "exclude",
-            f"a filter by norm, and run {run} has no norm readouts",
-            "names that need none: first_position, bos, special",
-        )
-    key = position_key(table["request"].to_numpy(), table["position"].to_numpy())
-    order = np.argsort(key, kind="stable")
-    return pa.table({"key": key[order], "norm": table["norm"].to_numpy()[order]})
+def _checked_split(split: str | None, held_out: float) -> tuple[str, float] | None:
+    """Return part and share of a split, or None without one."""
+    if isinstance(held_out, bool) or not isinstance(held_out, int | float):
+        raise bad("held_out", repr(held_out)[:80], "a share from 0 to 1")
+    if split is None and not held_out:
+        return None
+    if not 0 < held_out < 1:
+        raise bad("held_out", repr(held_out), "a share between 0 and 1")
+    if split not in SPLITS:
+        raise bad("split", repr(split)[:80], f"one of {', '.join(SPLITS)}")
+    return split, float(held_out)
 
 
-def _norms_of(shard: Shard, lines: pa.Table) -> npt.NDArray[np.float32]:
-    tokens = shard.tokens(["request", "position"])
-    wanted = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
-    keys = lines["key"].to_numpy()
-    # A position that was computed more than once has a line for each: any of them will do.
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    missing = keys[at] != wanted
-    if missing.any():
-        raise ActdsError(
-            "E416",
-            f"shards/{shard.name}",
-            got=f"no readout of row {int(np.argmax(missing))}",
-            expected="one of each stored row",
-        )
-    return np.asarray(lines["norm"].to_numpy()[at], np.float32)
+def _fraction(name: str) -> float:
+    """Return where a request falls between 0 and 1: the same in every harvest of its tokens."""
+    digest = hashlib.sha256(_SPLIT_SALT + name.encode()).digest()
+    return int.from_bytes(digest[:8], "little") / 2.0**64
 
 
 def warn_where_none(excluded: Mapping[str, int], stacklevel: int) -> None:
@@ -258,34 +238,95 @@ def warn_where_none(excluded: Mapping[str, int], stacklevel: int) -> None:
             )
 
 
-# selection ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Selection:
     """Which rows of a dataset are read, and how often each comes.
 
     Args:
+        dataset: the dataset.
         hooks: the hooks, in the order named; they may differ in width and type.
         shards: the shards, each of which holds rows of every hook.
-        exclusion: which rows are left out.
-        excluded: how many rows each name of it leaves out.
+        filter: which rows are left out.
+        excluded: how many rows each name of ``exclude`` leaves out.
+        n_kept: rows that are read, each counted once.
         counts: how often each row of a shard comes, ``(n_rows,)``, 0 for one that is left out;
             None where each comes once.
         row_weights: the weights file; None without.
+        loss_weight: the expression that gives each row its weight; None without.
+        frequency: the expression that rows come in proportion to; None where they do not.
     """
 
+    dataset: Dataset
     hooks: Sequence[Hook]
     shards: Sequence[Shard]
-    exclusion: Exclusion
+    filter: RowFilter
     excluded: dict[str, int]
+    n_kept: int
     counts: Sequence[Counts | None]
-    row_weights: RowWeights | None
+    row_weights: RowWeights | None = None
+    loss_weight: Expression | None = None
+    frequency: Expression | None = None
 
     @property
     def runs(self) -> tuple[str, ...]:
         """Return the runs of the shards, sorted."""
         return tuple(sorted({shard.run for shard in self.shards}))
+
+    @property
+    def n_stored(self) -> int:
+        """Return the rows of the shards, kept or not."""
+        return sum(shard.n_rows for shard in self.shards)
+
+    def weights(self) -> list[npt.NDArray[np.float32]] | None:
+        """Return the weight of each row of each shard, float32 ``(n_rows,)``; None without.
+
+        Raises:
+            ActdsError: E014 a weight that is not recorded, not finite or negative.
+        """
+        if self.row_weights is not None:
+            by_shard = self.row_weights.of_shards([shard.name for shard in self.shards])
+            return [by_shard[shard.name] for shard in self.shards]
+        if self.loss_weight is None:
+            return None
+        found = self._numbers("weights", self.loss_weight)
+        return [values.astype(np.float32) for values in found]
+
+    def frequencies(self) -> list[Floats] | None:
+        """Return what rows come in proportion to, float64 ``(n_rows,)``; None without.
+
+        Rows that are left out have 0; a row that is served more often has as many times more.
+
+        Raises:
+            ActdsError: E014 as ``weights``; or all are 0.
+        """
+        if self.frequency is None:
+            return None
+        found = self._numbers("frequency", self.frequency)
+        for values, count in zip(found, self.counts, strict=True):
+            if count is not None:
+                values *= count
+        if not any(values.any() for values in found):
+            raise bad("frequency", f"{self.frequency}, 0 for every row", "a row above 0")
+        return found
+
+    def _numbers(self, argument: str, expression: Expression) -> list[Floats]:
+        found = []
+        for shard, count in zip(self.shards, self.counts, strict=True):
+            columns = self.filter.values.of(shard, expression.columns)
+            values = expression.numbers(columns, shard.n_rows)
+            wrong = ~(np.isfinite(values) & (values >= 0))
+            if count is not None:
+                wrong &= count > 0
+                values[count == 0] = 0
+            if wrong.any():
+                row = int(np.argmax(wrong))
+                raise bad(
+                    argument,
+                    f"{values[row]} for row {row} of shards/{shard.name}",
+                    "finite numbers of at least 0",
+                )
+            found.append(values)
+        return found
 
 
 def select(
@@ -294,8 +335,12 @@ def select(
     phase: str | None = None,
     *,
     exclude: str | Sequence[str] = (),
+    where: str | None = None,
+    split: Literal["train", "held_out"] | None = None,
+    held_out: float = 0.0,
     multiplicity: bool = False,
-    weights_file: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    frequency: str | None = None,
 ) -> Selection:
     """Return what the arguments of a loader choose.
 
@@ -304,8 +349,12 @@ def select(
         hooks: names of hooks; None takes all.
         phase: ``prefill`` or ``decode``; None takes both.
         exclude: names of ``FILTERS``.
+        where: an expression: rows to read.
+        split: ``train`` or ``held_out``, by request.
+        held_out: the share of requests that are held out.
         multiplicity: let each row come as often as it was served.
-        weights_file: a weights file of the dataset.
+        weights: a weights file of the dataset, or an expression.
+        frequency: an expression that rows come in proportion to.
 
     Raises:
         ActdsError: E014 when an argument selects nothing or cannot be used; E018 when the weights
@@ -313,14 +362,57 @@ def select(
     """
     chosen = _select_hooks(dataset, hooks)
     shards = _select_shards(dataset, chosen, phase)
-    row_weights = None if weights_file is None else dataset.row_weights(weights_file)
-    exclusion = Exclusion(dataset, chosen, exclude)
+    file, loss_weight = _weights(weights)
+    rate = None if frequency is None else parse_expression(frequency, "frequency", Kind.NUMBER)
+    row_weights = None if file is None else dataset.row_weights(file)
+    row_filter = RowFilter(
+        dataset, chosen, exclude=exclude, where=where, split=split, held_out=held_out
+    )
     served = dataset.multiplicity() if multiplicity else None
-    excluded = dict.fromkeys(exclusion.names, 0)
-    counts = [_row_counts(shard, served, exclusion, excluded) for shard in shards]
-    if all(count is not None and not count.any() for count in counts):
-        raise bad("exclude", ", ".join(exclusion.names), "names that leave a row")
-    return Selection(chosen, shards, exclusion, excluded, counts, row_weights)
+    excluded = dict.fromkeys(row_filter.exclusion.names, 0)
+    counts, n_kept = [], 0
+    for shard in shards:
+        count, n_left = _row_counts(shard, served, row_filter, excluded)
+        counts.append(count)
+        n_kept += n_left
+    if not n_kept:
+        raise _nothing(row_filter)
+    return Selection(
+        dataset,
+        chosen,
+        shards,
+        row_filter,
+        excluded,
+        n_kept,
+        counts,
+        row_weights,
+        loss_weight,
+        rate,
+    )
+
+
+def _nothing(row_filter: RowFilter) -> ActdsError:
+    """Return the error of a selection without a row."""
+    if row_filter.where is not None:
+        return bad("where", f"{row_filter.where}, true for no row", "an expression that keeps one")
+    if row_filter.split is not None:
+        return bad("held_out", f"no request in {row_filter.split[0]}", "a share that leaves one")
+    return bad("exclude", ", ".join(row_filter.exclusion.names), "names that leave a row")
+
+
+def _weights(
+    weights: str | os.PathLike[str] | None,
+) -> tuple[os.PathLike[str] | str | None, Expression | None]:
+    """Return the weights file, or the expression that gives the weights."""
+    if weights is None:
+        return None, None
+    if os.path.isfile(weights):
+        return weights, None
+    try:
+        return None, parse_expression(os.fspath(weights), "weights", Kind.NUMBER)
+    except ActdsError as error:
+        got = f"no file {os.fspath(weights)!r}, and no expression: {error.got}"
+        raise bad("weights", got, "the path of a weights file, or numbers, as 1 / norm") from None
 
 
 def _select_hooks(dataset: Dataset, hooks: str | Sequence[str] | None) -> list[Hook]:
@@ -355,18 +447,25 @@ def _select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -
 
 
 def _row_counts(
-    shard: Shard, served: pa.Table | None, exclusion: Exclusion, excluded: dict[str, int]
-) -> Counts | None:
-    """Return how often each row of a shard comes; add to what each name leaves out."""
+    shard: Shard, served: pa.Table | None, row_filter: RowFilter, excluded: dict[str, int]
+) -> tuple[Counts | None, int]:
+    """Return how often each row of a shard comes, and how many rows do; add to ``excluded``."""
     count: Counts | None = None
     if served is not None:
         tokens = shard.tokens(["request", "position"])
         request, position = (tokens[name].to_numpy() for name in ("request", "position"))
-        count = served_counts(shard.run, request, position, served)
-    out = exclusion.left_out(shard)
+        times = served_counts(shard.run, request, position, served)
+        count = None if times is None else _small(times)
+    out = row_filter.left_out(shard)
     for name, mask in out.items():
         excluded[name] += int(mask.sum())
-    if any(mask.any() for mask in out.values()):
-        count = np.ones(shard.n_rows, np.uint32) if count is None else count
-        count[np.logical_or.reduce(list(out.values()))] = 0
-    return count
+    kept = row_filter.kept_of(shard, out)
+    if kept is None or kept.all():
+        return count, shard.n_rows
+    count = kept.astype(np.uint8) if count is None else count * kept
+    return count, int(kept.sum())
+
+
+def _small(counts: Counts) -> Counts:
+    """Return counts in the smallest type that holds them: there is one for each row."""
+    return counts.astype(np.min_scalar_type(int(counts.max(initial=0))))

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from actds.accounting.multiplicity import served_counts
 from actds.format import tables
-from actds.load.order import EpochOrder, Geometry, Pieces, order_key, piece_order, visit_counts
+from actds.load.order import (
+    Epoch,
+    EpochOrder,
+    Geometry,
+    Pieces,
+    frequency_counts,
+    order_key,
+    piece_order,
+    visit_counts,
+)
 
 KEY = order_key("0" * 64, 7)
 
@@ -85,8 +94,15 @@ def test_lanes_partition_the_entries_for_any_geometry(
     sizes = [order.lane_entries(lane) for lane in range(lanes)]
     assert max(sizes) - min(sizes) <= 1
     # What drop_last leaves out is the remainder and nothing more: the full batches fit each lane.
-    assert order.n_full_batches * per_lane <= min(sizes)
-    assert order.n_left == n_entries % geometry.batch
+    whole = Epoch([order], [1], geometry)
+    assert whole.n_full_batches * per_lane <= min(sizes)
+    assert whole.n_left == n_entries % geometry.batch
+    for lane in range(lanes):
+        for index in range(order.n_windows(lane)):
+            window = order.window(lane, index)
+            n_rows_of = (pieces.stop - pieces.start)[window.pieces]
+            held = np.minimum(window.stop - window.start, n_rows_of).sum()
+            assert held <= geometry.max_window_rows
     for lane in range(lanes):
         for position in range(0, sizes[lane], 7):
             window = order.window(lane, order.window_at(lane, position))
@@ -127,7 +143,7 @@ def test_the_order_never_changes_between_versions() -> None:
                 window = order.window(lane, index)
                 for part in (window.pieces, window.start, window.stop, window.order):
                     hasher.update(part.astype("<i8").tobytes())
-    assert hasher.hexdigest() == "e0ffc1dfbea7da7696f981cb61d44c228f54e288e27199039caf0533c65c1dd2"
+    assert hasher.hexdigest() == "304bfde1be6ba547cf9aebf60e7a29b8844069a1a8e4627f4093636feda5a4c5"
 
 
 def test_another_seed_epoch_or_dataset_gives_another_order() -> None:
@@ -169,3 +185,59 @@ def test_pieces_whose_rows_are_all_left_out_are_not_read() -> None:
     windows = [order.window(lane, 0) for lane in range(2) if order.n_windows(lane)]
     assert sum(window.order.size for window in windows) == 4
     assert all((window.stop > window.start).all() for window in windows)
+
+
+@given(
+    sizes=st.lists(st.integers(40, 400), min_size=2, max_size=4),
+    shares=st.lists(st.integers(1, 20), min_size=4, max_size=4),
+    lanes=st.sampled_from([1, 2, 3, 8]),
+    per_lane=st.integers(1, 5),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_batch_has_the_shares_of_a_mixture_until_a_part_runs_out(
+    sizes: list[int], shares: list[int], lanes: int, per_lane: int
+) -> None:
+    shares = shares[: len(sizes)]
+    geometry = Geometry(lanes * per_lane, lanes, 64, 16)
+    orders = [EpochOrder(Pieces.of_shards([n], 16), geometry, KEY, 0) for n in sizes]
+    epoch = Epoch(orders, shares, geometry)
+    given = np.zeros((lanes, len(sizes)), int)
+    for step in range(epoch.n_full_batches):
+        taken = np.array([epoch.sizes(lane, step) for lane in range(lanes)])
+        assert (taken.sum(axis=1) == per_lane).all() and (taken >= 0).all()
+        exact = geometry.batch * np.array(shares) / sum(shares)
+        assert (np.abs(taken.sum(axis=0) - exact) < 2).all()
+        given += taken
+        assert (np.abs(given.sum(axis=0) - (step + 1) * exact) < 2).all()
+    have = np.array([[o.lane_entries(lane) for o in orders] for lane in range(lanes)])
+    assert (given <= have).all()
+    after = [epoch.sizes(lane, epoch.n_full_batches) for lane in range(lanes)]
+    assert (given + np.array(after) > have).any()
+
+
+@given(
+    numbers=st.lists(
+        st.lists(st.floats(0, 1e6), min_size=0, max_size=30), min_size=1, max_size=4
+    ).filter(lambda lists: sum(map(sum, lists)) > 1e-3),
+    n_entries=st.integers(1, 500),
+)
+@settings(max_examples=80, deadline=None)
+def test_rows_come_in_proportion_and_an_epoch_keeps_its_length(
+    numbers: list[list[float]], n_entries: int
+) -> None:
+    arrays = [np.array(part, np.float64) for part in numbers]
+    whole = np.concatenate(arrays)
+    exact = whole / whole.sum() * n_entries
+    for epoch in range(3):
+        counts = np.concatenate(frequency_counts(arrays, n_entries, KEY, epoch))
+        assert counts.sum() == n_entries and (counts >= 0).all()
+        assert (np.abs(counts - exact) < 1 + 1e-6).all()
+        assert not counts[whole == 0].any()
+
+
+def test_frequencies_are_exact_in_the_mean_of_epochs() -> None:
+    numbers = np.random.default_rng(0).gamma(0.5, size=50)
+    counts = np.mean([frequency_counts([numbers], 40, KEY, e)[0] for e in range(4000)], axis=0)
+    exact = numbers / numbers.sum() * 40
+    spread = np.sqrt((exact % 1) * (1 - exact % 1) / 4000)
+    assert (np.abs(counts - exact) < 5 * spread + 1e-9).all()

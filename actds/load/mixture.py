@@ -1,0 +1,214 @@
+"""What a loader reads, as parts: of one dataset or several, each with its share of every batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from actds import canonical
+from actds.format import tables
+from actds.load.dataset import Dataset
+from actds.load.dataset import open as open_dataset
+from actds.load.filters import bad
+from actds.load.selection import Selection
+from actds.schema import Hook
+
+__all__ = ["Mixture", "Select", "Source", "make_mixture", "open_sources"]
+
+Source = str | os.PathLike[str] | Dataset
+Select = Callable[[Dataset, str | None, str | None], Selection]
+"""Returns the rows of a dataset in a phase for which an expression is true; None takes all."""
+
+_SHARES = 10_000  # what the shares of a mixture add up to, as integers
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The parts of what a loader reads; one where nothing is mixed.
+
+    Args:
+        parts: the selections of each part: one, or several datasets one after the other.
+        names: what each part is called: its key in the argument; empty for an only part.
+        shares: the share of each part as integers; their sum is that of all.
+    """
+
+    parts: Sequence[Sequence[Selection]]
+    names: Sequence[str]
+    shares: Sequence[int]
+
+    @property
+    def selections(self) -> list[Selection]:
+        """Return the selections of all parts."""
+        return [selection for part in self.parts for selection in part]
+
+    @property
+    def datasets(self) -> list[Dataset]:
+        """Return the datasets, each once."""
+        return list({id(one.dataset): one.dataset for one in self.selections}.values())
+
+    @property
+    def hooks(self) -> Sequence[Hook]:
+        """Return the hooks of a batch."""
+        return self.selections[0].hooks
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Return the runs of all shards, sorted."""
+        return tuple(sorted({run for one in self.selections for run in one.runs}))
+
+    @property
+    def excluded(self) -> dict[str, int]:
+        """Return how many stored rows each name of ``exclude`` leaves out of the parts."""
+        found = dict.fromkeys(self.selections[0].excluded, 0)
+        for selection in self.selections:
+            for name, n in selection.excluded.items():
+                found[name] += n
+        return found
+
+    @property
+    def n_kept(self) -> int:
+        """Return the rows that are read, each counted once in its part."""
+        return sum(selection.n_kept for selection in self.selections)
+
+    @property
+    def n_stored(self) -> int:
+        """Return the rows of the shards of the parts, kept or not."""
+        return sum(selection.n_stored for selection in self.selections)
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the dataset, or one of those of all datasets in their order."""
+        digests = [dataset.digest for dataset in self.datasets]
+        return digests[0] if len(digests) == 1 else canonical.digest(canonical.dump(digests))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what chooses and weights the rows, as JSON: a state of another is refused."""
+        first = self.selections[0]
+        files = [one.row_weights.sha256 for one in self.selections if one.row_weights is not None]
+        names = [shard.name for one in self.selections for shard in one.shards]
+        return {
+            "shards": canonical.digest(canonical.dump(names)),
+            "where": [one.filter.identity["where"] for one in self.selections],
+            "exclude": first.filter.identity["exclude"] or None,
+            "split": first.filter.identity["split"],
+            "mix": dict(zip(self.names, self.shares, strict=False)) or None,
+            "frequency": None if first.frequency is None else first.frequency.text,
+            "weights_sha256": files[0] if files else None,
+            "weights": None if first.loss_weight is None else first.loss_weight.text,
+        }
+
+
+def open_sources(
+    source: Source | Sequence[Source] | Mapping[Source, float], unsealed: bool, unprovenanced: bool
+) -> tuple[list[Dataset], Mapping[str, float] | None]:
+    """Return the datasets of an argument, and their shares by path where it says them.
+
+    Raises:
+        ActdsError: E014 no dataset, or one twice; and as ``actds.open``.
+    """
+    several = not isinstance(source, str | os.PathLike | Dataset)
+    given = list(source) if several else [source]  # type: ignore[arg-type]
+    if not given:
+        raise bad("source", "no dataset", "a path, a dataset, several, or datasets with shares")
+    datasets = [
+        one
+        if isinstance(one, Dataset)
+        else open_dataset(
+            os.fspath(one),  # type: ignore[arg-type]
+            i_accept_unsealed=unsealed,
+            i_accept_unprovenanced=unprovenanced,
+        )
+        for one in given
+    ]
+    digests = [dataset.digest for dataset in datasets]
+    for i, digest in enumerate(digests):
+        if digest in digests[:i]:
+            raise bad("source", f"{datasets[i].path} twice", "different datasets")
+    if not isinstance(source, Mapping):
+        return datasets, None
+    return datasets, {d.path: share for d, share in zip(datasets, source.values(), strict=True)}
+
+
+def make_mixture(
+    datasets: Sequence[Dataset],
+    dataset_shares: Mapping[str, float] | None,
+    mix: Mapping[str, float] | None,
+    phase: str | None,
+    where: str | None,
+    select: Select,
+) -> Mixture:
+    """Return the parts of what a loader reads.
+
+    Args:
+        datasets: the datasets.
+        dataset_shares: the share of each by its path; None joins them to one part.
+        mix: shares by phase or by expression; None for one part.
+        phase: the phase of all parts.
+        where: the expression that all parts share.
+        select: makes the selection of a part.
+
+    Raises:
+        ActdsError: E014 shares of datasets and of rows at once, or that do not add up; hooks that
+            differ between datasets; and as ``select``.
+    """
+    if mix is not None and dataset_shares is not None:
+        raise bad("mix", "shares of rows and of datasets", "one of them")
+    if dataset_shares is not None:
+        shares = _integers("source", dataset_shares)
+        parts = [[select(dataset, phase, where)] for dataset in datasets]
+        mixture = Mixture(parts, list(dataset_shares), shares)
+    elif mix is not None:
+        shares = _integers("mix", mix)
+        parts = [
+            [select(dataset, *_part(name, phase, where)) for dataset in datasets] for name in mix
+        ]
+        mixture = Mixture(parts, list(mix), shares)
+    else:
+        mixture = Mixture([[select(dataset, phase, where) for dataset in datasets]], [], [1])
+    _check_hooks(mixture)
+    return mixture
+
+
+def _part(name: str, phase: str | None, where: str | None) -> tuple[str | None, str | None]:
+    """Return phase and expression of a part that is called by a phase or by an expression."""
+    if name not in tables.PHASES:
+        return phase, name if where is None else f"({where}) and ({name})"
+    if phase not in (None, name):
+        raise bad("mix", f"{name!r} with phase={phase!r}", "parts of that phase")
+    return name, where
+
+
+def _integers(argument: str, shares: Mapping[str, float]) -> list[int]:
+    """Return shares as integers of the same ratios, to one in ten thousand."""
+    if not isinstance(shares, Mapping) or not shares:
+        raise bad(argument, repr(shares)[:80], "shares by name, as {'prefill': 0.5, 'decode': 0.5}")
+    for name, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise bad(argument, f"{share!r} for {name!r}", "a share above 0, at most 1")
+    if abs(sum(shares.values()) - 1) > _TOLERANCE:
+        raise bad(argument, f"shares that add up to {sum(shares.values()):g}", "1")
+    exact = [share * _SHARES for share in shares.values()]
+    whole = [max(1, int(share)) for share in exact]
+    # What is lost by rounding goes to the shares that lost most.
+    for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: _SHARES - sum(whole)]:
+        whole[i] += 1
+    common = gcd(*whole)
+    return [share // common for share in whole]
+
+
+def _check_hooks(mixture: Mixture) -> None:
+    """Refuse datasets whose hooks of one name differ in width or type."""
+    first = mixture.selections[0]
+    for other in mixture.selections[1:]:
+        for a, b in zip(first.hooks, other.hooks, strict=True):
+            if (a.name, a.d_model, a.dtype) != (b.name, b.d_model, b.dtype):
+                raise bad(
+                    "source",
+                    f"{b.name} of {b.d_model} {b.dtype} in {other.dataset.path}",
+                    f"{a.name} of {a.d_model} {a.dtype}, as in {first.dataset.path}",
+                )

@@ -1,0 +1,336 @@
+"""Row expressions: ``where="phase == 'decode' and position >= 16 and request.source == 'wiki'"``.
+
+An expression is parsed and its types are checked before anything is read; it then says which
+columns it needs, and gives a mask of the rows of a shard. The syntax is Python's, and nothing of
+Python is run: names, numbers, strings, comparisons, ``in``, ``is None``, ``and``, ``or``, ``not``
+and arithmetic.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actds.errors import ActdsError
+from actds.format import tables
+
+__all__ = ["COLUMNS", "Column", "Expression", "parse_expression"]
+
+Values = Mapping[str, pa.Array]
+Compiled = Callable[[Values], Any]
+
+MAX_LENGTH = 10_000
+"""Characters of an expression: more is a mistake, or an attack on the parser."""
+
+
+class Kind(Enum):
+    """The type of a value in an expression."""
+
+    NUMBER = "a number"
+    TEXT = "a string"
+    TRUTH = "true or false"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column that an expression may name.
+
+    Args:
+        name: as it is written; ``request.NAME`` and ``step.NAME`` are columns of these tables.
+        table: ``tokens``, ``requests`` or ``steps``; ``readouts`` for ``norm``; None for what the
+            manifest of a shard says.
+        kind: the type of its values.
+        flag: the bit of ``flags`` that it is; 0 for none.
+    """
+
+    name: str
+    table: str | None
+    kind: Kind
+    flag: int = 0
+
+
+def _columns() -> dict[str, Column]:
+    found = [Column("run", None, Kind.TEXT), Column("phase", None, Kind.TEXT)]
+    for table, prefix in (("tokens", ""), ("requests", "request."), ("steps", "step.")):
+        for field in tables.SCHEMAS[table]:  # type: ignore[index]
+            kind = Kind.TEXT if pa.types.is_string(field.type) else Kind.NUMBER
+            if not pa.types.is_nested(field.type):
+                found.append(Column(prefix + field.name, table, kind))
+    flags = {"special": tables.FLAG_SPECIAL, "bos": tables.FLAG_BOS, "eos": tables.FLAG_EOS}
+    found += [Column(name, "tokens", Kind.TRUTH, flag) for name, flag in flags.items()]
+    found.append(Column("norm", "readouts", Kind.NUMBER))
+    # The manifest says the phase of a shard: its column needs no reading.
+    return {column.name: column for column in reversed(found)}
+
+
+COLUMNS: dict[str, Column] = _columns()
+"""Every column that an expression may name."""
+
+_COMPARE = {
+    ast.Eq: pc.equal,
+    ast.NotEq: pc.not_equal,
+    ast.Lt: pc.less,
+    ast.LtE: pc.less_equal,
+    ast.Gt: pc.greater,
+    ast.GtE: pc.greater_equal,
+}
+_ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
+
+def _floor_divide(a: Any, b: Any) -> Any:
+    return pc.floor(_divide(a, b))
+
+
+def _divide(a: Any, b: Any) -> Any:
+    return pc.divide(pc.cast(a, pa.float64(), safe=False), pc.cast(b, pa.float64(), safe=False))
+
+
+def _modulo(a: Any, b: Any) -> Any:
+    return pc.subtract(a, pc.multiply(b, _floor_divide(a, b)))
+
+
+_ARITHMETIC = {
+    ast.Add: pc.add_checked,
+    ast.Sub: pc.subtract_checked,
+    ast.Mult: pc.multiply_checked,
+    ast.Div: _divide,
+    ast.FloorDiv: _floor_divide,
+    ast.Mod: _modulo,
+}
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A checked expression over the rows of a dataset.
+
+    A comparison with a value that is not recorded is unknown, as in SQL: ``not`` of it is unknown,
+    too, and rows of which the whole is unknown are left out. ``is None`` asks for it.
+
+    Args:
+        text: the expression in one form, whatever its spaces and quotes were.
+        columns: the names in it, sorted.
+        kind: the type of its value.
+    """
+
+    text: str
+    columns: tuple[str, ...]
+    kind: Kind
+    _compiled: Compiled
+    _asks_for_none: bool
+
+    def __str__(self) -> str:
+        return self.text
+
+    def mask(self, values: Values, n_rows: int) -> npt.NDArray[np.bool_]:
+        """Return which rows it is true for, bool ``(n_rows,)``.
+
+        Args:
+            values: the columns by name, each of ``n_rows``.
+            n_rows: the number of rows.
+
+        Raises:
+            ActdsError: E014 an integer that leaves 64 bits.
+        """
+        found = self._evaluate(values)
+        if isinstance(found, pa.Scalar):
+            return np.full(n_rows, found.as_py() is True)
+        return np.asarray(pc.fill_null(found, False).to_numpy(zero_copy_only=False), np.bool_)
+
+    def numbers(self, values: Values, n_rows: int) -> npt.NDArray[np.float64]:
+        """Return its values, float64 ``(n_rows,)``; nan where they are unknown.
+
+        Raises:
+            ActdsError: E014 an integer that leaves 64 bits.
+        """
+        found = self._evaluate(values)
+        if isinstance(found, pa.Scalar):
+            found = pa.repeat(found, n_rows)
+        floats = pc.cast(found, pa.float64(), safe=False)
+        return np.asarray(floats.to_numpy(zero_copy_only=False), np.float64)
+
+    def known(self, values: Values) -> bool | None:
+        """Return what it is for every row with these values; None when other columns decide.
+
+        Args:
+            values: columns that have one value for all rows, each of length 1.
+        """
+        if self._asks_for_none:
+            return None
+        kinds = {Kind.NUMBER: pa.int64(), Kind.TEXT: pa.string(), Kind.TRUTH: pa.bool_()}
+        unknown = {n: pa.nulls(1, kinds[COLUMNS[n].kind]) for n in self.columns if n not in values}
+        found = self._evaluate({**unknown, **values})
+        value = found.as_py() if isinstance(found, pa.Scalar) else found[0].as_py()
+        return value if isinstance(value, bool) else None
+
+    def _evaluate(self, values: Values) -> Any:
+        try:
+            return self._compiled(values)
+        except pa.ArrowInvalid as error:
+            raise ActdsError(
+                "E014", f"expression {self.text}", got=str(error), expected="numbers of 64 bits"
+            ) from None
+
+
+def parse_expression(text: str, argument: str, kind: Kind = Kind.TRUTH) -> Expression:
+    """Return a checked expression.
+
+    Args:
+        text: the expression.
+        argument: what an error calls it, for example ``where``.
+        kind: the type that its value must have.
+
+    Raises:
+        ActdsError: E014 with the place in the text: no expression, a name that is no column, types
+            that do not fit, or a part of Python that is not allowed.
+    """
+    compiler = _Compiler(text, argument)
+    tree = compiler.parse()
+    compiled, found = compiler.compile(tree)
+    if found is not kind:
+        raise compiler.refuse(tree, found.value, kind.value)
+    return Expression(
+        ast.unparse(tree), tuple(sorted(compiler.names)), found, compiled, compiler.asks_for_none
+    )
+
+
+class _Compiler:
+    """Turns a syntax tree into functions of columns, and checks types on the way."""
+
+    def __init__(self, text: str, argument: str) -> None:
+        self._text, self._argument = text, argument
+        self.names: set[str] = set()
+        self.asks_for_none = False
+
+    def parse(self) -> ast.expr:
+        if not isinstance(self._text, str) or not self._text.strip():
+            raise self._bad(repr(self._text)[:80], "an expression, as phase == 'decode'")
+        if len(self._text) > MAX_LENGTH:
+            raise self._bad(f"{len(self._text)} characters", f"at most {MAX_LENGTH}")
+        try:
+            return ast.parse(self._text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            at = f" at character {error.offset}" if isinstance(error, SyntaxError) else ""
+            words = error.msg if isinstance(error, SyntaxError) else "nested too deep"
+            raise self._bad(f"{words}{at}", "an expression, as phase == 'decode'") from None
+
+    def refuse(self, node: ast.expr, got: str, expected: str) -> ActdsError:
+        part = ast.get_source_segment(self._text.strip(), node) or ast.unparse(node)
+        return self._bad(f"{got} in {part[:80]!r} at character {node.col_offset + 1}", expected)
+
+    def _bad(self, got: str, expected: str) -> ActdsError:
+        return ActdsError("E014", self._argument, got=got, expected=expected)
+
+    def compile(self, node: ast.expr) -> tuple[Compiled, Kind]:
+        """Return a function from columns to the value of a node, and its type."""
+        match node:
+            case ast.Constant():
+                return self._constant(node)
+            case ast.Name() | ast.Attribute():
+                return self._column(node)
+            case ast.BoolOp(op=op, values=values):
+                join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
+                parts = [self._typed(value, Kind.TRUTH) for value in values]
+                return (lambda v: reduce(join, [part(v) for part in parts])), Kind.TRUTH
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                inner = self._typed(operand, Kind.TRUTH)
+                return (lambda v: pc.invert(inner(v))), Kind.TRUTH
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                inner = self._typed(operand, Kind.NUMBER)
+                return (lambda v: pc.negate_checked(inner(v))), Kind.NUMBER
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                act = _ARITHMETIC[type(op)]
+                a, b = self._typed(left, Kind.NUMBER), self._typed(right, Kind.NUMBER)
+                return (lambda v: act(a(v), b(v))), Kind.NUMBER
+            case ast.Compare():
+                return self._comparison(node), Kind.TRUTH
+        raise self.refuse(
+            node, "what is no part of an expression", "columns, values, comparisons, and, or, not"
+        )
+
+    def _typed(self, node: ast.expr, kind: Kind) -> Compiled:
+        compiled, found = self.compile(node)
+        if found is not kind:
+            raise self.refuse(node, found.value, kind.value)
+        return compiled
+
+    def _constant(self, node: ast.Constant) -> tuple[Compiled, Kind]:
+        value = node.value
+        if isinstance(value, bool):
+            constant, kind = pa.scalar(value), Kind.TRUTH
+        elif isinstance(value, str):
+            constant, kind = pa.scalar(value, pa.string()), Kind.TEXT
+        elif isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63):
+            constant, kind = pa.scalar(value), Kind.NUMBER
+        else:
+            raise self.refuse(node, "a value of another type", "a number of 64 bits or a string")
+        return (lambda _: constant), kind
+
+    def _column(self, node: ast.Name | ast.Attribute) -> tuple[Compiled, Kind]:
+        name = ast.unparse(node)
+        if name not in COLUMNS:
+            near = difflib.get_close_matches(name, COLUMNS, n=3)
+            raise self.refuse(
+                node, f"no column {name!r}", f"one of {', '.join(near or sorted(COLUMNS))}"
+            )
+        self.names.add(name)
+        return operator.itemgetter(name), COLUMNS[name].kind
+
+    def _comparison(self, node: ast.Compare) -> Compiled:
+        """Return all links of a chain of comparisons, joined by ``and``."""
+        sides = [node.left, *node.comparators]
+        links = [
+            self._link(left, op, right)
+            for left, op, right in zip(sides, node.ops, sides[1:], strict=False)
+        ]
+        return lambda v: reduce(pc.and_kleene, [link(v) for link in links])
+
+    def _link(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Compiled:
+        a, kind = self.compile(left)
+        if isinstance(op, ast.In | ast.NotIn):
+            member = self._member(a, kind, right)
+            return member if isinstance(op, ast.In) else lambda v: pc.invert(member(v))
+        if isinstance(op, ast.Is | ast.IsNot):
+            if not isinstance(right, ast.Constant) or right.value is not None:
+                raise self.refuse(right, "another value after is", "None")
+            self.asks_for_none = True
+            ask = pc.is_null if isinstance(op, ast.Is) else pc.is_valid
+            return lambda v: ask(a(v))
+        if isinstance(right, ast.Constant) and right.value is None:
+            raise self.refuse(right, "a comparison with None", "is None, or is not None")
+        b = self._typed(right, kind)
+        if kind is Kind.TRUTH and isinstance(op, _ORDERED):
+            raise self.refuse(left, "true or false with an order", "== or !=")
+        compare = _COMPARE[type(op)]
+        return lambda v: compare(a(v), b(v))
+
+    def _member(self, a: Compiled, kind: Kind, right: ast.expr) -> Compiled:
+        if not isinstance(right, ast.Tuple | ast.List | ast.Set) or not right.elts:
+            raise self.refuse(right, "no list after in", "values, as (1, 2, 3)")
+        values = [self._value(element, kind) for element in right.elts]
+        options = pa.array(values)
+
+        def member(columns: Values) -> Any:
+            value = a(columns)
+            # is_in says False of an unknown value, of which nothing is known.
+            return pc.if_else(
+                pc.is_valid(value), pc.is_in(value, options), pa.scalar(None, pa.bool_())
+            )
+
+        return member
+
+    def _value(self, node: ast.expr, kind: Kind) -> Any:
+        constant = node.operand if isinstance(node, ast.UnaryOp) else node
+        if not isinstance(constant, ast.Constant):
+            raise self.refuse(node, "no plain value after in", "values, as (1, 2, 3)")
+        return self._typed(node, kind)({}).as_py()
