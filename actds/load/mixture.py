@@ -188,12 +188,13 @@ def _integers(argument: str, shares: Mapping[str, float]) -> list[int]:
     if not isinstance(shares, Mapping) or not shares:
         raise bad(argument, repr(shares)[:80], "shares by name, as {'prefill': 0.5, 'decode': 0.5}")
     for name, share in shares.items():
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise bad(argument, f"{share!r} for {name!r}", "a share above 0, at most 1")
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not number or not 1 / _SHARES <= share <= 1:
+            raise bad(argument, f"{share!r} for {name!r}", f"a share from {1 / _SHARES} to 1")
     if abs(sum(shares.values()) - 1) > _TOLERANCE:
         raise bad(argument, f"shares that add up to {sum(shares.values()):g}", "1")
     exact = [share * _SHARES for share in shares.values()]
-    whole = [max(1, int(share)) for share in exact]
+    whole = [int(share + _TOLERANCE) for share in exact]
     # What is lost by rounding goes to the shares that lost most.
     for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: _SHARES - sum(whole)]:
         whole[i] += 1

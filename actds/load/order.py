@@ -9,8 +9,8 @@ seen), cut in *pieces* (runs of consecutive rows of one shard, read as one):
    of ranks;
 3. a lane is read in *windows* of whole pieces, each shuffled by its own Philox stream.
 
-A mixture has an order for each of its *parts*, and every batch takes from each its share: exact
-over any run of batches, to one entry.
+A mixture has an order for each of its *parts*, and every batch takes from each its share: over any
+number of batches exact to fewer entries than there are parts.
 
 All randomness is counter-based: any batch of any epoch is found without the ones before it.
 """
