@@ -51,3 +51,11 @@ def s3_root(s3_port: int, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     s3_environment(monkeypatch, s3_port)
     digest = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]
     return f"s3://{BUCKET}/{digest}/dataset"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def results_are_kept_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep statistics in a folder of the test run, not in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACTDS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -32,6 +32,8 @@ Compiled = Callable[[Values], Any]
 
 MAX_LENGTH = 10_000
 """Characters of an expression: more is a mistake, or an attack on the parser."""
+MAX_DEPTH = 100
+"""Levels of an expression."""
 
 
 class Kind(Enum):
@@ -148,7 +150,7 @@ class Expression:
         return np.asarray(pc.fill_null(found, False).to_numpy(zero_copy_only=False), np.bool_)
 
     def numbers(self, values: Values, n_rows: int) -> npt.NDArray[np.float64]:
-        """Return its values, float64 ``(n_rows,)``; nan where they are unknown.
+        """Return its values as a new array, float64 ``(n_rows,)``; nan where they are unknown.
 
         Raises:
             ActdsError: E014 an integer that leaves 64 bits.
@@ -157,7 +159,7 @@ class Expression:
         if isinstance(found, pa.Scalar):
             found = pa.repeat(found, n_rows)
         floats = pc.cast(found, pa.float64(), safe=False)
-        return np.asarray(floats.to_numpy(zero_copy_only=False), np.float64)
+        return np.array(floats.to_numpy(zero_copy_only=False), np.float64)
 
     def known(self, values: Values) -> bool | None:
         """Return what it is for every row with these values; None when other columns decide.
@@ -209,6 +211,7 @@ class _Compiler:
 
     def __init__(self, text: str, argument: str) -> None:
         self._text, self._argument = text, argument
+        self._depth = 0
         self.names: set[str] = set()
         self.asks_for_none = False
 
@@ -233,6 +236,14 @@ class _Compiler:
 
     def compile(self, node: ast.expr) -> tuple[Compiled, Kind]:
         """Return a function from columns to the value of a node, and its type."""
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise self._bad("parts nested too deep", f"an expression of at most {MAX_DEPTH} levels")
+        found = self._compile(node)
+        self._depth -= 1
+        return found
+
+    def _compile(self, node: ast.expr) -> tuple[Compiled, Kind]:
         match node:
             case ast.Constant():
                 return self._constant(node)

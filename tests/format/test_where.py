@@ -1,0 +1,239 @@
+"""Row expressions: what they keep, as SQLite keeps it, and what is refused."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import actds
+from actds.format.readouts import Readouts
+from actds.load.where import COLUMNS, parse_expression
+from actds_testing.synthetic import make_dataset
+
+HOOKS = ("resid_post.0", "resid_post.1")
+Key = tuple[str, int, int]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("where") / "acts"
+    make_dataset(
+        folder, n_requests=25, seed=3, hooks=HOOKS, sealed=False, rows_per_shard=90,
+        readouts=Readouts(1, seed=0),
+    )  # fmt: skip
+    return make_dataset(
+        folder, n_requests=20, seed=4, hooks=HOOKS, run="r-second", readouts=Readouts(1, seed=0)
+    )
+
+
+@pytest.fixture(scope="module")
+def database(path: Path) -> sqlite3.Connection:
+    """Return the rows with all columns that an expression may name, in a table of SQLite."""
+    dataset = actds.open(path)
+    connection = sqlite3.connect(":memory:")
+    for name in ("tokens", "requests", "steps", "readouts"):
+        table = getattr(dataset, name)(run=True)
+        lists = [f.name for f in table.schema if pa.types.is_nested(f.type)]
+        table = table.drop_columns(lists)
+        columns = ", ".join(f'"{column}"' for column in table.column_names)
+        connection.execute(f"create table {name} ({columns})")
+        marks = ", ".join("?" * table.num_columns)
+        lines = zip(*(column.to_pylist() for column in table.columns), strict=True)
+        connection.executemany(f"insert into {name} values ({marks})", lines)
+
+    def renamed(table: str, key: str) -> str:
+        columns = [r[1] for r in connection.execute(f"pragma table_info({table})")]
+        return ", ".join(f'{table}."{c}" as "{key}.{c}"' for c in columns if c != "run")
+
+    connection.execute(
+        "create table rows as select tokens.*, n.norm, flags & 1 as special, "
+        f"flags >> 1 & 1 as bos, flags >> 2 & 1 as eos, "
+        f"{renamed('requests', 'request')}, {renamed('steps', 'step')} "
+        "from tokens join requests using (run, request) join steps using (run, step) "
+        "join (select run, request, position, min(norm) as norm from readouts "
+        f"where hook = '{HOOKS[0]}' group by 1, 2, 3) n using (run, request, position)"
+    )
+    (n,) = connection.execute("select count(*) from rows").fetchone()
+    assert n == dataset.n_rows
+    return connection
+
+
+def in_sql(expression: str) -> str:
+    """Return an expression as SQLite writes it."""
+    for name in sorted(COLUMNS, key=len, reverse=True):
+        if "." in name:
+            expression = expression.replace(name, f'"{name}"')
+    return expression.replace(" None", " null")
+
+
+EXPRESSIONS = [
+    "position >= 5",
+    "phase == 'decode'",
+    "phase == 'decode' and position % 3 == 1",
+    "phase != 'decode' or token_id in (1, 2, 3, 5, 8, 13)",
+    "not (4 < token_id) and position < 20",
+    "run == 'r-second' and not position < 3",
+    "position - request.prompt_len < -2",
+    "request.prompt_len - position <= 3",
+    "request.source is None",
+    "request.source is not None and position > 1",
+    "not request.engine_cached_tokens > 3",
+    "request.engine_cached_tokens > 3 or position == 0",
+    "request.engine_cached_tokens not in (0, 1)",
+    "request.finish_reason == 'stop' and step.batch_tokens > 8",
+    "step.kernel_mode == 'eager' or position == 1",
+    "step.queue_depth_stage1 > 0",
+    "attempt > 0 or chunk * 2 + 1 >= 3",
+    "special == False and bos == False",
+    "token_id / 2.0 > 12.5 and -position < -4",
+    "norm > 3.9 and norm * norm < 20",
+    "request in (0, 3, 4) and step >= 2",
+]
+
+
+def rows_of(loader: actds.Loader) -> list[Key]:
+    found: list[Key] = []
+    for _, rows in loader:
+        columns = (rows[name].tolist() for name in ("run", "request", "position"))
+        found += zip(*columns, strict=True)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_the_rows_are_those_of_sqlite_each_once(
+    path: Path, database: sqlite3.Connection, expression: str
+) -> None:
+    sql = f"select run, request, position from rows where {in_sql(expression)} order by 1, 2, 3"
+    expected = [tuple(row) for row in database.execute(sql).fetchall()]
+    options: dict[str, Any] = {"batch": 4, "lanes": 4, "window_rows": 128, "drop_last": False}
+    if not expected:
+        with pytest.raises(actds.ActdsError, match=r"E014 where: .* true for no row"):
+            actds.Loader(path, HOOKS[0], where=expression, **options)
+        return
+    loader = actds.Loader(path, HOOKS[0], where=expression, provenance=True, **options)
+    assert rows_of(loader) == expected
+    assert loader.n_rows == len(expected)
+    total = actds.open(path).n_rows
+    shown = parse_expression(expression, "where").text
+    assert f"{len(expected):,} of " in repr(loader) and shown in repr(loader)
+    assert loader.config["where"] == [shown] and loader.config["rows_per_epoch"] <= total
+
+
+def test_at_least_half_of_the_expressions_keep_some_rows_and_not_all(
+    path: Path, database: sqlite3.Connection
+) -> None:
+    total = actds.open(path).n_rows
+    kept = [
+        database.execute(f"select count(*) from rows where {in_sql(e)}").fetchone()[0]
+        for e in EXPRESSIONS
+    ]
+    assert sum(0 < n < total for n in kept) > len(EXPRESSIONS) * 0.7
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_datasets_keeps_the_same_rows(
+    path: Path, database: sqlite3.Connection, streaming: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("datasets")
+    expression = "phase == 'decode' and request.prompt_len > 6"
+    sql = f"select run, request, position from rows where {in_sql(expression)} order by 1, 2, 3"
+    found = actds.load_dataset(
+        path, streaming=streaming, hooks=HOOKS[0], where=expression, cache_dir=tmp_path,
+        columns=["run", "request", "position"],
+    )  # fmt: skip
+    rows = sorted((row["run"], int(row["request"]), int(row["position"])) for row in found)
+    assert rows == [tuple(row) for row in database.execute(sql).fetchall()]
+
+
+@pytest.mark.parametrize(
+    "expression, got, expected",
+    [
+        ("positon > 3", r"no column 'positon' in 'positon' at character 1", "one of position"),
+        ("position > 'a'", r"a string in \"'a'\" at character 12", "a number"),
+        ("phase == 3", r"a number in '3' at character 10", "a string"),
+        ("position", "a number in 'position'", "true or false"),
+        ("position and bos", "a number in 'position'", "true or false"),
+        ("position >", "invalid syntax", "an expression"),
+        ("", "''", "an expression"),
+        ("phase == None", "a comparison with None", "is None"),
+        ("position is 3", "another value after is", "None"),
+        ("token_id in 5", "no list after in", "values"),
+        ("token_id in ()", "no list after in", "values"),
+        ("token_id in (position,)", "no plain value after in", "values"),
+        ("token_id in ('a',)", "a string", "a number"),
+        ("bos < eos", "true or false with an order", "== or !="),
+        ("__import__('os').system('x')", "no part of an expression", "columns"),
+        ("(lambda: True)()", "no part of an expression", "columns"),
+        ("[position for position in (1,)] == 1", "no part of an expression", "columns"),
+        ("request.block_digests == 'a'", "no column 'request.block_digests'", "one of"),
+        ("position == 1j", "a value of another type", "64 bits"),
+        (f"position == {2**64}", "a value of another type", "64 bits"),
+        ("not " * 2000 + "bos", "nested too deep", "an expression"),
+        ("(" * 3000, "", "an expression"),
+        ("bos or " * 2000 + "bos", "characters", "at most"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_place(
+    path: Path, expression: str, got: str, expected: str
+) -> None:
+    with pytest.raises(actds.ActdsError, match=f"(?s)E014 where: .*{got}.*; expected .*{expected}"):
+        actds.Loader(path, batch=4, where=expression)
+
+
+def test_an_integer_that_leaves_64_bits_is_refused(path: Path) -> None:
+    with pytest.raises(actds.ActdsError, match=r"E014 expression .*overflow"):
+        actds.Loader(path, batch=4, where=f"(position + 1) * {2**62} > 0")
+
+
+def test_a_norm_of_several_hooks_is_refused(path: Path) -> None:
+    with pytest.raises(actds.ActdsError, match=r"E014 norm: .*resid_post.1; expected .*one hook"):
+        actds.Loader(path, HOOKS, batch=4, where="norm > 1")
+
+
+def test_a_state_of_another_expression_is_refused(path: Path) -> None:
+    state = actds.Loader(path, batch=4, where="position > 3").state_dict()
+    same = actds.Loader(path, batch=4, where="position>3")
+    same.load_state_dict(state)
+    with pytest.raises(actds.ActdsError, match="E014 state where"):
+        actds.Loader(path, batch=4, where="position > 4").load_state_dict(state)
+
+
+def test_shards_that_the_manifest_decides_are_not_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actds.format.shard import Shard
+
+    dataset, read = actds.open(path), []
+    tokens = Shard.tokens
+
+    def watched(self: Shard, columns: list[str] | None = None) -> Any:
+        read.append(self.phase)
+        return tokens(self, columns)
+
+    monkeypatch.setattr(Shard, "tokens", watched)
+    loader = actds.Loader(dataset, HOOKS[0], batch=4, where="phase == 'decode' and position > 2")
+    assert set(read) == {"decode"} and loader.n_rows > 0
+    read.clear()
+    actds.Loader(dataset, HOOKS[0], batch=4, where="phase == 'decode' and run != 'r-second'")
+    assert not read
+
+
+def test_chunks_without_a_row_are_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from actds.format.arrays import ArrayReader
+
+    dataset = actds.open(path)
+    sizes = []
+    take = ArrayReader.take
+
+    def watched(self: ArrayReader, rows: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
+        sizes.append(len(rows))
+        take(self, rows, out)
+
+    monkeypatch.setattr(ArrayReader, "take", watched)
+    loader = actds.Loader(dataset, HOOKS[0], batch=2, where="position == 3", drop_last=False)
+    assert sum(len(batch) for batch in loader) == sum(sizes) == loader.n_rows
