@@ -24,19 +24,6 @@ from actds_validators.statistics.intervals import Blocks
 if TYPE_CHECKING:
     from actds_validators.audit.passes import RowPass
 
-__all__ = [
-    "CONTENT",
-    "Bands",
-    "CellSums",
-    "ClassCounts",
-    "CovariateSums",
-    "Moments",
-    "RunCells",
-    "Sums",
-    "cell_sums",
-    "joined",
-]
-
 Bools = npt.NDArray[np.bool_]
 Numbers = Floats | Bools
 CONTENT = "content"

@@ -27,16 +27,6 @@ from actds_validators.statistics.events import (
 )
 from actds_validators.statistics.intervals import Blocks, blocks
 
-__all__ = [
-    "MAX_TICKS",
-    "RunSteps",
-    "Series",
-    "account_run",
-    "accounting",
-    "make_series",
-    "read_steps",
-]
-
 _COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
 MAX_TICKS = 1 << 17
 """Longest series; a longer run is looked at several steps at a time."""

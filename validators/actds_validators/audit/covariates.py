@@ -21,26 +21,6 @@ from actds_validators.statistics.shift import ewma
 if TYPE_CHECKING:
     from actds_validators.audit.lookup import Rows
 
-__all__ = [
-    "COVARIATES",
-    "LOAD",
-    "MAX_BITS",
-    "MAX_PROBES",
-    "NO_BITS",
-    "N_BANDS",
-    "N_BITS",
-    "Bins",
-    "CovariateDef",
-    "Widths",
-    "columns_of",
-    "content",
-    "defined",
-    "from_source",
-    "halves",
-    "position_band",
-    "squares",
-]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Source = Literal["step", "request", "token", "readout"]

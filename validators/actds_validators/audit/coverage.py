@@ -33,8 +33,6 @@ from actds_validators.audit.result import (
 )
 from actds_validators.statistics.distributions import jensen_shannon, total_variation
 
-__all__ = ["SINK", "CoverageCounts", "coverage", "dominant_cell", "read_spans"]
-
 OTHERS = "all others"
 EVERY_CLASS = (*CLASSES, NOWHERE)
 CLASSES_FROM = (

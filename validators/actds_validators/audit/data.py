@@ -30,28 +30,6 @@ from actds.store import file_sha256
 from actds.store.local import LocalStore
 from actds_validators.audit.result import ClassesFile
 
-__all__ = [
-    "CLASSES",
-    "NOWHERE",
-    "LabelFile",
-    "Labels",
-    "Part",
-    "Read",
-    "RunSource",
-    "StepRanges",
-    "arrow_source",
-    "catalog_source",
-    "class_words",
-    "column",
-    "explode",
-    "labels_of",
-    "longest",
-    "match_labels",
-    "numbers",
-    "places",
-    "read_labels",
-]
-
 N_THREADS = 2
 BATCH_ROWS = 1 << 15
 DENSE = 8

@@ -36,22 +36,6 @@ from actds_validators.audit.data import (
     column,
 )
 
-__all__ = [
-    "MAX_SOURCES",
-    "CellEdges",
-    "Lookup",
-    "Rows",
-    "RunRows",
-    "Vocabulary",
-    "WordPass",
-    "knows_ids",
-    "make_lookup",
-    "prompt_sources",
-    "read_rows",
-    "read_vocabulary",
-    "thinning",
-]
-
 MAX_SOURCES = 8
 MAX_CELLS = 1 << 18
 """Steps by requests at which selection within steps is looked at, at most, over all runs."""

@@ -44,16 +44,6 @@ from actds_validators.statistics.intervals import (
 )
 from actds_validators.statistics.shift import Trend, circular_shift, lag_correlation, trend
 
-__all__ = [
-    "TIME",
-    "QueueCounts",
-    "family",
-    "load_trends",
-    "mechanism",
-    "queues",
-    "read_queues",
-]
-
 TIME = Covariate(name="time", label="time in the run", unit="s", group="system")
 MIN_WITHIN_REQUESTS = 10
 MAX_PARTIAL = 0.05

@@ -50,24 +50,6 @@ from actds_validators.statistics.intervals import (
 )
 from actds_validators.statistics.strata import stratum_p
 
-__all__ = [
-    "MAX_CANDIDATES",
-    "MIN_TOKENS",
-    "Bands",
-    "SpanStrata",
-    "Strata",
-    "block_totals",
-    "bound",
-    "candidates",
-    "differences",
-    "estimate",
-    "missingness",
-    "strata",
-    "system_sums",
-    "unbounded",
-    "worst_strata",
-]
-
 CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 
 

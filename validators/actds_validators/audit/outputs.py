@@ -25,8 +25,6 @@ from actds.reading import Catalog
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.weights import Cells
 
-__all__ = ["refuse_outputs", "refuse_within_dataset", "replaced", "unwritable", "write_weights"]
-
 
 def refuse_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
     """Refuse outputs that would destroy something; nothing is opened.

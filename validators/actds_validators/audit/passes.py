@@ -28,20 +28,6 @@ from actds_validators.audit.data import N_THREADS, Part, column, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 from actds_validators.statistics.events import Floats, Ints
 
-__all__ = [
-    "N_THREADS",
-    "TAIL",
-    "Executor",
-    "ExecutorName",
-    "RowPass",
-    "Scale",
-    "Threads",
-    "accumulate",
-    "lost_pieces",
-    "open_executor",
-    "scale_of",
-]
-
 Bools = npt.NDArray[np.bool_]
 TAIL = 0.01
 """Share of the rows in a tail."""

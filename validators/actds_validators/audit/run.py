@@ -117,17 +117,6 @@ from actds_validators.statistics.association import within_cells as within_test
 from actds_validators.statistics.events import Floats, Ints
 from actds_validators.statistics.intervals import jackknife_many, smd_of_stored
 
-__all__ = [
-    "AuditResult",
-    "Passed",
-    "Progress",
-    "Sections",
-    "audit_dataset",
-    "audit_sources",
-    "limits_of",
-    "pass_over",
-]
-
 Progress = Callable[[str], None]
 
 

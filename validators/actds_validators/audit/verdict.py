@@ -49,8 +49,6 @@ from actds_validators.audit.wording import (
 )
 from actds_validators.statistics.distributions import loss_that_allows
 
-__all__ = ["Evidence", "judge"]
-
 _SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
 STRATUM = "largest share lost of any one stratum (kind of token)"
 _UNTESTED = "the tests cover dropped tokens, not aborted ones"

@@ -35,17 +35,6 @@ from actds_validators.statistics.weighting import (
     shrunken_rates,
 )
 
-__all__ = [
-    "Cells",
-    "StoredCells",
-    "after_weighting",
-    "cell_edges",
-    "counted_cells",
-    "stored_cells",
-    "weigh",
-    "weighting",
-]
-
 N_LOADS = 10
 RARITY_EDGES = (4.0, 6.0, 8.0, 10.0, 12.0)
 POSITION_EDGES = (16.0, 64.0, 256.0, 1024.0)

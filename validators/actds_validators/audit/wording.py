@@ -18,27 +18,6 @@ from actds_validators.audit.result import (
 )
 from actds_validators.statistics.strata import MIN_HITS
 
-__all__ = [
-    "MIN_BLAMED",
-    "adjusted",
-    "asked",
-    "blind_spots",
-    "dependence",
-    "events_needed",
-    "fewer",
-    "largest",
-    "look_when",
-    "lost",
-    "on_reuse",
-    "on_strata",
-    "on_unresolved",
-    "remedy",
-    "stratum_words",
-    "training",
-    "unproven",
-    "unresolved_first",
-]
-
 MIN_BLAMED = 3
 """Independent loss events from which a cause is named: fewer have something in common by chance."""
 CLEAR_P = 0.001

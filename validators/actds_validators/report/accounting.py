@@ -26,13 +26,6 @@ from actds_validators.report.words import (
     short,
 )
 
-__all__ = [
-    "accounting_part",
-    "balance",
-    "coverage_part",
-    "never_computed",
-]
-
 _KINDS = {
     "positions": "all",
     "captured": "stored",

@@ -23,8 +23,6 @@ from actds_validators.report.words import (
     p_value,
 )
 
-__all__ = ["KINDS", "drift_bars", "drift_part", "section_name"]
-
 _MAX_MEASURES, _MAX_HOOKS, _MAX_TABLE = 8, 8, 40
 KINDS = {
     "numeric drift": (

@@ -43,15 +43,6 @@ from actds_validators.report.words import (
     thousandths,
 )
 
-__all__ = [
-    "capture_trace",
-    "lowest",
-    "mechanism_part",
-    "queues_part",
-    "smallest_first",
-    "weights_part",
-]
-
 MIN_BLAMED = 3  # as the verdict has it
 
 

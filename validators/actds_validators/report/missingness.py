@@ -48,15 +48,6 @@ from actds_validators.report.words import (
     signed,
 )
 
-__all__ = [
-    "bound_curve",
-    "forest",
-    "heat_map",
-    "missingness_part",
-    "stored_bias",
-    "worst_first",
-]
-
 _MAX_STRATA = 10
 
 

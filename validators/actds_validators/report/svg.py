@@ -13,23 +13,6 @@ from typing import Literal
 
 from actds_validators.report.words import clean, percent, short
 
-__all__ = [
-    "WIDTH",
-    "Anchor",
-    "Frame",
-    "Picture",
-    "Shape",
-    "axes",
-    "fit",
-    "legend",
-    "shade",
-    "shade_scale",
-    "span",
-    "split_range",
-    "text_width",
-    "ticks",
-]
-
 Tag = Literal["line", "rect", "circle", "polyline", "polygon", "text"]
 Anchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]

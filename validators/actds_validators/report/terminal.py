@@ -32,8 +32,6 @@ from actds_validators.report.words import (
     state_of,
 )
 
-__all__ = ["render"]
-
 _STYLES: dict[str, Style] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "INCONCLUSIVE": "title"}
 _TONES: dict[str, Style] = {"good": "good", "bad": "bad", "warn": "warn", "dim": "dim", "": "plain"}
 _BIAS_WIDTH = len("Worst-case bias of any mean:")

@@ -9,35 +9,6 @@ from typing import Literal, TypeVar
 from actds.text import printable
 from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
-__all__ = [
-    "GROUPS",
-    "MAX_ROWS",
-    "SIDES",
-    "Part",
-    "Row",
-    "Sentence",
-    "State",
-    "Table",
-    "against",
-    "apart",
-    "clean",
-    "count",
-    "estimate",
-    "first",
-    "interval",
-    "limit_of",
-    "many",
-    "measured",
-    "number",
-    "p_value",
-    "percent",
-    "seconds",
-    "short",
-    "signed",
-    "state_of",
-    "thousandths",
-]
-
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
 _MAX_DIGITS = 9

@@ -13,17 +13,6 @@ from actds_validators.statistics.events import Floats, Ints, as_floats, slices
 from actds_validators.statistics.intervals import Blocks, block_sums, blocks
 from actds_validators.statistics.shift import about_mean, loss_share, shares_and_sums
 
-__all__ = [
-    "Change",
-    "Within",
-    "block_score",
-    "cell_sums",
-    "change",
-    "long_run_variance",
-    "within",
-    "within_cells",
-]
-
 
 def block_score(
     blocks: Blocks,

@@ -16,22 +16,6 @@ from scipy import special  # type: ignore[import-untyped]
 
 from actds_validators.statistics.events import Floats, as_floats
 
-__all__ = [
-    "chi_square_tail",
-    "farthest_mean",
-    "jensen_shannon",
-    "kolmogorov_tail",
-    "loss_that_allows",
-    "naive_chi_square",
-    "naive_z",
-    "normal_quantile",
-    "normal_two_sided",
-    "student_quantile",
-    "student_two_sided",
-    "total_variation",
-    "worst_case",
-]
-
 
 def normal_quantile(p: float) -> float:
     """Return the quantile of the standard normal."""

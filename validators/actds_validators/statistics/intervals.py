@@ -16,26 +16,6 @@ from numpy.typing import ArrayLike
 from actds_validators.statistics.distributions import normal_quantile, student_quantile
 from actds_validators.statistics.events import Floats, Ints, as_floats, correlation_steps, slices
 
-__all__ = [
-    "Blocks",
-    "Interval",
-    "Statistic",
-    "at_least",
-    "benjamini_hochberg",
-    "block_sums",
-    "blocks",
-    "detectable",
-    "difference_sums",
-    "equivalent",
-    "error_of_draws",
-    "from_replicates",
-    "jackknife",
-    "jackknife_many",
-    "loss_rate",
-    "smd",
-    "smd_of_stored",
-]
-
 BLOCK_TIMES = 10.0
 """Length of a block in correlation times of the loss: the interval is then 5 % too short at most
 for correlations that fall exponentially."""

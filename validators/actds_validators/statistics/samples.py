@@ -15,29 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtr  # type: ignore[import-untyped]
 
-__all__ = [
-    "ChannelShift",
-    "Units",
-    "channel_shift",
-    "cosine_distance",
-    "covariance_distance",
-    "exchanges",
-    "grouped_auc",
-    "halves",
-    "kurtosis_gap",
-    "leading_subspace",
-    "log_variance_ratio",
-    "make_units",
-    "permutation_p",
-    "ranked_areas",
-    "rate_gap",
-    "relative_l2",
-    "relative_shift",
-    "request_means",
-    "sign_flips",
-    "standardised",
-]
-
 Floats = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]

@@ -16,23 +16,6 @@ from scipy.signal import lfilter  # type: ignore[import-untyped]
 
 from actds_validators.statistics.events import Floats, Ints, as_floats, correlation_steps, slices
 
-__all__ = [
-    "LagCorrelation",
-    "Shift",
-    "Trend",
-    "about_mean",
-    "circular_shift",
-    "effective_shifts",
-    "ewma",
-    "isotonic",
-    "lag_correlation",
-    "load_groups",
-    "loss_share",
-    "shares_and_sums",
-    "shifted_sums",
-    "trend",
-]
-
 N_DRAWS = 2000
 """Random tuples of shifts, where there are several runs."""
 _SHORT = 1000

@@ -7,8 +7,6 @@ from numpy.typing import ArrayLike
 
 from actds_validators.statistics.events import Floats, as_floats
 
-__all__ = ["CUTS", "MIN_HITS", "poisson_binomial_tail", "stratum_p"]
-
 CUTS = (0.05, 0.2, 0.5, 0.9)
 """Shares of a block's tokens from which on the block counts as hit; each is tried."""
 MIN_HITS = 3

@@ -12,14 +12,6 @@ from numpy.typing import ArrayLike
 
 from actds_validators.statistics.events import Floats, as_floats
 
-__all__ = [
-    "effective_rows",
-    "inverse_probability",
-    "nested_rates",
-    "prior_strength",
-    "shrunken_rates",
-]
-
 
 def effective_rows(weights: ArrayLike, rows: ArrayLike | None = None) -> float:
     """Return ``(sum w)² / sum w²``: as many rows of equal weight have a mean as exact (Kish 1965).

@@ -20,8 +20,6 @@ from actds_validators.validate.files import check_digests, check_indexes, check_
 from actds_validators.validate.readouts import RunReadouts, check_readouts
 from actds_validators.validate.values import check_values
 
-__all__ = ["CHECKS", "LEVELS", "Check", "Level", "Validation", "validate"]
-
 Level = Literal["quick", "standard", "full", "deep"]
 State = Literal["passed", "failed", "skipped"]
 Progress = Callable[[str, int], None]

@@ -47,22 +47,6 @@ from actds_validators.audit.drift.rows import (
 from actds_validators.audit.result import Audit, Drift, DriftMeasure, Limits, OtherDataset
 from actds_validators.statistics import samples as paired
 
-__all__ = [
-    "COLUMNS",
-    "Column",
-    "Comparison",
-    "Selection",
-    "common_hooks",
-    "drift",
-    "drift_against",
-    "drift_by",
-    "numeric_sentence",
-    "open_comparison",
-    "population_sentence",
-    "repeats_words",
-    "values_to_compare",
-]
-
 _WHY = {
     "phase": "Prompt text and generated text are different tokens",
     "kernel_mode": "Steps of different kernel modes hold different tokens",

@@ -14,17 +14,6 @@ from actds_validators.statistics import samples as paired
 from actds_validators.statistics import samples as two
 from actds_validators.statistics.intervals import benjamini_hochberg
 
-__all__ = [
-    "MIN_PAIRS",
-    "PairedHook",
-    "PopulationHook",
-    "RowFloor",
-    "measure_pairs",
-    "measure_populations",
-    "numeric_measures",
-    "population_measures",
-]
-
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]
 

@@ -19,25 +19,6 @@ from actds.format.positions import Keys, pair_key, position_key
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset
 
-__all__ = [
-    "COLUMNS",
-    "Column",
-    "Found",
-    "Prefixes",
-    "Requests",
-    "Selection",
-    "balanced",
-    "count_rows",
-    "distinct",
-    "draw",
-    "find_rows",
-    "match",
-    "pair",
-    "repeats",
-    "thinned",
-    "values_of",
-]
-
 Column = Literal["phase", "kernel_mode", "run", "source"]
 """What a dataset can be divided by."""
 COLUMNS: tuple[Column, ...] = get_args(Column)
