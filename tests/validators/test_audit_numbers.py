@@ -21,13 +21,13 @@ from actds_testing.audit_tokens import (
     expand,
     tables_of,
     tokens_of,
+    within,
 )
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_validators.audit.result import Difference, Estimate
 from actds_validators.audit.run import Sections
 from actds_validators.audit.verdict import judge
-from actds_validators.statistics.association import within
-from actds_validators.statistics.weighting import nested_rates
+from actds_validators.statistics.strata import nested_rates
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "whole steps": [{"name": "queue", "n_steps": 3000, "rate": 0.02, "seed": 1}],

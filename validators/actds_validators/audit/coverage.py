@@ -31,7 +31,7 @@ from actds_validators.audit.result import (
     CoverageCell,
     Dominant,
 )
-from actds_validators.statistics.distributions import jensen_shannon, total_variation
+from actds_validators.statistics.strata import jensen_shannon, total_variation
 
 OTHERS = "all others"
 EVERY_CLASS = (*CLASSES, NOWHERE)

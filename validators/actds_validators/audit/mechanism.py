@@ -31,8 +31,13 @@ from actds_validators.audit.result import (
     Stall,
     TracePoint,
 )
-from actds_validators.statistics.association import Within, block_score, change
-from actds_validators.statistics.distributions import naive_chi_square, naive_z
+from actds_validators.statistics.association import (
+    Within,
+    block_score,
+    change,
+    naive_chi_square,
+    naive_z,
+)
 from actds_validators.statistics.events import Floats, one_per_event
 from actds_validators.statistics.intervals import (
     Interval,

@@ -30,12 +30,6 @@ from actds_validators.audit.result import (
     Stratum,
     StratumLoss,
 )
-from actds_validators.statistics.distributions import (
-    farthest_mean,
-    jensen_shannon,
-    total_variation,
-    worst_case,
-)
 from actds_validators.statistics.events import Floats, Ints
 from actds_validators.statistics.intervals import (
     Blocks,
@@ -43,12 +37,14 @@ from actds_validators.statistics.intervals import (
     at_least,
     difference_sums,
     error_of_draws,
+    farthest_mean,
     jackknife_many,
     loss_rate,
     smd,
     smd_of_stored,
+    worst_case,
 )
-from actds_validators.statistics.strata import stratum_p
+from actds_validators.statistics.strata import jensen_shannon, stratum_p, total_variation
 
 CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 

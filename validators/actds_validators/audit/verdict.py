@@ -47,7 +47,7 @@ from actds_validators.audit.wording import (
     unproven,
     unresolved_first,
 )
-from actds_validators.statistics.distributions import loss_that_allows
+from actds_validators.statistics.intervals import loss_that_allows
 
 _SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
 STRATUM = "largest share lost of any one stratum (kind of token)"

@@ -28,7 +28,7 @@ from actds_validators.audit.result import (
 )
 from actds_validators.statistics.events import Floats
 from actds_validators.statistics.intervals import Interval, from_replicates, smd
-from actds_validators.statistics.weighting import (
+from actds_validators.statistics.strata import (
     effective_rows,
     inverse_probability,
     nested_rates,
