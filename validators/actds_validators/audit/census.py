@@ -21,6 +21,9 @@ from actds_validators.audit.covariates import LOAD, columns_of, defined
 from actds_validators.audit.data import Part, Read, RunSource, column, numbers, places
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
 from actds_validators.statistics.events import (
+    Bools,
+    Floats,
+    Ints,
     correlation_steps,
     count_events,
     effective_events,
@@ -30,8 +33,6 @@ from actds_validators.statistics.intervals import Blocks, blocks
 _COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
 MAX_TICKS = 1 << 17
 """Longest series; a longer run is looked at several steps at a time."""
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -357,7 +358,7 @@ _FATES = {
 def _findings(
     source: RunSource,
     spans: dict[str, npt.NDArray[Any]],
-    there: npt.NDArray[np.bool_],
+    there: Bools,
     steps: dict[str, npt.NDArray[Any]],
     read: Read,
 ) -> list[Finding]:
@@ -457,9 +458,7 @@ def _findings(
     ]
 
 
-def _owed(
-    source: RunSource, spans: dict[str, npt.NDArray[Any]], there: npt.NDArray[np.bool_]
-) -> _KeySums:
+def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], there: Bools) -> _KeySums:
     """Return the positions that each request owes, from 0 on.
 
     Section 7.1: a request that an engine computed past its end owes that as well.

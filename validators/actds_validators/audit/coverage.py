@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow.compute as pc
 
 from actds.format.positions import Keys, pair_key, split_key
@@ -31,6 +30,7 @@ from actds_validators.audit.result import (
     CoverageCell,
     Dominant,
 )
+from actds_validators.statistics.events import Bools, Floats
 from actds_validators.statistics.strata import jensen_shannon, total_variation
 
 OTHERS = "all others"
@@ -224,15 +224,10 @@ def _known(distance: float | None) -> float:
     return distance
 
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-
 SINK = 10.0
 """Times the median norm above which a row is a sink: what the loader calls ``sink``."""
 MAX_CELLS = 1 << 16
 """Cells of a hook that are told apart, those of the largest squares; the others are dropped."""
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -248,7 +243,7 @@ class _Cells:
 
     keys: Keys
     sums: Floats
-    special: npt.NDArray[np.bool_]
+    special: Bools
     whole: Floats
 
     def add(self, other: _Cells) -> None:

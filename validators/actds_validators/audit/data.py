@@ -29,6 +29,7 @@ from actds.reading import Catalog
 from actds.store import file_sha256
 from actds.store.local import LocalStore
 from actds_validators.audit.result import ClassesFile
+from actds_validators.statistics.events import Ints
 
 N_THREADS = 2
 BATCH_ROWS = 1 << 15
@@ -234,7 +235,6 @@ def longest(parts: tuple[Part, ...], name: str) -> int:
     return 0
 
 
-Ints = npt.NDArray[np.int64]
 BATCH_POSITIONS = 1 << 16
 
 
@@ -420,9 +420,7 @@ class Labels:
         codes = [code[word] for word in table["class"].to_pylist()]
         self._code = np.array(codes, np.int64)[order]
 
-    def of(
-        self, request: npt.NDArray[np.int64], position: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def of(self, request: Ints, position: Ints) -> Ints:
         """Return the code of the class of each position, -1 for one without a label."""
         if not len(self._keys):
             return np.full(len(request), -1, np.int64)

@@ -35,16 +35,13 @@ from actds_validators.audit.data import (
     StepRanges,
     column,
 )
+from actds_validators.statistics.events import Bools, Floats, Ints
 
 MAX_SOURCES = 8
 MAX_CELLS = 1 << 18
 """Steps by requests at which selection within steps is looked at, at most, over all runs."""
 MAX_SUMS = 1 << 23
 """The same times the covariates: 32 bytes each."""
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 class Vocabulary:

@@ -26,9 +26,8 @@ from actds_validators.audit.accumulate import CONTENT, ClassCounts, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
 from actds_validators.audit.data import N_THREADS, Part, column, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
-from actds_validators.statistics.events import Floats, Ints
+from actds_validators.statistics.events import Bools, Floats, Ints
 
-Bools = npt.NDArray[np.bool_]
 TAIL = 0.01
 """Share of the rows in a tail."""
 SAMPLE = 1 << 16

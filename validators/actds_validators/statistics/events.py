@@ -11,6 +11,7 @@ from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 def slices(run: ArrayLike) -> list[slice]:

@@ -46,6 +46,7 @@ from actds_validators.audit.drift.rows import (
 )
 from actds_validators.audit.result import Audit, Drift, DriftMeasure, Limits, OtherDataset
 from actds_validators.statistics import samples as paired
+from actds_validators.statistics.events import Ints
 
 _WHY = {
     "phase": "Prompt text and generated text are different tokens",
@@ -133,7 +134,6 @@ def _shifted(hooks: list[PairedHook], measures: list[DriftMeasure]) -> str:
     )
 
 
-Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 
 N_ROWS = 20_000

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from actds_validators.audit.result import DriftMeasure, Limits
 from actds_validators.statistics import samples as paired
 from actds_validators.statistics import samples as two
+from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.intervals import benjamini_hochberg
 
-Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]
 
 MIN_REQUESTS = 8
@@ -66,7 +66,7 @@ class PairedHook:
     floor: RowFloor | None
 
 
-def usable(rows: Rows) -> npt.NDArray[np.bool_]:
+def usable(rows: Rows) -> Bools:
     """Return which rows are finite and not zero."""
     return np.asarray(np.isfinite(rows).all(axis=1) & (rows != 0).any(axis=1))
 
@@ -75,7 +75,7 @@ def measure_pairs(
     hook: str,
     dtype: str,
     rows: tuple[Rows, Rows],
-    request: npt.NDArray[np.int64],
+    request: Ints,
     floor: RowFloor | None,
     left_out: str = "",
 ) -> PairedHook:
@@ -230,8 +230,6 @@ def _p95(values: list[float]) -> float:
 def _outlier_rate(values: Floats) -> float:
     return float((values > _MOVED * np.median(values)).mean())
 
-
-Ints = npt.NDArray[np.int64]
 
 """Requests on each side below which nothing is tested."""
 N_PERMUTATIONS = 199
