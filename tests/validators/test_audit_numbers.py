@@ -319,7 +319,7 @@ def test_the_family_is_adjusted_as_one(case: Case) -> None:
     rejected, adjusted, _, _ = multipletests([t.p for t in tests], 0.05, "fdr_bh")
     assert [t.adjusted_p for t in tests] == pytest.approx(adjusted.tolist())
     assert [t.rejected for t in tests] == rejected.tolist()
-    verdict = judge(case.found.evidence, _limits())
+    verdict = judge(case.found, _limits())
     smallest = next(n for n in verdict.numbers if n.name == "smallest adjusted p of the family")
     assert smallest.value == pytest.approx(adjusted.min())
 

@@ -74,8 +74,8 @@ class Evidence:
     """
 
     accounting: Accounting
-    missingness: Missingness | None
-    mechanism: Mechanism | None
+    missingness: Missingness | None = None
+    mechanism: Mechanism | None = None
     blocks_long_enough: bool = True
     weighting: Weighting | None = None
     coverage: Coverage | None = None
