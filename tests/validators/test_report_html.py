@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from actds.text import counted
 from actds_testing import audit_results
 from actds_testing.audit_results import CASES, audit, enormous, hostile
 from actds_testing.audit_results_wide import FLOOR_NOTE, LABELS, SHARES, wide
@@ -475,7 +476,7 @@ def test_intervals_of_few_events_are_told_to_be_too_narrow(n_events: int, told: 
     assert result.mechanism is not None
     mechanism = result.mechanism.model_copy(update={"n_events": n_events})
     source = render(audit("heavy", mechanism=mechanism))
-    said = f"All losses are {words.many(n_events, 'independent event')}: with fewer than 30 the"
+    said = f"All losses are {counted(n_events, 'independent event')}: with fewer than 30 the"
     assert source.count(said) == (9 if told else 0)  # lead, four plots and their captions
     assert "All losses are" not in render(audit("heavy", mechanism=None))
 

@@ -14,6 +14,9 @@ EQUIVALENCE = "farthest end of an equivalence interval"
 EVIDENCE = (EVENTS, DETECTABLE, EQUIVALENCE)
 """Names, or their beginnings, of numbers that say how much evidence there is, not what is lost."""
 
+MIN_BLAMED = 3
+"""Independent loss events from which a cause is named: fewer have something in common by chance."""
+
 Group = Literal["system", "content", "values"]
 """What a covariate describes: the serving system at the time, the tokens, or the rows' values."""
 Level = Literal["PASS", "WARN", "FAIL", "INCONCLUSIVE"]

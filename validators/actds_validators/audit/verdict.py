@@ -15,6 +15,7 @@ from actds_validators.audit.result import (
     DETECTABLE,
     EQUIVALENCE,
     EVENTS,
+    MIN_BLAMED,
     Accounting,
     Association,
     Coverage,
@@ -29,7 +30,6 @@ from actds_validators.audit.result import (
     Weighting,
 )
 from actds_validators.audit.wording import (
-    MIN_BLAMED,
     adjusted,
     asked,
     dependence,
