@@ -113,9 +113,9 @@ def waterfall(audit: Audit) -> Picture | None:
         76 + 30 * len(shown),
     )
     items = [("all", "all"), ("reused", "prefix-cache hit"), ("filtered", "filtered")]
-    legend(p, 230, 16, [*items, ("lost", "lost"), ("stored", "stored")])
+    legend(p, 170, 16, [*items, ("lost", "lost"), ("stored", "stored")])
     whole = max(1, max(step.n_positions for step in steps))
-    f = Frame(230, 30, 440, 30 * len(shown), (0, whole), (0, 1))
+    f = Frame(170, 30, 500, 30 * len(shown), (0, whole), (0, 1))
     axes(p, f, f"positions{', ' + more if more else ''}", "", x_text=short, y_marks=[])
     left = next((s.n_positions for s in steps if s.name == "positions"), whole)
     for n, step in enumerate(shown):
@@ -127,7 +127,7 @@ def waterfall(audit: Audit) -> Picture | None:
         words = _STEP_WORDS.get(step.name, step.name)
         label = f"{words}: {step.reason}" if step.reason else words
         said = f"{count(step.n_positions)} ({percent(step.share)})"
-        p.text(f.left - 10, y + 19, label, "end", room=214)
+        p.label(f.left - 10, y + 19, label, 154)
         # A step too thin to see still shows as a line.
         start, width = f.x(low), max(f.x(high) - f.x(low), 1.5 if step.n_positions else 0)
         p.box(start, y + 6, width, 18, _KINDS.get(step.name, "lost"), f"{label}: {said}")

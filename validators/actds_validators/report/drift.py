@@ -117,15 +117,15 @@ def drift_bars(audit: Audit, kind: str, n: int) -> Picture | None:
         WIDTH,
         y + 4,
     )
-    legend(p, 220, 16, [("lost", "value"), ("floor", "floor")])
+    legend(p, 170, 16, [("lost", "value"), ("floor", "floor")])
     for (label, members), top in zip(shown, tops, strict=True):
         values = [v for m in members for v in (m.value, m.floor) if v is not None]
-        f = Frame(220, top + 16, 440, 30 * len(members), span(values), (0, 1))
-        p.text(220, top + 6, label, kind="bold")
+        f = Frame(170, top + 16, 490, 30 * len(members), span(values), (0, 1))
+        p.text(170, top + 6, label, kind="bold")
         axes(p, f, "", "", y_marks=[])
         for k, m in enumerate(members):
             at = f.top + 30 * k
-            p.text(f.left - 10, at + 19, m.hook, "end", room=206)
+            p.label(f.left - 10, at + 19, m.hook, 154)
             _bar(p, f, m.value, at + 4, "lost", f"{m.hook}, {label}: {number(m.value)}")
             if m.floor is not None:
                 _bar(p, f, m.floor, at + 16, "floor", f"{m.hook}, floor: {number(m.floor)}")

@@ -225,7 +225,7 @@ def _frame(
     shown, more = first(differences, int(_MAX_PIXELS / line))
     height = line * len(shown)
     p = Picture(name, title, description, WIDTH, 92 + height)
-    f = Frame(270, 44, 490, height, _reach(shown, series), (0, 1))
+    f = Frame(180, 44, 580, height, _reach(shown, series), (0, 1))
     x = f.left
     for one in series:
         _mark(p, x + 6, 12, one.kind, "")
@@ -245,7 +245,7 @@ def _rows(
     line = f.height / max(1, len(shown))
     for row, d in enumerate(shown):
         y = f.top + line * row
-        p.text(f.left - 10, y + line / 2 + 4, d.covariate.label, "end", room=256)
+        p.label(f.left - 10, y + line / 2 + 4, d.covariate.label, 166)
         for k, one in enumerate(series):
             found = one.of(d)
             if found is not None:
