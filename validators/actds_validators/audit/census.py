@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from actds.format.positions import Index, position_key
 from actds_validators.audit.covariates import LOAD, columns_of, defined
-from actds_validators.audit.data import Part, Read, RunSource, column, numbers, places
+from actds_validators.audit.data import Part, Read, RunSource, column, is_known, numbers, places
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
 from actds_validators.statistics.events import (
     Bools,
@@ -320,7 +320,7 @@ def account_run(source: RunSource, read: Read = map) -> tuple[Counts, Counter[st
     table = source.table("spans", ["request", "start", "stop", "step", "disposition", "reason"])
     spans = numbers(table)
     length = spans["stop"] - spans["start"]
-    there = ~np.isnan(spans["step"].astype(np.float64))
+    there = is_known(spans["step"])
     # Section 7.2: an aborted position without a step is owed, and no step computed it.
     never = (spans["disposition"] == "aborted") & ~there
     fates: Counts = Counter()
@@ -501,7 +501,7 @@ def _unresolved(source: RunSource) -> int:
     """Return the referenced positions that no captured span holds."""
     served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
     origin = served["ref_request"]
-    there = ~np.isnan(origin.astype(np.float64))
+    there = is_known(origin)
     total = int((served["stop"] - served["start"]).sum())
     request = origin[there].astype(np.int64)
     begins, ends = (_Below(kept["request"], kept[name]) for name in ("start", "stop"))

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from actds.format.positions import Keys, pair_key, split_key
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
-from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode
+from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode, is_known
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.passes import Executor, scale_of
 from actds_validators.audit.result import (
@@ -63,7 +63,7 @@ def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> Non
         columns = needed.get(disposition, [])
         found = source.spans(disposition, ["request", *columns])
         for name in columns:  # others: a reference to nothing, a position that was never computed
-            there = ~np.isnan(found[name].astype(np.float64))
+            there = is_known(found[name])
             found = {key: values[there] for key, values in found.items()}
         for which, position in explode(found["start"], found["stop"]):
             band = position_band(position)

@@ -29,7 +29,7 @@ from actds.reading import Catalog
 from actds.store import file_sha256
 from actds.store.local import LocalStore
 from actds_validators.audit.result import ClassesFile
-from actds_validators.statistics.events import Ints
+from actds_validators.statistics.events import Bools, Ints
 
 N_THREADS = 2
 BATCH_ROWS = 1 << 15
@@ -158,6 +158,11 @@ def numbers(table: pa.Table) -> dict[str, npt.NDArray[Any]]:
             column = column.cast(pa.float64() if column.null_count else pa.int64(), safe=False)
         found[name] = column.to_numpy()
     return found
+
+
+def is_known(values: npt.NDArray[Any]) -> Bools:
+    """Return which numbers of `numbers` are no null."""
+    return ~np.isnan(values.astype(np.float64))
 
 
 def catalog_source(catalog: Catalog, run: str) -> RunSource:

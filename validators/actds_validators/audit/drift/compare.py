@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 import actds
 from actds.errors import ActdsError
@@ -45,8 +46,8 @@ from actds_validators.audit.drift.rows import (
     repeats,
 )
 from actds_validators.audit.result import Audit, Drift, DriftMeasure, Limits, OtherDataset
-from actds_validators.statistics import samples as paired
 from actds_validators.statistics.events import Ints
+from actds_validators.statistics.samples import cosine_distance, relative_l2
 
 _WHY = {
     "phase": "Prompt text and generated text are different tokens",
@@ -406,8 +407,8 @@ def _row_floor(
     for side, (one, other) in enumerate(repeated):
         first, second = (sides.read(side, hook, found[side].row[which]) for which in (one, other))
         fine = usable(first) & usable(second)
-        relative.append(paired.relative_l2(first[fine], second[fine]))
-        cosine.append(paired.cosine_distance(first[fine], second[fine]))
+        relative.append(relative_l2(first[fine], second[fine]))
+        cosine.append(cosine_distance(first[fine], second[fine]))
     n = sum(map(len, relative))
     if n >= _MIN_REPEATS:
         words = f"{n} tokens that one side computed twice, in two requests"
@@ -415,17 +416,10 @@ def _row_floor(
     relative, cosine = [np.empty(0)], [np.empty(0)]
     for dataset in {id(one.dataset): one.dataset for one in sides.selections}.values():
         canary = dataset.canary(run=False)
-        same = np.array(
-            [
-                (name, verdict) == (hook, "same")
-                for name, verdict in zip(
-                    canary["hook"].to_pylist(), canary["verdict"].to_pylist(), strict=True
-                )
-            ],
-            np.bool_,
-        )
-        relative.append(canary["relative_l2"].to_numpy()[same])
-        cosine.append(1 - canary["cosine"].to_numpy()[same])
+        is_same = pc.and_(pc.equal(canary["hook"], hook), pc.equal(canary["verdict"], "same"))
+        same = canary.filter(is_same)
+        relative.append(same["relative_l2"].to_numpy())
+        cosine.append(1 - same["cosine"].to_numpy())
     n = sum(map(len, relative))
     if n < _MIN_REPEATS:
         return None
@@ -531,9 +525,8 @@ class Comparison:
         parts: list[Callable[[], list[Drift]]] = []
         if other is not None:
             parts.append(partial(drift_against, dataset, other, limits, rows=self.rows))
-        for column in self.by:
-            parts.append(partial(drift_by, dataset, column, limits, rows=self.rows))
-        return parts
+        by = (partial(drift_by, dataset, column, limits, rows=self.rows) for column in self.by)
+        return [*parts, *by]
 
 
 def open_comparison(

@@ -163,14 +163,9 @@ def find_rows(
                 table[name].to_numpy()[rows].astype(np.int64) for name in columns[1:]
             )
             parts.append(Found(start + rows, request[mine], position, token_id))
-    none = Found(*(np.empty(0, np.int64) for _ in range(4)))
-    parts.append(none)
-    return Found(
-        *(
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("row", "request", "position", "token_id")
-        )
-    )
+    parts.append(Found(*(np.empty(0, np.int64) for _ in range(4))))
+    names = ("row", "request", "position", "token_id")
+    return Found(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def match(
