@@ -218,10 +218,10 @@ class RowPass:
         values = [rows.values(one) for one in self.definitions]
         for x, one in zip(values, self.definitions, strict=True):
             if one.bins is not None and one.name in sums.bands:
-                known, size = np.isfinite(x), one.bins.n
-                bin_of = one.bins.of(x if known.all() else x[known])
-                at_bin = (block if known.all() else block[known]) * size + bin_of
-                n = np.bincount(at_bin, minlength=n_blocks * size)
+                known, size, own = np.isfinite(x), one.bins.n, block
+                if not known.all():
+                    x, own = x[known], block[known]
+                n = np.bincount(own * size + one.bins.of(x), minlength=n_blocks * size)
                 sums.bands[one.name][lost] += n.reshape(n_blocks, -1)
         sums.moments[CONTENT].count(rows, values, np.full(len(at), bool(lost)), at)
 

@@ -386,49 +386,54 @@ def pass_over(
         _hooks(own_sources),
         _widths(own_sources),
     )
-    token_slot = np.full(len(vocabulary) + 1, -1, np.int64)
     if edges is not None:
         found.spans = SpanStrata(series.blocks.n_blocks)
         if has_ids:
             found.slots = _slots(vocabulary, lost_ids, limits or Limits())
-            token_slot[found.slots[0]] = np.arange(len(found.slots[0]))
         if found.hooks:
             progress("sampling readouts")
             readouts = [part for source in own_sources for part in source.parts["readouts"]]
             found.scale = scale_of(readouts, found.hooks, found.widths, executor)
+    token_slot = np.full(len(vocabulary) + 1, -1, np.int64)
+    token_slot[found.slots[0]] = np.arange(len(found.slots[0]))
     n_covariates = len(found.definitions) + 2 * len(found.hooks) * found.widths.n_values
     every = thinning([own for _, own, _ in runs], n_covariates)
     total: Sums | None = None
     for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
+        classes = None if labels is None else labels_of(labels, source.run)
         lookup = make_lookup(
-            source,
-            own,
-            series,
-            rows,
-            vocabulary,
-            ids,
-            found.definitions,
-            None if labels is None else labels_of(labels, source.run),
-            token_slot,
-            has_ids=has_ids,
-            every=every,
-        )
-        found.lookups[source.run] = lookup
+            source, own, series, rows, vocabulary, ids, found.definitions, classes, token_slot,
+            has_ids=has_ids, every=every,
+        )  # fmt: skip
         progress(f"rows of {source.run}")
-        read_spans(source, lookup, found.covered)
-        one = RowPass(lookup, found.definitions, edges, found.hooks, found.widths, found.scale)
-        total = total or one.sums()
-        accumulate(total, one, source.parts, executor)
-        for group, moments in total.moments.items():
-            found.within.setdefault(group, []).append(RunCells(moments.take_within()))
-        if found.spans is not None:
-            found.spans.add(source, lookup)
+        total = _add_run(found, total, source, lookup, edges, executor)
     if total is not None:
         found.covered.rows.add(total.classes)
     if edges is not None and total is not None:
         found.sums = total
         _centre(found, total, series.blocks.labels)
     return found
+
+
+def _add_run(
+    found: Passed,
+    total: Sums | None,
+    source: RunSource,
+    lookup: Lookup,
+    edges: CellEdges | None,
+    executor: Executor,
+) -> Sums:
+    """Add the rows and spans of a run, and return the sums of all up to it."""
+    found.lookups[source.run] = lookup
+    read_spans(source, lookup, found.covered)
+    one = RowPass(lookup, found.definitions, edges, found.hooks, found.widths, found.scale)
+    total = total or one.sums()
+    accumulate(total, one, source.parts, executor)
+    for group, moments in total.moments.items():
+        found.within.setdefault(group, []).append(RunCells(moments.take_within()))
+    if found.spans is not None:
+        found.spans.add(source, lookup)
+    return total
 
 
 def _centre(found: Passed, total: Sums, block: Ints) -> None:

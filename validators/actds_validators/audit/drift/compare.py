@@ -529,10 +529,8 @@ class Comparison:
         return [*parts, *by]
 
 
-def open_comparison(
-    path: str, against: str | None, by: tuple[str, ...], rows: int
-) -> Comparison | None:
-    """Return what is to be compared, ``None`` when nothing was asked for; no row is read.
+def open_comparison(path: str, against: str | None, by: tuple[str, ...], rows: int) -> Comparison:
+    """Return what is to be compared; no row is read.
 
     Args:
         path: the dataset audited.
@@ -544,8 +542,6 @@ def open_comparison(
         ActdsError: E009 the other dataset is the one audited; E014 no hook in common, no rows, or
             nothing to compare in a column; what ``actds.open`` raises of either dataset.
     """
-    if against is None and not by:
-        return None
     dataset = actds.open(path)
     other = None if against is None else actds.open(against)
     if other is not None and other.digest == dataset.digest and _place(other) == _place(dataset):
