@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from actds.format.positions import Keys, pair_key, split_key
+from actds.load.selection import SINK_NORM
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
 from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode, is_known
@@ -224,8 +225,6 @@ def _known(distance: float | None) -> float:
     return distance
 
 
-SINK = 10.0
-"""Times the median norm above which a row is a sink: what the loader calls ``sink``."""
 MAX_CELLS = 1 << 16
 """Cells of a hook that are told apart, those of the largest squares; the others are dropped."""
 
@@ -292,7 +291,7 @@ class _DominancePass:
                 served = lookup.servings.of(lookup.requests.numbers(request[mine]), at)
                 w = 1.0 + served
                 special = lookup.vocabulary.special(lookup.vocabulary.places(id_))
-                some = np.flatnonzero((at == 0) | special | (x > SINK * self.median[number]))
+                some = np.flatnonzero((at == 0) | special | (x > SINK_NORM * self.median[number]))
                 four = np.stack([np.ones(len(x)), w, w * x, w * x * x], axis=1)
                 keys, first, of = np.unique(
                     pair_key(id_[some], at[some]), return_index=True, return_inverse=True
@@ -348,7 +347,7 @@ def _largest(hook: str, cells: _Cells, median: float) -> Dominant | None:
     k = int(np.argmax(share))
     token_id, position = (int(number) for number in split_key(cells.keys[k]))
     names = ["first_position"] if position == 0 else ["special"] * bool(cells.special[k])
-    if of_x[k] / of_w[k] > SINK * median:
+    if of_x[k] / of_w[k] > SINK_NORM * median:
         names.append("sink")
     return Dominant(
         hook=hook,
