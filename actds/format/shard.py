@@ -149,7 +149,7 @@ class Shard:
         folder = layout.array_dir(hook)
         _, metadata = self._read(f"{folder}/zarr.json")
         path = f"{layout.shard_dir(self.name)}/{folder}/{arrays.SHARD_PATH}"
-        reader = arrays.ArrayReader(metadata, self.store.open_file(path), place=path)
+        reader = arrays.ArrayReader(metadata, self.store.open_file(path), path)
         if reader.n_rows != self.n_rows:
             reader.close()
             raise ActdsError(

@@ -160,7 +160,7 @@ def check_indexes(catalog: Catalog) -> None:
                 continue
             try:
                 file = catalog.store.open_file(paths[1])
-                arrays.ArrayReader(catalog.file(paths[0]), file, place=paths[1]).close()
+                arrays.ArrayReader(catalog.file(paths[0]), file, paths[1]).close()
             except ActdsError as error:
                 catalog.unsound.add(paths[1])
                 if error.code != "E108":  # told by the check of structure
