@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
@@ -24,7 +25,6 @@ from actds.errors import CODES, ActdsError, Code, code_entry
 __all__ = ["cli", "main"]
 
 ENTRY_POINTS = "actds.commands"
-_WITHOUT_PANDAS = frozenset({"info", "recompress", "seal", "validate"})
 
 
 class ActdsGroup(click.Group):
@@ -300,18 +300,17 @@ def seal_command(path: str, as_json: bool) -> None:
       actds seal acts
       actds seal acts --json
     """
+    from actds import canonical
     from actds.accounting.account import TOTALS
-    from actds.reading import Catalog
+    from actds.schema import to_bytes
     from actds.sealing import seal
-    from actds.store import open_store
 
-    store = open_store(path)
-    document = seal(store)
+    document = seal(path)
     if as_json:
         print_json(document.model_dump(mode="json"))
         return
     totals = ", ".join(f"{name} {document.totals.get(name, 0):,}" for name in TOTALS)
-    click.echo(f"seal {document.n} {Catalog.read(store).digest}")
+    click.echo(f"seal {document.n} {canonical.digest(to_bytes(document))}")
     click.echo(totals)
 
 
@@ -359,6 +358,9 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     click.echo(f"{state} {done.digest}")
 
 
+_WITHOUT_PANDAS = ("info", "recompress", "seal", "validate")
+
+
 class _NoPandas:
     """An import finder for which pandas is not installed."""
 
@@ -370,9 +372,15 @@ class _NoPandas:
 
 
 def main() -> None:
-    """Run the command line."""
-    # pyarrow imports pandas at its first conversion from or to NumPy, which takes longer than all
-    # the rest of a check of a small dataset. Only here, in a process that runs one such command.
-    if not _WITHOUT_PANDAS.isdisjoint(sys.argv[1:2]):
+    """Run the command line, in a process of its own."""
+    # pyarrow imports pandas, where it is installed, at its first conversion from or to NumPy: that
+    # takes longer than all the rest of a check of a small dataset. It goes on without; None in
+    # sys.modules does not stop its compiled import. Who calls ``cli`` or the library has pandas.
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    if command in _WITHOUT_PANDAS:
         sys.meta_path.insert(0, _NoPandas)
-    cli(prog_name="actds")
+    try:
+        cli(prog_name="actds")
+    finally:
+        with suppress(ValueError):
+            sys.meta_path.remove(_NoPandas)
