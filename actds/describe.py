@@ -162,7 +162,7 @@ def describe(catalog: Catalog) -> Facts:
         n_shards=len(catalog.shards),
         raw_shards=sum(manifest.compression == "raw" for manifest in catalog.shards),
         replaced_shards=len(catalog.replaced),
-        removable_nbytes=_removable_nbytes(catalog),
+        removable_nbytes=sum(map(catalog.store.size, catalog.removable)),
         hooks=_hooks(catalog),
         runs=[_run(catalog, run) for run in catalog.run_ids],
         chains=_chains(catalog),
@@ -183,16 +183,6 @@ def _hooks(catalog: Catalog) -> list[HookFacts]:
             HookFacts(**hook.model_dump(), n_rows=n_rows, nbytes=nbytes, stored_nbytes=stored)
         )
     return facts
-
-
-def _removable_nbytes(catalog: Catalog) -> int:
-    """Return the bytes of the data files of replaced shards that are still there."""
-    paths = (
-        f"{layout.shard_dir(manifest.shard)}/{entry.path}"
-        for manifest in catalog.replaced
-        for entry in manifest.files
-    )
-    return sum(catalog.store.size(path) for path in paths if catalog.store.exists(path))
 
 
 def _chains(catalog: Catalog) -> list[ChainFacts]:

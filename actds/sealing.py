@@ -95,9 +95,7 @@ def seal(store: Store | str | Path) -> Seal:
         result = account_run(catalog, run)
         for finding in result.findings:
             if finding.severity == "error":
-                raise ActdsError(
-                    finding.code, finding.place, got=finding.got, expected=finding.expected
-                )
+                raise finding.error()
         multiplicity.append(result.multiplicity)
         for name in TOTALS:
             totals[name] += result.totals[name]
