@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
@@ -103,7 +104,8 @@ class ActdsGroup(click.Group):
             raise
         except Exception as error:
             # An unexpected exception gets a code as well.
-            _fail(ctx, _internal(error))
+            got = f"{type(error).__name__}: {error}"[:1000]
+            _fail(ctx, ActdsError("E901", "actds", got=got, expected="no such failure"))
 
 
 @cache
@@ -136,11 +138,6 @@ def _unavailable(name: str, why: str) -> click.Command:
     )
 
 
-def _internal(error: Exception) -> ActdsError:
-    text = f"{type(error).__name__}: {error}"
-    return ActdsError("E901", "actds", got=text[:1000], expected="no such failure")
-
-
 def _fail(ctx: click.Context, error: ActdsError) -> None:
     from actds.text import printable
 
@@ -171,8 +168,6 @@ def info(path: str, as_json: bool) -> None:
       actds info s3://bucket/acts
       actds info acts --json
     """
-    from dataclasses import asdict
-
     from actds.describe import describe, page
     from actds.reading import Catalog
     from actds.store import open_store
@@ -222,8 +217,6 @@ def explain(code: str | None, as_json: bool) -> None:
 
 
 def _codes(codes: dict[str, Code]) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return envelope("explain", {"codes": {name: asdict(entry) for name, entry in codes.items()}})
 
 
@@ -334,8 +327,6 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
       actds recompress acts --keep
       actds recompress acts --shard w-1a2b-000003
     """
-    from dataclasses import asdict
-
     from actds.recompression import recompress
     from actds.schema import ShardManifest
     from actds.text import format_nbytes
