@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from actds import canonical, layout, schema
 from actds.accounting.account import TOTALS, Account, account
-from actds.describe import write_card
 from actds.errors import ActdsError, Findings
 from actds.format import tables
+from actds.info import write_card
 from actds.reading import CENSUS_TABLES, Catalog, heads_root
 from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store

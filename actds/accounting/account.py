@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds.accounting.multiplicity import multiplicity
-from actds.accounting.records import (
+from actds.accounting.columns import (
     Drops,
     Notes,
     Requests,
@@ -28,6 +27,7 @@ from actds.accounting.records import (
     read_spans,
     read_steps,
 )
+from actds.accounting.multiplicity import multiplicity
 from actds.errors import Finding
 from actds.format import tables
 from actds.format.positions import (

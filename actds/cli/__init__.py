@@ -168,7 +168,7 @@ def info(path: str, as_json: bool) -> None:
       actds info s3://bucket/acts
       actds info acts --json
     """
-    from actds.describe import describe, page
+    from actds.info import describe, page
     from actds.reading import Catalog
     from actds.store import open_store
 
