@@ -82,7 +82,7 @@ def recompress(
 
     Spec: 0.1 section 8.5.
     """
-    store = open_store(path) if isinstance(path, str | Path) else path
+    store = open_store(path)
     if not isinstance(store, LocalStore):
         # Without a lock two calls at once would replace one shard twice, and that is for good.
         raise ActdsError(

@@ -79,7 +79,7 @@ def seal(store: Store | str | Path) -> Seal:
 
     Spec: 0.1 section 8.4.
     """
-    store = open_store(store) if isinstance(store, str | Path) else store
+    store = open_store(store)
     store.check_create_only()
     catalog = Catalog.read(store)
     heads = _heads(catalog)

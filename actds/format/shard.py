@@ -13,7 +13,7 @@ from actds import canonical, layout, schema
 from actds.errors import ActdsError
 from actds.format import arrays, tables
 from actds.format.positions import position_key
-from actds.schema import FileEntry, Phase, ShardManifest
+from actds.schema import FileEntry, ShardManifest
 from actds.store import Store, file_sha256
 
 __all__ = [
@@ -86,40 +86,20 @@ class Shard:
     Args:
         store: the dataset's store.
         manifest: the shard's manifest.
+
+    Attributes: the arguments by their names, and of the manifest ``name``, ``run``, ``phase`` (of
+    all rows), ``n_rows`` and ``hooks``.
     """
 
     def __init__(self, store: Store, manifest: ShardManifest) -> None:
         self.store = store
         self.manifest = manifest
+        self.name, self.run, self.phase = manifest.shard, manifest.run, manifest.phase
+        self.n_rows, self.hooks = manifest.n_rows, manifest.hooks
         self._files = data_files(manifest)
 
     def __repr__(self) -> str:
         return f"<Shard {self.name}: {self.n_rows} {self.phase} rows of run {self.run}>"
-
-    @property
-    def name(self) -> str:
-        """Return the shard's id."""
-        return self.manifest.shard
-
-    @property
-    def run(self) -> str:
-        """Return the run of the rows."""
-        return self.manifest.run
-
-    @property
-    def n_rows(self) -> int:
-        """Return the number of rows."""
-        return self.manifest.n_rows
-
-    @property
-    def phase(self) -> Phase:
-        """Return the phase of all rows."""
-        return self.manifest.phase
-
-    @property
-    def hooks(self) -> list[str]:
-        """Return the hooks whose rows the shard holds."""
-        return self.manifest.hooks
 
     def tokens(self, columns: list[str] | None = None) -> pa.Table:
         """Return the token table, one row per activation row, same order.

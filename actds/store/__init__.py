@@ -192,11 +192,11 @@ def file_sha256(store: Store, path: str) -> str:
     return digest.hexdigest()
 
 
-def open_store(uri: str | Path) -> Store:
+def open_store(uri: str | Path | Store) -> Store:
     """Return the store of a dataset's location; nothing is asked of it yet.
 
     Args:
-        uri: a local path, a ``file://`` URI, or ``s3://BUCKET/PREFIX``. An object store is
+        uri: a store, a local path, a ``file://`` URI, or ``s3://BUCKET/PREFIX``. An object store is
             configured by the usual environment: ``AWS_ACCESS_KEY_ID``,
             ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_REGION`` and, for servers
             other than Amazon's, ``AWS_ENDPOINT_URL``.
@@ -205,6 +205,8 @@ def open_store(uri: str | Path) -> Store:
         ActdsError: E009 for another scheme or a malformed URI; E011 when the location needs the
             package ``obstore`` and it is not installed.
     """
+    if not isinstance(uri, str | Path):
+        return uri
     folder = local_folder(uri)
     if folder is not None:
         from actds.store.local import LocalStore

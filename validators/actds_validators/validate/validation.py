@@ -153,7 +153,7 @@ def validate(
     Spec: 0.1 section 12.
     """
     began = time.monotonic()
-    store = open_store(path) if isinstance(path, str | Path) else path
+    store = open_store(path)
     try:
         catalog = read_dataset(store)
     except ActdsError as error:
