@@ -9,8 +9,11 @@ import hashlib
 import itertools
 import os
 import secrets
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +207,38 @@ def pipeline_for(
         os.close(lock)
     pipeline.connect()
     return pipeline
+
+
+@contextmanager
+def writer_stopped(pipeline: Pipeline, seconds: float | None = None) -> Iterator[None]:
+    """Stop the writer while a block runs, or for some seconds from its beginning."""
+    writer = pipeline.processes["writer"].pid
+    os.kill(writer, signal.SIGSTOP)
+    wake = threading.Timer(seconds or 0, os.kill, (writer, signal.SIGCONT))
+    if seconds is not None:
+        wake.start()
+    try:
+        yield
+    finally:
+        if seconds is None:
+            os.kill(writer, signal.SIGCONT)
+        else:
+            wake.join()
+
+
+class ResidualStack(torch.nn.Module):
+    """Decoder layers in vLLM's manner: hidden and residual go from one to the next.
+
+    A layer may return hidden alone, which then is the whole stream.
+    """
+
+    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        residual = None
+        for layer in self.layers:
+            output = layer(hidden, residual)
+            hidden, residual = output if isinstance(output, tuple) else (output, None)
+        return hidden if residual is None else hidden + residual

@@ -15,8 +15,16 @@ import pytest
 
 from actds.text import counted
 from actds_testing import audit_results
-from actds_testing.audit_results import CASES, audit, enormous, hostile
-from actds_testing.audit_results_wide import FLOOR_NOTE, LABELS, SHARES, wide
+from actds_testing.audit_results import (
+    CASES,
+    FLOOR_NOTE,
+    LABELS,
+    SHARES,
+    audit,
+    enormous,
+    hostile,
+    wide,
+)
 from actds_validators.audit.result import Accounting, Audit, Must, Number
 from actds_validators.report import html as page
 from actds_validators.report import words

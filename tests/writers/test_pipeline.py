@@ -27,6 +27,7 @@ from actds_testing.synthetic_engine import (
     PROMPT_LEN,
     SyntheticEngine,
     pipeline_for,
+    writer_stopped,
 )
 from actds_validators.validate.validation import validate
 from actds_writers.ipc.messages import ClientFacts, HookSpec, LeftOut, RequestArrived
@@ -133,14 +134,10 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(policy: str, tmp_
         engine = SyntheticEngine(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline.processes["writer"].pid
-        os.kill(writer, signal.SIGSTOP)
-        try:
+        with writer_stopped(pipeline):
             for number in range(1, 120):
                 engine.request(number)  # never waits: that is the policy's promise
                 engine.settle()  # a model would compute: the transfer beside it gets its turn
-        finally:
-            os.kill(writer, signal.SIGCONT)
         engine.drain(pipeline)
         engine.request(120)
         engine.drain(pipeline)
@@ -206,14 +203,10 @@ def test_drops_that_the_writer_never_logged_count_as_aborted(tmp_path: Path) -> 
         engine = SyntheticEngine(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline.processes["writer"].pid
-        os.kill(writer, signal.SIGSTOP)
-        try:
+        with writer_stopped(pipeline):
             for number in range(1, 120):
                 engine.request(number)
             engine.close()  # dies with steps and drops in its queue
-        finally:
-            os.kill(writer, signal.SIGCONT)
         ended = pipeline.finish("failed")
     seal(open_store(out))
     dataset = clean(out)

@@ -166,7 +166,7 @@ def test_bytes_on_disk_are_the_predicted_ones(tmp_path: Path) -> None:
     # How well these rows compress is not what is tested: their own ratio, as of one chunk.
     sample = np.random.default_rng(0).standard_normal((1_024, d_model), dtype=np.float32)
     bits = (sample.view(np.uint32) >> 16).astype(np.uint16)
-    ratio = bits.nbytes / arrays.encode_array(bits, "bfloat16").nbytes
+    ratio = bits.nbytes / sum(map(len, arrays.encode_array(bits, "bfloat16").parts))
     overhead = dataclasses.replace(MEASURED, ratio=ratio, request=0.0, step=0.0)
     parts = stored_nbytes_per_token(
         Geometry((Width(d_model, 2),) * 2), overhead, LOAD, rows_per_shard

@@ -158,7 +158,7 @@ def validate(
     Spec: 0.1 section 12.
     """
     began = time.monotonic()
-    store = open_store(path) if isinstance(path, str | Path) else path
+    store = open_store(path)
     try:
         catalog = read_dataset(store)
     except ActdsError as error:
@@ -338,7 +338,7 @@ def _check_indexes(catalog: Catalog) -> None:
                 continue
             try:
                 file = catalog.store.open_file(paths[1])
-                arrays.ArrayReader(catalog.file(paths[0]), file, place=paths[1]).close()
+                arrays.ArrayReader(catalog.file(paths[0]), file, paths[1]).close()
             except ActdsError as error:
                 catalog.unsound.add(paths[1])
                 if error.code != "E108":  # told by the check of structure

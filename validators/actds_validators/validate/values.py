@@ -89,7 +89,7 @@ def _check_shard(
             if catalog.unsound & {metadata, data}:
                 continue
             file = catalog.store.open_file(data)
-            reader = arrays.ArrayReader(catalog.file(metadata), file, place=data)
+            reader = arrays.ArrayReader(catalog.file(metadata), file, data)
             stack.enter_context(reader)
             if reader.n_rows != manifest.n_rows:
                 continue  # E203, told by the check of structure
