@@ -35,8 +35,8 @@ from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported
 from actds_writers.engines.vllm.scheduler import OWNERS_PER_BLOCK, VllmSchedulerSide
+from actds_writers.engines.vllm.serving import LiveRun, parse_live_settings
 from actds_writers.engines.vllm.worker import WorkerCapture
-from actds_writers.harvest.live import LiveRun, parse_live_settings
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Sender
 from actds_writers.sampling import LeftOut, SamplingRules

@@ -35,8 +35,7 @@ from actds_writers.census.journal import (
     remove_journal,
 )
 from actds_writers.config import CensusSettings
-from actds_writers.ipc.hub import Hub
-from actds_writers.ipc.link import Link
+from actds_writers.ipc.link import Hub, Link
 from actds_writers.ipc.messages import ClientFacts, Done, Failed, Finish, Secure, Secured
 
 log = logging.getLogger("actds")

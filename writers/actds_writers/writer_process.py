@@ -20,8 +20,7 @@ from actds.errors import ActdsError
 from actds.schema import CloseReason
 from actds.store import open_for_writing
 from actds_writers.config import WriterSettings
-from actds_writers.ipc.hub import Hub
-from actds_writers.ipc.link import Link
+from actds_writers.ipc.link import Hub, Link
 from actds_writers.ipc.messages import (
     Done,
     Failed,

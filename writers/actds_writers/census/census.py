@@ -13,8 +13,16 @@ import numpy as np
 import pyarrow as pa
 
 from actds.format import tables
-from actds_writers.census.log import LoggedRequest, RequestLog, StepLog
-from actds_writers.census.spans import ABORTED, CACHE_REF, CAPTURED, StepPieces, span_table
+from actds_writers.census.log import (
+    ABORTED,
+    CACHE_REF,
+    CAPTURED,
+    LoggedRequest,
+    RequestLog,
+    StepLog,
+    StepPieces,
+    span_table,
+)
 from actds_writers.ipc.messages import (
     CensusProgress,
     ClientFacts,

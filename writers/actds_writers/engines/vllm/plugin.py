@@ -23,7 +23,7 @@ from actds_writers.ipc.link import ENVIRONMENT, Link
 
 if TYPE_CHECKING:
     from actds.schema import CloseReason
-    from actds_writers.harvest.live import LiveRun
+    from actds_writers.engines.vllm.serving import LiveRun
 
 EXECUTOR = "vllm.v1.executor.abstract"
 DRAIN_TIMEOUT_S = 300.0
