@@ -27,7 +27,6 @@ from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
     BoolArray,
     Fact,
-    Failed,
     HookSpec,
     IntArray,
     Stall,
@@ -214,7 +213,7 @@ class Stages:
     def fail(self, error: ActdsError) -> None:
         """Send the writer the error that ends the capture."""
         self._error = self._error or error
-        self.handover.send(Failed.of(error))
+        self.handover.send(error)
 
     def hand_over(self, step: Step, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Take the rows of the step that just ran; returns when the hooks' buffers are free.

@@ -21,7 +21,7 @@ import zstandard
 from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
 from actds import canonical, layout, schema
-from actds.commit import commit_part
+from actds.commit import commit_part, in_parts
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.shard import read_checked
@@ -53,7 +53,6 @@ KINDS = (RequestArrived, StepScheduled, StepExecuted, StepLost, RequestFinished,
 
 RESERVE = ".tmp-reserve-"
 """Prefix of the file that reserves disk space for the end of a run."""
-ROWS_PER_PART = 1_000_000
 LOST_REASON = "writer_ended"
 """Reason of rows that were computed and are not committed."""
 
@@ -383,8 +382,7 @@ def commit_census(
         ("spans", found.spans),
     ]
     for name, table in named:
-        for n, first in enumerate(range(0, max(table.num_rows, 1), ROWS_PER_PART)):
-            piece = table.slice(first, ROWS_PER_PART)
+        for n, piece in in_parts(table):
             path = layout.part_path(name, run, n)
             body = (present or {}).get(path)
             if body is not None:

@@ -28,7 +28,6 @@ from actds_writers.engine_protocol import OPTION
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
     Fact,
-    Failed,
     Reference,
     RequestArrived,
     RequestFinished,
@@ -179,7 +178,7 @@ def reporting_failure(link: Link) -> Iterator[None]:
         yield
     except ActdsError as error:
         with link.connect("writer", "worker") as writer:
-            writer.send(Failed.of(error))
+            writer.send(error)
         raise
 
 
@@ -294,10 +293,6 @@ class WorkerSide:
         error = ActdsError("E501", f"step {step}", got=got, expected=expected)
         self.stages.fail(error)
         raise error
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until the writer has taken every step; return whether it has."""
-        return self.stages.drain(timeout_s)
 
     def close(self) -> None:
         """Close the connections, by which the writer learns that no step follows."""

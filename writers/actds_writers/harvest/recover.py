@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from actds import __version__, layout, schema
+from actds import __version__, layout
 from actds.errors import ActdsError
 from actds.ledger import Chain, ChainState, fence, read_ledger
-from actds.reading import CENSUS_TABLES, Catalog, need_dataset
-from actds.schema import Genesis, Seal, ShardBody
+from actds.reading import CENSUS_TABLES, Catalog, need_dataset, read_genesis
+from actds.schema import Seal, ShardBody
 from actds.sealing import seal
 from actds.store import TEMPORARY, Store, local_folder, open_for_writing
 from actds.store.local import lock_dataset
@@ -144,7 +144,7 @@ def recover_runs(store: Store) -> list[RunFound]:
 
     Spec: 0.1 section 8.6.
     """
-    genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
+    genesis = read_genesis(store)
     # Space that a census reserved for its tables, which are written now.
     folder = local_folder(store.uri)
     for reserved in folder.glob(f"{RESERVE}*") if folder else ():

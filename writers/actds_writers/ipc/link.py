@@ -12,8 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import queue
 import select
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
+from typing import Any
 
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
@@ -196,6 +200,7 @@ class Hub:
         self._lock = threading.Lock()
         self._peers: dict[Connection, str] = {}
         self._met: set[str] = set()
+        self._left: dict[str, float] = {}
         self._began = time.monotonic()
         threading.Thread(target=self._accept, name="actds-accept", daemon=True).start()
 
@@ -207,11 +212,16 @@ class Hub:
         """Return whether a peer of the role ever connected."""
         return role in self._met
 
-    def is_left_by(self, role: str) -> bool:
-        """Return whether a peer of the role has gone, or did not connect in time."""
-        if role in self.roles():
+    def is_left_by(self, role: str, for_s: float = 0.0) -> bool:
+        """Return whether a peer of the role has gone, or did not connect in time.
+
+        Args:
+            for_s: seconds since that was first asked and true.
+        """
+        now = time.monotonic()
+        if role in self.roles() or not (self.has_met(role) or now - self._began > FIRST_CONTACT_S):
             return False
-        return self.has_met(role) or time.monotonic() - self._began > FIRST_CONTACT_S
+        return now - self._left.setdefault(role, now) >= for_s
 
     def roles(self) -> set[str]:
         """Return the roles that are connected now."""
@@ -295,3 +305,14 @@ class Hub:
             with self._lock:
                 self._peers[connection] = str(role)
                 self._met.add(str(role))
+
+
+def process_arguments(name: str) -> tuple[Link, Any]:
+    """Return link and settings of a process of a harvest, from its standard input.
+
+    Also sets up its log; an interrupt is left to the command, which decides when a harvest ends.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(format=f"actds {name}: %(message)s", stream=sys.stderr)
+    link, settings = pickle.load(sys.stdin.buffer)
+    return link, settings

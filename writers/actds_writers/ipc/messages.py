@@ -1,6 +1,7 @@
 """The messages between the processes of a harvest: one frozen dataclass each.
 
-They are sent pickled; those that the census takes are also lines of its journal, as JSON.
+They are sent pickled, a failure as the ``ActdsError`` itself; those that the census takes are also
+lines of its journal, as JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import numpy as np
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
-from actds.errors import ActdsError
 from actds.schema import CloseReason, DType, Origin
 from actds_writers.sampling import EVERYTHING, LeftOut
 
@@ -57,35 +57,6 @@ class Fact:
     value: bool | int | str | None
     origin: Origin
     reason: str | None = None
-
-
-# any process → the command ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The process has failed; the fields of an ``ActdsError``."""
-
-    code: str
-    place: str
-    got: str
-    expected: str
-    next_step: str
-
-    @classmethod
-    def of(cls, error: ActdsError) -> Failed:
-        """Return the message for an error."""
-        return cls(error.code, error.place, error.got, error.expected, error.next_step)
-
-    def error(self) -> ActdsError:
-        """Return the error."""
-        return ActdsError(
-            self.code,
-            self.place,
-            got=self.got,
-            expected=self.expected,
-            next_step=self.next_step,
-        )
 
 
 # worker → writer ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.commit import commit_part
+from actds.commit import commit_part, in_parts
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.readouts import Readouts
@@ -40,7 +40,6 @@ from actds_writers.sizing.needs import READOUT_PART_NBYTES as PART_NBYTES
 
 PACKED_ROWS = 2048
 """A row takes 0.5 to 1 kB as an object, about a tenth of it packed."""
-ROWS_PER_PART = 1_000_000
 
 
 class TableLog:
@@ -72,9 +71,8 @@ class TableLog:
         self._pack()
         if not self._packed:
             return
-        table = pa.concat_tables(self._packed)
-        for n, first in enumerate(range(0, table.num_rows, ROWS_PER_PART)):
-            commit_part(store, chain, self._name, run, n, table.slice(first, ROWS_PER_PART))
+        for n, piece in in_parts(pa.concat_tables(self._packed)):
+            commit_part(store, chain, self._name, run, n, piece)
 
     def _pack(self) -> None:
         if self._rows:

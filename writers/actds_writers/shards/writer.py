@@ -25,6 +25,7 @@ from actds.commit import ShardRows, commit_shard
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts
 from actds.ledger import Chain
+from actds.reading import read_genesis
 from actds.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
 from actds.store import Store
 from actds_writers.config import Order, WriterSettings
@@ -484,7 +485,7 @@ def _genesis(store: Store, settings: WriterSettings, found: tuple[HookSpec, ...]
         except ActdsError as error:
             if error.code != "E309" or not settings.shared:
                 raise  # else another engine created it, and this one joins
-    present = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
+    present = read_genesis(store)
     if present.hooks != hooks:
         raise ActdsError(
             "E010",

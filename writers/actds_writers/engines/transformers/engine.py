@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from actds.errors import ActdsError
+from actds.text import one_line
 from actds_writers.engine_protocol import OPTION, Finished
 from actds_writers.engines.transformers import Options
 from actds_writers.ipc.link import Link
@@ -478,8 +479,9 @@ class Engine:
         try:
             return self._step()
         except Exception as error:  # whatever torch raises becomes one line
-            words = " ".join(str(error).split())[:400] or type(error).__name__
-            raise ActdsError("E504", "engine", got=words, expected="an engine that runs") from error
+            raise ActdsError(
+                "E504", "engine", got=one_line(error, 400), expected="an engine that runs"
+            ) from error
 
     def abort(self, keys: list[str]) -> None:
         """Abort requests."""
@@ -567,7 +569,7 @@ def load_model(folder: Path, options: Options) -> Any:
             folder, output_loading_info=True, **arguments
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
-        words = " ".join(str(error).split())[:400]
+        words = one_line(error, 400)
         raise ActdsError("E005", folder.name, got=words, expected="a causal model") from None
     missing = sorted(report["missing_keys"])
     if missing:
@@ -578,7 +580,7 @@ def load_model(folder: Path, options: Options) -> Any:
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
-        words = " ".join(str(error).split())[:300]
+        words = one_line(error, 300)
         raise ActdsError("E009", f"{OPTION} device", got=words, expected="a torch device") from None
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from actds.errors import ActdsError
+from actds.text import one_line
 from actds_writers.engine_protocol import (
     OPTION,
     Engine,
@@ -192,8 +193,7 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._params, self._temperature = SamplingParams, temperature
-        # What changes the compiled graph must be in the key of the compile cache.
-        additional = {"actds": _graph(link)} if link else {}
+        additional = {"actds": graph_key(link)} if link else {}
         try:
             with _interrupts_blocked():
                 arguments = EngineArgs(
@@ -256,8 +256,8 @@ def _close_links() -> None:
     plugin.close()
 
 
-def _graph(link: Link) -> dict[str, Any]:
-    """Return what capture adds to the model's graph."""
+def graph_key(link: Link) -> dict[str, Any]:
+    """Return what capture adds to the model's graph: that alone is in the compile cache's key."""
     hooks = [f"{kind}:{layer}" for kind, layer in link.hooks]
     return {"hooks": hooks, "readouts": link.readouts}
 
@@ -278,8 +278,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _engine_error(error: Exception) -> ActdsError:
-    words = " ".join(str(error).split())[:400] or type(error).__name__
-    return ActdsError("E504", "engine", got=words, expected="an engine that runs")
+    return ActdsError("E504", "engine", got=one_line(error, 400), expected="an engine that runs")
 
 
 class Vllm(EngineKind):

@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import actds
-from actds import layout, schema
+from actds import layout
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
-from actds.schema import CloseReason, Genesis
+from actds.reading import read_genesis
+from actds.schema import CloseReason
 from actds.store import local_folder, open_store
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings, settings_of
 from actds_writers.engine_protocol import OPTION
 from actds_writers.engines.account import layer_config
-from actds_writers.engines.vllm import refuse_options
+from actds_writers.engines.vllm import graph_key, refuse_options
 from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
@@ -108,13 +109,7 @@ class LiveRun:
         """
         deadline = time.monotonic() + timeout_s
         while self.failure is None and time.monotonic() < deadline:
-            written, counted, wanted = self.pipeline.written, self.pipeline.counted, last_step()
-            reached = wanted < 0 or (
-                written is not None
-                and counted is not None
-                and min(written.last_step, counted.last_step) >= wanted
-            )
-            if reached:
+            if self.pipeline.has_reached(last_step()):
                 return True
             time.sleep(0.02)
         return False
@@ -137,7 +132,10 @@ class LiveRun:
                 "actds: run %s is complete: %s rows stored, %s positions dropped, %s aborted, "
                 "%s filtered. When all engines have ended: actds seal",
                 self.link.run,
-                *(ended.census.get(n, 0) for n in ("captured", "dropped", "aborted", "filtered")),
+                *(
+                    ended["census"].get(n, 0)
+                    for n in ("captured", "dropped", "aborted", "filtered")
+                ),
             )
         except ActdsError as error:
             log.error("actds: run %s: %s", self.link.run, error)
@@ -216,7 +214,8 @@ def start(config: Any, document: Any) -> LiveRun:
     n_layers = int(model.hf_text_config.num_hidden_layers)
     config_of = layer_config(model.hf_text_config, int(model.get_hidden_size()), n_layers)
     # The widest type, for sizes: a kind may have another one than the model.
-    hooks = hook_specs(parse_hooks(settings.hooks, n_layers), config_of, "float32")
+    places = parse_hooks(settings.hooks, n_layers)
+    hooks = hook_specs(places, config_of, "float32")
     out = destination(settings.out)
     settings = settings.model_copy(update={"out": out})
     lock = hold(out, shared=True)
@@ -226,7 +225,7 @@ def start(config: Any, document: Any) -> LiveRun:
         writer = _writer_settings(settings, model, hooks, readouts)
         pipeline = Pipeline(
             writer,
-            tuple((hook.kind, hook.layer) for hook in hooks),
+            tuple(places),
             # The client of an engine core in its own process is the parent.
             os.getppid() if multiprocessing.parent_process() is not None else os.getpid(),
             lock,
@@ -235,9 +234,7 @@ def start(config: Any, document: Any) -> LiveRun:
     except BaseException:
         os.close(lock)
         raise
-    # What changes the graph must be in the key of the compile cache, and nothing else.
-    graph = {"hooks": [f"{hook.kind}:{hook.layer}" for hook in hooks], "readouts": readouts}
-    config.additional_config = {**config.additional_config, "actds": graph}
+    config.additional_config = {**config.additional_config, "actds": graph_key(pipeline.link)}
     rules = settings.rules()
     log.info(
         "actds: capturing %s into %s as run %s; sampling %s; when the ring is full: %s",
@@ -348,8 +345,8 @@ def compare_hooks(out: str, hooks: Sequence[HookSpec]) -> None:
     store = open_store(out)
     if not store.exists(layout.GENESIS):
         return
-    genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
-    found, wanted = [hook.name for hook in genesis.hooks], [hook.name for hook in hooks]
+    found = [hook.name for hook in read_genesis(store).hooks]
+    wanted = [hook.name for hook in hooks]
     if found != wanted:
         raise ActdsError(
             "E010", f"{out} hooks", got=", ".join(wanted), expected=f"{', '.join(found)}, as there"
@@ -369,8 +366,7 @@ def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, b
                 expected="readouts true, or no probes",
             )
         return NONE, None
-    path = None if settings.probes is None else Path(settings.probes)
-    readouts, probes = plan_readouts(settings.seed, path, hooks)
+    readouts, probes = plan_readouts(settings.seed, settings.probes, hooks)
     return readouts.as_field(), probes
 
 
