@@ -36,7 +36,6 @@ from actds_writers.cli.plan import plan
 from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
-from actds_writers.shards import logs
 from actds_writers.shards.assembly import TOKEN_COLUMNS, SpecialTokens
 from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
 from actds_writers.sizing import needs as sizing
@@ -67,11 +66,7 @@ LOAD = Load(prefill=900.0, decode=100.0, tokens_per_request=500.0, tokens_per_st
 
 
 def test_constants_are_those_of_the_stages() -> None:
-    assert sizing.ALIGNMENT == ring.ALIGNMENT
-    assert sizing.NARROW_STEPS == stages.NARROW_STEPS
-    assert sizing.NARROW_NBYTES == stages.NARROW_NBYTES
     assert len(PHASES) + SPARE_BUFFERS == sizing.N_BUFFERS
-    assert sizing.READOUT_PART_NBYTES == logs.PART_NBYTES
     columns = sum(np.dtype(kind).itemsize for kind in TOKEN_COLUMNS.values())
     assert columns == sizing.TOKEN_COLUMNS_NBYTES
 

@@ -93,7 +93,8 @@ class HarvestSettings(Settings):
     )
     overflow: Overflow = Field(
         default="block",
-        description="When the ring is full: let the engine wait, or drop and record whole steps",
+        description="When the ring is full: "
+        + "; ".join(f"{name}, {policy.summary}" for name, policy in POLICIES.items()),
     )
     ring_mib: Annotated[int, Field(ge=1)] = Field(
         default=256, description="Shared memory between engine and writer; at least two steps"

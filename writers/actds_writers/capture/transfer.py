@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -109,15 +108,6 @@ def typed(
     return memory[offset : offset + nbytes].view(dtype).view(shape)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Request, position and token of each row of readouts."""
-
-    requests: IntArray
-    positions: IntArray
-    token_ids: IntArray
-
-
 class Lane:
     """The worker's end of the lane."""
 
@@ -138,7 +128,7 @@ class Lane:
         """Return the steps whose readouts the writer has not copied yet."""
         return self._space.depth
 
-    def put(self, step: int, rows: Rows, readouts: torch.Tensor) -> None:
+    def put(self, step: int, rows: Sequence[IntArray], readouts: torch.Tensor) -> None:
         """Copy the readouts of a step into the lane, waiting for room if necessary.
 
         Args:
@@ -150,18 +140,12 @@ class Lane:
         """
         if not readouts.numel():
             return
+        requests, positions, token_ids = rows
         offset, waited = self._reserve(readouts.nbytes, step)
         typed(self._memory, offset, tuple(readouts.shape), torch.float32).copy_(readouts)
         self._waiting.put(
             StepReadouts(
-                step,
-                offset,
-                readouts.nbytes,
-                rows.requests,
-                rows.positions,
-                rows.token_ids,
-                waited,
-                self.depth,
+                step, offset, readouts.nbytes, requests, positions, token_ids, waited, self.depth
             )
         )
 

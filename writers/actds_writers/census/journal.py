@@ -28,15 +28,8 @@ from actds.format.shard import read_checked
 from actds.ledger import Chain, fence, read_ledger
 from actds.schema import PartBody, PartTable, RunBody, ShardBody, ShardManifest
 from actds.store import Store, local_folder
-from actds_writers.census.census import CensusTables
-from actds_writers.ipc.messages import (
-    ClientFacts,
-    RequestArrived,
-    RequestFinished,
-    StepExecuted,
-    StepLost,
-    StepScheduled,
-)
+from actds_writers.census.census import Census, CensusTables
+from actds_writers.ipc.messages import ClientFacts
 
 FORMAT, VERSION = "actds.journal", "0.1"
 FIRST_PREV = "0" * 64
@@ -46,9 +39,8 @@ SEGMENT_NBYTES = 4 << 20
 MAX_SEGMENT_NBYTES = 64 << 20
 """Most bytes of lines that a reader accepts in one segment."""
 FACTS_PER_LINE = 5000
-_HEADER = {"dataset", "format", "n_messages", "prev", "run", "segment", "version"}
 
-KINDS = (RequestArrived, StepScheduled, StepExecuted, StepLost, RequestFinished, ClientFacts)
+KINDS = (*Census.TAKES, ClientFacts)
 """The messages in a journal; a line has the name of the class."""
 
 RESERVE = ".tmp-reserve-"
@@ -202,15 +194,7 @@ class Journal:
                 self._nbytes -= nbytes
 
     def _put(self, lines: list[bytes]) -> None:
-        header = {
-            "dataset": self._dataset,
-            "format": FORMAT,
-            "n_messages": len(lines),
-            "prev": self._prev,
-            "run": self._run,
-            "segment": self._n,
-            "version": VERSION,
-        }
+        header = _header(self._dataset, self._run, self._n, self._prev, len(lines))
         data = zstandard.ZstdCompressor(level=1).compress(canonical.dump(header) + b"".join(lines))
         path = layout.journal_path(self._run, self._n)
         if self._store.exists(path):
@@ -260,11 +244,7 @@ def read_journal(store: Store, dataset: str, run: str) -> Iterator[object]:
             raise _broken(path, "no segment", f"{len(numbers)} consecutive segments")
         data = store.read(path, MAX_SEGMENT_NBYTES)
         header, lines = _opened(data, path)
-        expected = {
-            **{"dataset": dataset, "format": FORMAT, "n_messages": len(lines), "prev": prev},
-            **{"run": run, "segment": n, "version": VERSION},
-        }
-        for name, value in expected.items():
+        for name, value in _header(dataset, run, n, prev, len(lines)).items():
             if header[name] != value:
                 raise _broken(f"{path} {name}", f"{header[name]!r:.80}", repr(value))
         for number, line in enumerate(lines, 1):
@@ -273,6 +253,20 @@ def read_journal(store: Store, dataset: str, run: str) -> Iterator[object]:
             except (ValueError, RecursionError) as error:
                 raise _broken(f"{path} line {number}", str(error)[:200], "a message") from None
         prev = canonical.digest(data)
+
+
+def _header(
+    dataset: str | None, run: str, segment: int, prev: str, n_messages: int
+) -> dict[str, object]:
+    return {
+        "dataset": dataset,
+        "format": FORMAT,
+        "n_messages": n_messages,
+        "prev": prev,
+        "run": run,
+        "segment": segment,
+        "version": VERSION,
+    }
 
 
 def _opened(data: bytes, path: str) -> tuple[dict[str, object], list[bytes]]:
@@ -289,7 +283,7 @@ def _opened(data: bytes, path: str) -> tuple[dict[str, object], list[bytes]]:
         header = json.loads(first)
     except (ValueError, RecursionError):
         header = None
-    if not isinstance(header, dict) or header.keys() != _HEADER:
+    if not isinstance(header, dict) or header.keys() != _header(None, "", 0, "", 0).keys():
         raise _broken(path, f"{first[:80]!r}", "a header")
     return header, lines
 

@@ -199,7 +199,8 @@ class StepPieces:
         self._packed: list[bytes] = []
         self._chunks: list[IntMatrix] = []
         self._n_open = 0
-        self._reasons: list[str] = []
+        self.reasons: list[str] = []
+        """By number."""
 
     def add(
         self,
@@ -238,16 +239,12 @@ class StepPieces:
         joined: IntMatrix = np.concatenate(self._chunks, axis=1)
         return joined
 
-    def blocks(self) -> Iterator[dict[str, np.ndarray]]:
+    def blocks(self) -> Iterator[Columns]:
         """Yield all pieces as int64 columns, some at a time, none twice."""
         for data in self._packed:
             yield dict(zip(_COLUMNS, unpack(data, len(_COLUMNS)), strict=True))
         if self._chunks:
             yield dict(zip(_COLUMNS, self._joined(), strict=True))
-
-    def reasons(self) -> list[str]:
-        """Return the reasons by number."""
-        return list(self._reasons)
 
     def settled(
         self,
@@ -255,8 +252,8 @@ class StepPieces:
         acknowledged: dict[str, int],
         lost_reason: str,
         dropped: dict[int, str],
-        left_out: dict[str, dict[int, str]] | None = None,
-        unlogged: frozenset[int] = frozenset(),
+        left_out: dict[str, dict[int, str]],
+        unlogged: frozenset[int],
     ) -> StepPieces:
         """Return the pieces with the final dispositions: filtered, dropped, aborted, captured.
 
@@ -273,12 +270,10 @@ class StepPieces:
                 committed.
         """
         settled = StepPieces()
-        settled._reasons = self.reasons()
+        settled.reasons = list(self.reasons)
         lost = settled._reason(lost_reason)
-        n_requests = len(prompt_len)
         rules = {
-            phase: settled._rules((left_out or {}).get(phase, {}), n_requests)
-            for phase in ("prefill", "decode")
+            phase: settled._rules(reasons, len(prompt_len)) for phase, reasons in left_out.items()
         }
         gone = {
             settled._reason(reason): [step for step, why in dropped.items() if why == reason]
@@ -343,9 +338,9 @@ class StepPieces:
     def _reason(self, reason: str | None) -> int:
         if reason is None:
             return NONE
-        if reason not in self._reasons:
-            self._reasons.append(reason)
-        return self._reasons.index(reason)
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return self.reasons.index(reason)
 
 
 def span_table(pieces: StepPieces) -> pa.Table:
@@ -355,7 +350,7 @@ def span_table(pieces: StepPieces) -> pa.Table:
     """
     # Spans of two blocks may be adjacent, so merge again after merging within each.
     found = _merged(_concatenated([_merged(block) for block in pieces.blocks()]))
-    words, reasons = np.array(tables.DISPOSITIONS, object), pieces.reasons()
+    words, reasons = np.array(tables.DISPOSITIONS, object), pieces.reasons
     step, ref = found["step"], found["ref_request"]
     return tables.build(
         "spans",

@@ -439,7 +439,7 @@ class CensusProgress:
     Args:
         queried_tokens: prompt tokens looked up in the prefix cache.
         recomputed_tokens: of the scheduled tokens, computed before.
-        dropped: rows lost to an overflow policy, by reason; ``dropped_tokens`` is their sum.
+        dropped: rows lost to an overflow policy, by reason.
     """
 
     scheduled_tokens: int
@@ -449,7 +449,6 @@ class CensusProgress:
     running: int
     ring_depth: int | None
     last_step: int
-    dropped_tokens: int
     connected: bool = False
     staging_depth: int | None = None
     lane_depth: int | None = None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from actds.errors import ActdsError
-from actds.text import format_nbytes, format_rate, format_seconds
+from actds.text import counted, format_nbytes, format_rate, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Return a snapshot from the last messages of writer and census, None before the first."""
     w = written or WriterProgress(0, -1, 0, 0)
-    c = counted or CensusProgress(0, 0, 0, 0, 0, None, -1, 0)
+    c = counted or CensusProgress(0, 0, 0, 0, 0, None, -1)
     now = time.time_ns() if now_ns is None else now_ns
     queues = {state.stage: state for state in w.stages}
     nbytes = (c.scheduled_tokens * w.row_nbytes, w.ring_nbytes, w.commits.nbytes_in)
@@ -557,8 +557,7 @@ def _sum(parts: Mapping[str, int]) -> str:
 
 
 def _rows(totals: Totals) -> str:
-    hooks = "1 hook" if totals.n_hooks == 1 else f"{totals.n_hooks} hooks"
-    shards = "1 shard" if totals.n_shards == 1 else f"{totals.n_shards:,} shards"
+    hooks, shards = counted(totals.n_hooks, "hook"), counted(totals.n_shards, "shard")
     return f"{totals.captured:,} x {hooks} in {shards}"
 
 

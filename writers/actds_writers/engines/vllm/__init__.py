@@ -285,7 +285,6 @@ class Vllm(EngineKind):
     """vLLM, in processes of its own."""
 
     name = "vllm"
-    summary = "vLLM."
     option_type = VllmOptions
 
     def options(self, given: Mapping[str, object]) -> EngineOptions:
