@@ -346,10 +346,7 @@ class WriterSettings:
         dataset: id for a new dataset.
         resume: whether the dataset exists already.
         started_ns: wall clock.
-        facts: provenance that only the command knows.
-        tokens: ids that set row flags.
         rows_per_shard: rows after which a shard is committed, at a step's end.
-        n_threads: encoding threads.
         shared: whether other engines may write the dataset too; the first one creates it.
         readouts: value of ``capture.readouts``.
     """

@@ -108,7 +108,6 @@ class EngineKind(ABC):
 
         Args:
             options: the user's options, of type ``option_type``.
-            seed: seed of the sampling.
 
         Raises:
             ActdsError: E504 when the engine does not start; E005, E007, E009, E012 what it cannot

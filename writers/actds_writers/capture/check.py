@@ -55,7 +55,6 @@ class HookCheck:
             verified before.
         distances: mean relative L2 of the rows by hook.
         bounds: the largest one that passes, by hook.
-        n_rows: rows compared per hook.
         reason: why the reference is not ``transformers``, empty when it is.
     """
 
@@ -112,8 +111,6 @@ def bound(computed: str, stored: str, *, coarse: bool = False) -> float:
     """Return the largest mean relative L2 that passes.
 
     Args:
-        computed: type the model computes in.
-        stored: type of the rows.
         coarse: whether products, or keys and values, have a lower precision than that.
     """
     limit = BOUNDS[computed]
@@ -213,8 +210,6 @@ def load_reference(
 
     Args:
         folder: model folder, or the name under which the engine loaded it.
-        revision: revision of a named model.
-        trust_remote_code: as in the engine.
 
     Raises:
         NoReferenceError: transformers cannot load it completely, or it does not fit in memory.
@@ -302,7 +297,6 @@ def states_in_fresh_process(
     """Return ``reference_states`` of ``load_reference``, computed in a process of its own.
 
     Args:
-        folder: model folder or name.
         options: further arguments of ``load_reference``.
 
     Raises:

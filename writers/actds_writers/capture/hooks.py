@@ -198,7 +198,6 @@ def hook_specs(
 
     Args:
         places: kind and layer of each.
-        computed: type the model computes in.
         store_dtype: type to store, ``None`` for the type that each is computed in.
 
     Raises:

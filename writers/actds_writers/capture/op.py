@@ -81,7 +81,6 @@ class HookBuffers:
     """The buffers that hooks write a step into; the same memory at every step.
 
     Args:
-        layout: memory layout of the rows.
         blocks: ``(n_hooks, max_rows, d_model)`` of each block, on the model's device.
         seen: int64 ``(n_hooks,)``: rows each hook saw in the last step, 0 when it did not run.
         readouts: float32 ``(n_hooks, max_rows, n_readouts)``, no column without readouts.

@@ -42,7 +42,6 @@ class Entry:
     Args:
         slot: offset in the staging ring, ``None`` when it has no rows there.
         state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, ``sent``, or ``dropped``.
-        stalls: waits of a stage for this step.
         message: the message to the writer; set when the rows are identified.
         depth: slices in the host ring when it was dropped.
     """
@@ -61,9 +60,6 @@ class Handover:
     """Hands steps to the writer under an overflow policy.
 
     Args:
-        staging: allocator of the staging ring.
-        ring: allocator of the host ring.
-        policy: what to do when a ring is full.
         on_drop: called with step and reason of every drop, in the thread that caused it.
 
     ``waiting`` names the rings that a step waits for now: ``staging``, ``ring``, both or neither.

@@ -22,7 +22,6 @@ def plan_readouts(
     """Return the readouts of a run, and its probes as the bytes of their file.
 
     Args:
-        seed: seed of the random directions.
         file: the user's probes, ``None`` without.
 
     Raises:
@@ -70,7 +69,6 @@ def read_probes(path: Path, hooks: list[str], d_model: int) -> Floats:
         path: ``.npy`` with ``(n_probes, d_model)`` for all hooks or ``(n_hooks, n_probes,
             d_model)``; ``.safetensors`` with one ``(n_probes, d_model)`` tensor per hook, under
             the hook's name.
-        hooks: names of the hooks, in order.
 
     Raises:
         ActdsError: E015 unreadable, another shape, or values that are not finite.

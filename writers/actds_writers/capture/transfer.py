@@ -26,11 +26,7 @@ from actds_writers.ipc.ring import RingSpace
 
 
 class Mark:
-    """A point in the engine's stream that a copier waits for.
-
-    Args:
-        timed: whether to measure the time between marks.
-    """
+    """A point in the engine's stream that a copier waits for."""
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
         self.event: Any = None
@@ -68,7 +64,6 @@ class Copier:
             targets: ``(n_hooks, n_kept, width)`` each, in host memory.
             sources: ``(n_hooks, n, width)`` each, on the device.
             index: int64 ``(n_kept,)`` of the rows to copy, on the host; ``None`` for all.
-            after: mark to wait for.
         """
         if self._stream is None:
             for target, source in zip(targets, sources, strict=True):
@@ -132,7 +127,6 @@ class Lane:
         """Copy the readouts of a step into the lane, waiting for room if necessary.
 
         Args:
-            rows: request, position and token of each.
             readouts: float32 ``(n_hooks, n, width)`` in host memory.
 
         Raises:

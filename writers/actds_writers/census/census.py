@@ -226,7 +226,6 @@ class Census:
 
         Args:
             acknowledged: per phase, the last step whose rows are committed.
-            client: facts that only the client has.
             lost_reason: reason of rows that were computed and not committed.
             logged_drops: steps in the writer's committed drop log. A drop that a killed writer did
                 not log is known to the scheduler side alone, and counts as aborted.

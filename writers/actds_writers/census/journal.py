@@ -314,7 +314,6 @@ class WriterEnd:
 
     Args:
         acknowledged: per phase, the last step whose rows are committed.
-        dropped_steps: steps in the committed drop log.
     """
 
     acknowledged: dict[str, int]
@@ -364,7 +363,6 @@ def commit_census(
     """Commit the tables of a census in parts.
 
     Args:
-        chain: the open census chain of the run.
         present: parts that an earlier census of the run has committed, by path; they are kept.
 
     Raises:

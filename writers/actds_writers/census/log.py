@@ -263,7 +263,6 @@ class StepPieces:
         Args:
             prompt_len: prompt tokens by request number: where prefill ends.
             acknowledged: per phase, the last step whose rows are committed.
-            lost_reason: reason of the others.
             dropped: reason by step of those an overflow policy gave up.
             left_out: per phase, the reason by request of those a sampling rule leaves out.
             unlogged: dropped steps that are in no log; aborted, even where a later step is

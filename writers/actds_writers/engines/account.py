@@ -113,14 +113,7 @@ class SchedulerSide:
         A step without tokens is numbered and not reported.
 
         Args:
-            requests: number of each scheduled request.
-            starts: first position that the step computes for it.
-            n_tokens: tokens scheduled for it.
-            references: prefix-cache hits.
-            waiting: requests that wait.
-            running: requests that run.
-            preempted: requests that were preempted.
-            columns: further fields of ``StepScheduled``, for example ``kv_usage``.
+            columns: further fields of ``StepScheduled``, as the others are.
         """
         self._step += 1
         ended = tuple(self._ended)
@@ -187,7 +180,6 @@ class WorkerSide:
 
     Args:
         model: the loaded model, not yet compiled.
-        computed: type the model computes in.
         padding: further rows that a forward may have.
         form: where the stream is in the output of the model's layers.
 
@@ -268,9 +260,7 @@ class WorkerSide:
 
         Args:
             step: its number; other arguments not listed here as in ``Step``.
-            requests: number of each request, in row order.
             token_ids: token fed at each row, from the buffer that the model read.
-            positions: position of each row.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.

@@ -52,7 +52,6 @@ class Share:
 
     Args:
         percent: share of the requests, ``None`` when it is a number.
-        count: number of requests.
     """
 
     percent: Decimal | None
@@ -88,7 +87,6 @@ class Outcome:
     """The result of a replay.
 
     Args:
-        n_requests: requests replayed.
         n_rows: positions compared, at every hook.
         median: relative L2 of matching rows: the numeric floor of the run.
         p99: 99th percentile of the same.
@@ -467,8 +465,6 @@ class Located:
     Args:
         shard: index of the shard of each row, -1 where there is no row.
         row: row in the shard.
-        token_id: token of each row.
-        step: step that computed it.
     """
 
     shard: Ints

@@ -57,7 +57,6 @@ class PlanResult:
 
     Args:
         capacity: needs of the load by stage, and which stage saturates first.
-        measured: the measured rates, in GB/s by name.
         overhead: bytes other than rows, and where the figures come from.
         profile: load of an earlier harvest, ``None`` without one.
     """

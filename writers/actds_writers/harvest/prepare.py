@@ -63,8 +63,6 @@ class Plan:
         hooks: ``(kind, layer)`` of each hook.
         encoded: every prompt with its tokens, or the reason to skip it.
         client: source of every request.
-        tokens: ids that set row flags.
-        facts: provenance that the command knows.
         readouts: value of ``capture.readouts``.
         probes: the user's probes as the bytes of their file, ``None`` without.
     """

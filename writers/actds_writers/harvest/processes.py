@@ -43,12 +43,10 @@ class Pipeline:
     Args:
         writer: settings of the writer, with those of the harvest.
         hooks: ``(kind, layer)`` of each hook.
-        client_pid: process of the client.
         lock: open descriptor of the dataset's lock, which the processes inherit.
         ring_nbytes: size of the host ring, ``None`` for that in the settings.
         staging_nbytes: size of the staging ring, likewise.
         lane_nbytes: size of the readouts' lane; at least two steps.
-        probes: the user's probes as the bytes of their file.
 
     Use as a context manager: leaving it ends the processes and removes the ring.
     """

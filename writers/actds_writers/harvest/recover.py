@@ -45,10 +45,7 @@ class RunFound:
     """One run as recovery found it, and the outcome.
 
     Args:
-        run: its id.
         chains: state of each of its chains before recovery.
-        n_rows: acknowledged rows.
-        n_segments: segments of its journal.
         outcome: ``accounted`` before, ``recovered`` now, ``empty`` when it committed nothing,
             ``unaccountable`` when neither census nor journal is there.
         totals: the census' totals, where it was recovered.

@@ -118,7 +118,6 @@ def harvest(
     """Harvest one run into a new or a resumed dataset; raises as ``write``.
 
     Args:
-        observer: receives progress and result.
         feed: the class that hands requests to the engine, ``Feed`` by default.
     """
     began, observer = time.monotonic(), observer or Observer()

@@ -48,7 +48,6 @@ class Link:
         hooks: ``(kind, layer)`` of each hook to capture.
         ring_nbytes: size of the host ring; the worker takes more when two steps need it.
         staging_nbytes: size of the staging ring; the worker takes more when a step needs it.
-        client_pid: process of the command.
         live: whether the engine serves traffic, which continues when capture fails.
         lane_nbytes: size of the readouts' lane; the worker takes more when two steps need it.
         readouts: value of ``capture.readouts``.
@@ -100,7 +99,6 @@ class Link:
 
         Args:
             name: the listener: ``writer``, ``census`` or ``readouts``.
-            timeout_s: how long to wait for the listener.
             is_alive: whether the listener can still come up.
 
         Raises:

@@ -67,7 +67,6 @@ class WorkerHello:
     """The model is loaded: hooks, effective configuration, and the paths of ring and lane.
 
     Args:
-        facts: what the worker observed.
         ring_path: shared memory of the host ring.
         ring_nbytes: its size.
         max_step_rows: rows of the largest step.
@@ -94,7 +93,6 @@ class StepRows:
         requests: number of each scheduled request, in row order.
         n_rows: rows of each scheduled request.
         prompt_lens: prompt tokens of each scheduled request.
-        positions: position of each row.
         token_ids: token fed at each row, read from the device's own buffer.
         finished: requests that ended before this step.
         stalls: waits of the stages before the writer for this step.
@@ -155,8 +153,6 @@ class StepReadouts:
     """The readouts of one step are in the lane, float32 ``(n_hooks, n_rows, width)`` at ``offset``.
 
     Args:
-        requests: request number of each row.
-        positions: position of each row.
         token_ids: token fed at each row, read from the device's own buffer.
         stall: the wait for room in the lane, if there was one.
         depth: slices in the lane, this one included.
@@ -259,7 +255,6 @@ class StepScheduled:
         requests: number of each scheduled request.
         starts: first position that the step computes for it.
         n_tokens: tokens scheduled for it.
-        references: prefix-cache hits of this step.
     """
 
     step: int
@@ -366,7 +361,6 @@ class CommitTotals:
         n_raw_shards: of these, stored without compression.
         nbytes_in: bytes of the rows, over all hooks.
         nbytes_out: bytes of their files.
-        seconds: total time of the commits.
         buckets: commits of at most ``LATENCY_BUCKETS_S[i]`` seconds, cumulative.
         p50_s, p99_s: quantiles over the last commits, ``None`` before the first.
         last_ns: wall clock of the last commit, ``None`` before the first.
@@ -410,7 +404,6 @@ class WriterProgress:
     """Progress of the writer.
 
     Args:
-        n_rows: rows taken out of the ring.
         last_step: last step that was taken or known to be dropped, -1 before the first.
         row_nbytes: bytes of one row over all hooks.
         queue_depth: full buffers that wait for the disk.
@@ -439,7 +432,6 @@ class CensusProgress:
     Args:
         queried_tokens: prompt tokens looked up in the prefix cache.
         recomputed_tokens: of the scheduled tokens, computed before.
-        dropped: rows lost to an overflow policy, by reason.
     """
 
     scheduled_tokens: int

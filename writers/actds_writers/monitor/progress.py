@@ -60,18 +60,13 @@ class Snapshot:
     """The counters of a harvest at one moment, all of them totals since its start.
 
     Args:
-        elapsed_s: seconds since the start.
         requests_done: requests that have ended, without skipped ones.
         requests_total: requests to serve; None when not known, as in serving.
-        waiting: requests waiting in the scheduler.
         scheduled_tokens: tokens computed by the engine.
         recomputed_tokens: of these, computed before.
         cached_tokens: prompt tokens reused from the prefix cache.
         queried_tokens: prompt tokens looked up there.
         rows: rows that reached the writer.
-        row_nbytes: bytes of one row over all hooks.
-        dropped: rows lost to an overflow policy, by reason.
-        stages: staging, ring and pool.
         lane: the lane of the readouts, None without readouts or before its first message.
         backlog_nbytes: bytes waiting to be encoded.
         memory_nbytes: bound on the memory of all stages, None when not known.
@@ -472,7 +467,6 @@ class Totals:
         row_nbytes: bytes of the rows over all hooks, before compression.
         stored_nbytes: bytes of their files.
         seal: digest of the seal, None when the dataset is not sealed.
-        canary: result of a canary replay, None without one.
     """
 
     path: str

@@ -138,7 +138,6 @@ class ReadoutLog:
     """Collects and commits the readouts of a run.
 
     Args:
-        readouts: which readouts.
         lane: shared memory of the lane and its size.
         before_commit: as in ``Committer``.
 

@@ -54,7 +54,6 @@ class CommitPlan:
 
     Args:
         seed: seed of the run; every shard's permutation seed follows from it.
-        n_threads: encoding threads.
         raw_threshold_nbytes: backlog from which shards are written raw; 0 never.
     """
 

@@ -57,7 +57,6 @@ class Machine:
         copy: from the ring into a shard buffer, one thread.
         encode: permuting and encoding rows, one thread.
         disk: hashing, writing and syncing files, one after the other.
-        n_threads: encoding threads.
     """
 
     d2h: Rate
@@ -183,7 +182,6 @@ class StageNeed:
 
     Args:
         name: ``staging``, ``link``, ``ring``, ``encode``, ``disk`` or ``pool``.
-        what: what it does, as text.
         nbytes_per_token: bytes that pass it per computed token.
         max_tokens: tokens per second at which it saturates; infinite when not modelled.
         origin: where its rate comes from.
@@ -208,7 +206,6 @@ class Capacity:
         stages: in the order of the data path.
         bottleneck: the one that saturates first.
         stored: bytes on disk per token, by purpose.
-        memory: bound of all stages.
         ring_burst_nbytes: ring that holds the worst burst; infinite when the mean is too much.
         ring_stall_nbytes: ring that holds a disk stall at the mean load.
         ring_nbytes: ring that holds both at once, with headroom.
@@ -262,8 +259,6 @@ def capacity(
 
     Args:
         sizes: sizes to check; a ring of 0 for the one that burst and stall need.
-        overhead: bytes on disk other than rows.
-        stall_s: longest disk stall that must not lose rows.
     """
     stored = stored_nbytes_per_token(geometry, overhead, load, sizes.rows_per_shard)
     stages = _stages(geometry, machine, sum(stored.values()))

@@ -261,8 +261,6 @@ class Load:
         prefill: mean of prompt tokens, without prefix-cache hits.
         decode: mean of generated tokens.
         tokens_per_request: computed tokens of a request.
-        tokens_per_step: tokens of a step.
-        bursts: loads above the mean.
     """
 
     prefill: float
@@ -313,7 +311,6 @@ def peak_queue(load: Load, service: float, stall_s: float = 0.0) -> float:
 
     Args:
         service: tokens per second that leave the queue, except during the stall.
-        stall_s: seconds of the stall.
     """
     if load.mean > service:
         return math.inf

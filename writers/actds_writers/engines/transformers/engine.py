@@ -64,9 +64,7 @@ class Sequence:
     """One running or waiting request.
 
     Args:
-        number: its number in the run.
         token_ids: prompt, then sampled tokens.
-        max_tokens: tokens to sample at most.
         generator: source of randomness, ``None`` for greedy sampling.
     """
 
@@ -90,8 +88,6 @@ class Columns:
     Args:
         width: rows of the forward per request, padding included.
         sequences: requests with a token in the columns, in row order.
-        n_rows: tokens of each.
-        positions: position of each token.
         index: row of each token in the flattened forward.
     """
 
@@ -109,7 +105,6 @@ class Batch:
     Requests that end leave it.
 
     Args:
-        model: a causal language model.
         sequences: requests, none of them computed yet.
         max_tokens: tokens of a step at most, padding included.
     """
@@ -268,8 +263,6 @@ class Capture(WorkerSide):
         """Hand over the rows of the step that just ran.
 
         Args:
-            finished: requests that ended before it.
-            columns: requests and positions of its rows.
             input_ids: what the model read, ``(n_requests, width)``.
 
         Raises:
@@ -300,10 +293,6 @@ def check_hooks(
     model: Any, buffers: capture.HookBuffers, hooks: tuple[HookSpec, ...], max_tokens: int
 ) -> HookCheck:
     """Return the result of the check of the hooks.
-
-    Args:
-        model: the hooked model.
-        max_tokens: tokens per step.
 
     Raises:
         ActdsError: E507 when rows are not the model's; E007 when the model's layers do not return

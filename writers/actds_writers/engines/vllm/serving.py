@@ -105,7 +105,6 @@ class LiveRun:
 
         Args:
             last_step: returns the scheduler's last step that had tokens, -1 for none.
-            timeout_s: the longest wait.
         """
         deadline = time.monotonic() + timeout_s
         while self.failure is None and time.monotonic() < deadline:
