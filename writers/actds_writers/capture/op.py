@@ -198,17 +198,13 @@ def install_tap(tap: Tap, number: int, buffers: tuple[torch.Tensor, ...]) -> Non
     op = torch.ops.actds.capture if len(buffers) == 2 else torch.ops.actds.capture_and_read
     read = tap.read
 
-    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden, residual = read(args, kwargs, None)
-        op(hidden, residual, *[getattr(module, name) for name in names])
-
-    def after(
-        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    def hook(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         hidden, residual = read(args, kwargs, output)
         op(hidden, residual, *[getattr(module, name) for name in names])
 
     if tap.before:
-        tap.module.register_forward_pre_hook(before, with_kwargs=True)
+        tap.module.register_forward_pre_hook(hook, with_kwargs=True)
     else:
-        tap.module.register_forward_hook(after, with_kwargs=True)
+        tap.module.register_forward_hook(hook, with_kwargs=True)

@@ -345,55 +345,6 @@ def _rows(
     return [np.concatenate([part for parts in of_hook for part in parts]) for of_hook in found]
 
 
-def observe(
-    model: Any,
-    cache: Any,
-    engine: type,
-    folder: Path,
-    options: Options,
-    max_model_len: int,
-    client_pid: int,
-) -> tuple[Fact, ...]:
-    """Return the facts of the run record that can be observed after the first forward."""
-
-    name = f"{engine.__module__}.{engine.__qualname__}"
-    quantization = getattr(model.config, "quantization_config", None)
-    readers: Readers = {
-        "engine.name": lambda: "transformers",
-        "engine.version": lambda: str(transformers.__version__),
-        "engine.runner": lambda: name,
-        "engine.scheduler": lambda: name,
-        "model.d_model": lambda: int(model.config.get_text_config().hidden_size),
-        "model.quantization": lambda: str(
-            getattr(quantization, "quant_method", None) or quantization or "none"
-        ),
-        "numerics.dtype": lambda: str(model.dtype).removeprefix("torch."),
-        "numerics.kv_cache_dtype": lambda: _cache_dtype(cache),
-        "numerics.kv_cache_class": lambda: type(cache).__name__,
-        "numerics.attention_backend": lambda: str(model.config._attn_implementation),
-        "serving.enforce_eager": lambda: not hasattr(model, "_orig_mod"),
-        "serving.compilation_mode": lambda: "NONE",
-        "serving.cudagraph_mode": lambda: "NONE",
-        "serving.prefix_caching": lambda: False,
-        "serving.chunked_prefill": lambda: True,
-        "serving.async_scheduling": lambda: False,
-        "serving.max_model_len": lambda: max_model_len,
-        "serving.max_num_seqs": lambda: options.max_num_seqs,
-        "serving.max_num_batched_tokens": lambda: options.max_num_batched_tokens,
-        "serving.tensor_parallel": lambda: 1,
-        "serving.pipeline_parallel": lambda: 1,
-        "serving.data_parallel": lambda: 1,
-        "serving.speculative_method": lambda: "none",
-    }
-    absent = ("serving.block_size", "serving.n_kv_blocks")
-    return (
-        *engine_facts(
-            readers, model=model, folder=folder, device=model.device, client_pid=client_pid
-        ),
-        *(observed(field, None, NO_BLOCKS) for field in absent),
-    )
-
-
 def _cache_dtype(cache: Any) -> str:
     for layer in cache.layers:
         keys = getattr(layer, "keys", None)
@@ -505,19 +456,53 @@ class Engine:
             logits = batch.forward(columns)
         duration_ns = time.monotonic_ns() - began
         assert batch.input_ids is not None
-        self._capture.introduce(
-            lambda: observe(
-                self._model,
-                batch.cache,
-                type(self),
-                self._folder,
-                self._options,
-                self.max_model_len,
-                self._link.client_pid,
-            )
-        )
+        self._capture.introduce(lambda: self._observe(batch.cache))
         self._capture.after_step(step, finished, columns, batch.input_ids, duration_ns)
         return self._sample(batch, logits) if logits is not None else []
+
+    def _observe(self, cache: Any) -> tuple[Fact, ...]:
+        """Return the facts of the run record that can be observed after the first forward."""
+        model = self._model
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        quantization = getattr(model.config, "quantization_config", None)
+        readers: Readers = {
+            "engine.name": lambda: "transformers",
+            "engine.version": lambda: str(transformers.__version__),
+            "engine.runner": lambda: name,
+            "engine.scheduler": lambda: name,
+            "model.d_model": lambda: int(model.config.get_text_config().hidden_size),
+            "model.quantization": lambda: str(
+                getattr(quantization, "quant_method", None) or quantization or "none"
+            ),
+            "numerics.dtype": lambda: str(model.dtype).removeprefix("torch."),
+            "numerics.kv_cache_dtype": lambda: _cache_dtype(cache),
+            "numerics.kv_cache_class": lambda: type(cache).__name__,
+            "numerics.attention_backend": lambda: str(model.config._attn_implementation),
+            "serving.enforce_eager": lambda: not hasattr(model, "_orig_mod"),
+            "serving.compilation_mode": lambda: "NONE",
+            "serving.cudagraph_mode": lambda: "NONE",
+            "serving.prefix_caching": lambda: False,
+            "serving.chunked_prefill": lambda: True,
+            "serving.async_scheduling": lambda: False,
+            "serving.max_model_len": lambda: self.max_model_len,
+            "serving.max_num_seqs": lambda: self._options.max_num_seqs,
+            "serving.max_num_batched_tokens": lambda: self._options.max_num_batched_tokens,
+            "serving.tensor_parallel": lambda: 1,
+            "serving.pipeline_parallel": lambda: 1,
+            "serving.data_parallel": lambda: 1,
+            "serving.speculative_method": lambda: "none",
+        }
+        absent = ("serving.block_size", "serving.n_kv_blocks")
+        return (
+            *engine_facts(
+                readers,
+                model=model,
+                folder=self._folder,
+                device=model.device,
+                client_pid=self._link.client_pid,
+            ),
+            *(observed(field, None, NO_BLOCKS) for field in absent),
+        )
 
     def _sample(self, batch: Batch, logits: torch.Tensor) -> list[Finished]:
         """Sample a token for every request of the batch; return those that end with it."""
