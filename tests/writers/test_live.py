@@ -19,6 +19,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
+from actds.format.readouts import NONE
 from actds.ledger import fence, read_ledger
 from actds.sealing import seal
 from actds.store import open_store
@@ -56,6 +57,7 @@ def live_pipeline(out: Path, run: str) -> Pipeline:
         harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
         dataset=secrets.token_hex(16), run=run, resume=False, started_ns=1, software="test",
         facts=(), tokens=SpecialTokens(), rows_per_shard=40, n_threads=1, shared=True,
+        readouts=NONE,
     )  # fmt: skip
     lock = lock_dataset(out, shared=True)
     try:

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 import actds
 from actds.errors import ActdsError
 from actds.format import arrays
-from actds.format.readouts import Readouts
+from actds.format.readouts import NONE, Readouts
 from actds.reading import Catalog
 from actds.schema import REQUIRED_PROVENANCE
 from actds.store import open_store
@@ -131,6 +131,7 @@ def written_run(out: Path, *, d_model: int, n_rows: int, rows_per_shard: int) ->
         harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
         dataset=secrets.token_hex(16), run="r-size", resume=False, started_ns=1, software="test",
         facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard, n_threads=1,
+        readouts=NONE,
     )  # fmt: skip
     facts = tuple(
         Fact(name, "none" if name == "capture.readouts" else "test", "declared")

@@ -10,16 +10,18 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import secrets
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from actds import __version__, layout
 from actds.errors import ActdsError
-from actds.format.readouts import NONE
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import SamplingRules
 
@@ -338,7 +340,7 @@ def keywords_of(model: type[BaseModel]) -> Callable[[F], F]:
     return decorate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WriterSettings:
     """What the writer process is started with.
 
@@ -352,17 +354,17 @@ class WriterSettings:
     """
 
     harvest: HarvestSettings
-    dataset: str
-    run: str
-    resume: bool
-    started_ns: int
-    software: str
     facts: tuple[Fact, ...]
     tokens: SpecialTokens
     rows_per_shard: int
     n_threads: int
+    readouts: str
+    resume: bool = False
     shared: bool = False
-    readouts: str = NONE
+    dataset: str = field(default_factory=lambda: secrets.token_hex(16))
+    run: str = field(default_factory=lambda: layout.new_id("r"))
+    started_ns: int = field(default_factory=time.time_ns)
+    software: str = f"actds {__version__}"
 
 
 @dataclass(frozen=True)

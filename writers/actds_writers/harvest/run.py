@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import threading
 import time
@@ -15,8 +14,6 @@ from typing import Any, Literal
 
 import pyarrow.compute as pc
 
-import actds
-from actds import layout
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.reading import Catalog
@@ -305,16 +302,12 @@ class _Run:
         self._interrupts = 0
         self._writer = WriterSettings(
             harvest=settings,
-            dataset=secrets.token_hex(16),
-            run=layout.new_id("r"),
-            resume=settings.resume,
-            started_ns=time.time_ns(),
-            software=f"actds {actds.__version__}",
             facts=plan.facts,
             tokens=plan.tokens,
             rows_per_shard=plan.rows_per_shard,
             n_threads=usual_threads(),
             readouts=plan.readouts,
+            resume=settings.resume,
         )
         self._pipeline = Pipeline(self._writer, plan.hooks, os.getpid(), lock, probes=plan.probes)
         self.feed = feed(plan, self._pipeline.poll)

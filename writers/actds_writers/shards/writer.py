@@ -139,10 +139,6 @@ class Committer:
         with self._pending_lock:
             return sum(self._pending)
 
-    def latency_p99(self) -> float | None:
-        """Return the 99th percentile of the last commits in seconds, ``None`` before the first."""
-        return self.meter.totals.p99_s
-
     def _observe(self) -> None:
         # The first of the pending buffers is being committed, the others wait.
         self.occupancy.observe(max(0, len(self._pending) - 1), time.monotonic_ns())
@@ -290,6 +286,7 @@ class Writer:
         self._settings, self._store = settings, store
         self._before_commit = before_commit
         self._hooks = hello.hooks
+        self._planned = Readouts.from_field(settings.readouts, "capture.readouts")
         self._memory: mmap.mmap = ring.attach(Path(hello.ring_path), hello.ring_nbytes)
         self._layout = RowLayout(hello.hooks)
         dataset = _genesis(store, settings, hello.hooks)
@@ -349,7 +346,7 @@ class Writer:
             offset=offset,
             queue_depth_stage3=self.committer.queue_depth,
             compression_backlog_bytes=self.committer.backlog_nbytes,
-            disk_write_latency_p99=self.committer.latency_p99(),
+            disk_write_latency_p99=self.committer.meter.totals.p99_s,
         )
 
     def dropped(self, message: StepsDropped) -> RingFree:
@@ -432,19 +429,17 @@ class Writer:
         return last_step
 
     def _readout_log(self, hello: WorkerHello) -> ReadoutLog | None:
-        readouts = Readouts.from_field(self._settings.readouts, "capture.readouts")
-        if readouts is None or hello.lane_path is None:
+        if self._planned is None or hello.lane_path is None:
             return None
         lane = (hello.lane_path, hello.lane_nbytes)
         run = self._settings.run
         return ReadoutLog(
-            self._store, self._chain, run, self._hooks, readouts, lane, self._before_commit
+            self._store, self._chain, run, self._hooks, self._planned, lane, self._before_commit
         )
 
     def _own_nbytes(self, hello: WorkerHello) -> int:
         """Return the bound on the writer's own memory: buffers, copies of one shard, readouts."""
-        readouts = Readouts.from_field(self._settings.readouts, "capture.readouts")
-        geometry = Geometry.of(self._hooks, readouts.width if readouts else 0)
+        geometry = Geometry.of(self._hooks, self._planned.width if self._planned else 0)
         sizes = Sizes(hello.max_step_rows, self._settings.rows_per_shard, hello.ring_nbytes)
         return memory_bound(geometry, sizes).writer_nbytes
 

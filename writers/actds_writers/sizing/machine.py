@@ -20,6 +20,7 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.format import arrays
 from actds.store import open_store
+from actds.text import counted
 from actds_writers.config import MIB
 from actds_writers.sizing.needs import (
     Geometry,
@@ -289,7 +290,7 @@ def _stages(g: Geometry, machine: Machine, stored: float) -> tuple[StageNeed, ..
     moved = g.row_nbytes + g.readout_nbytes
     encode = machine.encode.gbps * machine.n_threads * GB / g.row_nbytes
     disk = machine.disk.gbps * GB / stored
-    threads = f"{machine.n_threads} thread{'' if machine.n_threads == 1 else 's'}"
+    threads = counted(machine.n_threads, "thread")
     return (
         StageNeed("staging", "copy on the device", moved, math.inf, "not modelled"),
         StageNeed(
@@ -302,7 +303,13 @@ def _stages(g: Geometry, machine: Machine, stored: float) -> tuple[StageNeed, ..
             machine.copy.gbps * GB / g.row_nbytes,
             machine.copy.origin,
         ),
-        StageNeed("encode", f"compress, {threads}", g.row_nbytes, encode, machine.encode.origin),
+        StageNeed(
+            "encode",
+            f"compress, {counted(machine.n_threads, 'thread')}",
+            g.row_nbytes,
+            encode,
+            machine.encode.origin,
+        ),
         StageNeed("disk", "hash, write, fsync", stored, disk, machine.disk.origin),
         # One commit thread encodes a shard and then writes it: the sum of both times counts.
         StageNeed("pool", "encode, then disk", g.row_nbytes, 1 / (1 / encode + 1 / disk), "both"),

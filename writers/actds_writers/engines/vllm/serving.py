@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import actds
 from actds import layout
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
@@ -377,11 +375,6 @@ def _writer_settings(
     rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
     return WriterSettings(
         harvest=settings,
-        dataset=secrets.token_hex(16),
-        run=layout.new_id("r"),
-        resume=False,
-        started_ns=time.time_ns(),
-        software=f"actds {actds.__version__}",
         facts=tuple(_facts(settings, model, rows, readouts)),
         tokens=_special_tokens(model),
         rows_per_shard=rows,
