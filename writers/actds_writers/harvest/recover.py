@@ -24,6 +24,7 @@ from actds_writers.census.journal import (
     LOST_REASON,
     RESERVE,
     WriterEnd,
+    broken_journal,
     commit_census,
     end_writer_chain,
     merged,
@@ -215,14 +216,18 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
         if isinstance(message, RequestArrived):
             n_requests += 1
             if not 0 <= message.request < n_requests + _MAX_REQUEST_GAP:
-                raise _broken(place, f"request {message.request}", "requests numbered from 0")
+                raise broken_journal(
+                    place, f"request {message.request}", "requests numbered from 0"
+                )
         try:
             census.observe(message)
         except (KeyError, IndexError, ValueError) as error:
-            raise _broken(place, repr(error)[:200], "messages of one run, in order") from None
+            raise broken_journal(
+                place, repr(error)[:200], "messages of one run, in order"
+            ) from None
     for phase, step in ended.acknowledged.items():
         if not census.has_scheduled(step):
-            raise _broken(
+            raise broken_journal(
                 place, f"no message for step {step}", f"one: its {phase} rows are committed"
             )
     found = census.tables(ended.acknowledged, client, LOST_REASON, ended.dropped_steps)
@@ -249,10 +254,6 @@ def _unaccountable(runs: list[RunFound]) -> ActdsError | None:
                 next_step="It was written before there were journals: write a new dataset.",
             )
     return None
-
-
-def _broken(place: str, got: str, expected: str) -> ActdsError:
-    return ActdsError("E312", place, got=got, expected=expected)
 
 
 def _unreachable(store: Store) -> Iterator[tuple[str, int]]:

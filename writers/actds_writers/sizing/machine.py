@@ -305,7 +305,7 @@ def _stages(g: Geometry, machine: Machine, stored: float) -> tuple[StageNeed, ..
         ),
         StageNeed(
             "encode",
-            f"compress, {counted(machine.n_threads, 'thread')}",
+            f"compress, {threads}",
             g.row_nbytes,
             encode,
             machine.encode.origin,
