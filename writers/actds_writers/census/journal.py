@@ -241,19 +241,17 @@ def read_journal(store: Store, dataset: str, run: str) -> Iterator[object]:
     for n in range(len(numbers)):
         path = layout.journal_path(run, n)
         if n not in numbers:
-            raise broken_journal(path, "no segment", f"{len(numbers)} consecutive segments")
+            raise broken(path, "no segment", f"{len(numbers)} consecutive segments")
         data = store.read(path, MAX_SEGMENT_NBYTES)
         header, lines = _opened(data, path)
         for name, value in _header(dataset, run, n, prev, len(lines)).items():
             if header[name] != value:
-                raise broken_journal(f"{path} {name}", f"{header[name]!r:.80}", repr(value))
+                raise broken(f"{path} {name}", f"{header[name]!r:.80}", repr(value))
         for number, line in enumerate(lines, 1):
             try:
                 yield from_line(line)
             except (ValueError, RecursionError) as error:
-                raise broken_journal(
-                    f"{path} line {number}", str(error)[:200], "a message"
-                ) from None
+                raise broken(f"{path} line {number}", str(error)[:200], "a message") from None
         prev = canonical.digest(data)
 
 
@@ -277,18 +275,16 @@ def _opened(data: bytes, path: str) -> tuple[dict[str, object], list[bytes]]:
         with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data) as reader:
             text = reader.read(MAX_SEGMENT_NBYTES + 1)
     except zstandard.ZstdError as error:
-        raise broken_journal(path, str(error)[:200], "a zstd frame") from None
+        raise broken(path, str(error)[:200], "a zstd frame") from None
     if len(text) > MAX_SEGMENT_NBYTES or not text.endswith(b"\n"):
-        raise broken_journal(
-            path, f"{len(text)} bytes of lines", f"at most {MAX_SEGMENT_NBYTES}, whole"
-        )
+        raise broken(path, f"{len(text)} bytes of lines", f"at most {MAX_SEGMENT_NBYTES}, whole")
     first, *lines = text.split(b"\n")[:-1]
     try:
         header = json.loads(first)
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or header.keys() != _header(None, "", 0, "", 0).keys():
-        raise broken_journal(path, f"{first[:80]!r}", "a header")
+        raise broken(path, f"{first[:80]!r}", "a header")
     return header, lines
 
 
@@ -308,7 +304,7 @@ def _number(path: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def broken_journal(place: str, got: str, expected: str) -> ActdsError:
+def broken(place: str, got: str, expected: str) -> ActdsError:
     """Return E312."""
     return ActdsError("E312", place, got=got, expected=expected)
 

@@ -24,7 +24,7 @@ from actds_writers.census.journal import (
     LOST_REASON,
     RESERVE,
     WriterEnd,
-    broken_journal,
+    broken,
     commit_census,
     end_writer_chain,
     merged,
@@ -216,18 +216,14 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
         if isinstance(message, RequestArrived):
             n_requests += 1
             if not 0 <= message.request < n_requests + _MAX_REQUEST_GAP:
-                raise broken_journal(
-                    place, f"request {message.request}", "requests numbered from 0"
-                )
+                raise broken(place, f"request {message.request}", "requests numbered from 0")
         try:
             census.observe(message)
         except (KeyError, IndexError, ValueError) as error:
-            raise broken_journal(
-                place, repr(error)[:200], "messages of one run, in order"
-            ) from None
+            raise broken(place, repr(error)[:200], "messages of one run, in order") from None
     for phase, step in ended.acknowledged.items():
         if not census.has_scheduled(step):
-            raise broken_journal(
+            raise broken(
                 place, f"no message for step {step}", f"one: its {phase} rows are committed"
             )
     found = census.tables(ended.acknowledged, client, LOST_REASON, ended.dropped_steps)
