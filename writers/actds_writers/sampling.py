@@ -77,11 +77,13 @@ def client_request_id(external_id: str) -> str:
     return (match["completion"] or match["chat"]) if match else external_id
 
 
-class _Model(BaseModel):
+class StrictModel(BaseModel):
+    """A model without conversion from strings and without unknown fields."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Match(_Model):
+class Match(StrictModel):
     """A condition on a request: one property, and shell patterns for its value."""
 
     header: Literal["x-request-id", "x-session-id"] | None = None
@@ -127,7 +129,7 @@ def _decimal(value: Any) -> Any:
         raise ValueError("a decimal number") from None
 
 
-class SamplingRules(_Model):
+class SamplingRules(StrictModel):
     """Which requests and phases are stored.
 
     A share is drawn by a hash of ``external_id``; with one seed, a larger share contains the
