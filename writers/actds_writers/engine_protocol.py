@@ -7,6 +7,7 @@ An engine is a package that registers an ``EngineKind`` under the entry point gr
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -152,6 +153,7 @@ def engine_names() -> list[str]:
     return sorted({entry.name for entry in entry_points(group=GROUP)})
 
 
+@functools.cache
 def find_engine(name: str) -> EngineKind:
     """Return an engine by name.
 

@@ -214,7 +214,7 @@ class Hub:
         """Return whether a peer of the role has gone, or did not connect in time.
 
         Args:
-            for_s: seconds since that was first asked and true.
+            for_s: only if an earlier call has found that so many seconds ago.
         """
         now = time.monotonic()
         if role in self.roles() or not (self.has_met(role) or now - self._began > FIRST_CONTACT_S):
