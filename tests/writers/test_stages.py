@@ -12,7 +12,7 @@ import pytest
 from actds.errors import ActdsError
 from actds_testing.faulty_disk import wait_until
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
-from actds_writers.capture.handover import Entry, Handover
+from actds_writers.capture.overflow import Entry, Handover
 from actds_writers.ipc.messages import RingFree, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
 from actds_writers.policies import POLICIES

@@ -18,12 +18,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from actds import __version__, layout
 from actds.errors import ActdsError
 from actds_writers.policies import POLICIES
-from actds_writers.sampling import SamplingRules, StrictModel
+from actds_writers.sampling import SamplingRules
 
 if TYPE_CHECKING:
     from actds_writers.ipc.messages import Fact
@@ -60,8 +60,10 @@ Folder = Annotated[Path, Field(strict=False)]
 Rate = Annotated[float, Field(gt=0)]
 
 
-class Settings(StrictModel):
-    """Settings by name, checked."""
+class Settings(BaseModel):
+    """A strict model: no conversion from strings, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:

@@ -16,13 +16,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
 from actds_writers.capture.hooks import load_registered
 from actds_writers.config import explained
 from actds_writers.ipc.link import Link
-from actds_writers.sampling import StrictModel
 
 GROUP = "actds.engines"
 OPTION = "--engine-arg"
@@ -79,13 +78,15 @@ class Engine(Protocol):
         """End the engine and its links."""
 
 
-class EngineOptions(StrictModel):
+class EngineOptions(BaseModel):
     """Options of an engine as the user gave them, with those that every engine has.
 
     Args:
         max_model_len: positions per request, ``None`` for the engine's own choice.
         max_num_seqs: requests per step, ``None`` for the engine's own choice.
     """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     max_model_len: Positive | None = None
     max_num_seqs: Positive | None = None

@@ -77,13 +77,11 @@ def client_request_id(external_id: str) -> str:
     return (match["completion"] or match["chat"]) if match else external_id
 
 
-class StrictModel(BaseModel):
-    """A model without conversion from strings and without unknown fields."""
-
+class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Match(StrictModel):
+class Match(_Model):
     """A condition on a request: one property, and shell patterns for its value."""
 
     header: Literal["x-request-id", "x-session-id"] | None = None
@@ -129,7 +127,7 @@ def _decimal(value: Any) -> Any:
         raise ValueError("a decimal number") from None
 
 
-class SamplingRules(StrictModel):
+class SamplingRules(_Model):
     """Which requests and phases are stored.
 
     A share is drawn by a hash of ``external_id``; with one seed, a larger share contains the

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds_writers.capture.handover import Entry, Handover
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
+from actds_writers.capture.overflow import Entry, Handover
 from actds_writers.capture.transfer import Copier, Lane, Mark, host_memory, typed
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link

@@ -1,4 +1,4 @@
-"""The handover: the queue of steps in stages 1 and 2, and which of them are dropped.
+"""Overflow: the queue of steps in stages 1 and 2, and which of them are dropped.
 
 Bookkeeping of both rings and the connection to the writer, without tensors. Steps stay in the
 worker until the writer asks for more, so that the oldest one can still be dropped. Only whole steps
