@@ -52,6 +52,7 @@ __all__ = [
     "heads_root",
     "need_dataset",
     "read_dataset",
+    "read_genesis",
 ]
 
 CENSUS_TABLES: tuple[TableName, ...] = ("requests", "steps", "spans")
@@ -267,6 +268,11 @@ def heads_root(heads: dict[str, Head]) -> str:
     """
     leaves = [canonical.dump({c: heads[c].model_dump(mode="json")}) for c in sorted(heads)]
     return canonical.merkle_root(leaves)
+
+
+def read_genesis(store: Store) -> Genesis:
+    """Return the genesis of a dataset; raises as ``schema.parse``."""
+    return schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
 
 
 def need_dataset(store: Store) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from actds.format.arrays import DTYPES
 from actds.format.readouts import NONE, Readouts, compute, matrix
 from actds.schema import REQUIRED_PROVENANCE
 from actds_testing.faulty_disk import wait_until
@@ -36,7 +37,6 @@ from actds_writers.ipc.messages import (
     RequestFinished,
     StepScheduled,
 )
-from actds_writers.ipc.ring import BITS
 from actds_writers.shards.assembly import SpecialTokens
 
 D_MODEL = 32
@@ -107,7 +107,9 @@ class SyntheticEngine:
         """Return the rows of a step, bits ``(n, d_model)`` of each hook: each says whose it is."""
         values = (number * 100 + positions + 1)[:, None]
         return [
-            np.broadcast_to(values + i, (len(positions), hook.d_model)).astype(BITS[hook.dtype])
+            np.broadcast_to(values + i, (len(positions), hook.d_model)).astype(
+                DTYPES[hook.dtype].bits
+            )
             for i, hook in enumerate(self.hooks)
         ]
 

@@ -376,7 +376,7 @@ def test_a_harvest_onto_an_object_store_is_sealed_valid_and_loads_as_a_local_one
         ended = pipeline.finish("finished")
     seal(root)
     n_rows = 6 * (PROMPT_LEN + GENERATED - 1)
-    assert ended.census["captured"] == ended.writer["rows"] == n_rows
+    assert ended["census"]["captured"] == ended["writer"]["rows"] == n_rows
     report = validate(root, level="deep")
     assert not report.findings and report.digest is not None
     dataset = actds.open(root)

@@ -63,7 +63,7 @@ def test_every_row_arrives_under_its_own_name(tmp_path: Path) -> None:
     seal(open_store(out))
     dataset = clean(out)
     n_positions = 12 * (PROMPT_LEN + GENERATED - 1)
-    assert ended.census["captured"] == ended.writer["rows"] == dataset.n_rows == n_positions
+    assert ended["census"]["captured"] == ended["writer"]["rows"] == dataset.n_rows == n_positions
     for shard in dataset.shards:
         tokens = shard.tokens(["request", "position"])
         label = tokens["request"].to_numpy() * 100 + tokens["position"].to_numpy() + 1
@@ -148,7 +148,7 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(policy: str, tmp_
     drops = dataset.drops().to_pylist()
     lost = sum(drop["stop"] - drop["start"] for drop in drops)
     assert engine.stalls == 0
-    assert ended.census["dropped"] == ended.writer["dropped_tokens"] == lost > 0
+    assert ended["census"]["dropped"] == ended["writer"]["dropped_tokens"] == lost > 0
     assert dataset.n_rows + lost == 121 * (PROMPT_LEN + GENERATED - 1)
     assert {drop["policy"] for drop in drops} == {policy}
     assert {drop["step"] for drop in drops} == set(engine.drops)
@@ -181,7 +181,7 @@ def test_hooks_of_other_widths_and_types_go_the_same_way(policy: str, tmp_path: 
         engine.drain(pipeline)
         engine.close()
         ended = pipeline.finish("finished")
-    assert (ended.census["dropped"] > 0) == (policy != "block")
+    assert (ended["census"]["dropped"] > 0) == (policy != "block")
     seal(open_store(out))
     dataset = clean(out)
     assert [(h.d_model, h.dtype) for h in dataset.hooks.values()] == [
@@ -211,9 +211,9 @@ def test_drops_that_the_writer_never_logged_count_as_aborted(tmp_path: Path) -> 
     seal(open_store(out))
     dataset = clean(out)
     assert len(engine.drops) > 0
-    assert ended.census["dropped"] == ended.writer["dropped_tokens"]
-    assert ended.census["aborted"] > 0
-    assert dataset.n_rows + ended.census["dropped"] + ended.census["aborted"] == 120 * (
+    assert ended["census"]["dropped"] == ended["writer"]["dropped_tokens"]
+    assert ended["census"]["aborted"] > 0
+    assert dataset.n_rows + ended["census"]["dropped"] + ended["census"]["aborted"] == 120 * (
         PROMPT_LEN + GENERATED - 1
     )
 
@@ -253,7 +253,7 @@ def test_blocking_makes_the_engine_wait_and_loses_nothing(tmp_path: Path) -> Non
         wake.join()
     seal(open_store(out))
     dataset = clean(out)
-    assert ended.census["dropped"] == 0
+    assert ended["census"]["dropped"] == 0
     assert dataset.n_rows == 120 * (PROMPT_LEN + GENERATED - 1)
     stalls = dataset.stalls().to_pylist()
     assert engine.stalls > 0
