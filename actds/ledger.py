@@ -16,10 +16,12 @@ from actds.schema import (
     Body,
     ChainKind,
     CloseBody,
+    CloseReason,
     FenceBody,
     Head,
     LedgerRecord,
     OpenBody,
+    RecordType,
 )
 from actds.store import Store
 
@@ -38,7 +40,6 @@ _RECORD_NAME = re.compile(r"[0-9]+\.json")
 _FENCE_ATTEMPTS = 64
 
 State = Literal["open", "closed", "fenced", "broken"]
-RecordType = Literal["open", "run", "shard", "part", "replace", "close", "fence"]
 
 
 class Chain:
@@ -114,9 +115,7 @@ class Chain:
             self._prev = canonical.digest(data)
             return record
 
-    def close(
-        self, reason: Literal["finished", "interrupted", "failed"], totals: dict[str, int]
-    ) -> LedgerRecord:
+    def close(self, reason: CloseReason, totals: dict[str, int]) -> LedgerRecord:
         """Commit the last record; the chain takes no more.
 
         Raises:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
@@ -24,7 +26,6 @@ from actds.errors import CODES, ActdsError, Code, code_entry
 __all__ = ["cli", "main"]
 
 ENTRY_POINTS = "actds.commands"
-_WITHOUT_PANDAS = frozenset({"info", "recompress", "seal", "validate"})
 
 
 class ActdsGroup(click.Group):
@@ -103,7 +104,8 @@ class ActdsGroup(click.Group):
             raise
         except Exception as error:
             # An unexpected exception gets a code as well.
-            _fail(ctx, _internal(error))
+            got = f"{type(error).__name__}: {error}"[:1000]
+            _fail(ctx, ActdsError("E901", "actds", got=got, expected="no such failure"))
 
 
 @cache
@@ -136,11 +138,6 @@ def _unavailable(name: str, why: str) -> click.Command:
     )
 
 
-def _internal(error: Exception) -> ActdsError:
-    text = f"{type(error).__name__}: {error}"
-    return ActdsError("E901", "actds", got=text[:1000], expected="no such failure")
-
-
 def _fail(ctx: click.Context, error: ActdsError) -> None:
     from actds.text import printable
 
@@ -171,9 +168,7 @@ def info(path: str, as_json: bool) -> None:
       actds info s3://bucket/acts
       actds info acts --json
     """
-    from dataclasses import asdict
-
-    from actds.describe import describe, page
+    from actds.info import describe, page
     from actds.reading import Catalog
     from actds.store import open_store
 
@@ -222,8 +217,6 @@ def explain(code: str | None, as_json: bool) -> None:
 
 
 def _codes(codes: dict[str, Code]) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return envelope("explain", {"codes": {name: asdict(entry) for name, entry in codes.items()}})
 
 
@@ -300,18 +293,17 @@ def seal_command(path: str, as_json: bool) -> None:
       actds seal acts
       actds seal acts --json
     """
+    from actds import canonical
     from actds.accounting.account import TOTALS
-    from actds.reading import Catalog
+    from actds.schema import to_bytes
     from actds.sealing import seal
-    from actds.store import open_store
 
-    store = open_store(path)
-    document = seal(store)
+    document = seal(path)
     if as_json:
         print_json(document.model_dump(mode="json"))
         return
     totals = ", ".join(f"{name} {document.totals.get(name, 0):,}" for name in TOTALS)
-    click.echo(f"seal {document.n} {Catalog.read(store).digest}")
+    click.echo(f"seal {document.n} {canonical.digest(to_bytes(document))}")
     click.echo(totals)
 
 
@@ -335,8 +327,6 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
       actds recompress acts --keep
       actds recompress acts --shard w-1a2b-000003
     """
-    from dataclasses import asdict
-
     from actds.recompression import recompress
     from actds.schema import ShardManifest
     from actds.text import format_nbytes
@@ -359,6 +349,9 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     click.echo(f"{state} {done.digest}")
 
 
+_WITHOUT_PANDAS = ("info", "recompress", "seal", "validate")
+
+
 class _NoPandas:
     """An import finder for which pandas is not installed."""
 
@@ -370,9 +363,15 @@ class _NoPandas:
 
 
 def main() -> None:
-    """Run the command line."""
-    # pyarrow imports pandas at its first conversion from or to NumPy, which takes longer than all
-    # the rest of a check of a small dataset. Only here, in a process that runs one such command.
-    if not _WITHOUT_PANDAS.isdisjoint(sys.argv[1:2]):
+    """Run the command line, in a process of its own."""
+    # pyarrow imports pandas, where it is installed, at its first conversion from or to NumPy: that
+    # takes longer than all the rest of a check of a small dataset. It goes on without; None in
+    # sys.modules does not stop its compiled import. Who calls ``cli`` or the library has pandas.
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    if command in _WITHOUT_PANDAS:
         sys.meta_path.insert(0, _NoPandas)
-    cli(prog_name="actds")
+    try:
+        cli(prog_name="actds")
+    finally:
+        with suppress(ValueError):
+            sys.meta_path.remove(_NoPandas)

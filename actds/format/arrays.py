@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import ml_dtypes
@@ -26,7 +25,6 @@ from actds import canonical
 from actds.errors import ActdsError
 from actds.format.codec import MAX_BLOCK_NBYTES, CodecError, crc32c, decode_chunk, encode_chunk
 from actds.store import StoredFile
-from actds.store.local import LocalFile
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +55,6 @@ SHARD_PATH = "c/0/0"
 
 _READ_NBYTES = 1 << 24  # one preadv: enough to stream, small enough to stay out of the way
 _FRAME_OVERHEAD_NBYTES, _CRC_NBYTES, _INDEX_ENTRY_NBYTES = 16, 4, 16
-
 
 TARGET_CHUNK_NBYTES = 1 << 20
 MAX_CHUNK_NBYTES = 1 << 26
@@ -256,9 +253,8 @@ def parse_metadata(data: bytes, place: str) -> Layout:
 def _first_difference(got: dict[str, Any], expected: dict[str, Any]) -> tuple[str, str]:
     for key in sorted(got.keys() | expected.keys()):
         if got.get(key) != expected.get(key):
-            absent = "absent"
             found, wanted = (
-                json.dumps(side[key])[:400] if key in side else absent for side in (got, expected)
+                json.dumps(side[key])[:400] if key in side else "absent" for side in (got, expected)
             )
             return f"{key} {found}", f"{key} {wanted}"
     raise AssertionError("the documents are equal")
@@ -271,14 +267,10 @@ class EncodedArray:
     Args:
         metadata: the bytes of ``zarr.json``.
         parts: the shard file ``c/0/0`` in order: frames, their checksums, the index.
-        nbytes: the size of the shard file.
-        raw: the chunks are copied, not compressed.
     """
 
     metadata: bytes
     parts: tuple[bytes, ...]
-    nbytes: int
-    raw: bool
 
 
 def encode_array(
@@ -329,8 +321,7 @@ def encode_array(
     index = struct.pack(f"<{len(entries)}Q", *entries)
     index += struct.pack("<I", crc32c(index))
     parts.append(index)
-    metadata = array_metadata(n_rows, d_model, dtype)
-    return EncodedArray(metadata, tuple(parts), position + len(index), raw)
+    return EncodedArray(array_metadata(n_rows, d_model, dtype), tuple(parts))
 
 
 class ArrayReader:
@@ -341,32 +332,27 @@ class ArrayReader:
 
     Args:
         zarr_json: the bytes of the array's ``zarr.json``.
-        source: the shard file ``c/0/0``: its local path, or the file as a store opens it. It is
-            closed with the reader.
-        place: how errors name the array; the path of the shard file when None.
+        file: the shard file ``c/0/0``, as a store opens it; closed with the reader, and when the
+            reader cannot be made.
+        place: how errors name the array.
 
     Raises:
-        ActdsError: E108 when the metadata is not of the allowed form, E104 when the file cannot be
-            opened, E204 when its size, index or checksums are damaged.
+        ActdsError: E108 when the metadata is not of the allowed form, E204 when the file's size,
+            index or checksums are damaged.
 
     Spec: 0.1 section 4.
     """
 
-    def __init__(
-        self, zarr_json: bytes, source: str | Path | StoredFile, *, place: str | None = None
-    ) -> None:
-        self._place = str(source) if place is None else place
-        self._file = None if isinstance(source, str | Path) else source
-        layout = parse_metadata(zarr_json, self._place)
-        self._layout = layout
-        self.n_rows, self.d_model = layout.n_rows, layout.d_model
-        self.dtype, self.rows_per_chunk = layout.dtype.name, layout.rows_per_chunk
-        self.n_chunks = layout.n_chunks
+    def __init__(self, zarr_json: bytes, file: StoredFile, place: str) -> None:
+        self._place = place
+        self._file: StoredFile | None = file
         self._local = threading.local()
-        if isinstance(source, str | Path):
-            self._file = LocalFile(source, self._place)
         try:
-            self._offsets = self._read_index()
+            self._layout = layout = parse_metadata(zarr_json, place)
+            self.n_rows, self.d_model = layout.n_rows, layout.d_model
+            self.dtype, self.rows_per_chunk = layout.dtype.name, layout.rows_per_chunk
+            self.n_chunks = layout.n_chunks
+            self._offsets = self._read_index(file.nbytes)
         except BaseException:
             self.close()
             raise
@@ -566,10 +552,8 @@ class ArrayReader:
             reason = os.strerror(error.errno or errno.EIO)
             raise self._damaged(f"a read error: {reason}", "a readable file") from error
 
-    def _read_index(self) -> npt.NDArray[np.int64]:
+    def _read_index(self, size: int) -> npt.NDArray[np.int64]:
         """Return where chunks start and the last one ends, ``(n_chunks + 1,)``, checked."""
-        assert self._file is not None
-        size = self._file.nbytes
         index_nbytes = self.n_chunks * _INDEX_ENTRY_NBYTES
         data_nbytes = size - index_nbytes - _CRC_NBYTES
         # Compared before anything is allocated: the claimed rows may be absurd.
@@ -599,12 +583,16 @@ class ArrayReader:
         return ActdsError("E204", self._place, got=got, expected=expected)
 
 
-def as_ml_dtypes(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[Any]:
-    """Return bit patterns as numpy values (``ml_dtypes.bfloat16``, float16, float32), a view."""
+def _kind_of(bits: Bits, dtype: str) -> DType:
     kind = dtype_of(dtype)
     if bits.dtype != kind.bits:
         raise ValueError(f"bits of {bits.dtype}; expected {kind.bits} for {dtype}")
-    return bits.view(kind.native)
+    return kind
+
+
+def as_ml_dtypes(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[Any]:
+    """Return bit patterns as numpy values (``ml_dtypes.bfloat16``, float16, float32), a view."""
+    return bits.view(_kind_of(bits, dtype).native)
 
 
 def widen(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[np.float32]:
@@ -612,9 +600,7 @@ def widen(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[np.float32]:
 
     A bfloat16 is the upper half of a float32, so its bits stay too, also those of a NaN.
     """
-    kind = dtype_of(dtype)
-    if bits.dtype != kind.bits:
-        raise ValueError(f"bits of {bits.dtype}; expected {kind.bits} for {dtype}")
+    kind = _kind_of(bits, dtype)
     if dtype != "bfloat16":
         return bits.view(kind.native).astype(np.float32, copy=False)
     wide = bits.astype(np.uint32)
@@ -630,9 +616,9 @@ def to_torch(bits: Bits, dtype: str = "bfloat16") -> torch.Tensor:
     """
     import torch
 
-    kind = dtype_of(dtype)
-    if bits.dtype != kind.bits or not bits.flags.writeable:
-        raise ValueError(f"bits of {bits.dtype}; expected writable {kind.bits} for {dtype}")
+    kind = _kind_of(bits, dtype)
+    if not bits.flags.writeable:
+        raise ValueError("the bits are read-only")
     # torch has no zero-copy way from numpy to bfloat16; a signed integer of its size is one.
     signed = torch.from_numpy(bits.view(f"<i{kind.itemsize}"))
     return signed.view(getattr(torch, dtype))
