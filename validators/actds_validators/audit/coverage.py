@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from actds.format.positions import Keys, pair_key, split_key
-from actds.load.selection import SINK_NORM
+from actds.load.filters import SINK_NORM
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
 from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode, is_known
