@@ -23,7 +23,14 @@ import numpy.typing as npt
 
 from actds import canonical
 from actds.errors import ActdsError
-from actds.format.codec import MAX_BLOCK_NBYTES, CodecError, crc32c, decode_chunk, encode_chunk
+from actds.format.codec import (
+    MAX_BLOCK_NBYTES,
+    CodecError,
+    copied_items,
+    crc32c,
+    decode_chunk,
+    encode_chunk,
+)
 from actds.store import StoredFile
 
 if TYPE_CHECKING:
@@ -53,7 +60,7 @@ Bits = npt.NDArray[Any]
 SHARD_PATH = "c/0/0"
 """The one shard file of an array, below its folder."""
 
-_READ_NBYTES = 1 << 24  # one preadv: enough to stream, small enough to stay out of the way
+_PART_NBYTES = 1 << 22  # what a thread of a pool decodes at a time
 _FRAME_OVERHEAD_NBYTES, _CRC_NBYTES, _INDEX_ENTRY_NBYTES = 16, 4, 16
 
 TARGET_CHUNK_NBYTES = 1 << 20
@@ -417,7 +424,7 @@ class ArrayReader:
         if pool is None:
             return self.read(0, self.n_rows)
         out = self._output(self.n_rows, None)
-        step = max(1, _READ_NBYTES // 4 // self._layout.chunk_nbytes)
+        step = max(1, _PART_NBYTES // self._layout.chunk_nbytes)
 
         def part(first: int) -> None:
             last = min(first + step, self.n_chunks)
@@ -463,7 +470,7 @@ class ArrayReader:
         """Fill an array with rows in ascending order; chunks without one are not read.
 
         Args:
-            rows: row numbers ``(n,)``, each above the one before.
+            rows: row numbers ``(n,)``, none below the one before.
             out: bit patterns ``(n, d_model)``, C-contiguous.
 
         Raises:
@@ -472,30 +479,54 @@ class ArrayReader:
 
         Spec: 0.1 section 4.
         """
+        self._output(rows.size, out)
+        for a, b, chunk, index in self._touched(rows):
+            out[a:b] = chunk[index]
+
+    def scatter(
+        self, rows: npt.NDArray[np.int64], out: Bits, places: npt.NDArray[np.int64]
+    ) -> None:
+        """Put rows at places of an array; chunks without one are not read.
+
+        A chunk is put where its rows belong while it is in the processor's cache.
+
+        Args:
+            rows: row numbers ``(n,)``, none below the one before.
+            out: bit patterns ``(m, d_model)``.
+            places: where each row goes in ``out``, ``(n,)``, all different.
+
+        Raises:
+            ActdsError: E204 when a chunk is damaged.
+            ValueError: a number is no row.
+
+        Spec: 0.1 section 4.
+        """
+        for a, b, chunk, index in self._touched(rows):
+            out[places[a:b]] = chunk[index]
+
+    def _touched(
+        self, rows: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[int, int, Bits, slice | npt.NDArray[np.int64]]]:
+        """Yield which ascending rows a chunk has, ``[a, b)``, its rows, and their places in it."""
         if not rows.size:
             return
-        low, high = int(rows[0]), int(rows[-1]) + 1
-        if high - low == rows.size:
-            self.read(low, high, out)
-            return
+        low, high, per = int(rows[0]), int(rows[-1]) + 1, self.rows_per_chunk
         if low < 0 or high > self.n_rows:
             raise ValueError(f"rows in [{low}, {high}) of {self.n_rows}")
-        self._output(rows.size, out)
-        per = self.rows_per_chunk
+        if high - low == rows.size and bool((rows[1:] > rows[:-1]).all()):
+            for number, frame in self._frames(low // per, -(-high // per)):
+                a, b = max(low, number * per), min(high, (number + 1) * per)
+                inside = slice(a - number * per, b - number * per)
+                yield a - low, b - low, self._decoded(number, frame), inside
+            return
         chunks, first = np.unique(rows // per, return_index=True)
-        stops = [*first[1:].tolist(), rows.size]
+        bounds = [*first.tolist(), rows.size]
         # Chunks that lie side by side are read as one.
         for run in np.split(np.arange(chunks.size), np.flatnonzero(np.diff(chunks) > 1) + 1):
             frames = self._frames(int(chunks[run[0]]), int(chunks[run[-1]]) + 1)
-            for i, (index, frame) in zip(run.tolist(), frames, strict=True):
-                a, b = int(first[i]), stops[i]
-                if b - a == per:
-                    self._decode(index, frame, out[a:b])
-                else:
-                    np.take(
-                        self._decoded(index, frame), rows[a:b] - index * per,
-                        axis=0, out=out[a:b], mode="clip",
-                    )  # fmt: skip
+            for i, (number, frame) in zip(run.tolist(), frames, strict=True):
+                a, b = bounds[i], bounds[i + 1]
+                yield a, b, self._decoded(number, frame), rows[a:b] - number * per
 
     def _output(self, n_rows: int, out: Bits | None) -> Bits:
         shape, bits = (n_rows, self.d_model), self._layout.dtype.bits
@@ -507,11 +538,18 @@ class ArrayReader:
 
     def _decode(self, index: int, frame: memoryview, target: Bits) -> None:
         """Check one frame against its checksum, then decode it into whole rows."""
+        self._decode_body(index, self._checked(index, frame), target)
+
+    def _checked(self, index: int, frame: memoryview) -> memoryview:
+        """Return a frame without its checksum, which is right."""
         body = frame[:-_CRC_NBYTES]
         (expected,) = struct.unpack("<I", frame[-_CRC_NBYTES:])
         got = crc32c(body)
         if got != expected:
             raise self._damaged(f"chunk {index} with crc32c {got:08x}", f"{expected:08x}")
+        return body
+
+    def _decode_body(self, index: int, body: memoryview, target: Bits) -> None:
         try:
             decode_chunk(body, target, itemsize=self._layout.dtype.itemsize)
         except CodecError as error:
@@ -519,19 +557,25 @@ class ArrayReader:
 
     def _decoded(self, index: int, frame: memoryview) -> Bits:
         """Return a chunk in a buffer of this thread, to be copied from before the next one."""
+        body = self._checked(index, frame)
+        stored = copied_items(body, self._layout.chunk_nbytes, self._layout.dtype.itemsize)
+        if stored is not None:
+            bits = np.frombuffer(stored, self._layout.dtype.bits)
+            return bits.reshape(self.rows_per_chunk, self.d_model)
         if not hasattr(self._local, "chunk"):
             shape = (self.rows_per_chunk, self.d_model)
             self._local.chunk = np.empty(shape, self._layout.dtype.bits)
         chunk: Bits = self._local.chunk
-        self._decode(index, frame, chunk)
+        self._decode_body(index, body, chunk)
         return chunk
 
     def _frames(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
         """Yield (chunk, frame with checksum); the frames live until the next read."""
         offsets = self._offsets
+        read_nbytes = 0 if self._file is None else self._file.read_nbytes
         while first < last:
             # As many whole chunks as fit one read; at least one.
-            limit = int(offsets[first]) + _READ_NBYTES
+            limit = int(offsets[first]) + read_nbytes
             stop = int(np.searchsorted(offsets[: last + 1], limit, side="right")) - 1
             stop = max(stop, first + 1)
             base = int(offsets[first])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,6 +67,7 @@ class Transform:
         self.pinned = self._device is not None and self._device.type == "cuda"
         self._affine = _affine(datasets, hooks, normalize)
         self._on_device: dict[str, tuple[Any, Any]] = {}
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
 
     @property
     def identity(self) -> str | None:
@@ -86,13 +88,26 @@ class Transform:
         for hook in self._hooks:
             rows = to_torch(acts[hook.name], hook.dtype)
             if self._device is not None:
-                rows = rows.to(self._device, non_blocking=self.pinned)
+                rows = self._sent(rows)
             if hook.name in self._affine:
                 shift, scale = self._constants(hook.name)
                 rows = rows.to(torch.float32, copy=True)
                 rows = (rows if shift is None else rows.sub_(shift)).mul_(scale)
             tensors[hook.name] = rows if self.dtype is None else rows.to(getattr(torch, self.dtype))
         return tensors
+
+    def _sent(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device, which is under way; host memory is held until it is made."""
+        import torch
+
+        sent = rows.to(self._device, non_blocking=self.pinned)
+        if self.pinned:
+            copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._under_way.append((copied, rows))
+            while self._under_way[0][0].query() and len(self._under_way) > 1:
+                self._under_way.popleft()
+        return sent
 
     def _constants(self, hook: str) -> tuple[Any, Any]:
         """Return what to subtract and to multiply with, float32 on the device."""

@@ -52,6 +52,9 @@ class Put:
 class StoredFile(Protocol):
     """A file that is open for reading ranges; threads may share it. Stores derive theirs."""
 
+    read_nbytes: int = 1 << 24
+    """How much is best asked for at a time."""
+
     @property
     def nbytes(self) -> int:
         """Return the size of the file."""

@@ -31,6 +31,9 @@ class LocalFile(StoredFile):
         ActdsError: E104 when it cannot be opened.
     """
 
+    # What was read is still in the processor's cache when it is checked and decoded.
+    read_nbytes = 1 << 20
+
     def __init__(self, path: str | Path, place: str) -> None:
         self._fd = -1
         self._local = threading.local()
