@@ -18,11 +18,18 @@ from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset, rows_together
 from actds.load.filters import bad
-from actds.load.mixture import Mixture, Source, make_mixture, open_sources
+from actds.load.mixture import (
+    Mixture,
+    Source,
+    batch_hooks,
+    make_mixture,
+    open_sources,
+    with_partners,
+)
 from actds.load.order import ORDER_VERSION, Geometry, order_key
 from actds.load.pool import Batch, BatchSpec, Part, Pipeline, n_batches
 from actds.load.selection import Selection, select, warn_where_none
-from actds.load.stats import Stats, cache_folder, stats_of_rows
+from actds.load.stats import Stats, cache_folder, merge_stats, stats_of_rows
 from actds.load.transform import Normalize, Transform
 
 if TYPE_CHECKING:
@@ -96,6 +103,9 @@ class Loader:
             follows from its tokens, in every dataset that has them.
         held_out: the share of requests that are held out.
         mix: shares by phase or by expression, which add up to 1.
+        paired: other datasets by name, of which each batch has the rows that belong to its own, as
+            ``NAME/HOOK``: those of the same tokens up to the same position, whatever the harvest
+            was. Rows without a partner are left out. For crosscoders over models or settings.
         frequency: an expression that rows come in proportion to; an epoch keeps its length, and
             rows come as often as they should to less than one in each, exactly so in the mean.
         weights: ``multiplicity`` for the served distribution; the path of a weights file, or an
@@ -143,6 +153,7 @@ class Loader:
         split: Literal["train", "held_out"] | None = None,
         held_out: float = 0.0,
         mix: Mapping[str, float] | None = None,
+        paired: Mapping[str, Source] | None = None,
         frequency: str | None = None,
         weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         normalize: Normalize | None = None,
@@ -176,9 +187,16 @@ class Loader:
             )  # fmt: skip
 
         self.datasets, self.dataset = datasets, datasets[0]
-        self._rows = make_mixture(datasets, shares, mix, phase, where, chosen)
+        rows = make_mixture(datasets, shares, mix, phase, where, chosen)
+        others = {
+            label: open_sources(one, i_accept_unsealed, i_accept_unprovenanced)[0][0]
+            for label, one in (paired or {}).items()
+        }
+        self._rows = with_partners(rows, others) if others else rows
         warn_where_none(self._rows.excluded, stacklevel=2)
-        self._transform = Transform(datasets, self._rows.hooks, normalize, dtype, device)
+        self._transform = Transform(
+            batch_hooks(self._rows), self._stats_of, normalize, dtype, device
+        )
         self._normalize = normalize if isinstance(normalize, str) else normalize and "stats"
         piece_rows = _piece_rows(datasets, window_rows // lanes)
         geometry = Geometry(
@@ -246,6 +264,12 @@ class Loader:
             for hook in self._rows.hooks
         }
 
+    def _stats_of(self, name: str) -> Stats:
+        """Return the statistics of a hook of a batch: of all rows of its dataset, or datasets."""
+        label, _, hook = name.rpartition("/")
+        datasets = [self._rows.others[label]] if label else self.datasets
+        return merge_stats([dataset.stats(hook) for dataset in datasets])
+
     @property
     def progress(self) -> Progress:
         """Return how far the epoch is, and how fast the batches come to this rank."""
@@ -275,7 +299,7 @@ class Loader:
 
         Keys: ``format``, ``actds`` (version), ``dataset`` (path), ``digest``, ``datasets``,
         ``sealed``, ``runs``, ``hooks``, ``dtype``, ``normalize``, ``normalize_sha256``, ``phase``,
-        ``multiplicity``, ``where``, ``exclude``, ``split``, ``mix``, ``frequency``,
+        ``multiplicity``, ``paired``, ``where``, ``exclude``, ``split``, ``mix``, ``frequency``,
         ``weights_sha256``, ``weights``, ``excluded`` (rows by name), ``rows_per_epoch``, ``seed``,
         ``order`` (its version), ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``,
         ``rank``, ``world``.
@@ -289,7 +313,8 @@ class Loader:
             "datasets": [{"path": d.path, "digest": d.digest} for d in self.datasets],
             "sealed": all(dataset.seal is not None for dataset in self.datasets),
             "runs": list(rows.runs),
-            "hooks": [hook.name for hook in rows.hooks],
+            "hooks": list(batch_hooks(rows)),
+            "paired": {label: [d.path, d.digest] for label, d in rows.others.items()},
             "dtype": self._transform.dtype or ", ".join(sorted({h.dtype for h in rows.hooks})),
             "normalize": self._normalize,
             "normalize_sha256": self._transform.identity,
@@ -386,7 +411,7 @@ class Loader:
 
     def _present(self, batch: Batch) -> Any:
         tensors = self._transform(batch.acts)
-        acts = tensors if len(tensors) > 1 else tensors[self._rows.hooks[0].name]
+        acts = tensors if len(tensors) > 1 else next(iter(tensors.values()))
         self._n_given += len(batch.acts[self._rows.hooks[0].name])
         return acts if batch.rows is None else (acts, batch.rows)
 
@@ -561,8 +586,9 @@ def _batch_spec(
         span = range(first, len(shards))
         parts.append(Part(span, counts, frequencies or None, n_entries, share, key))
     return BatchSpec(
-        rows.hooks, shards, rows.runs, parts, geometry, lanes, provenance, weights or None, pinned
-    )
+        rows.hooks, shards, rows.runs, parts, geometry, lanes, provenance, weights or None, pinned,
+        rows.partners,
+    )  # fmt: skip
 
 
 def _split_weights(
