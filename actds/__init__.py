@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from actds.load.dataset import open as open
     from actds.load.hf import load_dataset as load_dataset
     from actds.load.loader import Loader as Loader
+    from actds.load.mixing import mixing_report as mixing_report
     from actds.recompression import recompress as recompress
     from actds.sealing import seal as seal
+    from actds.shuffling import shuffle as shuffle
     from actds_validators.audit.api import audit as audit
     from actds_validators.validate.validation import validate as validate
     from actds_writers.harvest.plan import plan as plan
@@ -35,11 +37,13 @@ _LAZY = {
     "Loader": "actds.load.loader:Loader",
     "audit": "actds_validators.audit.api:audit",
     "load_dataset": "actds.load.hf:load_dataset",
+    "mixing_report": "actds.load.mixing:mixing_report",
     "open": "actds.load.dataset:open",
     "plan": "actds_writers.harvest.plan:plan",
     "recompress": "actds.recompression:recompress",
     "recover": "actds_writers.harvest.recover:recover",
     "seal": "actds.sealing:seal",
+    "shuffle": "actds.shuffling:shuffle",
     "validate": "actds_validators.validate.validation:validate",
     "write": "actds_writers.harvest.run:write",
 }
@@ -51,11 +55,13 @@ __all__ = [
     "__version__",
     "audit",
     "load_dataset",
+    "mixing_report",
     "open",
     "plan",
     "recompress",
     "recover",
     "seal",
+    "shuffle",
     "validate",
     "write",
 ]
