@@ -41,7 +41,7 @@ SHUFFLE_VERSION = 1
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
-_BINS_LOG2 = 20
+_MAX_BINS_LOG2 = 20
 _WORDS_AT_A_TIME = 1 << 22
 _DRAWN_TOGETHER = 4  # words that Philox makes of one counter
 
@@ -59,8 +59,9 @@ def shard_cuts(words: Callable[[], Iterator[Keys]], n_rows: int, rows_per_shard:
         rows_per_shard: rows of a shard.
     """
     ranks = np.arange(rows_per_shard, n_rows, rows_per_shard)
-    shift = np.uint64(64 - _BINS_LOG2)
-    counts = np.zeros(1 << _BINS_LOG2, np.int64)
+    bins_log2 = min(_MAX_BINS_LOG2, n_rows.bit_length())
+    shift = np.uint64(64 - bins_log2)
+    counts = np.zeros(1 << bins_log2, np.int64)
     for part in words():
         counts += np.bincount((part >> shift).astype(np.int64), minlength=len(counts))
     bins = np.searchsorted(np.cumsum(counts), ranks, "right")
@@ -222,12 +223,13 @@ class Blocks:
                 writer.write_table(tokens.take(order).combine_chunks())
         for hook in self._group.hooks:
             rows = self._read(segments, hook, stop - start)[order]
-            pieces = (rows[a:b] for a, b in pairwise(offsets.tolist()))
-            sums = np.array([crc32c(piece.data.cast("B")) for piece in pieces], np.uint32)
+            data, row_nbytes = rows.reshape(-1).view(np.uint8), rows[0].nbytes
+            bounds = pairwise((offsets * row_nbytes).tolist())
+            sums = np.array([crc32c(data[a:b]) for a, b in bounds], np.uint32)
             with on_disk(folder):
                 np.save(making / f"{hook.name}.crc32c.npy", sums)
                 rows.tofile(making / f"{hook.name}.rows")
-            del rows
+            del data, rows
         with on_disk(folder):
             for file in making.iterdir():
                 sync(file)
@@ -281,7 +283,7 @@ class Blocks:
                 n = (last - first) * hook.d_model
                 piece = np.fromfile(path, kind.bits, count=n, offset=first * row_nbytes)
                 sums = np.load(folder / f"{hook.name}.crc32c.npy", mmap_mode="r")
-            if crc32c(piece.data.cast("B")) != int(sums[number]):
+            if crc32c(piece.view(np.uint8)) != int(sums[number]):
                 raise ActdsError(
                     "E503",
                     str(path),
@@ -339,10 +341,5 @@ def on_disk(path: Path) -> Iterator[None]:
     except ActdsError:
         raise  # some are an OSError as well
     except OSError as error:
-        raise ActdsError(
-            "E503",
-            str(path),
-            got=error.strerror or str(error),
-            expected="a durable write",
-            next_step="Free space or fix the disk, then call it again: it continues.",
-        ) from error
+        got = error.strerror or str(error)
+        raise ActdsError("E503", str(path), got=got, expected="a durable write") from error

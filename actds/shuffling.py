@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from actds import __version__, canonical, layout, schema
 from actds.commit import NewShard
-from actds.errors import ActdsError
+from actds.errors import CODES, ActdsError
 from actds.format import arrays, tables
 from actds.format.shard import (
     GROUP_METADATA,
@@ -158,6 +158,13 @@ def shuffle(
         with on_disk(partial):
             shutil.rmtree(partial / _BLOCKS, ignore_errors=True)
             shutil.rmtree(partial)
+    except ActdsError as error:
+        if error.next_step != CODES["E503"].next_step:
+            raise
+        again = "Free space or fix the disk, then call it again: it continues."
+        raise ActdsError(
+            "E503", error.place, got=error.got, expected=error.expected, next_step=again
+        ) from error
     finally:
         os.close(lock)
     return _result(catalog, out, plan)
@@ -208,7 +215,7 @@ def _read_plan(partial: Path, wanted: _Plan) -> _Plan:
         "seed": "--seed",
         "codec": "--codec",
         "rows_per_shard": "--rows-per-shard",
-        "rows_per_block": "--memory-mib",
+        "rows_per_block": "rows that --memory-mib holds",
         "version": "version of the order",
     }
     for name, option in options.items():
@@ -262,6 +269,7 @@ class _Shuffle:
             ActdsError: as ``shuffle``.
         """
         self._check_space()
+        self._store.remove_temporary()
         if not self._store.exists(layout.GENESIS):
             genesis = Genesis(
                 dataset=self._plan.dataset,
@@ -302,10 +310,7 @@ class _Shuffle:
                 str(self._partial),
                 got=f"{free:,} bytes free",
                 expected=f"{rows + copy - there:,} bytes for temporary files and the copy",
-                next_step="Free space and call it again: it continues.",
             )
-
-    # ---- the first pass
 
     def _write(self, group: RowGroup, blocks: Blocks, number: int) -> ShardManifest:
         """Write a new shard up to its manifest, and return that."""
@@ -366,8 +371,6 @@ class _Shuffle:
 
             if not all(self._pool.map(same, range(reader.n_chunks))):
                 raise ActdsError("E204", place, got="other bits", expected="those of the dataset")
-
-    # ---- the end
 
     def _commit(self) -> None:
         """Write run records, tables and chains: those of an interrupted call are made anew."""
