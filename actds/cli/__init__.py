@@ -362,7 +362,9 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
 @cli.command("shuffle")
 @click.argument("source", metavar="IN")
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the order."
+)
 @click.option(
     "--codec",
     type=click.Choice(["default", "raw"]),

@@ -137,17 +137,18 @@ def test_the_ideal_is_that_of_random_orders(small: Path, options: dict[str, Any]
 def test_the_order_on_disk_is_mixed_and_a_shuffled_copy_perfectly(
     served: Path, tmp_path: Path
 ) -> None:
-    """Default order; batch and window as small against the shards as the defaults are."""
-    options: dict[str, Any] = {"batch": 512, "window_rows": SHARD}
+    """The default order; batch, window and shards are an eighth of the defaults."""
+    # One phase: a window of so few pieces holds more of one phase than of the other.
+    options: dict[str, Any] = {"batch": 512, "window_rows": SHARD, "phase": "prefill"}
     with actds.Loader(served, **options) as loader:
         before = actds.mixing_report(loader, 200)
-    assert 1.2 < before.ratio < 2
+    assert 1.1 < before.ratio < 2.5
     actds.shuffle(served, tmp_path / "out", rows_per_shard=SHARD)
     with actds.Loader(tmp_path / "out", **options) as loader:
         after = actds.mixing_report(loader, 200)
     assert abs(after.ratio - 1) < 5 * after.ratio_error < 0.1
     assert after.ideal_partners == before.ideal_partners
-    assert abs(after.adjacent - after.ideal_adjacent) < 0.1 * after.ideal_adjacent
+    assert abs(after.adjacent - after.ideal_adjacent) < 0.3 * after.ideal_adjacent
 
 
 def test_rows_in_the_order_of_their_steps_are_told(tmp_path: Path) -> None:
