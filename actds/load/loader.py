@@ -231,6 +231,11 @@ class Loader:
         return self._n_batches
 
     @property
+    def batch_spec(self) -> BatchSpec:
+        """Return what its batches are made of."""
+        return self._spec
+
+    @property
     def n_dropped(self) -> int:
         """Return the rows that one epoch leaves out, over all ranks."""
         return self._n_left if self._drop_last else 0
