@@ -46,7 +46,7 @@ _START = _column("start", _U32, "first position")
 _STOP = _column("stop", _U32, "position after the last")
 _MAX_SEQ_LEN = _column("max_seq_len", _U32, "longest context of the step")
 _DEPTH = _column("depth", _U32, "entries in the stage's queue")
-_QUEUES = [
+QUEUES = [
     _column("queue_depth_stage1", _U32, "device staging slots in use", null=True),
     _column("queue_depth_stage2", _U32, "host ring slots in use", null=True),
     _column("queue_depth_stage3", _U32, "full shards waiting for the disk", null=True),
@@ -111,7 +111,7 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("running", _U32, "requests running after scheduling"),
         _column("n_preempted", _U32, "requests preempted in the step"),
         _column("kv_usage", _F64, "share of KV blocks in use", null=True),
-        *_QUEUES,
+        *QUEUES,
         _column("kernel_mode", _S, "eager, compiled or cudagraph", null=True),
         _column("padded_tokens", _U32, "tokens the kernels ran, with padding", null=True),
         _column("drafted_tokens", _U32, "speculative tokens drafted", null=True),
@@ -138,7 +138,7 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("n_tokens", _U32, "tokens of the whole event"),
         _column("batch_tokens", _U32, "tokens of the step"),
         _MAX_SEQ_LEN,
-        *_QUEUES,
+        *QUEUES,
     ],
     "stalls": [
         _column("stage", _S, "staging, ring, pool or readouts"),

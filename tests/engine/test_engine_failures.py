@@ -65,9 +65,10 @@ def start(
 def test_an_interrupted_harvest_is_sealed_and_resumes_without_redoing(
     model: Path, tmp_path: Path
 ) -> None:
-    out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 200)
+    out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 500)
     process = start(out, model, prompts, *OPTIONS, *SLOW)
-    wait_for(lambda: n_shards(out) >= 4, process)
+    # Beside a busy disk the engine may be far ahead of the second commit.
+    wait_for(lambda: n_shards(out) >= 2, process)
     # What a terminal does: the signal goes to every process of the group.
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=h.TIMEOUT_S)
@@ -78,7 +79,7 @@ def test_an_interrupted_harvest_is_sealed_and_resumes_without_redoing(
     assert "abort" in reasons
     kept = {r["external_id"] for r in first.requests().to_pylist()
             if r["finish_reason"] == "length"}  # fmt: skip
-    assert 0 < len(kept) < 200
+    assert 0 < len(kept) < 500
 
     resumed = h.harvest_alone(out, model, prompts, *OPTIONS, "--max-tokens", "48", "--resume")
     requests = resumed.requests(run=True).to_pylist()
@@ -86,7 +87,7 @@ def test_an_interrupted_harvest_is_sealed_and_resumes_without_redoing(
     again = {r["external_id"] for r in requests if r["run"] in second}
     assert len(resumed.runs) == 2
     assert again.isdisjoint(kept)
-    assert again | kept == {f"m{i}" for i in range(200)}
+    assert again | kept == {f"m{i}" for i in range(500)}
 
     nothing = h.run(out, model, prompts, *OPTIONS, "--max-tokens", "48", "--resume")
     assert nothing.returncode == 0
