@@ -1,45 +1,43 @@
 """Train a linear probe with a label for each request, and test it on requests it has not seen.
 
-The labels are records of ``id`` and ``label``, in CSV or JSON lines; an id is that of the prompt.
-Those of the demo say whether a request asks about documentation or about code:
+Labels are records of ``id``, that of the prompt, and ``label``, in CSV or JSON lines. Those of the
+demo say whether a request asks about documentation or about code:
 
-python examples/train_probe.py demo/acts --labels demo/prompts.jsonl
+python examples/train_probe.py demo/acts --labels demo/prompts.jsonl --out probe.pt
 """
 
 import argparse
 import csv
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 
 import actds
 
-UNKNOWN = -1
+Request = tuple[str, int]  # run and number: each run numbers its requests from 0
 
 
-class Labels:
-    """The class of each request; UNKNOWN for those without a label."""
+def read_labels(dataset: actds.Dataset, path: Path) -> dict[Request, int]:
+    """Return the label of each request that has one, as a number in the order of their names."""
+    with path.open(encoding="utf-8", newline="") as file:
+        records = csv.DictReader(file) if path.suffix == ".csv" else map(json.loads, file)
+        by_id = {str(record["id"]): str(record["label"]) for record in records}
+    numbers = {name: number for number, name in enumerate(sorted(set(by_id.values())))}
+    table = dataset.requests(run=True).select(["run", "request", "external_id"]).to_pylist()
+    return {
+        (line["run"], line["request"]): numbers[by_id[line["external_id"]]]
+        for line in table
+        if line["external_id"] in by_id
+    }
 
-    def __init__(self, dataset: actds.Dataset, path: Path) -> None:
-        with path.open(encoding="utf-8", newline="") as file:
-            records = csv.DictReader(file) if path.suffix == ".csv" else map(json.loads, file)
-            by_id = {str(record["id"]): str(record["label"]) for record in records}
-        self.names = [*sorted(set(by_id.values()))]
-        # Each run numbers its requests from 0: a request is a run and a number.
-        table = dataset.requests(run=True).select(["run", "request", "external_id"]).to_pylist()
-        self.place = {(line["run"], line["request"]): at for at, line in enumerate(table)}
-        named = [by_id.get(line["external_id"]) for line in table]
-        self.of = torch.tensor([self.names.index(n) if n else UNKNOWN for n in named])
 
-    def requests(self, rows: dict[str, Any]) -> torch.Tensor:
-        """Return the request of each row of a batch, as a place in ``of``."""
-        keys = zip(rows["run"].tolist(), rows["request"].tolist(), strict=True)
-        return torch.tensor([self.place[key] for key in keys])
+def requests_of(columns: dict[str, Any]) -> list[Request]:
+    return list(zip(columns["run"], columns["request"], strict=True))
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -54,7 +52,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="file for the weights, and for what they were trained on")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.labels = read_labels(actds.open(args.path), args.labels)
+    if not args.labels:
+        parser.error("no id of the labels is that of a request: see dataset.requests()")
+    return args
 
 
 def open_loader(args: argparse.Namespace, split: str = "train") -> actds.Loader:
@@ -65,10 +67,10 @@ def open_loader(args: argparse.Namespace, split: str = "train") -> actds.Loader:
         batch=args.batch,
         seed=args.seed,
         where=args.where,
-        split=split,  # by request: rows of one request never are on both sides
+        split=split,  # by request: no request has rows on both sides
         held_out=args.held_out,
         normalize="channel",
-        provenance=True,  # batches are (rows, columns): the columns say whose rows they are
+        provenance=True,  # batches are (rows, columns), which say whose rows they are
         epochs=None if split == "train" else 1,
         drop_last=split == "train",
     )
@@ -78,13 +80,12 @@ def train(
     batches: Iterable[tuple[torch.Tensor, dict[str, Any]]], d_model: int, args: argparse.Namespace
 ) -> tuple[torch.nn.Linear, list[float]]:
     torch.manual_seed(args.seed)
-    labels = Labels(actds.open(args.path), args.labels)
-    probe = torch.nn.Linear(d_model, len(labels.names))
+    probe = torch.nn.Linear(d_model, max(args.labels.values()) + 1)
     optimizer = torch.optim.AdamW(probe.parameters(), lr=args.lr)
     losses = []
     for step, (rows, columns) in enumerate(islice(batches, args.steps), 1):
-        wanted = labels.of[labels.requests(columns)]
-        loss = cross_entropy(probe(rows), wanted, ignore_index=UNKNOWN)
+        wanted = torch.tensor([args.labels.get(request, -1) for request in requests_of(columns)])
+        loss = torch.nn.functional.cross_entropy(probe(rows), wanted, ignore_index=-1)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -95,20 +96,16 @@ def train(
 
 
 @torch.no_grad()
-def accuracy(probe: torch.nn.Linear, args: argparse.Namespace) -> tuple[float, float, int]:
-    """Return accuracy and that of the most common class over held-out requests, and their number.
-
-    A request is what its rows say together.
-    """
-    labels = Labels(actds.open(args.path), args.labels)
-    votes = torch.zeros(len(labels.of), len(labels.names))
+def held_out_accuracy(probe: torch.nn.Linear, args: argparse.Namespace) -> tuple[float, int]:
+    """Return the share of held-out requests whose rows together say their label, and how many."""
+    votes: dict[Request, Any] = defaultdict(float)
     with open_loader(args, "held_out") as loader:
         for rows, columns in loader:
-            votes.index_add_(0, labels.requests(columns), probe(rows).log_softmax(dim=1))
-    seen = votes.any(dim=1) & (labels.of != UNKNOWN)
-    right = votes[seen].argmax(dim=1) == labels.of[seen]
-    common = labels.of[seen].bincount().max() / seen.sum()
-    return right.float().mean().item(), common.item(), int(seen.sum())
+            for request, vote in zip(requests_of(columns), probe(rows).log_softmax(1), strict=True):
+                votes[request] += vote
+    labels = args.labels
+    right = [int(vote.argmax()) == labels[at] for at, vote in votes.items() if at in labels]
+    return sum(right) / len(right), len(right)
 
 
 def main() -> None:
@@ -120,8 +117,8 @@ def main() -> None:
         probe, _ = train(loader, loader.dataset.hooks[hook].d_model, args)
         if args.out:
             torch.save({"weights": probe.state_dict(), "data": loader.config}, args.out)
-    share, common, n = accuracy(probe, args)
-    print(f"{n} held-out requests: accuracy {share:.3f}, the most common class {common:.3f}")
+    accuracy, n = held_out_accuracy(probe, args)
+    print(f"accuracy {accuracy:.3f} over {n} held-out requests")
 
 
 if __name__ == "__main__":

@@ -249,7 +249,8 @@ class Loader:
         """Return which rows the batches have, as JSON: store it beside what was trained on them.
 
         Keys: ``format``, ``actds`` (version), ``dataset`` (path), ``digest``, ``sealed``, ``runs``,
-        ``hooks``, ``dtype``, ``phase``, ``multiplicity``, ``weights_sha256``, ``exclude``,
+        ``hooks``, ``dtype``, ``normalization`` (``shift`` and ``scale`` by hook: a batch is
+        ``(rows - shift) * scale``), ``phase``, ``multiplicity``, ``weights_sha256``, ``exclude``,
         ``excluded`` (rows by name), ``rows_per_epoch``, ``seed``, ``order`` (its version),
         ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``, ``rank``, ``world``.
         """
@@ -266,6 +267,7 @@ class Loader:
             "dtype": self._transform.dtype or ", ".join(sorted({h.dtype for h in rows.hooks})),
             "normalize": self._normalize,
             "normalize_sha256": self._transform.identity,
+            "normalization": self._transform.normalization or None,
             "phase": geometry.phase,
             "multiplicity": geometry.weights is not None,
             **{key: value for key, value in rows.identity.items() if key != "shards"},
