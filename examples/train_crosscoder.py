@@ -89,7 +89,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the loader's threads want the other cores
     with open_loader(args) as loader:
         print(loader)
-        crosscoder, _ = train(loader, loader.dataset.hooks[args.hooks[0]].d_model, args)
+        crosscoder, _ = train(loader, loader.hooks[args.hooks[0]].d_model, args)
         print(loader.progress)
         if args.out:
             torch.save({"weights": crosscoder.state_dict(), "data": loader.config}, args.out)

@@ -92,7 +92,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the loader's threads want the other cores
     with open_loader(args) as loader:
         print(loader)
-        train(loader, loader.dataset.hooks[args.hook].d_model, args)
+        train(loader, loader.hooks[args.hook].d_model, args)
         print(loader.progress)
 
 

@@ -113,8 +113,8 @@ def main() -> None:
     torch.set_num_threads(1)  # the loader's threads want the other cores
     with open_loader(args) as loader:
         print(loader)
-        (hook,) = loader.config["hooks"]
-        probe, _ = train(loader, loader.dataset.hooks[hook].d_model, args)
+        (hook,) = loader.hooks.values()
+        probe, _ = train(loader, hook.d_model, args)
         if args.out:
             torch.save({"weights": probe.state_dict(), "data": loader.config}, args.out)
     accuracy, n = held_out_accuracy(probe, args)

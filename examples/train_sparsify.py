@@ -71,8 +71,8 @@ def main() -> None:
     torch.set_num_threads(1)  # the loader's threads want the other cores
     with open_loader(args) as loader:
         print(loader)
-        (hook,) = loader.config["hooks"]
-        coder, _ = train(loader, loader.dataset.hooks[hook].d_model, args)
+        (hook,) = loader.hooks.values()
+        coder, _ = train(loader, hook.d_model, args)
         print(loader.progress)
         if args.out:
             coder.save_to_disk(args.out)

@@ -88,7 +88,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the loader's threads want the other cores
     with open_loader(args) as loader:
         print(loader)
-        transcoder, _ = train(loader, loader.dataset.hooks[args.source].d_model, args)
+        transcoder, _ = train(loader, loader.hooks[args.source].d_model, args)
         print(loader.progress)
         if args.out:
             torch.save({"weights": transcoder.state_dict(), "data": loader.config}, args.out)

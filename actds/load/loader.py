@@ -24,6 +24,7 @@ from actds.load.pool import Batch, BatchSpec, Part, Pipeline, n_batches
 from actds.load.selection import Selection, select, warn_where_none
 from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.load.transform import Normalize, Transform
+from actds.schema import Hook
 
 if TYPE_CHECKING:
     import torch
@@ -181,6 +182,11 @@ class Loader:
         self._closed = False
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._pid = os.getpid()
+
+    @property
+    def hooks(self) -> dict[str, Hook]:
+        """Return the hooks of a batch by name, in its order; each says its ``d_model``."""
+        return {hook.name: hook for hook in self._rows.hooks}
 
     @property
     def batches_per_epoch(self) -> int:

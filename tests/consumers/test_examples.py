@@ -130,8 +130,8 @@ def from_memory(
 
 
 def trained(example: Example, batches: Any, args: Any) -> tuple[Any, list[float]]:
-    dataset = actds.open(args.path)
-    return example.names.train(batches, next(iter(dataset.hooks.values())).d_model, args)  # type: ignore[no-any-return]
+    (d_model,) = {hook.d_model for hook in actds.open(args.path).hooks.values()}
+    return example.names.train(batches, d_model, args)  # type: ignore[no-any-return]
 
 
 def test_every_loss_is_that_of_the_same_rows_from_memory(
