@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from actds.load.dataset import open as open
     from actds.load.hf import load_dataset as load_dataset
     from actds.load.loader import Loader as Loader
+    from actds.load.mixing import mixing_report as mixing_report
     from actds.recompression import recompress as recompress
     from actds.sealing import seal as seal
+    from actds.shuffling import shuffle as shuffle
     from actds_validators.audit.api import audit as audit
     from actds_validators.validate.validation import validate as validate
     from actds_writers.harvest.plan import plan as plan
@@ -34,11 +36,13 @@ _LAZY = {
     "Loader": "actds.load.loader",
     "audit": "actds_validators.audit.api",
     "load_dataset": "actds.load.hf",
+    "mixing_report": "actds.load.mixing",
     "open": "actds.load.dataset",
     "plan": "actds_writers.harvest.plan",
     "recompress": "actds.recompression",
     "recover": "actds_writers.harvest.recover",
     "seal": "actds.sealing",
+    "shuffle": "actds.shuffling",
     "validate": "actds_validators.validate.validation",
     "write": "actds_writers.harvest.run",
 }

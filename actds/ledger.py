@@ -61,7 +61,15 @@ class Chain:
         self._lock = threading.RLock()
 
     @classmethod
-    def begin(cls, store: Store, dataset: str, run: str, kind: ChainKind, software: str) -> Chain:
+    def begin(
+        cls,
+        store: Store,
+        dataset: str,
+        run: str,
+        kind: ChainKind,
+        software: str,
+        chain_id: str | None = None,
+    ) -> Chain:
         """Return a new chain whose ``open`` record is durable.
 
         Args:
@@ -70,11 +78,12 @@ class Chain:
             run: run that the process works for.
             kind: ``writer``, ``census`` or ``tool``.
             software: program and version of the process.
+            chain_id: its id, where that was drawn before; a new one when None.
 
         Raises:
             ActdsError: E503 when the disk refuses.
         """
-        chain = cls(store, dataset, layout.new_id(kind[0]))
+        chain = cls(store, dataset, chain_id or layout.new_id(kind[0]))
         opening = OpenBody(kind=kind, run=run, started_ns=time.time_ns(), software=software)
         chain.append("open", opening)
         return chain

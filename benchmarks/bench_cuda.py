@@ -125,7 +125,7 @@ def bench_transfer(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
     def ours() -> None:
-        copier.copy(ring, source, None, Mark(device))
+        copier.copy([ring], [source], None, Mark(device))
 
     def timed(work: Callable[[], None]) -> float:
         began = time.perf_counter()
@@ -152,7 +152,7 @@ def bench_transfer(args: argparse.Namespace) -> None:
         rates["plain pinned copy"].append(timed(plain))
         rates["into the ring"].append(timed(ours))
         alone.append(compute_ms(None))
-        beside.append(compute_ms(lambda: copier.copy(ring, source, None, mark)))
+        beside.append(compute_ms(lambda: copier.copy([ring], [source], None, mark)))
     print(f"\ntransfer of {nbytes / 1e6:.0f} MB steps")
     print("| what | GB/s |\n| --- | --- |")
     for name, values in rates.items():

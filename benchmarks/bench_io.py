@@ -100,7 +100,8 @@ def tensorstore_store(name: str, n_threads: int) -> Store:
         return {"driver": "zarr3", "kvstore": f"file://{folder}/"}
 
     def write(folder: Path, bits: np.ndarray) -> None:
-        metadata = json.loads(array_metadata(*bits.shape, "bfloat16"))
+        n_rows, d_model = bits.shape
+        metadata = json.loads(array_metadata(n_rows, d_model, "bfloat16"))
         array = tensorstore.open(
             {**spec(folder), "metadata": metadata}, create=True, context=context
         ).result()

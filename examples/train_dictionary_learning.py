@@ -17,7 +17,7 @@ from dictionary_learning.training import trainSAE
 import actds
 
 
-class Trainer(TopKTrainer):
+class Trainer(TopKTrainer):  # type: ignore[misc]
     """The library's own, which keeps the losses."""
 
     def __init__(self, **options: Any) -> None:

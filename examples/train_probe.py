@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -59,7 +59,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def open_loader(args: argparse.Namespace, split: str = "train") -> actds.Loader:
+def open_loader(
+    args: argparse.Namespace, split: Literal["train", "held_out"] = "train"
+) -> actds.Loader:
     dataset = actds.open(args.path)
     return actds.Loader(
         dataset,
@@ -87,7 +89,7 @@ def train(
         wanted = torch.tensor([args.labels.get(request, -1) for request in requests_of(columns)])
         loss = torch.nn.functional.cross_entropy(probe(rows), wanted, ignore_index=-1)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())
         if step == 1 or step % max(1, args.steps // 10) == 0:

@@ -18,7 +18,7 @@ from sae_lens.training.sae_trainer import SAETrainer
 import actds
 
 
-class Trainer(SAETrainer):
+class Trainer(SAETrainer):  # type: ignore[misc]
     """SAELens' own, which keeps the losses."""
 
     def __init__(self, *args: Any) -> None:

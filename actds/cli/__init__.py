@@ -1,4 +1,4 @@
-"""The command line: info, explain, schema, seal, recompress, and what other packages add.
+"""The command line: info, explain, schema, seal, recompress, shuffle, and what others add.
 
 Everything heavy is imported inside the command that needs it, so that ``actds --help`` is fast.
 """
@@ -349,7 +349,92 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     click.echo(f"{state} {done.digest}")
 
 
-_WITHOUT_PANDAS = ("info", "recompress", "seal", "validate")
+@cli.command("shuffle")
+@click.argument("source", metavar="IN")
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the order."
+)
+@click.option(
+    "--codec",
+    type=click.Choice(["default", "raw"]),
+    default="default",
+    show_default=True,
+    help="Compress the arrays, or copy them: a raw dataset is larger and read faster.",
+)
+@click.option(
+    "--rows-per-shard",
+    type=click.IntRange(1),
+    default=1 << 16,
+    show_default=True,
+    help="Rows of a new shard, unless memory allows fewer.",
+)
+@click.option(
+    "--memory-mib",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="Memory for rows, about.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print what was done as JSON (actds.shuffle 1)."
+)
+def shuffle_command(
+    source: str,
+    out: Path,
+    seed: int,
+    codec: str,
+    rows_per_shard: int,
+    memory_mib: int,
+    as_json: bool,
+) -> None:
+    """Copy a sealed dataset with its rows in one random order, for training.
+
+    IN is the dataset's folder or its s3:// URI. OUT is a new folder: a sealed dataset with the
+    same rows and the same account, whose run records name the digest of IN. The rows of each run
+    and phase are permuted over all its shards; every order is equally likely, and follows from
+    the digest of IN and the seed.
+
+    The work is done in OUT.partial, which needs room for the uncompressed rows and the copy. A
+    call that was interrupted is continued by the same call.
+
+    \b
+    Examples:
+      actds shuffle acts acts-shuffled
+      actds shuffle acts acts-shuffled --codec raw --seed 1
+    """
+    from dataclasses import asdict
+
+    from actds.shuffling import shuffle
+    from actds.text import counted, format_nbytes
+
+    shown = {"scatter": 0, "write": 0}
+
+    def report(stage: str, n_done: int, n_all: int) -> None:
+        percent = 100 * n_done // n_all
+        if percent >= shown[stage] + 5 or n_done == n_all:
+            shown[stage] = percent
+            click.echo(f"{stage}: {n_done:,} of {n_all:,} rows", err=True)
+
+    done = shuffle(
+        source,
+        out,
+        seed=seed,
+        codec=codec,  # type: ignore[arg-type]
+        rows_per_shard=rows_per_shard,
+        memory_nbytes=memory_mib << 20,
+        progress=report,
+    )
+    if as_json:
+        print_json(envelope("shuffle", asdict(done)))
+        return
+    before, after = format_nbytes(done.nbytes_before), format_nbytes(done.nbytes_after)
+    click.echo(f"{done.n_rows:,} rows in {counted(done.n_shards, 'shard')}: {before}, now {after}")
+    click.echo(f"copy of {done.source_digest}, seed {done.seed}")
+    click.echo(f"seal {done.seal} {done.digest}")
+
+
+_WITHOUT_PANDAS = ("info", "recompress", "seal", "shuffle", "validate")
 
 
 class _NoPandas:

@@ -99,9 +99,9 @@ class Context:
 
     @property
     def text(self) -> str:
-        """Return the text, with the row's own token in brackets; empty without a tokenizer."""
+        """Return the text, the row's own token as ``⟦token⟧``; empty without a tokenizer."""
         at = self.position - self.start
-        return "".join(f"[{p}]" if i == at else p for i, p in enumerate(self.pieces or ()))
+        return "".join(f"⟦{p}⟧" if i == at else p for i, p in enumerate(self.pieces or ()))
 
 
 class RowPlaces:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -27,6 +27,7 @@ from actds.load.order import (
     frequency_counts,
     visit_counts,
 )
+from actds.load.pairs import Partners
 from actds.load.selection import PROVENANCE_COLUMNS, WEIGHT
 from actds.schema import Hook
 
@@ -95,6 +96,7 @@ class BatchSpec:
         provenance: whether the token columns are read too.
         weights: row weights per shard, float32 ``(n_rows,)`` each; None without.
         pinned: make batches in pinned memory, from which a GPU reads by itself.
+        paired: hooks of other datasets, with the partner of each row of the shards.
     """
 
     hooks: Sequence[Hook]
@@ -106,6 +108,13 @@ class BatchSpec:
     provenance: bool
     weights: Sequence[npt.NDArray[np.float32]] | None = None
     pinned: bool = False
+    paired: Sequence[Partners] = ()
+
+    @property
+    def widths(self) -> dict[str, Hook]:
+        """Return the hooks of a batch by what it calls them."""
+        own = {hook.name: hook for hook in self.hooks}
+        return own | {pair.name: pair.hook for pair in self.paired}
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -136,21 +145,21 @@ class _BatchMemory:
     machines is more than reading and decoding together.
 
     Args:
-        hooks: the hooks of a batch.
+        hooks: the hooks of a batch by name.
         max_rows: rows of a batch at most.
         pinned: take pinned memory.
     """
 
-    def __init__(self, hooks: Sequence[Hook], max_rows: int, pinned: bool) -> None:
+    def __init__(self, hooks: Mapping[str, Hook], max_rows: int, pinned: bool) -> None:
         self._hooks, self._max_rows, self._pinned = hooks, max_rows, pinned
-        self._free: dict[str, deque[Any]] = {hook.name: deque(maxlen=_N_KEPT) for hook in hooks}
+        self._free: dict[str, deque[Any]] = {name: deque(maxlen=_N_KEPT) for name in hooks}
 
     def take(self, n_rows: int) -> dict[str, Bits]:
         """Return memory for ``(n_rows, d_model)`` bit patterns per hook."""
-        return {hook.name: self._one(hook, n_rows) for hook in self._hooks}
+        return {name: self._one(name, hook, n_rows) for name, hook in self._hooks.items()}
 
-    def _one(self, hook: Hook, n_rows: int) -> Bits:
-        free = self._free[hook.name]
+    def _one(self, name: str, hook: Hook, n_rows: int) -> Bits:
+        free = self._free[name]
         try:
             memory = free.popleft()
         except IndexError:
@@ -277,6 +286,7 @@ class _Windows:
     def __init__(self, spec: BatchSpec, n_threads: int) -> None:
         self._spec = spec
         self._arrays = OpenArrays(spec.shards)
+        self._partners = [OpenArrays(pair.shards) for pair in spec.paired]
         self._tokens = _Tokens(spec)
         # Where every read waits for a network, threads in flight count, not cores.
         n_readers = max([n_threads, *(shard.store.n_readers for shard in spec.shards[:1])])
@@ -287,7 +297,8 @@ class _Windows:
     def close(self) -> None:
         """End the threads, and close the files that they read."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._arrays.close()
+        for arrays in (self._arrays, *self._partners):
+            arrays.close()
 
     def _buffers(self, n_entries: int) -> dict[str, Bits]:
         """Return memory for a window; a row that comes often may make one longer than others."""
@@ -295,8 +306,8 @@ class _Windows:
             return self._free.pop()
         n_rows = max(n_entries, self._spec.geometry.max_window_rows)
         return {
-            hook.name: np.empty((n_rows, hook.d_model), DTYPES[hook.dtype].bits)
-            for hook in self._spec.hooks
+            name: np.empty((n_rows, hook.d_model), DTYPES[hook.dtype].bits)
+            for name, hook in self._spec.widths.items()
         }
 
     def release(self, window: _Loaded) -> None:
@@ -335,6 +346,15 @@ class _Windows:
     ) -> None:
         for hook in self._spec.hooks:
             self._arrays.get(shard, hook).scatter(rows, window.acts[hook.name], places)
+        for pair, arrays in zip(self._spec.paired, self._partners, strict=True):
+            partner = pair.rows[shard][rows]
+            order = np.argsort(partner, kind="stable")
+            bounds = np.searchsorted(partner[order], pair.starts)
+            for number in np.flatnonzero(np.diff(bounds)).tolist():
+                chosen = order[bounds[number] : bounds[number + 1]]
+                arrays.get(number, pair.hook).scatter(
+                    partner[chosen] - pair.starts[number], window.acts[pair.name], places[chosen]
+                )
         tokens = self._tokens.get(shard) if self._spec.provenance else {}
         for name, column in window.columns.items():
             if name == PART:
@@ -434,7 +454,7 @@ class Pipeline:
         self._epochs: dict[int, EpochRows] = {}
         self.windows = _Windows(spec, n_threads)
         self._memory = _BatchMemory(
-            spec.hooks, len(spec.lanes) * spec.geometry.lane_batch, spec.pinned
+            spec.widths, len(spec.lanes) * spec.geometry.lane_batch, spec.pinned
         )
         self._ready: deque[Batch | BaseException | None] = deque()
         self._change = threading.Condition()

@@ -100,7 +100,9 @@ def test_what_is_mistyped_gets_a_suggestion() -> None:
     assert "Did you mean" not in run("frobnicate").stderr
 
 
-@pytest.mark.parametrize("name", ["info", "explain", "schema", "seal", "recompress", "validate"])
+@pytest.mark.parametrize(
+    "name", ["info", "explain", "schema", "seal", "recompress", "shuffle", "validate"]
+)
 def test_help_ends_with_examples(name: str) -> None:
     told = run(name, "--help").output
     assert told.count(f"  actds {name}") >= 2 and "Examples:" in told
@@ -260,6 +262,7 @@ def test_json_means_the_same_in_every_command(original: Path, dataset: Path) -> 
         (("explain", "E203"), ("actds.explain", "1")),
         (("seal", dataset), ("actds.seal", "0.1")),
         (("recompress", dataset), ("actds.recompress", "1")),
+        (("shuffle", dataset, dataset.with_name("shuffled")), ("actds.shuffle", "1")),
         (("validate", original), ("actds.validate", "1")),
     ):
         document = json.loads(run(*args, "--json").stdout)

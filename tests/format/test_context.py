@@ -97,7 +97,7 @@ def test_a_row_leads_to_the_text_around_it(whole: actds.Dataset) -> None:
         assert (found.request, found.position) == (stored["request"], stored["position"])
         at = found.position - found.start
         assert at == min(3, found.position) and found.token_id[at] == stored["token_id"]
-        assert f"[ w{stored['token_id']}]" in found.text
+        assert f"⟦ w{stored['token_id']}⟧" in found.text
         request = whole.request(found.request)
         stop = found.position + 3
         assert np.array_equal(found.token_id, request.token_id[found.start : stop])
