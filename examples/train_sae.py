@@ -1,10 +1,11 @@
 """Train a small sparse autoencoder on one hook of a dataset.
 
-python examples/train_sae.py PATH --hook resid_post.10 --steps 200 --batch 256
+python examples/train_sae.py PATH --hook resid_post.10 --steps 200 --batch 256 --out sae.pt
 """
 
 import argparse
-from typing import Any
+from collections.abc import Iterable
+from itertools import islice
 
 import torch
 
@@ -27,55 +28,42 @@ class SparseAutoencoder(torch.nn.Module):
         return latents @ self.decoder.T + self.bias, latents
 
 
-def scale_of(rows: torch.Tensor) -> float:
-    """Return mean row norm / sqrt(d_model): rows divided by it have unit values on average.
-
-    Rows whose norm is far above the median are left out: attention sinks in the first position
-    are hundreds of times longer, and would set the scale of all others.
-    """
-    norms = rows.norm(dim=1)
-    norms = norms[norms <= 10 * norms.median()]
-    return max(norms.mean().item() / rows.shape[1] ** 0.5, 1e-6)
-
-
-def main() -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", help="a sealed dataset")
     parser.add_argument("--hook", help="the last hook of the dataset when not given")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--expansion", type=int, default=4, help="latents per channel")
     parser.add_argument("--l1", type=float, default=0.01, help="weight of the sparsity penalty")
-    args = parser.parse_args()
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", help="file for the weights, and for what they were trained on")
+    return parser.parse_args(argv)
 
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # the loader's threads want the other cores
+
+def open_loader(args: argparse.Namespace) -> actds.Loader:
     dataset = actds.open(args.path)
-    hook = args.hook or list(dataset.hooks)[-1]
-    loader = actds.Loader(
+    return actds.Loader(
         dataset,
-        hook,
-        batch=min(args.batch, dataset.n_rows),
+        args.hook or list(dataset.hooks)[-1],
+        batch=args.batch,
+        seed=args.seed,
         epochs=None,
-        weights="multiplicity",
+        weights="multiplicity",  # rows as often as they were served
+        exclude="first_position",  # often an attention sink, hundreds of times longer than others
+        normalize="norm",  # float32 rows of mean norm sqrt(d_model)
     )
-    with loader:
-        train(loader, hook, args)
 
 
-def train(loader: Any, hook: str, args: argparse.Namespace) -> None:
-    scale = clip = 0.0
-    sae: Any = None
-    for step in range(1, args.steps + 1):
-        rows = next(loader).float()  # stored in bfloat16, trained in float32
-        if sae is None:
-            scale = scale_of(rows)
-            clip = 10 * rows.shape[1] ** 0.5
-            sae = SparseAutoencoder(rows.shape[1], 4 * rows.shape[1])
-            optimizer = torch.optim.Adam(sae.parameters(), lr=1e-3)
-            print(f"{hook}: {rows.shape[1]} channels, divided by {scale:.3g}")
-        rows = rows / scale
-        # What is still longer than ten ordinary rows is shortened, not trusted with the loss.
-        rows = rows * (clip / rows.norm(dim=1, keepdim=True).clamp(min=clip))
+def train(
+    batches: Iterable[torch.Tensor], d_model: int, args: argparse.Namespace
+) -> tuple[SparseAutoencoder, list[float]]:
+    torch.manual_seed(args.seed)
+    sae = SparseAutoencoder(d_model, args.expansion * d_model)
+    optimizer = torch.optim.Adam(sae.parameters(), lr=args.lr)
+    losses = []
+    for step, rows in enumerate(islice(batches, args.steps), 1):
         rebuilt, latents = sae(rows)
         loss = (rebuilt - rows).square().mean() + args.l1 * latents.mean()
         optimizer.zero_grad()
@@ -83,8 +71,22 @@ def train(loader: Any, hook: str, args: argparse.Namespace) -> None:
         optimizer.step()
         with torch.no_grad():
             sae.decoder /= sae.decoder.norm(dim=0, keepdim=True)
+        losses.append(loss.item())
         if step == 1 or step % max(1, args.steps // 10) == 0:
-            print(f"step {step} loss {loss.item():.4f}", flush=True)
+            print(f"step {step} loss {losses[-1]:.4f}", flush=True)
+    return sae, losses
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)  # the loader's threads want the other cores
+    with open_loader(args) as loader:
+        print(loader)
+        (hook,) = loader.hooks.values()
+        sae, _ = train(loader, hook.d_model, args)
+        print(loader.progress)
+        if args.out:
+            torch.save({"weights": sae.state_dict(), "data": loader.config}, args.out)
 
 
 if __name__ == "__main__":

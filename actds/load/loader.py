@@ -31,6 +31,7 @@ from actds.load.pool import Batch, BatchSpec, Part, Pipeline, n_batches
 from actds.load.selection import Selection, select, warn_where_none
 from actds.load.stats import Stats, cache_folder, merge_stats, stats_of_rows
 from actds.load.transform import Normalize, Transform
+from actds.schema import Hook
 
 if TYPE_CHECKING:
     import torch
@@ -231,6 +232,11 @@ class Loader:
         self._pid = os.getpid()
 
     @property
+    def hooks(self) -> dict[str, Hook]:
+        """Return the hooks of a batch by name, in its order; each says its ``d_model``."""
+        return dict(batch_hooks(self._rows))
+
+    @property
     def batches_per_epoch(self) -> int:
         """Return the batches of one epoch, the same for every rank."""
         return self._n_batches
@@ -308,7 +314,9 @@ class Loader:
         """Return which rows the batches have, as JSON: store it beside what was trained on them.
 
         Keys: ``format``, ``actds`` (version), ``dataset`` (path), ``digest``, ``datasets``,
-        ``sealed``, ``runs``, ``hooks``, ``dtype``, ``normalize``, ``normalize_sha256``, ``phase``,
+        ``sealed``, ``runs``, ``hooks``, ``dtype``, ``normalize``, ``normalize_sha256``,
+        ``normalization`` (``shift`` and ``scale`` by hook: a batch is ``(rows - shift) * scale``),
+        ``phase``,
         ``multiplicity``, ``paired``, ``where``, ``exclude``, ``split``, ``mix``, ``frequency``,
         ``weights_sha256``, ``weights``, ``excluded`` (rows by name), ``rows_per_epoch``, ``seed``,
         ``order`` (its version), ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``,
@@ -328,6 +336,7 @@ class Loader:
             "dtype": self._transform.dtype or ", ".join(sorted({h.dtype for h in rows.hooks})),
             "normalize": self._normalize,
             "normalize_sha256": self._transform.identity,
+            "normalization": self._transform.normalization or None,
             "phase": geometry.phase,
             "multiplicity": geometry.weights is not None,
             **{key: value for key, value in rows.identity.items() if key != "shards"},

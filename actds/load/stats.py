@@ -160,8 +160,9 @@ def stats_of_rows(
     n_rows = int(sum(totals))
     n_sample = min(n_rows, max(1, SAMPLE_NBYTES // (4 * hook.d_model)))
     parts, before = [], 0
-    for shard, count, total in zip(shards, counts, totals, strict=True):
-        path = None if folder is None else folder / f"{shard.name}.npz"
+    for at, (shard, count, total) in enumerate(zip(shards, counts, totals, strict=True)):
+        # By number: two parts of a mixture may read other rows of one shard.
+        path = None if folder is None else folder / f"{at}.npz"
         part = None if path is None else _load(path)
         if part is None:
             part = shard_statistics(hook, shard, count, before, n_rows, n_sample)
@@ -172,9 +173,9 @@ def stats_of_rows(
     stats = _joined(parts, hook.d_model)
     if folder is not None:
         _keep(folder / "stats.npz", {f.name: getattr(stats, f.name) for f in fields(stats)})
-        for shard in shards:
+        for at in range(len(shards)):
             with contextlib.suppress(OSError):
-                (folder / f"{shard.name}.npz").unlink()
+                (folder / f"{at}.npz").unlink()
     return stats
 
 

@@ -72,11 +72,20 @@ class Transform:
         """Return the digest of means and scales; None without any."""
         if not self._affine:
             return None
-        values = {
-            name: [None if shift is None else shift.tolist(), scale.tolist()]
+        values = {name: list(one.values()) for name, one in self.normalization.items()}
+        return canonical.digest(repr(values).encode())
+
+    @property
+    def normalization(self) -> dict[str, dict[str, Any]]:
+        """Return ``shift`` and ``scale`` by hook, as JSON; empty when rows are not normalized.
+
+        A normalized row is ``(row - shift) * scale``; ``shift`` is None for 0, and ``scale`` one
+        number or one for each channel.
+        """
+        return {
+            name: {"shift": None if shift is None else shift.tolist(), "scale": scale.tolist()}
             for name, (shift, scale) in self._affine.items()
         }
-        return canonical.digest(repr(values).encode())
 
     def __call__(self, acts: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         """Return the tensors of a batch by hook, from its bit patterns ``(n, d_model)``."""

@@ -16,7 +16,7 @@ from actds.format.readouts import Readouts
 from actds_testing.harvest import REAL_MODEL, run
 from actds_testing.synthetic import make_dataset
 
-HOOKS = ("resid_post.10", "resid_post.20")
+HOOKS = ("resid_post.10", "resid_post.15", "resid_post.20")
 SYSTEM = "You answer questions about the standard library of Python in a few plain sentences. " * 6
 QUESTIONS = (
     "What does hashlib do?",
@@ -36,7 +36,7 @@ def main() -> None:
     with prompts.open("w", encoding="utf-8") as file:
         for question in QUESTIONS:
             file.write(message(question))
-    options = ["--hooks", "resid_post:10,20", "--max-tokens", "24", "--quiet"]
+    options = ["--hooks", "resid_post:10,15,20", "--max-tokens", "24", "--quiet"]
     engine = ["block_size=32", "max_model_len=1024", "max_num_seqs=2", "enforce_eager=true"]
     numerics = ["--engine-arg", "dtype=float32", "--store-dtype", "bfloat16"]
     options += [word for one in engine for word in ("--engine-arg", one)] + numerics

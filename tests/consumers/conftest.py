@@ -69,7 +69,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(named).resolve()
     folder = tmp_path_factory.mktemp("consumers") / "acts"
     common: dict[str, Any] = {
-        "hooks": ("resid_post.10", "resid_post.20"),
+        "hooks": ("resid_post.10", "resid_post.15", "resid_post.20"),
         "d_model": 64,
         "sinks": True,
         "readouts": Readouts(8, seed=0),

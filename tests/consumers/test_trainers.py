@@ -215,7 +215,7 @@ def test_sparsify_coder(path: Path, hook: str, tmp_path: Path) -> None:
 def test_bfloat16_batches_in_dictionary_learning_are_what_float32_is_for(
     path: Path, hook: str, capsys: Any
 ) -> None:
-    """Why docs/use.md gives trainers float32: this one adds norms up in the type of the batches."""
+    """Why trainers are given float32: this one adds norms up in the type of the batches."""
     from dictionary_learning.training import get_norm_factor
 
     def off(**options: Any) -> float:

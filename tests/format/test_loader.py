@@ -460,7 +460,7 @@ def test_threads_end_with_the_loader_however_it_ends(path: Path) -> None:
 
 
 def test_examples_run(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_example(name: str, *arguments: str) -> str:
         # In this process: an import of torch takes longer than all of them.
@@ -468,9 +468,20 @@ def test_examples_run(
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
-    trained = run_example("train_sae.py", "--steps", "40", "--batch", "64").splitlines()
-    losses = [float(line.rpartition(" ")[2]) for line in trained if line.startswith("step ")]
-    assert len(losses) == 11 and losses[-1] < 0.8 * losses[0]
+    def losses(name: str, *arguments: str) -> list[float]:
+        lines = run_example(name, "--steps", "40", "--batch", "64", *arguments).splitlines()
+        return [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step ")]
+
+    for name, *arguments in (
+        ["train_sae.py"],
+        ["train_transcoder.py", "--lr", "0.01"],
+        ["train_crosscoder.py", "--latents", "64"],
+    ):
+        told = losses(name, *arguments)
+        assert len(told) == 11 and told[-1] < 0.9 * told[0], name
+    labels = tmp_path / "labels.csv"
+    labels.write_text("id,label\n" + "".join(f"prompt-{n},{n % 2}\n" for n in range(40)))
+    assert "held-out requests" in run_example("train_probe.py", "--labels", str(labels))
     assert "goes on with the same rows: True" in run_example("load_batches.py")
 
 

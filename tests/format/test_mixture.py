@@ -242,8 +242,14 @@ def test_normalized_rows_have_mean_norm_or_moments_of_one(path: Path) -> None:
         rows = torch.cat([a for a, _ in batches(path, HOOKS[0], normalize=how, **options)])
         assert rows.mean(dim=0).abs().max() < 1e-5
         assert torch.allclose(rows.var(dim=0, correction=0), torch.ones(16), atol=1e-4)
+        told = actds.Loader(path, HOOKS[0], batch=1, normalize=how).config["normalization"]
+        shift, scale = (torch.tensor(told[HOOKS[0]][name]) for name in ("shift", "scale"))
+        assert torch.allclose(rows, (plain.float() - shift) * scale, atol=1e-6)
     half = actds.Loader(path, HOOKS[0], batch=16, normalize="norm", dtype="bfloat16")
     assert next(half).dtype == torch.bfloat16
+    scale = half.config["normalization"][HOOKS[0]]["scale"]
+    assert torch.allclose(by_norm, plain.float() * scale)
+    assert actds.Loader(path, batch=16).config["normalization"] is None
     assert half.config["normalize"] == "norm" and len(half.config["normalize_sha256"]) == 64
 
 

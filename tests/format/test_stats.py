@@ -120,6 +120,13 @@ def test_the_selection_of_a_loader_has_its_own_with_rows_as_often_as_they_come(
     assert np.allclose(stats.norm_quantiles, np.quantile(norms, QUANTILES), rtol=1e-12)
 
 
+def test_parts_of_a_mixture_that_share_a_shard_both_count(
+    path: Path, rows: np.ndarray[Any, np.dtype[np.float64]], cache: Path
+) -> None:
+    loader = actds.Loader(path, HOOK, batch=8, mix={"position < 5": 0.5, "position >= 5": 0.5})
+    assert_stats(loader.stats()[HOOK], rows)
+
+
 def test_what_is_kept_is_not_computed_again(path: Path, reads: list[str], cache: Path) -> None:
     first = actds.open(path).stats(HOOK)
     assert reads
