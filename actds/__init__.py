@@ -2,8 +2,8 @@
 
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
-``actds.validate``, ``actds.audit``, ``actds.seal``, ``actds.recover``. Each name is imported when
-it is first used; errors are those of ``actds.errors``.
+``actds.validate``, ``actds.audit``, ``actds.seal``, ``actds.recover``, ``actds.export``. Each name
+is imported when it is first used; errors are those of ``actds.errors``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actds.errors import ActdsError as ActdsError
+    from actds.exchange.export import export as export
+    from actds.exchange.importing import import_foreign as import_foreign
     from actds.load.dataset import Dataset as Dataset
     from actds.load.dataset import open as open
     from actds.load.hf import load_dataset as load_dataset
@@ -34,6 +36,8 @@ _LAZY = {
     "Dataset": "actds.load.dataset:Dataset",
     "Loader": "actds.load.loader:Loader",
     "audit": "actds_validators.audit.api:audit",
+    "export": "actds.exchange.export:export",
+    "import_foreign": "actds.exchange.importing:import_foreign",
     "load_dataset": "actds.load.hf:load_dataset",
     "open": "actds.load.dataset:open",
     "plan": "actds_writers.harvest.plan:plan",
@@ -50,6 +54,8 @@ __all__ = [
     "Loader",
     "__version__",
     "audit",
+    "export",
+    "import_foreign",
     "load_dataset",
     "open",
     "plan",

@@ -1,4 +1,4 @@
-"""The command line: info, explain, schema, seal, recompress, and what other packages add.
+"""The command line: info, explain, schema, seal, recompress, export, import, and what others add.
 
 Everything heavy is imported inside the command that needs it, so that ``actds --help`` is fast.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from actds import __version__
+from actds.cli.exchange import export_command, import_command
 from actds.cli.output import ResultCommand, envelope, print_json, print_lines, result_schema
 from actds.errors import CODES, ActdsError, Code, code_entry
 
@@ -357,6 +358,10 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     click.echo(f"files removed {done.n_removed}, kept {done.n_kept}")
     state = "not sealed" if done.seal is None else f"seal {done.seal}"
     click.echo(f"{state} {done.digest}")
+
+
+cli.add_command(export_command)
+cli.add_command(import_command)
 
 
 class _NoPandas:

@@ -77,11 +77,15 @@ class Shard:
     Args:
         store: the dataset's store.
         manifest: the shard's manifest.
+        unknown: columns of the token table of which its run says that nothing is known.
     """
 
-    def __init__(self, store: Store, manifest: ShardManifest) -> None:
+    def __init__(
+        self, store: Store, manifest: ShardManifest, unknown: frozenset[str] = frozenset()
+    ) -> None:
         self.store = store
         self.manifest = manifest
+        self.unknown = unknown
         self._files = {entry.path: entry for entry in manifest.files}
 
     def __repr__(self) -> str:

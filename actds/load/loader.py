@@ -17,11 +17,11 @@ from actds import __version__, canonical
 from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset, rows_together
-from actds.load.filters import bad
+from actds.load.filters import bad, need_known
 from actds.load.mixture import Mixture, Source, make_mixture, open_sources
 from actds.load.order import ORDER_VERSION, Geometry, order_key
 from actds.load.pool import Batch, BatchSpec, Part, Pipeline, n_batches
-from actds.load.selection import Selection, select, warn_where_none
+from actds.load.selection import PROVENANCE_COLUMNS, Selection, select, warn_where_none
 from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.load.transform import Normalize, Transform
 
@@ -153,6 +153,9 @@ class Loader:
         self.datasets, self.dataset = datasets, datasets[0]
         self._rows = make_mixture(datasets, shares, mix, phase, where, chosen)
         warn_where_none(self._rows.excluded, stacklevel=2)
+        if provenance:
+            for shard in (shard for one in self._rows.selections for shard in one.shards):
+                need_known(shard, PROVENANCE_COLUMNS, "provenance")
         self._transform = Transform(datasets, self._rows.hooks, normalize, dtype, device)
         self._normalize = normalize if isinstance(normalize, str) else normalize and "stats"
         piece_rows = _piece_rows(datasets, window_rows // lanes)
