@@ -42,7 +42,7 @@ from actds.store.local import LocalStore
 __all__ = ["Imported", "import_foreign"]
 
 _TLENS = re.compile(r"blocks\.(\d+)\.hook_resid_post")
-_OWN = re.compile(r"([a-z0-9_]+)\.(\d+)")
+_OWN = re.compile(r"([a-z0-9_]+)\.(0|[1-9][0-9]*)")
 Progress = Callable[[int], None]
 
 
