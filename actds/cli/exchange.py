@@ -124,7 +124,7 @@ def import_command(
 
     FOREIGN is a file or a folder: a cache of SAELens, hidden states of vLLM's connector or
     speculators, .pt or .npy files. What it does not say is marked unknown. The dataset has no
-    census: it cannot be sealed, and readers refuse it unless told otherwise.
+    census: it cannot be sealed, and readers refuse it unless an argument accepts that.
 
     \b
     Examples:
