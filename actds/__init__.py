@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from actds.load.dataset import open as open
     from actds.load.hf import load_dataset as load_dataset
     from actds.load.loader import Loader as Loader
+    from actds.load.mixing import mixing_report as mixing_report
     from actds.recompression import recompress as recompress
     from actds.sealing import seal as seal
+    from actds.shuffling import shuffle as shuffle
     from actds_validators.audit.api import audit as audit
     from actds_validators.validate.validation import validate as validate
     from actds_writers.harvest.plan import plan as plan
@@ -29,51 +31,34 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# One line per name: the module that holds it, and what it is called there. The import above gives
-# the same name to type checkers.
+# The module of each name; the imports above give the same names to type checkers.
 _LAZY = {
-    "ActdsError": "actds.errors:ActdsError",
-    "Dataset": "actds.load.dataset:Dataset",
-    "Loader": "actds.load.loader:Loader",
-    "audit": "actds_validators.audit.api:audit",
-    "export": "actds.exchange.export:export",
-    "import_foreign": "actds.exchange.importing:import_foreign",
-    "load_dataset": "actds.load.hf:load_dataset",
-    "open": "actds.load.dataset:open",
-    "plan": "actds_writers.harvest.plan:plan",
-    "recompress": "actds.recompression:recompress",
-    "recover": "actds_writers.harvest.recover:recover",
-    "seal": "actds.sealing:seal",
-    "validate": "actds_validators.validate.validation:validate",
-    "write": "actds_writers.harvest.run:write",
+    "ActdsError": "actds.errors",
+    "Dataset": "actds.load.dataset",
+    "Loader": "actds.load.loader",
+    "audit": "actds_validators.audit.api",
+    "export": "actds.exchange.export",
+    "import_foreign": "actds.exchange.importing",
+    "load_dataset": "actds.load.hf",
+    "mixing_report": "actds.load.mixing",
+    "open": "actds.load.dataset",
+    "plan": "actds_writers.harvest.plan",
+    "recompress": "actds.recompression",
+    "recover": "actds_writers.harvest.recover",
+    "seal": "actds.sealing",
+    "shuffle": "actds.shuffling",
+    "validate": "actds_validators.validate.validation",
+    "write": "actds_writers.harvest.run",
 }
 
-__all__ = [
-    "ActdsError",
-    "Dataset",
-    "Loader",
-    "__version__",
-    "audit",
-    "export",
-    "import_foreign",
-    "load_dataset",
-    "open",
-    "plan",
-    "recompress",
-    "recover",
-    "seal",
-    "validate",
-    "write",
-]
+__all__ = ["__version__", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
     """Return a public name, importing its module on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module 'actds' has no attribute {name!r}")
-    module, _, attribute = _LAZY[name].partition(":")
-    value = getattr(import_module(module), attribute)
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
     return value
 
 

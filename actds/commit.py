@@ -6,7 +6,7 @@ reaches, never a record of something that is not there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,7 +31,9 @@ from actds.schema import (
 )
 from actds.store import Buffer, Store
 
-__all__ = ["NewShard", "ShardRows", "commit_part", "commit_shard"]
+__all__ = ["NewShard", "ShardRows", "commit_part", "commit_shard", "in_parts"]
+
+ROWS_PER_PART = 1_000_000
 
 Order = Literal["permuted", "sequence"]
 
@@ -215,6 +217,12 @@ def commit_part(
         body = PartBody(table=table, file=entry, n_rows=rows.num_rows)
         chain.append("part", body)
     return body
+
+
+def in_parts(rows: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+    """Yield number and rows of each part of a table, at least one."""
+    for n, first in enumerate(range(0, max(rows.num_rows, 1), ROWS_PER_PART)):
+        yield n, rows.slice(first, ROWS_PER_PART)
 
 
 def _count_rows(rows: ShardRows, place: str) -> int:

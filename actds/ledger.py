@@ -16,10 +16,12 @@ from actds.schema import (
     Body,
     ChainKind,
     CloseBody,
+    CloseReason,
     FenceBody,
     Head,
     LedgerRecord,
     OpenBody,
+    RecordType,
 )
 from actds.store import Store
 
@@ -38,7 +40,6 @@ _RECORD_NAME = re.compile(r"[0-9]+\.json")
 _FENCE_ATTEMPTS = 64
 
 State = Literal["open", "closed", "fenced", "broken"]
-RecordType = Literal["open", "run", "shard", "part", "replace", "close", "fence"]
 
 
 class Chain:
@@ -60,7 +61,15 @@ class Chain:
         self._lock = threading.RLock()
 
     @classmethod
-    def begin(cls, store: Store, dataset: str, run: str, kind: ChainKind, software: str) -> Chain:
+    def begin(
+        cls,
+        store: Store,
+        dataset: str,
+        run: str,
+        kind: ChainKind,
+        software: str,
+        chain_id: str | None = None,
+    ) -> Chain:
         """Return a new chain whose ``open`` record is durable.
 
         Args:
@@ -69,11 +78,12 @@ class Chain:
             run: run that the process works for.
             kind: ``writer``, ``census`` or ``tool``.
             software: program and version of the process.
+            chain_id: its id, where that was drawn before; a new one when None.
 
         Raises:
             ActdsError: E503 when the disk refuses.
         """
-        chain = cls(store, dataset, layout.new_id(kind[0]))
+        chain = cls(store, dataset, chain_id or layout.new_id(kind[0]))
         opening = OpenBody(kind=kind, run=run, started_ns=time.time_ns(), software=software)
         chain.append("open", opening)
         return chain
@@ -114,9 +124,7 @@ class Chain:
             self._prev = canonical.digest(data)
             return record
 
-    def close(
-        self, reason: Literal["finished", "interrupted", "failed"], totals: dict[str, int]
-    ) -> LedgerRecord:
+    def close(self, reason: CloseReason, totals: dict[str, int]) -> LedgerRecord:
         """Commit the last record; the chain takes no more.
 
         Raises:

@@ -18,7 +18,15 @@ from actds.accounting.account import TOTALS
 from actds.errors import ActdsError, Findings
 from actds.format import tables
 from actds.format.readouts import readouts_of
-from actds.format.shard import TOKENS, Shard, file_names, files_root, read_checked
+from actds.format.shard import (
+    TOKENS,
+    Shard,
+    check_sha256,
+    data_files,
+    file_names,
+    files_root,
+    read_checked,
+)
 from actds.format.tables import TableName
 from actds.ledger import ChainState, chain_names, read_broken_chain, read_chain
 from actds.schema import (
@@ -40,16 +48,15 @@ from actds.store import Store, local_folder
 
 __all__ = [
     "CENSUS_TABLES",
-    "LOSS_TABLES",
     "Catalog",
     "heads_root",
     "need_dataset",
     "read_dataset",
+    "read_genesis",
     "unknown_columns",
 ]
 
 CENSUS_TABLES: tuple[TableName, ...] = ("requests", "steps", "spans")
-LOSS_TABLES: tuple[TableName, ...] = ("drops", "stalls")
 _SEAL_NAME = re.compile(r"seal/([0-9]{4,8})\.json")
 _SAME_IN_REPLACEMENT = (
     "run",
@@ -163,6 +170,12 @@ class Catalog:
         ]
 
     @property
+    def removable(self) -> list[str]:
+        """Return the paths of the data files of replaced shards that are still there."""
+        paths = (path for manifest in self.replaced for path in data_files(manifest))
+        return [path for path in paths if self.store.exists(path)]
+
+    @property
     def digest(self) -> str:
         """Return what pins the whole content: of the seal, or unsealed, of the present heads."""
         if self.is_sealed and self.seal_sha256 is not None:
@@ -256,6 +269,11 @@ def heads_root(heads: dict[str, Head]) -> str:
     """
     leaves = [canonical.dump({c: heads[c].model_dump(mode="json")}) for c in sorted(heads)]
     return canonical.merkle_root(leaves)
+
+
+def read_genesis(store: Store) -> Genesis:
+    """Return the genesis of a dataset; raises as ``schema.parse``."""
+    return schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
 
 
 def need_dataset(store: Store) -> None:
@@ -425,7 +443,7 @@ class _Reader:
                 f"{body.n_rows} rows, as in {place}",
             )
         self._check_manifest(manifest, path)
-        self.catalog.reached.update(_data_files(manifest))
+        self.catalog.reached.update(data_files(manifest))
         return manifest
 
     def _check_manifest(self, manifest: ShardManifest, path: str) -> None:
@@ -451,11 +469,8 @@ class _Reader:
         kind, path = layout.chain_kind_of(body.table), body.file.path
         if state.kind != kind or not layout.is_part_path(path, body.table, state.run):
             first = layout.part_path(body.table, state.run, 0)
-            got, expected = (
-                f"{path} in a {state.kind} chain",
-                f"{first} or a later part in a {kind}",
-            )
-            _foreign(state, place, got, f"{expected} chain")
+            got = f"{path} in a {state.kind} chain"
+            _foreign(state, place, got, f"{first} or a later part in a {kind} chain")
         self._reach(path, place)
         self.catalog.files[path] = body.file
         self.catalog.parts.setdefault((state.run, body.table), []).append(body)
@@ -467,9 +482,7 @@ class _Reader:
 
     def _document(self, path: str, sha256: str) -> bytes:
         data = self.store.read(path, canonical.MAX_DOCUMENT_NBYTES)
-        got = canonical.digest(data)
-        if got != sha256:
-            raise ActdsError("E202", path, got=f"sha256 {got}", expected=sha256)
+        check_sha256(path, canonical.digest(data), sha256)
         return data
 
     def _replace(self) -> None:
@@ -486,7 +499,7 @@ class _Reader:
         _resolve(catalog, judged)
         catalog.shards += [one.manifest for one in rest]
         for manifest in catalog.shards:
-            catalog.files.update(_data_files(manifest))
+            catalog.files.update(data_files(manifest))
 
     def read_seals(self) -> None:
         catalog = self.catalog
@@ -551,11 +564,6 @@ class _Reader:
                 catalog.unsound.add(path)
                 got, expected = f"{nbytes} bytes", f"{entry.nbytes} bytes"
                 catalog.findings.add("integrity", "E201", path, got, expected)
-
-
-def _data_files(manifest: ShardManifest) -> dict[str, FileEntry]:
-    folder = layout.shard_dir(manifest.shard)
-    return {f"{folder}/{entry.path}": entry for entry in manifest.files}
 
 
 def _foreign(state: ChainState, place: str, got: str, expected: str) -> None:

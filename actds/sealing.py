@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from actds import canonical, layout, schema
 from actds.accounting.account import TOTALS, Account, account
-from actds.describe import write_card
 from actds.errors import ActdsError, Findings
 from actds.format import tables
+from actds.info import write_card
 from actds.reading import CENSUS_TABLES, Catalog, heads_root
 from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store
@@ -79,7 +79,7 @@ def seal(store: Store | str | Path) -> Seal:
 
     Spec: 0.1 section 8.4.
     """
-    store = open_store(store) if isinstance(store, str | Path) else store
+    store = open_store(store)
     store.check_create_only()
     catalog = Catalog.read(store)
     heads = _heads(catalog)
@@ -95,9 +95,7 @@ def seal(store: Store | str | Path) -> Seal:
         result = account_run(catalog, run)
         for finding in result.findings:
             if finding.severity == "error":
-                raise ActdsError(
-                    finding.code, finding.place, got=finding.got, expected=finding.expected
-                )
+                raise finding.error()
         multiplicity.append(result.multiplicity)
         for name in TOTALS:
             totals[name] += result.totals[name]

@@ -14,6 +14,7 @@ __all__ = [
     "format_nbytes",
     "format_rate",
     "format_seconds",
+    "one_line",
     "pairs",
     "printable",
     "share",
@@ -46,6 +47,11 @@ def pairs(named: dict[str, str]) -> Iterable[Line]:
 def counted(n: int, noun: str) -> str:
     """Return a count with its noun: ``1 shard``, ``1,024 shards``."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def one_line(error: BaseException, limit: int) -> str:
+    """Return what an error says in one line of at most ``limit`` characters, else its class."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 def format_nbytes(nbytes: float) -> str:

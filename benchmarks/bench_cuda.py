@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from actds.format.readouts import Readouts, matrix
+from actds_testing.synthetic_engine import ResidualStack
 from actds_writers.capture import op as capture
 from actds_writers.capture.transfer import Copier, Mark, host_memory, typed
 from actds_writers.ipc.messages import HookSpec
@@ -38,24 +39,13 @@ class Layer(torch.nn.Module):
         return self.down(torch.relu(self.up(stream))), stream
 
 
-class Model(torch.nn.Module):
-    def __init__(self, d_model: int, n_layers: int) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(Layer(d_model) for _ in range(n_layers))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        residual = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual)
-        return hidden + residual
-
-
 def graph_of(
     args: argparse.Namespace, rows: int, layers: list[int], n_probes: int | None
 ) -> Callable[[], None]:
     """Return a replayed CUDA graph of a model that captures some layers."""
     torch.manual_seed(0)
-    model = Model(args.d_model, args.layers).cuda().bfloat16()
+    stack = ResidualStack(Layer(args.d_model) for _ in range(args.layers))
+    model = stack.cuda().bfloat16()
     if layers:
         packed = None
         if n_probes is not None:
@@ -135,7 +125,7 @@ def bench_transfer(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
     def ours() -> None:
-        copier.copy(ring, source, None, Mark(device))
+        copier.copy([ring], [source], None, Mark(device))
 
     def timed(work: Callable[[], None]) -> float:
         began = time.perf_counter()
@@ -162,7 +152,7 @@ def bench_transfer(args: argparse.Namespace) -> None:
         rates["plain pinned copy"].append(timed(plain))
         rates["into the ring"].append(timed(ours))
         alone.append(compute_ms(None))
-        beside.append(compute_ms(lambda: copier.copy(ring, source, None, mark)))
+        beside.append(compute_ms(lambda: copier.copy([ring], [source], None, mark)))
     print(f"\ntransfer of {nbytes / 1e6:.0f} MB steps")
     print("| what | GB/s |\n| --- | --- |")
     for name, values in rates.items():

@@ -220,8 +220,7 @@ def start(
     """Return an engine, with a pipeline when it captures."""
     from actds.store.local import lock_dataset
     from actds_writers.config import WriterSettings, WriteSettings
-    from actds_writers.engines.vllm import VLLM
-    from actds_writers.engines.vllm import engine as engines
+    from actds_writers.engines import vllm as engines
     from actds_writers.harvest.prepare import make_plan
     from actds_writers.harvest.processes import Pipeline
 
@@ -239,7 +238,7 @@ def start(
         out=str(out), model=model, prompts=str(source), hooks=variant.hooks, max_tokens=1,
         readouts=variant.readouts, probes=None if probes is None else str(probes),
     )  # fmt: skip
-    plan = make_plan(harvest, VLLM.options(arguments))
+    plan = make_plan(harvest, engines.VLLM.options(arguments))
     out.mkdir()
     settings = WriterSettings(
         harvest=harvest, dataset=secrets.token_hex(16), run="r-bench", resume=False,

@@ -24,6 +24,7 @@ import numpy as np
 from bench_codec import load, table, timed
 
 from actds.format.arrays import ArrayReader, array_metadata, encode_array
+from actds.store.local import LocalFile
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def actds_store(name: str, pool: Executor | None, raw: bool = False) -> Store:
         sync_tree(folder)
 
     def read(folder: Path) -> np.ndarray:
-        with ArrayReader((folder / "zarr.json").read_bytes(), folder / "c/0/0") as reader:
+        metadata, file = (folder / "zarr.json").read_bytes(), LocalFile(folder / "c/0/0", "c/0/0")
+        with ArrayReader(metadata, file, "c/0/0") as reader:
             return reader.read_all(pool)
 
     return Store(name, write, read)
@@ -98,7 +100,8 @@ def tensorstore_store(name: str, n_threads: int) -> Store:
         return {"driver": "zarr3", "kvstore": f"file://{folder}/"}
 
     def write(folder: Path, bits: np.ndarray) -> None:
-        metadata = json.loads(array_metadata(*bits.shape, "bfloat16"))
+        n_rows, d_model = bits.shape
+        metadata = json.loads(array_metadata(n_rows, d_model, "bfloat16"))
         array = tensorstore.open(
             {**spec(folder), "metadata": metadata}, create=True, context=context
         ).result()

@@ -42,7 +42,8 @@ class Load:
     def requests(self) -> list[tuple[float, dict[str, Any]]]:
         """Return when each request is sent, in seconds, and its body."""
         rng = random.Random(self.seed)
-        at, found = 0.0, []
+        at = 0.0
+        found: list[tuple[float, dict[str, Any]]] = []
         while len(found) < self.n_requests:
             burst = min(1 + int(rng.paretovariate(1.2)), 12, self.n_requests - len(found))
             for _ in range(burst):

@@ -17,9 +17,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +30,7 @@ import actds
 from actds import layout, schema
 from actds.commit import ShardRows, commit_part, commit_shard
 from actds.format import tables
+from actds.format.tables import TableName
 from actds.ledger import Chain
 from actds.schema import (
     REQUIRED_PROVENANCE,
@@ -43,7 +45,7 @@ from actds.store.local import LocalStore
 
 BATCH = 4096
 PROMPT_LEN = 512
-Contestant = Callable[[], Iterator[int]]
+Contestant = Callable[[], Generator[int, None, None]]
 """Yields the bytes of each batch, over and over."""
 
 
@@ -121,11 +123,11 @@ def make_dataset(path: Path, n_rows: int, d_model: int, rows_per_shard: int, raw
     return path
 
 
-def census_tables(n_requests: int) -> dict:
+def census_tables(n_requests: int) -> dict[Any, Any]:
     """Return requests, steps and spans: each request is prefilled in a step of its own."""
     index, zero = np.arange(n_requests), np.zeros(n_requests, int)
     length = np.full(n_requests, PROMPT_LEN)
-    known = {
+    known: dict[TableName, dict[str, Any]] = {
         "requests": {
             "request": index,
             "external_id": index.astype(str),
@@ -165,7 +167,7 @@ def census_tables(n_requests: int) -> dict:
     }
 
 
-def pread_and_copy(path: Path, hook: str) -> Iterator[int]:
+def pread_and_copy(path: Path, hook: str) -> Generator[int, None, None]:
     """Read the array files in pieces of 1 MiB and copy them to fresh batches; nothing else."""
     files = [shard.local_path(f"acts.zarr/{hook}/c/0/0") for shard in actds.open(path).shards]
     piece = bytearray(1 << 20)
@@ -182,14 +184,14 @@ def pread_and_copy(path: Path, hook: str) -> Iterator[int]:
         os.close(fd)
 
 
-def our_loader(path: Path, hook: str, passes: int, **options: object) -> Iterator[int]:
+def our_loader(path: Path, hook: str, passes: int, **options: Any) -> Generator[int, None, None]:
     # As many epochs as are measured: an endless one would read two windows that nobody counts.
     with actds.Loader(path, hook, batch=BATCH, epochs=passes, drop_last=False, **options) as loader:
         for batch in loader:
             yield (batch[0] if isinstance(batch, tuple) else batch).nbytes
 
 
-def zarr_chunks(path: Path, hook: str) -> Iterator[int]:
+def zarr_chunks(path: Path, hook: str) -> Generator[int, None, None]:
     """Read 4 chunks at a time, in order, with zarr-python and its own threads."""
     import zarr
 
@@ -202,14 +204,14 @@ def zarr_chunks(path: Path, hook: str) -> Iterator[int]:
             yield array[start : start + step].nbytes
 
 
-def hf_stream(path: Path, hook: str, chunks: bool) -> Iterator[int]:
+def hf_stream(path: Path, hook: str, chunks: bool) -> Generator[int, None, None]:
     stream = actds.load_dataset(path, streaming=True, hooks=hook, batched_chunks=chunks)
     while True:
         for example in stream:
             yield example[hook].nbytes
 
 
-def hf_map(path: Path, hook: str, cache: Path, shuffled: bool) -> Iterator[int]:
+def hf_map(path: Path, hook: str, cache: Path, shuffled: bool) -> Generator[int, None, None]:
     rows = actds.load_dataset(path, hooks=hook, cache_dir=cache)
     rng = np.random.default_rng(0)
     while True:

@@ -133,7 +133,7 @@ def run(out: Path, options: argparse.Namespace) -> dict[str, object]:
     with pipeline:
         engine = Producer(pipeline, hooks=hooks, max_rows=options.step_rows)
         engine.fill(options.step_rows, 0)
-        pids = {name: process.pid for name, process in pipeline._processes.items()}
+        pids = {name: process.pid for name, process in pipeline.processes.items()}
         watch = Watch({"engine": os.getpid(), **pids})
         threads = [
             threading.Thread(target=watch.run),

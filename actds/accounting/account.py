@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds.accounting.multiplicity import multiplicity
-from actds.accounting.records import (
+from actds.accounting.columns import (
     Drops,
     Notes,
     Requests,
@@ -28,6 +27,7 @@ from actds.accounting.records import (
     read_spans,
     read_steps,
 )
+from actds.accounting.multiplicity import multiplicity
 from actds.errors import Finding
 from actds.format import tables
 from actds.format.positions import (
@@ -99,7 +99,7 @@ def account(
     notes = Notes(run)
     request_table = read_requests(requests, notes)
     step_table = read_steps(steps, notes)
-    span_table = read_spans(spans, request_table, notes)
+    span_table = read_spans(spans, notes)
     drop_table = read_drops(drops, notes)
     row_table = read_rows(rows, request_table, step_table, notes)
 
@@ -116,7 +116,7 @@ def account(
     lengths = span_table.stop - span_table.start
     totals = {
         "rows": len(row_table.keys) + row_table.n_repeated,
-        "requests": len(request_table.request),
+        "requests": len(request_table.number),
         "scheduled": int(step_table.batch.sum()),
         "recomputed": int(step_table.recomputed.sum()),
         "unresolved": unresolved,
@@ -140,7 +140,7 @@ def _partition(requests: Requests, spans: Spans, notes: Notes) -> None:
     n = requests.own_len.copy()
     np.maximum.at(n, at[known], spans.stop[computed][known])
     n[requests.skipped] = 0
-    owing = requests.request[n > 0]
+    owing = requests.number[n > 0]
     owed = Intervals(position_key(owing, 0), position_key(owing, n[n > 0]))
     covered = union(spans.start_key, spans.stop_key)
     for place in notes.places("census", "spans", difference(owed, covered)):
@@ -198,7 +198,7 @@ def _drop_steps(drops: Drops, spans: Spans, steps: Steps, notes: Notes) -> None:
     for i in np.flatnonzero(lost != steps.dropped):
         notes.add(
             "E408",
-            f"losses/{notes.run} drops step {steps.step[i]}",
+            f"losses/{notes.run} drops step {steps.number[i]}",
             f"{lost[i]} tokens",
             f"{steps.dropped[i]}, the census' dropped_tokens of the step",
         )
@@ -215,14 +215,14 @@ def _steps_against_sums(steps: Steps, spans: Spans, rows: Rows, notes: Notes) ->
     for i in np.flatnonzero(total != steps.batch):
         notes.add(
             "E409",
-            f"census/{notes.run}/steps step {steps.step[i]}",
+            f"census/{notes.run}/steps step {steps.number[i]}",
             f"{steps.batch[i]} tokens scheduled",
             f"{total[i]}, the sum of what became of them",
         )
     for i in np.flatnonzero(steps.prefill + steps.decode != steps.batch):
         notes.add(
             "E409",
-            f"census/{notes.run}/steps step {steps.step[i]}",
+            f"census/{notes.run}/steps step {steps.number[i]}",
             f"{steps.prefill[i]} prefill and {steps.decode[i]} decode tokens",
             f"{steps.batch[i]} together, the tokens scheduled",
         )
@@ -240,7 +240,7 @@ def _steps_against_sums(steps: Steps, spans: Spans, rows: Rows, notes: Notes) ->
     for i in np.flatnonzero(n_rows != steps.captured):
         notes.add(
             "E412",
-            f"shards (run {notes.run}) rows of step {steps.step[i]}",
+            f"shards (run {notes.run}) rows of step {steps.number[i]}",
             f"{n_rows[i]} rows",
             f"{steps.captured[i]}, the census' captured_tokens",
         )
@@ -251,7 +251,7 @@ def _steps_against_sums(steps: Steps, spans: Spans, rows: Rows, notes: Notes) ->
         for i in np.flatnonzero((stored > most) & (n_rows <= steps.captured)):
             notes.add(
                 "E412",
-                f"shards (run {notes.run}) rows of step {steps.step[i]}",
+                f"shards (run {notes.run}) rows of step {steps.number[i]}",
                 f"{stored[i]} {name} rows",
                 f"at most {most[i]}, the census' {name}_tokens",
             )
@@ -275,7 +275,7 @@ def _span_steps(spans: Spans, steps: Steps, notes: Notes) -> None:
         for i in np.flatnonzero(beginning > counts):
             notes.add(
                 "E412",
-                f"census/{notes.run}/spans step {steps.step[i]}",
+                f"census/{notes.run}/spans step {steps.number[i]}",
                 f"{beginning[i]} {disposition} spans begin in the step",
                 f"at most its {counts[i]} {disposition} tokens",
             )
@@ -294,7 +294,7 @@ def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
     # A rule may leave out what was never computed here: a hit too, but no reference.
     referenced = spans.of("cache_ref") | (spans.of("filtered") & (spans.step < 0))
     hits = union(spans.start_key[referenced], spans.stop_key[referenced])
-    zero = position_key(requests.request, 0)
+    zero = position_key(requests.number, 0)
     at = np.searchsorted(hits.start, zero)
     leading = np.zeros(len(zero), np.int64)
     found = at < len(hits)
@@ -303,7 +303,7 @@ def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
     for i in np.flatnonzero(leading != requests.cached):
         notes.add(
             "E411",
-            f"census/{notes.run}/requests request {requests.request[i]}",
+            f"census/{notes.run}/requests request {requests.number[i]}",
             f"cached_tokens {requests.cached[i]}",
             f"{leading[i]}, the cache_ref and uncomputed filtered positions from 0",
         )
@@ -311,7 +311,7 @@ def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
     for i in np.flatnonzero((engine >= 0) & (engine != requests.cached)):
         notes.add(
             "E411",
-            f"census/{notes.run}/requests request {requests.request[i]}",
+            f"census/{notes.run}/requests request {requests.number[i]}",
             f"cached_tokens {requests.cached[i]}",
             f"{engine[i]}, as the engine reported",
         )
@@ -322,7 +322,7 @@ def _references(spans: Spans, captured: Intervals, notes: Notes) -> int:
     nowhere = spans.of("cache_ref") & (spans.ref_request < 0)
     unresolved = int((spans.stop - spans.start)[nowhere].sum())
     for i in np.flatnonzero(nowhere):
-        place = notes.place("census", "spans", spans.request[i], spans.start[i], spans.stop[i])
+        place = notes.place("census", "spans", *spans.at(i))
         notes.add("E410", place, "no reference", "a request with rows there", "warning")
     named = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
     start, stop = spans.referenced(named)
@@ -331,9 +331,7 @@ def _references(spans: Spans, captured: Intervals, notes: Notes) -> int:
         missing = difference(one, _clip(captured, start[i], stop[i]))
         unresolved += missing.n_keys
         span = named[i]
-        place = notes.place(
-            "census", "spans", spans.request[span], spans.start[span], spans.stop[span]
-        )
+        place = notes.place("census", "spans", *spans.at(span))
         notes.add(
             "E410",
             place,
@@ -371,14 +369,14 @@ def _row_labels(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
     ):
         for i in np.flatnonzero(wrong) + 1:
             place = notes.place("shards", "rows", request[i], position[i])
-            got = steps.step[rows.step[i]] if label == "step" else getattr(rows, label)[i]
+            got = steps.number[rows.step[i]] if label == "step" else getattr(rows, label)[i]
             notes.add("E414", f"{place} {label}", str(got), expected)
     captured = np.flatnonzero(spans.of("captured") & (spans.step >= 0))
-    if not len(rows.keys) or not len(captured) or not len(steps.step):
+    if not len(rows.keys) or not len(captured) or not len(steps.number):
         return
     start = spans.start_key[captured]
     at = np.minimum(np.searchsorted(rows.keys, start), len(rows.keys) - 1)
-    stored = np.where(rows.step[at] >= 0, steps.step[rows.step[at]], -1)
+    stored = np.where(rows.step[at] >= 0, steps.number[rows.step[at]], -1)
     wrong = (rows.keys[at] == start) & (stored >= 0) & (stored != spans.step[captured])
     for i in np.flatnonzero(wrong):
         span = captured[i]
@@ -388,11 +386,11 @@ def _row_labels(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
 
 def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -> None:
     """Note requests whose token ids, as far as all of them are stored, miss their digest."""
-    begin = np.searchsorted(rows.keys, position_key(requests.request, 0))
-    end = np.searchsorted(rows.keys, position_key(requests.request, requests.own_len))
+    begin = np.searchsorted(rows.keys, position_key(requests.number, 0))
+    end = np.searchsorted(rows.keys, position_key(requests.number, requests.own_len))
     references = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
-    first = np.searchsorted(spans.request[references], requests.request, side="left")
-    last = np.searchsorted(spans.request[references], requests.request, side="right")
+    first = np.searchsorted(spans.request[references], requests.number, side="left")
+    last = np.searchsorted(spans.request[references], requests.number, side="right")
     for i, digest in enumerate(requests.token_digest):
         length = int(requests.own_len[i])
         if digest is None or not length:
@@ -408,7 +406,7 @@ def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -
         if got != digest:
             notes.add(
                 "E414",
-                f"shards (run {notes.run}) request {requests.request[i]} token_id",
+                f"shards (run {notes.run}) request {requests.number[i]} token_id",
                 f"ids of digest {got[:16]}...",
                 f"{digest[:16]}..., the census' token_digest",
             )

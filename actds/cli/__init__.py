@@ -1,4 +1,4 @@
-"""The command line: info, explain, schema, seal, recompress, export, import, and what others add.
+"""The command line: what this package does to datasets, and what other packages add.
 
 Everything heavy is imported inside the command that needs it, so that ``actds --help`` is fast.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
@@ -25,7 +27,6 @@ from actds.errors import CODES, ActdsError, Code, code_entry
 __all__ = ["cli", "main"]
 
 ENTRY_POINTS = "actds.commands"
-_WITHOUT_PANDAS = frozenset({"info", "recompress", "seal", "validate"})
 
 
 class ActdsGroup(click.Group):
@@ -104,7 +105,8 @@ class ActdsGroup(click.Group):
             raise
         except Exception as error:
             # An unexpected exception gets a code as well.
-            _fail(ctx, _internal(error))
+            got = f"{type(error).__name__}: {error}"[:1000]
+            _fail(ctx, ActdsError("E901", "actds", got=got, expected="no such failure"))
 
 
 @cache
@@ -137,11 +139,6 @@ def _unavailable(name: str, why: str) -> click.Command:
     )
 
 
-def _internal(error: Exception) -> ActdsError:
-    text = f"{type(error).__name__}: {error}"
-    return ActdsError("E901", "actds", got=text[:1000], expected="no such failure")
-
-
 def _fail(ctx: click.Context, error: ActdsError) -> None:
     from actds.text import printable
 
@@ -172,9 +169,7 @@ def info(path: str, as_json: bool) -> None:
       actds info s3://bucket/acts
       actds info acts --json
     """
-    from dataclasses import asdict
-
-    from actds.describe import describe, page
+    from actds.info import describe, page
     from actds.reading import Catalog
     from actds.store import open_store
 
@@ -223,8 +218,6 @@ def explain(code: str | None, as_json: bool) -> None:
 
 
 def _codes(codes: dict[str, Code]) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return envelope("explain", {"codes": {name: asdict(entry) for name, entry in codes.items()}})
 
 
@@ -301,18 +294,17 @@ def seal_command(path: str, as_json: bool) -> None:
       actds seal acts
       actds seal acts --json
     """
+    from actds import canonical
     from actds.accounting.account import TOTALS
-    from actds.reading import Catalog
+    from actds.schema import to_bytes
     from actds.sealing import seal
-    from actds.store import open_store
 
-    store = open_store(path)
-    document = seal(store)
+    document = seal(path)
     if as_json:
         print_json(document.model_dump(mode="json"))
         return
     totals = ", ".join(f"{name} {document.totals.get(name, 0):,}" for name in TOTALS)
-    click.echo(f"seal {document.n} {Catalog.read(store).digest}")
+    click.echo(f"seal {document.n} {canonical.digest(to_bytes(document))}")
     click.echo(totals)
 
 
@@ -336,8 +328,6 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
       actds recompress acts --keep
       actds recompress acts --shard w-1a2b-000003
     """
-    from dataclasses import asdict
-
     from actds.recompression import recompress
     from actds.schema import ShardManifest
     from actds.text import format_nbytes
@@ -360,8 +350,95 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     click.echo(f"{state} {done.digest}")
 
 
+@cli.command("shuffle")
+@click.argument("source", metavar="IN")
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the order."
+)
+@click.option(
+    "--codec",
+    type=click.Choice(["default", "raw"]),
+    default="default",
+    show_default=True,
+    help="Compress the arrays, or copy them: a raw dataset is larger and read faster.",
+)
+@click.option(
+    "--rows-per-shard",
+    type=click.IntRange(1),
+    default=1 << 16,
+    show_default=True,
+    help="Rows of a new shard, unless memory allows fewer.",
+)
+@click.option(
+    "--memory-mib",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="Memory for rows, about.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print what was done as JSON (actds.shuffle 1)."
+)
+def shuffle_command(
+    source: str,
+    out: Path,
+    seed: int,
+    codec: str,
+    rows_per_shard: int,
+    memory_mib: int,
+    as_json: bool,
+) -> None:
+    """Copy a sealed dataset with its rows in one random order, for training.
+
+    IN is the dataset's folder or its s3:// URI. OUT is a new folder: a sealed dataset with the
+    same rows and the same account, whose run records name the digest of IN. The rows of each run
+    and phase are permuted over all its shards; every order is equally likely, and follows from
+    the digest of IN and the seed.
+
+    The work is done in OUT.partial, which needs room for the uncompressed rows and the copy. A
+    call that was interrupted is continued by the same call.
+
+    \b
+    Examples:
+      actds shuffle acts acts-shuffled
+      actds shuffle acts acts-shuffled --codec raw --seed 1
+    """
+    from dataclasses import asdict
+
+    from actds.shuffling import shuffle
+    from actds.text import counted, format_nbytes
+
+    shown = {"scatter": 0, "write": 0}
+
+    def report(stage: str, n_done: int, n_all: int) -> None:
+        percent = 100 * n_done // n_all
+        if percent >= shown[stage] + 5 or n_done == n_all:
+            shown[stage] = percent
+            click.echo(f"{stage}: {n_done:,} of {n_all:,} rows", err=True)
+
+    done = shuffle(
+        source,
+        out,
+        seed=seed,
+        codec=codec,  # type: ignore[arg-type]
+        rows_per_shard=rows_per_shard,
+        memory_nbytes=memory_mib << 20,
+        progress=report,
+    )
+    if as_json:
+        print_json(envelope("shuffle", asdict(done)))
+        return
+    before, after = format_nbytes(done.nbytes_before), format_nbytes(done.nbytes_after)
+    click.echo(f"{done.n_rows:,} rows in {counted(done.n_shards, 'shard')}: {before}, now {after}")
+    click.echo(f"copy of {done.source_digest}, seed {done.seed}")
+    click.echo(f"seal {done.seal} {done.digest}")
+
+
 cli.add_command(export_command)
 cli.add_command(import_command)
+
+_WITHOUT_PANDAS = ("info", "recompress", "seal", "shuffle", "validate")
 
 
 class _NoPandas:
@@ -375,9 +452,15 @@ class _NoPandas:
 
 
 def main() -> None:
-    """Run the command line."""
-    # pyarrow imports pandas at its first conversion from or to NumPy, which takes longer than all
-    # the rest of a check of a small dataset. Only here, in a process that runs one such command.
-    if not _WITHOUT_PANDAS.isdisjoint(sys.argv[1:2]):
+    """Run the command line, in a process of its own."""
+    # pyarrow imports pandas, where it is installed, at its first conversion from or to NumPy: that
+    # takes longer than all the rest of a check of a small dataset. It goes on without; None in
+    # sys.modules does not stop its compiled import. Who calls ``cli`` or the library has pandas.
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    if command in _WITHOUT_PANDAS:
         sys.meta_path.insert(0, _NoPandas)
-    cli(prog_name="actds")
+    try:
+        cli(prog_name="actds")
+    finally:
+        with suppress(ValueError):
+            sys.meta_path.remove(_NoPandas)

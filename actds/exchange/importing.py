@@ -35,7 +35,6 @@ from actds.schema import (
     ProvenanceField,
     RunBody,
     RunRecord,
-    Scalar,
 )
 from actds.store.local import LocalStore
 
@@ -76,7 +75,7 @@ def import_foreign(
     kind: Literal["sae-lens", "safetensors", "pt", "npy"] | None = None,
     hooks: str | Sequence[str] | None = None,
     dtype: Literal["bfloat16", "float16"] | None = None,
-    declare: Mapping[str, Scalar] | None = None,
+    declare: Mapping[str, bool | int | str] | None = None,
     progress: Progress = lambda n_rows: None,
 ) -> Imported:
     """Write a set of activations that was made elsewhere as a dataset.

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import ml_dtypes
@@ -24,9 +23,15 @@ import numpy.typing as npt
 
 from actds import canonical
 from actds.errors import ActdsError
-from actds.format.codec import MAX_BLOCK_NBYTES, CodecError, crc32c, decode_chunk, encode_chunk
+from actds.format.codec import (
+    MAX_BLOCK_NBYTES,
+    CodecError,
+    copied_items,
+    crc32c,
+    decode_chunk,
+    encode_chunk,
+)
 from actds.store import StoredFile
-from actds.store.local import LocalFile
 
 if TYPE_CHECKING:
     import torch
@@ -55,9 +60,8 @@ Bits = npt.NDArray[Any]
 SHARD_PATH = "c/0/0"
 """The one shard file of an array, below its folder."""
 
-_READ_NBYTES = 1 << 24  # one preadv: enough to stream, small enough to stay out of the way
+_PART_NBYTES = 1 << 22  # what a thread of a pool decodes at a time
 _FRAME_OVERHEAD_NBYTES, _CRC_NBYTES, _INDEX_ENTRY_NBYTES = 16, 4, 16
-
 
 TARGET_CHUNK_NBYTES = 1 << 20
 MAX_CHUNK_NBYTES = 1 << 26
@@ -256,9 +260,8 @@ def parse_metadata(data: bytes, place: str) -> Layout:
 def _first_difference(got: dict[str, Any], expected: dict[str, Any]) -> tuple[str, str]:
     for key in sorted(got.keys() | expected.keys()):
         if got.get(key) != expected.get(key):
-            absent = "absent"
             found, wanted = (
-                json.dumps(side[key])[:400] if key in side else absent for side in (got, expected)
+                json.dumps(side[key])[:400] if key in side else "absent" for side in (got, expected)
             )
             return f"{key} {found}", f"{key} {wanted}"
     raise AssertionError("the documents are equal")
@@ -271,14 +274,10 @@ class EncodedArray:
     Args:
         metadata: the bytes of ``zarr.json``.
         parts: the shard file ``c/0/0`` in order: frames, their checksums, the index.
-        nbytes: the size of the shard file.
-        raw: the chunks are copied, not compressed.
     """
 
     metadata: bytes
     parts: tuple[bytes, ...]
-    nbytes: int
-    raw: bool
 
 
 def encode_array(
@@ -329,8 +328,7 @@ def encode_array(
     index = struct.pack(f"<{len(entries)}Q", *entries)
     index += struct.pack("<I", crc32c(index))
     parts.append(index)
-    metadata = array_metadata(n_rows, d_model, dtype)
-    return EncodedArray(metadata, tuple(parts), position + len(index), raw)
+    return EncodedArray(array_metadata(n_rows, d_model, dtype), tuple(parts))
 
 
 class ArrayReader:
@@ -341,32 +339,27 @@ class ArrayReader:
 
     Args:
         zarr_json: the bytes of the array's ``zarr.json``.
-        source: the shard file ``c/0/0``: its local path, or the file as a store opens it. It is
-            closed with the reader.
-        place: how errors name the array; the path of the shard file when None.
+        file: the shard file ``c/0/0``, as a store opens it; closed with the reader, and when the
+            reader cannot be made.
+        place: how errors name the array.
 
     Raises:
-        ActdsError: E108 when the metadata is not of the allowed form, E104 when the file cannot be
-            opened, E204 when its size, index or checksums are damaged.
+        ActdsError: E108 when the metadata is not of the allowed form, E204 when the file's size,
+            index or checksums are damaged.
 
     Spec: 0.1 section 4.
     """
 
-    def __init__(
-        self, zarr_json: bytes, source: str | Path | StoredFile, *, place: str | None = None
-    ) -> None:
-        self._place = str(source) if place is None else place
-        self._file = None if isinstance(source, str | Path) else source
-        layout = parse_metadata(zarr_json, self._place)
-        self._layout = layout
-        self.n_rows, self.d_model = layout.n_rows, layout.d_model
-        self.dtype, self.rows_per_chunk = layout.dtype.name, layout.rows_per_chunk
-        self.n_chunks = layout.n_chunks
+    def __init__(self, zarr_json: bytes, file: StoredFile, place: str) -> None:
+        self._place = place
+        self._file: StoredFile | None = file
         self._local = threading.local()
-        if isinstance(source, str | Path):
-            self._file = LocalFile(source, self._place)
         try:
-            self._offsets = self._read_index()
+            self._layout = layout = parse_metadata(zarr_json, place)
+            self.n_rows, self.d_model = layout.n_rows, layout.d_model
+            self.dtype, self.rows_per_chunk = layout.dtype.name, layout.rows_per_chunk
+            self.n_chunks = layout.n_chunks
+            self._offsets = self._read_index(file.nbytes)
         except BaseException:
             self.close()
             raise
@@ -431,7 +424,7 @@ class ArrayReader:
         if pool is None:
             return self.read(0, self.n_rows)
         out = self._output(self.n_rows, None)
-        step = max(1, _READ_NBYTES // 4 // self._layout.chunk_nbytes)
+        step = max(1, _PART_NBYTES // self._layout.chunk_nbytes)
 
         def part(first: int) -> None:
             last = min(first + step, self.n_chunks)
@@ -477,7 +470,7 @@ class ArrayReader:
         """Fill an array with rows in ascending order; chunks without one are not read.
 
         Args:
-            rows: row numbers ``(n,)``, each above the one before.
+            rows: row numbers ``(n,)``, none below the one before.
             out: bit patterns ``(n, d_model)``, C-contiguous.
 
         Raises:
@@ -486,30 +479,54 @@ class ArrayReader:
 
         Spec: 0.1 section 4.
         """
+        self._output(rows.size, out)
+        for a, b, chunk, index in self._touched(rows):
+            out[a:b] = chunk[index]
+
+    def scatter(
+        self, rows: npt.NDArray[np.int64], out: Bits, places: npt.NDArray[np.int64]
+    ) -> None:
+        """Put rows at places of an array; chunks without one are not read.
+
+        A chunk is put where its rows belong while it is in the processor's cache.
+
+        Args:
+            rows: row numbers ``(n,)``, none below the one before.
+            out: bit patterns ``(m, d_model)``.
+            places: where each row goes in ``out``, ``(n,)``, all different.
+
+        Raises:
+            ActdsError: E204 when a chunk is damaged.
+            ValueError: a number is no row.
+
+        Spec: 0.1 section 4.
+        """
+        for a, b, chunk, index in self._touched(rows):
+            out[places[a:b]] = chunk[index]
+
+    def _touched(
+        self, rows: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[int, int, Bits, slice | npt.NDArray[np.int64]]]:
+        """Yield which ascending rows a chunk has, ``[a, b)``, its rows, and their places in it."""
         if not rows.size:
             return
-        low, high = int(rows[0]), int(rows[-1]) + 1
-        if high - low == rows.size:
-            self.read(low, high, out)
-            return
+        low, high, per = int(rows[0]), int(rows[-1]) + 1, self.rows_per_chunk
         if low < 0 or high > self.n_rows:
             raise ValueError(f"rows in [{low}, {high}) of {self.n_rows}")
-        self._output(rows.size, out)
-        per = self.rows_per_chunk
+        if high - low == rows.size and bool((rows[1:] > rows[:-1]).all()):
+            for number, frame in self._frames(low // per, -(-high // per)):
+                a, b = max(low, number * per), min(high, (number + 1) * per)
+                inside = slice(a - number * per, b - number * per)
+                yield a - low, b - low, self._decoded(number, frame), inside
+            return
         chunks, first = np.unique(rows // per, return_index=True)
-        stops = [*first[1:].tolist(), rows.size]
+        bounds = [*first.tolist(), rows.size]
         # Chunks that lie side by side are read as one.
         for run in np.split(np.arange(chunks.size), np.flatnonzero(np.diff(chunks) > 1) + 1):
             frames = self._frames(int(chunks[run[0]]), int(chunks[run[-1]]) + 1)
-            for i, (index, frame) in zip(run.tolist(), frames, strict=True):
-                a, b = int(first[i]), stops[i]
-                if b - a == per:
-                    self._decode(index, frame, out[a:b])
-                else:
-                    np.take(
-                        self._decoded(index, frame), rows[a:b] - index * per,
-                        axis=0, out=out[a:b], mode="clip",
-                    )  # fmt: skip
+            for i, (number, frame) in zip(run.tolist(), frames, strict=True):
+                a, b = bounds[i], bounds[i + 1]
+                yield a, b, self._decoded(number, frame), rows[a:b] - number * per
 
     def _output(self, n_rows: int, out: Bits | None) -> Bits:
         shape, bits = (n_rows, self.d_model), self._layout.dtype.bits
@@ -521,11 +538,18 @@ class ArrayReader:
 
     def _decode(self, index: int, frame: memoryview, target: Bits) -> None:
         """Check one frame against its checksum, then decode it into whole rows."""
+        self._decode_body(index, self._checked(index, frame), target)
+
+    def _checked(self, index: int, frame: memoryview) -> memoryview:
+        """Return a frame without its checksum, which is right."""
         body = frame[:-_CRC_NBYTES]
         (expected,) = struct.unpack("<I", frame[-_CRC_NBYTES:])
         got = crc32c(body)
         if got != expected:
             raise self._damaged(f"chunk {index} with crc32c {got:08x}", f"{expected:08x}")
+        return body
+
+    def _decode_body(self, index: int, body: memoryview, target: Bits) -> None:
         try:
             decode_chunk(body, target, itemsize=self._layout.dtype.itemsize)
         except CodecError as error:
@@ -533,19 +557,25 @@ class ArrayReader:
 
     def _decoded(self, index: int, frame: memoryview) -> Bits:
         """Return a chunk in a buffer of this thread, to be copied from before the next one."""
+        body = self._checked(index, frame)
+        stored = copied_items(body, self._layout.chunk_nbytes, self._layout.dtype.itemsize)
+        if stored is not None:
+            bits = np.frombuffer(stored, self._layout.dtype.bits)
+            return bits.reshape(self.rows_per_chunk, self.d_model)
         if not hasattr(self._local, "chunk"):
             shape = (self.rows_per_chunk, self.d_model)
             self._local.chunk = np.empty(shape, self._layout.dtype.bits)
         chunk: Bits = self._local.chunk
-        self._decode(index, frame, chunk)
+        self._decode_body(index, body, chunk)
         return chunk
 
     def _frames(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
         """Yield (chunk, frame with checksum); the frames live until the next read."""
         offsets = self._offsets
+        read_nbytes = 0 if self._file is None else self._file.read_nbytes
         while first < last:
             # As many whole chunks as fit one read; at least one.
-            limit = int(offsets[first]) + _READ_NBYTES
+            limit = int(offsets[first]) + read_nbytes
             stop = int(np.searchsorted(offsets[: last + 1], limit, side="right")) - 1
             stop = max(stop, first + 1)
             base = int(offsets[first])
@@ -566,10 +596,8 @@ class ArrayReader:
             reason = os.strerror(error.errno or errno.EIO)
             raise self._damaged(f"a read error: {reason}", "a readable file") from error
 
-    def _read_index(self) -> npt.NDArray[np.int64]:
+    def _read_index(self, size: int) -> npt.NDArray[np.int64]:
         """Return where chunks start and the last one ends, ``(n_chunks + 1,)``, checked."""
-        assert self._file is not None
-        size = self._file.nbytes
         index_nbytes = self.n_chunks * _INDEX_ENTRY_NBYTES
         data_nbytes = size - index_nbytes - _CRC_NBYTES
         # Compared before anything is allocated: the claimed rows may be absurd.
@@ -599,12 +627,16 @@ class ArrayReader:
         return ActdsError("E204", self._place, got=got, expected=expected)
 
 
-def as_ml_dtypes(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[Any]:
-    """Return bit patterns as numpy values (``ml_dtypes.bfloat16``, float16, float32), a view."""
+def _kind_of(bits: Bits, dtype: str) -> DType:
     kind = dtype_of(dtype)
     if bits.dtype != kind.bits:
         raise ValueError(f"bits of {bits.dtype}; expected {kind.bits} for {dtype}")
-    return bits.view(kind.native)
+    return kind
+
+
+def as_ml_dtypes(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[Any]:
+    """Return bit patterns as numpy values (``ml_dtypes.bfloat16``, float16, float32), a view."""
+    return bits.view(_kind_of(bits, dtype).native)
 
 
 def widen(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[np.float32]:
@@ -612,9 +644,7 @@ def widen(bits: Bits, dtype: str = "bfloat16") -> npt.NDArray[np.float32]:
 
     A bfloat16 is the upper half of a float32, so its bits stay too, also those of a NaN.
     """
-    kind = dtype_of(dtype)
-    if bits.dtype != kind.bits:
-        raise ValueError(f"bits of {bits.dtype}; expected {kind.bits} for {dtype}")
+    kind = _kind_of(bits, dtype)
     if dtype != "bfloat16":
         return bits.view(kind.native).astype(np.float32, copy=False)
     wide = bits.astype(np.uint32)
@@ -630,9 +660,9 @@ def to_torch(bits: Bits, dtype: str = "bfloat16") -> torch.Tensor:
     """
     import torch
 
-    kind = dtype_of(dtype)
-    if bits.dtype != kind.bits or not bits.flags.writeable:
-        raise ValueError(f"bits of {bits.dtype}; expected writable {kind.bits} for {dtype}")
+    kind = _kind_of(bits, dtype)
+    if not bits.flags.writeable:
+        raise ValueError("the bits are read-only")
     # torch has no zero-copy way from numpy to bfloat16; a signed integer of its size is one.
     signed = torch.from_numpy(bits.view(f"<i{kind.itemsize}"))
     return signed.view(getattr(torch, dtype))

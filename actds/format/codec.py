@@ -21,6 +21,7 @@ __all__ = [
     "MAX_BLOCK_NBYTES",
     "CodecError",
     "block_nbytes",
+    "copied_items",
     "crc32c",
     "decode_chunk",
     "encode_chunk",
@@ -250,6 +251,25 @@ def decode_chunk(frame: BytesLike, out: BytesLike, *, itemsize: int | None = Non
         _blosc().decompress(source, target)
     except (RuntimeError, ValueError) as error:
         raise CodecError(f"the streams do not decode: {error}") from None
+
+
+def copied_items(frame: memoryview, nbytes: int, itemsize: int) -> memoryview | None:
+    """Return the items of a frame that copies them; None for one that has to be decoded.
+
+    Args:
+        frame: the whole frame and nothing else.
+        nbytes: the expected number of bytes.
+        itemsize: the expected item size in bytes.
+
+    Spec: 0.1 section 4.2.
+    """
+    if len(frame) != nbytes + 16 or not frame[2] & _MEMCPYED:
+        return None
+    try:
+        _, typesize, _ = _check_header(np.frombuffer(frame, np.uint8), nbytes)
+    except CodecError:
+        return None  # decoding says what is wrong with it
+    return frame[16:] if typesize == itemsize else None
 
 
 @cache

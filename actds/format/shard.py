@@ -13,11 +13,14 @@ from actds import canonical, layout, schema
 from actds.errors import ActdsError
 from actds.format import arrays, tables
 from actds.format.positions import position_key
-from actds.schema import FileEntry, Phase, ShardManifest
-from actds.store import Store
+from actds.schema import FileEntry, ShardManifest
+from actds.store import Store, file_sha256
 
 __all__ = [
     "Shard",
+    "check_file",
+    "check_sha256",
+    "data_files",
     "file_names",
     "files_root",
     "read_checked",
@@ -71,6 +74,12 @@ def file_names(hooks: list[str]) -> list[str]:
     return sorted(names)
 
 
+def data_files(manifest: ShardManifest) -> dict[str, FileEntry]:
+    """Return the entries of a shard's files by their path in the dataset."""
+    folder = layout.shard_dir(manifest.shard)
+    return {f"{folder}/{entry.path}": entry for entry in manifest.files}
+
+
 class Shard:
     """A committed shard, read file by file when asked.
 
@@ -78,6 +87,9 @@ class Shard:
         store: the dataset's store.
         manifest: the shard's manifest.
         unknown: columns of the token table of which its run says that nothing is known.
+
+    Attributes: the arguments by their names, and of the manifest ``name``, ``run``, ``phase`` (of
+    all rows), ``n_rows`` and ``hooks``.
     """
 
     def __init__(
@@ -86,35 +98,12 @@ class Shard:
         self.store = store
         self.manifest = manifest
         self.unknown = unknown
-        self._files = {entry.path: entry for entry in manifest.files}
+        self.name, self.run, self.phase = manifest.shard, manifest.run, manifest.phase
+        self.n_rows, self.hooks = manifest.n_rows, manifest.hooks
+        self._files = data_files(manifest)
 
     def __repr__(self) -> str:
         return f"<Shard {self.name}: {self.n_rows} {self.phase} rows of run {self.run}>"
-
-    @property
-    def name(self) -> str:
-        """Return the shard's id."""
-        return self.manifest.shard
-
-    @property
-    def run(self) -> str:
-        """Return the run of the rows."""
-        return self.manifest.run
-
-    @property
-    def n_rows(self) -> int:
-        """Return the number of rows."""
-        return self.manifest.n_rows
-
-    @property
-    def phase(self) -> Phase:
-        """Return the phase of all rows."""
-        return self.manifest.phase
-
-    @property
-    def hooks(self) -> list[str]:
-        """Return the hooks whose rows the shard holds."""
-        return self.manifest.hooks
 
     def tokens(self, columns: list[str] | None = None) -> pa.Table:
         """Return the token table, one row per activation row, same order.
@@ -128,8 +117,8 @@ class Shard:
 
         Spec: 0.1 section 6.3.
         """
-        place, data = self._read(TOKENS)
-        table = tables.from_parquet("tokens", data, place, columns)
+        place = self._place(TOKENS)
+        table = tables.from_parquet("tokens", self.read(TOKENS), place, columns)
         if table.num_rows != self.n_rows:
             raise ActdsError(
                 "E203", place, got=f"{table.num_rows} token rows", expected=f"{self.n_rows}"
@@ -151,9 +140,9 @@ class Shard:
                 "E014", f"shards/{self.name}", got=f"hook {hook!r}", expected=f"one of {known}"
             )
         folder = layout.array_dir(hook)
-        _, metadata = self._read(f"{folder}/zarr.json")
-        path = f"{layout.shard_dir(self.name)}/{folder}/{arrays.SHARD_PATH}"
-        reader = arrays.ArrayReader(metadata, self.store.open_file(path), place=path)
+        metadata = self.read(f"{folder}/zarr.json")
+        path = self._place(f"{folder}/{arrays.SHARD_PATH}")
+        reader = arrays.ArrayReader(metadata, self.store.open_file(path), path)
         if reader.n_rows != self.n_rows:
             reader.close()
             raise ActdsError(
@@ -163,16 +152,26 @@ class Shard:
 
     def local_path(self, path: str) -> Path:
         """Return where a file of the shard can be opened on this machine."""
-        return self.store.local_path(f"{layout.shard_dir(self.name)}/{path}")
+        return self.store.local_path(self._place(path))
 
-    def _read(self, path: str) -> tuple[str, bytes]:
-        place = f"{layout.shard_dir(self.name)}/{path}"
-        entry = self._files.get(path)
+    def read(self, path: str) -> bytes:
+        """Return the bytes of a file of the shard; errors as ``read_checked``."""
+        return read_checked(self.store, self._place(path), self._entry(path))
+
+    def check(self, path: str) -> None:
+        """Check size and digest of a file of the shard; errors as ``check_file``."""
+        check_file(self.store, self._place(path), self._entry(path))
+
+    def _place(self, path: str) -> str:
+        return f"{layout.shard_dir(self.name)}/{path}"
+
+    def _entry(self, path: str) -> FileEntry:
+        entry = self._files.get(self._place(path))
         if entry is None:
             raise ActdsError(
                 "E104", layout.manifest_path(self.name), got=f"no entry {path}", expected="one"
             )
-        return place, read_checked(self.store, place, entry)
+        return entry
 
 
 def read_checked(store: Store, path: str, entry: FileEntry) -> bytes:
@@ -188,11 +187,29 @@ def read_checked(store: Store, path: str, entry: FileEntry) -> bytes:
 
     Spec: 0.1 section 2.3.
     """
+    _check_size(store, path, entry)
+    data = store.read(path)
+    check_sha256(path, canonical.digest(data), entry.sha256)
+    return data
+
+
+def check_file(store: Store, path: str, entry: FileEntry) -> None:
+    """Check that a file is what was committed, without holding it; errors as ``read_checked``."""
+    _check_size(store, path, entry)
+    check_sha256(path, file_sha256(store, path), entry.sha256)
+
+
+def _check_size(store: Store, path: str, entry: FileEntry) -> None:
     nbytes = store.size(path)
     if nbytes != entry.nbytes:
         raise ActdsError("E201", path, got=f"{nbytes} bytes", expected=f"{entry.nbytes} bytes")
-    data = store.read(path)
-    got = canonical.digest(data)
-    if got != entry.sha256:
-        raise ActdsError("E202", path, got=f"sha256 {got}", expected=entry.sha256)
-    return data
+
+
+def check_sha256(path: str, got: str, expected: str) -> None:
+    """Compare the digest of a file with the committed one.
+
+    Raises:
+        ActdsError: E202 they differ.
+    """
+    if got != expected:
+        raise ActdsError("E202", path, got=f"sha256 {got}", expected=expected)

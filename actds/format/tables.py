@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import cache
 from typing import Literal
 
 import pyarrow as pa
@@ -36,17 +37,18 @@ def _column(name: str, kind: pa.DataType, meaning: str, *, null: bool = False) -
     return pa.field(name, kind, nullable=null, metadata={"meaning": meaning})
 
 
-_U16, _U32, _U64, _I64, _F32, _F64, _S = (
-    pa.uint16(),
-    pa.uint32(),
-    pa.uint64(),
-    pa.int64(),
-    pa.float32(),
-    pa.float64(),
-    pa.string(),
-)
+_U16, _U32, _U64, _I64 = pa.uint16(), pa.uint32(), pa.uint64(), pa.int64()
+_F32, _F64, _S = pa.float32(), pa.float64(), pa.string()
 
-QUEUES = [
+_REQUEST = _column("request", _U32, "request of the run")
+_POSITION = _column("position", _U32, "position in the request, from 0")
+_TOKEN_ID = _column("token_id", _U32, "token fed at the position")
+_STEP = _column("step", _U64, "step that computed the row")
+_START = _column("start", _U32, "first position")
+_STOP = _column("stop", _U32, "position after the last")
+_MAX_SEQ_LEN = _column("max_seq_len", _U32, "longest context of the step")
+_DEPTH = _column("depth", _U32, "entries in the stage's queue")
+_QUEUES = [
     _column("queue_depth_stage1", _U32, "device staging slots in use", null=True),
     _column("queue_depth_stage2", _U32, "host ring slots in use", null=True),
     _column("queue_depth_stage3", _U32, "full shards waiting for the disk", null=True),
@@ -55,159 +57,138 @@ QUEUES = [
     _column("cache_hit_ratio", _F64, "hits per queried prompt token up to here", null=True),
 ]
 
-SCHEMAS: dict[TableName, pa.Schema] = {
-    "tokens": pa.schema(
-        [
-            _column("request", _U32, "request of the run"),
-            _column("position", _U32, "position in the request, from 0"),
-            _column("token_id", _U32, "token fed at the position"),
-            _column("phase", _S, "prefill for prompt positions, decode for generated ones"),
-            _column("step", _U64, "step that computed the row"),
-            _column("attempt", _U16, "times the request had restarted before the row"),
-            _column("chunk", _U32, "steps of the request before this one"),
-            _column("flags", _U16, "bit 0 special token, bit 1 BOS, bit 2 EOS"),
-        ]
-    ),
-    "requests": pa.schema(
-        [
-            _column("request", _U32, "number of the request in the run, from 0"),
-            _column("external_id", _S, "id that the client gave"),
-            _column("internal_id", _S, "id inside the engine", null=True),
-            _column("source", _S, "prompt source", null=True),
-            _column("source_row", _I64, "record of the source, from 0", null=True),
-            _column("prompt_len", _U32, "prompt tokens P"),
-            _column("generated_len", _U32, "sampled tokens G"),
-            _column("cached_tokens", _U32, "prefix hits at first admission"),
-            _column("engine_cached_tokens", _U32, "the same, as the engine reports", null=True),
-            _column("n_preemptions", _U16, "times the request lost its KV blocks"),
-            _column("arrival_ns", _I64, "wall clock", null=True),
-            _column(
-                "first_token_ns",
-                _I64,
-                "wall clock when the first sampled token was fed",
-                null=True,
-            ),
-            _column("finish_ns", _I64, "wall clock", null=True),
-            _column("finish_reason", _S, "stop, length, abort, error, unfinished or skipped"),
-            _column("reason", _S, "code and words for a skip or an error", null=True),
-            _column("token_digest", _S, "SHA-256 of the ids of [0, P+G-1) as uint32 LE", null=True),
-            _column("sampling", _S, "canonical JSON of the sampling parameters", null=True),
-            _column(
-                "block_digests",
-                pa.list_(pa.binary()),
-                "prefix-block digests of the prompt, by block",
-                null=True,
-            ),
-        ]
-    ),
-    "steps": pa.schema(
-        [
-            _column("step", _U64, "number of the step in the run"),
-            _column("t_ns", _I64, "wall clock when it was scheduled"),
-            _column("duration_ns", _I64, "model execution in the worker", null=True),
-            _column("batch_tokens", _U32, "tokens scheduled"),
-            _column("n_requests", _U32, "requests scheduled"),
-            _column("prefill_tokens", _U32, "scheduled prompt positions"),
-            _column("decode_tokens", _U32, "scheduled generated positions"),
-            _column("captured_tokens", _U32, "first computations whose row is stored"),
-            _column("recomputed_tokens", _U32, "positions computed before, after a preemption"),
-            _column("dropped_tokens", _U32, "rows lost to an overflow policy"),
-            _column("aborted_tokens", _U32, "rows lost to an end before their commit"),
-            _column("filtered_tokens", _U32, "rows left out by a filter"),
-            _column("max_seq_len", _U32, "longest context of the step"),
-            _column("waiting", _U32, "requests waiting after scheduling"),
-            _column("running", _U32, "requests running after scheduling"),
-            _column("n_preempted", _U32, "requests preempted in the step"),
-            _column("kv_usage", _F64, "share of KV blocks in use", null=True),
-            *QUEUES,
-            _column("kernel_mode", _S, "eager, compiled or cudagraph", null=True),
-            _column("padded_tokens", _U32, "tokens the kernels ran, with padding", null=True),
-            _column("drafted_tokens", _U32, "speculative tokens drafted", null=True),
-            _column("accepted_tokens", _U32, "speculative tokens accepted", null=True),
-        ]
-    ),
-    "spans": pa.schema(
-        [
-            _column("request", _U32, "request of the run"),
-            _column("start", _U32, "first position"),
-            _column("stop", _U32, "position after the last"),
-            _column("disposition", _S, "captured, cache_ref, dropped, aborted or filtered"),
-            _column("reason", _S, "why, for dropped, aborted and filtered", null=True),
-            _column("step", _U64, "step of the first position; null if never computed", null=True),
-            _column("ref_request", _U32, "for cache_ref: request that computed it", null=True),
-        ]
-    ),
-    "drops": pa.schema(
-        [
-            _column("drop", _U32, "number of the drop event, from 0"),
-            _column("t_ns", _I64, "wall clock"),
-            _column("step", _U64, "step whose slice was dropped"),
-            _column("drop_reason", _S, "queue_full, writer_timeout, disk_full, shutdown, ..."),
-            _column("policy", _S, REQUIRED_PROVENANCE["capture.overflow_policy"]),
-            _column("request", _U32, "request of the run"),
-            _column("start", _U32, "first position lost"),
-            _column("stop", _U32, "position after the last"),
-            _column("n_tokens", _U32, "tokens of the whole event"),
-            _column("batch_tokens", _U32, "tokens of the step"),
-            _column("max_seq_len", _U32, "longest context of the step"),
-            *QUEUES,
-        ]
-    ),
-    "stalls": pa.schema(
-        [
-            _column("stage", _S, "staging, ring, pool or readouts"),
-            _column("t_ns", _I64, "wall clock when it began"),
-            _column("duration_ns", _I64, "how long the stage before it waited"),
-            _column("depth", _U32, "entries in the stage's queue"),
-            _column("step", _U64, "step that waited", null=True),
-        ]
-    ),
-    "occupancy": pa.schema(
-        [
-            _column("stage", _S, "staging, ring or pool"),
-            _column("depth", _U32, "entries in the stage's queue"),
-            _column("capacity", _U32, "entries that the queue holds at most"),
-            _column("duration_ns", _I64, "how long the queue stood at this depth"),
-            _column("n_visits", _U64, "times the queue came to this depth"),
-        ]
-    ),
-    "readouts": pa.schema(
-        [
-            _column("request", _U32, "request of the run"),
-            _column("position", _U32, "position in the request, from 0"),
-            _column("token_id", _U32, "token fed at the position"),
-            _column("step", _U64, "step that computed the row"),
-            _column("hook", _S, "hook whose row was read"),
-            _column("norm", _F32, "Euclidean norm of the row"),
-            _column("projections", pa.list_(_F32), "products with the seeded random directions"),
-            _column("probes", pa.list_(_F32), "products with the user's probes"),
-        ]
-    ),
-    "canary": pa.schema(
-        [
-            _column("request", _U32, "request of the run that was replayed alone"),
-            _column("position", _U32, "position in the request, from 0"),
-            _column("hook", _S, "hook whose rows were compared"),
-            _column("step", _U64, "step that computed the stored row"),
-            _column("token_id", _U32, "token fed at the position in the harvest"),
-            _column("replayed_token_id", _U32, "token fed there in the replay"),
-            _column("relative_l2", _F64, "distance of the two rows over the replayed row's norm"),
-            _column("cosine", _F64, "cosine of the two rows"),
-            _column("verdict", _S, "same, diverged (tokens differ before it) or foreign"),
-        ]
-    ),
-    "multiplicity": pa.schema(
-        [
-            _column("run", _S, "run of the request"),
-            _column("request", _U32, "request of the run"),
-            _column("start", _U32, "first position"),
-            _column("stop", _U32, "position after the last"),
-            _column("count", _U32, "times the row was served: 1 + references, more than 1"),
-        ]
-    ),
+_COLUMNS: dict[TableName, list[pa.Field]] = {
+    "tokens": [
+        _REQUEST,
+        _POSITION,
+        _TOKEN_ID,
+        _column("phase", _S, "prefill for prompt positions, decode for generated ones"),
+        _STEP,
+        _column("attempt", _U16, "times the request had restarted before the row"),
+        _column("chunk", _U32, "steps of the request before this one"),
+        _column("flags", _U16, "bit 0 special token, bit 1 BOS, bit 2 EOS"),
+    ],
+    "requests": [
+        _column("request", _U32, "number of the request in the run, from 0"),
+        _column("external_id", _S, "id that the client gave"),
+        _column("internal_id", _S, "id inside the engine", null=True),
+        _column("source", _S, "prompt source", null=True),
+        _column("source_row", _I64, "record of the source, from 0", null=True),
+        _column("prompt_len", _U32, "prompt tokens P"),
+        _column("generated_len", _U32, "sampled tokens G"),
+        _column("cached_tokens", _U32, "prefix hits at first admission"),
+        _column("engine_cached_tokens", _U32, "the same, as the engine reports", null=True),
+        _column("n_preemptions", _U16, "times the request lost its KV blocks"),
+        _column("arrival_ns", _I64, "wall clock", null=True),
+        _column(
+            "first_token_ns", _I64, "wall clock when the first sampled token was fed", null=True
+        ),
+        _column("finish_ns", _I64, "wall clock", null=True),
+        _column("finish_reason", _S, "stop, length, abort, error, unfinished or skipped"),
+        _column("reason", _S, "code and words for a skip or an error", null=True),
+        _column("token_digest", _S, "SHA-256 of the ids of [0, P+G-1) as uint32 LE", null=True),
+        _column("sampling", _S, "canonical JSON of the sampling parameters", null=True),
+        _column(
+            "block_digests",
+            pa.list_(pa.binary()),
+            "prefix-block digests of the prompt, by block",
+            null=True,
+        ),
+    ],
+    "steps": [
+        _column("step", _U64, "number of the step in the run"),
+        _column("t_ns", _I64, "wall clock when it was scheduled"),
+        _column("duration_ns", _I64, "model execution in the worker", null=True),
+        _column("batch_tokens", _U32, "tokens scheduled"),
+        _column("n_requests", _U32, "requests scheduled"),
+        _column("prefill_tokens", _U32, "scheduled prompt positions"),
+        _column("decode_tokens", _U32, "scheduled generated positions"),
+        _column("captured_tokens", _U32, "first computations whose row is stored"),
+        _column("recomputed_tokens", _U32, "positions computed before, after a preemption"),
+        _column("dropped_tokens", _U32, "rows lost to an overflow policy"),
+        _column("aborted_tokens", _U32, "rows lost to an end before their commit"),
+        _column("filtered_tokens", _U32, "rows left out by a filter"),
+        _MAX_SEQ_LEN,
+        _column("waiting", _U32, "requests waiting after scheduling"),
+        _column("running", _U32, "requests running after scheduling"),
+        _column("n_preempted", _U32, "requests preempted in the step"),
+        _column("kv_usage", _F64, "share of KV blocks in use", null=True),
+        *_QUEUES,
+        _column("kernel_mode", _S, "eager, compiled or cudagraph", null=True),
+        _column("padded_tokens", _U32, "tokens the kernels ran, with padding", null=True),
+        _column("drafted_tokens", _U32, "speculative tokens drafted", null=True),
+        _column("accepted_tokens", _U32, "speculative tokens accepted", null=True),
+    ],
+    "spans": [
+        _REQUEST,
+        _START,
+        _STOP,
+        _column("disposition", _S, "captured, cache_ref, dropped, aborted or filtered"),
+        _column("reason", _S, "why, for dropped, aborted and filtered", null=True),
+        _column("step", _U64, "step of the first position; null if never computed", null=True),
+        _column("ref_request", _U32, "for cache_ref: request that computed it", null=True),
+    ],
+    "drops": [
+        _column("drop", _U32, "number of the drop event, from 0"),
+        _column("t_ns", _I64, "wall clock"),
+        _column("step", _U64, "step whose slice was dropped"),
+        _column("drop_reason", _S, "queue_full, writer_timeout, disk_full, shutdown, ..."),
+        _column("policy", _S, REQUIRED_PROVENANCE["capture.overflow_policy"]),
+        _REQUEST,
+        _column("start", _U32, "first position lost"),
+        _STOP,
+        _column("n_tokens", _U32, "tokens of the whole event"),
+        _column("batch_tokens", _U32, "tokens of the step"),
+        _MAX_SEQ_LEN,
+        *_QUEUES,
+    ],
+    "stalls": [
+        _column("stage", _S, "staging, ring, pool or readouts"),
+        _column("t_ns", _I64, "wall clock when it began"),
+        _column("duration_ns", _I64, "how long the stage before it waited"),
+        _DEPTH,
+        _column("step", _U64, "step that waited", null=True),
+    ],
+    "occupancy": [
+        _column("stage", _S, "staging, ring or pool"),
+        _DEPTH,
+        _column("capacity", _U32, "entries that the queue holds at most"),
+        _column("duration_ns", _I64, "how long the queue stood at this depth"),
+        _column("n_visits", _U64, "times the queue came to this depth"),
+    ],
+    "readouts": [
+        _REQUEST,
+        _POSITION,
+        _TOKEN_ID,
+        _STEP,
+        _column("hook", _S, "hook whose row was read"),
+        _column("norm", _F32, "Euclidean norm of the row"),
+        _column("projections", pa.list_(_F32), "products with the seeded random directions"),
+        _column("probes", pa.list_(_F32), "products with the user's probes"),
+    ],
+    "canary": [
+        _column("request", _U32, "request of the run that was replayed alone"),
+        _POSITION,
+        _column("hook", _S, "hook whose rows were compared"),
+        _column("step", _U64, "step that computed the stored row"),
+        _column("token_id", _U32, "token fed at the position in the harvest"),
+        _column("replayed_token_id", _U32, "token fed there in the replay"),
+        _column("relative_l2", _F64, "distance of the two rows over the replayed row's norm"),
+        _column("cosine", _F64, "cosine of the two rows"),
+        _column("verdict", _S, "same, diverged (tokens differ before it) or foreign"),
+    ],
+    "multiplicity": [
+        _column("run", _S, "run of the request"),
+        _REQUEST,
+        _START,
+        _STOP,
+        _column("count", _U32, "times the row was served: 1 + references, more than 1"),
+    ],
 }
+SCHEMAS = {name: pa.schema(columns) for name, columns in _COLUMNS.items()}
 
 
+@cache
 def bare_schema(name: TableName) -> pa.Schema:
     """Return a table's schema as in a file: names, types and nullability."""
     return pa.schema([field.remove_metadata() for field in SCHEMAS[name]])

@@ -19,6 +19,7 @@ from actds.format import arrays, tables
 from actds.format.row_weights import RowWeights, read_row_weights
 from actds.format.shard import Shard
 from actds.format.tables import TableName
+from actds.load.context import Context, RequestRows, RowPlaces, Tokenizer
 from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.reading import Catalog, unknown_columns
 from actds.schema import Hook, Phase, RunRecord, Seal
@@ -119,6 +120,7 @@ class Dataset:
             Shard(catalog.store, manifest, unknown.get(manifest.run, frozenset()))
             for manifest in catalog.shards
         ]
+        self._row_places: dict[str, RowPlaces] = {}
 
     def __repr__(self) -> str:
         return f"<actds.Dataset {self.path}: {self.n_rows} rows, hooks {', '.join(self.hooks)}>"
@@ -295,6 +297,61 @@ class Dataset:
         ``run`` and errors: see ``Dataset``. Spec: 0.1 sections 6.3 and 7.9.
         """
         return self._table("canary", run)
+
+    def request(
+        self, request: int, *, run: str | None = None, hook: str | None = None
+    ) -> RequestRows:
+        """Return tokens and rows of a request's positions, also of those from the prefix cache.
+
+        Args:
+            request: number of the request in its run.
+            run: the run; may be left out where there is one.
+            hook: whose rows; None takes the first hook.
+
+        Raises:
+            ActdsError: E014 no such request, run or hook; and as for every table.
+
+        Spec: 0.1 sections 6.3 and 7.2.
+        """
+        return self._places(hook).request(self._only_run(run), request)
+
+    def context(
+        self,
+        row: int,
+        before: int = 16,
+        after: int = 16,
+        *,
+        hook: str | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> Context:
+        """Return the tokens around a row, across prefix-cache references.
+
+        Args:
+            row: number of the row in ``array(hook)``.
+            before: tokens before it.
+            after: tokens after it.
+            hook: whose row; None takes the first hook.
+            tokenizer: decodes the tokens, as those of ``transformers``; None leaves them numbers.
+
+        Raises:
+            IndexError: there is no such row.
+            ActdsError: as ``request``.
+        """
+        return self._places(hook).context(row, before, after, tokenizer)
+
+    def _places(self, hook: str | None) -> RowPlaces:
+        name = hook or next(iter(self.hooks))
+        if name not in self._row_places:
+            self._row_places[name] = RowPlaces(self, name)
+        return self._row_places[name]
+
+    def _only_run(self, run: str | None) -> str:
+        runs = self.catalog.run_ids
+        if run is None and len(runs) == 1:
+            return runs[0]
+        if run not in runs:
+            raise ActdsError("E014", "run", got=repr(run), expected=f"one of {', '.join(runs)}")
+        return run
 
     def multiplicity(self) -> pa.Table:
         """Return how often rows were served, where the prefix cache served them again.

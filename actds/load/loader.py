@@ -18,11 +18,18 @@ from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset, rows_together
 from actds.load.filters import bad, need_known
-from actds.load.mixture import Mixture, Source, make_mixture, open_sources
+from actds.load.mixture import (
+    Mixture,
+    Source,
+    batch_hooks,
+    make_mixture,
+    open_sources,
+    with_partners,
+)
 from actds.load.order import ORDER_VERSION, Geometry, order_key
 from actds.load.pool import Batch, BatchSpec, Part, Pipeline, n_batches
 from actds.load.selection import PROVENANCE_COLUMNS, Selection, select, warn_where_none
-from actds.load.stats import Stats, cache_folder, stats_of_rows
+from actds.load.stats import Stats, cache_folder, merge_stats, stats_of_rows
 from actds.load.transform import Normalize, Transform
 
 if TYPE_CHECKING:
@@ -46,49 +53,76 @@ class Loader:
     and every ``for`` continues it.
 
     A batch of one hook is a CPU tensor ``(n, d_model)`` in the stored type (bfloat16 as a rule);
-    of several hooks a dict of such tensors by hook, whose rows belong together. Each batch is new
-    memory: it may be kept and written into.
+    of several hooks a dict of such tensors by hook, whose rows belong together. Each batch has
+    memory of its own: it may be kept and written into.
 
-    The order is a pure function of dataset digest, seed, epoch, phase, multiplicity, the rows left
-    out, ``batch``, ``lanes`` and ``window_rows``. Threads, hooks, a weights file, ``rank`` and
-    ``world`` do not change it: the batches of all ranks of a step, joined in rank order, are the
-    same for every world size.
+    The order is a pure function of dataset digests, seed, epoch, what chooses the rows, ``batch``,
+    ``lanes`` and ``window_rows``. Threads, hooks, weights of a loss, ``rank`` and ``world`` do not
+    change it: the batches of all ranks of a step, joined in rank order, are the same for every
+    world size.
 
     Every row of the selection comes exactly once per epoch; with ``weights="multiplicity"``
-    exactly as often as it was served, once plus once per prefix-cache hit. With ``drop_last`` the
-    rows after the last full batch are left out: ``len(rows) mod batch`` of them (``n_dropped``),
-    other ones in each epoch. Without it they make one short batch, of which a rank may have
-    no row; all ranks still have the same number of batches.
+    exactly as often as it was served, once plus once per prefix-cache hit; with ``frequency`` in
+    proportion to a number. With ``drop_last`` the rows after the last full batch are left out:
+    ``len(rows) mod batch`` of them (``n_dropped``), other ones in each epoch. Without it they make
+    one short batch, of which a rank may have no row; all ranks still have the same number of
+    batches.
 
-    With a weights file (section 10.4) batches are ``(batch, rows)``, and ``rows["weight"]`` is
-    float32 ``(n,)``: the weight of each row in a loss or a mean. It changes neither the rows nor
-    how often they come. With multiplicity as well, a row comes as often as it was served, each
-    time with its weight.
+    *Expressions* choose and weight rows: ``where="phase == 'decode' and position >= 16"``. They
+    have Python's syntax and name columns of the token table, ``request.COLUMN`` and ``step.COLUMN``
+    of these tables, ``run``, ``special``, ``bos``, ``eos``, and ``norm`` where there are norm
+    readouts and one hook. A comparison with a value that is not recorded is unknown, and a row of
+    which the whole is unknown is left out; ``is None`` asks for it.
 
-    Memory: two windows of ``window_rows / world`` rows per hook, a few batches, and 4 bytes for
-    each row of the selection with a weights file.
+    *Mixtures* take a share of every batch from each of several parts: phases, expressions
+    (``mix={"prefill": 0.5, "decode": 0.5}``) or datasets (``{"a": 0.7, "b": 0.3}`` as source).
+    Shares hold over any number of batches to fewer rows than there are parts. An epoch ends before
+    the first part that would run out, and no row of a part comes twice in it.
+
+    With row weights (a weights file of section 10.4, or an expression) batches are
+    ``(batch, rows)``, and ``rows["weight"]`` is float32 ``(n,)``: the weight of each row in a loss
+    or a mean. It changes neither the rows nor how often they come. With multiplicity as well, a
+    row comes as often as it was served, each time with its weight.
+
+    Memory: two windows of ``window_rows / world`` rows per hook and part, a few batches, 1 byte for
+    each row where some are left out, and 4 bytes with row weights.
 
     ``close()`` it, leave its ``with`` block or drop it, and its threads end.
 
     Args:
-        source: path or URI of a dataset, or an open ``Dataset``.
+        source: path or URI of a dataset, or an open ``Dataset``; several are read as one, and a
+            mapping gives each its share.
         hooks: names of hooks; None takes all.
         batch: rows of a batch over all ranks; each rank gets ``batch / world`` of them.
         phase: ``prefill`` or ``decode``; None takes both.
-        window_rows: rows that are held and shuffled together, over all ranks.
-        weights: ``multiplicity`` for the served distribution, the path of a weights file, or a
-            pair of both; None for neither.
+        where: an expression: the rows to read.
         exclude: rows to leave out, one name or several: ``special``, ``bos`` and ``eos`` tokens,
             the ``first_position`` of each request, and ``sink``, a norm above 10 medians of a
             chosen hook (needs norm readouts); or a name given to ``register_filter``.
-        dtype: ``float32`` widens the batches, which changes no value; None for the stored type.
+        split: ``train`` or ``held_out``: the requests of one side. Which side a request is on
+            follows from its tokens, in every dataset that has them.
+        held_out: the share of requests that are held out.
+        mix: shares by phase or by expression, which add up to 1.
+        paired: other datasets by name, of which each batch has the rows that belong to its own, as
+            ``NAME/HOOK``: those of the same tokens up to the same position, whatever the harvest
+            was. Rows without a partner are left out. For crosscoders over models or settings.
+        frequency: an expression that rows come in proportion to; an epoch keeps its length, and
+            rows come as often as they should to less than one in each, exactly so in the mean.
+        weights: ``multiplicity`` for the served distribution; the path of a weights file, or an
+            expression; a pair of multiplicity and one of these; None for neither.
+        normalize: ``norm`` divides by one number, so that the mean norm is the square root of
+            ``d_model``; ``channel`` gives each channel mean 0 and variance 1; ``Stats`` by hook do
+            so with these. Statistics are those of ``Dataset.stats``, of all rows.
+        dtype: type of the batches; None for the stored type, or float32 where they are normalized.
+        device: where the batches go, through pinned memory for a GPU; None for host memory.
+        window_rows: rows that are held and shuffled together, over all ranks.
         seed: seed of the order, at least 0.
         rank: this process, from 0.
         world: number of processes; it divides ``lanes``.
         epochs: epochs of a pass; None never ends.
         threads: threads that read and decode, beside the one that makes batches.
         provenance: yield ``(batch, rows)``, with ``rows`` a dict of numpy columns run, request,
-            position, token_id, phase and step; and weight, with a weights file.
+            position, token_id, phase and step; part, of a mixture; weight, with row weights.
         drop_last: leave out the short batch at the end of an epoch.
         lanes: parallel streams that a batch is drawn from; it divides ``batch``. The greatest
             common divisor of ``batch`` and 8 when None.
@@ -101,7 +135,8 @@ class Loader:
             it; and as ``actds.open``.
 
     Attributes:
-        dataset: the dataset that it reads.
+        dataset: the dataset that it reads, the first of several.
+        datasets: all of them.
 
     Spec: 0.1 section 10.
     """
@@ -118,6 +153,7 @@ class Loader:
         split: Literal["train", "held_out"] | None = None,
         held_out: float = 0.0,
         mix: Mapping[str, float] | None = None,
+        paired: Mapping[str, Source] | None = None,
         frequency: str | None = None,
         weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         normalize: Normalize | None = None,
@@ -151,12 +187,19 @@ class Loader:
             )  # fmt: skip
 
         self.datasets, self.dataset = datasets, datasets[0]
-        self._rows = make_mixture(datasets, shares, mix, phase, where, chosen)
+        rows = make_mixture(datasets, shares, mix, phase, where, chosen)
+        others = {
+            label: open_sources(one, i_accept_unsealed, i_accept_unprovenanced)[0][0]
+            for label, one in (paired or {}).items()
+        }
+        self._rows = with_partners(rows, others) if others else rows
         warn_where_none(self._rows.excluded, stacklevel=2)
         if provenance:
             for shard in (shard for one in self._rows.selections for shard in one.shards):
                 need_known(shard, PROVENANCE_COLUMNS, "provenance")
-        self._transform = Transform(datasets, self._rows.hooks, normalize, dtype, device)
+        self._transform = Transform(
+            batch_hooks(self._rows), self._stats_of, normalize, dtype, device
+        )
         self._normalize = normalize if isinstance(normalize, str) else normalize and "stats"
         piece_rows = _piece_rows(datasets, window_rows // lanes)
         geometry = Geometry(
@@ -189,6 +232,11 @@ class Loader:
     def batches_per_epoch(self) -> int:
         """Return the batches of one epoch, the same for every rank."""
         return self._n_batches
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """Return what its batches are made of."""
+        return self._spec
 
     @property
     def n_dropped(self) -> int:
@@ -224,6 +272,12 @@ class Loader:
             for hook in self._rows.hooks
         }
 
+    def _stats_of(self, name: str) -> Stats:
+        """Return the statistics of a hook of a batch: of all rows of its dataset, or datasets."""
+        label, _, hook = name.rpartition("/")
+        datasets = [self._rows.others[label]] if label else self.datasets
+        return merge_stats([dataset.stats(hook) for dataset in datasets])
+
     @property
     def progress(self) -> Progress:
         """Return how far the epoch is, and how fast the batches come to this rank."""
@@ -251,10 +305,12 @@ class Loader:
     def config(self) -> dict[str, Any]:
         """Return which rows the batches have, as JSON: store it beside what was trained on them.
 
-        Keys: ``format``, ``actds`` (version), ``dataset`` (path), ``digest``, ``sealed``, ``runs``,
-        ``hooks``, ``dtype``, ``phase``, ``multiplicity``, ``weights_sha256``, ``exclude``,
-        ``excluded`` (rows by name), ``rows_per_epoch``, ``seed``, ``order`` (its version),
-        ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``, ``rank``, ``world``.
+        Keys: ``format``, ``actds`` (version), ``dataset`` (path), ``digest``, ``datasets``,
+        ``sealed``, ``runs``, ``hooks``, ``dtype``, ``normalize``, ``normalize_sha256``, ``phase``,
+        ``multiplicity``, ``paired``, ``where``, ``exclude``, ``split``, ``mix``, ``frequency``,
+        ``weights_sha256``, ``weights``, ``excluded`` (rows by name), ``rows_per_epoch``, ``seed``,
+        ``order`` (its version), ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``,
+        ``rank``, ``world``.
         """
         geometry, rows = self._spec.geometry, self._rows
         return {
@@ -265,7 +321,8 @@ class Loader:
             "datasets": [{"path": d.path, "digest": d.digest} for d in self.datasets],
             "sealed": all(dataset.seal is not None for dataset in self.datasets),
             "runs": list(rows.runs),
-            "hooks": [hook.name for hook in rows.hooks],
+            "hooks": list(batch_hooks(rows)),
+            "paired": {label: [d.path, d.digest] for label, d in rows.others.items()},
             "dtype": self._transform.dtype or ", ".join(sorted({h.dtype for h in rows.hooks})),
             "normalize": self._normalize,
             "normalize_sha256": self._transform.identity,
@@ -362,7 +419,7 @@ class Loader:
 
     def _present(self, batch: Batch) -> Any:
         tensors = self._transform(batch.acts)
-        acts = tensors if len(tensors) > 1 else tensors[self._rows.hooks[0].name]
+        acts = tensors if len(tensors) > 1 else next(iter(tensors.values()))
         self._n_given += len(batch.acts[self._rows.hooks[0].name])
         return acts if batch.rows is None else (acts, batch.rows)
 
@@ -401,9 +458,9 @@ class Loader:
         """Return the position of the iteration: what was handed out, not what was read ahead.
 
         The state is JSON and the same on every rank: it may be loaded on another world size. Keys:
-        ``epoch``, ``step`` and ``pass_start``, the position; ``version``, ``order``, ``digest``,
-        ``seed``, ``geometry``, ``shards``, ``weights_sha256`` and ``exclude``, which have to be
-        the same where it is loaded.
+        ``epoch``, ``step`` and ``pass_start``, the position; what has to be the same where it is
+        loaded: ``version``, ``order``, ``digest``, ``seed``, ``geometry``, ``shards``, and what
+        chooses and weights the rows.
         """
         place = {"epoch": self._epoch, "step": self._step, "pass_start": self._pass_start}
         return {**self._identity(), **place}
@@ -537,8 +594,9 @@ def _batch_spec(
         span = range(first, len(shards))
         parts.append(Part(span, counts, frequencies or None, n_entries, share, key))
     return BatchSpec(
-        rows.hooks, shards, rows.runs, parts, geometry, lanes, provenance, weights or None, pinned
-    )
+        rows.hooks, shards, rows.runs, parts, geometry, lanes, provenance, weights or None, pinned,
+        rows.partners,
+    )  # fmt: skip
 
 
 def _split_weights(

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from actds import canonical
 from actds.format import tables
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.filters import bad
+from actds.load.pairs import Partners, find_partners
 from actds.load.selection import Selection
 from actds.schema import Hook
 
-__all__ = ["Mixture", "Select", "Source", "make_mixture", "open_sources"]
+__all__ = [
+    "Mixture",
+    "Select",
+    "Source",
+    "batch_hooks",
+    "make_mixture",
+    "open_sources",
+    "with_partners",
+]
 
 Source = str | os.PathLike[str] | Dataset
 Select = Callable[[Dataset, str | None, str | None], Selection]
@@ -34,11 +46,15 @@ class Mixture:
         parts: the selections of each part: one, or several datasets one after the other.
         names: what each part is called: its key in the argument; empty for an only part.
         shares: the share of each part as integers; their sum is that of all.
+        others: datasets whose rows are paired with those of the parts, by name.
+        partners: per hook of these where the partners of the rows of all shards are.
     """
 
     parts: Sequence[Sequence[Selection]]
     names: Sequence[str]
     shares: Sequence[int]
+    others: Mapping[str, Dataset] = field(default_factory=dict)
+    partners: Sequence[Partners] = ()
 
     @property
     def selections(self) -> list[Selection]:
@@ -97,6 +113,7 @@ class Mixture:
             "exclude": first.filter.identity["exclude"] or None,
             "split": first.filter.identity["split"],
             "mix": dict(zip(self.names, self.shares, strict=False)) or None,
+            "paired": {label: other.digest for label, other in self.others.items()} or None,
             "frequency": None if first.frequency is None else first.frequency.text,
             "weights_sha256": files[0] if files else None,
             "weights": None if first.loss_weight is None else first.loss_weight.text,
@@ -172,6 +189,57 @@ def make_mixture(
         mixture = Mixture([[select(dataset, phase, where) for dataset in datasets]], [], [1])
     _check_hooks(mixture)
     return mixture
+
+
+def with_partners(mixture: Mixture, others: Mapping[str, Dataset]) -> Mixture:
+    """Return a mixture of the rows that have a partner in every other dataset.
+
+    Raises:
+        ActdsError: E014 several datasets to begin with, a name that cannot be one of a batch, a
+            hook that another dataset lacks, or no row with partners.
+    """
+    if len(mixture.datasets) > 1:
+        raise bad("paired", "partners for several datasets", "one dataset as source")
+    for label in others:
+        if not label or "/" in label:
+            raise bad("paired", repr(label)[:80], "a name without a slash")
+    dataset, shards = mixture.datasets[0], [s for one in mixture.selections for s in one.shards]
+    partners = [
+        find_partners(dataset, shards, label, other, hook.name)
+        for label, other in others.items()
+        for hook in mixture.hooks
+    ]
+    at, parts = 0, []
+    for part in mixture.parts:
+        selections = []
+        for one in part:
+            n = len(one.shards)
+            there = [
+                np.logical_and.reduce([pair.rows[i] >= 0 for pair in partners])
+                for i in range(at, at + n)
+            ]
+            selections.append(_restricted(one, there))
+            at += n
+        parts.append(selections)
+    if not all(one.n_kept for part in parts for one in part):
+        raise bad("paired", f"no row with a partner in {', '.join(others)}", "harvests of one text")
+    return replace(mixture, parts=parts, others=dict(others), partners=partners)
+
+
+def _restricted(selection: Selection, there: Sequence[npt.NDArray[np.bool_]]) -> Selection:
+    """Return a selection without the rows that are not there, ``(n_rows,)`` per shard."""
+    counts = [
+        mask.astype(np.uint8) if count is None else count * mask
+        for count, mask in zip(selection.counts, there, strict=True)
+    ]
+    n_kept = sum(int(np.count_nonzero(count)) for count in counts)
+    return replace(selection, counts=counts, n_kept=n_kept)
+
+
+def batch_hooks(mixture: Mixture) -> dict[str, Hook]:
+    """Return the hooks of a batch by what it calls them."""
+    own = {hook.name: hook for hook in mixture.hooks}
+    return own | {pair.name: pair.hook for pair in mixture.partners}
 
 
 def _part(name: str, phase: str | None, where: str | None) -> tuple[str | None, str | None]:

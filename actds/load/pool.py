@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,6 +27,7 @@ from actds.load.order import (
     frequency_counts,
     visit_counts,
 )
+from actds.load.pairs import Partners
 from actds.load.selection import PROVENANCE_COLUMNS, WEIGHT
 from actds.schema import Hook
 
@@ -44,8 +46,19 @@ TOKEN_COLUMNS = ("request", "position", "token_id", "step")
 """Columns that are read from the token table; run and phase are the shard's."""
 PART = "part"
 """The column that numbers the parts of a mixture."""
+_KINDS: dict[str, npt.DTypeLike] = {
+    "run": np.uint16,
+    "request": np.uint32,
+    "position": np.uint32,
+    "token_id": np.uint32,
+    "phase": np.uint8,
+    "step": np.uint64,
+    PART: np.int64,
+    WEIGHT: np.float32,
+}
 _MAX_TOKEN_ROWS = 1 << 23
 _N_AHEAD = 2  # batches that wait for the trainer
+_N_KEPT = _N_AHEAD + 4  # batches whose memory is kept for further ones
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,7 @@ class BatchSpec:
         provenance: whether the token columns are read too.
         weights: row weights per shard, float32 ``(n_rows,)`` each; None without.
         pinned: make batches in pinned memory, from which a GPU reads by itself.
+        paired: hooks of other datasets, with the partner of each row of the shards.
     """
 
     hooks: Sequence[Hook]
@@ -94,22 +108,13 @@ class BatchSpec:
     provenance: bool
     weights: Sequence[npt.NDArray[np.float32]] | None = None
     pinned: bool = False
+    paired: Sequence[Partners] = ()
 
-    def batch_memory(self, n_rows: int) -> dict[str, Bits]:
-        """Return fresh memory for a batch, ``(n_rows, d_model)`` per hook."""
-        shapes = {hook.name: ((n_rows, hook.d_model), DTYPES[hook.dtype]) for hook in self.hooks}
-        if not self.pinned:
-            return {name: np.empty(shape, kind.bits) for name, (shape, kind) in shapes.items()}
-        import torch
-
-        # torch keeps pinned memory until the copies that read it have ended.
-        signed = {2: torch.int16, 4: torch.int32}
-        return {
-            name: torch.empty(shape, dtype=signed[kind.itemsize], pin_memory=True)
-            .numpy()
-            .view(kind.bits)
-            for name, (shape, kind) in shapes.items()
-        }
+    @property
+    def widths(self) -> dict[str, Hook]:
+        """Return the hooks of a batch by what it calls them."""
+        own = {hook.name: hook for hook in self.hooks}
+        return own | {pair.name: pair.hook for pair in self.paired}
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -130,6 +135,47 @@ class BatchSpec:
             orders.append(EpochOrder(pieces, self.geometry, part.key, epoch))
             counts.append(part_counts)
         return EpochRows(Epoch(orders, [p.share for p in self.parts], self.geometry), counts)
+
+
+class _BatchMemory:
+    """Memory for batches; what nobody refers to any more is used again.
+
+    A trainer may keep a batch, or a view of it, for as long as it likes: only with the last
+    reference does the memory come back. Fresh memory costs a page fault per 4 KiB, which on some
+    machines is more than reading and decoding together.
+
+    Args:
+        hooks: the hooks of a batch by name.
+        max_rows: rows of a batch at most.
+        pinned: take pinned memory.
+    """
+
+    def __init__(self, hooks: Mapping[str, Hook], max_rows: int, pinned: bool) -> None:
+        self._hooks, self._max_rows, self._pinned = hooks, max_rows, pinned
+        self._free: dict[str, deque[Any]] = {name: deque(maxlen=_N_KEPT) for name in hooks}
+
+    def take(self, n_rows: int) -> dict[str, Bits]:
+        """Return memory for ``(n_rows, d_model)`` bit patterns per hook."""
+        return {name: self._one(name, hook, n_rows) for name, hook in self._hooks.items()}
+
+    def _one(self, name: str, hook: Hook, n_rows: int) -> Bits:
+        free = self._free[name]
+        try:
+            memory = free.popleft()
+        except IndexError:
+            memory = self._fresh(hook)
+        # Every view of this array refers to it, since it is itself a view of what is no array.
+        whole = np.frombuffer(memory.data, DTYPES[hook.dtype].bits)
+        weakref.finalize(whole, free.append, memory).atexit = False
+        return whole[: n_rows * hook.d_model].reshape(n_rows, hook.d_model)
+
+    def _fresh(self, hook: Hook) -> npt.NDArray[np.uint8]:
+        nbytes = self._max_rows * hook.d_model * DTYPES[hook.dtype].itemsize
+        if not self._pinned:
+            return np.empty(nbytes, np.uint8)
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 @dataclass(frozen=True)
@@ -206,17 +252,22 @@ def _token_columns(shard: Shard, runs: tuple[str, ...]) -> Columns:
 
 @dataclass
 class _Loaded:
-    """A window whose rows are in memory, or on their way.
+    """A window in serving order, whose rows are in memory or on their way.
 
-    ``index`` is the buffer row of each entry in serving order; ``at`` the next entry to serve.
+    Args:
+        epoch: its epoch.
+        n_entries: entries that it has.
+        acts: bit patterns ``(n_entries or more, d_model)`` per hook.
+        columns: provenance and weights, each ``(n_entries,)``.
+        at: the next entry to serve.
     """
 
     epoch: int
-    index: npt.NDArray[np.int64]
+    n_entries: int
     acts: dict[str, Bits]
-    rows: list[Columns]
+    columns: Columns
+    at: int
     reads: list[Future[None]] = field(default_factory=list)
-    at: int = 0
 
     def wait(self) -> None:
         """Wait until every row is there.
@@ -228,13 +279,6 @@ class _Loaded:
             read.result()
         self.reads.clear()
 
-    def column(self, name: str) -> npt.NDArray[Any]:
-        """Return a column of the whole window; its pieces are joined once."""
-        if len(self.rows) > 1:
-            parts = self.rows
-            self.rows = [{key: np.concatenate([p[key] for p in parts]) for key in parts[0]}]
-        return self.rows[0][name]
-
 
 class _Windows:
     """Starts the reads of windows, into buffers that are used again when a window is served."""
@@ -242,24 +286,28 @@ class _Windows:
     def __init__(self, spec: BatchSpec, n_threads: int) -> None:
         self._spec = spec
         self._arrays = OpenArrays(spec.shards)
+        self._partners = [OpenArrays(pair.shards) for pair in spec.paired]
         self._tokens = _Tokens(spec)
         # Where every read waits for a network, threads in flight count, not cores.
         n_readers = max([n_threads, *(shard.store.n_readers for shard in spec.shards[:1])])
         self._threads = ThreadPoolExecutor(n_readers, thread_name_prefix="actds-read")
         self._free: list[dict[str, Bits]] = []
+        self._kinds = {name: _KINDS[name] for name in spec.columns}
 
     def close(self) -> None:
         """End the threads, and close the files that they read."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._arrays.close()
+        for arrays in (self._arrays, *self._partners):
+            arrays.close()
 
-    def _buffers(self) -> dict[str, Bits]:
-        if self._free:
+    def _buffers(self, n_entries: int) -> dict[str, Bits]:
+        """Return memory for a window; a row that comes often may make one longer than others."""
+        if self._free and len(next(iter(self._free[-1].values()))) >= n_entries:
             return self._free.pop()
-        n_rows = self._spec.geometry.max_window_rows
+        n_rows = max(n_entries, self._spec.geometry.max_window_rows)
         return {
-            hook.name: np.empty((n_rows, hook.d_model), DTYPES[hook.dtype].bits)
-            for hook in self._spec.hooks
+            name: np.empty((n_rows, hook.d_model), DTYPES[hook.dtype].bits)
+            for name, hook in self._spec.widths.items()
         }
 
     def release(self, window: _Loaded) -> None:
@@ -268,46 +316,53 @@ class _Windows:
 
     def load(self, rows: EpochRows, part: int, window: Window, epoch: int, skip: int) -> _Loaded:
         """Return a window whose reads are started, to be served from entry ``skip``."""
-        pieces, buffers = rows.order.orders[part].pieces, self._buffers()
-        entries: list[npt.NDArray[np.int64]] = []
-        reads: list[_Read] = []
+        pieces = rows.order.orders[part].pieces
+        # Where each entry is served: the inverse of the order.
+        places = np.empty_like(window.order)
+        places[window.order] = np.arange(window.order.size)
+        buffers = self._buffers(places.size)
+        columns = {name: np.empty(places.size, kind) for name, kind in self._kinds.items()}
+        loaded = _Loaded(epoch, places.size, buffers, columns, skip)
         used = 0
         for piece, start, stop in zip(
             window.pieces.tolist(), window.start.tolist(), window.stop.tolist(), strict=True
         ):
-            places = rows.rows(part, piece)[start:stop]
-            # A row that comes several times is held once; one that never comes is not held.
-            new = np.diff(places, prepend=-1) > 0
-            entries.append(np.cumsum(new) - 1 + used)
+            entries = rows.rows(part, piece)[start:stop] + int(pieces.start[piece])
+            where = places[used : used + entries.size]
             shard = self._spec.parts[part].shards[int(pieces.shard[piece])]
-            reads.append(_Read(shard, places[new] + int(pieces.start[piece]), used))
-            used += int(new.sum())
-        loaded = _Loaded(epoch, np.concatenate(entries)[window.order], buffers, [], at=skip)
-        loaded.rows = [{} for _ in reads]
-        for number, read in enumerate(reads):
-            loaded.reads.append(self._threads.submit(self._read, loaded, number, part, read))
+            loaded.reads.append(
+                self._threads.submit(self._read, loaded, part, shard, entries, where)
+            )
+            used += entries.size
         return loaded
 
-    def _read(self, window: _Loaded, number: int, part: int, read: _Read) -> None:
-        rows = read.rows
+    def _read(
+        self,
+        window: _Loaded,
+        part: int,
+        shard: int,
+        rows: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> None:
         for hook in self._spec.hooks:
-            out = window.acts[hook.name][read.at : read.at + len(rows)]
-            self._arrays.get(read.shard, hook).take(rows, out)
-        if self._spec.provenance:
-            tokens = self._tokens.get(read.shard)
-            window.rows[number] = {name: column[rows] for name, column in tokens.items()}
-            window.rows[number][PART] = np.full(len(rows), part)
-        if self._spec.weights is not None:
-            window.rows[number][WEIGHT] = self._spec.weights[read.shard][rows]
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What one thread reads: rows of a shard, ascending, and where in the window they go."""
-
-    shard: int
-    rows: npt.NDArray[np.int64]
-    at: int
+            self._arrays.get(shard, hook).scatter(rows, window.acts[hook.name], places)
+        for pair, arrays in zip(self._spec.paired, self._partners, strict=True):
+            partner = pair.rows[shard][rows]
+            order = np.argsort(partner, kind="stable")
+            bounds = np.searchsorted(partner[order], pair.starts)
+            for number in np.flatnonzero(np.diff(bounds)).tolist():
+                chosen = order[bounds[number] : bounds[number + 1]]
+                arrays.get(number, pair.hook).scatter(
+                    partner[chosen] - pair.starts[number], window.acts[pair.name], places[chosen]
+                )
+        tokens = self._tokens.get(shard) if self._spec.provenance else {}
+        for name, column in window.columns.items():
+            if name == PART:
+                column[places] = part
+            elif name == WEIGHT and self._spec.weights is not None:
+                column[places] = self._spec.weights[shard][rows]
+            else:
+                column[places] = tokens[name][rows]
 
 
 class _Lane:
@@ -350,17 +405,14 @@ class _Lane:
         while done < n:
             window = self._loaded[0]
             window.wait()
-            index = window.index[window.at : window.at + n - done]
+            start, stop = window.at, min(window.at + n - done, window.n_entries)
             for hook, out in acts.items():
-                # mode "raise" would copy through a buffer; the indices are our own.
-                np.take(
-                    window.acts[hook], index, axis=0, out=out[done : done + index.size], mode="clip"
-                )
+                out[done : done + stop - start] = window.acts[hook][start:stop]
             for name, part in (parts or {}).items():
-                part.append(window.column(name)[index])
-            window.at += index.size
-            done += index.size
-            if window.at == window.index.size:
+                part.append(window.columns[name][start:stop])
+            done += stop - start
+            window.at = stop
+            if stop == window.n_entries:
                 self._drop_window()
 
     def end_epoch(self, epoch: int) -> None:
@@ -401,6 +453,9 @@ class Pipeline:
         self._first = (epoch, step)
         self._epochs: dict[int, EpochRows] = {}
         self.windows = _Windows(spec, n_threads)
+        self._memory = _BatchMemory(
+            spec.widths, len(spec.lanes) * spec.geometry.lane_batch, spec.pinned
+        )
         self._ready: deque[Batch | BaseException | None] = deque()
         self._change = threading.Condition()
         self._closed = False
@@ -484,9 +539,9 @@ class Pipeline:
             epoch, step = epoch + 1, 0
 
     def _batch(self, takes: list[tuple[_Lane, int]], after: tuple[int, int]) -> Batch:
-        """Gather a batch in fresh memory: trainers keep batches and write into them."""
+        """Gather a batch in memory of its own: trainers keep batches and write into them."""
         n_rows = sum(n for _, n in takes)
-        acts = self._spec.batch_memory(n_rows)
+        acts = self._memory.take(n_rows)
         parts: dict[str, list[npt.NDArray[Any]]] | None = None
         if self._spec.columns:
             parts = {name: [] for name in self._spec.columns}
@@ -499,8 +554,7 @@ class Pipeline:
     def _columns(self, parts: dict[str, list[npt.NDArray[Any]]]) -> Columns:
         # The rank of a short last batch may have no row at all.
         columns = {
-            name: np.concatenate(part or [np.empty(0, np.float32 if name == WEIGHT else np.int64)])
-            for name, part in parts.items()
+            name: np.concatenate([np.empty(0, _KINDS[name]), *part]) for name, part in parts.items()
         }
         if self._spec.provenance:
             columns["run"] = np.array(self._spec.runs)[columns["run"]]

@@ -6,6 +6,7 @@ the same to the bit whether the pass was interrupted, and whichever machine did 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import warnings
@@ -172,7 +173,8 @@ def stats_of_rows(
     if folder is not None:
         _keep(folder / "stats.npz", {f.name: getattr(stats, f.name) for f in fields(stats)})
         for shard in shards:
-            (folder / f"{shard.name}.npz").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (folder / f"{shard.name}.npz").unlink()
     return stats
 
 

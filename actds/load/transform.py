@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -10,9 +11,8 @@ import numpy.typing as npt
 
 from actds import canonical
 from actds.format.arrays import to_torch
-from actds.load.dataset import Dataset
 from actds.load.filters import bad
-from actds.load.stats import Stats, merge_stats
+from actds.load.stats import Stats
 from actds.schema import Hook
 
 if TYPE_CHECKING:
@@ -34,9 +34,8 @@ class Transform:
     deviation. Both are computed in float32.
 
     Args:
-        datasets: the datasets, whose statistics are used: of all their rows, also of those that a
-            filter leaves out.
-        hooks: the hooks.
+        hooks: the hooks of a batch by name.
+        stats_of: returns the statistics of a hook by name.
         normalize: ``norm`` or ``channel``; ``Stats`` by hook, for ``channel`` with these; or None.
         dtype: type of the tensors; None for the stored one, or float32 where they are normalized.
         device: where the tensors go; None leaves them in host memory.
@@ -51,8 +50,8 @@ class Transform:
 
     def __init__(
         self,
-        datasets: Sequence[Dataset],
-        hooks: Sequence[Hook],
+        hooks: Mapping[str, Hook],
+        stats_of: Callable[[str], Stats],
         normalize: Normalize | None,
         dtype: str | None,
         device: str | torch.device | None,
@@ -64,8 +63,9 @@ class Transform:
             self.dtype = "float32"
         self._device = None if device is None else _checked_device(device)
         self.pinned = self._device is not None and self._device.type == "cuda"
-        self._affine = _affine(datasets, hooks, normalize)
+        self._affine = _affine(hooks, stats_of, normalize)
         self._on_device: dict[str, tuple[Any, Any]] = {}
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
 
     @property
     def identity(self) -> str | None:
@@ -83,16 +83,29 @@ class Transform:
         import torch
 
         tensors: dict[str, torch.Tensor] = {}
-        for hook in self._hooks:
-            rows = to_torch(acts[hook.name], hook.dtype)
+        for name, hook in self._hooks.items():
+            rows = to_torch(acts[name], hook.dtype)
             if self._device is not None:
-                rows = rows.to(self._device, non_blocking=self.pinned)
-            if hook.name in self._affine:
-                shift, scale = self._constants(hook.name)
+                rows = self._sent(rows)
+            if name in self._affine:
+                shift, scale = self._constants(name)
                 rows = rows.to(torch.float32, copy=True)
                 rows = (rows if shift is None else rows.sub_(shift)).mul_(scale)
-            tensors[hook.name] = rows if self.dtype is None else rows.to(getattr(torch, self.dtype))
+            tensors[name] = rows if self.dtype is None else rows.to(getattr(torch, self.dtype))
         return tensors
+
+    def _sent(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device, which is under way; host memory is held until it is made."""
+        import torch
+
+        sent = rows.to(self._device, non_blocking=self.pinned)
+        if self.pinned:
+            copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._under_way.append((copied, rows))
+            while self._under_way[0][0].query() and len(self._under_way) > 1:
+                self._under_way.popleft()
+        return sent
 
     def _constants(self, hook: str) -> tuple[Any, Any]:
         """Return what to subtract and to multiply with, float32 on the device."""
@@ -109,7 +122,7 @@ class Transform:
 
 
 def _affine(
-    datasets: Sequence[Dataset], hooks: Sequence[Hook], normalize: Normalize | None
+    hooks: Mapping[str, Hook], stats_of: Callable[[str], Stats], normalize: Normalize | None
 ) -> dict[str, tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64]]]:
     """Return per hook what to subtract from each channel, and what to multiply it with."""
     if normalize is None:
@@ -119,28 +132,26 @@ def _affine(
     if not isinstance(normalize, str | Mapping):
         raise bad("normalize", repr(normalize)[:80], _HOW)
     found: dict[str, tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64]]] = {}
-    for hook in hooks:
+    for name, hook in hooks.items():
         if isinstance(normalize, Mapping):
-            stats = normalize.get(hook.name)
+            stats = normalize.get(name)
             if not isinstance(stats, Stats) or stats.mean.shape != (hook.d_model,):
-                raise bad("normalize", f"no Stats of {hook.d_model} channels for {hook.name}", _HOW)
+                raise bad("normalize", f"no Stats of {hook.d_model} channels for {name}", _HOW)
         else:
-            stats = merge_stats([dataset.stats(hook.name) for dataset in datasets])
+            stats = stats_of(name)
         if normalize == "norm":
             scale = np.array(np.sqrt(hook.d_model) / stats.mean_norm)
-            found[hook.name] = (None, _finite("mean norm", hook, scale))
+            found[name] = (None, _finite("mean norm", name, scale))
         else:
             # A channel that never changes has nothing to be divided by.
             std = np.where(stats.std > 0, stats.std, 1.0)
-            found[hook.name] = (stats.mean, _finite("variance", hook, 1.0 / std))
+            found[name] = (stats.mean, _finite("variance", name, 1.0 / std))
     return found
 
 
-def _finite(what: str, hook: Hook, scale: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _finite(what: str, hook: str, scale: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     if not np.isfinite(scale).all():
-        raise bad(
-            "normalize", f"a {what} of {hook.name} that is no number", "rows of finite values"
-        )
+        raise bad("normalize", f"a {what} of {hook} that is no number", "rows of finite values")
     return scale
 
 

@@ -15,88 +15,34 @@ from pydantic import ValidationError
 from actds import canonical
 from actds.errors import ActdsError
 from actds.schema import v0_1
-from actds.schema.v0_1 import (
-    BODIES,
-    FORMAT_VERSION,
-    HOOK_KINDS,
-    REQUIRED_PROVENANCE,
-    Body,
-    ChainKind,
-    CloseBody,
-    CloseReason,
-    Count,
-    DatasetId,
-    Digest,
-    Document,
-    DType,
-    FenceBody,
-    FileEntry,
-    Genesis,
-    Head,
-    Hook,
-    LedgerRecord,
-    OpenBody,
-    Origin,
-    PartBody,
-    PartTable,
-    Phase,
-    ProvenanceField,
-    RelativePath,
-    ReplaceBody,
-    RunBody,
-    RunRecord,
-    Scalar,
-    Seal,
-    Segment,
-    ShardBody,
-    ShardManifest,
-    Text,
-)
-
-__all__ = [
-    "BODIES",
-    "DOCUMENTS",
-    "FORMAT_VERSION",
-    "HOOK_KINDS",
-    "REQUIRED_PROVENANCE",
-    "VERSIONS",
-    "Body",
-    "ChainKind",
-    "CloseBody",
-    "CloseReason",
-    "Count",
-    "DType",
-    "DatasetId",
-    "Digest",
-    "Document",
-    "FenceBody",
-    "FileEntry",
-    "FormatVersion",
-    "Genesis",
-    "Head",
-    "Hook",
-    "LedgerRecord",
-    "OpenBody",
-    "Origin",
-    "PartBody",
-    "PartTable",
-    "Phase",
-    "ProvenanceField",
-    "RelativePath",
-    "ReplaceBody",
-    "RunBody",
-    "RunRecord",
-    "Scalar",
-    "Seal",
-    "Segment",
-    "ShardBody",
-    "ShardManifest",
-    "Text",
-    "json_schema",
-    "parse",
-    "register",
-    "to_bytes",
-]
+from actds.schema.v0_1 import BODIES, Document
+from actds.schema.v0_1 import FORMAT_VERSION as FORMAT_VERSION
+from actds.schema.v0_1 import HOOK_KINDS as HOOK_KINDS
+from actds.schema.v0_1 import REQUIRED_PROVENANCE as REQUIRED_PROVENANCE
+from actds.schema.v0_1 import Body as Body
+from actds.schema.v0_1 import ChainKind as ChainKind
+from actds.schema.v0_1 import CloseBody as CloseBody
+from actds.schema.v0_1 import CloseReason as CloseReason
+from actds.schema.v0_1 import DType as DType
+from actds.schema.v0_1 import FenceBody as FenceBody
+from actds.schema.v0_1 import FileEntry as FileEntry
+from actds.schema.v0_1 import Genesis as Genesis
+from actds.schema.v0_1 import Head as Head
+from actds.schema.v0_1 import Hook as Hook
+from actds.schema.v0_1 import LedgerRecord as LedgerRecord
+from actds.schema.v0_1 import OpenBody as OpenBody
+from actds.schema.v0_1 import Origin as Origin
+from actds.schema.v0_1 import PartBody as PartBody
+from actds.schema.v0_1 import PartTable as PartTable
+from actds.schema.v0_1 import Phase as Phase
+from actds.schema.v0_1 import ProvenanceField as ProvenanceField
+from actds.schema.v0_1 import RecordType as RecordType
+from actds.schema.v0_1 import ReplaceBody as ReplaceBody
+from actds.schema.v0_1 import RunBody as RunBody
+from actds.schema.v0_1 import RunRecord as RunRecord
+from actds.schema.v0_1 import Seal as Seal
+from actds.schema.v0_1 import ShardBody as ShardBody
+from actds.schema.v0_1 import ShardManifest as ShardManifest
 
 Model = TypeVar("Model", bound=Document)
 

@@ -316,8 +316,9 @@ class FenceBody(Document):
     reason: Text
 
 
+RecordType = Literal["open", "run", "shard", "part", "replace", "close", "fence"]
 Body = OpenBody | RunBody | ShardBody | PartBody | ReplaceBody | CloseBody | FenceBody
-BODIES: dict[str, type[Document]] = {
+BODIES: dict[RecordType, type[Document]] = {
     "open": OpenBody,
     "run": RunBody,
     "shard": ShardBody,
@@ -340,7 +341,7 @@ class LedgerRecord(Document):
     chain: Segment
     seq: Count
     prev: Digest = Field(description="SHA-256 of the record before; 64 zeros for the first")
-    type: Literal["open", "run", "shard", "part", "replace", "close", "fence"]
+    type: RecordType
     body: dict[str, object]
 
     @model_validator(mode="after")

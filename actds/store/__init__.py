@@ -50,7 +50,10 @@ class Put:
 
 
 class StoredFile(Protocol):
-    """A file that is open for reading ranges; threads may share it."""
+    """A file that is open for reading ranges; threads may share it. Stores derive theirs."""
+
+    read_nbytes: int = 1 << 24
+    """How much is best asked for at a time."""
 
     @property
     def nbytes(self) -> int:
@@ -71,13 +74,15 @@ class StoredFile(Protocol):
         """Close the file; closing twice is fine."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Store(Protocol):
-    """The files of a dataset: create-only puts, reads, and listings.
+    """The files of a dataset: create-only puts, reads, and listings. Stores derive from it.
 
     A path is one inside the dataset. Every method that takes one raises ``ActdsError`` E107 for a
     bad path, a link or what is no regular file; writing raises E503 when the store refuses, and
@@ -94,8 +99,8 @@ class Store(Protocol):
 
     @property
     def n_readers(self) -> int:
-        """Return how many reads at a time are needed to keep the store busy."""
-        ...
+        """Return how many reads at a time keep the store busy; a disk needs one per core."""
+        return 1
 
     def check_create_only(self) -> None:
         """Make sure that no put overwrites; writers call it first."""
@@ -127,11 +132,7 @@ class Store(Protocol):
 
     def read_ahead(self, paths: Iterable[str], limit: int) -> None:
         """Begin to read documents that are asked for next, with this limit, where that helps."""
-        ...
-
-    def read_range(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes of a file from ``offset`` on; E104 when it is shorter."""
-        ...
+        return
 
     def open_file(self, path: str) -> StoredFile:
         """Return a file that is open for many ranged reads."""
@@ -147,7 +148,7 @@ class Store(Protocol):
 
     def learn_sizes(self, prefix: str) -> None:
         """Learn the sizes of all files below a folder at once, where asking for each is slow."""
-        ...
+        return
 
     def list(self, prefix: str = "") -> list[str]:
         """Return the paths of all files below a folder, sorted."""
@@ -194,11 +195,11 @@ def file_sha256(store: Store, path: str) -> str:
     return digest.hexdigest()
 
 
-def open_store(uri: str | Path) -> Store:
+def open_store(uri: str | Path | Store) -> Store:
     """Return the store of a dataset's location; nothing is asked of it yet.
 
     Args:
-        uri: a local path, a ``file://`` URI, or ``s3://BUCKET/PREFIX``. An object store is
+        uri: a store, a local path, a ``file://`` URI, or ``s3://BUCKET/PREFIX``. An object store is
             configured by the usual environment: ``AWS_ACCESS_KEY_ID``,
             ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_REGION`` and, for servers
             other than Amazon's, ``AWS_ENDPOINT_URL``.
@@ -207,6 +208,8 @@ def open_store(uri: str | Path) -> Store:
         ActdsError: E009 for another scheme or a malformed URI; E011 when the location needs the
             package ``obstore`` and it is not installed.
     """
+    if not isinstance(uri, str | Path):
+        return uri
     folder = local_folder(uri)
     if folder is not None:
         from actds.store.local import LocalStore

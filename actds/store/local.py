@@ -9,19 +9,18 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
 
 from actds.errors import ActdsError, BusyError
-from actds.store import TEMPORARY, Buffer, Put, check_path
+from actds.store import TEMPORARY, Buffer, Put, Store, StoredFile, check_path
 
 __all__ = ["LocalFile", "LocalStore", "lock_dataset"]
 
 _BUFFERS_PER_WRITE = 512  # below IOV_MAX (1024), the most that one writev takes
 
 
-class LocalFile:
+class LocalFile(StoredFile):
     """A local file that is open for reading ranges, into one buffer per thread.
 
     Args:
@@ -32,6 +31,9 @@ class LocalFile:
         ActdsError: E104 when it cannot be opened.
     """
 
+    # What was read is still in the processor's cache when it is checked and decoded.
+    read_nbytes = 1 << 20
+
     def __init__(self, path: str | Path, place: str) -> None:
         self._fd = -1
         self._local = threading.local()
@@ -40,8 +42,7 @@ class LocalFile:
         except FileNotFoundError:
             raise ActdsError("E104", place, got="no such file", expected="a file") from None
         except OSError as error:
-            got = error.strerror or str(error)
-            raise ActdsError("E104", place, got=got, expected="a readable file") from error
+            raise _unreadable(place, error) from error
 
     @property
     def nbytes(self) -> int:
@@ -68,17 +69,11 @@ class LocalFile:
         if fd >= 0:
             os.close(fd)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __del__(self) -> None:
         self.close()
 
 
-class LocalStore:
+class LocalStore(Store):
     """A dataset in a local folder.
 
     Args:
@@ -95,11 +90,6 @@ class LocalStore:
     def uri(self) -> str:
         """Return the folder's path."""
         return str(self.root)
-
-    @property
-    def n_readers(self) -> int:
-        """Return 1: a thread per core keeps a disk busy."""
-        return 1
 
     def check_create_only(self) -> None:
         """Do nothing: link(2) refuses a taken name on every POSIX file system."""
@@ -120,18 +110,29 @@ class LocalStore:
 
         Spec: 0.1 section 8.1.
         """
-        target = self._checked(path)
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         digest = hashlib.sha256()
         for view in views:
             digest.update(view)
+        # A link refuses an existing name, on every POSIX file system; a rename does not.
+        self._write(path, views, os.link)
+        return Put(sum(view.nbytes for view in views), digest.hexdigest())
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a file that nothing pins, over an older one, atomically."""
+        self._write(path, [memoryview(data)], os.replace)
+
+    def _write(
+        self, path: str, views: list[memoryview], name: Callable[[Path, Path], None]
+    ) -> None:
+        """Write a temporary file durably, then let ``name`` give it its path."""
+        target = self._checked(path)
         temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
         try:
             self._make_folder(target.parent)
             try:
                 _write_durably(temporary, views)
-                # A link refuses an existing name, on every POSIX file system; a rename does not.
-                os.link(temporary, target)
+                name(temporary, target)
             finally:
                 # The bytes are safe under their own name, or the put failed: a temporary file
                 # that cannot be removed costs space, not truth.
@@ -140,23 +141,6 @@ class LocalStore:
             _sync_folder(target.parent)
         except FileExistsError:
             raise ActdsError("E309", path, got="a file of this name", expected="none yet") from None
-        except OSError as error:
-            raise _storage_error(path, error) from error
-        return Put(sum(view.nbytes for view in views), digest.hexdigest())
-
-    def replace(self, path: str, data: bytes) -> None:
-        """Write a file that nothing pins, over an older one, atomically."""
-        target = self._checked(path)
-        temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
-        try:
-            self._make_folder(target.parent)
-            try:
-                _write_durably(temporary, [memoryview(data)])
-                temporary.replace(target)
-            finally:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-            _sync_folder(target.parent)
         except OSError as error:
             raise _storage_error(path, error) from error
 
@@ -189,21 +173,7 @@ class LocalStore:
         try:
             return (self.root / path).read_bytes()
         except OSError as error:
-            raise ActdsError(
-                "E104", path, got=error.strerror or str(error), expected="a readable file"
-            ) from error
-
-    def read_ahead(self, paths: Iterable[str], limit: int) -> None:
-        """Do nothing: a disk answers as fast as it is asked."""
-
-    def read_range(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes of a file from ``offset`` on."""
-        with self.open_file(path) as file:
-            try:
-                return bytes(file.read(offset, nbytes))
-            except (OSError, EOFError) as error:
-                got = getattr(error, "strerror", None) or str(error)
-                raise ActdsError("E104", path, got=got, expected="a readable file") from error
+            raise _unreadable(path, error) from error
 
     def open_file(self, path: str) -> LocalFile:
         """Return a file that is open for many ranged reads."""
@@ -219,9 +189,6 @@ class LocalStore:
         if found is None:
             raise ActdsError("E104", path, got="no such file", expected="a file")
         return found.st_size
-
-    def learn_sizes(self, prefix: str) -> None:
-        """Do nothing: a disk is asked for each size as it is needed."""
 
     def list(self, prefix: str = "") -> list[str]:
         """Return the paths of all files below a folder, sorted; of no folder, none.
@@ -285,9 +252,7 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise ActdsError(
-                "E104", path, got=error.strerror or str(error), expected="a readable file"
-            ) from error
+            raise _unreadable(path, error) from error
         if not stat.S_ISREG(found.st_mode):
             raise _not_regular(path, "a link" if stat.S_ISLNK(found.st_mode) else "no regular file")
         return found
@@ -346,6 +311,10 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _unreadable(path: str, error: OSError) -> ActdsError:
+    return ActdsError("E104", path, got=error.strerror or str(error), expected="a readable file")
 
 
 def _not_regular(path: str, got: str) -> ActdsError:

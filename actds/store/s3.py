@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from actds.errors import ActdsError
-from actds.store import TEMPORARY, Buffer, Put, check_path
+from actds.store import TEMPORARY, Buffer, Put, Store, StoredFile, check_path
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
@@ -58,7 +58,7 @@ Answer = TypeVar("Answer")
 _Listing = list[tuple[str, int]]  # a name: inside the class, list is a method
 
 
-class S3Store:
+class S3Store(Store):
     """A dataset under a prefix of a bucket.
 
     Endpoint, region and credentials come from the environment (``AWS_ENDPOINT_URL``,
@@ -228,24 +228,10 @@ class S3Store:
 
         return self._ask(path, get)
 
-    def read_range(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes of an object from ``offset`` on."""
-        try:
-            return bytes(self.view(path, offset, nbytes))
-        except EOFError as error:
-            raise ActdsError("E104", path, got=str(error), expected="a longer object") from error
-
     def view(self, path: str, offset: int, nbytes: int) -> memoryview:
-        """Return a range as ``read_range`` does, without a copy.
-
-        Raises:
-            EOFError: the object ends before the range does.
-            ActdsError: E104 missing or unreadable; E107 a bad path.
-        """
-        check_path(path)
-        return self._view(path, offset, nbytes) if nbytes else memoryview(b"")
-
-    def _view(self, path: str, offset: int, nbytes: int) -> memoryview:
+        """Return a range of an object, as it came from the network; errors as ``S3File.read``."""
+        if not nbytes:
+            return memoryview(b"")
         client = self._client(nbytes)
 
         def get() -> memoryview:
@@ -338,7 +324,7 @@ class S3Store:
         """Return whether an object of the same size has exactly these bytes."""
         step = MIN_NBYTES_PER_S
         return all(
-            self._view(path, at, len(data[at : at + step])) == data[at : at + step]
+            self.view(path, at, len(data[at : at + step])) == data[at : at + step]
             for at in range(0, len(data), step)
         )
 
@@ -431,7 +417,7 @@ class S3Store:
         raise AssertionError("the last wait is None")
 
 
-class S3File:
+class S3File(StoredFile):
     """An object that is read in ranges; threads may share it.
 
     Args:
@@ -452,22 +438,11 @@ class S3File:
         return self._nbytes
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return a range, as it came from the network.
-
-        Raises:
-            EOFError: the object ends before the range does.
-            ActdsError: E104 when the object is missing or the store does not answer.
-        """
+        """Return a range, as it came from the network."""
         return self._store.view(self._path, offset, nbytes)
 
     def close(self) -> None:
         """Do nothing: no connection belongs to a file."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class ConflictError(ValueError):

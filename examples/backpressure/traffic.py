@@ -48,7 +48,8 @@ class Traffic:
         """Write prompts and schedule; return their paths."""
         rng = np.random.default_rng(self.seed)
         text = library_text()
-        prompts, schedule = [], []
+        prompts: list[dict[str, Any]] = []
+        schedule: list[dict[str, Any]] = []
         for burst in range(self.n_bursts):
             pause = float(rng.exponential(self.pause_s)) if burst else 0.0
             after = 0.0
@@ -113,7 +114,7 @@ def harvest(schedule: Path, arguments: list[str]) -> int:
         def _row(self) -> int:
             return self.queue[-1].prompt.row
 
-    command.Feed = Bursts  # type: ignore[misc]
+    command.Feed = Bursts
     sys.argv = ["actds", "write", *arguments]
     return main() or 0
 

@@ -27,6 +27,7 @@ from vector_tools import (
 )
 
 from actds.format import arrays
+from actds.store.local import LocalFile
 
 __all__ = ["FAULTS"]
 
@@ -616,8 +617,8 @@ def _(v: Vector) -> None:
 
 
 def _edit_bits(v: Vector, edit: Any) -> None:
-    reader = arrays.ArrayReader((v.path / METADATA).read_bytes(), v.path / ARRAY)
-    with reader:
+    metadata, file = (v.path / METADATA).read_bytes(), LocalFile(v.path / ARRAY, ARRAY)
+    with arrays.ArrayReader(metadata, file, ARRAY) as reader:
         bits = reader.read_all()
     edit(bits)
     encoded = arrays.encode_array(np.ascontiguousarray(bits), "bfloat16")

@@ -1,4 +1,4 @@
-"""Results of audits, as they could be: one for every verdict, a hostile one, an enormous one.
+"""Results of audits, as they could be: one for each verdict, hostile, enormous and wide ones.
 
 No dataset stands behind them; the report's tests draw them.
 """
@@ -566,3 +566,69 @@ def _grown(value: Any, n: int) -> Any:
     if isinstance(value, list) and value:
         return [value[k % len(value)] for k in range(n)]
     return value
+
+
+HOOK = "layers.29.residual_post"
+LABELS = (f"norm at {HOOK}", *(f"projection {k} at {HOOK}" for k in range(8)))
+FLOOR_NOTE = (
+    "floor: 95th percentile of 20 splits of each side's requests in halves; each prefix counts "
+    "once, 904 repeats of one left out"
+)
+SHARES = (0.0, 3e-7, 0.0009213, 0.0123456, 0.99951, 0.9999999, 1.0)
+
+
+def wide(**changes: Any) -> Audit:
+    """Return a result whose names and numbers take as much room as real ones can."""
+    parts = audit("heavy", **changes).as_json()
+    _widen_missingness(parts["missingness"])
+    for n, test in enumerate(parts["mechanism"]["tests"]):
+        test["covariate"]["label"] = LABELS[n % len(LABELS)]
+        test["n_units"], test["unit"] = 1_234_567, "requests"
+        test["statistic"] = -1.2345e-05
+        test["note"] = "0.21% lost before 70 s, 1.33% after" if n % 2 else ""
+    _widen_coverage(parts["coverage"])
+    _widen_weighting(parts["weighting"])
+    for row in parts["queues"]["occupancy"]:
+        row["capacity"] = 1_048_576
+    for section in parts["drift"]:
+        for n, measure in enumerate(section["measures"]):
+            measure |= {"hook": HOOK, "value": -1.2345e-05, "floor": 0.00054321, "n": 1_234_567}
+            measure["note"] = f"measure {n} of the channels; {FLOOR_NOTE}"
+    for step in parts["accounting"]["waterfall"]:
+        step["n_positions"] *= 100_000
+    return Audit.model_validate(parts)
+
+
+def _widen_missingness(section: dict[str, Any]) -> None:
+    for n, difference in enumerate(section["differences"]):
+        covariate = difference["covariate"]
+        covariate["label"], covariate["unit"] = LABELS[n % len(LABELS)], "activation units"
+        difference["strata"] = [
+            {
+                "label": f"{2**k - 1:,} to {2 ** (k + 1) - 2:,} activation units",
+                "n": 1_000_000,
+                "n_lost": 1,
+                "rate": dict.fromkeys(("value", "low", "high"), SHARES[(n + k) % len(SHARES)]),
+            }
+            for k in range(8, 18)
+        ]
+
+
+def _widen_coverage(section: dict[str, Any]) -> None:
+    cells = section["cells"][:10]
+    for k, cell in enumerate(cells):
+        cell |= {"token_class": "reference without a row", "low": 2 ** (k + 7)}
+        cell |= {"high": 2 ** (k + 8), "stored_share": SHARES[k % len(SHARES)]}
+        cell |= {"stored": 123_456_789}
+    section["cells"] = cells
+
+
+def _widen_weighting(section: dict[str, Any]) -> None:
+    cell = section["cells"][0]
+    section["cells"] = [
+        cell
+        | {"load_low": 1234.5 * k, "load_high": 1234.5 * (k + 1), "label": f"rarity {n} to {n + 1}"}
+        | {"rate": SHARES[(n + k) % len(SHARES)], "weight": 12345.6 * (k + 1)}
+        for k in range(10)
+        for n in range(6)
+    ]

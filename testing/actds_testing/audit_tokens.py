@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from numpy.typing import ArrayLike
 from scipy.signal import lfilter
 
 from actds.format import tables
@@ -16,6 +17,7 @@ from actds_testing.simulate import Simulated
 from actds_validators.audit.data import RunSource, arrow_source
 from actds_validators.audit.result import Limits
 from actds_validators.audit.run import Sections, audit_sources
+from actds_validators.statistics.association import Within, within_cells
 
 TABLES = ("requests", "steps", "spans", "drops", "stalls", "occupancy", "tokens", "readouts")
 
@@ -121,3 +123,13 @@ def covariates(every: pd.DataFrame, *, ids: bool) -> dict[str, np.ndarray]:
         found[name] = every[name]
     found["requests"] = every["n_requests"]
     return {name: np.asarray(values, np.float64) for name, values in found.items()}
+
+
+def within(step: ArrayLike, request: ArrayLike, x: ArrayLike, lost: ArrayLike) -> Within | None:
+    """Return the test of selection within steps, of tokens one by one ``(n_tokens,)`` each."""
+    keys = np.stack([np.asarray(step, np.int64), np.asarray(request, np.int64)])
+    value, gone = np.asarray(x, np.float64), np.asarray(lost, np.float64)
+    cells, at = np.unique(keys, axis=1, return_inverse=True)
+    weights = np.ones_like(value), value, gone, gone * value
+    sums = (np.bincount(at.reshape(-1), w, minlength=cells.shape[1]) for w in weights)
+    return within_cells(*cells, *sums)

@@ -1,6 +1,6 @@
 """Make the dataset that the consumers read: a real harvest, and a second run beside it.
 
-python tests/consumers/make_dataset.py OUT, with the environment that has vLLM. The first run is
+python -m actds_testing.consumers_dataset OUT, where vLLM is installed. The first run is
 SmolLM2-135M in a real vLLM: its first position is a sink, hundreds of times longer than other
 rows, which the prefix cache serves to every request. The second one is simulated, with request
 numbers that begin at 0 again.
@@ -8,6 +8,7 @@ numbers that begin at 0 again.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -55,8 +56,6 @@ def main() -> None:
 
 
 def message(question: str) -> str:
-    import json
-
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     return json.dumps({"messages": messages}) + "\n"
 

@@ -89,7 +89,7 @@ def run_alone(
 
 @functools.cache
 def warm_engine() -> WarmEngine:
-    """Return the process of this session in which vLLM is imported already."""
+    """Return the process of this test run in which vLLM is imported already."""
     engine = WarmEngine(environment(**ONE_PROCESS))
     atexit.register(engine.close)
     return engine

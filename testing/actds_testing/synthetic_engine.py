@@ -9,13 +9,17 @@ import hashlib
 import itertools
 import os
 import secrets
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from actds.format.arrays import DTYPES
 from actds.format.readouts import NONE, Readouts, compute, matrix
 from actds.schema import REQUIRED_PROVENANCE
 from actds_testing.faulty_disk import wait_until
@@ -33,7 +37,6 @@ from actds_writers.ipc.messages import (
     RequestFinished,
     StepScheduled,
 )
-from actds_writers.ipc.ring import BITS
 from actds_writers.shards.assembly import SpecialTokens
 
 D_MODEL = 32
@@ -104,7 +107,9 @@ class SyntheticEngine:
         """Return the rows of a step, bits ``(n, d_model)`` of each hook: each says whose it is."""
         values = (number * 100 + positions + 1)[:, None]
         return [
-            np.broadcast_to(values + i, (len(positions), hook.d_model)).astype(BITS[hook.dtype])
+            np.broadcast_to(values + i, (len(positions), hook.d_model)).astype(
+                DTYPES[hook.dtype].bits
+            )
             for i, hook in enumerate(self.hooks)
         ]
 
@@ -204,3 +209,38 @@ def pipeline_for(
         os.close(lock)
     pipeline.connect()
     return pipeline
+
+
+@contextmanager
+def writer_stopped(pipeline: Pipeline, seconds: float | None = None) -> Iterator[None]:
+    """Stop the writer while a block runs, or for some seconds from its beginning."""
+    writer = pipeline.processes["writer"].pid
+    os.kill(writer, signal.SIGSTOP)
+    wake = threading.Timer(seconds or 0, os.kill, (writer, signal.SIGCONT))
+    if seconds is not None:
+        wake.start()
+    try:
+        yield
+    finally:
+        if seconds is None:
+            os.kill(writer, signal.SIGCONT)
+        else:
+            wake.join()
+
+
+class ResidualStack(torch.nn.Module):
+    """Decoder layers in vLLM's manner: hidden and residual go from one to the next.
+
+    A layer may return hidden alone, which then is the whole stream.
+    """
+
+    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        residual = None
+        for layer in self.layers:
+            output = layer(hidden, residual)
+            hidden, residual = output if isinstance(output, tuple) else (output, None)
+        return hidden if residual is None else hidden + residual

@@ -50,7 +50,6 @@ class ToyMlp(HookKind):
     """What the MLP of a decoder layer returns."""
 
     name = "toy_mlp"
-    summary = "output of the MLP of decoder layer L"
 
     def width(self, config: ModelConfig) -> int:
         """Return the width of the toy's MLP; of other models, that of the stream."""
@@ -157,7 +156,6 @@ class Toy(EngineKind):
     """What the entry point names."""
 
     name = "toy"
-    summary = "A toy."
     option_type = ToyOptions
 
     def start(

@@ -62,6 +62,21 @@ def test_help_loads_nothing_heavy_and_no_command_of_another_package() -> None:
     assert told.endswith("\n[]\n")
 
 
+@pytest.mark.standard
+def test_a_short_command_spares_pandas_to_itself_alone(original: Path) -> None:
+    script = (
+        "import sys; from actds.cli import main\n"
+        "for command in ('info', 'validate'):\n"
+        f"    sys.argv = ['actds', '--debug', command, {str(original)!r}]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "assert 'pandas' not in sys.modules\n"
+        "import pyarrow\n"
+        "assert pyarrow.table({'a': [1]}).to_pandas()['a'].tolist() == [1]\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
 def test_the_list_of_commands_says_what_their_help_says() -> None:
     from actds_validators.cli import SUMMARIES as validators
     from actds_writers.cli import SUMMARIES as writers
@@ -85,7 +100,9 @@ def test_what_is_mistyped_gets_a_suggestion() -> None:
     assert "Did you mean" not in run("frobnicate").stderr
 
 
-@pytest.mark.parametrize("name", ["info", "explain", "schema", "seal", "recompress", "validate"])
+@pytest.mark.parametrize(
+    "name", ["info", "explain", "schema", "seal", "recompress", "shuffle", "validate"]
+)
 def test_help_ends_with_examples(name: str) -> None:
     told = run(name, "--help").output
     assert told.count(f"  actds {name}") >= 2 and "Examples:" in told
@@ -245,6 +262,7 @@ def test_json_means_the_same_in_every_command(original: Path, dataset: Path) -> 
         (("explain", "E203"), ("actds.explain", "1")),
         (("seal", dataset), ("actds.seal", "0.1")),
         (("recompress", dataset), ("actds.recompress", "1")),
+        (("shuffle", dataset, dataset.with_name("shuffled")), ("actds.shuffle", "1")),
         (("validate", original), ("actds.validate", "1")),
     ):
         document = json.loads(run(*args, "--json").stdout)

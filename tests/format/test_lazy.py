@@ -86,29 +86,6 @@ def test_widening_keeps_every_value_and_every_bit(patterns: list[int]) -> None:
     assert np.array_equal(half, bits.view(np.float16).astype(np.float32), equal_nan=True)
 
 
-def test_stats_are_those_of_float64(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset, true = actds.open(path), float64(path)
-    for nbytes in (1 << 24, 8 * 16 * 7):  # one block, and many that do not divide the rows
-        monkeypatch.setattr("actds.load.dataset.BLOCK_NBYTES", nbytes)
-        stats = dataset.stats(HOOK)
-        assert stats.count == len(true)
-        assert np.allclose(stats.mean, true.mean(axis=0), rtol=1e-12, atol=1e-12)
-        assert np.allclose(stats.variance, true.var(axis=0), rtol=1e-12)
-        assert np.allclose(stats.std, true.std(axis=0), rtol=1e-12)
-        assert np.isclose(stats.mean_norm, np.linalg.norm(true, axis=1).mean(), rtol=1e-12)
-    with pytest.raises(actds.ActdsError, match="E014"):
-        dataset.stats("resid_post.9")
-
-
-def test_stats_lose_no_digits_to_a_mean_far_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actds.load.dataset import stats_of
-
-    rows = (np.random.default_rng(0).normal(size=(5000, 4)) + 1e4).astype(np.float32)
-    monkeypatch.setattr("actds.load.dataset.BLOCK_NBYTES", 8 * 4 * 333)
-    stats = stats_of(rows)  # type: ignore[arg-type]
-    assert np.allclose(stats.variance, rows.astype(np.float64).var(axis=0), rtol=1e-9)
-
-
 @pytest.mark.parametrize("index", [([0, 1], [3, 4]), (slice(3), None), (None, slice(3))])
 def test_indices_that_numpy_reads_otherwise_are_refused(path: Path, index: Any) -> None:
     rows = actds.open(path).array(HOOK)

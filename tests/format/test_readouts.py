@@ -7,6 +7,7 @@ import hashlib
 import os
 import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from actds_testing.synthetic_engine import (
     PROMPT_LEN,
     SyntheticEngine,
     pipeline_for,
+    writer_stopped,
 )
 from actds_validators.validate.validation import validate
 from actds_writers.capture.probes import plan_readouts, read_probes
@@ -72,14 +74,9 @@ def harvested(
         engine = RandomRows(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline.processes["writer"].pid
-        if stall:
-            os.kill(writer, signal.SIGSTOP)
-        try:
+        with writer_stopped(pipeline) if stall else nullcontext():
             for number in range(1, 60 if stall else 8):
                 engine.request(number, left_out or LeftOut())
-        finally:
-            os.kill(writer, signal.SIGCONT)
         engine.drain(pipeline)
         engine.close()
         pipeline.send_client_facts(ClientFacts())
@@ -166,16 +163,12 @@ def test_a_full_lane_makes_the_engine_wait_and_loses_no_readout(tmp_path: Path) 
         engine = RandomRows(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline.processes["writer"].pid
-        os.kill(writer, signal.SIGSTOP)
-        wake = threading.Timer(0.5, os.kill, (writer, signal.SIGCONT))
-        wake.start()
-        for number in range(1, 60):
-            engine.request(number)
+        with writer_stopped(pipeline, 0.5):
+            for number in range(1, 60):
+                engine.request(number)
         engine.drain(pipeline)
         engine.close()
         pipeline.finish("finished")
-        wake.join()
         pipeline.poll()
         lane = take_snapshot(
             pipeline.written, pipeline.counted, elapsed_s=1.0, requests_done=60, requests_total=60

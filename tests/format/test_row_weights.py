@@ -24,13 +24,12 @@ from actds.store import open_store
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset, write_tables
 from actds_testing.synthetic import make_dataset
 from actds_testing.weights_files import drawn_weights, write_weights_file
-from actds_validators.audit import outputs
+from actds_validators.audit import weights as audit_weights
 from actds_validators.audit.data import catalog_source
 from actds_validators.audit.lookup import Lookup
-from actds_validators.audit.outputs import write_weights
 from actds_validators.audit.result import Limits
 from actds_validators.audit.run import audit_sources
-from actds_validators.audit.weights import Cells
+from actds_validators.audit.weights import Cells, write_weights
 
 CLAIM = "MAR-consistent after weighting"
 
@@ -111,7 +110,7 @@ def test_every_row_has_the_weight_of_its_cell(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outputs, "GROUP_ROWS", group_rows)
+    monkeypatch.setattr(audit_weights, "GROUP_ROWS", group_rows)
     path = request.getfixturevalue(kind)
     dataset = actds.open(path)
     assert len(dataset.shards) > 2
@@ -202,7 +201,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(
     def fails(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(outputs, "_table", fails)
+    monkeypatch.setattr(audit_weights, "_table", fails)
     with pytest.raises(ActdsError, match=r"E503 .*No space left"):
         write_weights(out, *found, "another claim")
     assert out.read_bytes() == before

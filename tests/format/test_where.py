@@ -223,17 +223,17 @@ def test_shards_that_the_manifest_decides_are_not_read(
     assert not read
 
 
-def test_chunks_without_a_row_are_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rows_that_are_kept_are_held(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from actds.format.arrays import ArrayReader
 
     dataset = actds.open(path)
     sizes = []
-    take = ArrayReader.take
+    scatter = ArrayReader.scatter
 
-    def watched(self: ArrayReader, rows: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
+    def watched(self: ArrayReader, rows: np.ndarray[Any, Any], *args: Any) -> None:
         sizes.append(len(rows))
-        take(self, rows, out)
+        scatter(self, rows, *args)
 
-    monkeypatch.setattr(ArrayReader, "take", watched)
+    monkeypatch.setattr(ArrayReader, "scatter", watched)
     loader = actds.Loader(dataset, HOOKS[0], batch=2, where="position == 3", drop_last=False)
     assert sum(len(batch) for batch in loader) == sum(sizes) == loader.n_rows

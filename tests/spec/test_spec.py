@@ -19,6 +19,7 @@ from actds.errors import CODES
 from actds.format import arrays, codec, tables
 from actds.format.arrays import MAX_CHUNK_NBYTES
 from actds.format.shard import row_set_sha256
+from actds.store.local import LocalFile
 from actds_testing.places import ROOT
 
 SPEC = ROOT / "spec" / "0.1"
@@ -108,7 +109,7 @@ def test_examples_of_frames_decode_to_what_the_text_says(tmp_path: Path) -> None
     assert (ones == 0x3F80).all() and len(frame) == 62
     (tmp_path / "0").write_bytes(shard)
     metadata = arrays.array_metadata(1, 2, "bfloat16")
-    with arrays.ArrayReader(metadata, tmp_path / "0") as reader:
+    with arrays.ArrayReader(metadata, LocalFile(tmp_path / "0", "0"), "0") as reader:
         np.testing.assert_array_equal(reader.read_all(), [[0x3F80, 0xBF80]])
     assert codec.crc32c(b"123456789") == 0xE3069283 and "0xE3069283" in PAGES["04"]
 

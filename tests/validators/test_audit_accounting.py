@@ -29,7 +29,7 @@ def sound() -> Tables:
 def refused(found: Tables) -> set[str]:
     """Return the codes of the findings, of an audit that stopped there and failed."""
     sections = audited(found)
-    verdict = judge(sections.evidence, Limits())
+    verdict = judge(sections, Limits())
     assert (verdict.level, verdict.kind) == ("FAIL", "unaccounted")
     assert verdict.deciding.value == len(sections.accounting.findings) > 0
     assert sections.missingness is sections.mechanism is sections.weighting is None

@@ -36,7 +36,7 @@ def made(name: str, seed: int, n_steps: int = 300, **changes: Any) -> Simulated:
 
 
 def kind(found: Sections) -> str:
-    return judge(found.evidence, LIMITS).kind
+    return judge(found, LIMITS).kind
 
 
 def comparable(found: Audit) -> dict[str, Any]:

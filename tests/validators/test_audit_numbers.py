@@ -21,13 +21,13 @@ from actds_testing.audit_tokens import (
     expand,
     tables_of,
     tokens_of,
+    within,
 )
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_validators.audit.result import Difference, Estimate
 from actds_validators.audit.run import Sections
 from actds_validators.audit.verdict import judge
-from actds_validators.statistics.association import within
-from actds_validators.statistics.weighting import nested_rates
+from actds_validators.statistics.strata import nested_rates
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "whole steps": [{"name": "queue", "n_steps": 3000, "rate": 0.02, "seed": 1}],
@@ -319,7 +319,7 @@ def test_the_family_is_adjusted_as_one(case: Case) -> None:
     rejected, adjusted, _, _ = multipletests([t.p for t in tests], 0.05, "fdr_bh")
     assert [t.adjusted_p for t in tests] == pytest.approx(adjusted.tolist())
     assert [t.rejected for t in tests] == rejected.tolist()
-    verdict = judge(case.found.evidence, _limits())
+    verdict = judge(case.found, _limits())
     smallest = next(n for n in verdict.numbers if n.name == "smallest adjusted p of the family")
     assert smallest.value == pytest.approx(adjusted.min())
 

@@ -78,7 +78,7 @@ def special(rows: pd.DataFrame) -> np.ndarray:
 def verdict_of(found: Tables, limits: Limits | None = None) -> tuple[Verdict, list[StratumLoss]]:
     sections = audited(found, limits=limits)
     assert sections.accounting.findings == [] and sections.missingness is not None
-    return judge(sections.evidence, limits or Limits()), sections.missingness.worst_strata
+    return judge(sections, limits or Limits()), sections.missingness.worst_strata
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_it_would_not_notice_tokens_that_never_reached_the_engine(sound: Tables)
 
     found = audited(changed(sound, "requests", skipped))
     assert found.accounting.findings == [] and found.accounting.loss_share == 0
-    assert judge(found.evidence, Limits()).kind == "complete"
+    assert judge(found, Limits()).kind == "complete"
 
 
 def test_it_would_not_notice_what_a_text_means_nor_who_sent_it(sound: Tables) -> None:
@@ -374,7 +374,7 @@ def test_the_cell_that_multiplicity_weights_see_most_of_is_that_of_pandas(sound:
     assert seen.dominant.n_rows == mine.sum()
     assert seen.dominant.n_served == served[mine].sum()
     assert seen.dominant.exclude == ["first_position", "sink"]
-    step = judge(audited(large).evidence, Limits()).next_steps
+    step = judge(audited(large), Limits()).next_steps
     assert any("exclude=(" in words for words in step)
 
 

@@ -45,7 +45,7 @@ MEANS = Limits(worst_stratum_warn=1, worst_stratum_fail=1)
 
 def verdict_of(name: str, seed: int, limits: Limits = LIMITS, **changes: Any) -> Verdict:
     run = simulate(replace(SCENARIOS[name], **changes), seed)
-    return judge(audited(tables_of(run), limits=limits).evidence, limits)
+    return judge(audited(tables_of(run), limits=limits), limits)
 
 
 # harvests -------------------------------------------------------------------------------------

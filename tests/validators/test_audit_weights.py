@@ -12,8 +12,12 @@ import pytest
 from actds_testing.audit_tokens import audited, changed, tables_of
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_validators.audit.run import Sections
-from actds_validators.statistics.distributions import farthest_mean, worst_case
-from actds_validators.statistics.intervals import from_replicates, jackknife_many
+from actds_validators.statistics.intervals import (
+    farthest_mean,
+    from_replicates,
+    jackknife_many,
+    worst_case,
+)
 
 
 def made(name: str, seed: int, **changes: Any) -> dict[str, Any]:

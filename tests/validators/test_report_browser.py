@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actds_testing.audit_results import CASES, audit, enormous, hostile
-from actds_testing.audit_results_wide import wide
+from actds_testing.audit_results import CASES, audit, enormous, hostile, wide
 from actds_testing.browser import Browser, chromium
 from actds_validators.audit.result import Audit
 from actds_validators.report.html import render

@@ -163,7 +163,7 @@ def test_a_capture_that_mixes_requests_up_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real engine of this process hands two requests each other's rows; the replay does not."""
-    from actds_writers.engines.transformers.worker import Capture
+    from actds_writers.engines.transformers.engine import Capture
 
     after_step = Capture.after_step
 

@@ -8,6 +8,7 @@ import torch
 
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts, compute, matrix
+from actds_testing.synthetic_engine import ResidualStack
 from actds_writers.capture import op as capture
 from actds_writers.capture.hooks import StreamForm, decoder_layers
 from actds_writers.ipc.messages import HookSpec
@@ -27,17 +28,8 @@ class Layer(torch.nn.Module):
         return (stream * self.scale, stream) if self.split else stream * (1 + self.scale)
 
 
-class Model(torch.nn.Module):
-    def __init__(self, *, split: bool) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(Layer(0.5 + i, split=split) for i in range(3))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        residual = None
-        for layer in self.layers:
-            output = layer(hidden, residual)
-            hidden, residual = output if isinstance(output, tuple) else (output, None)
-        return hidden if residual is None else hidden + residual
+def layered(*, split: bool) -> ResidualStack:
+    return ResidualStack(Layer(0.5 + i, split=split) for i in range(3))
 
 
 def installed(
@@ -61,7 +53,7 @@ def installed(
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_buffers_hold_the_residual_stream_after_each_layer(split: bool, compiled: bool) -> None:
-    model = Model(split=split)
+    model = layered(split=split)
     buffers = installed(model, [0, 2], torch.float32)
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     for n in (5, 9):
@@ -76,7 +68,7 @@ def test_the_buffers_hold_the_residual_stream_after_each_layer(split: bool, comp
 
 
 def test_a_hook_that_did_not_run_has_seen_nothing() -> None:
-    model = Model(split=True)
+    model = layered(split=True)
     buffers = installed(model, [1], torch.float32)
     model(torch.randn(4, 8))
     buffers.reset()
@@ -84,7 +76,7 @@ def test_a_hook_that_did_not_run_has_seen_nothing() -> None:
 
 
 def test_a_cast_rounds_to_nearest_even() -> None:
-    model = Model(split=False)
+    model = layered(split=False)
     buffers = installed(model, [0], torch.bfloat16)
     hidden = torch.randn(4, 8)
     model(hidden)
@@ -93,13 +85,13 @@ def test_a_cast_rounds_to_nearest_even() -> None:
 
 def test_a_layer_that_does_not_exist_is_named() -> None:
     with pytest.raises(ActdsError, match="E007 resid_post:7: no such decoder layer"):
-        installed(Model(split=True), [7], torch.float32)
+        installed(layered(split=True), [7], torch.float32)
 
 
 @pytest.mark.parametrize("path", ["transformer.h", "transformer.blocks", "model.decoder.layers"])
 def test_layers_are_found_under_the_names_that_families_give_them(path: str) -> None:
-    model, stack = torch.nn.Module(), Model(split=False).layers
-    stack[0].layers = Model(split=False).layers  # a layer may have a stack of its own inside
+    model, stack = torch.nn.Module(), layered(split=False).layers
+    stack[0].layers = layered(split=False).layers  # a layer may have a stack of its own inside
     *parents, name = path.split(".")
     inner = model
     for parent in parents:
@@ -114,7 +106,7 @@ class Composed(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.language_model = Model(split=True)
+        self.language_model = layered(split=True)
         self.vision_tower = torch.nn.Module()
         self.vision_tower.blocks = torch.nn.ModuleList(Layer(9.0, split=False) for _ in range(5))
 
@@ -146,7 +138,7 @@ def test_the_layers_of_a_vision_model_of_transformers_are_those_that_decode() ->
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_readouts_are_those_of_the_stored_rows(dtype: torch.dtype, compiled: bool) -> None:
-    model = Model(split=True)
+    model = layered(split=True)
     probes = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
     packed = matrix(Readouts(8, seed=3, n_probes=5), probes, 2, 8)
     buffers = installed(model, [0, 2], dtype, packed)
@@ -163,4 +155,4 @@ def test_readouts_are_those_of_the_stored_rows(dtype: torch.dtype, compiled: boo
 
 
 def test_without_readouts_there_is_no_column() -> None:
-    assert installed(Model(split=True), [0], torch.float32).readouts.shape == (1, 16, 0)
+    assert installed(layered(split=True), [0], torch.float32).readouts.shape == (1, 16, 0)

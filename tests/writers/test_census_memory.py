@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actds_writers.census import log as log_module
-from actds_writers.census import spans
 from actds_writers.census.census import Census, CensusTables
 from actds_writers.census.log import StepLog, pack, unpack
 from actds_writers.ipc.messages import (
@@ -96,7 +95,7 @@ class Traffic:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, pieces: int, steps: int, requests: int) -> None:
-    monkeypatch.setattr(spans, "BLOCK_PIECES", pieces)
+    monkeypatch.setattr(log_module, "BLOCK_PIECES", pieces)
     monkeypatch.setattr(log_module, "BLOCK_STEPS", steps)
     monkeypatch.setattr(log_module, "BATCH_REQUESTS", requests)
 

@@ -15,6 +15,7 @@ from actds_testing.tiny import make_random_model, make_tiny_model
 from actds_writers.capture import check as hook_check
 from actds_writers.capture import check as reference
 from actds_writers.capture.check import (
+    HookCheck,
     NoReferenceError,
     load_reference,
     reference_states,
@@ -98,7 +99,7 @@ def test_one_row_of_another_position_is_seen_under_any_bound(limit: float) -> No
 
 
 def test_without_a_second_model_the_next_reader_decides_and_the_record_says_so() -> None:
-    found = hook_check.compare_with_next({"resid_post.1": 0.0}, BOUND, 41, "it is too large")
+    found = HookCheck("engine", {"resid_post.1": 0.0}, BOUND, 41, "it is too large").require()
     said = json.loads(str(found.fact().value))
     assert said == {
         "against": "engine",
@@ -108,7 +109,7 @@ def test_without_a_second_model_the_next_reader_decides_and_the_record_says_so()
         "rows": 41,
     }
     with pytest.raises(ActdsError, match="E507"):
-        hook_check.compare_with_next({"resid_post.1": 0.5}, BOUND, 41, "it is too large")
+        HookCheck("engine", {"resid_post.1": 0.5}, BOUND, 41, "it is too large").require()
 
 
 def test_bounds_follow_the_coarsest_type_on_the_way() -> None:

@@ -17,7 +17,6 @@ from actds.errors import ActdsError
 from actds.store.local import LocalStore
 from actds_writers.census import journal as journal_module
 from actds_writers.census.journal import (
-    KINDS,
     Journal,
     from_line,
     merged,
@@ -93,12 +92,6 @@ def test_a_message_comes_back_as_it_was(message: object) -> None:
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     assert fields(from_line(line)) == fields(message)
-
-
-def test_every_message_that_the_census_takes_is_tried() -> None:
-    from actds_writers.census.census import Census
-
-    assert {*Census.TAKES, ClientFacts} == set(KINDS)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

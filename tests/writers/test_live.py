@@ -19,6 +19,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
+from actds.format.readouts import NONE
 from actds.ledger import fence, read_ledger
 from actds.sealing import seal
 from actds.store import open_store
@@ -35,8 +36,8 @@ from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported
 from actds_writers.engines.vllm.scheduler import OWNERS_PER_BLOCK, VllmSchedulerSide
+from actds_writers.engines.vllm.serving import LiveRun, parse_live_settings
 from actds_writers.engines.vllm.worker import WorkerCapture
-from actds_writers.harvest.live import LiveRun, parse_live_settings
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Sender
 from actds_writers.sampling import LeftOut, SamplingRules
@@ -56,6 +57,7 @@ def live_pipeline(out: Path, run: str) -> Pipeline:
         harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
         dataset=secrets.token_hex(16), run=run, resume=False, started_ns=1, software="test",
         facts=(), tokens=SpecialTokens(), rows_per_shard=40, n_threads=1, shared=True,
+        readouts=NONE,
     )  # fmt: skip
     lock = lock_dataset(out, shared=True)
     try:

@@ -24,7 +24,7 @@ from actds_testing.server import LANE, scrape
 from actds_testing.synthetic_engine import D_MODEL, GENERATED, HOOKS, PROMPT_LEN, SyntheticEngine
 from actds_validators.validate.validation import validate
 from actds_writers.engines.vllm import serving
-from actds_writers.harvest.live import LiveRun
+from actds_writers.engines.vllm.serving import LiveRun
 from actds_writers.sampling import LeftOut
 
 pytestmark = pytest.mark.standard

@@ -195,7 +195,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
                 look()
         last = present()
     seal(open_store(out))
-    totals = {"writer": ended.writer, "census": ended.census}
+    totals = ended
     return Watched(out, scrapes, frozenset(growing), last, totals, stream.getvalue())
 
 

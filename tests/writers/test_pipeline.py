@@ -27,6 +27,7 @@ from actds_testing.synthetic_engine import (
     PROMPT_LEN,
     SyntheticEngine,
     pipeline_for,
+    writer_stopped,
 )
 from actds_validators.validate.validation import validate
 from actds_writers.ipc.messages import ClientFacts, HookSpec, LeftOut, RequestArrived
@@ -62,7 +63,7 @@ def test_every_row_arrives_under_its_own_name(tmp_path: Path) -> None:
     seal(open_store(out))
     dataset = clean(out)
     n_positions = 12 * (PROMPT_LEN + GENERATED - 1)
-    assert ended.census["captured"] == ended.writer["rows"] == dataset.n_rows == n_positions
+    assert ended["census"]["captured"] == ended["writer"]["rows"] == dataset.n_rows == n_positions
     for shard in dataset.shards:
         tokens = shard.tokens(["request", "position"])
         label = tokens["request"].to_numpy() * 100 + tokens["position"].to_numpy() + 1
@@ -133,14 +134,10 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(policy: str, tmp_
         engine = SyntheticEngine(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline.processes["writer"].pid
-        os.kill(writer, signal.SIGSTOP)
-        try:
+        with writer_stopped(pipeline):
             for number in range(1, 120):
                 engine.request(number)  # never waits: that is the policy's promise
                 engine.settle()  # a model would compute: the transfer beside it gets its turn
-        finally:
-            os.kill(writer, signal.SIGCONT)
         engine.drain(pipeline)
         engine.request(120)
         engine.drain(pipeline)
@@ -151,7 +148,7 @@ def test_a_stalled_writer_costs_whole_steps_and_each_is_logged(policy: str, tmp_
     drops = dataset.drops().to_pylist()
     lost = sum(drop["stop"] - drop["start"] for drop in drops)
     assert engine.stalls == 0
-    assert ended.census["dropped"] == ended.writer["dropped_tokens"] == lost > 0
+    assert ended["census"]["dropped"] == ended["writer"]["dropped_tokens"] == lost > 0
     assert dataset.n_rows + lost == 121 * (PROMPT_LEN + GENERATED - 1)
     assert {drop["policy"] for drop in drops} == {policy}
     assert {drop["step"] for drop in drops} == set(engine.drops)
@@ -184,7 +181,7 @@ def test_hooks_of_other_widths_and_types_go_the_same_way(policy: str, tmp_path: 
         engine.drain(pipeline)
         engine.close()
         ended = pipeline.finish("finished")
-    assert (ended.census["dropped"] > 0) == (policy != "block")
+    assert (ended["census"]["dropped"] > 0) == (policy != "block")
     seal(open_store(out))
     dataset = clean(out)
     assert [(h.d_model, h.dtype) for h in dataset.hooks.values()] == [
@@ -206,21 +203,17 @@ def test_drops_that_the_writer_never_logged_count_as_aborted(tmp_path: Path) -> 
         engine = SyntheticEngine(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline.processes["writer"].pid
-        os.kill(writer, signal.SIGSTOP)
-        try:
+        with writer_stopped(pipeline):
             for number in range(1, 120):
                 engine.request(number)
             engine.close()  # dies with steps and drops in its queue
-        finally:
-            os.kill(writer, signal.SIGCONT)
         ended = pipeline.finish("failed")
     seal(open_store(out))
     dataset = clean(out)
     assert len(engine.drops) > 0
-    assert ended.census["dropped"] == ended.writer["dropped_tokens"]
-    assert ended.census["aborted"] > 0
-    assert dataset.n_rows + ended.census["dropped"] + ended.census["aborted"] == 120 * (
+    assert ended["census"]["dropped"] == ended["writer"]["dropped_tokens"]
+    assert ended["census"]["aborted"] > 0
+    assert dataset.n_rows + ended["census"]["dropped"] + ended["census"]["aborted"] == 120 * (
         PROMPT_LEN + GENERATED - 1
     )
 
@@ -260,7 +253,7 @@ def test_blocking_makes_the_engine_wait_and_loses_nothing(tmp_path: Path) -> Non
         wake.join()
     seal(open_store(out))
     dataset = clean(out)
-    assert ended.census["dropped"] == 0
+    assert ended["census"]["dropped"] == 0
     assert dataset.n_rows == 120 * (PROMPT_LEN + GENERATED - 1)
     stalls = dataset.stalls().to_pylist()
     assert engine.stalls > 0

@@ -63,7 +63,6 @@ COUNTED = CensusProgress(
     running=30,
     ring_depth=15,
     last_step=121,
-    dropped_tokens=0,
     connected=True,
     staging_depth=2,
     queried_tokens=60_000,

@@ -45,7 +45,6 @@ def test_jsonl_gives_text_messages_ids_rows_and_the_digest_of_the_file(tmp_path:
     assert [(prompt.index, prompt.row) for prompt in found.prompts] == [(0, 0), (1, 1), (2, 2)]
     assert found.source.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert (found.source.kind, found.source.name, found.source.n_records) == ("jsonl", "p.jsonl", 3)
-    assert found.source.fields == ("messages", "prompt", "text")
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_records(tmp_path: Path) -> None:

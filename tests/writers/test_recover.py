@@ -38,7 +38,7 @@ from actds_testing.recovery import (
     serve_three_shards,
     shard_records,
 )
-from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
+from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for, writer_stopped
 from actds_writers.harvest.prepare import finished_rows
 from actds_writers.harvest.recover import recover
 from actds_writers.ipc.messages import ClientFacts
@@ -195,11 +195,9 @@ def test_drops_that_nobody_logged_are_aborted(tmp_path: Path) -> None:
         engine = SyntheticEngine(pipeline)
         engine.request(0)
         engine.drain(pipeline)
-        writer = pipeline.processes["writer"].pid
-        os.kill(writer, signal.SIGSTOP)
-        for number in range(1, 60):
-            engine.request(number)
-        os.kill(writer, signal.SIGCONT)
+        with writer_stopped(pipeline):
+            for number in range(1, 60):
+                engine.request(number)
         before = len(shard_records(out))
         while len(shard_records(out)) < before + 3:
             number += 1

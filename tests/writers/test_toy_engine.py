@@ -182,7 +182,6 @@ class Input(HookKind):
     """What an MLP is given, which it may change in place."""
 
     name = "toy_input"
-    summary = "input of the MLP of decoder layer L"
 
     def width(self, config: object) -> int:
         return 8

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import shutil
-import signal
 import sys
 import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from actds import layout, schema
+from actds import layout
 from actds.errors import ActdsError
 from actds.ledger import Chain
-from actds.schema import CloseReason, Genesis
+from actds.reading import read_genesis
+from actds.schema import CloseReason
 from actds.store import local_folder, open_store
 from actds_writers.census.census import Census
 from actds_writers.census.journal import (
@@ -35,9 +34,8 @@ from actds_writers.census.journal import (
     remove_journal,
 )
 from actds_writers.config import CensusSettings
-from actds_writers.ipc.hub import Hub
-from actds_writers.ipc.link import Link
-from actds_writers.ipc.messages import ClientFacts, Done, Failed, Finish, Secure, Secured
+from actds_writers.ipc.link import Hub, Link, process_arguments
+from actds_writers.ipc.messages import ClientFacts, Done, Finish, Secure, Secured
 
 log = logging.getLogger("actds")
 POLL_S = 0.1
@@ -66,7 +64,6 @@ class CensusProcess:
         self._wanted: int | None = None
         self._reason: CloseReason | None = None
         self._last_progress = 0.0
-        self._orphaned_since: float | None = None
         self._reserved: Path | None = None
 
     def run(self) -> int:
@@ -84,7 +81,7 @@ class CensusProcess:
             totals = self._finish()
         except ActdsError as error:
             log.error("%s", error)
-            self._hub.send("harvest", Failed.of(error))
+            self._hub.send("harvest", error)
             return 1
         self._hub.send("harvest", replace(self._census.progress(), connected=True))
         self._hub.send("harvest", Done(totals))
@@ -124,13 +121,13 @@ class CensusProcess:
                 got="the scheduler disconnected without reporting it",
                 expected="the schedule of every row",
             )
-            self._hub.send("writer", Failed.of(error))
+            self._hub.send("writer", error)
         else:
             self._journal.secure(lambda error: self._answer_secured(step, error))
         self._wanted = None
 
     def _answer_secured(self, step: int, error: ActdsError | None) -> None:
-        self._hub.send("writer", Secured(step) if error is None else Failed.of(error))
+        self._hub.send("writer", error or Secured(step))
 
     def _begin(self) -> str | None:
         """Begin the chain once engine and dataset exist; return the dataset's id.
@@ -139,23 +136,18 @@ class CensusProcess:
         """
         if not self._engine_spoke or not self._store.exists(layout.GENESIS):
             return None
-        genesis = schema.parse(Genesis, self._store.read(layout.GENESIS), layout.GENESIS)
-        settings = self._settings
-        self._chain = self._chain or Chain.begin(
-            self._store, genesis.dataset, settings.run, "census", settings.software
-        )
-        return genesis.dataset
+        dataset = read_genesis(self._store).dataset
+        self._chain = self._chain or self._begin_chain(dataset)
+        return dataset
+
+    def _begin_chain(self, dataset: str) -> Chain:
+        run, software = self._settings.run, self._settings.software
+        return Chain.begin(self._store, dataset, run, "census", software)
 
     def _ended(self) -> bool:
-        roles = self._hub.roles()
-        if roles & {"scheduler", "worker", "writer"}:
-            if not self._hub.is_left_by("harvest"):
-                return False
-            self._orphaned_since = self._orphaned_since or time.monotonic()
-            return time.monotonic() - self._orphaned_since > ORPHAN_PATIENCE_S
-        if self._reason is not None:
-            return True
-        return self._hub.is_left_by("harvest")
+        if self._hub.roles() & {"scheduler", "worker", "writer"}:
+            return self._hub.is_left_by("harvest", ORPHAN_PATIENCE_S)
+        return self._reason is not None or self._hub.is_left_by("harvest")
 
     def _report(self) -> None:
         if time.monotonic() - self._last_progress > PROGRESS_INTERVAL_S:
@@ -183,8 +175,8 @@ class CensusProcess:
         store, run = self._store, self._settings.run
         if not store.exists(layout.GENESIS):
             return {}  # the engine never came up: nothing exists that could be accounted for
-        genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
-        ended = end_writer_chain(store, genesis.dataset, run)
+        dataset = read_genesis(store).dataset
+        ended = end_writer_chain(store, dataset, run)
         # The tables follow from the journal, should they have to be written a second time.
         self._journal.finish()
         if ended is None:
@@ -193,9 +185,7 @@ class CensusProcess:
                 self._chain.close("failed", {})
             remove_journal(store, run)
             return {}
-        chain = self._chain or Chain.begin(
-            store, genesis.dataset, run, "census", self._settings.software
-        )
+        chain = self._chain or self._begin_chain(dataset)
         found = self._census.tables(
             ended.acknowledged, self._client, LOST_REASON, ended.dropped_steps
         )
@@ -205,13 +195,5 @@ class CensusProcess:
         return found.totals
 
 
-def main() -> int:
-    """Run the process; settings and link come pickled through standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides when a harvest ends
-    logging.basicConfig(format="actds census: %(message)s", stream=sys.stderr)
-    link, settings = pickle.load(sys.stdin.buffer)
-    return CensusProcess(link, settings).run()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(CensusProcess(*process_arguments("census")).run())

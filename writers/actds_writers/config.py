@@ -10,16 +10,18 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import secrets
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from actds import __version__, layout
 from actds.errors import ActdsError
-from actds.format.readouts import NONE
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import SamplingRules
 
@@ -93,7 +95,8 @@ class HarvestSettings(Settings):
     )
     overflow: Overflow = Field(
         default="block",
-        description="When the ring is full: let the engine wait, or drop and record whole steps",
+        description="When the ring is full: "
+        + "; ".join(f"{name}, {policy.summary}" for name, policy in POLICIES.items()),
     )
     ring_mib: Annotated[int, Field(ge=1)] = Field(
         default=256, description="Shared memory between engine and writer; at least two steps"
@@ -337,7 +340,7 @@ def keywords_of(model: type[BaseModel]) -> Callable[[F], F]:
     return decorate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WriterSettings:
     """What the writer process is started with.
 
@@ -345,26 +348,23 @@ class WriterSettings:
         dataset: id for a new dataset.
         resume: whether the dataset exists already.
         started_ns: wall clock.
-        facts: provenance that only the command knows.
-        tokens: ids that set row flags.
         rows_per_shard: rows after which a shard is committed, at a step's end.
-        n_threads: encoding threads.
         shared: whether other engines may write the dataset too; the first one creates it.
         readouts: value of ``capture.readouts``.
     """
 
     harvest: HarvestSettings
-    dataset: str
-    run: str
-    resume: bool
-    started_ns: int
-    software: str
     facts: tuple[Fact, ...]
     tokens: SpecialTokens
     rows_per_shard: int
     n_threads: int
+    readouts: str
+    resume: bool = False
     shared: bool = False
-    readouts: str = NONE
+    dataset: str = field(default_factory=lambda: secrets.token_hex(16))
+    run: str = field(default_factory=lambda: layout.new_id("r"))
+    started_ns: int = field(default_factory=time.time_ns)
+    software: str = f"actds {__version__}"
 
 
 @dataclass(frozen=True)

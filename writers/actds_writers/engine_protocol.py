@@ -7,11 +7,11 @@ An engine is a package that registers an ``EngineKind`` under the entry point gr
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
@@ -19,16 +19,13 @@ from typing import Annotated, Any, ClassVar, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
+from actds_writers.capture.hooks import load_registered
+from actds_writers.config import explained
 from actds_writers.ipc.link import Link
 
 GROUP = "actds.engines"
 OPTION = "--engine-arg"
 """The option of the command that sets one option of an engine; the place that errors name."""
-BUILT_IN = {
-    "vllm": "actds_writers.engines.vllm:VLLM",
-    "transformers": "actds_writers.engines.transformers:TRANSFORMERS",
-}
-"""The engines of this distribution, found without an installed entry point."""
 
 EngineValue = bool | int | float | str | list[Any] | dict[str, Any] | None
 Positive = Annotated[int, Field(ge=1)]
@@ -102,8 +99,6 @@ class EngineKind(ABC):
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
-    """One line of help."""
     option_type: ClassVar[type[EngineOptions]] = EngineOptions
 
     @abstractmethod
@@ -114,7 +109,6 @@ class EngineKind(ABC):
 
         Args:
             options: the user's options, of type ``option_type``.
-            seed: seed of the sampling.
 
         Raises:
             ActdsError: E504 when the engine does not start; E005, E007, E009, E012 what it cannot
@@ -131,14 +125,12 @@ class EngineKind(ABC):
             return self.option_type.model_validate(dict(given))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            key = str(first["loc"][0]) if first["loc"] else ""
             if first["type"] == "extra_forbidden":
-                known = list(self.option_type.model_fields)
+                key, known = str(first["loc"][0]), list(self.option_type.model_fields)
                 close = difflib.get_close_matches(key, known, n=2) or known
                 got = f"an option that the {self.name} engine does not have"
                 raise bad_option(key, got, " or ".join(close)) from None
-            words = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-            raise bad_option(key, str(first["input"])[:80], words) from None
+            raise explained(error, lambda key: f"{OPTION} {key}", "E009") from None
 
     def parse(self, words: Sequence[str]) -> EngineOptions:
         """Return the options of ``key=value`` arguments; raises as ``parse_words``, ``checked``."""
@@ -158,42 +150,28 @@ class EngineKind(ABC):
 
 
 def engine_names() -> list[str]:
-    """Return the names of all registered engines, built-in ones first."""
-    found = sorted({entry.name for entry in entry_points(group=GROUP)} - set(BUILT_IN))
-    return [*BUILT_IN, *found]
+    """Return the names of all registered engines."""
+    return sorted({entry.name for entry in entry_points(group=GROUP)})
 
 
+@functools.cache
 def find_engine(name: str) -> EngineKind:
     """Return an engine by name.
 
     Raises:
         ActdsError: E009 when no package registers the name, E011 when it cannot be imported.
     """
-    try:
-        if name in BUILT_IN:
-            module, _, attribute = BUILT_IN[name].partition(":")
-            found = getattr(import_module(module), attribute)
-        else:
-            entries = entry_points(group=GROUP, name=name)
-            if not entries:
-                names = engine_names()
-                close = difflib.get_close_matches(name, names, n=1) or names
-                raise ActdsError(
-                    "E009",
-                    "--engine",
-                    got=repr(name)[:80],
-                    expected=", ".join(close),
-                    next_step=f"Options of an engine: {OPTION} KEY=VALUE." if "=" in name else None,
-                )
-            found = next(iter(entries)).load()
-    except (ImportError, AttributeError) as error:
+    engine: EngineKind | None = load_registered(GROUP, name, "engine")
+    if engine is None:
+        names = engine_names()
+        close = difflib.get_close_matches(name, names, n=1) or names
         raise ActdsError(
-            "E011",
-            f"engine {name}",
-            got=str(error).splitlines()[0],
-            expected="an importable engine",
-        ) from None
-    engine: EngineKind = found
+            "E009",
+            "--engine",
+            got=repr(name)[:80],
+            expected=", ".join(close),
+            next_step=f"Options of an engine: {OPTION} KEY=VALUE." if "=" in name else None,
+        )
     return engine
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from actds.errors import ActdsError
 
-HASH_CHUNK = 1 << 22
-
 
 def model_config(model: Path) -> dict[str, Any]:
     """Return the parsed ``config.json`` of a model folder, the text part of a multimodal one.
@@ -75,8 +73,5 @@ def weights_sha256(model: Path) -> str | None:
 
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    found = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -60,7 +60,6 @@ def capture_facts(
     Args:
         rows_per_shard: chosen by memory where the settings leave it open.
         readouts: value of ``capture.readouts``.
-        sampling: value of ``capture.sampling``.
     """
     declared: dict[str, bool | int | str] = {
         "capture.method": "forward hook with one custom op per decoder layer",

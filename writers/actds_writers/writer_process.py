@@ -8,8 +8,6 @@ threads encode and commit shards and ask the census first, one at a time, over t
 from __future__ import annotations
 
 import logging
-import pickle
-import signal
 import sys
 import threading
 import time
@@ -20,11 +18,9 @@ from actds.errors import ActdsError
 from actds.schema import CloseReason
 from actds.store import open_for_writing
 from actds_writers.config import WriterSettings
-from actds_writers.ipc.hub import Hub
-from actds_writers.ipc.link import Link
+from actds_writers.ipc.link import Hub, Link, process_arguments
 from actds_writers.ipc.messages import (
     Done,
-    Failed,
     Finish,
     Secure,
     StepRows,
@@ -58,7 +54,6 @@ class WriterProcess:
         self._reason: CloseReason | None = None
         self._failed = False
         self._last_progress = 0.0
-        self._orphaned_since: float | None = None
 
     def run(self) -> int:
         """Run until the run has ended; return the exit code."""
@@ -89,8 +84,8 @@ class WriterProcess:
             return self._writer.step(message)
         elif isinstance(message, StepsDropped) and self._writer is not None:
             return self._writer.dropped(message)
-        elif isinstance(message, Failed):
-            raise message.error()
+        elif isinstance(message, ActdsError):
+            raise message
         elif isinstance(message, Finish):
             self._reason = message.reason
         return None
@@ -127,8 +122,8 @@ class WriterProcess:
                 expected="a durable census before any row",
                 next_step="actds recover accounts for what is committed.",
             ) from None
-        if isinstance(answer, Failed):
-            raise answer.error()
+        if isinstance(answer, ActdsError):
+            raise answer
         if answer is None:
             raise ActdsError(
                 "E506",
@@ -139,14 +134,9 @@ class WriterProcess:
 
     def _ended(self) -> bool:
         """Return whether no further message can come."""
-        roles = self._hub.roles()
-        if "worker" not in roles and self._reason is not None:
-            return True
-        if not self._hub.is_left_by("harvest"):
-            return False
-        self._orphaned_since = self._orphaned_since or time.monotonic()
-        waited = time.monotonic() - self._orphaned_since
-        return "worker" not in roles or waited > ORPHAN_PATIENCE_S
+        if "worker" in self._hub.roles():
+            return self._hub.is_left_by("harvest", ORPHAN_PATIENCE_S)
+        return self._reason is not None or self._hub.is_left_by("harvest")
 
     def _report(self) -> None:
         if self._writer is None or time.monotonic() - self._last_progress < PROGRESS_INTERVAL_S:
@@ -177,7 +167,7 @@ class WriterProcess:
             return
         self._failed = True
         log.error("%s", error)
-        self._hub.send("harvest", Failed.of(error))
+        self._hub.send("harvest", error)
         if self._writer is None:
             self._hub.disconnect("worker")  # it would wait for acknowledgements for ever
 
@@ -197,13 +187,5 @@ class WriterProcess:
         return 1 if self._failed else 0
 
 
-def main() -> int:
-    """Run the process; settings and link come pickled through standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides when a harvest ends
-    logging.basicConfig(format="actds writer: %(message)s", stream=sys.stderr)
-    link, settings = pickle.load(sys.stdin.buffer)
-    return WriterProcess(link, settings).run()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(WriterProcess(*process_arguments("writer")).run())

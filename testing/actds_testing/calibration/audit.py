@@ -120,7 +120,7 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
     made = time.monotonic()
     limits = Limits()
     found = audit_sources([arrow_source("r", tables)], limits)
-    verdict = judge(found.evidence, limits)
+    verdict = judge(found, limits)
     tests = found.mechanism.tests if found.mechanism else []
     naive = [test.naive_p for test in tests if test.naive_p is not None]
     return {

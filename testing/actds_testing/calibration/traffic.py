@@ -156,7 +156,7 @@ def run_one(task: Task) -> dict[str, Any]:
         s = served(name, random)
         sources.append(arrow_source(name, audited_tables(s, scenario.loss(s, random))))
     found = audit_sources(sources, limits)
-    verdict = judge(found.evidence, limits)
+    verdict = judge(found, limits)
     tests = found.mechanism.tests if found.mechanism else []
     return {
         "scenario": task.scenario,

@@ -35,7 +35,7 @@ from actds_validators.validate.validation import validate
 from actds_writers import census_process, writer_process
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.recover import recover
-from actds_writers.ipc import hub as serve
+from actds_writers.ipc import link
 from actds_writers.ipc.link import Link
 
 MAX_REQUESTS = 300
@@ -151,7 +151,7 @@ class ForkedPipeline(Pipeline):
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             silence()
-            serve.FIRST_CONTACT_S = FIRST_CONTACT_S
+            link.FIRST_CONTACT_S = FIRST_CONTACT_S
             if not self.synced:
                 os.fsync = lambda descriptor: None
             if name == "writer":

@@ -18,26 +18,12 @@ from actds_validators.audit.covariates import N_BANDS, N_BITS, CovariateDef
 from actds_validators.audit.data import CLASSES, places
 from actds_validators.audit.lookup import Rows
 from actds_validators.audit.result import Covariate
-from actds_validators.statistics.events import Floats, Ints
+from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.intervals import Blocks
 
 if TYPE_CHECKING:
     from actds_validators.audit.passes import RowPass
 
-__all__ = [
-    "CONTENT",
-    "Bands",
-    "CellSums",
-    "ClassCounts",
-    "CovariateSums",
-    "Moments",
-    "RunCells",
-    "Sums",
-    "cell_sums",
-    "joined",
-]
-
-Bools = npt.NDArray[np.bool_]
 Numbers = Floats | Bools
 CONTENT = "content"
 """The group of the covariates of stored and lost rows; every hook's readouts are another."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from actds_validators.audit.result import Limits
     from actds_validators.audit.run import AuditResult
 
-__all__ = ["audit", "need_extra"]
-
 
 def audit(
     path: str | Path,

@@ -18,30 +18,21 @@ import pyarrow.compute as pc
 
 from actds.format.positions import Index, position_key
 from actds_validators.audit.covariates import LOAD, columns_of, defined
-from actds_validators.audit.data import Part, Read, RunSource, column, numbers, places
+from actds_validators.audit.data import Part, Read, RunSource, column, is_known, numbers, places
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
 from actds_validators.statistics.events import (
+    Bools,
+    Floats,
+    Ints,
     correlation_steps,
     count_events,
     effective_events,
 )
 from actds_validators.statistics.intervals import Blocks, blocks
 
-__all__ = [
-    "MAX_TICKS",
-    "RunSteps",
-    "Series",
-    "account_run",
-    "accounting",
-    "make_series",
-    "read_steps",
-]
-
 _COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
 MAX_TICKS = 1 << 17
 """Longest series; a longer run is looked at several steps at a time."""
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -329,7 +320,7 @@ def account_run(source: RunSource, read: Read = map) -> tuple[Counts, Counter[st
     table = source.table("spans", ["request", "start", "stop", "step", "disposition", "reason"])
     spans = numbers(table)
     length = spans["stop"] - spans["start"]
-    there = ~np.isnan(spans["step"].astype(np.float64))
+    there = is_known(spans["step"])
     # Section 7.2: an aborted position without a step is owed, and no step computed it.
     never = (spans["disposition"] == "aborted") & ~there
     fates: Counts = Counter()
@@ -367,7 +358,7 @@ _FATES = {
 def _findings(
     source: RunSource,
     spans: dict[str, npt.NDArray[Any]],
-    there: npt.NDArray[np.bool_],
+    there: Bools,
     steps: dict[str, npt.NDArray[Any]],
     read: Read,
 ) -> list[Finding]:
@@ -380,96 +371,115 @@ def _findings(
         steps: numbers of tokens by what became of them.
         read: how the parts of the rows are read.
     """
+    run, parts = source.run, list(read(_sum_rows, source.parts["tokens"]))
+    nothing = _KeySums.of_ranges(*np.zeros((3, 0), np.int64))
+    rows = _KeySums.together([nothing, *(one for one, _ in parts)])
+    by_step = _KeySums.together([nothing.counts(), *(one for _, one in parts)])
+    drops = source.columns("drops", ["request", "step", "start", "stop"])
+    return [
+        *_by_request(source, spans, there, rows, drops),
+        *_by_step(run, steps, by_step, drops),
+        *_in_all(run, spans, there, steps),
+    ]
+
+
+def _by_request(
+    source: RunSource,
+    spans: dict[str, npt.NDArray[Any]],
+    there: Bools,
+    rows: _KeySums,
+    drops: dict[str, npt.NDArray[Any]],
+) -> list[Finding]:
+    """Return the requests whose positions are not those that the census says."""
 
     def ranges(disposition: str) -> _KeySums:
         mine = spans["disposition"] == disposition
         return _KeySums.of_ranges(*(spans[n][mine] for n in ("request", "start", "stop")))
 
-    def counted(disposition: str) -> _KeySums:
-        return _KeySums.of_counts(steps["step"], steps[_FATES[disposition]])
-
-    all_spans = _KeySums.of_ranges(spans["request"], spans["start"], spans["stop"])
-    parts = list(read(_sum_rows, source.parts["tokens"]))
-    nothing = _KeySums.of_ranges(*np.zeros((3, 0), np.int64))
-    rows = _KeySums.together([nothing, *(one for one, _ in parts)])
-    by_step = _KeySums.together([nothing.counts(), *(one for _, one in parts)])
-    drops = source.columns("drops", ["request", "step", "start", "stop"])
+    run, owed = source.run, _owed(source, spans, there)
+    every = _KeySums.of_ranges(spans["request"], spans["start"], spans["stop"])
     dropped = _KeySums.of_ranges(drops["request"], drops["start"], drops["stop"])
-    drops_by_step = _KeySums.of_counts(drops["step"], drops["stop"] - drops["start"])
-    became = np.sum([steps[name] for name in _FATES.values()], axis=0)
-    length = spans["stop"] - spans["start"]
-    totals = [
-        (
-            "E409",
-            f"census/{source.run}/spans {word} in all: steps",
-            [(None, n, wanted)] if n != wanted else [],
-            f"the census' {word}_tokens",
-        )
-        for word in ("aborted", "filtered")
-        for n, wanted in [
-            (
-                int(length[(spans["disposition"] == word) & there].sum()),
-                int(steps[_FATES[word]].sum()),
-            )
-        ]
-    ]
-    checks: list[tuple[str, str, Sequence[tuple[int | None, int, int]], str]] = [
-        (
-            "E404",
-            f"census/{source.run}/spans request",
-            all_spans.differing(_owed(source, spans, there)),
-            "spans that partition the request's positions",
-        ),
-        (
-            "E406",
-            f"shards (run {source.run}) rows of request",
-            rows.differing(ranges("captured")),
+    partition = "spans that partition the request's positions"
+    return [
+        *_differing("E404", f"census/{run}/spans request", every, owed, partition),
+        *_differing(
+            "E406", f"shards (run {run}) rows of request", rows, ranges("captured"),
             "the census' captured positions",
         ),
-        (
-            "E408",
-            f"losses/{source.run} drops of request",
-            dropped.differing(ranges("dropped")),
+        *_differing(
+            "E408", f"losses/{run} drops of request", dropped, ranges("dropped"),
             "the census' dropped positions",
         ),
-        (
-            "E412",
-            f"shards (run {source.run}) rows of step",
-            by_step.differing(counted("captured")),
+    ]  # fmt: skip
+
+
+def _by_step(
+    run: str,
+    steps: dict[str, npt.NDArray[Any]],
+    rows: _KeySums,
+    drops: dict[str, npt.NDArray[Any]],
+) -> list[Finding]:
+    """Return the steps whose tokens are not as many as the census says."""
+
+    def counted(n: npt.NDArray[Any]) -> _KeySums:
+        return _KeySums.of_counts(steps["step"], n)
+
+    dropped = _KeySums.of_counts(drops["step"], drops["stop"] - drops["start"])
+    became = np.sum([steps[name] for name in _FATES.values()], axis=0)
+    return [
+        *_differing(
+            "E412", f"shards (run {run}) rows of step", rows, counted(steps["captured_tokens"]),
             "the census' captured_tokens",
         ),
-        (
-            "E408",
-            f"losses/{source.run} drops of step",
-            drops_by_step.differing(counted("dropped")),
+        *_differing(
+            "E408", f"losses/{run} drops of step", dropped, counted(steps["dropped_tokens"]),
             "the census' dropped_tokens",
         ),
-        (
-            "E409",
-            f"census/{source.run}/steps step",
-            _KeySums.of_counts(steps["step"], steps["batch_tokens"]).differing(
-                _KeySums.of_counts(steps["step"], became)
-            ),
+        *_differing(
+            "E409", f"census/{run}/steps step", counted(steps["batch_tokens"]), counted(became),
             "the sum of what became of them",
         ),
-        *totals,
-    ]
+    ]  # fmt: skip
+
+
+def _in_all(
+    run: str,
+    spans: dict[str, npt.NDArray[Any]],
+    there: Bools,
+    steps: dict[str, npt.NDArray[Any]],
+) -> list[Finding]:
+    """Return the fates without rows of which spans and steps do not hold as many positions."""
+    length, found = spans["stop"] - spans["start"], []
+    for word in ("aborted", "filtered"):
+        got = int(length[(spans["disposition"] == word) & there].sum())
+        wanted = int(steps[_FATES[word]].sum())
+        if got != wanted:
+            place = f"census/{run}/spans {word} in all: steps"
+            found.append(_finding("E409", place, got, wanted, f"the census' {word}_tokens"))
+    return found
+
+
+def _differing(
+    code: str, place: str, got: _KeySums, wanted: _KeySums, expected: str
+) -> list[Finding]:
+    """Return a finding for each of the first keys of which two sums differ."""
     return [
-        Finding(
-            code=code,
-            place=place if key is None else f"{place} {key}",
-            got=f"{got} tokens" if got != wanted else f"{got} tokens, at other positions",
-            expected=f"{wanted}, {expected}",
-            severity="error",
-        )
-        for code, place, found, expected in checks
-        for key, got, wanted in found
+        _finding(code, f"{place} {key}", n, n_wanted, expected)
+        for key, n, n_wanted in got.differing(wanted)
     ]
 
 
-def _owed(
-    source: RunSource, spans: dict[str, npt.NDArray[Any]], there: npt.NDArray[np.bool_]
-) -> _KeySums:
+def _finding(code: str, place: str, got: int, wanted: int, expected: str) -> Finding:
+    return Finding(
+        code=code,
+        place=place,
+        got=f"{got} tokens" if got != wanted else f"{got} tokens, at other positions",
+        expected=f"{wanted}, {expected}",
+        severity="error",
+    )
+
+
+def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], there: Bools) -> _KeySums:
     """Return the positions that each request owes, from 0 on.
 
     Section 7.1: a request that an engine computed past its end owes that as well.
@@ -491,7 +501,7 @@ def _unresolved(source: RunSource) -> int:
     """Return the referenced positions that no captured span holds."""
     served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
     origin = served["ref_request"]
-    there = ~np.isnan(origin.astype(np.float64))
+    there = is_known(origin)
     total = int((served["stop"] - served["start"]).sum())
     request = origin[there].astype(np.int64)
     begins, ends = (_Below(kept["request"], kept[name]) for name in ("start", "stop"))
@@ -525,8 +535,21 @@ class _Below:
         return found
 
 
-def accounting(spans: Counts, counts: Counter[str], findings: list[Finding]) -> Accounting:
-    """Return the section over all runs."""
+def accounting(sources: list[RunSource], read: Read) -> Accounting:
+    """Return the section over all runs.
+
+    Args:
+        sources: the runs.
+        read: how the parts of their rows are read.
+    """
+    spans: Counts = Counter()
+    counts: Counter[str] = Counter()
+    findings = []
+    for source in sources:
+        fates, others, wrong = account_run(source, read)
+        spans += fates
+        counts += others
+        findings += wrong
     total = sum(spans.values())
     by = Counter[str]()
     for (disposition, _), n in spans.items():

@@ -16,33 +16,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from actds_validators.audit.result import Covariate, Group
+from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.shift import ewma
 
 if TYPE_CHECKING:
     from actds_validators.audit.lookup import Rows
 
-__all__ = [
-    "COVARIATES",
-    "LOAD",
-    "MAX_BITS",
-    "MAX_PROBES",
-    "NO_BITS",
-    "N_BANDS",
-    "N_BITS",
-    "Bins",
-    "CovariateDef",
-    "Widths",
-    "columns_of",
-    "content",
-    "defined",
-    "from_source",
-    "halves",
-    "position_band",
-    "squares",
-]
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 Source = Literal["step", "request", "token", "readout"]
 _GROUPS: dict[Source, Group] = {
     "step": "system",
@@ -83,7 +62,7 @@ class Bins:
     label: Callable[[int], str]
     edges: Callable[[int], tuple[float, float] | None] = lambda k: None
 
-    def of(self, values: Floats | npt.NDArray[np.bool_]) -> Ints:
+    def of(self, values: Floats | Bools) -> Ints:
         """Return the bin of each value, all of them numbers from 0: the whole part."""
         found: Ints = np.minimum(values, self.n - 1).astype(np.int64)
         return found
@@ -148,7 +127,7 @@ class CovariateDef:
         "steps where that is below its mean",
     )
 
-    def typed(self, values: npt.ArrayLike) -> Floats | npt.NDArray[np.bool_]:
+    def typed(self, values: npt.ArrayLike) -> Floats | Bools:
         """Return values as they are summed: of a share booleans, else floats."""
         return np.asarray(values, bool if self.unit == "share" else np.float64)
 
@@ -295,7 +274,7 @@ def _of_step(name: str, label: str, unit: str, column: str) -> CovariateDef:
     return CovariateDef(name, label, unit, "step", _column(column), columns=(column,))
 
 
-def _prefill(rows: Rows) -> npt.NDArray[np.bool_]:
+def _prefill(rows: Rows) -> Bools:
     return rows.prefill
 
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow.compute as pc
 
 from actds.format.positions import Keys, pair_key, split_key
+from actds.load.filters import SINK_NORM
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
-from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode
+from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode, is_known
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.passes import Executor, scale_of
 from actds_validators.audit.result import (
@@ -31,9 +31,8 @@ from actds_validators.audit.result import (
     CoverageCell,
     Dominant,
 )
-from actds_validators.statistics.distributions import jensen_shannon, total_variation
-
-__all__ = ["SINK", "CoverageCounts", "coverage", "dominant_cell", "read_spans"]
+from actds_validators.statistics.events import Bools, Floats
+from actds_validators.statistics.strata import jensen_shannon, total_variation
 
 OTHERS = "all others"
 EVERY_CLASS = (*CLASSES, NOWHERE)
@@ -65,7 +64,7 @@ def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> Non
         columns = needed.get(disposition, [])
         found = source.spans(disposition, ["request", *columns])
         for name in columns:  # others: a reference to nothing, a position that was never computed
-            there = ~np.isnan(found[name].astype(np.float64))
+            there = is_known(found[name])
             found = {key: values[there] for key, values in found.items()}
         for which, position in explode(found["start"], found["stop"]):
             band = position_band(position)
@@ -226,15 +225,8 @@ def _known(distance: float | None) -> float:
     return distance
 
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-
-SINK = 10.0
-"""Times the median norm above which a row is a sink: what the loader calls ``sink``."""
 MAX_CELLS = 1 << 16
 """Cells of a hook that are told apart, those of the largest squares; the others are dropped."""
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -250,7 +242,7 @@ class _Cells:
 
     keys: Keys
     sums: Floats
-    special: npt.NDArray[np.bool_]
+    special: Bools
     whole: Floats
 
     def add(self, other: _Cells) -> None:
@@ -299,7 +291,7 @@ class _DominancePass:
                 served = lookup.servings.of(lookup.requests.numbers(request[mine]), at)
                 w = 1.0 + served
                 special = lookup.vocabulary.special(lookup.vocabulary.places(id_))
-                some = np.flatnonzero((at == 0) | special | (x > SINK * self.median[number]))
+                some = np.flatnonzero((at == 0) | special | (x > SINK_NORM * self.median[number]))
                 four = np.stack([np.ones(len(x)), w, w * x, w * x * x], axis=1)
                 keys, first, of = np.unique(
                     pair_key(id_[some], at[some]), return_index=True, return_inverse=True
@@ -355,7 +347,7 @@ def _largest(hook: str, cells: _Cells, median: float) -> Dominant | None:
     k = int(np.argmax(share))
     token_id, position = (int(number) for number in split_key(cells.keys[k]))
     names = ["first_position"] if position == 0 else ["special"] * bool(cells.special[k])
-    if of_x[k] / of_w[k] > SINK * median:
+    if of_x[k] / of_w[k] > SINK_NORM * median:
         names.append("sink")
     return Dominant(
         hook=hook,

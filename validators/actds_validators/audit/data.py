@@ -29,28 +29,7 @@ from actds.reading import Catalog
 from actds.store import file_sha256
 from actds.store.local import LocalStore
 from actds_validators.audit.result import ClassesFile
-
-__all__ = [
-    "CLASSES",
-    "NOWHERE",
-    "LabelFile",
-    "Labels",
-    "Part",
-    "Read",
-    "RunSource",
-    "StepRanges",
-    "arrow_source",
-    "catalog_source",
-    "class_words",
-    "column",
-    "explode",
-    "labels_of",
-    "longest",
-    "match_labels",
-    "numbers",
-    "places",
-    "read_labels",
-]
+from actds_validators.statistics.events import Bools, Ints
 
 N_THREADS = 2
 BATCH_ROWS = 1 << 15
@@ -181,6 +160,11 @@ def numbers(table: pa.Table) -> dict[str, npt.NDArray[Any]]:
     return found
 
 
+def is_known(values: npt.NDArray[Any]) -> Bools:
+    """Return which numbers of `numbers` are no null."""
+    return ~np.isnan(values.astype(np.float64))
+
+
 def catalog_source(catalog: Catalog, run: str) -> RunSource:
     """Return the tables of one run of a dataset.
 
@@ -191,48 +175,42 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
             ``Catalog.table`` raises.
     """
     parts: dict[TableName, tuple[Part, ...]] = {}
+    row_sets = catalog.row_sets(run)
+    shards = row_sets[0][1] if row_sets else []
+    of_shards = [
+        (f"{layout.shard_dir(shard.name)}/{TOKENS}", file.sha256)
+        for shard in shards
+        for file in shard.manifest.files
+        if file.path == TOKENS
+    ]
     for name in RUN_TABLES:
-        if name == "tokens":
-            _, shards = catalog.row_sets(run)[0] if catalog.row_sets(run) else ([], [])
-            entries = [
-                (f"{layout.shard_dir(s.name)}/{TOKENS}", e.sha256)
-                for s in shards
-                for e in s.manifest.files
-                if e.path == TOKENS
-            ]
-        else:
-            committed = catalog.parts.get((run, name), [])
-            entries = [(part.file.path, part.file.sha256) for part in committed]
+        committed = catalog.parts.get((run, name), [])
+        entries = [(part.file.path, part.file.sha256) for part in committed]
+        entries = of_shards if name == "tokens" else entries
         if isinstance(catalog.store, LocalStore) and entries:
-            found = []
-            for path, sha256 in entries:
-                _check(catalog, path, sha256)
-                # A worker may run in another folder.
-                local = os.path.abspath(catalog.store.local_path(path))
-                tables.from_parquet(name, local, path, columns=[])  # its form alone
-                found.append(Part(name, pq.read_metadata(local).num_rows, path=local))
-            parts[name] = tuple(found)
+            parts[name] = tuple(_local_part(catalog.store, name, *e) for e in entries)
             continue
-        if name == "tokens":
-            held = [shard.tokens() for shard in shards] if entries else []
-        else:
-            held = [catalog.table(name, run)]
+        held = [s.tokens() for s in shards] if name == "tokens" else [catalog.table(name, run)]
         parts[name] = tuple(Part(name, table.num_rows, table=table) for table in held)
     return _source(run, parts)
+
+
+def _local_part(store: LocalStore, name: TableName, path: str, expected: str) -> Part:
+    """Return a file of a local disk, its digest and its form checked."""
+    got = file_sha256(store, path)
+    if got != expected:
+        raise ActdsError(
+            "E202", path, got=f"SHA-256 {got[:16]}…", expected=f"{expected[:16]}…, as committed"
+        )
+    local = os.path.abspath(store.local_path(path))  # a worker may run in another folder
+    tables.from_parquet(name, local, path, columns=[])  # its form alone
+    return Part(name, pq.read_metadata(local).num_rows, path=local)
 
 
 def arrow_source(run: str, found: Mapping[str, pa.Table]) -> RunSource:
     """Return tables that are in memory; one that is missing is empty."""
     held = {name: found.get(name, tables.empty(name)) for name in RUN_TABLES}
     return _source(run, {name: (Part(name, t.num_rows, table=t),) for name, t in held.items()})
-
-
-def _check(catalog: Catalog, path: str, expected: str) -> None:
-    got = file_sha256(catalog.store, path)
-    if got != expected:
-        raise ActdsError(
-            "E202", path, got=f"SHA-256 {got[:16]}…", expected=f"{expected[:16]}…, as committed"
-        )
 
 
 def _source(run: str, parts: Mapping[TableName, tuple[Part, ...]]) -> RunSource:
@@ -256,7 +234,6 @@ def longest(parts: tuple[Part, ...], name: str) -> int:
     return 0
 
 
-Ints = npt.NDArray[np.int64]
 BATCH_POSITIONS = 1 << 16
 
 
@@ -442,9 +419,7 @@ class Labels:
         codes = [code[word] for word in table["class"].to_pylist()]
         self._code = np.array(codes, np.int64)[order]
 
-    def of(
-        self, request: npt.NDArray[np.int64], position: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def of(self, request: Ints, position: Ints) -> Ints:
         """Return the code of the class of each position, -1 for one without a label."""
         if not len(self._keys):
             return np.full(len(request), -1, np.int64)

@@ -34,33 +34,15 @@ from actds_validators.audit.data import (
     RunSource,
     StepRanges,
     column,
+    is_known,
 )
-
-__all__ = [
-    "MAX_SOURCES",
-    "CellEdges",
-    "Lookup",
-    "Rows",
-    "RunRows",
-    "Vocabulary",
-    "WordPass",
-    "knows_ids",
-    "make_lookup",
-    "prompt_sources",
-    "read_rows",
-    "read_vocabulary",
-    "thinning",
-]
+from actds_validators.statistics.events import Bools, Floats, Ints
 
 MAX_SOURCES = 8
 MAX_CELLS = 1 << 18
 """Steps by requests at which selection within steps is looked at, at most, over all runs."""
 MAX_SUMS = 1 << 23
 """The same times the covariates: 32 bytes each."""
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 class Vocabulary:
@@ -351,7 +333,7 @@ def _within(steps: RunSteps, every: int) -> Bools:
 
 def _servings(source: RunSource) -> Servings:
     found = source.spans("cache_ref", ["ref_request"])
-    there = ~np.isnan(found["ref_request"].astype(np.float64))
+    there = is_known(found["ref_request"])
     request, start, stop = (found[name][there] for name in ("ref_request", "start", "stop"))
     return Servings(request.astype(np.int64), start, stop)
 
@@ -556,7 +538,7 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
 def _first_steps(source: RunSource, steps: Ints, requests: Index) -> Ints:
     """Return the place of the step in which each request began."""
     found = source.columns("spans", ["request", "step"])
-    there = ~np.isnan(found["step"].astype(np.float64))
+    there = is_known(found["step"])
     place = requests.of(found["request"][there])
     step = np.searchsorted(steps, found["step"][there].astype(np.int64))
     first = np.full(len(requests), len(steps), np.int64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,11 +15,10 @@ from actds_validators.audit.accumulate import CovariateSums
 from actds_validators.audit.census import Series
 from actds_validators.audit.covariates import COVARIATES, LOAD, defined
 from actds_validators.audit.data import RunSource
-from actds_validators.audit.missingness import estimate
+from actds_validators.audit.missingness import rate_estimate
 from actds_validators.audit.result import (
     Association,
     Covariate,
-    Estimate,
     Lag,
     LagBand,
     Limits,
@@ -31,8 +29,13 @@ from actds_validators.audit.result import (
     Stall,
     TracePoint,
 )
-from actds_validators.statistics.association import Within, block_score, change
-from actds_validators.statistics.distributions import naive_chi_square, naive_z
+from actds_validators.statistics.association import (
+    Within,
+    block_score,
+    change,
+    naive_chi_square,
+    naive_z,
+)
 from actds_validators.statistics.events import Floats, one_per_event
 from actds_validators.statistics.intervals import (
     Interval,
@@ -44,16 +47,6 @@ from actds_validators.statistics.intervals import (
 )
 from actds_validators.statistics.shift import Trend, circular_shift, lag_correlation, trend
 
-__all__ = [
-    "TIME",
-    "QueueCounts",
-    "family",
-    "load_trends",
-    "mechanism",
-    "queues",
-    "read_queues",
-]
-
 TIME = Covariate(name="time", label="time in the run", unit="s", group="system")
 MIN_WITHIN_REQUESTS = 10
 MAX_PARTIAL = 0.05
@@ -61,16 +54,21 @@ MAX_PARTIAL = 0.05
 fills up in the middle of a step loses a part of that one."""
 
 
-@dataclass(frozen=True)
-class _Found:
-    name: str
-    covariate: Covariate
-    statistic: float
-    p: float
-    n_units: int
-    unit: str
-    naive_p: float | None
-    note: str = ""
+def _test(
+    name: str,
+    covariate: Covariate,
+    statistic: float,
+    p: float,
+    n_units: int,
+    unit: str,
+    naive_p: float | None = None,
+    note: str = "",
+) -> Association:
+    """Return a test as it stands alone: `family` adjusts it."""
+    return Association(
+        name=name, covariate=covariate, statistic=statistic, p=p, adjusted_p=p, rejected=False,
+        n_units=n_units, unit=unit, naive_p=naive_p, note=note,
+    )  # fmt: skip
 
 
 def load_trends(series: Series, limits: Limits) -> dict[str, Trend]:
@@ -109,24 +107,11 @@ def family(
     ]
     for covariate, one in within:
         if one.n_requests >= MIN_WITHIN_REQUESTS:
-            found.append(
-                _Found("within", covariate, one.t, one.p, one.n_requests, "requests", None)
-            )
-    adjusted = benjamini_hochberg([f.p for f in found])
+            found.append(_test("within", covariate, one.t, one.p, one.n_requests, "requests"))
+    adjusted = benjamini_hochberg([test.p for test in found])
     return [
-        Association(
-            name=f.name,
-            covariate=f.covariate,
-            statistic=f.statistic,
-            p=f.p,
-            adjusted_p=float(q),
-            rejected=bool(q <= limits.fdr),
-            n_units=f.n_units,
-            unit=f.unit,
-            naive_p=f.naive_p,
-            note=f.note,
-        )
-        for f, q in zip(found, adjusted, strict=True)
+        test.model_copy(update={"adjusted_p": float(q), "rejected": bool(q <= limits.fdr)})
+        for test, q in zip(found, adjusted, strict=True)
     ]
 
 
@@ -164,7 +149,7 @@ def _block_p(series: Series, lost: Floats, held: Floats, weight: Floats) -> floa
     return float(found[0])
 
 
-def _events(sums: list[CovariateSums], series: Series, limits: Limits) -> list[_Found]:
+def _events(sums: list[CovariateSums], series: Series, limits: Limits) -> list[Association]:
     """Return the tests of the load in which each event counts once.
 
     A stall of the disk makes the longest bursts, whatever the load, and outweighs the overflows
@@ -186,12 +171,13 @@ def _events(sums: list[CovariateSums], series: Series, limits: Limits) -> list[_
 
 def _shifts(
     name: str, sums: list[CovariateSums], series: Series, lost: Floats, limits: Limits
-) -> list[_Found]:
+) -> list[Association]:
     found = []
     for one in sums:
-        total = one.sums[0].sum()
-        variance = one.sums[1].sum() / max(one.n.sum(), 1) - (total / max(one.n.sum(), 1)) ** 2
-        if one.n.sum() <= 0 or variance <= 1e-12 * max(1.0, one.sums[1].sum() / one.n.sum()):
+        n, n_lost = one.n.sum(), one.n_lost.sum()
+        x, xx, lost_x = one.sums.sum(axis=1)
+        variance = xx / max(n, 1) - (x / max(n, 1)) ** 2
+        if n <= 0 or variance <= 1e-12 * max(1.0, xx / n):
             continue
         held, weight = one.sums[0], one.n
         if one.covariate.group == "system":  # of the step: one value, however many tokens share it
@@ -202,26 +188,24 @@ def _shifts(
         )
         if test is None:
             continue
-        five = np.array([one.n.sum(), *one.sums[:2].sum(axis=1), one.n_lost.sum(),
-                         one.sums[2].sum()])  # fmt: skip
         found.append(
-            _Found(
+            _test(
                 name,
                 one.covariate,
                 float(test.difference[0]) / float(np.sqrt(variance)),
                 max(float(test.p[0]), _block_p(series, lost, held, weight)),
                 max(1, int(test.n_effective[0])),
                 "shifts",
-                naive_z(five) if name == "shift" else None,
+                naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
             )
         )
     return found
 
 
-def _trends(series: Series, trends: dict[str, Trend]) -> list[_Found]:
+def _trends(series: Series, trends: dict[str, Trend]) -> list[Association]:
     every = np.ones(series.n_ticks)
     return [
-        _Found(
+        _test(
             "trend",
             COVARIATES[name].facts(),
             one.statistic if one.direction == "increasing" else -one.statistic,
@@ -238,13 +222,13 @@ def _trends(series: Series, trends: dict[str, Trend]) -> list[_Found]:
     ]
 
 
-def _changes(series: Series, limits: Limits) -> list[_Found]:
+def _changes(series: Series, limits: Limits) -> list[Association]:
     found = change(series.computed, series.lost, series.run, seed=limits.seed)
     if found is None or not found.long_enough:
         return []
     at = float(series.t_s[min(found.at, series.n_ticks - 1)])
     note = f"{found.before:.2%} lost before {at:.0f} s, {found.after:.2%} after"
-    return [_Found("change", TIME, found.statistic, found.p, found.n_blocks, "blocks", None, note)]
+    return [_test("change", TIME, found.statistic, found.p, found.n_blocks, "blocks", note=note)]
 
 
 N_BINS = 240
@@ -253,77 +237,70 @@ MAX_LAG = 64
 MAX_DEPTHS = 64
 
 
-class QueueCounts:
-    """Stalls and occupancy, added up over runs."""
-
-    def __init__(self) -> None:
-        self.stalls: Counter[str] = Counter()
-        self.stalled_s: dict[str, float] = defaultdict(float)
-        self.marks_s: dict[str, list[float]] = {}
-        self.occupancy: dict[str, dict[tuple[int, int], float]] = {}
-
-
-def read_queues(source: RunSource, series: Series, counts: QueueCounts) -> None:
-    """Add a run's stalls and occupancy.
-
-    Args:
-        source: the run.
-        series: for the clock: marks are seconds on its time line.
-        counts: what to add to.
-    """
-    stalls = source.columns("stalls", ["stage", "t_ns", "duration_ns"])
-    for stage in sorted(set(stalls["stage"])):
-        own = stalls["stage"] == stage
-        counts.stalls[stage] += int(own.sum())
-        counts.stalled_s[stage] += int(stalls["duration_ns"][own].sum()) / 1e9
-    if source.run in series.runs:
-        begin = int(series.offsets[series.runs.index(source.run)])
-        steps = source.columns("steps", ["t_ns", "captured_tokens", "dropped_tokens"])
-        first = int(steps["t_ns"][steps["captured_tokens"] + steps["dropped_tokens"] > 0].min())
-        for at in np.argsort(-stalls["duration_ns"], kind="stable")[:N_MARKS]:
-            mark = max(0.0, (int(stalls["t_ns"][at]) - first) / 1e9) + float(series.t_s[begin])
-            counts.marks_s.setdefault(stalls["stage"][at], []).append(mark)
-    held = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])
-    capacity: dict[tuple[str, int], int] = {}
-    lasted: Counter[tuple[str, int]] = Counter()
-    for stage, depth, room, ns in zip(*(column.tolist() for column in held.values()), strict=True):
-        capacity[stage, depth] = max(room, capacity.get((stage, depth), room))
-        lasted[stage, depth] += ns
-    for (stage, depth), ns in lasted.items():
-        at_stage = counts.occupancy.setdefault(stage, defaultdict(float))
-        at_stage[depth, capacity[stage, depth]] += ns / 1e9
-
-
-def queues(series: Series, counts: QueueCounts, trends: dict[str, Trend], seed: int = 0) -> Queues:
+def queues(
+    sources: list[RunSource], series: Series, trends: dict[str, Trend], seed: int = 0
+) -> Queues:
     """Return the section.
 
     Args:
+        sources: the runs of the series.
         series: of the losses.
-        counts: of `read_queues`.
         trends: of the loss over the load.
         seed: of the random shifts behind the band of the lags, where there are several runs.
     """
     lags, band = _lags(series, seed)
     return Queues(
         trace=_trace(series),
-        stalls=[
-            Stall(
-                stage=stage,
-                n=n,
-                seconds=counts.stalled_s[stage],
-                marks_s=sorted(counts.marks_s.get(stage, []))[:N_MARKS],
-            )
-            for stage, n in sorted(counts.stalls.items())
-        ],
-        occupancy=[
-            Occupancy(stage=stage, depth=depth, capacity=capacity, seconds=seconds)
-            for stage, depths in sorted(counts.occupancy.items())
-            for (depth, capacity), seconds in sorted(depths.items())[:MAX_DEPTHS]
-        ],
+        stalls=_stalls(sources, series),
+        occupancy=_occupancy(sources),
         lags=lags,
         lag_band=band,
         loss_by_load=_loss_by_load(series, trends),
     )
+
+
+def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
+    """Return the waits at each stage; marks are seconds on the time line of the series."""
+    n: Counter[str] = Counter()
+    waited_s: dict[str, float] = defaultdict(float)
+    marks_s: dict[str, list[float]] = defaultdict(list)
+    for source in sources:
+        stalls = source.columns("stalls", ["stage", "t_ns", "duration_ns"])
+        for stage in sorted(set(stalls["stage"])):
+            own = stalls["stage"] == stage
+            n[stage] += int(own.sum())
+            waited_s[stage] += int(stalls["duration_ns"][own].sum()) / 1e9
+        begin = int(series.offsets[series.runs.index(source.run)])
+        steps = source.columns("steps", ["t_ns", "captured_tokens", "dropped_tokens"])
+        first = int(steps["t_ns"][steps["captured_tokens"] + steps["dropped_tokens"] > 0].min())
+        for at in np.argsort(-stalls["duration_ns"], kind="stable")[:N_MARKS]:
+            mark = max(0.0, (int(stalls["t_ns"][at]) - first) / 1e9) + float(series.t_s[begin])
+            marks_s[stalls["stage"][at]].append(mark)
+    return [
+        Stall(stage=stage, n=n[stage], seconds=waited_s[stage], marks_s=marks[:N_MARKS])
+        for stage in sorted(n)
+        for marks in [sorted(marks_s[stage])]
+    ]
+
+
+def _occupancy(sources: list[RunSource]) -> list[Occupancy]:
+    """Return how long the queue of each stage stood at each depth."""
+    spent_s: dict[str, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
+    for source in sources:
+        held = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])
+        lines = list(zip(*(column.tolist() for column in held.values()), strict=True))
+        capacity: dict[tuple[str, int], int] = {}
+        lasted: Counter[tuple[str, int]] = Counter()
+        for stage, depth, room, ns in lines:
+            capacity[stage, depth] = max(room, capacity.get((stage, depth), room))
+            lasted[stage, depth] += ns
+        for (stage, depth), ns in lasted.items():
+            spent_s[stage][depth, capacity[stage, depth]] += ns / 1e9
+    return [
+        Occupancy(stage=stage, depth=depth, capacity=room, seconds=seconds)
+        for stage, depths in sorted(spent_s.items())
+        for (depth, room), seconds in sorted(depths.items())[:MAX_DEPTHS]
+    ]
 
 
 def _trace(series: Series) -> list[TracePoint]:
@@ -374,14 +351,11 @@ def _loss_by_load(series: Series, trends: dict[str, Trend]) -> list[Loss]:
     n = block_sums(np.where(inside, series.computed, 0.0), cut.labels, cut.n_blocks)
     lost = block_sums(np.where(inside, series.lost, 0.0), cut.labels, cut.n_blocks)
     rates = jackknife_many(np.stack([n, lost]), loss_rate)
-    found = []
-    for k, interval in enumerate(rates):
-        rate = estimate(interval) or Estimate(value=float(trend.rate[k]), low=0.0, high=1.0)
-        found.append(
-            Loss(
-                load=float(trend.load[k]),
-                rate=Estimate(value=rate.value, low=max(0.0, rate.low), high=min(1.0, rate.high)),
-                fitted=float(trend.fitted[k]),
-            )
+    return [
+        Loss(
+            load=float(trend.load[k]),
+            rate=rate_estimate(interval, float(trend.rate[k])),
+            fitted=float(trend.fitted[k]),
         )
-    return found
+        for k, interval in enumerate(rates)
+    ]

@@ -8,7 +8,7 @@ wherever its tokens were computed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,12 +30,6 @@ from actds_validators.audit.result import (
     Stratum,
     StratumLoss,
 )
-from actds_validators.statistics.distributions import (
-    farthest_mean,
-    jensen_shannon,
-    total_variation,
-    worst_case,
-)
 from actds_validators.statistics.events import Floats, Ints
 from actds_validators.statistics.intervals import (
     Blocks,
@@ -43,30 +37,14 @@ from actds_validators.statistics.intervals import (
     at_least,
     difference_sums,
     error_of_draws,
+    farthest_mean,
     jackknife_many,
     loss_rate,
     smd,
     smd_of_stored,
+    worst_case,
 )
-from actds_validators.statistics.strata import stratum_p
-
-__all__ = [
-    "MAX_CANDIDATES",
-    "MIN_TOKENS",
-    "Bands",
-    "SpanStrata",
-    "Strata",
-    "block_totals",
-    "bound",
-    "candidates",
-    "differences",
-    "estimate",
-    "missingness",
-    "strata",
-    "system_sums",
-    "unbounded",
-    "worst_strata",
-]
+from actds_validators.statistics.strata import jensen_shannon, stratum_p, total_variation
 
 CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 
@@ -81,6 +59,12 @@ def estimate(interval: Interval | None) -> Estimate | None:
         high=interval.high,
         confidence=interval.confidence,
     )
+
+
+def rate_estimate(interval: Interval | None, rate: float) -> Estimate:
+    """Return a share lost with its interval within 0 and 1: all of it where there is none."""
+    found = estimate(interval) or Estimate(value=rate, low=0.0, high=1.0)
+    return Estimate(value=found.value, low=max(0.0, found.low), high=min(1.0, found.high))
 
 
 def unbounded(value: float, n: float, effective: float) -> Estimate | None:
@@ -100,12 +84,7 @@ def unbounded(value: float, n: float, effective: float) -> Estimate | None:
 def system_sums(series: Series) -> list[CovariateSums]:
     """Return the covariates of the serving system, which need no token."""
     return [
-        CovariateSums(
-            one.facts(),
-            series.computed,
-            series.system[one.name],
-            series.lost,
-        )
+        CovariateSums(one.facts(), series.computed, series.system[one.name], series.lost)
         for one in defined("step")
     ]
 
@@ -180,7 +159,6 @@ def strata(bands: Bands) -> list[Stratum]:
         if not n:
             continue
         edges = bands.edges[k] if bands.edges else None
-        rate = estimate(rates[k]) or Estimate(value=n_lost / n, low=0.0, high=1.0)
         found.append(
             Stratum(
                 label=label,
@@ -188,7 +166,7 @@ def strata(bands: Bands) -> list[Stratum]:
                 high=edges[1] if edges else None,
                 n=int(n),
                 n_lost=int(n_lost),
-                rate=Estimate(value=rate.value, low=max(0.0, rate.low), high=min(1.0, rate.high)),
+                rate=rate_estimate(rates[k], n_lost / n),
             )
         )
     return found
@@ -208,8 +186,10 @@ def missingness(
     found: list[Difference], loss_share: float, *, has_values: bool, has_ids: bool
 ) -> Missingness:
     """Return the section: differences, the bound, and which questions could be asked."""
-    asked = ["whether losses depend on the load, the batch and the time"]
-    asked.append("whether losses depend on position, length, phase and source")
+    asked = [
+        "whether losses depend on the load, the batch and the time",
+        "whether losses depend on position, length, phase and source",
+    ]
     not_asked = []
     ids = "whether losses depend on the tokens themselves (rarity, special tokens)"
     values = "whether losses depend on the values of the rows, which is what MNAR means"
@@ -229,11 +209,10 @@ def missingness(
     )
 
 
-def _distance(measure: object, bands: Bands | None) -> float | None:
-    if bands is None or not callable(measure):
-        return None
-    found = measure(bands.lost.sum(axis=0), bands.n.sum(axis=0))
-    return None if found is None else float(found)
+def _distance(
+    measure: Callable[[Floats, Floats], float | None], bands: Bands | None
+) -> float | None:
+    return measure(bands.lost.sum(axis=0), bands.n.sum(axis=0)) if bands else None
 
 
 MIN_TOKENS = 20
@@ -278,13 +257,17 @@ def candidates(n: Floats, lost: Floats, limits: Limits) -> Ints:
         limits: the share that warns.
     """
     rate = lost.sum() / max(1.0, float(n.sum()))
-    beyond = np.flatnonzero((n >= MIN_TOKENS) & (lost >= limits.worst_stratum_warn * n))
+    beyond = _beyond(n, lost, limits)
     beyond = beyond[lost[beyond] > 0]
     if len(beyond) <= MAX_CANDIDATES:
         return beyond
     gone, expected = lost[beyond], n[beyond] * rate
     surprise = gone * np.log(gone / expected) - gone + expected
     return np.sort(beyond[np.argsort(-surprise, kind="stable")[:MAX_CANDIDATES]])
+
+
+def _beyond(n: Floats, lost: Floats, limits: Limits) -> Ints:
+    return np.flatnonzero((n >= MIN_TOKENS) & (lost >= limits.worst_stratum_warn * n))
 
 
 @dataclass
@@ -471,7 +454,7 @@ def worst_strata(found: list[Strata], rate: Floats, limits: Limits) -> list[Stra
     named = []
     for strata in found:
         n, lost = strata.n.sum(axis=1), strata.lost.sum(axis=1)
-        beyond = np.flatnonzero((n >= MIN_TOKENS) & (lost >= limits.worst_stratum_warn * n))
+        beyond = _beyond(n, lost, limits)
         if not len(beyond) or not strata.n_tested:
             continue
         p = stratum_p(strata.n[beyond], strata.lost[beyond], rate)

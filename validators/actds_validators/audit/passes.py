@@ -26,23 +26,8 @@ from actds_validators.audit.accumulate import CONTENT, ClassCounts, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
 from actds_validators.audit.data import N_THREADS, Part, column, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
-from actds_validators.statistics.events import Floats, Ints
+from actds_validators.statistics.events import Bools, Floats, Ints
 
-__all__ = [
-    "N_THREADS",
-    "TAIL",
-    "Executor",
-    "ExecutorName",
-    "RowPass",
-    "Scale",
-    "Threads",
-    "accumulate",
-    "lost_pieces",
-    "open_executor",
-    "scale_of",
-]
-
-Bools = npt.NDArray[np.bool_]
 TAIL = 0.01
 """Share of the rows in a tail."""
 SAMPLE = 1 << 16
@@ -233,10 +218,10 @@ class RowPass:
         values = [rows.values(one) for one in self.definitions]
         for x, one in zip(values, self.definitions, strict=True):
             if one.bins is not None and one.name in sums.bands:
-                known, size = np.isfinite(x), one.bins.n
-                bin_of = one.bins.of(x if known.all() else x[known])
-                at_bin = (block if known.all() else block[known]) * size + bin_of
-                n = np.bincount(at_bin, minlength=n_blocks * size)
+                known, size, own = np.isfinite(x), one.bins.n, block
+                if not known.all():
+                    x, own = x[known], block[known]
+                n = np.bincount(own * size + one.bins.of(x), minlength=n_blocks * size)
                 sums.bands[one.name][lost] += n.reshape(n_blocks, -1)
         sums.moments[CONTENT].count(rows, values, np.full(len(at), bool(lost)), at)
 

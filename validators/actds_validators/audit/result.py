@@ -6,54 +6,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = [
-    "BOUND",
-    "DETECTABLE",
-    "EQUIVALENCE",
-    "EVENTS",
-    "EVIDENCE",
-    "Accounting",
-    "Association",
-    "Audit",
-    "Balance",
-    "Bound",
-    "BoundPoint",
-    "CapturedShift",
-    "ClassLoss",
-    "ClassesFile",
-    "Covariate",
-    "Coverage",
-    "CoverageCell",
-    "Difference",
-    "Dominant",
-    "Drift",
-    "DriftMeasure",
-    "Estimate",
-    "Finding",
-    "Lag",
-    "LagBand",
-    "Limits",
-    "Loss",
-    "Mechanism",
-    "Missingness",
-    "Must",
-    "Number",
-    "Occupancy",
-    "Options",
-    "OtherDataset",
-    "Queues",
-    "Section",
-    "Stall",
-    "Stratum",
-    "StratumLoss",
-    "TracePoint",
-    "Verdict",
-    "WaterfallStep",
-    "WeightCell",
-    "Weighting",
-    "Worse",
-]
-
 BOUND = "worst-case bias of any mean"
 """Name of the number that holds for any losses: above its limit the tests decide."""
 EVENTS = "independent loss events"
@@ -61,6 +13,9 @@ DETECTABLE = "content bias that one interval would detect"
 EQUIVALENCE = "farthest end of an equivalence interval"
 EVIDENCE = (EVENTS, DETECTABLE, EQUIVALENCE)
 """Names, or their beginnings, of numbers that say how much evidence there is, not what is lost."""
+
+MIN_BLAMED = 3
+"""Independent loss events from which a cause is named: fewer have something in common by chance."""
 
 Group = Literal["system", "content", "values"]
 """What a covariate describes: the serving system at the time, the tokens, or the rows' values."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,14 +17,7 @@ from actds.reading import Catalog
 from actds.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.audit.accumulate import CONTENT, CovariateSums, RunCells, Sums
-from actds_validators.audit.census import (
-    RunSteps,
-    Series,
-    account_run,
-    accounting,
-    make_series,
-    read_steps,
-)
+from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
 from actds_validators.audit.covariates import (
     MAX_PROBES,
     CovariateDef,
@@ -56,14 +48,7 @@ from actds_validators.audit.lookup import (
     read_vocabulary,
     thinning,
 )
-from actds_validators.audit.mechanism import (
-    QueueCounts,
-    family,
-    load_trends,
-    mechanism,
-    queues,
-    read_queues,
-)
+from actds_validators.audit.mechanism import family, load_trends, mechanism, queues
 from actds_validators.audit.missingness import (
     MIN_TOKENS,
     SpanStrata,
@@ -75,7 +60,6 @@ from actds_validators.audit.missingness import (
     system_sums,
     worst_strata,
 )
-from actds_validators.audit.outputs import write_weights
 from actds_validators.audit.passes import (
     TAIL,
     Executor,
@@ -88,18 +72,13 @@ from actds_validators.audit.passes import (
     scale_of,
 )
 from actds_validators.audit.result import (
-    Accounting,
     Audit,
     ClassesFile,
     Covariate,
-    Coverage,
     Difference,
     Limits,
-    Mechanism,
-    Missingness,
     Options,
     Queues,
-    Weighting,
 )
 from actds_validators.audit.verdict import Evidence, judge
 from actds_validators.audit.weights import (
@@ -110,55 +89,30 @@ from actds_validators.audit.weights import (
     stored_cells,
     weigh,
     weighting,
+    write_weights,
 )
 from actds_validators.audit.wording import blind_spots
 from actds_validators.statistics.association import Within
 from actds_validators.statistics.association import within_cells as within_test
 from actds_validators.statistics.events import Floats, Ints
-from actds_validators.statistics.intervals import jackknife_many, smd_of_stored
-
-__all__ = [
-    "AuditResult",
-    "Passed",
-    "Progress",
-    "Sections",
-    "audit_dataset",
-    "audit_sources",
-    "limits_of",
-    "pass_over",
-]
+from actds_validators.statistics.intervals import Interval, jackknife_many, smd_of_stored
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Sections:
-    """What the audit of some runs found, without the dataset's name.
+class Sections(Evidence):
+    """What the audit of some runs found: the evidence, and what no verdict rests on.
 
     Args:
-        evidence: for the verdict; with the accounting, always there.
-        coverage: ``None`` when nothing is stored.
         queues: ``None`` without a step.
-        missingness: ``None`` when nothing was dropped, as what follows.
-        mechanism: what the losses depend on.
-        weighting: what the weights are.
-        cells: of the weights.
+        cells: of the weights, ``None`` when nothing was dropped.
         lookups: of each run, by name: what the weights file is made with.
     """
 
-    evidence: Evidence
-    coverage: Coverage | None = None
     queues: Queues | None = None
-    missingness: Missingness | None = None
-    mechanism: Mechanism | None = None
-    weighting: Weighting | None = None
     cells: Cells | None = None
     lookups: dict[str, Lookup] = field(default_factory=dict)
-
-    @property
-    def accounting(self) -> Accounting:
-        """Return what became of every position."""
-        return self.evidence.accounting
 
 
 @dataclass(frozen=True)
@@ -250,7 +204,7 @@ def audit_dataset(
         policies=sorted(policies),
         options=Options(engine=executor, classes=named),
         limits=limits,
-        verdict=judge(found.evidence, limits),
+        verdict=judge(found, limits),
         accounting=found.accounting,
         coverage=found.coverage,
         missingness=found.missingness,
@@ -282,77 +236,68 @@ def audit_sources(
         executor: where the rows are read; threads by default.
         named: of `labels.match_labels`, with labels.
     """
-    progress("accounting")
-    spans: Counter[tuple[str, str | None]] = Counter()
-    counts: Counter[str] = Counter()
-    findings = []
     on = executor or Threads()
-    for source in sources:
-        dispositions, others, wrong = account_run(source, on.map)
-        spans += dispositions
-        counts += others
-        findings += wrong
-    account = accounting(spans, counts, findings)
+    progress("accounting")
+    account = accounting(sources, on.map)
     if not account.is_sound:
         # Nothing that is estimated from tables that disagree means anything.
-        return Sections(Evidence(account, None, None))
+        return Sections(account)
     steps = [read_steps(source) for source in sources]
     series = make_series(steps, limits.n_blocks)
     if series is None:
-        return Sections(Evidence(account, None, None))
+        return Sections(account)
     has_ids = knows_ids(sources)
     edges = cell_edges(series, has_ids=has_ids) if series.lost.any() else None
     passed = pass_over(
         sources, steps, series, edges, on, labels, progress, limits,
         has_ids=has_ids,
     )  # fmt: skip
-    queue_counts = QueueCounts()
-    for source in sources:
-        if source.run in series.runs:
-            read_queues(source, series, queue_counts)
+    own = [source for source in sources if source.run in series.runs]
     seen = coverage(passed.covered, named)
     if seen is not None:
         progress("rows that were served often")
-        by_run = [(s, passed.lookups[s.run]) for s in sources if s.run in passed.lookups]
-        cell = dominant_cell(by_run, passed.hooks, on)
+        cell = dominant_cell([(s, passed.lookups[s.run]) for s in own], passed.hooks, on)
         seen = seen.model_copy(update={"dominant": cell})
     trends = load_trends(series, limits) if edges else {}
-    waits = queues(series, queue_counts, trends, limits.seed)
+    waits = queues(own, series, trends, limits.seed)
+    found = Sections(account, coverage=seen, queues=waits, lookups=passed.lookups)
     if edges is None or passed.sums is None:
-        nothing = Evidence(account, None, None, coverage=seen)
-        return Sections(nothing, coverage=seen, queues=waits, lookups=passed.lookups)
+        return found
     progress("differences")
-    blocks = series.blocks
-    everything = system_sums(series)
-    for group, covariates in passed.covariates.items():
-        moments, middle = passed.sums.moments[group], passed.middle(group)
-        everything += moments.covariate_sums(covariates, middle, blocks)
+    everything = _covariate_sums(passed, passed.sums, series)
     bands = passed.sums.bands_of(passed.definitions)
-    found = differences(everything, blocks, bands, series.effective_events)
+    differing = differences(everything, series.blocks, bands, series.effective_events)
     progress("weights")
     cells = weigh(counted_cells(edges, series, passed.sums.cell_n))
-    found = _after_weighting(found, everything, passed, cells, series)
-    weighed = weighting(cells, found, limits.negligible_bias)
+    differing = _after_weighting(differing, everything, passed, cells, series)
     progress("tests")
     tests = family(everything, series, _within(passed, series), trends, limits)
     missing = missingness(
-        found, account.loss_share, has_values=passed.scale is not None, has_ids=has_ids
+        differing, account.loss_share, has_values=passed.scale is not None, has_ids=has_ids
     )
-    missing = missing.model_copy(update=_strata(passed, limits))
-    asked = [one for one in everything if one.covariate.group != "system"]
-    intervals = [i for i in jackknife_many(block_totals(series.blocks, asked), smd_of_stored) if i]
-    mech = mechanism(series, tests, intervals)
-    evidence = Evidence(account, missing, mech, series.blocks.long_enough, weighed, seen)
-    return Sections(
-        evidence,
-        coverage=seen,
-        queues=waits,
-        missingness=missing,
-        mechanism=mech,
-        weighting=weighed,
+    return replace(
+        found,
+        missingness=missing.model_copy(update=_strata(passed, limits)),
+        mechanism=mechanism(series, tests, _intervals(everything, series)),
+        blocks_long_enough=series.blocks.long_enough,
+        weighting=weighting(cells, differing, limits.negligible_bias),
         cells=cells,
-        lookups=passed.lookups,
     )
+
+
+def _covariate_sums(passed: Passed, sums: Sums, series: Series) -> list[CovariateSums]:
+    """Return every covariate over the series: of the steps, then of each group."""
+    found = system_sums(series)
+    for group, covariates in passed.covariates.items():
+        middle = passed.middle(group)
+        found += sums.moments[group].covariate_sums(covariates, middle, series.blocks)
+    return found
+
+
+def _intervals(everything: list[CovariateSums], series: Series) -> list[Interval]:
+    """Return the intervals of the stored rows' bias, of content and values."""
+    asked = [one for one in everything if one.covariate.group != "system"]
+    return [i for i in jackknife_many(block_totals(series.blocks, asked), smd_of_stored) if i]
 
 
 @dataclass
@@ -438,52 +383,57 @@ def pass_over(
         {},
         CoverageCounts(class_words(labels) if labels is not None else ()),
         content(prompt_sources(own_sources)[:MAX_SOURCES], has_ids=has_ids),
-        tuple(sorted({hook for source in own_sources for hook in source.hooks})),
+        _hooks(own_sources),
         _widths(own_sources),
     )
-    token_slot = np.full(len(vocabulary) + 1, -1, np.int64)
     if edges is not None:
         found.spans = SpanStrata(series.blocks.n_blocks)
         if has_ids:
             found.slots = _slots(vocabulary, lost_ids, limits or Limits())
-            token_slot[found.slots[0]] = np.arange(len(found.slots[0]))
         if found.hooks:
             progress("sampling readouts")
             readouts = [part for source in own_sources for part in source.parts["readouts"]]
             found.scale = scale_of(readouts, found.hooks, found.widths, executor)
+    token_slot = np.full(len(vocabulary) + 1, -1, np.int64)
+    token_slot[found.slots[0]] = np.arange(len(found.slots[0]))
     n_covariates = len(found.definitions) + 2 * len(found.hooks) * found.widths.n_values
     every = thinning([own for _, own, _ in runs], n_covariates)
     total: Sums | None = None
     for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
+        classes = None if labels is None else labels_of(labels, source.run)
         lookup = make_lookup(
-            source,
-            own,
-            series,
-            rows,
-            vocabulary,
-            ids,
-            found.definitions,
-            None if labels is None else labels_of(labels, source.run),
-            token_slot,
-            has_ids=has_ids,
-            every=every,
-        )
-        found.lookups[source.run] = lookup
+            source, own, series, rows, vocabulary, ids, found.definitions, classes, token_slot,
+            has_ids=has_ids, every=every,
+        )  # fmt: skip
         progress(f"rows of {source.run}")
-        read_spans(source, lookup, found.covered)
-        one = RowPass(lookup, found.definitions, edges, found.hooks, found.widths, found.scale)
-        total = total or one.sums()
-        accumulate(total, one, source.parts, executor)
-        for group, moments in total.moments.items():
-            found.within.setdefault(group, []).append(RunCells(moments.take_within()))
-        if found.spans is not None:
-            found.spans.add(source, lookup)
+        total = _add_run(found, total, source, lookup, edges, executor)
     if total is not None:
         found.covered.rows.add(total.classes)
     if edges is not None and total is not None:
         found.sums = total
         _centre(found, total, series.blocks.labels)
     return found
+
+
+def _add_run(
+    found: Passed,
+    total: Sums | None,
+    source: RunSource,
+    lookup: Lookup,
+    edges: CellEdges | None,
+    executor: Executor,
+) -> Sums:
+    """Add the rows and spans of a run, and return the sums of all up to it."""
+    found.lookups[source.run] = lookup
+    read_spans(source, lookup, found.covered)
+    one = RowPass(lookup, found.definitions, edges, found.hooks, found.widths, found.scale)
+    total = total or one.sums()
+    accumulate(total, one, source.parts, executor)
+    for group, moments in total.moments.items():
+        found.within.setdefault(group, []).append(RunCells(moments.take_within()))
+    if found.spans is not None:
+        found.spans.add(source, lookup)
+    return total
 
 
 def _centre(found: Passed, total: Sums, block: Ints) -> None:
@@ -545,22 +495,22 @@ def _after_weighting(
     if cells.weights is None or passed.sums is None:
         return found
     held = stored_cells(passed.sums, {group: passed.middle(group) for group in passed.covariates})
-    names = [one.covariate.name for one in everything]
-    estimates = after_weighting(
-        cells,
-        passed.sums.cell_n,
-        held,
-        block_totals(series.blocks, everything),
-    )
-    after = dict(zip(names, estimates, strict=True))
+    totals = block_totals(series.blocks, everything)
+    estimates = after_weighting(cells, passed.sums.cell_n, held, totals)
+    after = dict(zip((one.covariate.name for one in everything), estimates, strict=True))
     return [d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in found]
 
 
 def _unseen(sources: list[RunSource]) -> list[str]:
     """Return what an audit of some runs would not notice."""
-    hooks = tuple(sorted({hook for source in sources for hook in source.hooks}))
     n_probes = max((source.n_probes for source in sources), default=0)
-    return blind_spots(hooks if knows_ids(sources) else (), _widths(sources), n_probes)
+    hooks = _hooks(sources) if knows_ids(sources) else ()
+    return blind_spots(hooks, _widths(sources), n_probes)
+
+
+def _hooks(sources: list[RunSource]) -> tuple[str, ...]:
+    """Return the hooks with readouts, in order."""
+    return tuple(sorted({hook for source in sources for hook in source.hooks}))
 
 
 def _widths(sources: list[RunSource]) -> Widths:

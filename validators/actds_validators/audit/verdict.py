@@ -15,6 +15,7 @@ from actds_validators.audit.result import (
     DETECTABLE,
     EQUIVALENCE,
     EVENTS,
+    MIN_BLAMED,
     Accounting,
     Association,
     Coverage,
@@ -29,7 +30,6 @@ from actds_validators.audit.result import (
     Weighting,
 )
 from actds_validators.audit.wording import (
-    MIN_BLAMED,
     adjusted,
     asked,
     dependence,
@@ -47,9 +47,7 @@ from actds_validators.audit.wording import (
     unproven,
     unresolved_first,
 )
-from actds_validators.statistics.distributions import loss_that_allows
-
-__all__ = ["Evidence", "judge"]
+from actds_validators.statistics.intervals import loss_that_allows
 
 _SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
 STRATUM = "largest share lost of any one stratum (kind of token)"
@@ -76,8 +74,8 @@ class Evidence:
     """
 
     accounting: Accounting
-    missingness: Missingness | None
-    mechanism: Mechanism | None
+    missingness: Missingness | None = None
+    mechanism: Mechanism | None = None
     blocks_long_enough: bool = True
     weighting: Weighting | None = None
     coverage: Coverage | None = None

@@ -7,6 +7,7 @@ import math
 from actds_validators.audit.covariates import COVARIATES, MAX_PROBES, CovariateDef, Widths
 from actds_validators.audit.missingness import MIN_TOKENS
 from actds_validators.audit.result import (
+    MIN_BLAMED,
     Accounting,
     Association,
     Coverage,
@@ -18,29 +19,6 @@ from actds_validators.audit.result import (
 )
 from actds_validators.statistics.strata import MIN_HITS
 
-__all__ = [
-    "MIN_BLAMED",
-    "adjusted",
-    "asked",
-    "blind_spots",
-    "dependence",
-    "events_needed",
-    "fewer",
-    "largest",
-    "look_when",
-    "lost",
-    "on_reuse",
-    "on_strata",
-    "on_unresolved",
-    "remedy",
-    "stratum_words",
-    "training",
-    "unproven",
-    "unresolved_first",
-]
-
-MIN_BLAMED = 3
-"""Independent loss events from which a cause is named: fewer have something in common by chance."""
 CLEAR_P = 0.001
 """Tests of an adjusted p up to this are told apart by their differences, not by their p."""
 DOMINANT = 0.1

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from actds.text import counted
 from actds_validators.audit.result import (
     Accounting,
     Audit,
+    CapturedShift,
     ClassLoss,
     Coverage,
     CoverageCell,
+    Finding,
 )
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, split_range
 from actds_validators.report.words import (
+    Columns,
     Part,
     Row,
     Sentence,
     Table,
+    Tone,
     clean,
     count,
     first,
-    many,
     number,
     percent,
     short,
+    table_of,
 )
-
-__all__ = [
-    "accounting_part",
-    "balance",
-    "coverage_part",
-    "never_computed",
-]
 
 _KINDS = {
     "positions": "all",
@@ -48,7 +46,7 @@ def balance(section: Accounting) -> str:
     """Return the sum of all positions in words."""
     never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
     return (
-        f"{many(section.positions, 'position')} = {count(section.captured)} stored + "
+        f"{counted(section.positions, 'position')} = {count(section.captured)} stored + "
         f"{count(section.cache_ref)} prefix-cache hits + {count(section.dropped)} dropped + "
         f"{count(section.aborted)} aborted + {never}{count(section.filtered)} filtered"
     )
@@ -59,8 +57,8 @@ def never_computed(section: Accounting) -> str:
     if not section.never_computed:
         return ""
     return (
-        f" Never computed: {many(section.never_computed, 'position')} of "
-        f"{many(section.never_computed_requests, 'request')}, which are in no loss rate."
+        f" Never computed: {counted(section.never_computed, 'position')} of "
+        f"{counted(section.never_computed_requests, 'request')}, which are in no loss rate."
     )
 
 
@@ -86,16 +84,18 @@ def accounting_part(audit: Audit) -> Part:
 
 
 def _findings(section: Accounting) -> list[Table]:
-    if not section.findings:
-        return []
-    some, more = first(section.findings)
-    tones = {"error": "bad", "warning": "warn", "note": "dim"}
-    rows = [
-        Row((f.severity, f.code, f.place, f.got, f.expected), tones[f.severity])  # type: ignore[arg-type]
-        for f in some
-    ]
-    head = ("severity", "code", "place", "got", "expected")
-    return [Table("Accounting mismatches", head, rows, frozenset(range(5)), more)]
+    tones: dict[str, Tone] = {"error": "bad", "warning": "warn", "note": "dim"}
+    columns: Columns[Finding] = (
+        ("severity", lambda f: f.severity),
+        ("code", lambda f: f.code),
+        ("place", lambda f: f.place),
+        ("got", lambda f: f.got),
+        ("expected", lambda f: f.expected),
+    )
+    return table_of(
+        "Accounting mismatches", columns, section.findings, frozenset(range(5)),
+        tone=lambda f: tones[f.severity],
+    )  # fmt: skip
 
 
 def waterfall(audit: Audit) -> Picture | None:
@@ -113,9 +113,9 @@ def waterfall(audit: Audit) -> Picture | None:
         76 + 30 * len(shown),
     )
     items = [("all", "all"), ("reused", "prefix-cache hit"), ("filtered", "filtered")]
-    legend(p, 230, 16, [*items, ("lost", "lost"), ("stored", "stored")])
+    legend(p, 170, 16, [*items, ("lost", "lost"), ("stored", "stored")])
     whole = max(1, max(step.n_positions for step in steps))
-    f = Frame(230, 30, 440, 30 * len(shown), (0, whole), (0, 1))
+    f = Frame(170, 30, 500, 30 * len(shown), (0, whole), (0, 1))
     axes(p, f, f"positions{', ' + more if more else ''}", "", x_text=short, y_marks=[])
     left = next((s.n_positions for s in steps if s.name == "positions"), whole)
     for n, step in enumerate(shown):
@@ -127,7 +127,7 @@ def waterfall(audit: Audit) -> Picture | None:
         words = _STEP_WORDS.get(step.name, step.name)
         label = f"{words}: {step.reason}" if step.reason else words
         said = f"{count(step.n_positions)} ({percent(step.share)})"
-        p.text(f.left - 10, y + 19, label, "end", room=214)
+        p.label(f.left - 10, y + 19, label, 154)
         # A step too thin to see still shows as a line.
         start, width = f.x(low), max(f.x(high) - f.x(low), 1.5 if step.n_positions else 0)
         p.box(start, y + 6, width, 18, _KINDS.get(step.name, "lost"), f"{label}: {said}")
@@ -152,41 +152,24 @@ def coverage_part(audit: Audit) -> Part | None:
     if section is None:
         return None
     lead = f"{_reused(section)} Token classes: {section.classes_from}."
-    some, more = first(section.shifts)
-    rows = [
-        Row(
-            (
-                s.variable,
-                number(s.total_variation),
-                number(s.weighted_total_variation),
-                number(s.jensen_shannon),
-                number(s.weighted_jensen_shannon),
-            )
-        )
-        for s in some
-    ]
-    head = (
-        "distribution of",
-        "total variation",
-        "with multiplicity weights",
-        "Jensen–Shannon distance",
-        "with multiplicity weights",
+    columns: Columns[CapturedShift] = (
+        ("distribution of", lambda s: s.variable),
+        ("total variation", lambda s: number(s.total_variation)),
+        ("with multiplicity weights", lambda s: number(s.weighted_total_variation)),
+        ("Jensen–Shannon distance", lambda s: number(s.jensen_shannon)),
+        ("with multiplicity weights", lambda s: number(s.weighted_jensen_shannon)),
     )
     caption = "Distance of the stored rows from the served tokens (0 equal, 1 disjoint)"
-    tables = [Table(caption, head, rows, more=more)] if rows else []
-    tables += _loss_table(section.loss_by_class)
-    return Part("coverage", "Coverage", Sentence(lead), tables)
-
-
-def _loss_table(losses: list[ClassLoss]) -> list[Table]:
-    """Return the loss rates of the given classes, where there are any."""
-    some, more = first(losses)
-    rows = [
-        Row((one.token_class, count(one.n), count(one.n_lost), percent(one.rate))) for one in some
-    ]
-    head = ("class", "computed positions", "lost", "share lost")
+    tables = table_of(caption, columns, section.shifts)
+    by_class: Columns[ClassLoss] = (
+        ("class", lambda one: one.token_class),
+        ("computed positions", lambda one: count(one.n)),
+        ("lost", lambda one: count(one.n_lost)),
+        ("share lost", lambda one: percent(one.rate)),
+    )
     caption = "Loss rate of the classes from --classes, without intervals"
-    return [Table(caption, head, rows, more=more)] if rows else []
+    tables += table_of(caption, by_class, section.loss_by_class)
+    return Part("coverage", "Coverage", Sentence(lead), tables)
 
 
 def _reused(section: Coverage) -> str:
@@ -198,7 +181,7 @@ def _reused(section: Coverage) -> str:
     often = section.repeated_multiplicity
     mean = "" if often is None else f", {number(often)} times on average"
     return (
-        f"{share} and were not computed again. {many(section.repeated_prefixes, 'stored row')} "
+        f"{share} and were not computed again. {counted(section.repeated_prefixes, 'stored row')} "
         f"{'was' if one else 'were'} served more than once (at most "
         f"{count(section.largest_multiplicity)} times{mean}): training without multiplicity "
         f"weights sees {'it' if one else 'each of them'} once. Over all stored rows a row was "

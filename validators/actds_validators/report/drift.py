@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import islice
 
+from actds.text import counted
 from actds_validators.audit.result import Audit, Drift, DriftMeasure
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, span
 from actds_validators.report.words import (
+    Columns,
     Part,
-    Row,
     Sentence,
-    Table,
     count,
-    first,
-    many,
     number,
+    or_dash,
     p_value,
+    table_of,
 )
-
-__all__ = ["KINDS", "drift_bars", "drift_part", "section_name"]
 
 _MAX_MEASURES, _MAX_HOOKS, _MAX_TABLE = 8, 8, 40
 KINDS = {
@@ -49,6 +47,18 @@ def _comparison(audit: Audit, kind: str, n: int) -> Drift | None:
     return next(islice((d for d in audit.drift if d.kind == kind), n, None), None)
 
 
+_MEASURES: Columns[DriftMeasure] = (
+    ("hook", lambda m: m.hook),
+    ("measure", lambda m: m.name),
+    ("value", lambda m: number(m.value)),
+    ("floor", lambda m: or_dash(m.floor, number)),
+    ("value / floor", lambda m: f"{number(m.value / m.floor)} ×" if m.floor else "-"),
+    ("p", lambda m: or_dash(m.p, p_value)),
+    ("adjusted p", lambda m: or_dash(m.adjusted_p, p_value)),
+    ("sample", lambda m: f"{count(m.n)} {m.unit}"),
+)
+
+
 def drift_part(audit: Audit, kind: str, n: int) -> Part | None:
     """Return the words and measures of a comparison.
 
@@ -64,55 +74,26 @@ def drift_part(audit: Audit, kind: str, n: int) -> Part | None:
     first_words, second_words = section.first[:200], section.second[:200]
     lead = (
         f"{words.format(first=first_words, second=second_words)} {section.sentence} "
-        f"{count(section.n_first)} against {many(section.n_second, 'row')}, "
+        f"{count(section.n_first)} against {counted(section.n_second, 'row')}, "
         f"{'paired token by token' if section.paired else 'not paired'}."
     )
     if section.measures:
         lead += " The floor is the same measure between halves of one side, split by request."
-    some, more = first(section.measures, _MAX_TABLE)
-    common, own = _common([m.note for m in some])
-    rows = [
-        Row(
-            (
-                m.hook,
-                m.name,
-                number(m.value),
-                "-" if m.floor is None else number(m.floor),
-                _above(m),
-                "-" if m.p is None else p_value(m.p),
-                "-" if m.adjusted_p is None else p_value(m.adjusted_p),
-                f"{count(m.n)} {m.unit}",
-            ),
-            note=note,
-        )
-        for m, note in zip(some, own, strict=True)
-    ]
-    head = (
-        "hook",
-        "measure",
-        "value",
-        "floor",
-        "value / floor",
-        "p",
-        "adjusted p",
-        "sample",
-    )
-    table = Table(f"{title}: measures", head, rows, frozenset({0, 1}), more)
-    notes = [Sentence(f"All measures: {common}.")] if common else []
-    return Part(section_name(kind, n), title, Sentence(lead), [table] if rows else [], notes)
+    common = _common([m.note for m in section.measures[:_MAX_TABLE]])
+    tables = table_of(
+        f"{title}: measures", _MEASURES, section.measures, frozenset({0, 1}),
+        room=_MAX_TABLE, note=lambda m: "; ".join(w for w in m.note.split("; ") if w not in common),
+    )  # fmt: skip
+    notes = [Sentence(f"All measures: {'; '.join(common)}.")] if common else []
+    return Part(section_name(kind, n), title, Sentence(lead), tables, notes)
 
 
-def _common(notes: list[str]) -> tuple[str, list[str]]:
-    """Return what all notes say alike, and what is left of each."""
-    if len(notes) < 2:
-        return "", notes
+def _common(notes: list[str]) -> list[str]:
+    """Return what all notes say alike; nothing of a single one."""
     said = [note.split("; ") for note in notes]
-    common = [word for word in dict.fromkeys(said[0]) if word and all(word in s for s in said)]
-    return "; ".join(common), ["; ".join(w for w in s if w not in common) for s in said]
-
-
-def _above(m: DriftMeasure) -> str:
-    return "-" if not m.floor else f"{number(m.value / m.floor)} ×"
+    if len(said) < 2:
+        return []
+    return [word for word in dict.fromkeys(said[0]) if word and all(word in s for s in said)]
 
 
 def drift_bars(audit: Audit, kind: str, n: int) -> Picture | None:
@@ -136,15 +117,15 @@ def drift_bars(audit: Audit, kind: str, n: int) -> Picture | None:
         WIDTH,
         y + 4,
     )
-    legend(p, 220, 16, [("lost", "value"), ("floor", "floor")])
+    legend(p, 170, 16, [("lost", "value"), ("floor", "floor")])
     for (label, members), top in zip(shown, tops, strict=True):
         values = [v for m in members for v in (m.value, m.floor) if v is not None]
-        f = Frame(220, top + 16, 440, 30 * len(members), span(values), (0, 1))
-        p.text(220, top + 6, label, kind="bold")
+        f = Frame(170, top + 16, 490, 30 * len(members), span(values), (0, 1))
+        p.text(170, top + 6, label, kind="bold")
         axes(p, f, "", "", y_marks=[])
         for k, m in enumerate(members):
             at = f.top + 30 * k
-            p.text(f.left - 10, at + 19, m.hook, "end", room=206)
+            p.label(f.left - 10, at + 19, m.hook, 154)
             _bar(p, f, m.value, at + 4, "lost", f"{m.hook}, {label}: {number(m.value)}")
             if m.floor is not None:
                 _bar(p, f, m.floor, at + 16, "floor", f"{m.hook}, floor: {number(m.floor)}")

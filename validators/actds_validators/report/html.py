@@ -62,8 +62,6 @@ from actds_validators.report.words import (
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["SECTIONS", "Section", "render"]
-
 Chart = Callable[[Audit], Picture | None]
 
 

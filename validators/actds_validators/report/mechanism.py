@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from actds.text import counted
 from actds_validators.audit.result import (
+    MIN_BLAMED,
     Association,
     Audit,
+    Mechanism,
     Occupancy,
     Stall,
     TracePoint,
@@ -25,6 +28,7 @@ from actds_validators.report.svg import (
     split_range,
 )
 from actds_validators.report.words import (
+    Columns,
     Part,
     Row,
     Sentence,
@@ -32,32 +36,34 @@ from actds_validators.report.words import (
     apart,
     clean,
     count,
-    first,
-    many,
     measured,
     number,
+    or_dash,
     p_value,
     percent,
     seconds,
     short,
+    table_of,
     thousandths,
 )
-
-__all__ = [
-    "capture_trace",
-    "lowest",
-    "mechanism_part",
-    "queues_part",
-    "smallest_first",
-    "weights_part",
-]
-
-MIN_BLAMED = 3  # as the verdict has it
 
 
 def smallest_first(tests: list[Association]) -> list[Association]:
     """Return the tests, rejected ones first, then by adjusted p."""
     return sorted(tests, key=lambda t: (not t.rejected, t.adjusted_p, t.p))
+
+
+_TESTS: Columns[Association] = (
+    ("rejected", lambda t: "yes" if t.rejected else "no"),
+    ("test", lambda t: t.name),
+    ("covariate", lambda t: t.covariate.label),
+    ("group", lambda t: t.covariate.group),
+    ("statistic", lambda t: number(t.statistic)),
+    ("p", lambda t: p_value(t.p)),
+    ("adjusted p", lambda t: p_value(t.adjusted_p)),
+    ("effective units", lambda t: f"{count(t.n_units)} {t.unit}"),
+    ("naive p (not deciding)", lambda t: or_dash(t.naive_p, lambda p: f"({p_value(p)})")),
+)
 
 
 def mechanism_part(audit: Audit) -> Part | None:
@@ -77,66 +83,41 @@ def mechanism_part(audit: Audit) -> Part | None:
             f" With fewer than {MIN_BLAMED} events no cause is named: anything that so few bursts "
             "have in common looks like one."
         )
-    some, more = first(smallest_first(section.tests))
-    rows = [
-        Row(
-            (
-                "yes" if t.rejected else "no",
-                t.name,
-                t.covariate.label,
-                t.covariate.group,
-                number(t.statistic),
-                p_value(t.p),
-                p_value(t.adjusted_p),
-                f"{count(t.n_units)} {t.unit}",
-                "-" if t.naive_p is None else f"({p_value(t.naive_p)})",
-            ),
-            "bad" if t.rejected else "",
-            t.note,
-        )
-        for t in some
-    ]
-    head = (
-        "rejected",
-        "test",
-        "covariate",
-        "group",
-        "statistic",
-        "p",
-        "adjusted p",
-        "effective units",
-        "naive p (not deciding)",
-    )
-    notes = [Sentence(_on_content(section.tests))] if section.tests else []
-    if section.detectable is not None:
-        notes.append(
-            Sentence(
-                "The widest interval of a content covariate or readout would show a bias of the "
-                f"stored rows of {number(section.detectable)} SD with power 0.8. "
-                "The tests, "
-                "adjusted over the family, and those of the load need more."
-            )
-        )
-    if section.tests:
-        notes.append(
-            Sentence(
-                "Effective units: neighbouring shifts of the losses are alike, so the thousands "
-                "that a p-value counts are worth this many independent ones."
-            )
-        )
-    if any(t.naive_p is not None for t in section.tests):
-        notes.append(
-            Sentence(
-                "The naive p is in brackets: a test over tokens as if each were lost by itself. It "
-                "rejects harmless bursts nearly always, and no verdict uses it."
-            )
-        )
     caption = (
         f"Tests, the smallest adjusted p first (blocks of {count(section.block_steps)} steps, "
         f"{count(section.n_blocks)} of them)"
     )
-    tables = [Table(caption, head, rows, frozenset(range(4)), more)] if rows else []
-    return Part("mechanism", "Mechanism", Sentence(lead), tables, notes)
+    tables = table_of(
+        caption,
+        _TESTS,
+        smallest_first(section.tests),
+        frozenset(range(4)),
+        tone=lambda t: "bad" if t.rejected else "",
+        note=lambda t: t.note,
+    )
+    return Part("mechanism", "Mechanism", Sentence(lead), tables, _on_tests(section))
+
+
+def _on_tests(section: Mechanism) -> list[Sentence]:
+    """Return what a reader of the tests has to know."""
+    notes = [_on_content(section.tests)] if section.tests else []
+    if section.detectable is not None:
+        notes.append(
+            "The widest interval of a content covariate or readout would show a bias of the "
+            f"stored rows of {number(section.detectable)} SD with power 0.8. The tests, adjusted "
+            "over the family, and those of the load need more."
+        )
+    if section.tests:
+        notes.append(
+            "Effective units: neighbouring shifts of the losses are alike, so the thousands "
+            "that a p-value counts are worth this many independent ones."
+        )
+    if any(t.naive_p is not None for t in section.tests):
+        notes.append(
+            "The naive p is in brackets: a test over tokens as if each were lost by itself. It "
+            "rejects harmless bursts nearly always, and no verdict uses it."
+        )
+    return [Sentence(note) for note in notes]
 
 
 def _on_content(tests: list[Association]) -> str:
@@ -162,18 +143,19 @@ def queues_part(audit: Audit) -> Part | None:
         return None
     lead = (
         "When tokens were lost, how full the queues of the writer were, and how the loss depends "
+        "on the load (moving average of the tokens per step)."
     )
-    lead += "on the load (moving average of the tokens per step)."
     if section.trace:
         lead += f" In the worst part of the trace {lowest(section.trace)} were stored."
-    some, more = first(section.stalls)
-    rows = [
-        Row((s.stage, count(s.n), seconds(s.seconds), seconds(s.seconds / s.n) if s.n else "-"))
-        for s in some
-    ]
-    tables = [Table("Stalls", ("stage", "stalls", "waited", "mean wait"), rows, more=more)]
-    notes = [] if rows else [Sentence("No stall was recorded.")]
-    return Part("queues", "Time and queues", Sentence(lead), tables if rows else [], notes)
+    columns: Columns[Stall] = (
+        ("stage", lambda s: s.stage),
+        ("stalls", lambda s: count(s.n)),
+        ("waited", lambda s: seconds(s.seconds)),
+        ("mean wait", lambda s: seconds(s.seconds / s.n) if s.n else "-"),
+    )
+    tables = table_of("Stalls", columns, section.stalls)
+    notes = [] if tables else [Sentence("No stall was recorded.")]
+    return Part("queues", "Time and queues", Sentence(lead), tables, notes)
 
 
 def loss_against_load(audit: Audit) -> Picture | None:
@@ -275,8 +257,8 @@ def lag_plot(audit: Audit) -> Picture | None:
         said += (
             f" At each lag by itself {percent(band.confidence)} of the correlations of unrelated "
             f"series of this kind are in the band (circular shifts, about "
-            f"{many(max(1, int(band.n_effective)), 'independent one')}): some lags are outside by "
-            "chance, and so are their neighbours. The tests, not this plot, decide."
+            f"{counted(max(1, int(band.n_effective)), 'independent one')}): some lags are outside "
+            "by chance, and so are their neighbours. The tests, not this plot, decide."
         )
     p = Picture("lags", "Load against loss, by lag", said, WIDTH, 288 if band else 262)
     ends = [band.low, band.high] if band else []
@@ -356,8 +338,8 @@ def _bar(p: Picture, f: Frame, b: _Bin) -> None:
     x, width = f.x(b.start_s), max(f.x(b.end_s) - f.x(b.start_s) - 0.3, 0.4)
     lost = b.per_second * b.lost / b.computed if b.computed else 0.0
     said = (
-        f"{number(round(b.start_s, 2))}–{number(round(b.end_s, 2))} s: {many(b.computed, 'token')} "
-        f"computed, {count(b.lost)} lost"
+        f"{number(round(b.start_s, 2))}–{number(round(b.end_s, 2))} s: "
+        f"{counted(b.computed, 'token')} computed, {count(b.lost)} lost"
     )
     stored = f.y(b.per_second - lost)
     p.box(x, stored, width, f.bottom - stored, "stored", said)
@@ -382,7 +364,7 @@ def _stalls(p: Picture, f: Frame, stages: list[Stall]) -> None:
     for n, stall in enumerate(stages):
         y = f.top + 24 * n
         p.text(f.left - 10, y + 16, stall.stage, "end", room=98)
-        said = f"{many(stall.n, 'stall')}, {seconds(stall.seconds)}"
+        said = f"{counted(stall.n, 'stall')}, {seconds(stall.seconds)}"
         p.line(f.left, y + 12, f.right, y + 12, "grid", f"{clean(stall.stage, 60)}: {said}")
         for at in stall.marks_s[:_MAX_MARKS]:
             if f.x_range[0] <= at <= f.x_range[1]:

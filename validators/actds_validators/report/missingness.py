@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from actds.text import counted
 from actds_validators.audit.result import (
     Audit,
     Difference,
@@ -17,6 +18,7 @@ from actds_validators.audit.result import (
     Limits,
     Missingness,
     Stratum,
+    StratumLoss,
 )
 from actds_validators.report.svg import (
     WIDTH,
@@ -32,6 +34,7 @@ from actds_validators.report.svg import (
 )
 from actds_validators.report.words import (
     GROUPS,
+    Columns,
     Part,
     Row,
     Sentence,
@@ -40,22 +43,14 @@ from actds_validators.report.words import (
     count,
     estimate,
     first,
-    many,
     number,
+    or_dash,
     p_value,
     percent,
     short,
     signed,
+    table_of,
 )
-
-__all__ = [
-    "bound_curve",
-    "forest",
-    "heat_map",
-    "missingness_part",
-    "stored_bias",
-    "worst_first",
-]
 
 _MAX_STRATA = 10
 
@@ -72,74 +67,48 @@ def missingness_part(audit: Audit) -> Part | None:
         f"where little is lost. Up to {number(limits.negligible_bias)} SD it is negligible; with a "
         f"rejected test, more than {number(limits.serious)} SD is serious."
     )
-    notes = []
-    if section.whole_requests:
-        notes.append(
-            Sentence(
-                f"{many(section.whole_requests, 'request')} lost every computed token. One request "
-                "is one loss event, however long."
-            )
-        )
-    tables = [_worst(section)] if section.n_strata else []
-    tables += [_table(section.differences)] if section.differences else []
+    whole = counted(section.whole_requests, "request")
+    said = f"{whole} lost every computed token. One request is one loss event, however long."
+    notes = [Sentence(said)] if section.whole_requests else []
+    tables = _worst(section) if section.n_strata else []
+    ordered, words = worst_first(section.differences), frozenset({0, 1, 4})
+    tables += table_of("Differences, the largest first", _DIFFERENCES, ordered, words)
     return Part("missingness", "Missingness", Sentence(lead + _few(audit)), tables, notes)
 
 
-def _worst(section: Missingness) -> Table:
+_STRATA: Columns[StratumLoss] = (
+    ("stratum", lambda s: s.kind),
+    ("which", lambda s: s.label),
+    ("lost", lambda s: percent(s.rate)),
+    ("lost tokens", lambda s: count(s.n_lost)),
+    ("of", lambda s: count(s.n)),
+    ("run blocks", lambda s: count(s.n_blocks)),
+    ("adjusted p", lambda s: p_value(s.adjusted_p)),
+)
+_DIFFERENCES: Columns[Difference] = (
+    ("covariate", lambda d: d.covariate.label),
+    ("group", lambda d: d.covariate.group),
+    ("mean of all", lambda d: number(d.mean_all)),
+    ("mean of lost", lambda d: number(d.mean_lost)),
+    ("unit", lambda d: d.covariate.unit or "-"),
+    ("SMD [95 %]", lambda d: estimate(d.smd)),
+    ("total variation", lambda d: or_dash(d.total_variation, number)),
+    ("Jensen–Shannon distance", lambda d: or_dash(d.jensen_shannon, number)),
+)
+
+
+def _worst(section: Missingness) -> list[Table]:
     """Return the strata with excess loss."""
-    some, more = first(section.worst_strata, _MAX_STRATA)
-    rows = [
-        Row(
-            (
-                s.kind,
-                s.label,
-                percent(s.rate),
-                count(s.n_lost),
-                count(s.n),
-                count(s.n_blocks),
-                p_value(s.adjusted_p),
-            ),
-            "bad",
-        )
-        for s in some
-    ]
-    head = ("stratum", "which", "lost", "lost tokens", "of", "run blocks", "adjusted p")
     caption = (
         f"Strata (kinds of token) with excess loss, beyond chance: "
         f"{count(len(section.worst_strata))} of {count(section.n_strata)} tested"
     )
-    rows = rows or [Row(("none", "", "", "", "", "", ""), "good")]
-    return Table(caption, head, rows, frozenset({0, 1}), more)
-
-
-def _table(differences: list[Difference]) -> Table:
-    some, more = first(worst_first(differences))
-    rows = [
-        Row(
-            (
-                d.covariate.label,
-                d.covariate.group,
-                number(d.mean_all),
-                number(d.mean_lost),
-                d.covariate.unit or "-",
-                estimate(d.smd),
-                "-" if d.total_variation is None else number(d.total_variation),
-                "-" if d.jensen_shannon is None else number(d.jensen_shannon),
-            )
-        )
-        for d in some
-    ]
-    head = (
-        "covariate",
-        "group",
-        "mean of all",
-        "mean of lost",
-        "unit",
-        "SMD [95 %]",
-        "total variation",
-        "Jensen–Shannon distance",
-    )
-    return Table("Differences, the largest first", head, rows, frozenset({0, 1, 4}), more)
+    words = frozenset({0, 1})
+    if not section.worst_strata:
+        none = Row(("none", *[""] * (len(_STRATA) - 1)), "good")
+        return [Table(caption, tuple(name for name, _ in _STRATA), [none], words)]
+    worst = section.worst_strata
+    return table_of(caption, _STRATA, worst, words, room=_MAX_STRATA, tone=lambda s: "bad")
 
 
 _MAX_PIXELS = 960  # pixels of rows: a picture of so many fits on a printed page
@@ -173,7 +142,7 @@ def _few(audit: Audit) -> str:
     if audit.mechanism is None or audit.mechanism.n_events >= audit.limits.min_events:
         return ""
     return (
-        f" All losses are {many(audit.mechanism.n_events, 'independent event')}: "
+        f" All losses are {counted(audit.mechanism.n_events, 'independent event')}: "
         f"with fewer than {count(audit.limits.min_events)} the intervals are too narrow."
     )
 
@@ -256,7 +225,7 @@ def _frame(
     shown, more = first(differences, int(_MAX_PIXELS / line))
     height = line * len(shown)
     p = Picture(name, title, description, WIDTH, 92 + height)
-    f = Frame(270, 44, 490, height, _reach(shown, series), (0, 1))
+    f = Frame(180, 44, 580, height, _reach(shown, series), (0, 1))
     x = f.left
     for one in series:
         _mark(p, x + 6, 12, one.kind, "")
@@ -276,7 +245,7 @@ def _rows(
     line = f.height / max(1, len(shown))
     for row, d in enumerate(shown):
         y = f.top + line * row
-        p.text(f.left - 10, y + line / 2 + 4, d.covariate.label, "end", room=256)
+        p.label(f.left - 10, y + line / 2 + 4, d.covariate.label, 166)
         for k, one in enumerate(series):
             found = one.of(d)
             if found is not None:

@@ -29,19 +29,6 @@ from actds_validators.report.words import (
     state_of,
 )
 
-__all__ = [
-    "LEVEL_MARKS",
-    "About",
-    "Bias",
-    "about",
-    "answer",
-    "biases",
-    "check_part",
-    "evidence_part",
-    "facts",
-    "settings_part",
-]
-
 LEVEL_MARKS = {"PASS": "✓", "WARN": "!", "FAIL": "✗", "INCONCLUSIVE": "?"}
 """What is beside a verdict, so that no reader depends on its colour."""
 

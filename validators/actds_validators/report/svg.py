@@ -13,23 +13,6 @@ from typing import Literal
 
 from actds_validators.report.words import clean, percent, short
 
-__all__ = [
-    "WIDTH",
-    "Anchor",
-    "Frame",
-    "Picture",
-    "Shape",
-    "axes",
-    "fit",
-    "legend",
-    "shade",
-    "shade_scale",
-    "span",
-    "split_range",
-    "text_width",
-    "ticks",
-]
-
 Tag = Literal["line", "rect", "circle", "polyline", "polygon", "text"]
 Anchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]
@@ -116,6 +99,22 @@ class Picture:
                     seen = fit(seen, squeezed, bold=bold)
         title = words if seen != words else ""
         self._add("text", (*place, ("class", kind)), text=seen, title=title)
+
+    def label(self, x: float, y: float, words: str, room: float) -> None:
+        """Write words that end at a place, in two lines of small type where one is too wide.
+
+        On a phone the column of labels is most of what a chart shows before it is scrolled.
+        """
+        words = clean(words)
+        cuts = [(words[:k], words[k + 1 :]) for k, letter in enumerate(words) if letter == " "]
+        if text_width(words) <= room or not cuts:
+            self.text(x, y, words, "end", room=room)
+            return
+        place = (("x", x), ("text-anchor", "end"), ("class", "small"))
+        lines = min(cuts, key=lambda cut: max(map(text_width, cut)))
+        for line, at in zip(lines, (y - 5, y + 5), strict=True):
+            seen = fit(line, room * FONT_PX / SMALL_PX)
+            self._add("text", (*place, ("y", at)), text=seen, title=words if seen != line else "")
 
     def turned(self, x: float, y: float, words: str, room: float) -> None:
         """Write words from below to above, centred at a place."""

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import TypeVar
 
-from actds.text import Line, Style
+from actds.text import Line, Style, counted
 from actds_validators.audit.result import (
+    MIN_BLAMED,
+    Association,
     Audit,
     Difference,
     Drift,
-    Estimate,
+    DriftMeasure,
     Mechanism,
     Missingness,
+    Number,
+    StratumLoss,
 )
 from actds_validators.report.accounting import balance, never_computed
 from actds_validators.report.mechanism import smallest_first
 from actds_validators.report.missingness import worst_first
 from actds_validators.report.summary import LEVEL_MARKS, About, answer, biases, facts
 from actds_validators.report.words import (
+    Columns,
     Sentence,
     against,
     clean,
     count,
     estimate,
     limit_of,
-    many,
     measured,
     number,
+    or_dash,
     p_value,
     percent,
     state_of,
 )
 
-__all__ = ["render"]
-
+T = TypeVar("T")
 _STYLES: dict[str, Style] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "INCONCLUSIVE": "title"}
 _TONES: dict[str, Style] = {"good": "good", "bad": "bad", "warn": "warn", "dim": "dim", "": "plain"}
 _BIAS_WIDTH = len("Worst-case bias of any mean:")
@@ -118,7 +123,7 @@ def _accounting(audit: Audit) -> Iterator[Line]:
     if section.never_computed:
         yield Line(f" {never_computed(section)}", "plain")
     if section.unresolved:
-        lost = many(section.unresolved, "prefix-cache hit")
+        lost = counted(section.unresolved, "prefix-cache hit")
         yield Line(f"  {lost} without a stored row (E410)", "warn")
     for finding in section.findings[:_MAX_ROWS]:
         said = f"{finding.got}; expected {finding.expected}"
@@ -130,92 +135,66 @@ def _accounting(audit: Audit) -> Iterator[Line]:
 
 
 def _numbers(audit: Audit) -> Iterator[Line]:
-    numbers = audit.verdict.numbers
-    if not numbers:
-        return
-    yield Line("")
-    yield Line("Checks", "title")
-    states = [state_of(n, audit.verdict.level) for n in numbers[:_MAX_ROWS]]
-    cells = [
-        (state.mark, n.name, measured(n.value, n.unit), limit_of(n), state.words)
-        for n, state in zip(numbers, states, strict=False)
-    ]
-    head = ("", "number", "value", "limit", "")
-    yield from _table(head, cells, [_TONES[state.tone] for state in states], {0, 1, 4})
-    yield from _more(len(numbers), _MAX_ROWS)
+    level = audit.verdict.level
+    columns: Columns[Number] = (
+        ("", lambda n: state_of(n, level).mark),
+        ("number", lambda n: n.name),
+        ("value", lambda n: measured(n.value, n.unit)),
+        ("limit", limit_of),
+        ("", lambda n: state_of(n, level).words),
+    )
+    yield from _titled(
+        "Checks", columns, audit.verdict.numbers, {0, 1, 4}, _MAX_ROWS,
+        style=lambda n: _TONES[state_of(n, level).tone],
+    )  # fmt: skip
 
 
 def _differences(differences: Sequence[Difference]) -> Iterator[Line]:
-    if not differences:
-        return
-    yield Line("")
-    yield Line("Largest differences of the lost tokens from all, in SD", "title")
-    cells = [
-        (
-            d.covariate.label,
-            d.covariate.group,
-            estimate(d.smd),
-            _or_dash(d.before_weighting),
-            _or_dash(d.after_weighting),
-        )
-        for d in worst_first(differences)[:_MAX_TOP]
-    ]
-    head = ("covariate", "group", "SMD [95 %]", "stored", "stored, weighted")
-    yield from _table(head, cells, ["plain"] * len(cells), {0, 1})
-    yield from _more(len(differences), _MAX_TOP)
+    columns: Columns[Difference] = (
+        ("covariate", lambda d: d.covariate.label),
+        ("group", lambda d: d.covariate.group),
+        ("SMD [95 %]", lambda d: estimate(d.smd)),
+        ("stored", lambda d: or_dash(d.before_weighting, lambda e: number(e.value))),
+        ("stored, weighted", lambda d: or_dash(d.after_weighting, lambda e: number(e.value))),
+    )
+    title = "Largest differences of the lost tokens from all, in SD"
+    yield from _titled(title, columns, worst_first(differences))
 
 
 def _strata(section: Missingness) -> Iterator[Line]:
     """Yield the strata with excess loss, and the requests that lost everything."""
-    if section.worst_strata:
-        yield Line("")
-        yield Line(
-            f"Strata (kinds of token) with excess loss, of {count(section.n_strata)} tested",
-            "title",
-        )
-        cells = [
-            (s.kind, s.label, percent(s.rate), f"{count(s.n_lost)} of {count(s.n)}",
-             p_value(s.adjusted_p))
-            for s in section.worst_strata[:_MAX_TOP]
-        ]  # fmt: skip
-        head = ("stratum", "which", "lost", "tokens", "adjusted p")
-        yield from _table(head, cells, ["bad"] * len(cells), {0, 1})
-        yield from _more(len(section.worst_strata), _MAX_TOP)
+    columns: Columns[StratumLoss] = (
+        ("stratum", lambda s: s.kind),
+        ("which", lambda s: s.label),
+        ("lost", lambda s: percent(s.rate)),
+        ("tokens", lambda s: f"{count(s.n_lost)} of {count(s.n)}"),
+        ("adjusted p", lambda s: p_value(s.adjusted_p)),
+    )
+    title = f"Strata (kinds of token) with excess loss, of {count(section.n_strata)} tested"
+    yield from _titled(title, columns, section.worst_strata, style=lambda s: "bad")
     if section.whole_requests:
         yield Line("")
-        yield Line(f"{many(section.whole_requests, 'request')} lost every computed token")
-
-
-def _or_dash(value: Estimate | None) -> str:
-    return "-" if value is None else number(value.value)
+        yield Line(f"{counted(section.whole_requests, 'request')} lost every computed token")
 
 
 def _tests(section: Mechanism) -> Iterator[Line]:
+    rejected = [test for test in smallest_first(section.tests) if test.rejected]
+    events = counted(section.n_events, "independent loss event")
+    tests = counted(len(section.tests), "test")
+    few = ": too few to name a cause" if section.n_events < MIN_BLAMED else ""
     yield Line("")
-    n_rejected = sum(test.rejected for test in section.tests)
-    events = many(section.n_events, "independent loss event")
-    tests = many(len(section.tests), "test")
-    few = ": too few to name a cause" if section.n_events < 3 else ""
     yield Line(
-        f"What the loss depends on: {n_rejected} of {tests} rejected, {events}{few}", "title"
+        f"What the loss depends on: {len(rejected)} of {tests} rejected, {events}{few}", "title"
     )
-    cells = [
-        (
-            test.name,
-            test.covariate.label,
-            test.covariate.group,
-            p_value(test.p),
-            p_value(test.adjusted_p),
-            f"{count(test.n_units)} {test.unit}",
-        )
-        for test in smallest_first(section.tests)
-        if test.rejected
-    ]
-    if cells:
-        head = ("test", "covariate", "group", "p", "adjusted p", "units")
-        shown = cells[:_MAX_TOP]
-        yield from _table(head, shown, ["bad"] * len(shown), {0, 1, 2})
-        yield from _more(len(cells), _MAX_TOP)
+    columns: Columns[Association] = (
+        ("test", lambda t: t.name),
+        ("covariate", lambda t: t.covariate.label),
+        ("group", lambda t: t.covariate.group),
+        ("p", lambda t: p_value(t.p)),
+        ("adjusted p", lambda t: p_value(t.adjusted_p)),
+        ("units", lambda t: f"{count(t.n_units)} {t.unit}"),
+    )
+    yield from _table(columns, rejected, {0, 1, 2}, style=lambda t: "bad")
 
 
 def _weights(audit: Audit) -> Iterator[Line]:
@@ -234,33 +213,53 @@ def _weights(audit: Audit) -> Iterator[Line]:
 
 
 def _drift(section: Drift) -> Iterator[Line]:
+    columns: Columns[DriftMeasure] = (
+        ("hook", lambda m: m.hook),
+        ("measure", lambda m: m.name),
+        ("value", lambda m: number(m.value)),
+        ("floor", lambda m: or_dash(m.floor, number)),
+    )
     yield Line("")
     yield Line(f"{section.kind.capitalize()}: {section.sentence}", "title")
-    cells = [
-        (m.hook, m.name, number(m.value), "-" if m.floor is None else number(m.floor))
-        for m in section.measures[:_MAX_TOP]
-    ]
-    if cells:
-        head = ("hook", "measure", "value", "floor")
-        yield from _table(head, cells, ["plain"] * len(cells), {0, 1})
-        yield from _more(len(section.measures), _MAX_TOP)
+    yield from _table(columns, section.measures)
+
+
+def _titled(
+    title: str,
+    columns: Columns[T],
+    items: Sequence[T],
+    left: Container[int] = (0, 1),
+    room: int = _MAX_TOP,
+    style: Callable[[T], Style] = lambda one: "plain",
+) -> Iterator[Line]:
+    """Yield a table below its title, and nothing without an item."""
+    if items:
+        yield Line("")
+        yield Line(title, "title")
+        yield from _table(columns, items, left, room, style)
 
 
 def _table(
-    head: tuple[str, ...],
-    rows: Sequence[tuple[str, ...]],
-    styles: Sequence[Style],
-    left: set[int],
+    columns: Columns[T],
+    items: Sequence[T],
+    left: Container[int] = (0, 1),
+    room: int = _MAX_TOP,
+    style: Callable[[T], Style] = lambda one: "plain",
 ) -> Iterator[Line]:
     """Yield aligned columns; a cell of any length is cut to the room of a column."""
-    cut = [tuple(_cut(clean(cell)) for cell in row) for row in [head, *rows]]
-    widths = [max(len(row[column]) for row in cut) for column in range(len(head))]
-    for row, style in zip(cut, ["dim", *styles], strict=True):
+    if not items:
+        return
+    shown = items[:room]
+    rows = [[name for name, _ in columns], *([say(one) for _, say in columns] for one in shown)]
+    cut = [[_cut(clean(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cut, strict=True)]
+    for row, of_row in zip(cut, ["dim", *map(style, shown)], strict=True):
         cells = [
             cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        yield Line("  " + "  ".join(cells).rstrip(), style)
+        yield Line("  " + "  ".join(cells).rstrip(), of_row)
+    yield from _more(len(items), room)
 
 
 def _cut(cell: str) -> str:

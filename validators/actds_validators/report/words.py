@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from actds.text import printable
 from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
-__all__ = [
-    "GROUPS",
-    "MAX_ROWS",
-    "SIDES",
-    "Part",
-    "Row",
-    "Sentence",
-    "State",
-    "Table",
-    "against",
-    "apart",
-    "clean",
-    "count",
-    "estimate",
-    "first",
-    "interval",
-    "limit_of",
-    "many",
-    "measured",
-    "number",
-    "p_value",
-    "percent",
-    "seconds",
-    "short",
-    "signed",
-    "state_of",
-    "thousandths",
-]
-
+Tone = Literal["", "good", "bad", "warn", "dim"]
+T = TypeVar("T")
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
 _MAX_DIGITS = 9
@@ -73,11 +46,6 @@ def clean(text: str, room: int | None = None) -> str:
 def count(n: int) -> str:
     """Return a count with separators."""
     return f"{n:,}"
-
-
-def many(n: int, noun: str) -> str:
-    """Return a count with its noun."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def number(value: float) -> str:
@@ -135,6 +103,11 @@ def seconds(value: float) -> str:
     if value < 1:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
+
+
+def or_dash(value: T | None, say: Callable[[T], str]) -> str:
+    """Return what a value is in words, a dash for none."""
+    return "-" if value is None else say(value)
 
 
 def estimate(value: Estimate) -> str:
@@ -219,9 +192,6 @@ def state_of(held: Number, level: Level) -> State:
 MAX_ROWS = 50
 """Rows of a table or a chart; the result holds them all."""
 
-Tone = Literal["", "good", "bad", "warn", "dim"]
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -269,3 +239,23 @@ def first(items: Sequence[T], room: int = MAX_ROWS) -> tuple[list[T], str]:
     """Return the first items and a sentence on those left out, empty when none is."""
     left = len(items) - room
     return list(items[:room]), f"and {left:,} more, all in the result (--json)" if left > 0 else ""
+
+
+Columns = Sequence[tuple[str, Callable[[T], str]]]
+"""Headings, each with what its column says of an item."""
+
+
+def table_of(
+    caption: str,
+    columns: Columns[T],
+    items: Sequence[T],
+    left: frozenset[int] = frozenset({0}),
+    *,
+    room: int = MAX_ROWS,
+    tone: Callable[[T], Tone] = lambda one: "",
+    note: Callable[[T], str] = lambda one: "",
+) -> list[Table]:
+    """Return the table of the first items, a row each; nothing without one."""
+    some, more = first(items, room)
+    rows = [Row(tuple(say(one) for _, say in columns), tone(one), note(one)) for one in some]
+    return [Table(caption, tuple(name for name, _ in columns), rows, left, more)] if rows else []

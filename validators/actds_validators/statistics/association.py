@@ -1,4 +1,9 @@
-"""Whether losses go with something, without shifts: over blocks, within steps, and in time."""
+"""Whether losses go with something, without shifts: over blocks, within steps, and in time.
+
+The naive tests take tokens for independent draws. They are not: these never decide anything, and
+are shown beside the tests that do, because they are what a reader would have computed: whole-step
+losses in bursts make them reject nearly always.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy import special  # type: ignore[import-untyped]  # scipy.stats takes a second to import
 
-from actds_validators.statistics.distributions import kolmogorov_tail, student_two_sided
-from actds_validators.statistics.events import Floats, Ints, as_floats, slices
+from actds_validators.statistics.events import Floats, as_floats, slices
 from actds_validators.statistics.intervals import Blocks, block_sums, blocks
 from actds_validators.statistics.shift import about_mean, loss_share, shares_and_sums
-
-__all__ = [
-    "Change",
-    "Within",
-    "block_score",
-    "cell_sums",
-    "change",
-    "long_run_variance",
-    "within",
-    "within_cells",
-]
 
 
 def block_score(
@@ -39,7 +33,7 @@ def block_score(
     The score of a block is ``sum_s (share[s] - rate) w[s] (m[s] - mean)``, the parts of the
     numerator that `shift.circular_shift` ranks, rate and mean those of the run. Their sum is held
     against ``sqrt(sum of squares)``, Student's t with ``min(n - 1, 3 k - 1)`` degrees of freedom,
-    k the blocks that carry the squares (as in `jackknife.jackknife`).
+    k the blocks that carry the squares (as in `intervals.jackknife`).
 
     Shifts take the share lost of a step for something that would have been the same elsewhere. It
     is, where steps are lost whole. Where a request is lost, its share of a step is the larger the
@@ -49,7 +43,7 @@ def block_score(
     1 for a covariate without variation.
 
     Args:
-        blocks: of `jackknife.blocks`.
+        blocks: of `intervals.blocks`.
         run: ``(n_steps,)``, label of the run.
         n: ``(n_steps,)``, computed tokens.
         lost: ``(n_steps,)``, lost tokens.
@@ -81,7 +75,12 @@ def _two_sided(scores: Floats) -> float:
     unit = scores / largest
     squares, fourth = float((unit**2).sum()), float((unit**4).sum())
     freedom = max(1.0, min(len(scores) - 1.0, 3 * squares**2 / fourth - 1))
-    return student_two_sided(float(unit.sum()) / math.sqrt(squares), freedom)
+    return _student(float(unit.sum()) / math.sqrt(squares), freedom)
+
+
+def _student(t: float, freedom: float) -> float:
+    """Return P(|T| >= t) of Student's t."""
+    return float(2 * special.stdtr(freedom, -abs(t)))
 
 
 @dataclass(frozen=True)
@@ -106,50 +105,6 @@ class Within:
     n_steps: int
 
 
-def cell_sums(
-    step: ArrayLike, request: ArrayLike, x: ArrayLike, lost: ArrayLike
-) -> tuple[Ints, Ints, Floats, Floats, Floats, Floats]:
-    """Return step, request, n, sx, n_lost and lx of each (step, request) that has a token.
-
-    Args:
-        step: ``(n_tokens,)``, integer.
-        request: ``(n_tokens,)``, integer.
-        x: ``(n_tokens,)``, the covariate.
-        lost: ``(n_tokens,)``, boolean.
-
-    Raises:
-        ValueError: shapes that differ or a value that is not finite.
-    """
-    value = as_floats(x, "x")
-    gone = as_floats(lost, "lost", value.shape)
-    keys = np.stack([np.asarray(step, np.int64), np.asarray(request, np.int64)])
-    if keys.shape[1:] != value.shape:
-        raise ValueError(f"x has shape {value.shape}, step and request {keys.shape[1:]}")
-    cells, at = np.unique(keys, axis=1, return_inverse=True)
-    at = at.reshape(-1)
-    size = cells.shape[1]
-    n, sx, n_lost, lx = (
-        np.bincount(at, weights=w, minlength=size).astype(np.float64)
-        for w in (np.ones_like(value), value, gone, gone * value)
-    )
-    return cells[0], cells[1], n, sx, n_lost, lx
-
-
-def within(step: ArrayLike, request: ArrayLike, x: ArrayLike, lost: ArrayLike) -> Within | None:
-    """Return `within_cells` of tokens.
-
-    Args:
-        step: ``(n_tokens,)``, integer; whole or wholly lost steps do no harm, they tell nothing.
-        request: ``(n_tokens,)``, integer.
-        x: ``(n_tokens,)``, the covariate.
-        lost: ``(n_tokens,)``, boolean.
-
-    Raises:
-        ValueError: shapes that differ or a value that is not finite.
-    """
-    return within_cells(*cell_sums(step, request, x, lost))
-
-
 def within_cells(
     step: ArrayLike,
     request: ArrayLike,
@@ -168,7 +123,7 @@ def within_cells(
     times ``sqrt(m / (m - 1))``: the m requests of a step share its mean and rate, and without it
     the variance would be too small by that factor (for two, by half). Student's t with
     ``min(requests, steps) - 1`` degrees of freedom, ``3 k - 1`` where few requests carry the
-    squares, ``k = (sum v²)² / sum v⁴`` (as in `jackknife.jackknife`): of the norm a
+    squares, ``k = (sum v²)² / sum v⁴`` (as in `intervals.jackknife`): of the norm a
     few sinks have nearly all, and where whole requests are lost, the lost ones.
     Measured size at 5 %: 1 to 4 %; clustered by
     request alone 8 to 9 %.
@@ -233,7 +188,7 @@ def within_cells(
     return Within(
         difference=float(score.sum()) / information,
         t=t,
-        p=student_two_sided(t, freedom),
+        p=_student(t, freedom),
         freedom=freedom,
         n_requests=g,
         n_steps=int(partial.sum()),
@@ -253,7 +208,6 @@ class Change:
         statistic: ``max |cumulative (share - mean)|`` over the ends of blocks, in standard
             deviations of its sum over the run: Kolmogorov's scale.
         p: by permutation of the blocks.
-        asymptotic_p: from Kolmogorov's distribution; for comparison, it does not decide.
         at: the step after which the cumulative sum is farthest from 0.
         before: share lost up to there.
         after: share lost from there.
@@ -264,7 +218,6 @@ class Change:
 
     statistic: float
     p: float
-    asymptotic_p: float
     at: int
     before: float
     after: float
@@ -284,11 +237,10 @@ def change(
 
     The statistic is the CUSUM ``max_b |sum_{i<=b} (share_i - mean)|`` of the share lost of a step
     (Page 1954; Ploberger & Krämer 1992), in which every step counts the same, over 8 to 50 blocks
-    of `jackknife.blocks`, long against the correlation of the loss. Its p comes from permutations
+    of `intervals.blocks`, long against the correlation of the loss. Its p comes from permutations
     of the blocks, exact when they are exchangeable (Kirch 2007, block permutation for change
     points). Kolmogorov's limit needs many blocks that lost something: with a long-run variance and
-    ten bursts it rejected in 0 to 1 % of harmless runs at 5 %, so its p is returned for comparison
-    alone.
+    ten bursts it rejected in 0 to 1 % of harmless runs at 5 %.
 
     None with fewer than `_N_BLOCKS_MIN` blocks, when nothing or everything was lost.
 
@@ -326,7 +278,6 @@ def change(
     return Change(
         statistic=statistic,
         p=p,
-        asymptotic_p=kolmogorov_tail(statistic),
         at=end,
         before=_share(gone[:end], computed[:end]),
         after=_share(gone[end:], computed[end:]),
@@ -364,3 +315,54 @@ def long_run_variance(series: ArrayLike) -> float:
 def _share(lost: Floats, n: Floats) -> float:
     total = float(n.sum())
     return float(lost.sum()) / total if total > 0 else 0.0
+
+
+def naive_z(sums: ArrayLike) -> float | None:
+    """Return the p of lost against stored tokens as if they were independent; never decides.
+
+    The score test ``z = r sqrt(n)``, r the correlation of the covariate with being lost. None when
+    nothing or everything was lost, or without variation.
+
+    Args:
+        sums: ``(5,)``: n, sx, sxx, n_lost, lx.
+
+    Raises:
+        ValueError: another shape or a value that is not finite.
+    """
+    n, sx, sxx, n_lost, lx = as_floats(sums, "sums", (5,)).tolist()
+    if not 0 < n_lost < n:
+        return None
+    variance = sxx / n - (sx / n) ** 2
+    if variance <= 1e-10 * sxx / n:
+        return None
+    rate = n_lost / n
+    covariance = lx / n - rate * sx / n
+    z = covariance / math.sqrt(variance * rate * (1 - rate)) * math.sqrt(n)
+    return float(2 * special.ndtr(-abs(z)))
+
+
+def naive_chi_square(n: ArrayLike, n_lost: ArrayLike) -> float | None:
+    """Return the p of equal loss rates over cells as if tokens were independent; never decides.
+
+    Pearson's chi-square of the 2 x g table. None when nothing or everything was lost, or fewer than
+    two cells have a token.
+
+    Args:
+        n: ``(g,)``, computed tokens of each cell.
+        n_lost: ``(g,)``, lost ones.
+
+    Raises:
+        ValueError: shapes that differ, a value that is not finite, more lost than computed.
+    """
+    count = as_floats(n, "n")
+    gone = as_floats(n_lost, "n_lost", count.shape)
+    if np.any(gone < 0) or np.any(gone > count):
+        raise ValueError("lost tokens must lie between 0 and the computed tokens of each cell")
+    held = count > 0
+    count, gone = count[held], gone[held]
+    total, total_lost = float(count.sum()), float(gone.sum())
+    if len(count) < 2 or not 0 < total_lost < total:
+        return None
+    rate = total_lost / total
+    statistic = float(((gone - rate * count) ** 2 / (count * rate * (1 - rate))).sum())
+    return float(special.chdtrc(len(count) - 1, statistic))

@@ -9,20 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 
-__all__ = [
-    "Floats",
-    "Ints",
-    "as_floats",
-    "correlation_steps",
-    "count_events",
-    "effective_events",
-    "integrated_time",
-    "one_per_event",
-    "slices",
-]
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 def slices(run: ArrayLike) -> list[slice]:

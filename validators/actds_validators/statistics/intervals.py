@@ -1,4 +1,4 @@
-"""Intervals by leaving out one block of steps at a time, what they prove, and many tests at once.
+"""Intervals by leaving out one block at a time, bounds that need no interval, many tests at once.
 
 Losses come in bursts: a block is long against a burst, so that blocks, unlike tokens, may count as
 independent.
@@ -12,29 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy import special  # type: ignore[import-untyped]
 
-from actds_validators.statistics.distributions import normal_quantile, student_quantile
 from actds_validators.statistics.events import Floats, Ints, as_floats, correlation_steps, slices
-
-__all__ = [
-    "Blocks",
-    "Interval",
-    "Statistic",
-    "at_least",
-    "benjamini_hochberg",
-    "block_sums",
-    "blocks",
-    "detectable",
-    "difference_sums",
-    "equivalent",
-    "error_of_draws",
-    "from_replicates",
-    "jackknife",
-    "jackknife_many",
-    "loss_rate",
-    "smd",
-    "smd_of_stored",
-]
 
 BLOCK_TIMES = 10.0
 """Length of a block in correlation times of the loss: the interval is then 5 % too short at most
@@ -335,28 +315,7 @@ def _ratio(top: ArrayLike, bottom: ArrayLike) -> Floats:
 def _half(error: float, freedom: float, confidence: float) -> float:
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}; expected a number between 0 and 1")
-    return student_quantile((1 + confidence) / 2, freedom) * error
-
-
-def equivalent(interval: Interval, delta: float, alpha: float = 0.05) -> bool:
-    """Return whether two one-sided tests prove a value to lie within ±delta, at level alpha.
-
-    TOST (Schuirmann 1987): both one-sided tests reject exactly when the interval of confidence
-    ``1 - 2 alpha`` lies inside ``(-delta, delta)``. That a test of no difference does not reject
-    proves nothing; this does.
-
-    Args:
-        interval: at any confidence; it is put to ``1 - 2 alpha``.
-        delta: in the unit of the value, above 0.
-        alpha: level, below 0.5.
-
-    Raises:
-        ValueError: a delta not above 0, or an alpha outside (0, 0.5).
-    """
-    if delta <= 0 or not 0 < alpha < 0.5:
-        raise ValueError(f"delta {delta}, alpha {alpha}; expected above 0, and between 0 and 0.5")
-    at = interval.at(1 - 2 * alpha)
-    return -delta < at.low and at.high < delta
+    return float(special.stdtrit(freedom, (1 + confidence) / 2)) * error
 
 
 def error_of_draws(n: float, n_lost: float, n_events: float) -> float:
@@ -400,7 +359,7 @@ def detectable(error: float, power: float = 0.8, alpha: float = 0.05) -> float:
     """
     if error < 0 or not 0.5 <= power < 1 or not 0 < alpha < 1:
         raise ValueError(f"error {error}, power {power}, alpha {alpha}; out of range")
-    return (normal_quantile(1 - alpha / 2) + normal_quantile(power)) * error
+    return float(special.ndtri(1 - alpha / 2) + special.ndtri(power)) * error
 
 
 def benjamini_hochberg(p: ArrayLike) -> Floats:
@@ -424,3 +383,60 @@ def benjamini_hochberg(p: ArrayLike) -> Floats:
     adjusted = np.empty(m)
     adjusted[order] = np.minimum(np.minimum.accumulate(raw[::-1])[::-1], 1.0)
     return adjusted
+
+
+def worst_case(loss_share: float) -> float:
+    """Return the largest bias of a mean over stored rows, in standard deviations of ALL rows.
+
+    Let π be the share lost, μ and σ mean and deviation of any function of a row over all rows, μ_s
+    and μ_l its means over the stored and the lost ones. Then ``μ = (1 - π) μ_s + π μ_l``, so
+    ``μ_s - μ = π (μ_s - μ_l)``. The variance between the two groups is at most the whole one:
+    ``π (1 - π) (μ_s - μ_l)² <= σ²``. Together ``|μ_s - μ| <= σ sqrt(π / (1 - π))``, with equality
+    when the function is constant on each group. Nothing is assumed on why rows were lost. (In
+    deviations of the stored rows there is no such bound: those may all be equal.)
+
+    Args:
+        loss_share: π, at least 0 and below 1.
+
+    Raises:
+        ValueError: a share outside [0, 1).
+    """
+    if not 0 <= loss_share < 1:
+        raise ValueError(f"loss share is {loss_share}; expected at least 0 and below 1")
+    return math.sqrt(loss_share / (1 - loss_share))
+
+
+def farthest_mean(n: float, effective: float) -> float:
+    """Return the most that a mean over some of the rows can lie from that of ALL, in their SD.
+
+    With weights v that sum to 1 over n rows, 0 on those left out, the difference is
+    ``sum (v - 1/n) (x - μ)``, at most ``σ sqrt(n sum v² - 1)`` by Cauchy and Schwarz, and
+    ``1 / sum v²`` is the number of effective rows. For the stored rows, each of the same weight,
+    it is `worst_case`.
+
+    Args:
+        n: rows in all.
+        effective: effective rows of the mean, above 0 and at most n.
+
+    Raises:
+        ValueError: effective rows that are not.
+    """
+    if not 0 < effective <= n * (1 + 1e-9):
+        raise ValueError(f"{effective} effective rows of {n}; expected above 0 and at most all")
+    return math.sqrt(max(0.0, n / effective - 1))
+
+
+def loss_that_allows(bias: float) -> float:
+    """Return the share of loss up to which no mean is off by more than ``bias``.
+
+    The inverse of `worst_case`: ``bias² / (1 + bias²)``.
+
+    Args:
+        bias: in standard deviations of all rows, at least 0.
+
+    Raises:
+        ValueError: a negative bias.
+    """
+    if not bias >= 0 or math.isinf(bias):
+        raise ValueError(f"bias is {bias}; expected a number, at least 0")
+    return bias**2 / (1 + bias**2)

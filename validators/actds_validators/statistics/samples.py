@@ -15,32 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtr  # type: ignore[import-untyped]
 
-__all__ = [
-    "ChannelShift",
-    "Units",
-    "channel_shift",
-    "cosine_distance",
-    "covariance_distance",
-    "exchanges",
-    "grouped_auc",
-    "halves",
-    "kurtosis_gap",
-    "leading_subspace",
-    "log_variance_ratio",
-    "make_units",
-    "permutation_p",
-    "ranked_areas",
-    "rate_gap",
-    "relative_l2",
-    "relative_shift",
-    "request_means",
-    "sign_flips",
-    "standardised",
-]
+from actds_validators.statistics.events import Bools, Floats, Ints
 
-Floats = npt.NDArray[np.float64]
-Labels = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
+Labels = Bools
 Rows = npt.NDArray[np.float32]
 
 N_FOLDS = 5
@@ -65,7 +42,7 @@ class Units:
     def __len__(self) -> int:
         return len(self.request)
 
-    def on_side(self, second: bool) -> tuple[npt.NDArray[np.bool_], Units]:
+    def on_side(self, second: bool) -> tuple[Bools, Units]:
         """Return which rows one side has, and its units."""
         kept = self.side == second
         rows = kept[self.of_row]
@@ -361,7 +338,7 @@ def relative_shift(first: Rows, second: Rows) -> Rows:
     return shift
 
 
-def request_means(values: npt.NDArray[Any], request: npt.NDArray[np.int64]) -> Floats:
+def request_means(values: npt.NDArray[Any], request: Ints) -> Floats:
     """Return the mean of the rows of each request ``(n_requests, d_model)``, in their order."""
     order = np.argsort(request, kind="stable")
     _, starts = np.unique(request[order], return_index=True)

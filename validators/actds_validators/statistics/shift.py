@@ -16,23 +16,6 @@ from scipy.signal import lfilter  # type: ignore[import-untyped]
 
 from actds_validators.statistics.events import Floats, Ints, as_floats, correlation_steps, slices
 
-__all__ = [
-    "LagCorrelation",
-    "Shift",
-    "Trend",
-    "about_mean",
-    "circular_shift",
-    "effective_shifts",
-    "ewma",
-    "isotonic",
-    "lag_correlation",
-    "load_groups",
-    "loss_share",
-    "shares_and_sums",
-    "shifted_sums",
-    "trend",
-]
-
 N_DRAWS = 2000
 """Random tuples of shifts, where there are several runs."""
 _SHORT = 1000
@@ -51,14 +34,12 @@ class Shift:
             p below ``1 / n_effective`` may come, but an effect that lasts as long as the
             correlation cannot count on one.
         n_shifts: shifts compared with, the observed one among them.
-        minimal_p: the smallest p possible, ``1 / n_shifts``.
     """
 
     difference: Floats
     p: Floats
     n_effective: Floats
     n_shifts: int
-    minimal_p: float
 
 
 def circular_shift(
@@ -129,7 +110,6 @@ def circular_shift(
         p=reached.sum(axis=1) / n_shifts,
         n_effective=np.minimum(effective_shifts(run, share, away), n_shifts),
         n_shifts=n_shifts,
-        minimal_p=1 / n_shifts,
     )
 
 
@@ -384,7 +364,6 @@ class Trend:
         direction: of the monotone fit, to the mean share lost of a step, that explains more.
         statistic: what it explains, ``sum_g n_g (fit_g - rate)² / (rate² sum n_g)`` over n_g
             steps: the squared coefficient of variation of the fitted share.
-        explained: share of the weighted variance between groups that the fit explains.
         p: by circular shifts of the losses against the load.
         n_effective: effectively independent shifts, as in `shift.Shift`.
         n_shifts: shifts compared with, the observed one among them.
@@ -398,7 +377,6 @@ class Trend:
 
     direction: Literal["increasing", "decreasing"]
     statistic: float
-    explained: float
     p: float
     n_effective: float
     n_shifts: int
@@ -523,13 +501,11 @@ def trend(
     up = ((rising - mean) ** 2 * scale).sum(axis=1)
     down = ((falling - mean) ** 2 * scale).sum(axis=1)
     size = np.maximum(up, down)
-    total = float((((rates[0] - mean[0]) ** 2) * scale[0]).sum())
     increasing = bool(up[0] >= down[0])
     rate = gone / mass
     return Trend(
         direction="increasing" if increasing else "decreasing",
         statistic=float(size[0]),
-        explained=min(1.0, float(size[0]) / total) if total > 1e-18 else 0.0,
         p=float(np.mean(size >= size[0] * (1 - 1e-9) - 1e-15)),
         n_effective=float(min(effective_shifts(run, share, x[np.newaxis])[0], len(size))),
         n_shifts=len(size),

@@ -1,13 +1,17 @@
-"""Strata: whether more of a kind of token was lost than the losses of its time explain."""
+"""Strata and cells: how far two distributions over them lie apart, what each lost, and weights.
+
+Whether more of a kind of token was lost than the losses of its time explain; loss rates drawn to a
+common one; weights that put stored rows in the place of lost ones of the same cell.
+"""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from actds_validators.statistics.events import Floats, as_floats
-
-__all__ = ["CUTS", "MIN_HITS", "poisson_binomial_tail", "stratum_p"]
 
 CUTS = (0.05, 0.2, 0.5, 0.9)
 """Shares of a block's tokens from which on the block counts as hit; each is tried."""
@@ -76,3 +80,213 @@ def poisson_binomial_tail(chance: Floats, hits: ArrayLike) -> Floats:
     tails = np.cumsum(exactly[:, ::-1], axis=1)[:, ::-1]
     wanted = np.clip(np.asarray(hits, np.int64), 0, n_trials)
     return np.asarray(np.minimum(1.0, tails[np.arange(n_strata), wanted]), np.float64)
+
+
+def total_variation(first: ArrayLike, second: ArrayLike) -> float | None:
+    """Return ``1/2 sum |p - q|``: 0 equal, 1 disjoint; None when a histogram is empty.
+
+    Args:
+        first: ``(n_bins,)``, weights, at least 0; normalised here.
+        second: as first.
+
+    Raises:
+        ValueError: shapes that differ, a negative weight or one that is not finite.
+    """
+    pair = _normalised(first, second)
+    return None if pair is None else min(1.0, float(np.abs(pair[0] - pair[1]).sum() / 2))
+
+
+def jensen_shannon(first: ArrayLike, second: ArrayLike) -> float | None:
+    """Return the Jensen-Shannon distance, base 2: 0 equal, 1 disjoint; None when one is empty.
+
+    ``sqrt(KL(p, m) / 2 + KL(q, m) / 2)`` with ``m = (p + q) / 2`` (Lin 1991; its root is a metric:
+    Endres & Schindelin 2003). Between finite samples of one distribution it is above 0, by about
+    ``sqrt((n_bins - 1) (1/n_1 + 1/n_2) / (8 ln 2))``.
+
+    Args:
+        first: ``(n_bins,)``, weights, at least 0; normalised here.
+        second: as first.
+
+    Raises:
+        ValueError: shapes that differ, a negative weight or one that is not finite.
+    """
+    pair = _normalised(first, second)
+    if pair is None:
+        return None
+    middle = (pair[0] + pair[1]) / 2
+    divergence = 0.0
+    for p in pair:
+        held = p > 0
+        divergence += float((p[held] * np.log2(p[held] / middle[held])).sum()) / 2
+    return math.sqrt(min(max(divergence, 0.0), 1.0))
+
+
+def _normalised(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats] | None:
+    p = as_floats(first, "first")
+    q = as_floats(second, "second", p.shape)
+    if np.any(p < 0) or np.any(q < 0):
+        raise ValueError("a histogram has a negative weight")
+    if p.sum() <= 0 or q.sum() <= 0:
+        return None
+    return p / p.sum(), q / q.sum()
+
+
+def effective_rows(weights: ArrayLike, rows: ArrayLike | None = None) -> float:
+    """Return ``(sum w)² / sum w²``: as many rows of equal weight have a mean as exact (Kish 1965).
+
+    0 without a weight above 0.
+
+    Args:
+        weights: ``(k,)``, at least 0.
+        rows: ``(k,)``, rows that have each weight; one each by default.
+
+    Raises:
+        ValueError: shapes that differ, a negative value or one that is not finite.
+    """
+    w = as_floats(weights, "weights")
+    n = np.ones_like(w) if rows is None else as_floats(rows, "rows", w.shape)
+    if np.any(w < 0) or np.any(n < 0):
+        raise ValueError("weights and rows must be at least 0")
+    squares = float((n * w**2).sum())
+    return float((n * w).sum()) ** 2 / squares if squares > 0 else 0.0
+
+
+def prior_strength(n: ArrayLike, n_lost: ArrayLike) -> float:
+    """Return the tokens that the common loss rate counts for, beta-binomial method of moments.
+
+    With ``S = sum n (r - r̄)² / (r̄ (1 - r̄))`` over the g cells of rate r, ``N = sum n`` and r̄ the
+    common rate, ``E S = (g - 1) (1 - ρ) + ρ (N - sum n² / N)`` where ρ is the correlation of two
+    tokens of one cell (Kleinman 1973, with weights n); the strength is ``1 / ρ - 1``, the α + β of
+    the beta distribution. Several rows of cells, each with a common rate of its own, share one ρ:
+    both sides are summed over the rows. Infinite when cells differ by no more than chance, or no
+    row has two cells with a token and a part lost.
+
+    A token counts as one draw. Losses come in bursts, so cells differ by more than their
+    propensities do, and the strength is rather too small than too large.
+
+    Args:
+        n: ``(..., g)``, computed tokens.
+        n_lost: ``(..., g)``, lost ones.
+
+    Raises:
+        ValueError: shapes that differ, a value that is not finite, more lost than computed.
+    """
+    count, gone = _counts(n, n_lost)
+    if not count.ndim:
+        raise ValueError("counts have no axis of cells")
+    total = count.sum(axis=-1, keepdims=True)
+    common = _ratio(gone.sum(axis=-1, keepdims=True), total)
+    free = (count > 0).sum(axis=-1) - 1
+    told = (free > 0) & (common > 0).all(axis=-1) & (common < 1).all(axis=-1)
+    scale = np.where(told[..., np.newaxis], common * (1 - common), 1.0)
+    spread = (count * (_ratio(gone, count) - common) ** 2 / scale).sum(axis=-1)
+    room = (total[..., 0] - _ratio((count**2).sum(axis=-1), total[..., 0]))[told].sum()
+    chance = float(free[told].sum())
+    if room <= chance:
+        return math.inf
+    rho = float((spread[told].sum() - chance) / (room - chance))
+    return math.inf if rho <= 0 else max(0.0, 1 / rho - 1)
+
+
+def shrunken_rates(
+    n: ArrayLike,
+    n_lost: ArrayLike,
+    strength: float | None = None,
+    toward: ArrayLike | None = None,
+) -> Floats:
+    """Return the loss rate of each cell, drawn to a common rate.
+
+    ``(n_lost + strength r̄) / (n + strength)``: the posterior mean of a beta-binomial model
+    (empirical Bayes, Robbins 1956; Morris 1983), with `prior_strength` by default. A cell without a
+    token has the common rate.
+
+    Args:
+        n: computed tokens of each cell, any shape.
+        n_lost: lost ones.
+        strength: tokens that the common rate counts for, at least 0, may be infinite.
+        toward: the common rates, of a shape that fits; that of all cells by default.
+
+    Raises:
+        ValueError: no token at all, shapes that differ, a value that is not finite, more lost than
+            computed, a negative strength, or a rate outside [0, 1] to draw toward.
+    """
+    count, gone = _counts(n, n_lost)
+    if count.sum() <= 0:
+        raise ValueError("no cell has a token")
+    common = gone.sum() / count.sum() if toward is None else as_floats(toward, "toward")
+    if np.any((common < 0) | (common > 1)):
+        raise ValueError("rates to draw toward must lie in [0, 1]")
+    found = np.broadcast_to(common, count.shape).astype(np.float64)
+    if strength is None:
+        flat = toward is None
+        strength = prior_strength(*((c.ravel() if flat else c) for c in (count, gone)))
+    if not strength >= 0:
+        raise ValueError(f"strength is {strength}; expected at least 0")
+    if math.isinf(strength):
+        return found
+    mass = count + strength
+    np.divide(gone + strength * found, mass, out=found, where=mass > 0)
+    return found
+
+
+def nested_rates(n: ArrayLike, n_lost: ArrayLike) -> Floats:
+    """Return the loss rate of each cell, drawn to its row's, which is drawn to the common one.
+
+    Two stages of `shrunken_rates`: what differs between rows is kept where cells alone are too
+    small to show it.
+
+    Args:
+        n: ``(n_rows, n_cells)``, computed tokens.
+        n_lost: ``(n_rows, n_cells)``, lost ones.
+
+    Raises:
+        ValueError: as `shrunken_rates`.
+    """
+    count, gone = _counts(n, n_lost)
+    if count.ndim != 2:
+        raise ValueError(f"counts have shape {count.shape}; expected (n_rows, n_cells)")
+    rows = shrunken_rates(count.sum(axis=1), gone.sum(axis=1))
+    return shrunken_rates(count, gone, toward=rows[:, np.newaxis])
+
+
+def inverse_probability(n: ArrayLike, n_lost: ArrayLike, rates: ArrayLike) -> Floats | None:
+    """Return the weight of a stored row of each cell, 1 in the mean over stored rows.
+
+    ``1 / (1 - rate)`` (Horvitz & Thompson 1952), divided by its mean over the stored rows
+    (Hájek 1971). 0 for a cell without a stored row: nothing can stand for what it lost. None when
+    no row is stored.
+
+    The rates are those of the losses that happened, not those of a propensity: with them the
+    weighted rows of a cell stand for its computed ones (post-stratification, Holt & Smith 1979),
+    which is at least as precise as the true propensity (Hirano, Imbens & Ridder 2003).
+
+    Args:
+        n: computed tokens of each cell, any shape.
+        n_lost: lost ones.
+        rates: share lost of each cell, below 1 where a row is stored.
+
+    Raises:
+        ValueError: shapes that differ, a value that is not finite, more lost than computed, or a
+            rate outside [0, 1) where a row is stored.
+    """
+    count, gone = _counts(n, n_lost)
+    rate = as_floats(rates, "rates", count.shape)
+    stored = count - gone
+    if stored.sum() <= 0:
+        return None
+    if np.any((rate < 0) | (rate >= 1) & (stored > 0)):
+        raise ValueError("rates must lie in [0, 1) where a row is stored")
+    weights = np.divide(1.0, 1 - rate, out=np.zeros(count.shape), where=stored > 0)
+    return np.asarray(weights * (stored.sum() / (weights * stored).sum()), np.float64)
+
+
+def _ratio(part: Floats, whole: Floats) -> Floats:
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
+
+
+def _counts(n: ArrayLike, n_lost: ArrayLike) -> tuple[Floats, Floats]:
+    count = as_floats(n, "n")
+    gone = as_floats(n_lost, "n_lost", count.shape)
+    if np.any(gone < 0) or np.any(gone > count):
+        raise ValueError("lost tokens must lie between 0 and the computed tokens of each cell")
+    return count, gone

@@ -16,13 +16,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 
 from actds import canonical
 from actds.errors import ActdsError
+from actds.text import one_line
 from actds_writers.capture.hooks import Tap, decoder_layers, find_kind
 from actds_writers.ipc.messages import Fact, HookSpec
 
@@ -54,7 +55,6 @@ class HookCheck:
             verified before.
         distances: mean relative L2 of the rows by hook.
         bounds: the largest one that passes, by hook.
-        n_rows: rows compared per hook.
         reason: why the reference is not ``transformers``, empty when it is.
     """
 
@@ -80,8 +80,8 @@ class HookCheck:
             document["reason"] = self.reason[:300]
         return Fact(FIELD, canonical.dump(document).decode().strip(), "observed")
 
-    def require(self) -> None:
-        """Raise when rows are not the model's.
+    def require(self) -> Self:
+        """Return this check if all rows are the model's.
 
         Raises:
             ActdsError: E507 with the hook, its distance and the bound.
@@ -90,6 +90,7 @@ class HookCheck:
             # Also true for not-a-number, the distance of rows without a finite value.
             if not distance <= self.bounds[name]:
                 raise _mismatch(name, distance, self.bounds[name], f"against {self.against}")
+        return self
 
 
 def check_prompts(vocab_size: int, max_len: int) -> tuple[list[int], ...]:
@@ -110,8 +111,6 @@ def bound(computed: str, stored: str, *, coarse: bool = False) -> float:
     """Return the largest mean relative L2 that passes.
 
     Args:
-        computed: type the model computes in.
-        stored: type of the rows.
         coarse: whether products, or keys and values, have a lower precision than that.
     """
     limit = BOUNDS[computed]
@@ -160,37 +159,11 @@ def compare_with_forward(
             words = f"one row {_decimal(worst)}, against transformers"
             raise _mismatch(hook.name, own, limit, words)
         found[hook.name] = own
-    check = HookCheck("transformers", found, bounds, n_rows)
-    check.require()
-    return check
-
-
-def compare_with_next(
-    distances: Mapping[str, float], bounds: Mapping[str, float], n_rows: int, reason: str
-) -> HookCheck:
-    """Return the result of comparing rows with what the module after each hook reads.
-
-    Args:
-        distances: smallest mean relative L2 by hook.
-        bounds: largest one that passes, by hook.
-        n_rows: rows compared per hook.
-        reason: why there is no plain forward.
-
-    Raises:
-        ActdsError: E507 when rows differ.
-    """
-    check = HookCheck("engine", distances, bounds, n_rows, reason)
-    check.require()
-    return check
-
-
-def relative_l2(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the mean relative L2 distance between rows, float32 ``(n, d_model)`` each."""
-    return float(row_distances(got, want).mean())
+    return HookCheck("transformers", found, bounds, n_rows).require()
 
 
 def row_distances(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Return the relative L2 distance of each row, ``(n,)``."""
+    """Return the relative L2 distance between rows, float32 ``(n, d_model)`` each; ``(n,)``."""
     norms = np.linalg.norm(want, axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         distances: np.ndarray = np.linalg.norm(got - want, axis=-1) / norms
@@ -237,8 +210,6 @@ def load_reference(
 
     Args:
         folder: model folder, or the name under which the engine loaded it.
-        revision: revision of a named model.
-        trust_remote_code: as in the engine.
 
     Raises:
         NoReferenceError: transformers cannot load it completely, or it does not fit in memory.
@@ -263,8 +234,7 @@ def load_reference(
                 output_loading_info=True,
             )
     except Exception as error:  # a model's own code may raise anything
-        words = " ".join(str(error).split())[:200] or type(error).__name__
-        raise NoReferenceError(f"transformers does not load it: {words}") from error
+        raise NoReferenceError(f"transformers does not load it: {one_line(error, 200)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise NoReferenceError(f"transformers finds no weight {missing[0]}")
@@ -300,8 +270,9 @@ def reference_states(
             try:
                 output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
             except Exception as error:  # a model's own code may raise anything
-                words = " ".join(str(error).split())[:200] or type(error).__name__
-                raise NoReferenceError(f"transformers does not run it: {words}") from error
+                raise NoReferenceError(
+                    f"transformers does not run it: {one_line(error, 200)}"
+                ) from error
         for kind, places in taps.items():
             n_ran = sum((kind, layer) in rows for layer in places)
             if n_ran < len(places):
@@ -326,7 +297,6 @@ def states_in_fresh_process(
     """Return ``reference_states`` of ``load_reference``, computed in a process of its own.
 
     Args:
-        folder: model folder or name.
         options: further arguments of ``load_reference``.
 
     Raises:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from actds.errors import ActdsError
 from actds.schema import HOOK_KINDS, DType
+from actds.text import one_line
 from actds_writers.ipc.messages import HookSpec
 
 if TYPE_CHECKING:
@@ -63,8 +64,6 @@ class HookKind(ABC):
 
     name: ClassVar[str]
     """The hook of layer L is called ``<name>.<L>``; lower case, as in spec 0.1 section 3.1."""
-    summary: ClassVar[str]
-    """One line of help."""
     next_reads: ClassVar[bool] = False
     """Whether a module after the layer reads exactly these rows, so that the hook can be checked
     without a plain forward."""
@@ -106,7 +105,6 @@ class _ResidPost(HookKind):
     """The residual stream after a decoder layer, spec 0.1 section 3.1."""
 
     name = "resid_post"
-    summary = "residual stream after decoder layer L"
     next_reads = True
 
     def width(self, config: ModelConfig) -> int:
@@ -156,21 +154,26 @@ def find_kind(name: str) -> HookKind:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
-    entries = entry_points(group=HOOK_KINDS, name=name)
-    if not entries:
+    kind: HookKind | None = load_registered(HOOK_KINDS, name, "hook kind")
+    if kind is None:
         names = kind_names()
         close = difflib.get_close_matches(name, names, n=1) or names
         raise _unknown(f"the kind {name[:40]!r}", f"one of {', '.join(close)}")
+    return kind
+
+
+def load_registered(group: str, name: str, what: str) -> Any:
+    """Return what a package registers under an entry point group, ``None`` when none does.
+
+    Raises:
+        ActdsError: E011 when it cannot be imported.
+    """
     try:
-        kind: HookKind = next(iter(entries)).load()
+        return next((entry.load() for entry in entry_points(group=group, name=name)), None)
     except (ImportError, AttributeError) as error:
         raise ActdsError(
-            "E011",
-            f"hook kind {name}",
-            got=str(error).splitlines()[0],
-            expected="an importable hook kind",
+            "E011", f"{what} {name}", got=one_line(error, 200), expected=f"an importable {what}"
         ) from None
-    return kind
 
 
 class HookPlace(NamedTuple):
@@ -195,7 +198,6 @@ def hook_specs(
 
     Args:
         places: kind and layer of each.
-        computed: type the model computes in.
         store_dtype: type to store, ``None`` for the type that each is computed in.
 
     Raises:

@@ -81,7 +81,6 @@ class HookBuffers:
     """The buffers that hooks write a step into; the same memory at every step.
 
     Args:
-        layout: memory layout of the rows.
         blocks: ``(n_hooks, max_rows, d_model)`` of each block, on the model's device.
         seen: int64 ``(n_hooks,)``: rows each hook saw in the last step, 0 when it did not run.
         readouts: float32 ``(n_hooks, max_rows, n_readouts)``, no column without readouts.
@@ -199,17 +198,13 @@ def install_tap(tap: Tap, number: int, buffers: tuple[torch.Tensor, ...]) -> Non
     op = torch.ops.actds.capture if len(buffers) == 2 else torch.ops.actds.capture_and_read
     read = tap.read
 
-    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden, residual = read(args, kwargs, None)
-        op(hidden, residual, *[getattr(module, name) for name in names])
-
-    def after(
-        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    def hook(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         hidden, residual = read(args, kwargs, output)
         op(hidden, residual, *[getattr(module, name) for name in names])
 
     if tap.before:
-        tap.module.register_forward_pre_hook(before, with_kwargs=True)
+        tap.module.register_forward_pre_hook(hook, with_kwargs=True)
     else:
-        tap.module.register_forward_hook(after, with_kwargs=True)
+        tap.module.register_forward_hook(hook, with_kwargs=True)

@@ -42,7 +42,6 @@ class Entry:
     Args:
         slot: offset in the staging ring, ``None`` when it has no rows there.
         state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, ``sent``, or ``dropped``.
-        stalls: waits of a stage for this step.
         message: the message to the writer; set when the rows are identified.
         depth: slices in the host ring when it was dropped.
     """
@@ -61,9 +60,6 @@ class Handover:
     """Hands steps to the writer under an overflow policy.
 
     Args:
-        staging: allocator of the staging ring.
-        ring: allocator of the host ring.
-        policy: what to do when a ring is full.
         on_drop: called with step and reason of every drop, in the thread that caused it.
 
     ``waiting`` names the rings that a step waits for now: ``staging``, ``ring``, both or neither.
@@ -186,11 +182,7 @@ class Handover:
         """
         with self._changed:
             self._check()
-            try:
-                self._writer.send(message)
-            except OSError:
-                self._gone = True
-                self._check()
+            self._send(message)
 
     def give_up(self) -> None:
         """Wake all waiting threads; every further call raises."""
@@ -276,24 +268,25 @@ class Handover:
         # A drop counts as well: messages to a stalled writer must not pile up.
         while self._n_ahead < AHEAD and (message := self._next()) is not None:
             self._n_ahead += 1
-            try:
-                self._writer.send(message)
-            except OSError:
-                self._gone = True
-                self._changed.notify_all()
-                self._check()
+            self._send(message)
         for book, state in ((self._in_staging, "staged"), (self._in_ring, "ready")):
             while book and book[0].state != state:
                 book.popleft()
         self._changed.notify_all()
 
+    def _send(self, message: object) -> None:
+        try:
+            self._writer.send(message)
+        except OSError:
+            self._gone = True
+            self._changed.notify_all()
+            self._check()
+
     def _next(self) -> StepRows | StepsDropped | None:
         """Return the next message to the writer: a step, or all drops up to the next one."""
         losses: list[StepDropped] = []
-        while self._queue and self._queue[0].message is not None:
+        while self._queue and (message := self._queue[0].message) is not None:
             entry = self._queue[0]
-            message = entry.message
-            assert message is not None
             if entry.state == "dropped" and len(losses) < LOSSES_AT_ONCE:
                 self._queue.popleft()
                 self._notes_nbytes -= _note_nbytes(message)

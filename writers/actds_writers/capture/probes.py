@@ -17,13 +17,12 @@ Floats = npt.NDArray[np.float32]
 
 
 def plan_readouts(
-    seed: int, path: Path | None, hooks: Sequence[HookSpec]
+    seed: int, file: str | Path | None, hooks: Sequence[HookSpec]
 ) -> tuple[Readouts, bytes | None]:
     """Return the readouts of a run, and its probes as the bytes of their file.
 
     Args:
-        seed: seed of the random directions.
-        path: file of the user's probes, ``None`` without.
+        file: the user's probes, ``None`` without.
 
     Raises:
         ActdsError: E015 when the file does not fit the hooks, or these differ in width: a dataset
@@ -31,8 +30,9 @@ def plan_readouts(
 
     Spec: 0.1 section 7.8.
     """
-    if path is None:
+    if file is None:
         return Readouts(DEFAULT_PROJECTIONS, seed), None
+    path = Path(file)
     widths = sorted({hook.d_model for hook in hooks})
     if len(widths) > 1:
         got = f"probes for hooks of {' and '.join(map(str, widths))} channels"
@@ -69,7 +69,6 @@ def read_probes(path: Path, hooks: list[str], d_model: int) -> Floats:
         path: ``.npy`` with ``(n_probes, d_model)`` for all hooks or ``(n_hooks, n_probes,
             d_model)``; ``.safetensors`` with one ``(n_probes, d_model)`` tensor per hook, under
             the hook's name.
-        hooks: names of the hooks, in order.
 
     Raises:
         ActdsError: E015 unreadable, another shape, or values that are not finite.

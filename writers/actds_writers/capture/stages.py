@@ -7,7 +7,6 @@ lane that no overflow policy touches; thread ``actds-move`` moves the rows into 
 
 from __future__ import annotations
 
-import mmap
 import queue
 import threading
 import time
@@ -21,13 +20,12 @@ import torch
 from actds.errors import ActdsError
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.capture.transfer import Copier, Lane, Mark, Rows, host_memory, typed
+from actds_writers.capture.transfer import Copier, Lane, Mark, host_memory, typed
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
     BoolArray,
     Fact,
-    Failed,
     HookSpec,
     IntArray,
     Stall,
@@ -36,7 +34,7 @@ from actds_writers.ipc.messages import (
     StepRows,
     WorkerHello,
 )
-from actds_writers.ipc.ring import ALIGNMENT, RingSpace
+from actds_writers.ipc.ring import PAGE, RingSpace, aligned
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import NARROW_NBYTES, NARROW_STEPS
@@ -123,7 +121,7 @@ class Stages:
         self._error: ActdsError | None = None
         self.n_engine_waits = 0
 
-        row_step = _aligned(self._row_nbytes * max_rows)
+        row_step = aligned(self._row_nbytes * max_rows)
         narrow_step = self._narrow_nbytes(max_rows)
         self._staging = RingSpace(max(link.staging_nbytes, row_step))
         self._narrow = RingSpace(max(NARROW_NBYTES, NARROW_STEPS * narrow_step))
@@ -132,14 +130,14 @@ class Stages:
         self._narrow_memory = self._device_bytes(self._narrow.capacity)
         # Two steps at least, so that the writer reads one while the transfer fills the other.
         self.ring_path = Path(link.folder) / "ring"
-        self.ring_nbytes = _pages(max(link.ring_nbytes, 2 * row_step))
+        self.ring_nbytes = aligned(max(link.ring_nbytes, 2 * row_step), PAGE)
         self._ring = RingSpace(self.ring_nbytes)
         self._host = host_memory(ring.create(self.ring_path, self.ring_nbytes), self._device)
         self.lane: Lane | None = None
         if self._width:
-            nbytes = max(link.lane_nbytes, 2 * _aligned(self._readout_nbytes * max_rows))
+            nbytes = max(link.lane_nbytes, 2 * aligned(self._readout_nbytes * max_rows))
             connection = link.connect("readouts", "worker")
-            self.lane = Lane(connection, Path(link.folder) / "lane", _pages(nbytes))
+            self.lane = Lane(connection, Path(link.folder) / "lane", aligned(nbytes, PAGE))
 
         self._census = link.connect("census", "worker")
         self._census_lock = threading.Lock()
@@ -148,7 +146,7 @@ class Stages:
             self._staging,
             self._ring,
             POLICIES[link.settings.overflow],
-            self._lost,
+            lambda step, reason: self._tell_census(StepLost(step, reason)),
         )
         self._unidentified: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
         self._unmoved: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
@@ -214,7 +212,7 @@ class Stages:
     def fail(self, error: ActdsError) -> None:
         """Send the writer the error that ends the capture."""
         self._error = self._error or error
-        self.handover.send(Failed.of(error))
+        self.handover.send(error)
 
     def hand_over(self, step: Step, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Take the rows of the step that just ran; returns when the hooks' buffers are free.
@@ -230,7 +228,7 @@ class Stages:
         self._check()
         n = int(step.n_rows.sum())
         narrow, stall = self._take_narrow(step.step, n)
-        ids, seen, readouts = self._narrow_views(narrow, n)
+        ids, seen, readouts = self._narrow_views(self._narrow_memory, narrow, n)
         ids[0].copy_(token_ids[:n])
         ids[1].copy_(positions[:n])
         seen.copy_(self._buffers.seen)
@@ -250,14 +248,8 @@ class Stages:
                 strict=True,
             ):
                 staged.copy_(rows[:, :n])
-        moving = _Moving(
-            step,
-            entry,
-            n,
-            narrow,
-            Mark(self._device, timed=True),
-            time.time_ns(),
-        )
+        done = Mark(self._device, timed=True)
+        moving = _Moving(step, entry, n, narrow, done, time.time_ns())
         self._unidentified.put(moving)
         self._unmoved.put(moving)
 
@@ -306,7 +298,7 @@ class Stages:
         nbytes = self._narrow_nbytes(n)
         whole = typed(self._narrow_memory, moving.narrow, (1, 1, nbytes), torch.uint8)
         copier.copy([host[:nbytes].view(1, 1, nbytes)], [whole], None, moving.done)
-        ids, seen, readouts = _narrow_views(host, 0, n, self._n_hooks, self._width)
+        ids, seen, readouts = self._narrow_views(host, 0, n)
         # Padding rows come behind the scheduled ones, so a hook may see more, never fewer.
         if int(seen.min()) < n:
             raise ActdsError(
@@ -331,10 +323,10 @@ class Stages:
             t_ns=moving.t_ns,
         )
         if self.lane is not None:
-            rows = Rows(np.repeat(step.requests, step.n_rows), positions, token_ids)
+            rows: list[IntArray] = [np.repeat(step.requests, step.n_rows), positions, token_ids]
             if kept is not None:
                 readouts = readouts[:, torch.from_numpy(kept)]
-                rows = Rows(rows.requests[kept], positions[kept], token_ids[kept])
+                rows = [column[kept] for column in rows]
             self.lane.put(step.step, rows, readouts)
         duration = moving.done.nanoseconds_since(step.began) if step.began else None
         self._executed(step, duration or step.duration_ns, max(int(seen.max()), n))
@@ -364,7 +356,9 @@ class Stages:
             targets = self._rows_views(self._host, offset, n_kept)
             sources = self._rows_views(self._staging_memory, entry.slot, moving.n_rows)
             copier.copy(targets, sources, index, moving.done)
-        self.handover.moved(entry, _placed(message, offset, nbytes))
+        if offset is not None:
+            message = replace(message, offset=offset, nbytes=nbytes)
+        self.handover.moved(entry, message)
 
     # ------------------------------------------------------------------------------------------
 
@@ -385,9 +379,6 @@ class Stages:
                 queue_depth_readouts=self.lane.depth if self.lane else None,
             )
         )
-
-    def _lost(self, step: int, reason: str) -> None:
-        self._tell_census(StepLost(step, reason))
 
     def _tell_census(self, message: object) -> None:
         with self._census_lock:
@@ -428,10 +419,19 @@ class Stages:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _narrow_nbytes(self, n: int) -> int:
-        return _narrow_nbytes(n, self._n_hooks, self._width)
+        return aligned(16 * n) + aligned(8 * self._n_hooks) + aligned(self._readout_nbytes * n)
 
-    def _narrow_views(self, offset: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return _narrow_views(self._narrow_memory, offset, n, self._n_hooks, self._width)
+    def _narrow_views(
+        self, memory: torch.Tensor, offset: int, n: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return token ids over positions ``(2, n)``, rows seen ``(n_hooks,)``, and readouts."""
+        seen_at = offset + aligned(16 * n)
+        readouts_at = seen_at + aligned(8 * self._n_hooks)
+        return (
+            typed(memory, offset, (2, n), torch.int64),
+            typed(memory, seen_at, (self._n_hooks,), torch.int64),
+            typed(memory, readouts_at, (self._n_hooks, n, self._width), torch.float32),
+        )
 
     def _rows_views(self, memory: torch.Tensor, offset: int, n: int) -> list[torch.Tensor]:
         """Return the rows of a step in a ring, ``(n_hooks, n, d_model)`` of each block."""
@@ -444,32 +444,3 @@ class Stages:
             )
             for block in self._layout.blocks
         ]
-
-
-def _placed(message: StepRows, offset: int | None, nbytes: int) -> StepRows:
-    return message if offset is None else replace(message, offset=offset, nbytes=nbytes)
-
-
-def _narrow_nbytes(n: int, n_hooks: int, width: int) -> int:
-    return _aligned(16 * n) + _aligned(8 * n_hooks) + _aligned(4 * n_hooks * n * width)
-
-
-def _narrow_views(
-    memory: torch.Tensor, offset: int, n: int, n_hooks: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return token ids over positions ``(2, n)``, rows seen ``(n_hooks,)``, and readouts."""
-    seen_at = offset + _aligned(16 * n)
-    readouts_at = seen_at + _aligned(8 * n_hooks)
-    return (
-        typed(memory, offset, (2, n), torch.int64),
-        typed(memory, seen_at, (n_hooks,), torch.int64),
-        typed(memory, readouts_at, (n_hooks, n, width), torch.float32),
-    )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,7 @@ from actds_writers.ipc.ring import RingSpace
 
 
 class Mark:
-    """A point in the engine's stream that a copier waits for.
-
-    Args:
-        timed: whether to measure the time between marks.
-    """
+    """A point in the engine's stream that a copier waits for."""
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
         self.event: Any = None
@@ -69,7 +64,6 @@ class Copier:
             targets: ``(n_hooks, n_kept, width)`` each, in host memory.
             sources: ``(n_hooks, n, width)`` each, on the device.
             index: int64 ``(n_kept,)`` of the rows to copy, on the host; ``None`` for all.
-            after: mark to wait for.
         """
         if self._stream is None:
             for target, source in zip(targets, sources, strict=True):
@@ -109,15 +103,6 @@ def typed(
     return memory[offset : offset + nbytes].view(dtype).view(shape)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Request, position and token of each row of readouts."""
-
-    requests: IntArray
-    positions: IntArray
-    token_ids: IntArray
-
-
 class Lane:
     """The worker's end of the lane."""
 
@@ -138,11 +123,10 @@ class Lane:
         """Return the steps whose readouts the writer has not copied yet."""
         return self._space.depth
 
-    def put(self, step: int, rows: Rows, readouts: torch.Tensor) -> None:
+    def put(self, step: int, rows: Sequence[IntArray], readouts: torch.Tensor) -> None:
         """Copy the readouts of a step into the lane, waiting for room if necessary.
 
         Args:
-            rows: request, position and token of each.
             readouts: float32 ``(n_hooks, n, width)`` in host memory.
 
         Raises:
@@ -150,18 +134,12 @@ class Lane:
         """
         if not readouts.numel():
             return
+        requests, positions, token_ids = rows
         offset, waited = self._reserve(readouts.nbytes, step)
         typed(self._memory, offset, tuple(readouts.shape), torch.float32).copy_(readouts)
         self._waiting.put(
             StepReadouts(
-                step,
-                offset,
-                readouts.nbytes,
-                rows.requests,
-                rows.positions,
-                rows.token_ids,
-                waited,
-                self.depth,
+                step, offset, readouts.nbytes, requests, positions, token_ids, waited, self.depth
             )
         )
 

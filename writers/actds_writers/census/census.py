@@ -8,13 +8,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
 
 from actds.format import tables
-from actds_writers.census.log import LoggedRequest, RequestLog, StepLog
-from actds_writers.census.spans import ABORTED, CACHE_REF, CAPTURED, StepPieces, span_table
+from actds_writers.census.log import (
+    ABORTED,
+    CACHE_REF,
+    CAPTURED,
+    LoggedRequest,
+    RequestLog,
+    StepLog,
+    StepPieces,
+    span_table,
+)
 from actds_writers.ipc.messages import (
     CensusProgress,
     ClientFacts,
@@ -27,7 +36,7 @@ from actds_writers.ipc.messages import (
     StepScheduled,
 )
 
-NO_STEP = -1
+NO_STEP = NO_REFERENCE = -1
 RUNNING, NO_REQUEST = -1, -2
 """Instead of a number of sampled tokens: the request has not ended; there is no such request."""
 
@@ -69,8 +78,6 @@ class Census:
     Spec: 0.1 section 7.
     """
 
-    TAKES = (RequestArrived, StepScheduled, StepExecuted, StepLost, RequestFinished)
-
     def __init__(self) -> None:
         self._requests = RequestLog()
         self._steps = StepLog()
@@ -102,7 +109,6 @@ class Census:
             running=self._last.running if self._last else 0,
             ring_depth=self._ring_depth,
             last_step=self._last.step if self._last else NO_STEP,
-            dropped_tokens=sum(self._dropped.values()),
             staging_depth=self._staging_depth,
             lane_depth=self._lane_depth,
             queried_tokens=self._queried_tokens,
@@ -116,14 +122,7 @@ class Census:
 
     def observe(self, message: object) -> None:
         """Take one message of scheduler or worker."""
-        takers: tuple[Callable[..., None], ...] = (
-            self._arrived,
-            self._scheduled,
-            self._executed,
-            self._lose,
-            self._finished,
-        )
-        takers[self.TAKES.index(type(message))](message)
+        self.TAKES[type(message)](self, message)
 
     def _arrived(self, message: RequestArrived) -> None:
         number = message.request
@@ -132,12 +131,9 @@ class Census:
         self._generated.reach(number + 1)[number] = RUNNING
         self._high_water.reach(number + 1)
         self._cached.reach(number + 1)
-        for phase, reason in (
-            ("prefill", message.left_out.prefill),
-            ("decode", message.left_out.decode),
-        ):
-            if reason is not None:
-                self._left_out[phase][number] = reason
+        for phase, left_out in self._left_out.items():
+            if (reason := getattr(message.left_out, phase)) is not None:
+                left_out[number] = reason
 
     def _scheduled(self, message: StepScheduled) -> None:
         for reference in message.references:
@@ -149,7 +145,10 @@ class Census:
         stop = start + message.n_tokens
         high, cached = self._high_water.values, self._cached.values
         prompt = self._prompt_len.values[who]
-        self._admit(who[cached[who] < 0], who, start, prompt)
+        first = cached[who] < 0
+        cached[who[first]] = start[first]
+        self._hit_tokens += int(start[first].sum())
+        self._queried_tokens += int(prompt[first].sum())
         new = np.clip(high[who], start, stop)
         high[who] = np.maximum(high[who], stop)
         self._pieces.add(who, new, stop, CAPTURED, message.step)
@@ -158,9 +157,9 @@ class Census:
             if request is not None and request.first_token_ns is None:
                 request.first_token_ns = message.t_ns
         n_prefill = int(np.clip(np.minimum(stop, prompt) - start, 0, None).sum())
-        n_tokens = int(message.n_tokens.sum())
+        n_tokens, n_recomputed = int(message.n_tokens.sum()), int((new - start).sum())
         self._scheduled_tokens += n_tokens
-        self._recomputed_tokens += int((new - start).sum())
+        self._recomputed_tokens += n_recomputed
         self._last = message
         # Worker and scheduler use two sockets; either message may arrive first.
         self._steps.put(
@@ -171,7 +170,7 @@ class Census:
                 "n_requests": len(who),
                 "prefill_tokens": n_prefill,
                 "decode_tokens": n_tokens - n_prefill,
-                "recomputed_tokens": int((new - start).sum()),
+                "recomputed_tokens": n_recomputed,
                 "new_tokens": int((stop - new).sum()),
                 "max_seq_len": int(stop.max()),
                 "n_preempted": len(message.preempted),
@@ -181,28 +180,10 @@ class Census:
         if message.step in self._lost:
             self._count_drop(message.step)
 
-    def _admit(
-        self, first: np.ndarray, who: np.ndarray, start: np.ndarray, prompt: np.ndarray
-    ) -> None:
-        """Note the prefix-cache hits of requests that are scheduled for the first time."""
-        if not len(first):
-            return
-        index = np.flatnonzero(np.isin(who, first))
-        self._cached.values[who[index]] = start[index]
-        self._hit_tokens += int(start[index].sum())
-        self._queried_tokens += int(prompt[index].sum())
-
     def _refer(self, reference: Reference, step: int) -> None:
-        one = np.ones(1, np.int64)
-        owner = -1 if reference.ref_request is None else reference.ref_request
-        self._pieces.add(
-            one * reference.request,
-            one * reference.start,
-            one * reference.stop,
-            CACHE_REF,
-            NO_STEP,
-            owner,
-        )
+        owner = NO_REFERENCE if reference.ref_request is None else reference.ref_request
+        who, start, stop = np.array([[reference.request], [reference.start], [reference.stop]])
+        self._pieces.add(who, start, stop, CACHE_REF, NO_STEP, owner)
         high = self._high_water.values
         high[reference.request] = max(high[reference.request], reference.stop)
 
@@ -225,6 +206,15 @@ class Census:
         self._generated.values[message.request] = message.generated_len
         self._n_finished += 1
 
+    TAKES: ClassVar[dict[type, Callable[..., None]]] = {
+        RequestArrived: _arrived,
+        StepScheduled: _scheduled,
+        StepExecuted: _executed,
+        StepLost: _lose,
+        RequestFinished: _finished,
+    }
+    """By message, what takes it."""
+
     def tables(
         self,
         acknowledged: dict[str, int],
@@ -236,7 +226,6 @@ class Census:
 
         Args:
             acknowledged: per phase, the last step whose rows are committed.
-            client: facts that only the client has.
             lost_reason: reason of rows that were computed and not committed.
             logged_drops: steps in the writer's committed drop log. A drop that a killed writer did
                 not log is known to the scheduler side alone, and counts as aborted.
@@ -250,7 +239,7 @@ class Census:
             lost_reason,
             dropped,
             self._left_out,
-            unlogged=frozenset(self._lost) - logged_drops,
+            frozenset(self._lost) - logged_drops,
         )
         self._add_uncomputed(pieces)
         spans = span_table(pieces)

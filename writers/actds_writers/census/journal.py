@@ -21,22 +21,15 @@ import zstandard
 from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
 from actds import canonical, layout, schema
-from actds.commit import commit_part
+from actds.commit import commit_part, in_parts
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.shard import read_checked
 from actds.ledger import Chain, fence, read_ledger
 from actds.schema import PartBody, PartTable, RunBody, ShardBody, ShardManifest
 from actds.store import Store, local_folder
-from actds_writers.census.census import CensusTables
-from actds_writers.ipc.messages import (
-    ClientFacts,
-    RequestArrived,
-    RequestFinished,
-    StepExecuted,
-    StepLost,
-    StepScheduled,
-)
+from actds_writers.census.census import Census, CensusTables
+from actds_writers.ipc.messages import ClientFacts
 
 FORMAT, VERSION = "actds.journal", "0.1"
 FIRST_PREV = "0" * 64
@@ -46,14 +39,12 @@ SEGMENT_NBYTES = 4 << 20
 MAX_SEGMENT_NBYTES = 64 << 20
 """Most bytes of lines that a reader accepts in one segment."""
 FACTS_PER_LINE = 5000
-_HEADER = {"dataset", "format", "n_messages", "prev", "run", "segment", "version"}
 
-KINDS = (RequestArrived, StepScheduled, StepExecuted, StepLost, RequestFinished, ClientFacts)
+KINDS = (*Census.TAKES, ClientFacts)
 """The messages in a journal; a line has the name of the class."""
 
 RESERVE = ".tmp-reserve-"
 """Prefix of the file that reserves disk space for the end of a run."""
-ROWS_PER_PART = 1_000_000
 LOST_REASON = "writer_ended"
 """Reason of rows that were computed and are not committed."""
 
@@ -203,15 +194,7 @@ class Journal:
                 self._nbytes -= nbytes
 
     def _put(self, lines: list[bytes]) -> None:
-        header = {
-            "dataset": self._dataset,
-            "format": FORMAT,
-            "n_messages": len(lines),
-            "prev": self._prev,
-            "run": self._run,
-            "segment": self._n,
-            "version": VERSION,
-        }
+        header = _header(self._dataset, self._run, self._n, self._prev, len(lines))
         data = zstandard.ZstdCompressor(level=1).compress(canonical.dump(header) + b"".join(lines))
         path = layout.journal_path(self._run, self._n)
         if self._store.exists(path):
@@ -258,22 +241,32 @@ def read_journal(store: Store, dataset: str, run: str) -> Iterator[object]:
     for n in range(len(numbers)):
         path = layout.journal_path(run, n)
         if n not in numbers:
-            raise _broken(path, "no segment", f"{len(numbers)} consecutive segments")
+            raise broken(path, "no segment", f"{len(numbers)} consecutive segments")
         data = store.read(path, MAX_SEGMENT_NBYTES)
         header, lines = _opened(data, path)
-        expected = {
-            **{"dataset": dataset, "format": FORMAT, "n_messages": len(lines), "prev": prev},
-            **{"run": run, "segment": n, "version": VERSION},
-        }
-        for name, value in expected.items():
+        for name, value in _header(dataset, run, n, prev, len(lines)).items():
             if header[name] != value:
-                raise _broken(f"{path} {name}", f"{header[name]!r:.80}", repr(value))
+                raise broken(f"{path} {name}", f"{header[name]!r:.80}", repr(value))
         for number, line in enumerate(lines, 1):
             try:
                 yield from_line(line)
             except (ValueError, RecursionError) as error:
-                raise _broken(f"{path} line {number}", str(error)[:200], "a message") from None
+                raise broken(f"{path} line {number}", str(error)[:200], "a message") from None
         prev = canonical.digest(data)
+
+
+def _header(
+    dataset: str | None, run: str, segment: int, prev: str, n_messages: int
+) -> dict[str, object]:
+    return {
+        "dataset": dataset,
+        "format": FORMAT,
+        "n_messages": n_messages,
+        "prev": prev,
+        "run": run,
+        "segment": segment,
+        "version": VERSION,
+    }
 
 
 def _opened(data: bytes, path: str) -> tuple[dict[str, object], list[bytes]]:
@@ -282,16 +275,16 @@ def _opened(data: bytes, path: str) -> tuple[dict[str, object], list[bytes]]:
         with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data) as reader:
             text = reader.read(MAX_SEGMENT_NBYTES + 1)
     except zstandard.ZstdError as error:
-        raise _broken(path, str(error)[:200], "a zstd frame") from None
+        raise broken(path, str(error)[:200], "a zstd frame") from None
     if len(text) > MAX_SEGMENT_NBYTES or not text.endswith(b"\n"):
-        raise _broken(path, f"{len(text)} bytes of lines", f"at most {MAX_SEGMENT_NBYTES}, whole")
+        raise broken(path, f"{len(text)} bytes of lines", f"at most {MAX_SEGMENT_NBYTES}, whole")
     first, *lines = text.split(b"\n")[:-1]
     try:
         header = json.loads(first)
     except (ValueError, RecursionError):
         header = None
-    if not isinstance(header, dict) or header.keys() != _HEADER:
-        raise _broken(path, f"{first[:80]!r}", "a header")
+    if not isinstance(header, dict) or header.keys() != _header(None, "", 0, "", 0).keys():
+        raise broken(path, f"{first[:80]!r}", "a header")
     return header, lines
 
 
@@ -311,7 +304,8 @@ def _number(path: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _broken(place: str, got: str, expected: str) -> ActdsError:
+def broken(place: str, got: str, expected: str) -> ActdsError:
+    """Return E312."""
     return ActdsError("E312", place, got=got, expected=expected)
 
 
@@ -321,7 +315,6 @@ class WriterEnd:
 
     Args:
         acknowledged: per phase, the last step whose rows are committed.
-        dropped_steps: steps in the committed drop log.
     """
 
     acknowledged: dict[str, int]
@@ -371,7 +364,6 @@ def commit_census(
     """Commit the tables of a census in parts.
 
     Args:
-        chain: the open census chain of the run.
         present: parts that an earlier census of the run has committed, by path; they are kept.
 
     Raises:
@@ -383,8 +375,7 @@ def commit_census(
         ("spans", found.spans),
     ]
     for name, table in named:
-        for n, first in enumerate(range(0, max(table.num_rows, 1), ROWS_PER_PART)):
-            piece = table.slice(first, ROWS_PER_PART)
+        for n, piece in in_parts(table):
             path = layout.part_path(name, run, n)
             body = (present or {}).get(path)
             if body is not None:

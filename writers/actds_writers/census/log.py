@@ -1,4 +1,8 @@
-"""Logs of every step and request, in memory, old entries compressed for long runs."""
+"""What the census knows of every step, request and piece, in memory, and its spans.
+
+Old entries are compressed for long runs. A piece is what one step did to one request; spans are the
+rows of the table.
+"""
 
 from __future__ import annotations
 
@@ -176,3 +180,206 @@ def unpack(data: bytes, n_columns: int) -> IntMatrix:
     differences = np.ascontiguousarray(by_byte.transpose(0, 2, 1)).view(np.int64)[:, :, 0]
     columns: IntMatrix = np.cumsum(differences, axis=1, dtype=np.int64)
     return columns
+
+
+CAPTURED, CACHE_REF, DROPPED, ABORTED, FILTERED = range(len(tables.DISPOSITIONS))
+NONE = -1
+BLOCK_PIECES = 1 << 16
+"""Pieces that are packed together; fewer wait as they are."""
+MAX_CHUNKS = 1024
+
+_COLUMNS = ("request", "start", "stop", "disposition", "step", "ref_request", "reason")
+Columns = dict[str, np.ndarray]
+
+
+class StepPieces:
+    """A growing list of intervals, in columns; old ones are packed."""
+
+    def __init__(self) -> None:
+        self._packed: list[bytes] = []
+        self._chunks: list[IntMatrix] = []
+        self._n_open = 0
+        self.reasons: list[str] = []
+        """By number."""
+
+    def add(
+        self,
+        request: np.ndarray,
+        start: np.ndarray,
+        stop: np.ndarray,
+        disposition: int,
+        step: int,
+        ref_request: int = NONE,
+        *,
+        reason: str | None = None,
+    ) -> None:
+        """Add intervals ``[start, stop)``; empty ones are left out."""
+        keep = stop > start
+        n = int(np.count_nonzero(keep))
+        if not n:
+            return
+        chunk = np.empty((len(_COLUMNS), n), np.int64)
+        chunk[:3] = request[keep], start[keep], stop[keep]
+        chunk[3:] = np.array((disposition, step, ref_request, self._reason(reason)))[:, None]
+        self._append(chunk)
+
+    def _append(self, chunk: IntMatrix) -> None:
+        self._chunks.append(chunk)
+        self._n_open += chunk.shape[1]
+        if self._n_open >= BLOCK_PIECES:
+            joined = self._joined()
+            # A request beside itself, position after position: differences are small then.
+            order = np.lexsort((joined[1], joined[0]))
+            self._packed.append(pack(joined[:, order]))
+            self._chunks, self._n_open = [], 0
+        elif len(self._chunks) >= MAX_CHUNKS:
+            self._chunks = [self._joined()]
+
+    def _joined(self) -> IntMatrix:
+        joined: IntMatrix = np.concatenate(self._chunks, axis=1)
+        return joined
+
+    def blocks(self) -> Iterator[Columns]:
+        """Yield all pieces as int64 columns, some at a time, none twice."""
+        for data in self._packed:
+            yield dict(zip(_COLUMNS, unpack(data, len(_COLUMNS)), strict=True))
+        if self._chunks:
+            yield dict(zip(_COLUMNS, self._joined(), strict=True))
+
+    def settled(
+        self,
+        prompt_len: np.ndarray,
+        acknowledged: dict[str, int],
+        lost_reason: str,
+        dropped: dict[int, str],
+        left_out: dict[str, dict[int, str]],
+        unlogged: frozenset[int],
+    ) -> StepPieces:
+        """Return the pieces with the final dispositions: filtered, dropped, aborted, captured.
+
+        A sampling rule wins over a loss: the row would not have been stored anyway. It holds for
+        prefix-cache hits too, so that the multiplicities are those of the stored traffic.
+
+        Args:
+            prompt_len: prompt tokens by request number: where prefill ends.
+            acknowledged: per phase, the last step whose rows are committed.
+            dropped: reason by step of those an overflow policy gave up.
+            left_out: per phase, the reason by request of those a sampling rule leaves out.
+            unlogged: dropped steps that are in no log; aborted, even where a later step is
+                committed.
+        """
+        settled = StepPieces()
+        settled.reasons = list(self.reasons)
+        lost = settled._reason(lost_reason)
+        rules = {
+            phase: settled._rules(reasons, len(prompt_len)) for phase, reasons in left_out.items()
+        }
+        gone = {
+            settled._reason(reason): [step for step, why in dropped.items() if why == reason]
+            for reason in sorted(set(dropped.values()))
+        }
+        for c in self.blocks():
+            for reason, steps in gone.items():
+                mine = (c["disposition"] == CAPTURED) & np.isin(c["step"], steps)
+                c["disposition"] = np.where(mine, DROPPED, c["disposition"])
+                c["reason"] = np.where(mine, reason, c["reason"])
+            unseen = np.isin(c["step"], list(unlogged))
+            edge = prompt_len[c["request"]]
+            for phase, start, stop in (
+                ("prefill", c["start"], np.minimum(c["stop"], edge)),
+                ("decode", np.maximum(c["start"], edge), c["stop"]),
+            ):
+                late = (c["step"] > acknowledged.get(phase, NONE)) | unseen
+                late &= c["disposition"] == CAPTURED
+                rule = rules[phase][c["request"]]
+                filtered = rule != NONE
+                keep = stop > start
+                columns = {
+                    **c,
+                    "start": start,
+                    "stop": stop,
+                    "disposition": np.select(
+                        [filtered, late], [FILTERED, ABORTED], default=c["disposition"]
+                    ),
+                    "ref_request": np.where(filtered, NONE, c["ref_request"]),
+                    "reason": np.select([filtered, late], [rule, lost], default=c["reason"]),
+                }
+                settled._append(np.stack([columns[name][keep] for name in _COLUMNS]))
+        return settled
+
+    def totals(self) -> dict[str, int]:
+        """Return positions per disposition."""
+        total = np.zeros(len(tables.DISPOSITIONS))
+        for c in self.blocks():
+            total += np.bincount(c["disposition"], c["stop"] - c["start"], len(total))
+        return {name: int(total[code]) for code, name in enumerate(tables.DISPOSITIONS)}
+
+    def tokens_by_step(self, steps: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the computed positions per step (sorted numbers), by disposition."""
+        kinds = {name: code for code, name in enumerate(tables.DISPOSITIONS) if code != CACHE_REF}
+        found = {name: np.zeros(len(steps), np.int64) for name in kinds}
+        for c in self.blocks():
+            computed = c["step"] >= 0
+            index = np.searchsorted(steps, c["step"][computed])
+            length, code = (c["stop"] - c["start"])[computed], c["disposition"][computed]
+            for name, wanted in kinds.items():
+                mask = code == wanted
+                np.add.at(found[name], index[mask], length[mask])
+        return found
+
+    def _rules(self, reasons: dict[int, str], n_requests: int) -> np.ndarray:
+        """Return the reason number of each request, ``NONE`` where no rule leaves it out."""
+        numbers = np.full(n_requests, NONE, np.int64)
+        for request, reason in reasons.items():
+            numbers[request] = self._reason(reason)
+        return numbers
+
+    def _reason(self, reason: str | None) -> int:
+        if reason is None:
+            return NONE
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return self.reasons.index(reason)
+
+
+def span_table(pieces: StepPieces) -> pa.Table:
+    """Return the spans table: adjacent pieces of one disposition, reason and reference merged.
+
+    Spec: 0.1 section 7.1.
+    """
+    # Spans of two blocks may be adjacent, so merge again after merging within each.
+    found = _merged(_concatenated([_merged(block) for block in pieces.blocks()]))
+    words, reasons = np.array(tables.DISPOSITIONS, object), pieces.reasons
+    step, ref = found["step"], found["ref_request"]
+    return tables.build(
+        "spans",
+        {
+            "request": found["request"],
+            "start": found["start"],
+            "stop": found["stop"],
+            "disposition": words[found["disposition"]],
+            "reason": [reasons[i] if i >= 0 else None for i in found["reason"].tolist()],
+            "step": pa.array(step, mask=step < 0),
+            "ref_request": pa.array(ref, mask=ref < 0),
+        },
+    )
+
+
+def _merged(c: Columns) -> Columns:
+    """Return sorted columns with adjacent intervals of one kind merged, with their first step."""
+    order = np.lexsort((c["start"], c["request"]))
+    c = {name: column[order] for name, column in c.items()}
+    # A gap between two pieces stays a gap: merging must never hide one.
+    same = c["start"][1:] == c["stop"][:-1]
+    # A span without a step was never computed; it must not join one that was.
+    same &= (c["step"][1:] < 0) == (c["step"][:-1] < 0)
+    for name in ("request", "disposition", "reason", "ref_request"):
+        same &= c[name][1:] == c[name][:-1]
+    first = np.flatnonzero(np.concatenate([[True], ~same])) if len(order) else np.empty(0, int)
+    last = np.concatenate([first[1:] - 1, [len(order) - 1]]) if len(order) else first
+    return {name: c[name][last if name == "stop" else first] for name in _COLUMNS}
+
+
+def _concatenated(blocks: list[Columns]) -> Columns:
+    empty = dict.fromkeys(_COLUMNS, np.empty(0, np.int64))
+    return {name: np.concatenate([block[name] for block in [empty, *blocks]]) for name in _COLUMNS}

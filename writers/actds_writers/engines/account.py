@@ -28,7 +28,6 @@ from actds_writers.engine_protocol import OPTION
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
     Fact,
-    Failed,
     Reference,
     RequestArrived,
     RequestFinished,
@@ -114,14 +113,7 @@ class SchedulerSide:
         A step without tokens is numbered and not reported.
 
         Args:
-            requests: number of each scheduled request.
-            starts: first position that the step computes for it.
-            n_tokens: tokens scheduled for it.
-            references: prefix-cache hits.
-            waiting: requests that wait.
-            running: requests that run.
-            preempted: requests that were preempted.
-            columns: further fields of ``StepScheduled``, for example ``kv_usage``.
+            columns: further fields of ``StepScheduled``, as the others are.
         """
         self._step += 1
         ended = tuple(self._ended)
@@ -179,7 +171,7 @@ def reporting_failure(link: Link) -> Iterator[None]:
         yield
     except ActdsError as error:
         with link.connect("writer", "worker") as writer:
-            writer.send(Failed.of(error))
+            writer.send(error)
         raise
 
 
@@ -188,7 +180,6 @@ class WorkerSide:
 
     Args:
         model: the loaded model, not yet compiled.
-        computed: type the model computes in.
         padding: further rows that a forward may have.
         form: where the stream is in the output of the model's layers.
 
@@ -269,9 +260,7 @@ class WorkerSide:
 
         Args:
             step: its number; other arguments not listed here as in ``Step``.
-            requests: number of each request, in row order.
             token_ids: token fed at each row, from the buffer that the model read.
-            positions: position of each row.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
@@ -294,10 +283,6 @@ class WorkerSide:
         error = ActdsError("E501", f"step {step}", got=got, expected=expected)
         self.stages.fail(error)
         raise error
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until the writer has taken every step; return whether it has."""
-        return self.stages.drain(timeout_s)
 
     def close(self) -> None:
         """Close the connections, by which the writer learns that no step follows."""

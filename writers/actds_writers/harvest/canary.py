@@ -6,7 +6,6 @@ position is compared with any sampling, and independently of the harvest's own t
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pickle
@@ -26,23 +25,22 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.commit import commit_part
+from actds.commit import commit_part, in_parts
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.arrays import as_ml_dtypes
+from actds.format.arrays import widen
 from actds.format.positions import Keys, position_key
 from actds.format.shard import Shard
 from actds.ledger import Chain
 from actds.reading import Catalog
 from actds.schema import DType
 from actds.store import local_folder, open_store
+from actds.text import counted
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import Finished, find_engine
 from actds_writers.harvest.prepare import Plan, request_key
-from actds_writers.ipc.messages import Failed
 from actds_writers.prompts.encoding import Encoded
 
-ROWS_PER_PART = 1_000_000
 SPARE = 16
 """Extra requests whose tokens are kept, in case some are aborted."""
 POLL_S = 0.2
@@ -54,7 +52,6 @@ class Share:
 
     Args:
         percent: share of the requests, ``None`` when it is a number.
-        count: number of requests.
     """
 
     percent: Decimal | None
@@ -90,7 +87,6 @@ class Outcome:
     """The result of a replay.
 
     Args:
-        n_requests: requests replayed.
         n_rows: positions compared, at every hook.
         median: relative L2 of matching rows: the numeric floor of the run.
         p99: 99th percentile of the same.
@@ -109,10 +105,9 @@ class Outcome:
 
     def line(self) -> str:
         """Return the outcome in one line."""
-        requests = "1 request" if self.n_requests == 1 else f"{self.n_requests:,} requests"
         words = (
-            f"{requests} replayed alone, {self.n_rows:,} rows: median relative L2 "
-            f"{self.median:.1e}, p99 {self.p99:.1e}, foreign {self.n_foreign:,}"
+            f"{counted(self.n_requests, 'request')} replayed alone, {self.n_rows:,} rows: "
+            f"median relative L2 {self.median:.1e}, p99 {self.p99:.1e}, foreign {self.n_foreign:,}"
         )
         if self.n_same_token is not None:
             words += f"; same last token in {self.n_same_token:,}"
@@ -277,9 +272,9 @@ def _run(
         raise
     answer = process.stdout.read()
     if code == 1 and answer:
-        raise Failed(**json.loads(answer)).error()
+        raise pickle.loads(answer)
     if code == 0:
-        sampled: dict[str, int] = json.loads(answer)
+        sampled: dict[str, int] = pickle.loads(answer)
         return sampled
     if code != 2:
         raise ActdsError(
@@ -445,8 +440,8 @@ def _types(catalog: Catalog, run: str) -> list[DType]:
 def _commit(catalog: Catalog, run: str, software: str, table: pa.Table, outcome: Outcome) -> None:
     """Commit the table on a chain of its own."""
     chain = Chain.begin(catalog.store, catalog.genesis.dataset, run, "tool", software)
-    for n, first in enumerate(range(0, max(table.num_rows, 1), ROWS_PER_PART)):
-        commit_part(catalog.store, chain, "canary", run, n, table.slice(first, ROWS_PER_PART))
+    for n, piece in in_parts(table):
+        commit_part(catalog.store, chain, "canary", run, n, piece)
     chain.close("finished", {"requests": outcome.n_requests, "foreign": outcome.n_foreign})
 
 
@@ -470,8 +465,6 @@ class Located:
     Args:
         shard: index of the shard of each row, -1 where there is no row.
         row: row in the shard.
-        token_id: token of each row.
-        step: step that computed it.
     """
 
     shard: Ints
@@ -504,10 +497,10 @@ def gather(shards: Sequence[Shard], located: Located, hook: str) -> Rows:
         if not len(mine):
             continue
         with shard.array(hook) as reader:
-            values = as_ml_dtypes(reader.gather(located.row[mine]), reader.dtype)
+            values = widen(reader.gather(located.row[mine]), reader.dtype)
         if rows is None:
             rows = np.zeros((len(located.row), values.shape[1]), np.float32)
-        rows[mine] = values.astype(np.float32)
+        rows[mine] = values
     return np.zeros((len(located.row), 1), np.float32) if rows is None else rows
 
 

@@ -6,22 +6,19 @@ separate process the engine starts afresh, without state of the harvest's.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
-from dataclasses import asdict
 
 from actds.errors import ActdsError
 from actds_writers.engine_protocol import Finished
 from actds_writers.harvest.run import harvest_plan
-from actds_writers.ipc.messages import Failed
 
 
 def main() -> int:
-    """Replay; print the sampled tokens by key, or the error, as JSON."""
+    """Replay; write the sampled tokens by key, or the error, pickled."""
     settings, plan = pickle.load(sys.stdin.buffer)
-    answer = os.fdopen(os.dup(1), "w")
+    answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # an engine may print
     sampled: dict[str, int] = {}
 
@@ -32,9 +29,9 @@ def main() -> int:
         try:
             result = harvest_plan(settings, plan, heard)
         except ActdsError as error:
-            json.dump(asdict(Failed.of(error)), answer)
+            pickle.dump(error, answer)
             return 1
-        json.dump(sampled, answer)
+        pickle.dump(sampled, answer)
     return 0 if result.reason == "finished" else 2
 
 

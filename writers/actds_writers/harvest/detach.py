@@ -23,8 +23,6 @@ class Detached:
 
     Args:
         module: module with a ``__main__``.
-        env: its environment.
-        pass_fds: descriptors that it inherits.
 
     Its exit code cannot be known, and is reported as 0.
     """

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from actds.errors import ActdsError
+from actds.format.arrays import DTYPES
 from actds.schema import DType
 from actds.store import open_store
 from actds.text import format_nbytes, format_seconds
@@ -18,6 +19,7 @@ from actds_writers.config import MIB, PlanSettings, keywords_of
 from actds_writers.model_folder import model_config
 from actds_writers.policies import POLICIES
 from actds_writers.sizing.machine import (
+    DEFAULTS,
     Capacity,
     Machine,
     capacity,
@@ -42,7 +44,6 @@ from actds_writers.sizing.needs import (
 LABEL = 9
 FOLD = 76
 _LOSING = ", ".join(sorted(set(POLICIES) - {"block"}))
-DTYPES = ("bfloat16", "float16", "float32")
 USUAL_LOAD = {
     "prefill": 0.0,
     "decode": 0.0,
@@ -57,7 +58,6 @@ class PlanResult:
 
     Args:
         capacity: needs of the load by stage, and which stage saturates first.
-        measured: the measured rates, in GB/s by name.
         overhead: bytes other than rows, and where the figures come from.
         profile: load of an earlier harvest, ``None`` without one.
     """
@@ -209,9 +209,8 @@ def plan(**settings: Any) -> PlanResult:
         staging_nbytes=asked.staging_mib * MIB,
         lane_nbytes=LANE_NBYTES,
     )
-    names = ("d2h", "copy", "encode", "disk")
     measured = {} if asked.measure is None else measure(asked.measure)
-    given = {name: getattr(asked, f"{name}_gbps") for name in names}
+    given = {name: getattr(asked, f"{name}_gbps") for name in DEFAULTS}
     rates = machine(given, measured, asked.threads or usual_threads())
     found = capacity(geometry, sizes, load, rates, overhead, stall_s=asked.stall)
     return PlanResult(asked, found, rates, measured, overhead, profile)

@@ -63,8 +63,6 @@ class Plan:
         hooks: ``(kind, layer)`` of each hook.
         encoded: every prompt with its tokens, or the reason to skip it.
         client: source of every request.
-        tokens: ids that set row flags.
-        facts: provenance that the command knows.
         readouts: value of ``capture.readouts``.
         probes: the user's probes as the bytes of their file, ``None`` without.
     """
@@ -98,13 +96,12 @@ def make_plan(settings: WriteSettings, engine: EngineOptions) -> Plan:
     rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
     readouts, probes = NONE, None
     if settings.readouts:
-        path = None if settings.probes is None else Path(settings.probes)
-        planned, probes = plan_readouts(settings.seed, path, hooks)
+        planned, probes = plan_readouts(settings.seed, settings.probes, hooks)
         readouts = planned.as_field()
     template = chat_template_sha256(prompts.prompts, tokenizer)
     return Plan(
         engine=engine,
-        hooks=tuple((hook.kind, hook.layer) for hook in hooks),
+        hooks=tuple(places),
         encoded=tuple(encoded),
         client=_client(prompts, encoded),
         tokens=special_tokens(tokenizer, generation_eos(settings.model)),

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from actds_writers.ipc.messages import (
     CensusProgress,
     ClientFacts,
     Done,
-    Failed,
     Finish,
     WriterProgress,
 )
@@ -39,32 +37,16 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_"
 again costs more than encoding it."""
 
 
-def private_folder() -> Path:
-    """Return a new folder for sockets and ring, in shared memory if there is any."""
-    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    return Path(tempfile.mkdtemp(prefix="actds-", dir=parent))
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The totals of both chains after a run."""
-
-    writer: dict[str, int]
-    census: dict[str, int]
-
-
 class Pipeline:
     """Writer and census of one run.
 
     Args:
         writer: settings of the writer, with those of the harvest.
         hooks: ``(kind, layer)`` of each hook.
-        client_pid: process of the client.
         lock: open descriptor of the dataset's lock, which the processes inherit.
         ring_nbytes: size of the host ring, ``None`` for that in the settings.
         staging_nbytes: size of the staging ring, likewise.
         lane_nbytes: size of the readouts' lane; at least two steps.
-        probes: the user's probes as the bytes of their file.
 
     Use as a context manager: leaving it ends the processes and removes the ring.
     """
@@ -81,7 +63,9 @@ class Pipeline:
         lane_nbytes: int = LANE_NBYTES,
         probes: bytes | None = None,
     ) -> None:
-        folder = private_folder()
+        # Sockets and ring, in shared memory if there is any.
+        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        folder = Path(tempfile.mkdtemp(prefix="actds-", dir=parent))
         probes_path = folder / "probes.npy"
         if probes is not None:
             probes_path.write_bytes(probes)
@@ -153,6 +137,11 @@ class Pipeline:
         if self.failure is not None:
             raise self.failure
 
+    def has_reached(self, step: int) -> bool:
+        """Return whether writer and census know of a step; always for -1, no step."""
+        seen = (self.written, self.counted)
+        return step < 0 or all(known is not None and known.last_step >= step for known in seen)
+
     def send_client_facts(self, facts: ClientFacts) -> None:
         """Send the census the facts that only the client has."""
         self._send("census", facts)
@@ -161,8 +150,8 @@ class Pipeline:
         """Let the writer commit and end as soon as its worker is gone; the census continues."""
         self._send("writer", Finish(reason))
 
-    def finish(self, reason: CloseReason) -> Ended:
-        """End the run after the engine has ended; return the totals.
+    def finish(self, reason: CloseReason) -> dict[str, dict[str, int]]:
+        """End the run after the engine has ended; return the totals of ``writer`` and ``census``.
 
         Raises:
             ActdsError: the failure of a process; E506 when one does not answer.
@@ -182,7 +171,7 @@ class Pipeline:
                     got=f"no answer within {FINISH_TIMEOUT_S:.0f} s",
                     expected="a closed chain",
                 )
-        return Ended(self._done["writer"].totals, self._done["census"].totals)
+        return {name: done.totals for name, done in self._done.items()}
 
     def _await(self, name: str, connection: Connection) -> None:
         try:
@@ -193,9 +182,9 @@ class Pipeline:
             self._done[name] = Done({})
 
     def _take(self, name: str, message: object) -> None:
-        if isinstance(message, Failed):
+        if isinstance(message, ActdsError):
             # The first failure is the cause of the others.
-            self.failure = self.failure or message.error()
+            self.failure = self.failure or message
         elif isinstance(message, Done):
             self._done[name] = message
         elif isinstance(message, WriterProgress):
@@ -224,23 +213,23 @@ class Pipeline:
     def _start(
         self, module: str, settings: WriterSettings | CensusSettings, lock: int
     ) -> subprocess.Popen[bytes] | Detached:
-        process = self._process(module, lock)
+        name, env = f"actds_writers.{module}", {**os.environ, **KEEP_MEMORY}
+        process: subprocess.Popen[bytes] | Detached
+        if self.link.live:
+            process = Detached(name, env, (lock,))
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-m", name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,  # a Ctrl-C is for the command, which ends the run in order
+                pass_fds=(lock,),
+            )
         assert process.stdin is not None
         pickle.dump((self.link, settings), process.stdin)
         process.stdin.close()
         return process
-
-    def _process(self, module: str, lock: int) -> subprocess.Popen[bytes] | Detached:
-        if self.link.live:
-            return Detached(f"actds_writers.{module}", {**os.environ, **KEEP_MEMORY}, (lock,))
-        return subprocess.Popen(
-            [sys.executable, "-m", f"actds_writers.{module}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, **KEEP_MEMORY},
-            start_new_session=True,  # a Ctrl-C is for the command, which ends the run in order
-            pass_fds=(lock,),
-        )
 
 
 def _is_running(process: subprocess.Popen[bytes] | Detached) -> bool:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from actds import __version__, layout, schema
+from actds import __version__, layout
 from actds.errors import ActdsError
 from actds.ledger import Chain, ChainState, fence, read_ledger
-from actds.reading import CENSUS_TABLES, Catalog, need_dataset
-from actds.schema import Genesis, Seal, ShardBody
+from actds.reading import CENSUS_TABLES, Catalog, need_dataset, read_genesis
+from actds.schema import Seal, ShardBody
 from actds.sealing import seal
 from actds.store import TEMPORARY, Store, local_folder, open_for_writing
 from actds.store.local import lock_dataset
@@ -24,6 +24,7 @@ from actds_writers.census.journal import (
     LOST_REASON,
     RESERVE,
     WriterEnd,
+    broken,
     commit_census,
     end_writer_chain,
     merged,
@@ -45,10 +46,7 @@ class RunFound:
     """One run as recovery found it, and the outcome.
 
     Args:
-        run: its id.
         chains: state of each of its chains before recovery.
-        n_rows: acknowledged rows.
-        n_segments: segments of its journal.
         outcome: ``accounted`` before, ``recovered`` now, ``empty`` when it committed nothing,
             ``unaccountable`` when neither census nor journal is there.
         totals: the census' totals, where it was recovered.
@@ -144,7 +142,7 @@ def recover_runs(store: Store) -> list[RunFound]:
 
     Spec: 0.1 section 8.6.
     """
-    genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
+    genesis = read_genesis(store)
     # Space that a census reserved for its tables, which are written now.
     folder = local_folder(store.uri)
     for reserved in folder.glob(f"{RESERVE}*") if folder else ():
@@ -218,14 +216,14 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
         if isinstance(message, RequestArrived):
             n_requests += 1
             if not 0 <= message.request < n_requests + _MAX_REQUEST_GAP:
-                raise _broken(place, f"request {message.request}", "requests numbered from 0")
+                raise broken(place, f"request {message.request}", "requests numbered from 0")
         try:
             census.observe(message)
         except (KeyError, IndexError, ValueError) as error:
-            raise _broken(place, repr(error)[:200], "messages of one run, in order") from None
+            raise broken(place, repr(error)[:200], "messages of one run, in order") from None
     for phase, step in ended.acknowledged.items():
         if not census.has_scheduled(step):
-            raise _broken(
+            raise broken(
                 place, f"no message for step {step}", f"one: its {phase} rows are committed"
             )
     found = census.tables(ended.acknowledged, client, LOST_REASON, ended.dropped_steps)
@@ -252,10 +250,6 @@ def _unaccountable(runs: list[RunFound]) -> ActdsError | None:
                 next_step="It was written before there were journals: write a new dataset.",
             )
     return None
-
-
-def _broken(place: str, got: str, expected: str) -> ActdsError:
-    return ActdsError("E312", place, got=got, expected=expected)
 
 
 def _unreachable(store: Store) -> Iterator[tuple[str, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import threading
 import time
@@ -15,13 +14,13 @@ from typing import Any, Literal
 
 import pyarrow.compute as pc
 
-import actds
-from actds import layout
 from actds.errors import ActdsError
+from actds.format.arrays import DTYPES
 from actds.reading import Catalog
 from actds.schema import CloseReason, Seal
 from actds.sealing import seal
 from actds.store import open_store
+from actds.text import one_line
 from actds_writers.config import WriterSettings, WriteSettings, keywords_of
 from actds_writers.engine_protocol import Engine, Finished, find_engine
 from actds_writers.harvest.canary import Canary, Outcome, Share
@@ -35,7 +34,7 @@ from actds_writers.harvest.prepare import (
     make_plan,
     request_key,
 )
-from actds_writers.harvest.processes import Ended, Pipeline
+from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.ipc.messages import ClientFacts, PromptFact
 from actds_writers.monitor.progress import (
@@ -46,6 +45,7 @@ from actds_writers.monitor.progress import (
     take_snapshot,
 )
 from actds_writers.prompts.encoding import Encoded
+from actds_writers.sizing.machine import usual_threads
 
 CONNECT_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 300.0
@@ -115,7 +115,6 @@ def harvest(
     """Harvest one run into a new or a resumed dataset; raises as ``write``.
 
     Args:
-        observer: receives progress and result.
         feed: the class that hands requests to the engine, ``Feed`` by default.
     """
     began, observer = time.monotonic(), observer or Observer()
@@ -251,8 +250,9 @@ class Feed:
         try:
             engine.add(key, encoded.token_ids, min(encoded.max_tokens, room))
         except ValueError as error:
-            words = " ".join(str(error).split())[:300]
-            self.refused[key] = f"E002 row {encoded.prompt.row}: the engine says: {words}"
+            self.refused[key] = (
+                f"E002 row {encoded.prompt.row}: the engine says: {one_line(error, 300)}"
+            )
             return
         self.live.add(key)
 
@@ -302,16 +302,12 @@ class _Run:
         self._interrupts = 0
         self._writer = WriterSettings(
             harvest=settings,
-            dataset=secrets.token_hex(16),
-            run=layout.new_id("r"),
-            resume=settings.resume,
-            started_ns=time.time_ns(),
-            software=f"actds {actds.__version__}",
             facts=plan.facts,
             tokens=plan.tokens,
             rows_per_shard=plan.rows_per_shard,
-            n_threads=max(1, (os.cpu_count() or 2) // 2),
+            n_threads=usual_threads(),
             readouts=plan.readouts,
+            resume=settings.resume,
         )
         self._pipeline = Pipeline(self._writer, plan.hooks, os.getpid(), lock, probes=plan.probes)
         self.feed = feed(plan, self._pipeline.poll)
@@ -437,12 +433,10 @@ class _Run:
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while time.monotonic() < deadline:
             self._pipeline.poll()
-            counted, written = self._pipeline.counted, self._pipeline.written
-            if counted and counted.n_finished >= self.feed.n_finished:
-                if counted.last_step < 0:
-                    return
-                if written and written.last_step >= counted.last_step:
-                    return
+            counted = self._pipeline.counted
+            ended = counted is not None and counted.n_finished >= self.feed.n_finished
+            if counted and ended and self._pipeline.has_reached(counted.last_step):
+                return
             time.sleep(0.02)
         self._observer.said(
             f"The writer is still behind after {DRAIN_TIMEOUT_S:.0f} s; the rest counts as aborted."
@@ -492,7 +486,9 @@ class _Run:
         server = watch.enter_context(serve_metrics(host, port, self._snapshot))
         self._observer.said(f"Metrics at http://{host}:{server.port}/metrics")
 
-    def _totals(self, ended: Ended, sealed: Seal, outcome: Outcome | None) -> Totals:
+    def _totals(
+        self, ended: dict[str, dict[str, int]], sealed: Seal, outcome: Outcome | None
+    ) -> Totals:
         """Return the counts of every request and position.
 
         Raises:
@@ -503,10 +499,9 @@ class _Run:
         shards = [shard for shard in catalog.shards if shard.run == run]
         stored = sum(entry.nbytes for shard in shards for entry in shard.files)
         reasons = catalog.table("requests", run)["finish_reason"].value_counts().to_pylist()
-        row_nbytes = sum(
-            hook.d_model * (4 if hook.dtype == "float32" else 2) for hook in catalog.genesis.hooks
-        )
-        census = ended.census
+        hooks = catalog.genesis.hooks
+        row_nbytes = sum(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
+        census = ended["census"]
         spans = catalog.table("spans", run)
         never = pc.and_(pc.equal(spans["disposition"], "aborted"), pc.is_null(spans["step"]))
         owed = spans.filter(never)
@@ -524,9 +519,9 @@ class _Run:
             aborted_uncomputed=uncomputed,
             filtered=census["filtered"],
             unresolved=sealed.totals.get("unresolved", 0),
-            n_hooks=len(catalog.genesis.hooks),
+            n_hooks=len(hooks),
             n_shards=len(shards),
-            row_nbytes=ended.writer["rows"] * row_nbytes,
+            row_nbytes=ended["writer"]["rows"] * row_nbytes,
             stored_nbytes=stored,
             seal=catalog.seal_sha256,
             canary=outcome.line() if outcome else None,

@@ -1,6 +1,7 @@
 """The messages between the processes of a harvest: one frozen dataclass each.
 
-They are sent pickled; those that the census takes are also lines of its journal, as JSON.
+They are sent pickled, a failure as the ``ActdsError`` itself; those that the census takes are also
+lines of its journal, as JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import numpy as np
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
-from actds.errors import ActdsError
 from actds.schema import CloseReason, DType, Origin
 from actds_writers.sampling import EVERYTHING, LeftOut
 
@@ -59,35 +59,6 @@ class Fact:
     reason: str | None = None
 
 
-# any process → the command ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The process has failed; the fields of an ``ActdsError``."""
-
-    code: str
-    place: str
-    got: str
-    expected: str
-    next_step: str
-
-    @classmethod
-    def of(cls, error: ActdsError) -> Failed:
-        """Return the message for an error."""
-        return cls(error.code, error.place, error.got, error.expected, error.next_step)
-
-    def error(self) -> ActdsError:
-        """Return the error."""
-        return ActdsError(
-            self.code,
-            self.place,
-            got=self.got,
-            expected=self.expected,
-            next_step=self.next_step,
-        )
-
-
 # worker → writer ------------------------------------------------------------------------------
 
 
@@ -96,7 +67,6 @@ class WorkerHello:
     """The model is loaded: hooks, effective configuration, and the paths of ring and lane.
 
     Args:
-        facts: what the worker observed.
         ring_path: shared memory of the host ring.
         ring_nbytes: its size.
         max_step_rows: rows of the largest step.
@@ -123,7 +93,6 @@ class StepRows:
         requests: number of each scheduled request, in row order.
         n_rows: rows of each scheduled request.
         prompt_lens: prompt tokens of each scheduled request.
-        positions: position of each row.
         token_ids: token fed at each row, read from the device's own buffer.
         finished: requests that ended before this step.
         stalls: waits of the stages before the writer for this step.
@@ -184,8 +153,6 @@ class StepReadouts:
     """The readouts of one step are in the lane, float32 ``(n_hooks, n_rows, width)`` at ``offset``.
 
     Args:
-        requests: request number of each row.
-        positions: position of each row.
         token_ids: token fed at each row, read from the device's own buffer.
         stall: the wait for room in the lane, if there was one.
         depth: slices in the lane, this one included.
@@ -288,7 +255,6 @@ class StepScheduled:
         requests: number of each scheduled request.
         starts: first position that the step computes for it.
         n_tokens: tokens scheduled for it.
-        references: prefix-cache hits of this step.
     """
 
     step: int
@@ -395,7 +361,6 @@ class CommitTotals:
         n_raw_shards: of these, stored without compression.
         nbytes_in: bytes of the rows, over all hooks.
         nbytes_out: bytes of their files.
-        seconds: total time of the commits.
         buckets: commits of at most ``LATENCY_BUCKETS_S[i]`` seconds, cumulative.
         p50_s, p99_s: quantiles over the last commits, ``None`` before the first.
         last_ns: wall clock of the last commit, ``None`` before the first.
@@ -439,7 +404,6 @@ class WriterProgress:
     """Progress of the writer.
 
     Args:
-        n_rows: rows taken out of the ring.
         last_step: last step that was taken or known to be dropped, -1 before the first.
         row_nbytes: bytes of one row over all hooks.
         queue_depth: full buffers that wait for the disk.
@@ -468,7 +432,6 @@ class CensusProgress:
     Args:
         queried_tokens: prompt tokens looked up in the prefix cache.
         recomputed_tokens: of the scheduled tokens, computed before.
-        dropped: rows lost to an overflow policy, by reason; ``dropped_tokens`` is their sum.
     """
 
     scheduled_tokens: int
@@ -478,7 +441,6 @@ class CensusProgress:
     running: int
     ring_depth: int | None
     last_step: int
-    dropped_tokens: int
     connected: bool = False
     staging_depth: int | None = None
     lane_depth: int | None = None

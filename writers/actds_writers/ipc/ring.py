@@ -18,16 +18,12 @@ from typing import Any
 import numpy as np
 
 from actds.errors import ActdsError
+from actds.format.arrays import DTYPES
 from actds.schema import DType
 from actds_writers.ipc.messages import HookSpec
 
 ALIGNMENT = 64
-BITS: dict[DType, type[np.unsignedinteger[Any]]] = {
-    "bfloat16": np.uint16,
-    "float16": np.uint16,
-    "float32": np.uint32,
-}
-"""Bit patterns by type of the rows."""
+PAGE = mmap.PAGESIZE
 Arrays = tuple[np.ndarray, ...]
 """Rows of several hooks: bit patterns ``(n_hooks, n, d_model)``, one array per block."""
 
@@ -64,6 +60,11 @@ def attach(path: Path, nbytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
+def aligned(nbytes: int, unit: int = ALIGNMENT) -> int:
+    """Return the smallest multiple of ``unit`` that holds so many bytes."""
+    return -(-nbytes // unit) * unit
+
+
 class RingSpace:
     """The allocator of a ring, used by its producer: ``capacity`` bytes, and the slices in use."""
 
@@ -84,7 +85,7 @@ class RingSpace:
         Raises:
             ActdsError: E009 when the slice can never fit.
         """
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        size = aligned(nbytes)
         if size > self.capacity:
             raise ActdsError(
                 "E009",
@@ -140,7 +141,7 @@ class Block:
     @property
     def row_nbytes(self) -> int:
         """Return the bytes of one row of all its hooks."""
-        return len(self.hooks) * self.d_model * BITS[self.dtype]().itemsize
+        return len(self.hooks) * self.d_model * DTYPES[self.dtype].itemsize
 
 
 class RowLayout:
@@ -157,7 +158,7 @@ class RowLayout:
         blocks: list[Block] = []
         self.row_nbytes = 0
         for (d_model, dtype), numbers in sorted(
-            groups.items(), key=lambda group: -BITS[group[0][1]]().itemsize
+            groups.items(), key=lambda group: -DTYPES[group[0][1]].itemsize
         ):
             blocks.append(Block(tuple(numbers), d_model, dtype, self.row_nbytes))
             self.row_nbytes += blocks[-1].row_nbytes
@@ -175,7 +176,7 @@ class RowLayout:
                 memory,
                 offset + n_rows * block.before_nbytes,
                 (len(block.hooks), n_rows, block.d_model),
-                BITS[block.dtype],
+                DTYPES[block.dtype].bits,
             )
             for block in self.blocks
         )
@@ -183,14 +184,12 @@ class RowLayout:
     def empty(self, n_rows: int) -> Arrays:
         """Return new memory for the bit patterns of ``n_rows`` rows, by block."""
         return tuple(
-            np.empty((len(block.hooks), n_rows, block.d_model), BITS[block.dtype])
+            np.empty((len(block.hooks), n_rows, block.d_model), DTYPES[block.dtype].bits)
             for block in self.blocks
         )
 
 
-def view(
-    memory: mmap.mmap, offset: int, shape: tuple[int, ...], bits: type[np.unsignedinteger[Any]]
-) -> np.ndarray:
+def view(memory: mmap.mmap, offset: int, shape: tuple[int, ...], bits: np.dtype[Any]) -> np.ndarray:
     """Return the slice at an offset as bit patterns, without a copy."""
     count = int(np.prod(shape))
     return np.frombuffer(memory, dtype=bits, count=count, offset=offset).reshape(shape)

@@ -16,7 +16,7 @@ from actds.format import tables
 from actds.ledger import Chain
 from actds.store import Store
 from actds_writers.ipc.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello
-from actds_writers.ipc.ring import ALIGNMENT
+from actds_writers.ipc.ring import aligned
 
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 LATENCIES_KEPT = 512
@@ -72,7 +72,7 @@ class Meters:
             "staging": staging if isinstance(staging, int) else 0,
             "ring": hello.ring_nbytes,
         }
-        smallest = -(-row_nbytes // ALIGNMENT) * ALIGNMENT
+        smallest = aligned(row_nbytes)
         queues = [Occupancy(stage, n // smallest) for stage, n in self._nbytes.items()]
         self.queues = {queue.stage: queue for queue in (*queues, pool)}
         self._stalls: dict[str, tuple[int, int]] = {}

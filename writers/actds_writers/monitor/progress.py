@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from actds.errors import ActdsError
-from actds.text import format_nbytes, format_rate, format_seconds
+from actds.text import counted, format_nbytes, format_rate, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 
 if TYPE_CHECKING:
@@ -60,18 +60,13 @@ class Snapshot:
     """The counters of a harvest at one moment, all of them totals since its start.
 
     Args:
-        elapsed_s: seconds since the start.
         requests_done: requests that have ended, without skipped ones.
         requests_total: requests to serve; None when not known, as in serving.
-        waiting: requests waiting in the scheduler.
         scheduled_tokens: tokens computed by the engine.
         recomputed_tokens: of these, computed before.
         cached_tokens: prompt tokens reused from the prefix cache.
         queried_tokens: prompt tokens looked up there.
         rows: rows that reached the writer.
-        row_nbytes: bytes of one row over all hooks.
-        dropped: rows lost to an overflow policy, by reason.
-        stages: staging, ring and pool.
         lane: the lane of the readouts, None without readouts or before its first message.
         backlog_nbytes: bytes waiting to be encoded.
         memory_nbytes: bound on the memory of all stages, None when not known.
@@ -121,7 +116,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Return a snapshot from the last messages of writer and census, None before the first."""
     w = written or WriterProgress(0, -1, 0, 0)
-    c = counted or CensusProgress(0, 0, 0, 0, 0, None, -1, 0)
+    c = counted or CensusProgress(0, 0, 0, 0, 0, None, -1)
     now = time.time_ns() if now_ns is None else now_ns
     queues = {state.stage: state for state in w.stages}
     nbytes = (c.scheduled_tokens * w.row_nbytes, w.ring_nbytes, w.commits.nbytes_in)
@@ -472,7 +467,6 @@ class Totals:
         row_nbytes: bytes of the rows over all hooks, before compression.
         stored_nbytes: bytes of their files.
         seal: digest of the seal, None when the dataset is not sealed.
-        canary: result of a canary replay, None without one.
     """
 
     path: str
@@ -557,8 +551,7 @@ def _sum(parts: Mapping[str, int]) -> str:
 
 
 def _rows(totals: Totals) -> str:
-    hooks = "1 hook" if totals.n_hooks == 1 else f"{totals.n_hooks} hooks"
-    shards = "1 shard" if totals.n_shards == 1 else f"{totals.n_shards:,} shards"
+    hooks, shards = counted(totals.n_hooks, "hook"), counted(totals.n_shards, "shard")
     return f"{totals.captured:,} x {hooks} in {shards}"
 
 

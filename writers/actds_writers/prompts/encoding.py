@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from actds.errors import ActdsError
-from actds_writers.prompts.records import Message, OnBroken, Prompt
+from actds_writers.prompts.records import Message, OnBroken, Prompt, first_line
 from actds_writers.shards.assembly import SpecialTokens
 
 BATCH_PROMPTS = 1024
@@ -69,7 +69,10 @@ def load_tokenizer(model: Path) -> Tokenizer:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise ActdsError(
-            "E005", f"{model.name} tokenizer", got=_words(error), expected="a readable tokenizer"
+            "E005",
+            f"{model.name} tokenizer",
+            got=first_line(error),
+            expected="a readable tokenizer",
         ) from None
     return tokenizer
 
@@ -176,7 +179,7 @@ def _texts(batch: Sequence[Prompt], tokenizer: Tokenizer) -> tuple[list[str], di
                 )
             # The template is the model's code and may raise anything: jinja's errors, TypeError.
             except Exception as error:
-                failures[number] = f"the chat template raised {_words(error)!r}"
+                failures[number] = f"the chat template raised {first_line(error)!r}"
         texts.append(text)
     return texts, failures
 
@@ -203,7 +206,3 @@ def _ids(batch: Sequence[Prompt], texts: list[str], tokenizer: Tokenizer) -> lis
 
 def _place(prompt: Prompt) -> str:
     return f"{prompt.source} row {prompt.row}"
-
-
-def _words(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -69,7 +69,6 @@ class PromptSource:
         sha256: digest of the file as it was read; None for a folder.
         sha256_reason: why there is no digest, else None.
         n_records: records found, broken ones included.
-        fields: the record fields that prompts were taken from, sorted.
     """
 
     kind: str
@@ -77,7 +76,6 @@ class PromptSource:
     sha256: str | None
     sha256_reason: str | None
     n_records: int
-    fields: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -107,16 +105,15 @@ def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
     """
     prompts: list[Prompt] = []
     skips: list[SkippedRecord] = []
-    fields: set[str] = set()
     source = open_source(spec)
-    for row, record in enumerate(_records(source, spec)):
+    for row, record in enumerate(source.records()):
         external_id = f"row-{row}"
         try:
             value = record.value
             if isinstance(value, Broken):
                 raise value
             external_id = _external_id(value, external_id)
-            field, text, messages = _content(value)
+            text, messages = _content(value)
         except Broken as broken:
             error = ActdsError("E002", record.place, got=broken.got, expected=broken.expected)
             if on_broken == "error":
@@ -124,33 +121,13 @@ def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
             reason = f"E002 {record.place}: {broken.got}; expected {broken.expected}"
             skips.append(SkippedRecord(row, source.name, row, external_id, reason))
             continue
-        fields.add(field)
         prompts.append(Prompt(row, source.name, row, text, messages, external_id))
     if not prompts and not skips:
         raise ActdsError("E003", source.name, got="no record", expected="at least one prompt")
-    facts = PromptSource(
-        kind=source.kind,
-        name=source.name,
-        sha256=source.sha256(),
-        sha256_reason=source.sha256_reason,
-        n_records=len(prompts) + len(skips),
-        fields=tuple(sorted(fields)),
-    )
-    return PromptSet(prompts, skips, facts)
+    return PromptSet(prompts, skips, source.facts(len(prompts) + len(skips)))
 
 
-def _records(source: Source, spec: str) -> Iterator[Record]:
-    try:
-        yield from source.records()
-    except ActdsError:
-        raise
-    except OSError as error:
-        place = Path(spec).name
-        got = error.strerror or str(error)
-        raise ActdsError("E001", place, got=got, expected="a readable source") from None
-
-
-def _content(record: Any) -> tuple[str, str | None, list[Message] | None]:
+def _content(record: Any) -> tuple[str | None, list[Message] | None]:
     if not isinstance(record, dict):
         raise Broken(f"a JSON {_kind(record)}", "an object with `prompt` or `messages`")
     for name in FIELDS:
@@ -158,13 +135,13 @@ def _content(record: Any) -> tuple[str, str | None, list[Message] | None]:
         if value is None:
             continue
         if name == "messages":
-            return name, None, _messages(value)
+            return None, _messages(value)
         if not isinstance(value, str):
             raise Broken(f"`{name}` is a {_kind(value)}", "a string")
         if not value:
             raise Broken(f"`{name}` is empty", "a string that is not empty")
         _require_unicode(value, f"`{name}`")
-        return name, value, None
+        return value, None
     present = ", ".join(sorted(str(key) for key in record)[:8]) or "none"
     raise Broken(f"fields {present}", "a `prompt` string or a `messages` list")
 
@@ -216,6 +193,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "number" if isinstance(value, int | float) else "value")
 
 
+Reader = Callable[["_HashedLines", str], Iterator["Record"]]
 COLUMNS = ("id", "messages", "prompt", "text")
 BATCH_ROWS = 1024
 BLOCK_NBYTES = 1 << 20
@@ -243,21 +221,42 @@ class Record:
     value: Any
 
 
-class Source(Protocol):
-    """A stream of records with a name and, after the last record, a digest."""
+@dataclass(frozen=True)
+class Source:
+    """A stream of records, and after the last one the digest of a single file.
+
+    Args:
+        kind: as in ``PromptSource``; ``hf`` for a folder.
+        files: place for errors, and lines, of each file.
+        read: returns the records of a file.
+    """
 
     kind: str
     name: str
-
-    @property
-    def sha256_reason(self) -> str | None:
-        """Return why there is no digest, else None."""
+    files: list[tuple[str, _HashedLines]]
+    read: Reader
 
     def records(self) -> Iterator[Record]:
-        """Yield every record once, in order."""
+        """Yield every record once, in order.
 
-    def sha256(self) -> str | None:
-        """Return the digest of the bytes that were read; None for a folder."""
+        Raises:
+            ActdsError: E001 when a file cannot be read; E002 as the readers.
+        """
+        try:
+            for place, lines in self.files:
+                yield from self.read(lines, place)
+        except ActdsError:
+            raise
+        except OSError as error:
+            got = error.strerror or str(error)
+            raise _unreadable(self.name, got, "a readable source") from None
+
+    def facts(self, n_records: int) -> PromptSource:
+        """Return what the run record says of it, after the last record."""
+        folder = self.kind == "hf"
+        digest = None if folder else self.files[0][1].hexdigest()
+        why = f"the source is a folder of {len(self.files)} files" if folder else None
+        return PromptSource(self.kind, self.name, digest, why, n_records)
 
 
 def open_source(spec: str) -> Source:
@@ -269,60 +268,16 @@ def open_source(spec: str) -> Source:
         raise _unreadable(path.name, "a folder", "a file, or hf:FOLDER for a folder of prompts")
     if not path.exists():
         raise _unreadable(spec, "no such file", "a JSONL, Parquet or text file, or hf:FOLDER")
-    return _open_file(path, path.name)
+    return _open_file(path)
 
 
-def _open_file(path: Path, name: str) -> _File:
+def _open_file(path: Path) -> Source:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         got = f"a file with suffix {path.suffix!r}" if path.suffix else "a file without suffix"
-        raise _unreadable(name, got, f"one of {', '.join(sorted(_READERS))}")
+        raise _unreadable(path.name, got, f"one of {', '.join(sorted(_READERS))}")
     kind, read = reader
-    return _File(kind, name, path, read)
-
-
-@dataclass
-class _File:
-    """One file of prompts, hashed while it is read."""
-
-    kind: str
-    name: str
-    path: Path
-    read: Callable[[_HashedLines, str], Iterator[Record]]
-    sha256_reason: str | None = None
-    _lines: _HashedLines = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._lines = _HashedLines(self.path)
-
-    def records(self) -> Iterator[Record]:
-        return self.read(self._lines, self.name)
-
-    def sha256(self) -> str | None:
-        return self._lines.hexdigest()
-
-
-@dataclass
-class _Folder:
-    """Several files read one after the other as one source."""
-
-    name: str
-    paths: list[Path]
-    root: Path
-    read: Callable[[_HashedLines, str], Iterator[Record]]
-    kind: str = "hf"
-
-    @property
-    def sha256_reason(self) -> str:
-        return f"the source is a folder of {len(self.paths)} files"
-
-    def records(self) -> Iterator[Record]:
-        for path in self.paths:
-            name = f"{self.name}/{path.relative_to(self.root).as_posix()}"
-            yield from self.read(_HashedLines(path), name)
-
-    def sha256(self) -> str | None:
-        return None
+    return Source(kind, path.name, [(path.name, _HashedLines(path))], read)
 
 
 class _HashedLines:
@@ -383,7 +338,7 @@ def _read_json(lines: _HashedLines, name: str) -> Iterator[Record]:
     try:
         members = json.loads(b"".join(lines).decode("utf-8-sig").strip() or "[]")
     except (ValueError, RecursionError) as error:
-        raise ActdsError("E002", name, got=_words(error), expected="a JSON array") from None
+        raise ActdsError("E002", name, got=first_line(error), expected="a JSON array") from None
     for row, value in enumerate(members):
         yield Record(f"{name} row {row}", value)
 
@@ -392,7 +347,7 @@ def _parse(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Broken(_words(error), "a JSON object on one line")
+        return Broken(first_line(error), "a JSON object on one line")
 
 
 def _read_parquet(lines: _HashedLines, name: str) -> Iterator[Record]:
@@ -401,7 +356,7 @@ def _read_parquet(lines: _HashedLines, name: str) -> Iterator[Record]:
             columns = _columns(file.schema_arrow.names, name)
             yield from _rows(file.iter_batches(BATCH_ROWS, columns=columns), name)
     except pa.ArrowException as error:
-        raise _unreadable(name, _words(error), "a Parquet file") from None
+        raise _unreadable(name, first_line(error), "a Parquet file") from None
 
 
 def _read_arrow(lines: _HashedLines, name: str) -> Iterator[Record]:
@@ -410,7 +365,7 @@ def _read_arrow(lines: _HashedLines, name: str) -> Iterator[Record]:
             columns = _columns(stream.schema.names, name)
             yield from _rows((batch.select(columns) for batch in stream), name)
     except pa.ArrowException as error:
-        raise _unreadable(name, _words(error), "an Arrow file of save_to_disk") from None
+        raise _unreadable(name, first_line(error), "an Arrow file of save_to_disk") from None
 
 
 def _columns(names: list[str], place: str) -> list[str]:
@@ -431,7 +386,7 @@ def _rows(batches: Iterator[pa.RecordBatch], name: str) -> Iterator[Record]:
 
 def _open_folder(root: Path, spec: str) -> Source:
     if root.is_file():
-        return _open_file(root, root.name)
+        return _open_file(root)
     if not root.is_dir():
         raise _unreadable(spec, "no such folder", "a folder on this machine")
     name = root.resolve().name
@@ -440,7 +395,7 @@ def _open_folder(root: Path, spec: str) -> Source:
         example = f"{spec}/{splits[0]}" if splits else "a dataset with a split"
         raise _unreadable(spec, f"splits {', '.join(splits) or 'none'}", f"one split: {example}")
     if (root / "state.json").is_file():
-        return _Folder(name, _saved_files(root, spec), root, _read_arrow)
+        return _folder(name, root, _saved_files(root, spec), _read_arrow)
     paths = {
         suffix: sorted(path for path in root.rglob(f"*{suffix}") if path.is_file())
         for suffix in (".parquet", ".jsonl")
@@ -449,7 +404,12 @@ def _open_folder(root: Path, spec: str) -> Source:
     if len(found) != 1:
         got = "both Parquet and JSONL files" if found else "no Parquet or JSONL file"
         raise _unreadable(spec, got, "a folder of save_to_disk, of Parquet or of JSONL files")
-    return _Folder(name, paths[found[0]], root, _READERS[found[0]][1])
+    return _folder(name, root, paths[found[0]], _READERS[found[0]][1])
+
+
+def _folder(name: str, root: Path, paths: list[Path], read: Reader) -> Source:
+    places = [f"{name}/{path.relative_to(root).as_posix()}" for path in paths]
+    return Source("hf", name, list(zip(places, map(_HashedLines, paths), strict=True)), read)
 
 
 def _saved_files(root: Path, spec: str) -> list[Path]:
@@ -458,7 +418,7 @@ def _saved_files(root: Path, spec: str) -> list[Path]:
         state = json.loads((root / "state.json").read_text(encoding="utf-8"))
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unreadable(spec, f"state.json: {_words(error)}", "a saved dataset") from None
+        raise _unreadable(spec, f"state.json: {first_line(error)}", "a saved dataset") from None
     # Old versions of datasets saved a selection as an index beside the unselected rows.
     if state.get("_indices_data_files"):
         raise _unreadable(spec, "a saved selection", "a dataset saved after flatten_indices()")
@@ -468,7 +428,8 @@ def _saved_files(root: Path, spec: str) -> list[Path]:
     return [root / name for name in names]
 
 
-def _words(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, else its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
@@ -476,7 +437,7 @@ def _unreadable(place: str, got: str, expected: str) -> ActdsError:
     return ActdsError("E001", place, got=got, expected=expected)
 
 
-_READERS: dict[str, tuple[str, Callable[[_HashedLines, str], Iterator[Record]]]] = {
+_READERS: dict[str, tuple[str, Reader]] = {
     ".jsonl": ("jsonl", _read_jsonl),
     ".ndjson": ("jsonl", _read_jsonl),
     ".json": ("json", _read_json),

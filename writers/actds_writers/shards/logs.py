@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.commit import commit_part
+from actds.commit import commit_part, in_parts
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.readouts import Readouts
@@ -28,7 +27,6 @@ from actds.store import Store
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import (
     HookSpec,
-    IntArray,
     ReadoutsFree,
     StageState,
     Stall,
@@ -40,7 +38,6 @@ from actds_writers.sizing.needs import READOUT_PART_NBYTES as PART_NBYTES
 
 PACKED_ROWS = 2048
 """A row takes 0.5 to 1 kB as an object, about a tenth of it packed."""
-ROWS_PER_PART = 1_000_000
 
 
 class TableLog:
@@ -72,9 +69,8 @@ class TableLog:
         self._pack()
         if not self._packed:
             return
-        table = pa.concat_tables(self._packed)
-        for n, first in enumerate(range(0, table.num_rows, ROWS_PER_PART)):
-            commit_part(store, chain, self._name, run, n, table.slice(first, ROWS_PER_PART))
+        for n, piece in in_parts(pa.concat_tables(self._packed)):
+            commit_part(store, chain, self._name, run, n, piece)
 
     def _pack(self) -> None:
         if self._rows:
@@ -138,20 +134,10 @@ STAGE = "readouts"
 LANE_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True)
-class _Piece:
-    step: int
-    requests: IntArray
-    positions: IntArray
-    token_ids: IntArray
-    values: np.ndarray
-
-
 class ReadoutLog:
     """Collects and commits the readouts of a run.
 
     Args:
-        readouts: which readouts.
         lane: shared memory of the lane and its size.
         before_commit: as in ``Committer``.
 
@@ -166,7 +152,7 @@ class ReadoutLog:
         hooks: tuple[HookSpec, ...],
         readouts: Readouts,
         lane: tuple[str, int],
-        before_commit: Callable[[int], None] = lambda last_step: None,
+        before_commit: Callable[[int], None],
     ) -> None:
         self._before_commit = before_commit
         self._store, self._chain, self._run = store, chain, run
@@ -174,7 +160,7 @@ class ReadoutLog:
         self._memory, self._lane_nbytes = ring.attach(Path(lane[0]), lane[1]), lane[1]
         self._depth: int | None = None
         self._n_taken = self._stall_ns = 0
-        self._pending: list[_Piece] = []
+        self._pending: list[tuple[StepReadouts, np.ndarray]] = []
         self._pending_nbytes = 0
         self._n_parts = 0
         self._commit_lock = threading.Lock()
@@ -188,8 +174,7 @@ class ReadoutLog:
     def take(self, message: StepReadouts) -> None:
         """Copy the readouts of a step out of the lane; commits a part when it is full."""
         shape = (len(self._hooks), len(message.positions), self._readouts.width)
-        values = ring.view(self._memory, message.offset, shape, np.uint32).view(np.float32).copy()
-        piece = _Piece(message.step, message.requests, message.positions, message.token_ids, values)
+        values = ring.view(self._memory, message.offset, shape, np.dtype(np.float32)).copy()
         with self._changed:
             self._depth = message.depth - 1
             self._n_taken += 1
@@ -198,7 +183,7 @@ class ReadoutLog:
                 self.stalls.append(message.stall)
                 self._stall_ns += message.stall.duration_ns
             if self.error is None and values.size:
-                self._pending.append(piece)
+                self._pending.append((message, values))
                 self._pending_nbytes += values.nbytes + 3 * message.positions.nbytes
             self._last_step = message.step
             self._changed.notify_all()
@@ -274,21 +259,21 @@ class ReadoutLog:
                 pieces, self._pending = self._pending, []
                 self._pending_nbytes = 0
             if pieces:
-                self._before_commit(pieces[-1].step)
+                self._before_commit(pieces[-1][0].step)
                 table = self._table(pieces)
                 commit_part(self._store, self._chain, "readouts", self._run, self._n_parts, table)
                 self._n_parts += 1
 
-    def _table(self, pieces: list[_Piece]) -> pa.Table:
+    def _table(self, pieces: list[tuple[StepReadouts, np.ndarray]]) -> pa.Table:
         """Return pieces as a table, hook by hook, so that columns compress."""
         keys = {
-            "request": np.concatenate([piece.requests for piece in pieces]),
-            "position": np.concatenate([piece.positions for piece in pieces]),
-            "token_id": np.concatenate([piece.token_ids for piece in pieces]),
-            "step": np.concatenate([np.full(len(p.positions), p.step) for p in pieces]),
+            "request": np.concatenate([message.requests for message, _ in pieces]),
+            "position": np.concatenate([message.positions for message, _ in pieces]),
+            "token_id": np.concatenate([message.token_ids for message, _ in pieces]),
+            "step": np.concatenate([np.full(len(m.positions), m.step) for m, _ in pieces]),
         }
         n = len(keys["request"])
-        values = np.concatenate([piece.values for piece in pieces], axis=1)
+        values = np.concatenate([values for _, values in pieces], axis=1)
         values = values.reshape(len(self._hooks) * n, self._readouts.width)
         edge = 1 + self._readouts.n_projections
         columns: dict[str, object] = {

@@ -20,6 +20,7 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.format import arrays
 from actds.store import open_store
+from actds.text import counted
 from actds_writers.config import MIB
 from actds_writers.sizing.needs import (
     Geometry,
@@ -57,7 +58,6 @@ class Machine:
         copy: from the ring into a shard buffer, one thread.
         encode: permuting and encoding rows, one thread.
         disk: hashing, writing and syncing files, one after the other.
-        n_threads: encoding threads.
     """
 
     d2h: Rate
@@ -183,7 +183,6 @@ class StageNeed:
 
     Args:
         name: ``staging``, ``link``, ``ring``, ``encode``, ``disk`` or ``pool``.
-        what: what it does, as text.
         nbytes_per_token: bytes that pass it per computed token.
         max_tokens: tokens per second at which it saturates; infinite when not modelled.
         origin: where its rate comes from.
@@ -208,7 +207,6 @@ class Capacity:
         stages: in the order of the data path.
         bottleneck: the one that saturates first.
         stored: bytes on disk per token, by purpose.
-        memory: bound of all stages.
         ring_burst_nbytes: ring that holds the worst burst; infinite when the mean is too much.
         ring_stall_nbytes: ring that holds a disk stall at the mean load.
         ring_nbytes: ring that holds both at once, with headroom.
@@ -262,8 +260,6 @@ def capacity(
 
     Args:
         sizes: sizes to check; a ring of 0 for the one that burst and stall need.
-        overhead: bytes on disk other than rows.
-        stall_s: longest disk stall that must not lose rows.
     """
     stored = stored_nbytes_per_token(geometry, overhead, load, sizes.rows_per_shard)
     stages = _stages(geometry, machine, sum(stored.values()))
@@ -294,7 +290,7 @@ def _stages(g: Geometry, machine: Machine, stored: float) -> tuple[StageNeed, ..
     moved = g.row_nbytes + g.readout_nbytes
     encode = machine.encode.gbps * machine.n_threads * GB / g.row_nbytes
     disk = machine.disk.gbps * GB / stored
-    threads = f"{machine.n_threads} thread{'' if machine.n_threads == 1 else 's'}"
+    threads = counted(machine.n_threads, "thread")
     return (
         StageNeed("staging", "copy on the device", moved, math.inf, "not modelled"),
         StageNeed(
@@ -307,7 +303,13 @@ def _stages(g: Geometry, machine: Machine, stored: float) -> tuple[StageNeed, ..
             machine.copy.gbps * GB / g.row_nbytes,
             machine.copy.origin,
         ),
-        StageNeed("encode", f"compress, {threads}", g.row_nbytes, encode, machine.encode.origin),
+        StageNeed(
+            "encode",
+            f"compress, {threads}",
+            g.row_nbytes,
+            encode,
+            machine.encode.origin,
+        ),
         StageNeed("disk", "hash, write, fsync", stored, disk, machine.disk.origin),
         # One commit thread encodes a shard and then writes it: the sum of both times counts.
         StageNeed("pool", "encode, then disk", g.row_nbytes, 1 / (1 / encode + 1 / disk), "both"),

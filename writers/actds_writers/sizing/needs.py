@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
+from actds.format.arrays import DTYPES
 from actds.reading import Catalog
 from actds.store import Store
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.ipc.ring import ALIGNMENT, BITS
+from actds_writers.ipc.ring import PAGE, aligned
 
-PAGE = 4096
 PADDING_ROWS = 1024
 """Padding rows that a batch may have above the scheduler's limit."""
 NARROW_STEPS = 4
@@ -73,7 +73,7 @@ class Geometry:
     @classmethod
     def of(cls, hooks: Sequence[HookSpec], n_readouts: int = 0) -> Geometry:
         """Return the geometry of hooks."""
-        widths = (Width(hook.d_model, BITS[hook.dtype]().itemsize) for hook in hooks)
+        widths = (Width(hook.d_model, DTYPES[hook.dtype].itemsize) for hook in hooks)
         return cls(tuple(widths), n_readouts)
 
     @property
@@ -161,9 +161,9 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
     Not included: interpreters, page cache, and the census (``census_nbytes``).
     """
     g, rows = geometry, sizes.max_step_rows
-    step_nbytes = _up(g.row_nbytes * rows, ALIGNMENT)
-    readout_step = _up(g.readout_nbytes * rows, ALIGNMENT)
-    narrow_step = _up(16 * rows, ALIGNMENT) + _up(8 * g.n_hooks, ALIGNMENT) + readout_step
+    step_nbytes = aligned(g.row_nbytes * rows)
+    readout_step = aligned(g.readout_nbytes * rows)
+    narrow_step = aligned(16 * rows) + aligned(8 * g.n_hooks) + readout_step
     capacity = sizes.rows_per_shard + rows
     lane = max(sizes.lane_nbytes, 2 * readout_step) if g.n_readouts else 0
     hooks = (rows + PADDING_ROWS) * (g.row_nbytes + g.readout_nbytes) + 8 * g.n_hooks
@@ -175,8 +175,8 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
         hooks=hooks,
         staging=max(sizes.staging_nbytes, step_nbytes),
         narrow=max(NARROW_NBYTES, NARROW_STEPS * narrow_step),
-        ring=_up(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),
-        lane=_up(lane, PAGE),
+        ring=aligned(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),
+        lane=aligned(lane, PAGE),
         buffers=N_BUFFERS * capacity * (g.row_nbytes + TOKEN_COLUMNS_NBYTES),
         encode=2 * capacity * max(hook.nbytes for hook in g.hooks),
         readouts=2 * READOUT_PART_NBYTES if g.n_readouts else 0,
@@ -261,8 +261,6 @@ class Load:
         prefill: mean of prompt tokens, without prefix-cache hits.
         decode: mean of generated tokens.
         tokens_per_request: computed tokens of a request.
-        tokens_per_step: tokens of a step.
-        bursts: loads above the mean.
     """
 
     prefill: float
@@ -313,7 +311,6 @@ def peak_queue(load: Load, service: float, stall_s: float = 0.0) -> float:
 
     Args:
         service: tokens per second that leave the queue, except during the stall.
-        stall_s: seconds of the stall.
     """
     if load.mean > service:
         return math.inf
@@ -356,13 +353,8 @@ def stalled(load: Load, ring_tokens: float, stall_s: float) -> Stalled:
     return Stalled(stall_s, filled_s, waits, lost, lost / total if total else 0.0)
 
 
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
-
-
 WINDOWS_S = (1.0, 10.0)
 FEW_WINDOWS = 20
-DTYPE_NBYTES = {"float32": 4}
 
 
 @dataclass(frozen=True)
@@ -465,7 +457,7 @@ def read_profile(store: Store) -> Profile:
 def overhead_of(catalog: Catalog, store: Store, n_requests: int, n_steps: int) -> Overhead:
     """Return the overhead and the compression ratio of a dataset's files."""
     hooks = {hook.name: hook for hook in catalog.genesis.hooks}
-    sizes = {hook: h.d_model * DTYPE_NBYTES.get(h.dtype, 2) for hook, h in hooks.items()}
+    sizes = {hook: h.d_model * DTYPES[h.dtype].itemsize for hook, h in hooks.items()}
     n_rows = sum(shard.n_rows for shard in catalog.shards)
     rows = sum(shard.n_rows * sizes[hook] for shard in catalog.shards for hook in shard.hooks)
     frames = _nbytes(catalog, lambda path: path.endswith("/c/0/0"))

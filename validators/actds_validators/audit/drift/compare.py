@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 import actds
 from actds.errors import ActdsError
@@ -45,23 +46,8 @@ from actds_validators.audit.drift.rows import (
     repeats,
 )
 from actds_validators.audit.result import Audit, Drift, DriftMeasure, Limits, OtherDataset
-from actds_validators.statistics import samples as paired
-
-__all__ = [
-    "COLUMNS",
-    "Column",
-    "Comparison",
-    "Selection",
-    "common_hooks",
-    "drift",
-    "drift_against",
-    "drift_by",
-    "numeric_sentence",
-    "open_comparison",
-    "population_sentence",
-    "repeats_words",
-    "values_to_compare",
-]
+from actds_validators.statistics.events import Ints
+from actds_validators.statistics.samples import cosine_distance, relative_l2
 
 _WHY = {
     "phase": "Prompt text and generated text are different tokens",
@@ -149,7 +135,6 @@ def _shifted(hooks: list[PairedHook], measures: list[DriftMeasure]) -> str:
     )
 
 
-Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 
 N_ROWS = 20_000
@@ -422,8 +407,8 @@ def _row_floor(
     for side, (one, other) in enumerate(repeated):
         first, second = (sides.read(side, hook, found[side].row[which]) for which in (one, other))
         fine = usable(first) & usable(second)
-        relative.append(paired.relative_l2(first[fine], second[fine]))
-        cosine.append(paired.cosine_distance(first[fine], second[fine]))
+        relative.append(relative_l2(first[fine], second[fine]))
+        cosine.append(cosine_distance(first[fine], second[fine]))
     n = sum(map(len, relative))
     if n >= _MIN_REPEATS:
         words = f"{n} tokens that one side computed twice, in two requests"
@@ -431,17 +416,10 @@ def _row_floor(
     relative, cosine = [np.empty(0)], [np.empty(0)]
     for dataset in {id(one.dataset): one.dataset for one in sides.selections}.values():
         canary = dataset.canary(run=False)
-        same = np.array(
-            [
-                (name, verdict) == (hook, "same")
-                for name, verdict in zip(
-                    canary["hook"].to_pylist(), canary["verdict"].to_pylist(), strict=True
-                )
-            ],
-            np.bool_,
-        )
-        relative.append(canary["relative_l2"].to_numpy()[same])
-        cosine.append(1 - canary["cosine"].to_numpy()[same])
+        is_same = pc.and_(pc.equal(canary["hook"], hook), pc.equal(canary["verdict"], "same"))
+        same = canary.filter(is_same)
+        relative.append(same["relative_l2"].to_numpy())
+        cosine.append(1 - same["cosine"].to_numpy())
     n = sum(map(len, relative))
     if n < _MIN_REPEATS:
         return None
@@ -547,15 +525,12 @@ class Comparison:
         parts: list[Callable[[], list[Drift]]] = []
         if other is not None:
             parts.append(partial(drift_against, dataset, other, limits, rows=self.rows))
-        for column in self.by:
-            parts.append(partial(drift_by, dataset, column, limits, rows=self.rows))
-        return parts
+        by = (partial(drift_by, dataset, column, limits, rows=self.rows) for column in self.by)
+        return [*parts, *by]
 
 
-def open_comparison(
-    path: str, against: str | None, by: tuple[str, ...], rows: int
-) -> Comparison | None:
-    """Return what is to be compared, ``None`` when nothing was asked for; no row is read.
+def open_comparison(path: str, against: str | None, by: tuple[str, ...], rows: int) -> Comparison:
+    """Return what is to be compared; no row is read.
 
     Args:
         path: the dataset audited.
@@ -567,8 +542,6 @@ def open_comparison(
         ActdsError: E009 the other dataset is the one audited; E014 no hook in common, no rows, or
             nothing to compare in a column; what ``actds.open`` raises of either dataset.
     """
-    if against is None and not by:
-        return None
     dataset = actds.open(path)
     other = None if against is None else actds.open(against)
     if other is not None and other.digest == dataset.digest and _place(other) == _place(dataset):

@@ -10,26 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from actds_validators.audit.result import DriftMeasure, Limits
-from actds_validators.statistics import samples as paired
-from actds_validators.statistics import samples as two
+from actds_validators.statistics import samples
+from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.intervals import benjamini_hochberg
 
-__all__ = [
-    "MIN_PAIRS",
-    "PairedHook",
-    "PopulationHook",
-    "RowFloor",
-    "measure_pairs",
-    "measure_populations",
-    "numeric_measures",
-    "population_measures",
-]
-
-Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]
 
 MIN_REQUESTS = 8
-"""Requests below which nothing is tested."""
+"""Requests below which nothing is tested, of populations on either side."""
 MIN_PAIRS = 8
 """Pairs below which nothing is measured."""
 N_SPLITS = 20
@@ -77,7 +65,7 @@ class PairedHook:
     floor: RowFloor | None
 
 
-def usable(rows: Rows) -> npt.NDArray[np.bool_]:
+def usable(rows: Rows) -> Bools:
     """Return which rows are finite and not zero."""
     return np.asarray(np.isfinite(rows).all(axis=1) & (rows != 0).any(axis=1))
 
@@ -86,7 +74,7 @@ def measure_pairs(
     hook: str,
     dtype: str,
     rows: tuple[Rows, Rows],
-    request: npt.NDArray[np.int64],
+    request: Ints,
     floor: RowFloor | None,
     left_out: str = "",
 ) -> PairedHook:
@@ -108,14 +96,14 @@ def measure_pairs(
         left_out += f"; {n_broken} pairs with a value that is not finite, or a zero row, left out"
     means = np.empty((0, d_model))
     if len(first):
-        means = paired.request_means(paired.relative_shift(first, second), request)
+        means = samples.request_means(samples.relative_shift(first, second), request)
     return PairedHook(
         hook,
         dtype,
         len(first),
         left_out,
-        paired.relative_l2(first, second),
-        paired.cosine_distance(first, second),
+        samples.relative_l2(first, second),
+        samples.cosine_distance(first, second),
         means,
         floor,
     )
@@ -128,7 +116,7 @@ def numeric_measures(hooks: list[PairedHook], limits: Limits) -> list[DriftMeasu
     """
     hooks = [hook for hook in hooks if hook.n_pairs >= MIN_PAIRS]
     tested = [hook for hook in hooks if len(hook.means) >= MIN_REQUESTS]
-    shifts = {hook.hook: paired.channel_shift(hook.means) for hook in tested}
+    shifts = {hook.hook: samples.channel_shift(hook.means) for hook in tested}
     family = benjamini_hochberg(
         np.concatenate([np.empty(0), *(shift.p for shift in shifts.values())])
     )
@@ -147,33 +135,34 @@ def _row_measures(hook: PairedHook) -> list[DriftMeasure]:
     floor = hook.floor
     origin = f"floor: {floor.words}" if floor else "no floor: no token was computed twice before"
     rounding = f"rounding to {hook.dtype} alone moves a row by about {_ROUNDING[hook.dtype]}"
-    told: list[tuple[str, Callable[[Any], Floats], Callable[[Floats], float], str]] = [
-        ("relative L2, mean", _relative_l2, _mean, f"{rounding}; {origin}"),
-        ("relative L2, p99", _relative_l2, _p99, origin),
-        ("cosine distance, mean", _cosine_distance, _mean, f"1 - cosine; {origin}"),
+    words = f"share of rows that moved more than {_MOVED} times the median"
+    told: list[tuple[str, str, Callable[[Floats], Any], str]] = [
+        ("relative L2, mean", "relative_l2", np.mean, f"{rounding}; {origin}"),
+        ("relative L2, p99", "relative_l2", lambda x: np.percentile(x, 99), origin),
+        ("cosine distance, mean", "cosine_distance", np.mean, f"1 - cosine; {origin}"),
         (
             "outlier rate",
-            _relative_l2,
-            _outlier_rate,
-            f"share of rows that moved more than {_MOVED} times the median; {origin}",
+            "relative_l2",
+            lambda x: (x > _MOVED * np.median(x)).mean(),
+            f"{words}; {origin}",
         ),
     ]
     return [
         DriftMeasure(
             hook=hook.hook,
             name=name,
-            value=measure(values(hook)),
-            floor=measure(values(floor)) if floor else None,
+            value=float(measure(getattr(hook, of))),
+            floor=float(measure(getattr(floor, of))) if floor else None,
             n=hook.n_pairs,
             unit="rows",
             note=note + hook.left_out,
         )
-        for name, values, measure, note in told
+        for name, of, measure, note in told
     ]
 
 
 def _channel_measures(
-    hook: PairedHook, shift: paired.ChannelShift | None, adjusted_p: Floats | None, limits: Limits
+    hook: PairedHook, shift: samples.ChannelShift | None, adjusted_p: Floats | None, limits: Limits
 ) -> list[DriftMeasure]:
     n = len(hook.means)
     largest = int(np.argmax(np.abs(hook.means.mean(axis=0))))
@@ -185,8 +174,8 @@ def _channel_measures(
         return [DriftMeasure(hook=hook.hook, name=name, value=value, floor=None, n=n, note=few)]
     rejected = adjusted_p <= limits.fdr
     splits = [
-        paired.channel_shift(hook.means * signs[:, None])
-        for signs in paired.sign_flips(n, N_SPLITS, limits.seed)
+        samples.channel_shift(hook.means * signs[:, None])
+        for signs in samples.sign_flips(n, N_SPLITS, limits.seed)
     ]
     floor_share = _p95([float((benjamini_hochberg(one.p) <= limits.fdr).mean()) for one in splits])
     floor_shift = _p95([float(np.abs(one.mean).max()) for one in splits])
@@ -218,57 +207,21 @@ def _channel_measures(
     ]
 
 
-def _relative_l2(told: PairedHook | RowFloor) -> Floats:
-    return told.relative_l2
-
-
-def _cosine_distance(told: PairedHook | RowFloor) -> Floats:
-    return told.cosine_distance
-
-
-def _mean(values: Floats) -> float:
-    return float(values.mean())
-
-
-def _p99(values: Floats) -> float:
-    return float(np.percentile(values, 99))
-
-
 def _p95(values: list[float]) -> float:
     return float(np.percentile(values, 95))
 
 
-def _outlier_rate(values: Floats) -> float:
-    return float((values > _MOVED * np.median(values)).mean())
-
-
-Ints = npt.NDArray[np.int64]
-
-"""Requests on each side below which nothing is tested."""
 N_PERMUTATIONS = 199
 _N_DIRECTIONS = 32  # of the covariance distance
 _MAX_CHANNELS = 1024  # above it the classifier sees the leading directions only
 _N_LEADING = 128
 _LARGE = 10  # times the median norm
-Measure = Callable[[Rows, two.Units, two.Labels], Floats]
+Measure = Callable[[Rows, samples.Units, samples.Labels], Floats]
 
 
-@dataclass(frozen=True)
-class PopulationHook:
-    """The measures of one hook before their p-values are adjusted together.
-
-    Args:
-        hook: its name.
-        measures: with p and without adjusted p.
-    """
-
-    hook: str
-    measures: list[DriftMeasure]
-
-
-def population_measures(hooks: list[PopulationHook]) -> list[DriftMeasure]:
+def population_measures(hooks: list[list[DriftMeasure]]) -> list[DriftMeasure]:
     """Return the measures of all hooks with p-values adjusted over all of them."""
-    measures = [measure for hook in hooks for measure in hook.measures]
+    measures = [measure for hook in hooks for measure in hook]
     tested = [n for n, measure in enumerate(measures) if measure.p is not None]
     p = benjamini_hochberg(np.array([measures[n].p for n in tested], np.float64))
     for n, value in zip(tested, p.tolist(), strict=True):
@@ -282,8 +235,8 @@ def measure_populations(
     request: tuple[Ints, Ints],
     limits: Limits,
     left_out: str = "",
-) -> PopulationHook:
-    """Return the two-sample measures of a hook.
+) -> list[DriftMeasure]:
+    """Return the two-sample measures of a hook, with p and without adjusted p.
 
     Args:
         hook: whose rows.
@@ -299,31 +252,31 @@ def measure_populations(
     n_broken = int((~finite).sum())
     everything, who, second = everything[finite], who[finite], second[finite]
     if second.all() or not second.any():
-        return PopulationHook(hook, [])
+        return []
     norm = np.linalg.norm(everything, axis=1)
     outlier = norm > _LARGE * np.median(norm)
     if n_broken:
         left_out += f"; {n_broken} rows with a value that is not finite left out"
     judge = _Judge(hook, limits.seed, left_out)
-    told = [_outliers(judge, outlier, two.make_units(who, second), second)]
+    told = [_outliers(judge, outlier, samples.make_units(who, second), second)]
     calm = ~outlier
     if not second[calm].all() and second[calm].any():
         if outlier.any():
             judge = replace(
                 judge, left_out=left_out + f"; {int(outlier.sum())} outlier rows left out"
             )
-        units = two.make_units(who[calm], second[calm])
-        told = [*_distributions(judge, two.standardised(everything[calm]), units), *told]
-    return PopulationHook(hook, told)
+        units = samples.make_units(who[calm], second[calm])
+        told = [*_distributions(judge, samples.standardised(everything[calm]), units), *told]
+    return told
 
 
 def _outliers(
-    judge: _Judge, outlier: two.Labels, units: two.Units, second: two.Labels
+    judge: _Judge, outlier: samples.Labels, units: samples.Units, second: samples.Labels
 ) -> DriftMeasure:
     shares = [float(outlier[second == side].mean()) for side in (False, True)]
     return judge.tell(
         "outlier rate",
-        lambda rows, units, labels: two.rate_gap(rows[:, 0] > 0, units, labels),
+        lambda rows, units, labels: samples.rate_gap(rows[:, 0] > 0, units, labels),
         outlier[:, None].astype(np.float32),
         units,
         f"difference of the shares of rows whose norm is over {_LARGE} times the median: first "
@@ -332,42 +285,42 @@ def _outliers(
     )
 
 
-def _distributions(judge: _Judge, rows: Rows, units: two.Units) -> list[DriftMeasure]:
+def _distributions(judge: _Judge, rows: Rows, units: samples.Units) -> list[DriftMeasure]:
     if not rows.shape[1]:
         return []  # every channel is constant
     seed = judge.seed
     n_least = min(int((units.side[units.of_row] == side).sum()) for side in (False, True))
     k = max(1, min(_N_DIRECTIONS, rows.shape[1], n_least // 20))
     wide = rows.shape[1] > _MAX_CHANNELS
-    seen = two.standardised(two.leading_subspace(rows, _N_LEADING, seed)) if wide else rows
+    seen = samples.standardised(samples.leading_subspace(rows, _N_LEADING, seed)) if wide else rows
     seen_words = f"{seen.shape[1]} {'leading directions' if wide else 'channels'}"
-    _, (first, second) = two.kurtosis_gap(rows, units, units.side[None])
+    _, (first, second) = samples.kurtosis_gap(rows, units, units.side[None])
     return [
         judge.tell(
             "log-variance ratio",
-            two.log_variance_ratio,
+            samples.log_variance_ratio,
             rows,
             units,
             "rms over channels of ln(variance of second / variance of first)",
         ),
         judge.tell(
             "covariance distance",
-            two.covariance_distance,
-            two.leading_subspace(rows, k, seed),
+            samples.covariance_distance,
+            samples.leading_subspace(rows, k, seed),
             units,
             f"affine-invariant, rms of logarithms, in the {k} leading directions of both",
         ),
         judge.tell(
             "classifier AUC",
-            lambda rows, units, labels: two.grouped_auc(rows, units, labels, seed),
+            lambda rows, units, labels: samples.grouped_auc(rows, units, labels, seed),
             seen,
             units,
-            f"linear discriminant on {seen_words}, {two.N_FOLDS} folds of whole requests; 0.5 is "
-            "chance",
+            f"linear discriminant on {seen_words}, {samples.N_FOLDS} folds of whole requests; 0.5 "
+            "is chance",
         ),
         judge.tell(
             "kurtosis",
-            lambda rows, units, labels: two.kurtosis_gap(rows, units, labels)[0],
+            lambda rows, units, labels: samples.kurtosis_gap(rows, units, labels)[0],
             rows,
             units,
             f"difference of the median channel's excess kurtosis: first {first:.3g}, second "
@@ -390,7 +343,7 @@ class _Judge:
         name: str,
         measure: Measure,
         rows: Rows,
-        units: two.Units,
+        units: samples.Units,
         words: str,
         *,
         test: bool = True,
@@ -400,7 +353,7 @@ class _Judge:
         enough = min(sides) >= MIN_REQUESTS
         labels = units.side[None]
         if test and enough:
-            exchanged = two.exchanges(units, N_PERMUTATIONS, self.seed)
+            exchanged = samples.exchanges(units, N_PERMUTATIONS, self.seed)
             labels = np.concatenate([labels, exchanged])
         values = measure(rows, units, labels)
         floor = self._floor(measure, rows, units) if enough else None
@@ -411,16 +364,16 @@ class _Judge:
             name=name,
             value=float(values[0]),
             floor=floor,
-            p=two.permutation_p(float(values[0]), values[1:]) if len(values) > 1 else None,
+            p=samples.permutation_p(float(values[0]), values[1:]) if len(values) > 1 else None,
             n=len(np.unique(units.request)),
             note=f"{words}; {origin if floor is not None else 'no floor'}{few}{self.left_out}",
         )
 
-    def _floor(self, measure: Measure, rows: Rows, units: two.Units) -> float | None:
+    def _floor(self, measure: Measure, rows: Rows, units: samples.Units) -> float | None:
         found = []
         for side in (False, True):
             mine, own = units.on_side(side)
             if len(own) >= MIN_REQUESTS:
-                split = two.halves(len(own), N_SPLITS, self.seed + side)
+                split = samples.halves(len(own), N_SPLITS, self.seed + side)
                 found.append(measure(rows[mine], own, split))
         return float(np.percentile(np.concatenate(found), 95)) if found else None

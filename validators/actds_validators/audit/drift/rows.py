@@ -18,25 +18,7 @@ from actds.errors import ActdsError
 from actds.format.positions import Keys, pair_key, position_key
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset
-
-__all__ = [
-    "COLUMNS",
-    "Column",
-    "Found",
-    "Prefixes",
-    "Requests",
-    "Selection",
-    "balanced",
-    "count_rows",
-    "distinct",
-    "draw",
-    "find_rows",
-    "match",
-    "pair",
-    "repeats",
-    "thinned",
-    "values_of",
-]
+from actds_validators.statistics.events import Bools, Ints
 
 Column = Literal["phase", "kernel_mode", "run", "source"]
 """What a dataset can be divided by."""
@@ -44,8 +26,6 @@ COLUMNS: tuple[Column, ...] = get_args(Column)
 MIN_REQUESTS = 40
 """Requests that a sample should have; with fewer, long requests give some of their rows only."""
 _NEIGHBOURS = 16  # requests drawn together: served together, they stand in the same few chunks
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -163,7 +143,7 @@ def count_rows(selection: Selection, shards: list[Shard], requests: Requests) ->
 
 
 def find_rows(
-    selection: Selection, shards: list[Shard], requests: Requests, wanted: npt.NDArray[np.bool_]
+    selection: Selection, shards: list[Shard], requests: Requests, wanted: Bools
 ) -> Found:
     """Return the rows of the wanted requests ``(n_requests,)`` in a selection.
 
@@ -183,20 +163,15 @@ def find_rows(
                 table[name].to_numpy()[rows].astype(np.int64) for name in columns[1:]
             )
             parts.append(Found(start + rows, request[mine], position, token_id))
-    none = Found(*(np.empty(0, np.int64) for _ in range(4)))
-    parts.append(none)
-    return Found(
-        *(
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("row", "request", "position", "token_id")
-        )
-    )
+    parts.append(Found(*(np.empty(0, np.int64) for _ in range(4))))
+    names = ("row", "request", "position", "token_id")
+    return Found(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def match(
     first: Requests,
     second: Requests,
-    eligible: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]],
+    eligible: tuple[Bools, Bools],
 ) -> Ints:
     """Return for each request of the second the same prompt's of the first, -1 if none.
 
@@ -280,7 +255,7 @@ def thinned(cluster: Ints, quota: Ints, seed: int) -> Ints:
     return kept
 
 
-def _walk(quota: Ints, rows: int, seed: int) -> npt.NDArray[np.bool_]:
+def _walk(quota: Ints, rows: int, seed: int) -> Bools:
     """Return which clusters fit, in random order of blocks; a full side takes no more."""
     rng = np.random.Generator(np.random.Philox(seed))
     there = np.flatnonzero(quota.sum(axis=0) > 0)
@@ -368,7 +343,7 @@ class Prefixes:
         dataset: Dataset,
         shards: list[Shard],
         requests: Requests,
-        wanted: npt.NDArray[np.bool_],
+        wanted: Bools,
     ) -> None:
         self._requests = requests
         references = _references(dataset, requests, wanted)
@@ -448,7 +423,7 @@ def repeats(found: Found, prefixes: Prefixes) -> tuple[Ints, Ints]:
     return one[same], other[same]
 
 
-def distinct(found: Found, prefixes: Prefixes) -> npt.NDArray[np.bool_]:
+def distinct(found: Found, prefixes: Prefixes) -> Bools:
     """Return which rows to keep so that each prefix counts once ``(n,)``.
 
     Requests that share a system prompt hold the same values there: as units of a test they would
@@ -461,9 +436,7 @@ def distinct(found: Found, prefixes: Prefixes) -> npt.NDArray[np.bool_]:
     return kept
 
 
-def _hashes(
-    found: Found, prefixes: Prefixes
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+def _hashes(found: Found, prefixes: Prefixes) -> tuple[npt.NDArray[np.uint64], Bools]:
     """Return a hash of each row's prefix, and whether all of its tokens are known."""
     hashes = np.zeros(len(found), np.uint64)
     known = np.zeros(len(found), np.bool_)
@@ -499,7 +472,7 @@ def _chain(ids: Ints) -> npt.NDArray[np.uint64]:
     return np.array(out, np.uint64)
 
 
-def _references(dataset: Dataset, requests: Requests, wanted: npt.NDArray[np.bool_]) -> Ints:
+def _references(dataset: Dataset, requests: Requests, wanted: Bools) -> Ints:
     """Return request, start, stop and origin of the wanted requests' references, ``(n, 4)``."""
     parts = [np.empty((0, 4), np.int64)]
     for run in dataset.catalog.run_ids:

@@ -35,7 +35,6 @@ class Transformers(EngineKind):
     """The model's own code, with static batches."""
 
     name = "transformers"
-    summary = "The model's own code in transformers; slower, and for models that vLLM cannot run."
     option_type = Options
 
     def options(self, given: Mapping[str, object]) -> Options:

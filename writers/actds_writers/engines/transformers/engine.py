@@ -1,27 +1,51 @@
 """The transformers engine: static batches in the command's own process.
 
-The reference engine, and the one for models that vLLM cannot run; simple rather than fast.
+The reference engine, and the one for models that vLLM cannot run; simple rather than fast. A batch
+is padded on the left: every request samples from the last column, and the distance between two
+tokens is that of their positions, which sliding windows depend on. After every forward the rows of
+real tokens are selected from the padded ones. There is no prefix cache and no preemption.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from actds.errors import ActdsError
+from actds.text import one_line
 from actds_writers.engine_protocol import OPTION, Finished
 from actds_writers.engines.transformers import Options
 from actds_writers.ipc.link import Link
+from actds_writers.ipc.messages import Fact, HookSpec, IntArray
+from actds_writers.provenance import Readers, engine_facts, observed
 
 try:
     import torch
     import transformers
 
-    from actds_writers.engines.transformers.batch import Batch, Sequence
-    from actds_writers.engines.transformers.worker import Capture, Scheduler, observe
+    from actds_writers.capture import op as capture
+    from actds_writers.capture.check import (
+        HookCheck,
+        NoReferenceError,
+        bound,
+        check_prompts,
+        compare_with_forward,
+        reference_states,
+    )
+    from actds_writers.capture.hooks import decoder_layers
+    from actds_writers.engines.account import (
+        SchedulerSide,
+        WorkerSide,
+        layer_config,
+        reporting_failure,
+    )
 except ImportError as missing:
     raise ActdsError(
         "E011",
@@ -30,6 +54,303 @@ except ImportError as missing:
         expected="torch and transformers beside actds",
         next_step="pip install torch transformers",
     ) from None
+
+
+NO_BLOCKS = "a transformers cache has no blocks"
+
+
+@dataclass
+class Sequence:
+    """One running or waiting request.
+
+    Args:
+        token_ids: prompt, then sampled tokens.
+        generator: source of randomness, ``None`` for greedy sampling.
+    """
+
+    key: str
+    number: int
+    token_ids: list[int]
+    prompt_len: int
+    max_tokens: int
+    generator: torch.Generator | None = None
+
+    @property
+    def n_sampled(self) -> int:
+        """Return the number of sampled tokens."""
+        return len(self.token_ids) - self.prompt_len
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a padded batch that a step computes.
+
+    Args:
+        width: rows of the forward per request, padding included.
+        sequences: requests with a token in the columns, in row order.
+        index: row of each token in the flattened forward.
+    """
+
+    width: int
+    sequences: list[Sequence]
+    n_rows: IntArray
+    positions: IntArray
+    index: IntArray
+
+
+@dataclass
+class Batch:
+    """A static batch: prefilled in chunks of columns, then decoded a column per step.
+
+    Requests that end leave it.
+
+    Args:
+        sequences: requests, none of them computed yet.
+        max_tokens: tokens of a step at most, padding included.
+    """
+
+    model: Any
+    sequences: list[Sequence]
+    max_tokens: int
+    cache: Any = None
+    input_ids: torch.Tensor | None = None
+    _column: int = 0
+    _pads: IntArray = field(init=False)
+    _mask: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        lengths = np.array([s.prompt_len for s in self.sequences], np.int64)
+        self._width = int(lengths.max())
+        self._pads = self._width - lengths
+        columns = np.arange(self._width)
+        self._mask = self._tensor((columns[None] >= self._pads[:, None]).astype(np.int64))
+        self._sparing = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+    @property
+    def n_columns(self) -> int:
+        """Return the columns of the next step."""
+        chunk = max(1, self.max_tokens // len(self.sequences))
+        return min(chunk, self._width - self._column)
+
+    def next_columns(self) -> Columns:
+        """Return the columns of the next forward."""
+        columns = self._column + np.arange(self.n_columns)
+        positions = columns[None] - self._pads[:, None]
+        real = positions >= 0
+        counts = real.sum(axis=1)
+        return Columns(
+            width=len(columns),
+            sequences=[s for s, n in zip(self.sequences, counts, strict=True) if n],
+            n_rows=counts[counts > 0],
+            positions=positions[real],
+            index=np.flatnonzero(real),
+        )
+
+    def forward(self, columns: Columns) -> torch.Tensor | None:
+        """Run the model; return the logits of the last column, ``None`` within the prefill."""
+        stop = self._column + columns.width
+        ids = np.zeros((len(self.sequences), columns.width), np.int64)
+        for row, (sequence, pad) in enumerate(zip(self.sequences, self._pads, strict=True)):
+            first = self._column - int(pad)
+            tokens = sequence.token_ids[max(first, 0) : max(first + columns.width, 0)]
+            ids[row, columns.width - len(tokens) :] = tokens
+        self.input_ids = self._tensor(ids)
+        mask = self._mask[:, :stop]
+        positions = (torch.arange(self._column, stop, device=mask.device)[None]
+                     - self._tensor(self._pads)[:, None]).clamp(min=0)  # fmt: skip
+        output = self.model(
+            input_ids=self.input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **({"logits_to_keep": 1} if self._sparing else {}),
+        )
+        self.cache, self._column = output.past_key_values, stop
+        return output.logits[:, -1] if stop == self._width else None
+
+    def append(self, tokens: list[int], alive: list[bool]) -> None:
+        """Append the sampled tokens; requests that ended leave the batch."""
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            sequence.token_ids.append(token)
+        self._width += 1
+        self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
+        self.keep(alive)
+
+    def keep(self, alive: list[bool]) -> None:
+        """Remove the requests that are not alive."""
+        if all(alive):
+            return
+        rows = np.flatnonzero(alive)
+        self.sequences = [self.sequences[row] for row in rows]
+        self._pads = self._pads[rows]
+        index = self._tensor(rows)
+        self._mask = self._mask[index]
+        if len(rows) and self.cache is not None:
+            # Made for beam search; the only selection that every kind of cache has.
+            self.cache.reorder_cache(index)
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.model.device)
+
+
+class Scheduler(SchedulerSide):
+    """The scheduler side: reports batches to the census."""
+
+    def scheduled(
+        self, columns: Columns, waiting: int, running: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """Report a step; return its number and the requests that ended since the last one."""
+        starts = np.concatenate([[0], np.cumsum(columns.n_rows)[:-1]])
+        return self.number_step(
+            [sequence.number for sequence in columns.sequences],
+            columns.positions[starts].tolist(),
+            columns.n_rows.tolist(),
+            waiting=waiting,
+            running=running,
+        )
+
+    def finished(self, sequence: Sequence, reason: str) -> None:
+        """Report the end of a request."""
+        self.end_request(sequence.number, reason, sequence.token_ids, sequence.prompt_len)
+
+
+class Capture(WorkerSide):
+    """The worker side: captures from one transformers model.
+
+    Args:
+        max_rows: rows of the largest step, padding included.
+
+    Raises:
+        ActdsError: E007 unknown layer or none that can be captured, E012 a type that cannot be
+            stored, E507 rows that are not the model's.
+    """
+
+    def __init__(self, model: Any, link: Link, max_rows: int) -> None:
+        layers = decoder_layers(model)
+        config = model.config.get_text_config()
+        with reporting_failure(link):
+            if not layers:
+                raise ActdsError(
+                    "E007",
+                    type(model).__name__,
+                    got="no module named layers.N",
+                    expected="a model whose decoder layers are found by that name",
+                )
+            super().__init__(
+                model,
+                link,
+                config=layer_config(config, int(config.hidden_size), len(layers)),
+                computed=model.dtype,
+                device=model.device,
+                max_rows=max_rows,
+            )
+        if link.settings.check:
+            try:
+                self.check(lambda: check_hooks(model, self.buffers, self.hooks, max_rows))
+            except ActdsError:
+                self.close()
+                raise
+
+    def after_step(
+        self,
+        step: int,
+        finished: tuple[int, ...],
+        columns: Columns,
+        input_ids: torch.Tensor,
+        duration_ns: int,
+    ) -> None:
+        """Hand over the rows of the step that just ran.
+
+        Args:
+            input_ids: what the model read, ``(n_requests, width)``.
+
+        Raises:
+            ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
+        """
+        n, n_padded = len(columns.index), input_ids.numel()
+        seen = set(self.buffers.seen.tolist())
+        if seen != {n_padded}:
+            got = f"{' or '.join(map(str, sorted(seen)))} rows at a hook"
+            self.stop(step, got, f"{n_padded} rows")
+        index = torch.from_numpy(columns.index).to(input_ids.device)
+        if n < n_padded:
+            self.buffers.compact(index)
+        self.hand_over(
+            step,
+            [sequence.number for sequence in columns.sequences],
+            columns.n_rows.tolist(),
+            [sequence.prompt_len for sequence in columns.sequences],
+            input_ids.flatten()[index],
+            torch.from_numpy(columns.positions).to(input_ids.device),
+            finished=finished,
+            duration_ns=duration_ns,
+            kernel_mode="eager",
+        )
+
+
+def check_hooks(
+    model: Any, buffers: capture.HookBuffers, hooks: tuple[HookSpec, ...], max_tokens: int
+) -> HookCheck:
+    """Return the result of the check of the hooks.
+
+    Raises:
+        ActdsError: E507 when rows are not the model's; E007 when the model's layers do not return
+            its own hidden states.
+
+    Spec: 0.1 section 9.1.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    prompts = check_prompts(vocabulary, max_tokens)
+    rows = _rows(model, buffers, prompts, max_tokens)
+    kinds = sorted({hook.kind for hook in hooks})
+    try:
+        states = reference_states(model, prompts, kinds)
+    except NoReferenceError as missing:
+        raise ActdsError(
+            "E007",
+            type(model).__name__,
+            got=f"no stream to capture: {missing}",
+            expected="decoder layers that return the residual stream",
+            next_step="See docs/families.md for models that can be harvested.",
+        ) from None
+    computed = str(model.dtype).removeprefix("torch.")
+    bounds = {hook.name: bound(computed, hook.dtype) for hook in hooks}
+    return compare_with_forward(dict(zip(hooks, rows, strict=True)), states, bounds)
+
+
+def _rows(
+    model: Any, buffers: capture.HookBuffers, prompts: tuple[list[int], ...], max_tokens: int
+) -> list[np.ndarray]:
+    """Return the rows of the prompts as one batch, ``(n, d_model)`` by hook."""
+    sequences = [
+        Sequence(f"check-{number}", number, list(prompt), len(prompt), 1)
+        for number, prompt in enumerate(prompts)
+    ]
+    found: list[list[list[np.ndarray]]] = [[[] for _ in sequences] for _ in buffers.rows]
+    batch, logits = Batch(model, sequences, max_tokens), None
+    with torch.inference_mode():
+        while logits is None:
+            columns = batch.next_columns()
+            buffers.reset()
+            logits = batch.forward(columns)
+            index = torch.from_numpy(columns.index).to(buffers.device)
+            edges = np.cumsum(columns.n_rows)[:-1]
+            for of_hook, rows, seen in zip(found, buffers.rows, buffers.seen, strict=True):
+                values = rows[index].float().cpu().numpy()
+                if not int(seen):
+                    values[:] = np.nan
+                for sequence, part in zip(columns.sequences, np.split(values, edges), strict=True):
+                    of_hook[sequence.number].append(part)
+    return [np.concatenate([part for parts in of_hook for part in parts]) for of_hook in found]
+
+
+def _cache_dtype(cache: Any) -> str:
+    for layer in cache.layers:
+        keys = getattr(layer, "keys", None)
+        if keys is not None:
+            return str(keys.dtype).removeprefix("torch.")
+    raise AttributeError("no attention layer in the cache")
 
 
 class Engine:
@@ -98,8 +419,9 @@ class Engine:
         try:
             return self._step()
         except Exception as error:  # whatever torch raises becomes one line
-            words = " ".join(str(error).split())[:400] or type(error).__name__
-            raise ActdsError("E504", "engine", got=words, expected="an engine that runs") from error
+            raise ActdsError(
+                "E504", "engine", got=one_line(error, 400), expected="an engine that runs"
+            ) from error
 
     def abort(self, keys: list[str]) -> None:
         """Abort requests."""
@@ -134,19 +456,53 @@ class Engine:
             logits = batch.forward(columns)
         duration_ns = time.monotonic_ns() - began
         assert batch.input_ids is not None
-        self._capture.introduce(
-            lambda: observe(
-                self._model,
-                batch.cache,
-                type(self),
-                self._folder,
-                self._options,
-                self.max_model_len,
-                self._link.client_pid,
-            )
-        )
+        self._capture.introduce(lambda: self._observe(batch.cache))
         self._capture.after_step(step, finished, columns, batch.input_ids, duration_ns)
         return self._sample(batch, logits) if logits is not None else []
+
+    def _observe(self, cache: Any) -> tuple[Fact, ...]:
+        """Return the facts of the run record that can be observed after the first forward."""
+        model = self._model
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        quantization = getattr(model.config, "quantization_config", None)
+        readers: Readers = {
+            "engine.name": lambda: "transformers",
+            "engine.version": lambda: str(transformers.__version__),
+            "engine.runner": lambda: name,
+            "engine.scheduler": lambda: name,
+            "model.d_model": lambda: int(model.config.get_text_config().hidden_size),
+            "model.quantization": lambda: str(
+                getattr(quantization, "quant_method", None) or quantization or "none"
+            ),
+            "numerics.dtype": lambda: str(model.dtype).removeprefix("torch."),
+            "numerics.kv_cache_dtype": lambda: _cache_dtype(cache),
+            "numerics.kv_cache_class": lambda: type(cache).__name__,
+            "numerics.attention_backend": lambda: str(model.config._attn_implementation),
+            "serving.enforce_eager": lambda: not hasattr(model, "_orig_mod"),
+            "serving.compilation_mode": lambda: "NONE",
+            "serving.cudagraph_mode": lambda: "NONE",
+            "serving.prefix_caching": lambda: False,
+            "serving.chunked_prefill": lambda: True,
+            "serving.async_scheduling": lambda: False,
+            "serving.max_model_len": lambda: self.max_model_len,
+            "serving.max_num_seqs": lambda: self._options.max_num_seqs,
+            "serving.max_num_batched_tokens": lambda: self._options.max_num_batched_tokens,
+            "serving.tensor_parallel": lambda: 1,
+            "serving.pipeline_parallel": lambda: 1,
+            "serving.data_parallel": lambda: 1,
+            "serving.speculative_method": lambda: "none",
+        }
+        absent = ("serving.block_size", "serving.n_kv_blocks")
+        return (
+            *engine_facts(
+                readers,
+                model=model,
+                folder=self._folder,
+                device=model.device,
+                client_pid=self._link.client_pid,
+            ),
+            *(observed(field, None, NO_BLOCKS) for field in absent),
+        )
 
     def _sample(self, batch: Batch, logits: torch.Tensor) -> list[Finished]:
         """Sample a token for every request of the batch; return those that end with it."""
@@ -187,7 +543,7 @@ def load_model(folder: Path, options: Options) -> Any:
             folder, output_loading_info=True, **arguments
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
-        words = " ".join(str(error).split())[:400]
+        words = one_line(error, 400)
         raise ActdsError("E005", folder.name, got=words, expected="a causal model") from None
     missing = sorted(report["missing_keys"])
     if missing:
@@ -198,7 +554,7 @@ def load_model(folder: Path, options: Options) -> Any:
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
-        words = " ".join(str(error).split())[:300]
+        words = one_line(error, 300)
         raise ActdsError("E009", f"{OPTION} device", got=words, expected="a torch device") from None
 
 

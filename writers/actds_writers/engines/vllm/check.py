@@ -27,10 +27,9 @@ from actds_writers.capture.check import (
     bound,
     check_prompts,
     compare_with_forward,
-    compare_with_next,
     load_reference,
     reference_states,
-    relative_l2,
+    row_distances,
     states_in_fresh_process,
 )
 from actds_writers.capture.hooks import StreamForm, decoder_layers, find_kind
@@ -81,7 +80,7 @@ def check_hooks(
     except NoReferenceError as missing:
         seen = {hooks[read[i]].name: distance for i, distance in readers.distances.items()}
         n_rows = len(forwarded.prompt_rows[0])
-        check = compare_with_next(seen, bounds, n_rows, str(missing))
+        check = HookCheck("engine", seen, bounds, n_rows, str(missing)).require()
         return _without_reference(model, form, hooks, check)
     rows = dict(zip(hooks, forwarded.rows, strict=True))
     return compare_with_forward(rows, states, bounds, forwarded.decoded)
@@ -425,7 +424,7 @@ class NextReaders:
         return [tensor for tensor in tensors if tensor.shape == want.shape]
 
     def _compare(self, hook: int, stream: torch.Tensor) -> None:
-        distance = relative_l2(self._rows[hook], stream.cpu().numpy())
+        distance = float(row_distances(self._rows[hook], stream.cpu().numpy()).mean())
         if not distance >= self.distances.get(hook, np.inf):
             self.distances[hook] = distance
 

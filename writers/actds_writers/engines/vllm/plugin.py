@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import logging
 import os
 import sys
 import time
@@ -23,7 +24,7 @@ from actds_writers.ipc.link import ENVIRONMENT, Link
 
 if TYPE_CHECKING:
     from actds.schema import CloseReason
-    from actds_writers.harvest.live import LiveRun
+    from actds_writers.engines.vllm.serving import LiveRun
 
 EXECUTOR = "vllm.v1.executor.abstract"
 DRAIN_TIMEOUT_S = 300.0
@@ -190,8 +191,7 @@ def _end_live(reason: CloseReason | None) -> None:
     if live is None:
         return
     os.environ.pop(ENVIRONMENT, None)
-    while _closers:
-        _closers.pop()()
+    close()
     live.end(reason or "interrupted")
 
 
@@ -203,8 +203,6 @@ def _give_up(where: str, error: Exception) -> None:
     if _live is not None:
         _live.fail(error)
     else:
-        import logging
-
         logging.getLogger("vllm.actds").error("actds: capture ends in the %s: %s", where, error)
 
 

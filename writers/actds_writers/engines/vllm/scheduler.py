@@ -37,7 +37,6 @@ class StepMark:
     """What a ``SchedulerOutput`` carries to the workers.
 
     Args:
-        step: number of the step in the run.
         numbers: request number by engine id.
         finished: numbers of the requests that ended since the last step.
         left_out: by engine id, what the sampling rules leave out.
@@ -53,10 +52,8 @@ class VllmSchedulerSide(SchedulerSide):
     """Follows one vLLM scheduler.
 
     Args:
-        census: the way to the census.
         block_size: tokens per prefix block.
         n_blocks: KV blocks of the cache; bounds the remembered prefix blocks.
-        rules: sampling rules, ``None`` to store everything.
     """
 
     def __init__(

@@ -1,6 +1,8 @@
-"""The start of a live harvest inside a vLLM engine core, before its workers exist.
+"""A live harvest: its start inside a vLLM engine core, and the supervision of its processes.
 
-Configuration errors are raised here, before the server is up.
+It starts before the engine's workers exist, so that errors of the configuration are raised before
+the server is up. Supervision runs on thread ``actds-live``: no request waits for it, and no failure
+there ends the service.
 """
 
 from __future__ import annotations
@@ -8,31 +10,185 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import secrets
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import actds
-from actds import layout, schema
+from actds import layout
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
-from actds.schema import Genesis
+from actds.reading import read_genesis
+from actds.schema import CloseReason
 from actds.store import local_folder, open_store
 from actds_writers.capture.hooks import hook_specs, parse_hooks
-from actds_writers.config import LiveSettings, WriterSettings
+from actds_writers.config import LiveSettings, WriterSettings, settings_of
 from actds_writers.engine_protocol import OPTION
 from actds_writers.engines.account import layer_config
-from actds_writers.engines.vllm import refuse_options
-from actds_writers.harvest.live import LiveRun, parse_live_settings
+from actds_writers.engines.vllm import graph_key, refuse_options
 from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
+from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec
+from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.provenance import capture_facts, model_facts, observed
+from actds_writers.sampling import SamplingRules
 from actds_writers.shards.assembly import SpecialTokens
 
 log = logging.getLogger("vllm.actds")
+PLACE = "--additional-config actds"
+POLL_S = 0.25
+
+
+def parse_live_settings(document: Any) -> LiveSettings:
+    """Return the settings of a live harvest.
+
+    Args:
+        document: the value of ``actds`` in ``--additional-config``.
+
+    Raises:
+        ActdsError: E017 with the key, its value and what is allowed.
+    """
+    if not isinstance(document, dict):
+        expected = 'an object such as {"out": "...", "hooks": "..."}'
+        raise ActdsError("E017", PLACE, got=repr(document)[:80], expected=expected)
+    return settings_of(
+        LiveSettings, document, lambda key: f"{PLACE}.{key}" if key else PLACE, "E017"
+    )
+
+
+class LiveRun:
+    """Writer and census of one engine, supervised in the background.
+
+    Args:
+        pipeline: both processes, started and not yet connected.
+        release: releases the dataset's lock.
+        metrics: host and port where metrics are served, ``None`` to serve none.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        rules: SamplingRules,
+        release: Callable[[], None],
+        metrics: tuple[str, int] | None = None,
+    ) -> None:
+        self.pipeline, self._release, self._metrics = pipeline, release, metrics
+        self.link: Link = pipeline.link
+        self._began = time.monotonic()
+        self.rules = rules
+        self.failure: Exception | None = None
+        self._failing = threading.Lock()
+        self._ending = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._supervise, name="actds-live", daemon=True)
+        self._thread.start()
+
+    def fail(self, error: Exception) -> None:
+        """Note that capture has ended, and log it once."""
+        with self._failing:
+            if self.failure is not None:
+                return
+            self.failure = error
+        log.error(
+            "actds: CAPTURE HAS ENDED, serving continues. %s Committed rows are kept; every token "
+            "from here on is accounted as aborted.",
+            str(error).splitlines()[0],  # the next step after it is for a command
+        )
+
+    def drain(self, last_step: Callable[[], int], timeout_s: float) -> bool:
+        """Wait until the writer has every step of the scheduler; return whether it has.
+
+        Args:
+            last_step: returns the scheduler's last step that had tokens, -1 for none.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.failure is None and time.monotonic() < deadline:
+            if self.pipeline.has_reached(last_step()):
+                return True
+            time.sleep(0.02)
+        return False
+
+    def end(self, reason: CloseReason) -> None:
+        """End the run after the engine's links are closed: commit, close the chains, clean up.
+
+        Args:
+            reason: for the close records; ``failed`` when capture had failed before.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        self._ending.set()
+        self._thread.join()
+        try:
+            with self.pipeline:
+                ended = self.pipeline.finish("failed" if self.failure is not None else reason)
+            log.info(
+                "actds: run %s is complete: %s rows stored, %s positions dropped, %s aborted, "
+                "%s filtered. When all engines have ended: actds seal",
+                self.link.run,
+                *(
+                    ended["census"].get(n, 0)
+                    for n in ("captured", "dropped", "aborted", "filtered")
+                ),
+            )
+        except ActdsError as error:
+            log.error("actds: run %s: %s", self.link.run, error)
+        finally:
+            self._release()
+
+    def _supervise(self) -> None:
+        """Take the messages of the processes until the end."""
+        try:
+            self.pipeline.connect()
+        except (ActdsError, OSError) as error:
+            self.fail(error)
+            return
+        told = False
+        with ExitStack() as watch:
+            while not self._ending.wait(POLL_S):
+                told = self._poll(told)
+                counted = self.pipeline.counted
+                # Only now: the engine may fork before its scheduler has connected.
+                if self._metrics is not None and counted is not None and counted.connected:
+                    self._serve_metrics(watch, *self._metrics)
+                    self._metrics = None
+
+    def _poll(self, told: bool) -> bool:
+        """Take the messages of the processes; return whether the writer knows of a failure."""
+        try:
+            self.pipeline.poll()
+        except ActdsError as error:
+            self.fail(error)
+        if self.failure is not None and not told:
+            # Let the writer commit its buffers now; the census continues to the end.
+            self.pipeline.end_writer("failed")
+            return True
+        return told
+
+    def _serve_metrics(self, watch: ExitStack, host: str, port: int) -> None:
+        try:
+            from actds_writers.monitor.metrics import serve_metrics
+
+            server = watch.enter_context(serve_metrics(host, port, self._snapshot))
+        except ActdsError as error:
+            log.error("actds: no metrics: %s", error)
+        else:
+            log.info("actds: metrics at http://%s:%s/metrics", host, server.port)
+
+    def _snapshot(self) -> Snapshot:
+        counted = self.pipeline.counted
+        return take_snapshot(
+            self.pipeline.written,
+            counted,
+            elapsed_s=time.monotonic() - self._began,
+            requests_done=counted.n_finished if counted else 0,
+            requests_total=None,
+        )
+
+
 PER_REQUEST = "chosen by each client; see sampling in the table requests"
 LIVE_TRAFFIC = "live traffic: prompts come from clients"
 
@@ -55,7 +211,8 @@ def start(config: Any, document: Any) -> LiveRun:
     n_layers = int(model.hf_text_config.num_hidden_layers)
     config_of = layer_config(model.hf_text_config, int(model.get_hidden_size()), n_layers)
     # The widest type, for sizes: a kind may have another one than the model.
-    hooks = hook_specs(parse_hooks(settings.hooks, n_layers), config_of, "float32")
+    places = parse_hooks(settings.hooks, n_layers)
+    hooks = hook_specs(places, config_of, "float32")
     out = destination(settings.out)
     settings = settings.model_copy(update={"out": out})
     lock = hold(out, shared=True)
@@ -65,7 +222,7 @@ def start(config: Any, document: Any) -> LiveRun:
         writer = _writer_settings(settings, model, hooks, readouts)
         pipeline = Pipeline(
             writer,
-            tuple((hook.kind, hook.layer) for hook in hooks),
+            tuple(places),
             # The client of an engine core in its own process is the parent.
             os.getppid() if multiprocessing.parent_process() is not None else os.getpid(),
             lock,
@@ -74,9 +231,7 @@ def start(config: Any, document: Any) -> LiveRun:
     except BaseException:
         os.close(lock)
         raise
-    # What changes the graph must be in the key of the compile cache, and nothing else.
-    graph = {"hooks": [f"{hook.kind}:{hook.layer}" for hook in hooks], "readouts": readouts}
-    config.additional_config = {**config.additional_config, "actds": graph}
+    config.additional_config = {**config.additional_config, "actds": graph_key(pipeline.link)}
     rules = settings.rules()
     log.info(
         "actds: capturing %s into %s as run %s; sampling %s; when the ring is full: %s",
@@ -187,8 +342,8 @@ def compare_hooks(out: str, hooks: Sequence[HookSpec]) -> None:
     store = open_store(out)
     if not store.exists(layout.GENESIS):
         return
-    genesis = schema.parse(Genesis, store.read(layout.GENESIS), layout.GENESIS)
-    found, wanted = [hook.name for hook in genesis.hooks], [hook.name for hook in hooks]
+    found = [hook.name for hook in read_genesis(store).hooks]
+    wanted = [hook.name for hook in hooks]
     if found != wanted:
         raise ActdsError(
             "E010", f"{out} hooks", got=", ".join(wanted), expected=f"{', '.join(found)}, as there"
@@ -208,8 +363,7 @@ def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, b
                 expected="readouts true, or no probes",
             )
         return NONE, None
-    path = None if settings.probes is None else Path(settings.probes)
-    readouts, probes = plan_readouts(settings.seed, path, hooks)
+    readouts, probes = plan_readouts(settings.seed, settings.probes, hooks)
     return readouts.as_field(), probes
 
 
@@ -221,11 +375,6 @@ def _writer_settings(
     rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
     return WriterSettings(
         harvest=settings,
-        dataset=secrets.token_hex(16),
-        run=layout.new_id("r"),
-        resume=False,
-        started_ns=time.time_ns(),
-        software=f"actds {actds.__version__}",
         facts=tuple(_facts(settings, model, rows, readouts)),
         tokens=_special_tokens(model),
         rows_per_shard=rows,

@@ -237,7 +237,6 @@ class RowIdentity:
 
     Args:
         request_ids: the engine's ids, in row order.
-        n_rows: rows of each request.
         positions: ``(n,)`` on the device, valid until the next step.
         token_ids: ``(n,)`` on the device, the buffer that the model read.
     """

@@ -98,10 +98,24 @@ def check_words(
 
 
 @dataclass(frozen=True)
-class Requests:
-    """The requests of a run, sorted and distinct; every column int64 ``(n,)``, null -1."""
+class _Numbered:
+    """Records of a run with a number each, sorted and distinct."""
 
-    request: Ints
+    number: Ints
+
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self.number)
+
+    def index(self, number: npt.NDArray[np.integer]) -> Ints:
+        """Return the index of each number, -1 for one that the census lacks."""
+        return self._index.of(number)
+
+
+@dataclass(frozen=True)
+class Requests(_Numbered):
+    """The requests of a run; every column int64 ``(n,)``, null -1."""
+
     prompt_len: Ints
     own_len: Ints
     """Positions owed at least: P + G - 1, or P when nothing was sampled."""
@@ -110,14 +124,6 @@ class Requests:
     engine_cached: Ints
     n_preemptions: Ints
     token_digest: list[str | None]
-
-    @cached_property
-    def _index(self) -> Index:
-        return Index(self.request)
-
-    def index(self, request: npt.NDArray[np.integer]) -> Ints:
-        """Return the index of each request, -1 for one that the census lacks."""
-        return self._index.of(request)
 
 
 def read_requests(table: pa.Table, notes: Notes) -> Requests:
@@ -146,10 +152,9 @@ def read_requests(table: pa.Table, notes: Notes) -> Requests:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The steps of a run, sorted and distinct; every column int64 ``(n,)``."""
+class Steps(_Numbered):
+    """The steps of a run; every column int64 ``(n,)``."""
 
-    step: Ints
     batch: Ints
     prefill: Ints
     decode: Ints
@@ -159,19 +164,11 @@ class Steps:
     aborted: Ints
     filtered: Ints
 
-    @cached_property
-    def _index(self) -> Index:
-        return Index(self.step)
-
-    def index(self, step: npt.NDArray[np.integer]) -> Ints:
-        """Return the index of each step, -1 for a step that the census lacks."""
-        return self._index.of(step)
-
     def sums(self, step: Ints, amount: Ints) -> Ints:
         """Return the sum of the amounts per step of the census; unknown steps are left out."""
         at = self.index(step)
         known = at >= 0
-        total = np.zeros(len(self.step), np.int64)
+        total = np.zeros(len(self.number), np.int64)
         np.add.at(total, at[known], amount[known])
         return total
 
@@ -205,6 +202,23 @@ class _Ranges:
         """Return the key after each last position."""
         return position_key(self.request, self.stop)
 
+    def at(self, index: int) -> tuple[Any, Any, Any]:
+        """Return request, start and stop of one range."""
+        return self.request[index], self.start[index], self.stop[index]
+
+
+def _sorted_ranges(
+    table: pa.Table, folder: str, name: str, code: str, notes: Notes
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return the order of the ranges, and their columns in it; empty ones are noted, left out."""
+    request, start, stop = (ints(table, column) for column in ("request", "start", "stop"))
+    for i in np.flatnonzero(start >= stop):
+        place = notes.place(folder, name, request[i], start[i], stop[i])
+        notes.add(code, place, f"an empty {name[:-1]}", "at least one position")
+    order = np.lexsort((stop, start, request))
+    order = order[start[order] < stop[order]]
+    return order, request[order], start[order], stop[order]
+
 
 @dataclass(frozen=True)
 class Spans(_Ranges):
@@ -226,21 +240,16 @@ class Spans(_Ranges):
         return position_key(request, self.start[which]), position_key(request, self.stop[which])
 
 
-def read_spans(table: pa.Table, requests: Requests, notes: Notes) -> Spans:
+def read_spans(table: pa.Table, notes: Notes) -> Spans:
     """Return the spans; empty ones and unexplained losses are noted."""
     place = f"census/{notes.run}/spans"
     check_words(table, "disposition", tables.DISPOSITIONS, place, notes)
     kind = pc.index_in(table["disposition"], pa.array(tables.DISPOSITIONS)).fill_null(-1)
-    request, start, stop = (ints(table, name) for name in ("request", "start", "stop"))
-    for i in np.flatnonzero(start >= stop):
-        notes.add("E405", notes.place("census", "spans", request[i], start[i], stop[i]),
-                  "an empty span", "at least one position")  # fmt: skip
-    order = np.lexsort((stop, start, request))
-    order = order[start[order] < stop[order]]
+    order, request, start, stop = _sorted_ranges(table, "census", "spans", "E405", notes)
     spans = Spans(
-        request[order],
-        start[order],
-        stop[order],
+        request,
+        start,
+        stop,
         kind.to_numpy().astype(np.int8)[order],
         words(table, "reason")[order],
         ints(table, "step")[order],
@@ -248,13 +257,13 @@ def read_spans(table: pa.Table, requests: Requests, notes: Notes) -> Spans:
     )
     lost = spans.of("dropped") | spans.of("aborted") | spans.of("filtered")
     for i in np.flatnonzero(lost & (spans.reason == "")):
-        where = notes.place("census", "spans", spans.request[i], spans.start[i], spans.stop[i])
+        where = notes.place("census", "spans", *spans.at(i))
         notes.add("E402", f"{where} reason", "null", "why the positions have no row")
     for i in np.flatnonzero(~lost & (spans.reason != "")):
-        where = notes.place("census", "spans", spans.request[i], spans.start[i], spans.stop[i])
+        where = notes.place("census", "spans", *spans.at(i))
         notes.add("E402", f"{where} reason", str(spans.reason[i])[:40], "null: nothing was lost")
     for i in np.flatnonzero(~spans.of("cache_ref") & (spans.ref_request >= 0)):
-        where = notes.place("census", "spans", spans.request[i], spans.start[i], spans.stop[i])
+        where = notes.place("census", "spans", *spans.at(i))
         notes.add("E103", f"{where} ref_request", str(spans.ref_request[i]), "null: no cache_ref")
     return spans
 
@@ -269,13 +278,10 @@ class Drops(_Ranges):
 
 def read_drops(table: pa.Table, notes: Notes) -> Drops:
     """Return the drops; empty ones and inconsistent events are noted."""
-    request, start, stop = (ints(table, name) for name in ("request", "start", "stop"))
-    for i in np.flatnonzero(start >= stop):
-        notes.add("E408", notes.place("losses", "drops", request[i], start[i], stop[i]),
-                  "an empty drop", "at least one position")  # fmt: skip
+    order, request, start, stop = _sorted_ranges(table, "losses", "drops", "E408", notes)
     event, inverse = np.unique(ints(table, "drop"), return_inverse=True)
     total = np.zeros(len(event), np.int64)
-    np.add.at(total, inverse, stop - start)
+    np.add.at(total, inverse, ints(table, "stop") - ints(table, "start"))
     claimed = ints(table, "n_tokens")
     for i in np.flatnonzero(claimed != total[inverse]):
         notes.add(
@@ -284,15 +290,8 @@ def read_drops(table: pa.Table, notes: Notes) -> Drops:
             f"n_tokens {claimed[i]}",
             f"{total[inverse[i]]}, the positions of the event",
         )
-    order = np.lexsort((stop, start, request))
-    order = order[start[order] < stop[order]]
-    return Drops(
-        request[order],
-        start[order],
-        stop[order],
-        words(table, "drop_reason")[order],
-        ints(table, "step")[order],
-    )
+    reason, step = words(table, "drop_reason")[order], ints(table, "step")[order]
+    return Drops(request, start, stop, reason, step)
 
 
 @dataclass(frozen=True)
@@ -320,25 +319,21 @@ class Rows:
     prefill_per_step: Ints
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The columns of one token table that are kept."""
-
-    key: Keys
-    token_id: npt.NDArray[np.uint32]
-    step: npt.NDArray[np.int32]
-    chunk: npt.NDArray[np.uint32]
-    attempt: npt.NDArray[np.uint16]
+_Part = tuple[npt.NDArray[Any], ...]
+"""The columns of one token table that are kept: the first of ``Rows``, in their order."""
+_NO_ROWS: _Part = tuple(
+    np.empty(0, kind) for kind in (np.uint64, np.uint32, np.int32, np.uint32, np.uint16)
+)
 
 
 def read_rows(
     token_tables: Iterable[pa.Table], requests: Requests, steps: Steps, notes: Notes
 ) -> Rows:
     """Return the rows of all token tables, sorted by key; one table is held at a time."""
-    parts: list[_Part] = []
-    mislabelled: list[Keys] = []
-    unknown: list[npt.NDArray[np.uint64]] = []
-    per_step = np.zeros(len(steps.step), np.int64)
+    parts = [_NO_ROWS]
+    mislabelled: list[Keys] = [_NO_ROWS[0]]
+    unknown: list[npt.NDArray[np.uint64]] = [_NO_ROWS[0]]
+    per_step = np.zeros(len(steps.number), np.int64)
     prefill_per_step = per_step.copy()
     for table in token_tables:
         check_words(table, "phase", tables.PHASES, f"shards (run {notes.run}) tokens", notes)
@@ -351,20 +346,14 @@ def read_rows(
         per_step += np.bincount(at[at >= 0], minlength=len(per_step))
         prefill_per_step += np.bincount(at[(at >= 0) & prefill], minlength=len(per_step))
         mislabelled.append(key[_wrong_phase(request, position, prefill, requests)])
-        parts.append(
-            _Part(
-                key,
-                table["token_id"].to_numpy(),
-                at.astype(np.int32),
-                table["chunk"].to_numpy(),
-                table["attempt"].to_numpy(),
-            )
+        token_id, chunk, attempt = (
+            table[name].to_numpy() for name in ("token_id", "chunk", "attempt")
         )
-    for step_number in np.unique(np.concatenate(unknown)) if unknown else []:
+        parts.append((key, token_id, at.astype(np.int32), chunk, attempt))
+    for step_number in np.unique(np.concatenate(unknown)):
         place = f"shards (run {notes.run}) rows of step {step_number}"
         notes.add("E412", place, "an unknown step", "a step of the census")
-    wrong = np.unique(np.concatenate(mislabelled)) if mislabelled else np.empty(0, np.uint64)
-    for place in notes.places("shards", "rows", of_keys(wrong)):
+    for place in notes.places("shards", "rows", of_keys(np.unique(np.concatenate(mislabelled)))):
         notes.add(
             "E414", f"{place} phase", "the other phase", "prefill below prompt_len, else decode"
         )
@@ -378,7 +367,7 @@ def _wrong_phase(
     requests: Requests,
 ) -> Bools:
     """Return which rows carry the wrong phase; rows of unknown requests are judged elsewhere."""
-    if not len(requests.request):
+    if not len(requests.number):
         return np.zeros(len(request), bool)
     at = requests.index(request)
     wrong: Bools = (at >= 0) & ((position < requests.prompt_len[at]) != prefill)
@@ -387,27 +376,17 @@ def _wrong_phase(
 
 def _sorted(parts: list[_Part], per_step: Ints, prefill_per_step: Ints, notes: Notes) -> Rows:
     """Return the parts joined and sorted; positions with two rows are noted and kept once."""
-    key = _join([part.key for part in parts], np.uint64)
-    n_rows = len(key)
+    key = np.concatenate([part[0] for part in parts])
     order = np.argsort(key)
     key = key[order]
-    again = np.zeros(n_rows, bool)
+    again = np.zeros(len(key), bool)
     again[1:] = key[1:] == key[:-1]
     for place in notes.places("shards", "rows", of_keys(np.unique(key[again]))):
         notes.add("E407", place, "two rows or more", "one row for a position")
     if again.any():
         order, key = order[~again], key[~again]
-    return Rows(
-        key,
-        _join([part.token_id for part in parts], np.uint32)[order],
-        _join([part.step for part in parts], np.int32)[order],
-        _join([part.chunk for part in parts], np.uint32)[order],
-        _join([part.attempt for part in parts], np.uint16)[order],
-        n_rows - len(key),
-        per_step,
-        prefill_per_step,
+    token_id, step, chunk, attempt = (
+        np.concatenate([part[column] for part in parts])[order] for column in range(1, 5)
     )
-
-
-def _join(parts: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
+    n_repeated = int(again.sum())
+    return Rows(key, token_id, step, chunk, attempt, n_repeated, per_step, prefill_per_step)

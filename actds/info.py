@@ -16,15 +16,7 @@ from actds import layout
 from actds.format import arrays
 from actds.reading import Catalog, unknown_columns
 from actds.schema import CloseBody, FenceBody
-from actds.text import (
-    Line,
-    counted,
-    format_nbytes,
-    pairs,
-    printable,
-    share,
-    when,
-)
+from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
 
 __all__ = [
     "ChainFacts",
@@ -38,7 +30,6 @@ __all__ = [
     "write_card",
 ]
 
-_MARKS = {"observed": "observed", "declared": "declared", "unknown": "unknown "}
 _MAX_LISTED, _MAX_NAMED = 20, 3
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 
@@ -164,7 +155,7 @@ def describe(catalog: Catalog) -> Facts:
         n_shards=len(catalog.shards),
         raw_shards=sum(manifest.compression == "raw" for manifest in catalog.shards),
         replaced_shards=len(catalog.replaced),
-        removable_nbytes=_removable_nbytes(catalog),
+        removable_nbytes=sum(map(catalog.store.size, catalog.removable)),
         hooks=_hooks(catalog),
         runs=[_run(catalog, run) for run in catalog.run_ids],
         chains=_chains(catalog),
@@ -175,26 +166,15 @@ def describe(catalog: Catalog) -> Facts:
 def _hooks(catalog: Catalog) -> list[HookFacts]:
     facts = []
     for hook in catalog.genesis.hooks:
-        stored_path = f"{layout.array_dir(hook.name)}/{arrays.SHARD_PATH}"
+        path = f"{layout.array_dir(hook.name)}/{arrays.SHARD_PATH}"
         holding = [manifest for manifest in catalog.shards if hook.name in manifest.hooks]
         n_rows = sum(manifest.n_rows for manifest in holding)
-        entries = [e for manifest in holding for e in manifest.files if e.path == stored_path]
         nbytes = n_rows * hook.d_model * arrays.DTYPES[hook.dtype].itemsize
-        stored = sum(entry.nbytes for entry in entries)
+        stored = sum(e.nbytes for one in holding for e in one.files if e.path == path)
         facts.append(
             HookFacts(**hook.model_dump(), n_rows=n_rows, nbytes=nbytes, stored_nbytes=stored)
         )
     return facts
-
-
-def _removable_nbytes(catalog: Catalog) -> int:
-    """Return the bytes of the data files of replaced shards that are still there."""
-    paths = (
-        f"{layout.shard_dir(manifest.shard)}/{entry.path}"
-        for manifest in catalog.replaced
-        for entry in manifest.files
-    )
-    return sum(catalog.store.size(path) for path in paths if catalog.store.exists(path))
 
 
 def _chains(catalog: Catalog) -> list[ChainFacts]:
@@ -304,7 +284,9 @@ def _page_lines(facts: Facts) -> Iterator[Line]:
     yield from _page_hooks(facts)
     for run in facts.runs:
         yield from _page_run(run)
-    yield from _missing(facts)
+    yield Line("")
+    yield Line("What is missing, and why", "title")
+    yield from list(_missing(facts)) or [Line("  nothing: no row is missing")]
 
 
 def _page_hooks(facts: Facts) -> Iterator[Line]:
@@ -317,18 +299,9 @@ def _page_hooks(facts: Facts) -> Iterator[Line]:
     rows = [("hook", "layer", "rows", "d_model", "type", "size", "stored", "ratio")]
     for hook in facts.hooks:
         ratio = "-" if hook.ratio is None else f"{hook.ratio:.3f}x"
-        rows.append(
-            (
-                hook.name,
-                str(hook.layer),
-                f"{hook.n_rows:,}",
-                str(hook.d_model),
-                hook.dtype,
-                format_nbytes(hook.nbytes),
-                format_nbytes(hook.stored_nbytes),
-                ratio,
-            )
-        )
+        sizes = format_nbytes(hook.nbytes), format_nbytes(hook.stored_nbytes)
+        numbers = str(hook.layer), f"{hook.n_rows:,}", str(hook.d_model)
+        rows.append((hook.name, *numbers, hook.dtype, *sizes, ratio))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for number, row in enumerate(rows):
         cells = [
@@ -358,9 +331,10 @@ def _page_run(run: RunFacts) -> Iterator[Line]:
     width = max(len(name) for name in run.provenance)
     for name, entry in run.provenance.items():
         unknown = entry["origin"] == "unknown"
-        value = f"null: {entry['reason']}" if unknown else _value(entry["value"])
-        mark = _MARKS[entry["origin"]]
-        yield Line(f"    {mark}  {name.ljust(width)}  {value}", "dim" if unknown else "plain")
+        value = f"null: {entry['reason']}" if unknown else entry["value"]
+        text = value if isinstance(value, str) else json.dumps(value)
+        line = f"    {entry['origin']:8}  {name.ljust(width)}  {text}"
+        yield Line(line, "dim" if unknown else "plain")
 
 
 def _page_census(run: RunFacts) -> dict[str, str]:
@@ -382,13 +356,6 @@ def _page_census(run: RunFacts) -> dict[str, str]:
 
 
 def _missing(facts: Facts) -> Iterator[Line]:
-    yield Line("")
-    yield Line("What is missing, and why", "title")
-    lines = list(_missing_lines(facts))
-    yield from lines or [Line("  nothing: no row is missing")]
-
-
-def _missing_lines(facts: Facts) -> Iterator[Line]:
     for run in facts.runs:
         for loss in run.losses:
             reason = loss.reason or "no reason given"
@@ -424,10 +391,6 @@ def _unknown_facts(run: RunFacts) -> Iterator[Line]:
         more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         facts = counted(len(names), "fact")
         yield Line(f"  {facts} of run {run.run} unknown ({some}{more}): {reason}")
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def write_card(catalog: Catalog) -> None:

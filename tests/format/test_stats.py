@@ -1,0 +1,228 @@
+"""Statistics of a hook's rows: as NumPy and SciPy have them, kept, and continued."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+import actds
+from actds.format.arrays import ArrayReader
+from actds.format.shard import Shard
+from actds.load import stats as stats_module
+from actds.load.stats import QUANTILES, Stats, geometric_median, merge_stats, stats_of_rows
+from actds.schema import Hook
+from actds_testing.synthetic import make_dataset
+
+HOOKS = ("resid_post.0", "resid_post.1")
+HOOK = HOOKS[0]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stats") / "acts"
+    return make_dataset(folder, n_requests=50, seed=3, hooks=HOOKS, rows_per_shard=120)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ACTDS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def rows(path: Path) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.asarray(actds.open(path).array(HOOK)[:], np.float64)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the shards that are read, as they are."""
+    seen: list[str] = []
+    array = Shard.array
+
+    def watched(self: Any, hook: str) -> ArrayReader:
+        seen.append(self.name)
+        return array(self, hook)
+
+    monkeypatch.setattr(Shard, "array", watched)
+    return seen
+
+
+def assert_stats(stats: Stats, rows: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+    norms = np.linalg.norm(rows, axis=1)
+    assert stats.count == len(rows)
+    assert np.allclose(stats.mean, rows.mean(axis=0), rtol=1e-12, atol=1e-12)
+    assert np.allclose(stats.variance, rows.var(axis=0), rtol=1e-12)
+    assert np.allclose(stats.std, rows.std(axis=0), rtol=1e-12)
+    assert np.isclose(stats.mean_norm, norms.mean(), rtol=1e-12)
+    expected = np.quantile(norms.astype(np.float32).astype(np.float64), QUANTILES)
+    assert np.array_equal(stats.norm_quantiles, expected)
+    assert stats.norms[0.5] == expected[QUANTILES.index(0.5)]
+
+
+@pytest.mark.parametrize("nbytes", [1 << 24, 8 * 16 * 7])
+def test_moments_and_quantiles_are_those_of_numpy(
+    path: Path, rows: Any, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One block, and many that do not divide the rows.
+    monkeypatch.setattr(stats_module, "BLOCK_NBYTES", nbytes)
+    dataset = actds.open(path)
+    assert_stats(dataset.stats(HOOK), rows)
+    with pytest.raises(actds.ActdsError, match="E014"):
+        dataset.stats("resid_post.9")
+
+
+class Rows:
+    """A shard of float32 rows that stands in memory."""
+
+    def __init__(self, rows: np.ndarray[Any, Any]) -> None:
+        self.name, self.n_rows, self._rows = "rows", len(rows), rows
+
+    def array(self, hook: str) -> Any:
+        return contextlib.nullcontext(self)
+
+    def take(self, rows: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
+        out[:] = self._rows[rows].view(np.uint32)
+
+
+def test_a_mean_far_from_zero_costs_no_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (np.random.default_rng(0).normal(size=(5000, 4)) + 1e4).astype(np.float32)
+    monkeypatch.setattr(stats_module, "BLOCK_NBYTES", 8 * 4 * 333)
+    hook = Hook(name=HOOK, kind="resid_post", layer=0, d_model=4, dtype="float32")
+    stats = stats_of_rows(hook, [Rows(rows)], [None], key="rows")  # type: ignore[list-item]
+    assert np.allclose(stats.variance, rows.astype(np.float64).var(axis=0), rtol=1e-9)
+
+
+def test_the_selection_of_a_loader_has_its_own_with_rows_as_often_as_they_come(
+    path: Path, rows: Any
+) -> None:
+    dataset = actds.open(path)
+    position = dataset.tokens(columns=["position"])["position"].to_numpy()
+    loader = actds.Loader(path, HOOK, batch=8, where="position >= 5")
+    assert_stats(loader.stats()[HOOK], rows[position >= 5])
+    loader = actds.Loader(path, HOOK, batch=8, where="position < 9", weights="multiplicity")
+    served = actds.Loader(
+        path, HOOK, batch=8, where="position < 9", weights="multiplicity", drop_last=False
+    )
+    seen = np.concatenate([b.double().numpy() for b in served])
+    assert len(seen) > (position < 9).sum()
+    stats = loader.stats()[HOOK]
+    assert stats.count == len(seen)
+    assert np.allclose(stats.mean, seen.mean(axis=0), rtol=1e-9, atol=1e-12)
+    assert np.allclose(stats.variance, seen.var(axis=0), rtol=1e-9)
+    norms = np.sort(np.linalg.norm(seen, axis=1).astype(np.float32)).astype(np.float64)
+    assert np.allclose(stats.norm_quantiles, np.quantile(norms, QUANTILES), rtol=1e-12)
+
+
+def test_what_is_kept_is_not_computed_again(path: Path, reads: list[str], cache: Path) -> None:
+    first = actds.open(path).stats(HOOK)
+    assert reads
+    reads.clear()
+    again = actds.open(path).stats(HOOK)
+    assert not reads and again.mean.tobytes() == first.mean.tobytes()
+    for file in cache.rglob("stats.npz"):
+        file.write_bytes(file.read_bytes()[:100])  # a cache that was cut
+    assert actds.open(path).stats(HOOK).mean.tobytes() == first.mean.tobytes()
+    assert reads
+    reads.clear()
+    actds.open(path).stats(HOOKS[1])
+    assert reads
+
+
+def test_an_interrupted_pass_continues_and_ends_the_same_to_the_bit(
+    path: Path, reads: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = actds.open(path).stats(HOOK)
+    order = list(reads)
+    assert len(order) >= 4
+    monkeypatch.setenv("ACTDS_CACHE", str(tmp_path / "second"))
+    reads.clear()
+    statistics = stats_module.shard_statistics
+
+    def cut(*args: Any) -> Any:
+        if len(reads) == 3:
+            raise KeyboardInterrupt
+        return statistics(*args)
+
+    monkeypatch.setattr(stats_module, "shard_statistics", cut)
+    with pytest.raises(KeyboardInterrupt):
+        actds.open(path).stats(HOOK)
+    monkeypatch.setattr(stats_module, "shard_statistics", statistics)
+    reads.clear()
+    continued = actds.open(path).stats(HOOK)
+    assert reads == order[3:]
+    for name in ("mean", "variance", "norm_quantiles", "geometric_median"):
+        assert getattr(continued, name).tobytes() == getattr(whole, name).tobytes()
+    assert not [
+        f for f in (tmp_path / "second").rglob("*") if f.is_file() and f.name != "stats.npz"
+    ]
+
+
+def test_a_cache_that_cannot_be_written_warns_and_changes_nothing(
+    path: Path, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_bytes(b"")
+    monkeypatch.setenv("ACTDS_CACHE", str(blocked))
+    with pytest.warns(UserWarning, match="statistics are not kept"):
+        stats = actds.open(path).stats(HOOK)
+    assert_stats(stats, rows)
+
+
+def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
+    rng = np.random.default_rng(0)
+    points = rng.standard_t(2, size=(300, 5)) + np.array([0, 5, -3, 100, 0])
+    points[0] = 1e6
+
+    def distance(at: np.ndarray[Any, Any]) -> float:
+        return float(np.linalg.norm(points - at, axis=1).sum())
+
+    ours = geometric_median(points)
+    best = minimize(distance, np.median(points, axis=0), method="BFGS", tol=1e-10)
+    assert np.allclose(ours, best.x, atol=1e-3)
+    assert distance(ours) <= best.fun * (1 + 1e-9)
+    same = np.tile(points[3], (7, 1))
+    assert np.allclose(geometric_median(same), points[3])
+    heavy = np.concatenate([np.tile(points[3], (50, 1)), points[4:20]])
+    assert np.allclose(geometric_median(heavy), points[3])
+
+
+def test_the_sample_is_even_and_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = actds.open(path).stats(HOOK)
+    assert whole.n_sampled == whole.count
+    monkeypatch.setattr(stats_module, "SAMPLE_NBYTES", 4 * 16 * 100)
+    monkeypatch.setenv("ACTDS_CACHE", str(path.parent / "other-cache"))
+    sampled = actds.open(path).stats(HOOK)
+    assert sampled.n_sampled == 100
+    assert np.linalg.norm(sampled.geometric_median - whole.geometric_median) < whole.mean_norm / 3
+
+
+def test_datasets_are_joined_to_the_moments_of_all_rows(
+    path: Path, tmp_path: Path, rows: Any
+) -> None:
+    other = make_dataset(tmp_path / "other", n_requests=9, seed=5, hooks=HOOKS, run="r-other")
+    more = np.asarray(actds.open(other).array(HOOK)[:], np.float64)
+    joined = merge_stats([actds.open(p).stats(HOOK) for p in (path, other)])
+    both = np.concatenate([rows, more])
+    assert joined.count == len(both)
+    assert np.allclose(joined.mean, both.mean(axis=0), rtol=1e-12, atol=1e-12)
+    assert np.allclose(joined.variance, both.var(axis=0), rtol=1e-12)
+    assert np.isclose(joined.mean_norm, np.linalg.norm(both, axis=1).mean())
+
+
+def test_a_saved_file_gives_the_same_statistics(path: Path, tmp_path: Path) -> None:
+    stats = actds.open(path).stats(HOOK)
+    stats.save(tmp_path / "stats.npz")
+    again = Stats.load(tmp_path / "stats.npz")
+    assert again.count == stats.count and again.mean.tobytes() == stats.mean.tobytes()
+    with pytest.raises(FileNotFoundError):
+        Stats.load(tmp_path / "none.npz")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert actds.Loader(path, HOOK, batch=8, normalize={HOOK: again}).config["normalize"]
