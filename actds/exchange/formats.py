@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
 from actds.exchange.rows import BLOCK_NBYTES, OrderedRows, blocks
-from actds.exchange.tensors import write_tensors
+from actds.exchange.tensors import NewTensor, write_tensors
 from actds.format.arrays import DTYPES
 from actds.schema import Hook
 
@@ -108,17 +108,25 @@ def _write_safetensors(source: Source, folder: Path) -> npt.NDArray[np.int64]:
     words = {"format": "pt", "hooks": ", ".join(h.name for h in source.hooks)}
     for n, (start, stop) in enumerate(pairwise(starts.tolist())):
         run = source.rows.runs[columns["run"][start]]
-        states = np.stack([source.values[h.name][start:stop] for h in source.hooks], axis=1)
-        tensors: dict[str, tuple[str, Bits]] = {
-            "hidden_states": (dtype, states),
-            "positions": ("int64", columns["position"][start:stop].astype(np.int64)),
+        shape = (stop - start, len(source.hooks), source.hooks[0].d_model)
+        positions = columns["position"][start:stop].astype(np.int64)
+        tensors = {
+            "hidden_states": NewTensor(dtype, shape, _stacked(source, start, stop)),
+            "positions": NewTensor("int64", positions.shape, [positions]),
         }
         if "token_id" not in source.rows.unknown[run]:
             ids = columns["token_id"][start:stop].astype(np.int64)
-            tensors["token_ids"] = ("int64", ids)
+            tensors["token_ids"] = NewTensor("int64", ids.shape, [ids])
         about = {"run": run, "request": str(columns["request"][start]), "dataset": source.digest}
         write_tensors(folder / f"hs_{n}.safetensors", tensors, words | about)
     return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+
+
+def _stacked(source: Source, start: int, stop: int) -> Iterator[Bits]:
+    """Yield the rows ``[start, stop)`` of all hooks, ``(n, n_hooks, d_model)`` at a time."""
+    for low, high in blocks(stop - start, source.row_nbytes):
+        here = slice(start + low, start + high)
+        yield np.stack([source.values[hook.name][here] for hook in source.hooks], axis=1)
 
 
 def tlens_name(hook: Hook) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 
-__all__ = ["StoredTensor", "foreign", "read_header", "write_tensors"]
+__all__ = ["NewTensor", "StoredTensor", "foreign", "read_header", "write_tensors"]
 
 MAX_HEADER_NBYTES = 100_000_000  # that of the format
 _CODES = {
@@ -59,30 +59,46 @@ class StoredTensor:
         return np.memmap(self.path, kind.newbyteorder("<"), "r", self.offset, self.shape)
 
 
+@dataclass(frozen=True)
+class NewTensor:
+    """One tensor to write.
+
+    Args:
+        dtype: its type by the name that torch has for it.
+        shape: its shape.
+        pieces: its values, cut along the first axis; bfloat16 as bit patterns.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Iterable[npt.NDArray[Any]]
+
+
 def write_tensors(
-    path: Path, tensors: Mapping[str, tuple[str, npt.NDArray[Any]]], metadata: Mapping[str, str]
+    path: Path, tensors: Mapping[str, NewTensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a file of tensors.
+    """Write a file of tensors, a piece at a time.
 
     Args:
         path: the new file.
-        tensors: type and values by name; bfloat16 as bit patterns.
+        tensors: the tensors by name.
         metadata: words of the header.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
-    for name, (dtype, values) in tensors.items():
-        end = at + values.nbytes
+    for name, one in tensors.items():
+        end = at + math.prod(one.shape) * _itemsize(one.dtype)
         header[name] = {
-            "dtype": _CODES[dtype], "shape": list(values.shape), "data_offsets": [at, end],
+            "dtype": _CODES[one.dtype], "shape": list(one.shape), "data_offsets": [at, end],
         }  # fmt: skip
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, values in tensors.values():
-            file.write(np.ascontiguousarray(values).data)
+        for one in tensors.values():
+            for piece in one.pieces:
+                file.write(np.ascontiguousarray(piece).data)
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
