@@ -2,8 +2,8 @@
 
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
-``actds.validate``, ``actds.audit``, ``actds.seal``, ``actds.recover``. Each name is imported when
-it is first used; errors are those of ``actds.errors``.
+``actds.validate``, ``actds.audit``, ``actds.seal``, ``actds.recover``, ``actds.export``. Each name
+is imported when it is first used; errors are those of ``actds.errors``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actds.errors import ActdsError as ActdsError
+    from actds.exchange.export import export as export
+    from actds.exchange.importing import import_foreign as import_foreign
     from actds.load.dataset import Dataset as Dataset
     from actds.load.dataset import open as open
     from actds.load.hf import load_dataset as load_dataset
@@ -35,6 +37,8 @@ _LAZY = {
     "Dataset": "actds.load.dataset",
     "Loader": "actds.load.loader",
     "audit": "actds_validators.audit.api",
+    "export": "actds.exchange.export",
+    "import_foreign": "actds.exchange.importing",
     "load_dataset": "actds.load.hf",
     "mixing_report": "actds.load.mixing",
     "open": "actds.load.dataset",

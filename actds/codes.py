@@ -171,6 +171,13 @@ CODES: dict[str, Code] = {
         "Write it again from the dataset as it is now: actds audit --weights FILE.",
         clause="10.4",
     ),
+    "E019": Code(
+        "usage",
+        "bad foreign set",
+        "A set to import is truncated, mixes widths or types, or has a form that is not known.",
+        "Make the named file anew; docs/exchange.md says which forms can be imported.",
+        "12.1",
+    ),
     "E101": Code(
         "structure",
         "not a dataset",

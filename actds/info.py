@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from actds import layout
 from actds.format import arrays
-from actds.reading import Catalog
+from actds.reading import Catalog, unknown_columns
 from actds.schema import CloseBody, FenceBody
 from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
 
@@ -137,7 +137,9 @@ def describe(catalog: Catalog) -> Facts:
     genesis, seal = catalog.genesis, catalog.seal
     phases: Counter[str] = Counter()
     for row_set in {manifest.row_set_sha256: manifest for manifest in catalog.shards}.values():
-        phases[row_set.phase] += row_set.n_rows
+        record = catalog.runs.get(row_set.run)
+        unknown = record is not None and "phase" in unknown_columns(record)
+        phases["unknown" if unknown else row_set.phase] += row_set.n_rows
     return Facts(
         path=catalog.store.uri,
         dataset=genesis.dataset,
@@ -149,7 +151,7 @@ def describe(catalog: Catalog) -> Facts:
         sealed_ns=seal.sealed_ns if seal else None,
         digest=catalog.digest,
         totals=dict(seal.totals) if seal else {},
-        phases={phase: phases[phase] for phase in ("prefill", "decode") if phases[phase]},
+        phases=dict(sorted(phases.items(), reverse=True)),
         n_shards=len(catalog.shards),
         raw_shards=sum(manifest.compression == "raw" for manifest in catalog.shards),
         replaced_shards=len(catalog.replaced),

@@ -53,6 +53,7 @@ __all__ = [
     "need_dataset",
     "read_dataset",
     "read_genesis",
+    "unknown_columns",
 ]
 
 CENSUS_TABLES: tuple[TableName, ...] = ("requests", "steps", "spans")
@@ -287,6 +288,16 @@ def need_dataset(store: Store) -> None:
             raise ActdsError("E101", store.uri, got="no such path", expected="a dataset")
         got = f"no such file in {store.uri}"
         raise ActdsError("E101", layout.GENESIS, got=got, expected="a dataset")
+
+
+def unknown_columns(record: RunRecord) -> frozenset[str]:
+    """Return the columns of the token table of which a run says that nothing is known.
+
+    Spec: 0.1 section 6.3.
+    """
+    field = record.fields.get(tables.UNKNOWN_FIELD)
+    names = field.value if field is not None and isinstance(field.value, list) else []
+    return frozenset(tables.SCHEMAS["tokens"].names).intersection(map(str, names))
 
 
 def read_dataset(store: Store, *, strict: bool = False) -> Catalog:

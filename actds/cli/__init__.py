@@ -1,4 +1,4 @@
-"""The command line: info, explain, schema, seal, recompress, shuffle, and what others add.
+"""The command line: what this package does to datasets, and what other packages add.
 
 Everything heavy is imported inside the command that needs it, so that ``actds --help`` is fast.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import click
 
 from actds import __version__
+from actds.cli.exchange import export_command, import_command
 from actds.cli.output import ResultCommand, envelope, print_json, print_lines, result_schema
 from actds.errors import CODES, ActdsError, Code, code_entry
 
@@ -433,6 +434,9 @@ def shuffle_command(
     click.echo(f"copy of {done.source_digest}, seed {done.seed}")
     click.echo(f"seal {done.seal} {done.digest}")
 
+
+cli.add_command(export_command)
+cli.add_command(import_command)
 
 _WITHOUT_PANDAS = ("info", "recompress", "seal", "shuffle", "validate")
 

@@ -86,14 +86,18 @@ class Shard:
     Args:
         store: the dataset's store.
         manifest: the shard's manifest.
+        unknown: columns of the token table of which its run says that nothing is known.
 
     Attributes: the arguments by their names, and of the manifest ``name``, ``run``, ``phase`` (of
     all rows), ``n_rows`` and ``hooks``.
     """
 
-    def __init__(self, store: Store, manifest: ShardManifest) -> None:
+    def __init__(
+        self, store: Store, manifest: ShardManifest, unknown: frozenset[str] = frozenset()
+    ) -> None:
         self.store = store
         self.manifest = manifest
+        self.unknown = unknown
         self.name, self.run, self.phase = manifest.shard, manifest.run, manifest.phase
         self.n_rows, self.hooks = manifest.n_rows, manifest.hooks
         self._files = data_files(manifest)

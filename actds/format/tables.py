@@ -29,6 +29,8 @@ DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered")
 PHASES = ("prefill", "decode")
 FINISH_REASONS = ("stop", "length", "abort", "error", "unfinished", "skipped")
 FLAG_SPECIAL, FLAG_BOS, FLAG_EOS = 1, 2, 4
+UNKNOWN_FIELD = "import.unknown"
+"""The run record's field with the columns of ``tokens`` of which nothing is known (section 6.3)."""
 
 
 def _column(name: str, kind: pa.DataType, meaning: str, *, null: bool = False) -> pa.Field:

@@ -21,7 +21,7 @@ from actds.format.shard import Shard
 from actds.format.tables import TableName
 from actds.load.context import Context, RequestRows, RowPlaces, Tokenizer
 from actds.load.stats import Stats, cache_folder, stats_of_rows
-from actds.reading import Catalog
+from actds.reading import Catalog, unknown_columns
 from actds.schema import Hook, Phase, RunRecord, Seal
 from actds.sealing import check_provenance
 from actds.store import open_store
@@ -41,6 +41,9 @@ __all__ = [
 
 MAX_OPEN_ARRAYS = 64
 """Files that stay open: a dataset may have more shards than a process may open."""
+
+ROW_NUMBERS = frozenset({"request", "position"})
+"""Columns that number the rows of an imported run, also where they are no places in a text."""
 
 _MAX_READ_NBYTES = 1 << 26  # rows of all hooks that are read together, unless a chunk has more
 
@@ -112,7 +115,11 @@ class Dataset:
         self.path = catalog.store.uri
         self.hooks: dict[str, Hook] = {hook.name: hook for hook in catalog.genesis.hooks}
         self.runs: dict[str, RunRecord] = catalog.runs
-        self.shards = [Shard(catalog.store, manifest) for manifest in catalog.shards]
+        unknown = {run: unknown_columns(record) for run, record in self.runs.items()}
+        self.shards = [
+            Shard(catalog.store, manifest, unknown.get(manifest.run, frozenset()))
+            for manifest in catalog.shards
+        ]
         self._row_places: dict[str, RowPlaces] = {}
 
     def __repr__(self) -> str:
@@ -134,7 +141,7 @@ class Dataset:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Return the phases that have rows, of ``prefill`` and ``decode``."""
-        there = {shard.phase for shard in self.shards}
+        there = {shard.phase for shard in self.shards if "phase" not in shard.unknown}
         return cast("tuple[Phase, ...]", tuple(p for p in tables.PHASES if p in there))
 
     @property
@@ -205,6 +212,9 @@ class Dataset:
     ) -> pa.Table:
         """Return the token table: one line per activation row, in the order of ``array``.
 
+        Columns of which an imported run says nothing are null, but for request and position, which
+        then number its rows in the order of the set.
+
         Args:
             hook: whose rows; None takes the first hook. All hooks have the same rows unless they
                 have shards of their own.
@@ -219,12 +229,16 @@ class Dataset:
         """
         run = self._with_run("tokens", run)
         schema = tables.bare_schema("tokens")
+        shards = self.shards_of(hook or next(iter(self.hooks)))
+        for name in sorted({name for shard in shards for name in shard.unknown - ROW_NUMBERS}):
+            place = schema.get_field_index(name)
+            schema = schema.set(place, schema.field(name).with_nullable(True))
         if columns is not None:
             _check_columns(columns, schema.names)
             schema = pa.schema([schema.field(name) for name in columns])
         parts = [
-            (shard.run, shard.tokens(columns))
-            for shard in self.shards_of(hook or next(iter(self.hooks)))
+            (shard.run, _with_nulls(shard.tokens(columns), shard.unknown).cast(schema))
+            for shard in shards
         ]
         return _joined(schema.empty_table(), parts, run)
 
@@ -379,6 +393,15 @@ class Dataset:
                 got=f"hook {hook!r}",
                 expected=f"one of {', '.join(self.hooks)}",
             )
+
+
+def _with_nulls(table: pa.Table, unknown: frozenset[str]) -> pa.Table:
+    """Return a table with null in the columns of which nothing is known."""
+    for name in sorted((unknown - ROW_NUMBERS).intersection(table.column_names)):
+        field = table.schema.field(name).with_nullable(True)
+        nulls = pa.nulls(table.num_rows, field.type)
+        table = table.set_column(table.schema.get_field_index(name), field, nulls)
+    return table
 
 
 def _joined(empty: pa.Table, parts: list[tuple[str, pa.Table]], run: bool) -> pa.Table:

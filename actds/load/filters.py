@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +170,7 @@ def _token_columns(shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDA
     """Return the columns of the token table that filters ask for."""
     wanted = {column for one in filters for column in one.columns if column in _TOKEN_COLUMNS}
     names = [name for name in tables.SCHEMAS["tokens"].names if name in wanted]
+    need_known(shard, names, "exclude")
     table = shard.tokens(names) if names else None
     return {name: table[name].to_numpy() for name in names} if table is not None else {}
 
@@ -180,6 +181,19 @@ def _applied(one: Filter, columns: Columns, shard: Shard) -> Mask:
     if mask.dtype != np.bool_ or mask.shape != (shard.n_rows,):
         raise bad(f"filter {one.name}", f"{mask.dtype} {mask.shape}", f"bool ({shard.n_rows},)")
     return mask
+
+
+def need_known(shard: Shard, columns: Iterable[str], argument: str) -> None:
+    """Refuse an argument that asks for columns of which the run of a shard says nothing.
+
+    Raises:
+        ActdsError: E014 such a column.
+
+    Spec: 0.1 section 6.3.
+    """
+    silent = sorted(shard.unknown.intersection(columns))
+    if silent:
+        raise bad(argument, f"{', '.join(silent)} unknown in run {shard.run}", "known columns")
 
 
 def norms_of_hook(dataset: Dataset, hook: str) -> dict[str, npt.NDArray[np.float32]]:

@@ -22,7 +22,7 @@ from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
 from actds.load.dataset import Dataset, open_array, rows_at_a_time
 from actds.load.dataset import open as open_dataset
-from actds.load.filters import bad
+from actds.load.filters import bad, need_known
 from actds.load.selection import (
     PROVENANCE_COLUMNS,
     WEIGHT,
@@ -141,8 +141,12 @@ def load_dataset(
 
 def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tuple[str, ...]:
     """Return the provenance columns that are asked for, the usual ones when None."""
-    names = PROVENANCE_COLUMNS if columns is None else tuple(columns)
+    unknown = {name for shard in selection.shards for name in shard.unknown}
+    usual = tuple(name for name in PROVENANCE_COLUMNS if name not in unknown)
+    names = usual if columns is None else tuple(columns)
     known = ("run", *SCHEMAS["tokens"].names)
+    for shard in selection.shards:
+        need_known(shard, names, "columns")
     taken = {hook.name for hook in selection.hooks}
     for name in names:
         if name not in known or names.count(name) > 1:

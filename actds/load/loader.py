@@ -17,7 +17,7 @@ from actds import __version__, canonical
 from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset, rows_together
-from actds.load.filters import bad
+from actds.load.filters import bad, need_known
 from actds.load.mixture import (
     Mixture,
     Source,
@@ -28,7 +28,7 @@ from actds.load.mixture import (
 )
 from actds.load.order import ORDER_VERSION, Geometry, order_key
 from actds.load.pool import Batch, BatchSpec, Part, Pipeline, n_batches
-from actds.load.selection import Selection, select, warn_where_none
+from actds.load.selection import PROVENANCE_COLUMNS, Selection, select, warn_where_none
 from actds.load.stats import Stats, cache_folder, merge_stats, stats_of_rows
 from actds.load.transform import Normalize, Transform
 from actds.schema import Hook
@@ -199,6 +199,9 @@ class Loader:
         }
         self._rows = with_partners(rows, others) if others else rows
         warn_where_none(self._rows.excluded, stacklevel=2)
+        if provenance:
+            for shard in (shard for one in self._rows.selections for shard in one.shards):
+                need_known(shard, PROVENANCE_COLUMNS, "provenance")
         self._transform = Transform(
             batch_hooks(self._rows), self._stats_of, normalize, dtype, device
         )

@@ -21,7 +21,7 @@ from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import TableName
 from actds.load.dataset import Dataset
-from actds.load.filters import Exclusion, Mask, bad, norms_of_hook
+from actds.load.filters import Exclusion, Mask, bad, need_known, norms_of_hook
 from actds.load.where import COLUMNS, Expression, Kind, parse_expression
 from actds.schema import Hook
 
@@ -61,10 +61,11 @@ class RowValues:
 
     def constant(self, shard: Shard) -> dict[str, pa.Array]:
         """Return what the manifest says of all rows of a shard, each of length 1."""
-        return {"run": pa.array([shard.run]), "phase": pa.array([shard.phase])}
+        phase = None if "phase" in shard.unknown else shard.phase
+        return {"run": pa.array([shard.run]), "phase": pa.array([phase], pa.string())}
 
     def of(self, shard: Shard, names: Sequence[str]) -> dict[str, pa.Array]:
-        """Return the named columns, each of ``n_rows``; integers as int64.
+        """Return the named columns, each of ``n_rows``; integers as int64, null where unknown.
 
         Raises:
             ActdsError: E014 norms of several hooks, or of a run that has no norm readouts; E416 a
@@ -88,12 +89,17 @@ class RowValues:
         return found
 
     def _column(self, name: str, table: str, flag: int, shard: Shard, tokens: pa.Table) -> pa.Array:
+        source = "flags" if flag else name.partition(".")[0]
+        if source in shard.unknown:
+            return pa.nulls(shard.n_rows, COLUMNS[name].arrow_type)
         if flag:
             return pa.array((tokens["flags"].to_numpy() & flag) != 0)
         if table == "tokens":
             return _wide(tokens[name])
         prefix, _, column = name.partition(".")
         lines = self._table(shard.run, cast("TableName", table))
+        if not lines.num_rows:  # no census: read all the same, by somebody who said so
+            return pa.nulls(shard.n_rows, COLUMNS[name].arrow_type)
         at = np.searchsorted(lines[prefix].to_numpy(), tokens[prefix].to_numpy())
         return _wide(lines[column].take(pa.array(at)))
 
@@ -191,12 +197,13 @@ class RowFilter:
         if shard.run not in self._parts:
             lines = self._dataset.catalog.table("requests", shard.run)
             number = lines["request"].to_numpy().astype(np.int64)
+            digests = lines["token_digest"].to_pylist()
+            if not len(number):  # no census: read all the same, by somebody who said so
+                number, digests = self._requests_of_rows(shard.run)
             held = np.array(
                 [
                     _fraction(digest or f"{shard.run}/{request}") < share
-                    for digest, request in zip(
-                        lines["token_digest"].to_pylist(), number.tolist(), strict=True
-                    )
+                    for digest, request in zip(digests, number.tolist(), strict=True)
                 ],
                 np.bool_,
             )
@@ -205,6 +212,14 @@ class RowFilter:
         number, chosen = self._parts[shard.run]
         request = shard.tokens(["request"])["request"].to_numpy()
         return np.asarray(chosen[np.searchsorted(number, request)], np.bool_)
+
+    def _requests_of_rows(self, run: str) -> tuple[npt.NDArray[np.int64], list[None]]:
+        """Return the requests that the rows of a run name, and no digest of any."""
+        shards = [shard for shard in self._dataset.shards if shard.run == run]
+        need_known(shards[0], ["request"], "split")
+        parts = [np.unique(shard.tokens(["request"])["request"].to_numpy()) for shard in shards]
+        number = np.unique(np.concatenate(parts)).astype(np.int64)
+        return number, [None] * len(number)
 
 
 def _checked_split(split: str | None, held_out: float) -> tuple[str, float] | None:
@@ -441,6 +456,8 @@ def _select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -
         raise bad("phase", f"no {phase or ''} row".replace("  ", " "), "at least one row")
     for shard in shards:
         # Stages of a pipeline-parallel engine write their own layers in shards of their own.
+        if phase is not None:
+            need_known(shard, ["phase"], "phase")
         for name in sorted(wanted.difference(shard.hooks)):
             raise bad("hooks", f"no {name} in shard {shard.name}", "hooks of the same shards")
     return shards

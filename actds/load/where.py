@@ -61,6 +61,14 @@ class Column:
     kind: Kind
     flag: int = 0
 
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """Return the type of its values in an expression, where nothing else says it."""
+        return _ARROW_TYPES[self.kind]
+
+
+_ARROW_TYPES = {Kind.NUMBER: pa.int64(), Kind.TEXT: pa.string(), Kind.TRUTH: pa.bool_()}
+
 
 def _columns() -> dict[str, Column]:
     found = [Column("run", None, Kind.TEXT), Column("phase", None, Kind.TEXT)]
@@ -169,8 +177,7 @@ class Expression:
         """
         if self._asks_for_none:
             return None
-        kinds = {Kind.NUMBER: pa.int64(), Kind.TEXT: pa.string(), Kind.TRUTH: pa.bool_()}
-        unknown = {n: pa.nulls(1, kinds[COLUMNS[n].kind]) for n in self.columns if n not in values}
+        unknown = {n: pa.nulls(1, COLUMNS[n].arrow_type) for n in self.columns if n not in values}
         found = self._evaluate({**unknown, **values})
         value = found.as_py() if isinstance(found, pa.Scalar) else found[0].as_py()
         return value if isinstance(value, bool) else None

@@ -1,0 +1,1 @@
+"""Files of other libraries: export to what a trainer takes, import of sets made elsewhere."""

@@ -1,0 +1,414 @@
+"""Imports: values keep their bits, what nobody said stays unknown, nothing is left by halves."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import actds
+from actds.cli import cli
+from actds.errors import ActdsError, NoProvenanceError
+from actds.exchange import foreign, importing
+from actds.exchange.tensors import read_header
+from actds.schema import REQUIRED_PROVENANCE
+from actds_testing.synthetic import make_dataset
+
+TWO = ("resid_post.3", "resid_post.7")
+SILENT = ["attempt", "chunk", "flags", "phase", "step"]
+LENGTHS = (5, 1, 9, 12)
+
+
+def opened(path: Path) -> actds.Dataset:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        dataset = actds.open(path, i_accept_unsealed=True, i_accept_unprovenanced=True)
+    assert ["E306" in str(told[0].message), "E403" in str(told[1].message)] == [True, True]
+    return dataset
+
+
+def rows_of(path: Path, hook: str) -> tuple[list[tuple[int, int]], torch.Tensor, list[Any]]:
+    """Return request and position, values and token ids of an imported set, in order."""
+    dataset = opened(path)
+    table = dataset.tokens(hook)
+    order = np.lexsort((table["position"].to_numpy(), table["request"].to_numpy()))
+    lines = table.take(order).to_pylist()
+    keys = [(line["request"], line["position"]) for line in lines]
+    return keys, dataset.array(hook).torch(order), [line["token_id"] for line in lines]
+
+
+def hidden_states(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Write files as vLLM's hidden states connector and speculators do; return their states."""
+    folder.mkdir()
+    made = []
+    for n, length in enumerate(LENGTHS):
+        states = torch.randn(length, 2, 8, generator=torch.manual_seed(n)).to(dtype)
+        ids = torch.arange(length) + 100 * n
+        # A number of two digits, which no order of letters has in its place.
+        name = folder / f"hs_{n * 5}.safetensors"
+        save_file({"hidden_states": states, "token_ids": ids}, name)
+        (folder / f"{name.name}.lock").touch()
+        made.append(states)
+    return made
+
+
+def stacked(made: list[torch.Tensor], hook: int) -> torch.Tensor:
+    return torch.cat([states[:, hook] for states in made])
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+
+
+KEYS = [(request, position) for request, n in enumerate(LENGTHS) for position in range(n)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_hidden_states_of_vllm_and_speculators(tmp_path: Path, dtype: torch.dtype) -> None:
+    made = hidden_states(tmp_path / "set", dtype)
+    done = actds.import_foreign(tmp_path / "set", tmp_path / "acts", hooks=TWO)
+    assert (done.kind, done.n_rows, done.n_sequences) == ("safetensors", 27, 4)
+    assert done.unknown == SILENT
+    for n, hook in enumerate(TWO):
+        keys, values, tokens = rows_of(tmp_path / "acts", hook)
+        assert keys == KEYS and tokens == [100 * r + p for r, p in KEYS]
+        assert values.dtype == dtype and torch.equal(bits(values), bits(stacked(made, n)))
+
+
+@pytest.mark.parametrize("form", ["list", "stack", "one"])
+def test_samples_of_torch_with_their_tokens(tmp_path: Path, form: str) -> None:
+    made = hidden_states(tmp_path / "other")
+    (tmp_path / "set").mkdir()
+    for n, states in enumerate(made):
+        parts: Any = {"list": list(states.unbind(1)), "stack": states, "one": states[:, 0]}[form]
+        sample = {"input_ids": torch.arange(len(states)), "hidden_states": parts,
+                  "loss_mask": torch.ones(len(states))}  # fmt: skip
+        torch.save(sample, tmp_path / "set" / f"data_{n}.pt")
+    hooks = TWO[:1] if form == "one" else TWO
+    done = actds.import_foreign(tmp_path / "set", tmp_path / "acts", hooks=hooks)
+    assert (done.unknown, done.left_out) == (SILENT, ["loss_mask"])
+    for n, hook in enumerate(hooks):
+        keys, values, tokens = rows_of(tmp_path / "acts", hook)
+        assert keys == KEYS and tokens == [position for _, position in KEYS]
+        assert torch.equal(bits(values), bits(stacked(made, n)))
+
+
+@pytest.mark.parametrize("kind", ["pt", "npy"])
+@pytest.mark.parametrize("shape", [(30, 8), (3, 10, 8)])
+def test_bare_arrays_say_nothing_but_their_values(
+    tmp_path: Path, kind: str, shape: tuple[int, ...]
+) -> None:
+    values = torch.randn(shape, generator=torch.manual_seed(0))
+    if kind == "pt":
+        torch.save(values, tmp_path / "rows.pt")
+    else:
+        np.save(tmp_path / "rows.npy", values.numpy())
+    done = actds.import_foreign(tmp_path / f"rows.{kind}", tmp_path / "acts", hooks="resid_post.4")
+    expected = {*SILENT, "token_id", "position"} | ({"request"} if kind + str(len(shape)) == "npy2"
+                                                     else set())  # fmt: skip
+    assert set(done.unknown) == expected
+    assert done.n_sequences == (1 if len(shape) == 2 else 3)
+    _, got, tokens = rows_of(tmp_path / "acts", "resid_post.4")
+    assert torch.equal(got, values.reshape(-1, 8)) and set(tokens) == {None}
+
+
+def test_bfloat16_in_numpy_needs_its_name(tmp_path: Path) -> None:
+    values = np.arange(24, dtype=np.float32).reshape(3, 8).astype(ml_dtypes.bfloat16)
+    np.save(tmp_path / "resid_post.4.npy", values)
+    with pytest.raises(ActdsError, match=r"E019 .*--dtype bfloat16"):
+        actds.import_foreign(tmp_path / "resid_post.4.npy", tmp_path / "acts")
+    source = tmp_path / "resid_post.4.npy"
+    actds.import_foreign(source, tmp_path / "acts", dtype="bfloat16")
+    got = rows_of(tmp_path / "acts", "resid_post.4")[1]
+    assert got.dtype == torch.bfloat16 and got.float().numpy().tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("to", ["safetensors", "memmap", "sae-lens"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_there_and_back_is_the_same(tmp_path: Path, to: Any, dtype: Any) -> None:
+    path = make_dataset(tmp_path / "acts", n_requests=15, seed=1, rows_per_shard=30, dtype=dtype)
+    size = 8 if to == "sae-lens" else 1
+    record = actds.export(path, tmp_path / "files", to=to, context_size=size)
+    options: dict[str, Any] = {
+        "safetensors": {"hooks": ["resid_post.0", "resid_post.1"]},
+        "memmap": {"dtype": "bfloat16"},
+        "sae-lens": {},
+    }[to]
+    done = actds.import_foreign(tmp_path / "files", tmp_path / "back", **options)
+    assert done.n_rows == record.n_rows and done.hooks == ["resid_post.0", "resid_post.1"]
+    before = actds.open(path)
+    table = before.tokens()
+    order = np.lexsort((table["position"].to_numpy(), table["request"].to_numpy()))
+    for hook in before.hooks:
+        keys, values, tokens = rows_of(tmp_path / "back", hook)
+        want = before.array(hook).torch(order)[: len(values)]
+        same = want.float() if (to, dtype) == ("sae-lens", "bfloat16") else want
+        assert values.dtype == same.dtype and torch.equal(bits(values), bits(same))
+        if to == "safetensors":
+            assert [p for _, p in keys] == table["position"].to_numpy()[order].tolist()
+        if to != "memmap":
+            assert tokens == table["token_id"].to_numpy()[order].tolist()[: len(tokens)]
+    (run,) = opened(tmp_path / "back").runs.values()
+    field = run.fields["import.dataset_digest"]
+    assert (field.value, field.origin) == (before.digest, "declared")
+    # What SAELens takes as a context is here a window of any requests.
+    assert ("request" in done.unknown) == (to != "safetensors")
+
+
+def test_everything_else_is_marked_unknown(tmp_path: Path) -> None:
+    hidden_states(tmp_path / "set")
+    said: dict[str, Any] = {"model.name": "Qwen3-8B", "model.n_layers": 36}
+    actds.import_foreign(tmp_path / "set", tmp_path / "acts", hooks=TWO, declare=said)
+    (run,) = opened(tmp_path / "acts").runs.values()
+    known = {n: f for n, f in run.fields.items() if f.origin != "unknown"}
+    assert {n for n in known if n in REQUIRED_PROVENANCE} == {*said, "capture.order"}
+    assert {n: known[n].value for n in said} == said
+    assert {known[n].origin for n in said} == {"declared"}
+    for name in REQUIRED_PROVENANCE.keys() - known.keys():
+        assert run.fields[name].value is None and "does not say" in str(run.fields[name].reason)
+    assert known["import.hooks"].origin == "declared"
+    assert known["import.source"].value == "set" and known["import.n_files"].value == 4
+
+
+def test_it_is_never_sealed_nor_taken_for_valid(tmp_path: Path) -> None:
+    hidden_states(tmp_path / "set")
+    path = tmp_path / "acts"
+    actds.import_foreign(tmp_path / "set", path, hooks=TWO)
+    codes = [finding.code for finding in actds.validate(path).errors]
+    assert codes == ["E306", "E403"]
+    with pytest.raises(NoProvenanceError, match="E403"):
+        actds.seal(path)
+    assert not (path / "seal").exists()
+    with pytest.raises(ActdsError, match="E306"):
+        actds.open(path)
+    with pytest.warns(UserWarning, match="E306"), pytest.raises(ActdsError, match="E403"):
+        actds.open(path, i_accept_unsealed=True)
+    assert "Rows: 27 (27 unknown)" in CliRunner().invoke(cli, ["info", str(path)]).output
+
+
+def test_readers_make_nothing_of_unknown_columns(tmp_path: Path) -> None:
+    hidden_states(tmp_path / "set")
+    actds.import_foreign(tmp_path / "set", tmp_path / "acts", hooks=TWO)
+    dataset = opened(tmp_path / "acts")
+    table = dataset.tokens()
+    assert all(table[name].null_count == 27 for name in SILENT)
+    assert dataset.phases == ()
+
+    def loader(**options: Any) -> actds.Loader:
+        return actds.Loader(dataset, TWO[0], batch=1, **options)
+
+    assert loader().n_rows == 27 and loader(where="position > 4").n_rows == 11
+    # A comparison with what is unknown is unknown; it can be asked for.
+    for where in ("step == 0", "phase == 'prefill'", "not special", "request.prompt_len >= 0"):
+        with pytest.raises(ActdsError, match=r"E014 where: .*true for no row"):
+            loader(where=where)
+    assert loader(where="step is None and phase is None and request == 1").n_rows == 1
+    assert loader(exclude="first_position").n_rows == 23
+    refused: list[dict[str, Any]] = [
+        {"phase": "prefill"}, {"exclude": "bos"}, {"provenance": True},
+    ]  # fmt: skip
+    for options in refused:
+        with pytest.raises(ActdsError, match=r"E014 \w+: .* unknown in run"):
+            loader(**options)
+    parts = [loader(split=split, held_out=0.5).n_rows for split in ("train", "held_out")]
+    assert sum(parts) == 27 and all(parts)
+    with loader() as batches:
+        seen = torch.cat(list(batches))
+    every = dataset.array(TWO[0]).torch()
+    assert sorted(map(tuple, seen.tolist())) == sorted(map(tuple, every.tolist()))
+
+
+def test_hugging_face_gets_the_columns_that_are_known(tmp_path: Path) -> None:
+    hidden_states(tmp_path / "set")
+    actds.import_foreign(tmp_path / "set", tmp_path / "acts", hooks=TWO)
+    options: dict[str, Any] = {
+        "streaming": True, "hooks": TWO[0], "i_accept_unsealed": True,
+        "i_accept_unprovenanced": True,
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (first, *_) = actds.load_dataset(tmp_path / "acts", **options)
+        with pytest.raises(ActdsError, match="E014 columns: step unknown in run"):
+            actds.load_dataset(tmp_path / "acts", columns=["step"], **options)
+    assert set(first) == {TWO[0], "run", "request", "position", "token_id"}
+
+
+def test_shards_of_any_size_hold_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = hidden_states(tmp_path / "set")
+    monkeypatch.setattr(importing, "BLOCK_NBYTES", 2 * 2 * 8 * 4)  # four rows
+    monkeypatch.setattr(foreign, "BLOCK_ROWS", 5)
+    seen: list[int] = []
+    actds.import_foreign(tmp_path / "set", tmp_path / "acts", hooks=TWO, progress=seen.append)
+    shards = opened(tmp_path / "acts").shards
+    assert max(shard.n_rows for shard in shards) == 4
+    assert seen == np.cumsum([shard.n_rows for shard in shards]).tolist()
+    assert len({shard.manifest.permutation_seed for shard in shards}) == len(shards)
+    keys, values, _ = rows_of(tmp_path / "acts", TWO[1])
+    assert keys == KEYS and torch.equal(bits(values), bits(stacked(made, 1)))
+    codes = [finding.code for finding in actds.validate(tmp_path / "acts").errors]
+    assert codes == ["E306", "E403"]
+
+
+def refused(tmp_path: Path, words: str, source: Path | None = None, **options: Any) -> None:
+    """Check that an import is refused in these words, and that it leaves nothing."""
+    before = {one.name for one in tmp_path.iterdir()}
+    with pytest.raises(ActdsError, match=words):
+        actds.import_foreign(source or tmp_path / "set", tmp_path / "acts", **options)
+    assert {one.name for one in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("nbytes", [1, 300, 10**6])
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "npy", "sae-lens"])
+def test_a_truncated_file_is_refused(tmp_path: Path, kind: str, nbytes: int) -> None:
+    made = hidden_states(tmp_path / "other")
+    if kind == "safetensors":
+        (tmp_path / "other").rename(tmp_path / "set")
+        file = tmp_path / "set" / "hs_10.safetensors"
+    elif kind == "sae-lens":
+        path = make_dataset(tmp_path / "made", n_requests=10)
+        actds.export(path, tmp_path / "set", to="sae-lens", context_size=4)
+        file = tmp_path / "set" / "data-00000-of-00001.arrow"
+    else:
+        (tmp_path / "set").mkdir()
+        file = tmp_path / "set" / f"resid_post.1.{kind}"
+        if kind == "pt":
+            torch.save(made[0], file)
+        else:
+            np.save(file, made[0].float().numpy())
+    file.write_bytes(file.read_bytes()[:-nbytes])
+    refused(tmp_path, f"E019 .*{file.name}", hooks=None if kind == "sae-lens" else TWO)
+
+
+def test_mixed_widths_and_types_are_refused(tmp_path: Path) -> None:
+    hidden_states(tmp_path / "set")
+    file = tmp_path / "set" / "hs_99.safetensors"
+    ids = torch.arange(3)
+    save_file({"hidden_states": torch.zeros(3, 2, 9).bfloat16(), "token_ids": ids}, file)
+    refused(tmp_path, "E019 .*hs_99.*bfloat16 rows of 9.*expected .*rows of 8", hooks=TWO)
+    save_file({"hidden_states": torch.zeros(3, 2, 8), "token_ids": ids}, file)
+    refused(tmp_path, "E019 .*hs_99.*float32 rows of 8.*expected bfloat16", hooks=TWO)
+    save_file({"hidden_states": torch.zeros(3, 3, 8).bfloat16(), "token_ids": ids}, file)
+    refused(tmp_path, "E019 .*hs_99", hooks=TWO)
+    (tmp_path / "npy").mkdir()
+    for n in range(2):
+        np.save(tmp_path / "npy" / f"resid_post.{n}.npy", np.zeros((3 + n, 4), np.float32))
+    refused(tmp_path, r"E019 .*resid_post.1.*\(4, 4\)", source=tmp_path / "npy")
+
+
+STATES = torch.zeros(3, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "tensors"),
+    [
+        ("tensors embedding", {"embedding": STATES}),
+        ("hidden_states of shape", {"hidden_states": STATES[0, 0]}),
+        ("values of float64", {"hidden_states": STATES.double()}),
+        ("values of F8_E4M3", {"hidden_states": STATES.to(torch.float8_e4m3fn)}),
+        ("one per row", {"hidden_states": STATES, "token_ids": torch.arange(4)}),
+        ("one per row", {"hidden_states": STATES, "token_ids": torch.zeros(3)}),
+        ("below 2", {"hidden_states": STATES, "token_ids": torch.tensor([0, -1, 2])}),
+        ("ascend", {"hidden_states": STATES, "positions": torch.tensor([0, 2, 2])}),
+        ("no row", {"hidden_states": STATES[:0]}),
+    ],
+)
+def test_tensors_of_another_form_are_refused(
+    tmp_path: Path, words: str, tensors: dict[str, torch.Tensor]
+) -> None:
+    (tmp_path / "set").mkdir()
+    save_file(tensors, tmp_path / "set" / "hs_0.safetensors")
+    refused(tmp_path, f"E019 .*{words}", hooks=TWO)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"[]", b"{", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+     b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}',
+     b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}', b"[" * 9999],
+)  # fmt: skip
+def test_a_hostile_header_is_refused(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 16)
+    with pytest.raises(ActdsError, match="E019"):
+        read_header(file)
+    file.write_bytes((2**63).to_bytes(8, "little") + header)
+    with pytest.raises(ActdsError, match="E019"):
+        read_header(file)
+
+
+def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "run",))
+
+    (tmp_path / "set").mkdir()
+    torch.save({"hidden_states": Trap()}, tmp_path / "set" / "data_0.pt")
+    refused(tmp_path, "E019 .*data_0.pt", hooks=TWO)
+
+
+def test_hooks_that_nobody_names_are_asked_for(tmp_path: Path) -> None:
+    hidden_states(tmp_path / "set")
+    refused(tmp_path, r"E007 .*a hook without a name(.|\n)*--hook KIND.LAYER")
+    refused(tmp_path, "E007 .*1 names; expected 2 hooks", hooks="resid_post.1")
+    refused(tmp_path, "E007 .*'mlp_out.1'", hooks=("resid_post.1", "mlp_out.1"))
+    refused(tmp_path, "E007", hooks=("resid_post.1", "resid_post.1"))
+    refused(tmp_path, "E007", hooks=("resid_post.1", "resid_post.01"))
+    refused(tmp_path, "E009 --declare", hooks=TWO, declare={"model.colour": "red"})
+    refused(tmp_path, "E009 --declare", hooks=TWO, declare={"model.name": 0.5})
+
+
+def test_what_is_no_set_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    refused(tmp_path, "E019 .*no file of sae-lens, safetensors, pt, npy")
+    refused(tmp_path, "E019 .*no such path", source=tmp_path / "nowhere")
+    refused(tmp_path, "E009 --from", kind="csv")
+    np.save(tmp_path / "set" / "a.npy", np.zeros((2, 2)))
+    torch.save(torch.zeros(2, 2), tmp_path / "set" / "a.pt")
+    refused(tmp_path, "E019 .*files of pt and npy")
+    refused(tmp_path, "E019 .*values of float64", kind="npy", hooks="resid_post.0")
+    (tmp_path / "acts").mkdir()
+    refused(tmp_path, "E008", kind="pt", hooks="resid_post.0")
+
+
+def test_an_import_that_fails_late_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden_states(tmp_path / "set")
+    commit = importing.commit_shard
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if options["seed"] == 3:
+            raise ActdsError("E503", "shards", got="No space left", expected="a durable write")
+        return commit(*args, **options)
+
+    monkeypatch.setattr(importing, "BLOCK_NBYTES", 128)
+    monkeypatch.setattr(importing, "commit_shard", failing)
+    refused(tmp_path, "E503", hooks=TWO)
+
+
+def test_the_command_says_what_is_unknown(tmp_path: Path) -> None:
+    def run(*args: object) -> Any:
+        return CliRunner().invoke(cli, [str(arg) for arg in args], prog_name="actds")
+
+    hidden_states(tmp_path / "set")
+    names = ["--hook", TWO[0], "--hook", TWO[1], "--declare", "serving.max_num_seqs=8"]
+    done = run("import", tmp_path / "set", tmp_path / "acts", *names)
+    assert done.exit_code == 0, done.output
+    assert "27 rows of resid_post.3, resid_post.7 in 4 sequences" in done.output
+    assert f"unknown: {', '.join(SILENT)}" in done.output and "cannot be sealed" in done.output
+    (run_record,) = opened(tmp_path / "acts").runs.values()
+    assert run_record.fields["serving.max_num_seqs"].value == 8
+    told = json.loads(run("import", tmp_path / "set", tmp_path / "b", *names, "--json").stdout)
+    assert told["format"] == "actds.import" and told["unknown"] == SILENT
+    assert run("import", tmp_path / "set", tmp_path / "acts", *names).exit_code == 2
+    assert run("import", tmp_path / "set", tmp_path / "c", "--declare", "x").exit_code == 2
