@@ -2,8 +2,9 @@
 
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
-``actds.validate``, ``actds.audit``, ``actds.seal``, ``actds.recover``. Each name is imported when
-it is first used; errors are those of ``actds.errors``.
+``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.view``, ``actds.seal``,
+``actds.recover``. Each name is imported when it is first used; errors are those of
+``actds.errors``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from actds.recompression import recompress as recompress
     from actds.sealing import seal as seal
     from actds_validators.audit.api import audit as audit
+    from actds_validators.check import check as check
     from actds_validators.validate.validation import validate as validate
+    from actds_validators.view.api import view as view
     from actds_writers.harvest.plan import plan as plan
     from actds_writers.harvest.recover import recover as recover
     from actds_writers.harvest.run import write as write
@@ -33,6 +36,7 @@ _LAZY = {
     "Dataset": "actds.load.dataset",
     "Loader": "actds.load.loader",
     "audit": "actds_validators.audit.api",
+    "check": "actds_validators.check",
     "load_dataset": "actds.load.hf",
     "open": "actds.load.dataset",
     "plan": "actds_writers.harvest.plan",
@@ -40,6 +44,7 @@ _LAZY = {
     "recover": "actds_writers.harvest.recover",
     "seal": "actds.sealing",
     "validate": "actds_validators.validate.validation",
+    "view": "actds_validators.view.api",
     "write": "actds_writers.harvest.run",
 }
 
