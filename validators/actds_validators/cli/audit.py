@@ -225,6 +225,7 @@ def need_folders(*outputs: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; raises E503 where it cannot be written."""
     from actds_validators.audit.outputs import replaced
 
     with replaced(path) as new:
