@@ -11,6 +11,7 @@ import numpy as np
 from actds import __version__
 from actds.format.tables import DISPOSITIONS
 from actds.load.dataset import Dataset
+from actds.load.filters import SINK_NORM
 from actds.load.overview import NEVER, Fates, NormProfile
 from actds.load.stats import Stats
 from actds.text import counted, format_nbytes, when
@@ -36,7 +37,7 @@ __all__ = ["N_HOOKS", "render"]
 N_HOOKS = 8
 """Hooks whose norms are drawn."""
 _N_SHADES = 7
-_CUT = 0.02  # of the scores lies beyond each end of the colours: one sink would else be all of it
+_CUT = 0.02  # share of the scores beyond each end of the shades
 _FATE_WORDS = {
     "captured": "captured",
     "cache_ref": "prefix-cache hit",
@@ -274,14 +275,18 @@ def _n_requests(dataset: Dataset) -> Iterator[int]:
 
 
 def _ends(requests: Sequence[Shown], k: int) -> tuple[float, float]:
-    """Return the scores at both ends of the shades."""
-    values = np.concatenate([np.empty(0), *(request.scores[k] for request in requests)])
-    values = values[np.isfinite(values)]
-    if not len(values):
+    """Return the scores at both ends of the shades; those of sinks lie beyond."""
+    if not requests:
         return 0.0, 0.0
-    low, high = np.quantile(values, (_CUT, 1 - _CUT)).tolist()
+    values = np.concatenate([request.scores for request in requests], axis=1)
+    norms, values = values[0], values[k]
+    there = np.isfinite(norms) & np.isfinite(values)
+    if not there.any():
+        return 0.0, 0.0
+    usual = there & (norms <= SINK_NORM * np.median(norms[there]))
+    low, high = np.quantile(values[usual], (_CUT, 1 - _CUT)).tolist()
     # A feature that hardly ever fires: its few values are what is looked for.
-    return (low, high) if high > low else (low, float(values.max()))
+    return (low, high) if high > low else (low, float(values[usual].max()))
 
 
 def _text(shown: Shown, scores: Sequence[Score], ends: Sequence[tuple[float, float]]) -> Text:

@@ -170,7 +170,7 @@ def _tensors(path: Path) -> Mapping[str, Floats]:
             with np.load(path, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         return _safetensors(path)
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
         raise _bad(path, f"{type(error).__name__}: {error}"[:200], "a whole file") from None
 
 
@@ -181,6 +181,8 @@ def _safetensors(path: Path) -> dict[str, Floats]:
         if not 0 < n <= _MAX_HEADER:
             raise ValueError(f"a header of {n} bytes")
         header = json.loads(file.read(n))
+    if not isinstance(header, dict):
+        raise ValueError("no header")
     data = np.memmap(path, np.uint8, "r", offset=8 + n)
     found = {}
     for name, entry in header.items():
