@@ -80,7 +80,7 @@ $(DEMO)/prompts.jsonl: examples/make_prompts.py | $(STAMP)
 	$(BIN)/python examples/make_prompts.py $@
 
 demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, validate, train on and audit a small real model (CPU)
-	rm -rf $(DEMO)/acts
+	rm -rf $(DEMO)/acts $(DEMO)/acts.log
 	OMP_NUM_THREADS=$(DEMO_THREADS) $(BIN)/actds write $(DEMO)/acts --model $(DEMO)/model \
 	  --prompts $(DEMO)/prompts.jsonl $(DEMO_ARGS) $(DEMO_ENGINE) $(DEMO_NUMERICS)
 	$(BIN)/actds validate $(DEMO)/acts
@@ -171,7 +171,7 @@ cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under press
 	PYTHONPATH=.:writers:validators:testing $(CUDA_PYTHON) benchmarks/bench_cuda.py
 
 clean: ## remove what the demo and the tools made; .venv and the demo model stay
-	rm -rf $(DEMO)/acts $(DEMO)/audit.html $(DEMO)/prompts.jsonl build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(DEMO)/acts $(DEMO)/acts.log $(DEMO)/audit.html $(DEMO)/prompts.jsonl build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -2,8 +2,9 @@
 
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
-``actds.validate``, ``actds.audit``, ``actds.seal``, ``actds.recover``, ``actds.export``. Each name
-is imported when it is first used; errors are those of ``actds.errors``.
+``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.view``, ``actds.seal``,
+``actds.recover``, ``actds.export``. Each name is imported when it is first used; errors are those
+of ``actds.errors``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from actds.sealing import seal as seal
     from actds.shuffling import shuffle as shuffle
     from actds_validators.audit.api import audit as audit
+    from actds_validators.check import check as check
     from actds_validators.validate.validation import validate as validate
+    from actds_validators.view.api import view as view
     from actds_writers.harvest.plan import plan as plan
     from actds_writers.harvest.recover import recover as recover
     from actds_writers.harvest.run import write as write
@@ -37,6 +40,7 @@ _LAZY = {
     "Dataset": "actds.load.dataset",
     "Loader": "actds.load.loader",
     "audit": "actds_validators.audit.api",
+    "check": "actds_validators.check",
     "export": "actds.exchange.export",
     "import_foreign": "actds.exchange.importing",
     "load_dataset": "actds.load.hf",
@@ -48,6 +52,7 @@ _LAZY = {
     "seal": "actds.sealing",
     "shuffle": "actds.shuffling",
     "validate": "actds_validators.validate.validation",
+    "view": "actds_validators.view.api",
     "write": "actds_writers.harvest.run",
 }
 

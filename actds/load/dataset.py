@@ -19,6 +19,7 @@ from actds.format import arrays, tables
 from actds.format.row_weights import RowWeights, read_row_weights
 from actds.format.shard import Shard
 from actds.format.tables import TableName
+from actds.load import show
 from actds.load.context import Context, RequestRows, RowPlaces, Tokenizer
 from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.reading import Catalog, unknown_columns
@@ -28,6 +29,7 @@ from actds.store import open_store
 
 if TYPE_CHECKING:
     import torch
+    from matplotlib.figure import Figure
 
 __all__ = [
     "Dataset",
@@ -124,6 +126,27 @@ class Dataset:
 
     def __repr__(self) -> str:
         return f"<actds.Dataset {self.path}: {self.n_rows} rows, hooks {', '.join(self.hooks)}>"
+
+    def _repr_html_(self) -> str:
+        return show.dataset_html(self)
+
+    def plot_norms(self, hooks: str | Iterable[str] | None = None) -> Figure:
+        """Return a figure of matplotlib: norms of rows by position, of all hooks or some.
+
+        From the readouts if there are any, else from 16,384 rows of each hook.
+
+        Raises:
+            ActdsError: E011 matplotlib is not installed; E014 no such hook.
+        """
+        return show.plot_norms(self, hooks)
+
+    def plot_coverage(self) -> Figure:
+        """Return a figure of matplotlib: what became of the positions, by phase and position.
+
+        Raises:
+            ActdsError: E011 matplotlib is not installed.
+        """
+        return show.plot_coverage(self)
 
     @property
     def seal(self) -> Seal | None:

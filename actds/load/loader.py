@@ -16,6 +16,7 @@ import numpy as np
 from actds import __version__, canonical
 from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.shard import Shard
+from actds.load import show
 from actds.load.dataset import Dataset, rows_together
 from actds.load.filters import bad, need_known
 from actds.load.mixture import (
@@ -311,6 +312,9 @@ class Loader:
             )
             + f"; {self._n_batches:,} batches of {self._spec.geometry.batch:,} an epoch>"
         )
+
+    def _repr_html_(self) -> str:
+        return show.loader_html(self)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""The commands ``actds validate`` and ``actds audit``."""
+"""The commands ``actds validate``, ``audit``, ``check`` and ``view``."""
 
 SUMMARIES = {
     "audit": "Estimate what a dataset lost, and whether it matters.",
+    "check": "Say whether a dataset is valid, and whether to train on it.",
     "validate": "Check a dataset before training on it.",
+    "view": "Write a page to look at a dataset: hooks, norms, coverage, losses, text.",
 }
 """First lines of their help, which ``actds --help`` lists without importing the commands."""

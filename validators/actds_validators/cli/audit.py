@@ -61,7 +61,7 @@ def _result() -> type[Audit]:
     return Audit
 
 
-def _no_dash(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+def no_dash(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
     """Refuse ``-``: of all outputs only the result can go to the terminal."""
     if value is not None and str(value) == "-":
         raise click.BadParameter("'-' is no file; only --json can print", ctx, param)
@@ -79,7 +79,7 @@ def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option(
     "--html",
     type=click.Path(dir_okay=False, path_type=Path),
-    callback=_no_dash,
+    callback=no_dash,
     help="Write the report.",
 )
 @click.option(
@@ -91,7 +91,7 @@ def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option(
     "--weights",
     type=click.Path(dir_okay=False, path_type=Path),
-    callback=_no_dash,
+    callback=no_dash,
     help="Write inverse-probability weights, one per stored row.",
 )
 @click.option(
@@ -163,22 +163,22 @@ def audit(
     refuse_outputs(
         {"--html": html, "--json": json_file, "--weights": weights}, {"--classes": classes}
     )
-    _need_folders(html, json_file, weights)
+    need_folders(html, json_file, weights)
     from actds_validators.report import html as page
     from actds_validators.report import summary, terminal
 
-    _keep_little()
+    keep_little()
     found = run_audit(
         path, limits=limits, weights=weights, classes=classes, against=against, by=by, rows=rows,
-        executor=executor, progress=_progress(),
+        executor=executor, progress=told(),
     )  # fmt: skip
     result = found.result
     text = json.dumps(result.as_json(), indent=2, sort_keys=True)
     if json_file is not None:
-        _write(json_file, text + "\n")
+        write_text(json_file, text + "\n")
     about = summary.about(found.catalog, ctx.meta[_COMMAND])
     if html is not None:
-        _write(html, page.render(result, about))
+        write_text(html, page.render(result, about))
     if to_stdout:
         click.echo(text)
     else:
@@ -193,7 +193,7 @@ def audit(
     sys.exit(exit_code(result, "warn" if strict else fail_on))
 
 
-def _keep_little() -> None:
+def keep_little() -> None:
     """Let the C library give memory back that an array of a megabyte or more had.
 
     By default it raises that size to the largest array it has seen freed, up to 32 MB, and keeps
@@ -214,7 +214,7 @@ def _is_given(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
-def _need_folders(*outputs: Path | None) -> None:
+def need_folders(*outputs: Path | None) -> None:
     """Raise E503 for a file that is asked for in a folder that is not there, before the audit."""
     from actds_validators.audit.outputs import unwritable
 
@@ -224,7 +224,8 @@ def _need_folders(*outputs: Path | None) -> None:
             raise unwritable(out, f"no folder {out.parent}", next_step)
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; raises E503 where it cannot be written."""
     from actds_validators.audit.outputs import replaced
 
     with replaced(path) as new:
@@ -236,7 +237,7 @@ def exit_code(result: Audit, fail_on: str) -> int:
     return int(result.verdict.level in _FAILING[fail_on])
 
 
-def _progress() -> Callable[[str], None]:
+def told() -> Callable[[str], None]:
     """Return what says on a terminal what is being done."""
     if not sys.stderr.isatty():
         return lambda what: None

@@ -52,7 +52,7 @@ def validate(path: str, level: str, as_json: bool, strict: bool) -> None:
     """
     from actds_validators.validate import validation as validation_module
 
-    with _progress() as progress:
+    with counting() as progress:
         result = validation_module.validate(path, level, progress)  # type: ignore[arg-type]
     if as_json:
         print_json(envelope("validate", result.as_json(strict=strict)))
@@ -62,7 +62,7 @@ def validate(path: str, level: str, as_json: bool, strict: bool) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def counting() -> Iterator[Progress]:
     """Yield what counts the work on stderr: on a terminal, and only when it takes a while."""
     if not sys.stderr.isatty():
         yield lambda what, amount: None
@@ -97,15 +97,16 @@ def page(validation: Validation, *, strict: bool = False) -> Iterator[Line]:
 
 
 def _page(validation: Validation, strict: bool) -> Iterator[Line]:
-    yield _verdict(validation, strict)
+    yield verdict_line(validation, strict=strict)
     for check in validation.checks:
         text = f"  {_MARKS[check.state]} {check.name.ljust(10)}  {check.detail}".rstrip()
         yield Line(text, _STYLES[check.state])
-    yield from _findings(validation)
+    yield from finding_lines(validation)
     yield from _totals(validation)
 
 
-def _verdict(validation: Validation, strict: bool) -> Line:
+def verdict_line(validation: Validation, *, strict: bool = False) -> Line:
+    """Return the verdict: what was found, at which level, of which content."""
     n_errors, n_warnings = len(validation.errors), len(validation.warnings)
     code = validation.exit_code(strict=strict)
     if code == 3:
@@ -123,17 +124,18 @@ def _verdict(validation: Validation, strict: bool) -> Line:
     )
 
 
-def _findings(validation: Validation) -> Iterator[Line]:
+def finding_lines(validation: Validation, room: int = MAX_FINDINGS) -> Iterator[Line]:
+    """Yield the first findings, errors first, each code with its next step once."""
     if not validation.findings:
         return
     yield Line("")
     advised: set[str] = set()
-    for finding in validation.findings[:MAX_FINDINGS]:
+    for finding in validation.findings[:room]:
         yield Line(f"{_label(finding)}{finding.line()}", _style(finding))
         if finding.code not in advised:
             advised.add(finding.code)
             yield Line(f"    Next: {finding.next_step}", "dim")
-    more = len(validation.findings) - MAX_FINDINGS
+    more = len(validation.findings) - room
     if more > 0:
         yield Line(f"and {more:,} more findings; --json lists them all", "warn")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from actds.text import counted
 from actds_validators.audit.result import (
@@ -13,6 +14,7 @@ from actds_validators.audit.result import (
     Coverage,
     CoverageCell,
     Finding,
+    WaterfallStep,
 )
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, split_range
 from actds_validators.report.words import (
@@ -100,7 +102,11 @@ def _findings(section: Accounting) -> list[Table]:
 
 def waterfall(audit: Audit) -> Picture | None:
     """Return the steps from all positions to the stored rows."""
-    steps = audit.accounting.waterfall
+    return waterfall_of(audit.accounting.waterfall)
+
+
+def waterfall_of(steps: Sequence[WaterfallStep]) -> Picture | None:
+    """Return the picture of steps, ``None`` without one."""
     if not steps:
         return None
     shown, more = first(steps, _MAX_STEPS)
@@ -191,9 +197,13 @@ def _reused(section: Coverage) -> str:
 
 def coverage_map(audit: Audit) -> Picture | None:
     """Return token class × position band, each cell split by what became of its positions."""
-    if audit.coverage is None or not audit.coverage.cells:
+    return None if audit.coverage is None else map_of(audit.coverage.cells)
+
+
+def map_of(cells: Sequence[CoverageCell]) -> Picture | None:
+    """Return the map of cells, ``None`` without one."""
+    if not cells:
         return None
-    cells = audit.coverage.cells
     bands = _bands(sorted({(cell.low, cell.high) for cell in cells}))
     grid, kept = _grid(cells, bands)
     p = Picture(
@@ -256,7 +266,7 @@ def _bands(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _grid(
-    cells: list[CoverageCell], bands: list[tuple[int, int]]
+    cells: Sequence[CoverageCell], bands: list[tuple[int, int]]
 ) -> tuple[dict[str, list[Counts]], dict[str, list[float | None]]]:
     """Return the counts, and the share stored, per class and band; rare classes as one."""
     size: dict[str, int] = defaultdict(int)

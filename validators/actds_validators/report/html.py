@@ -1,17 +1,10 @@
-"""The report of an audit: one self-contained HTML file without script, under a strict policy.
-
-Every text of the result is anybody's: it is cut, freed of control characters and escaped in one
-place, here.
-"""
+"""The report of an audit: its sections, their charts, and the page of them all."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 from actds_validators.audit.result import Accounting, Audit
 from actds_validators.report.accounting import (
@@ -21,6 +14,7 @@ from actds_validators.report.accounting import (
     waterfall,
 )
 from actds_validators.report.drift import KINDS, drift_bars, drift_part
+from actds_validators.report.markup import render_page
 from actds_validators.report.mechanism import (
     capture_trace,
     lag_plot,
@@ -54,13 +48,9 @@ from actds_validators.report.words import (
     Part,
     Sentence,
     against,
-    clean,
     measured,
     state_of,
 )
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 Chart = Callable[[Audit], Picture | None]
 
@@ -158,17 +148,11 @@ def render(audit: Audit, about: About | None = None) -> str:
     Raises:
         ImportError: Jinja2 is not installed (the extra ``audit``).
     """
-    environment = _environment()
-    style = environment.loader.get_source(environment, "page.css")[0]  # type: ignore[union-attr]
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     verdict = audit.verdict
     deciding, state = verdict.deciding, state_of(verdict.deciding, verdict.level)
-    return environment.get_template("page.html.j2").render(
+    return render_page(
+        "page.html.j2",
         audit=audit,
-        style=_exact(style),
-        policy=Sentence(
-            f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-        ),
         mark=LEVEL_MARKS[verdict.level],
         answer=answer(audit),
         biases=biases(audit),
@@ -217,35 +201,3 @@ def _without_losses(title: str, account: Accounting) -> str:
     if account.aborted and title != "Weights":
         return "no token was dropped; those of aborted requests are counted, not compared"
     return ""
-
-
-@cache
-def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("actds_validators.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_finalize,
-    )
-    environment.globals["long"] = Sentence
-    return environment
-
-
-def _finalize(value: Any) -> Any:
-    """Return what the template writes: text that can do no harm, numbers to a tenth of a pixel."""
-    if hasattr(value, "__html__"):  # markup of the template itself
-        return value
-    if isinstance(value, float):
-        return f"{round(value, 1) + 0.0:.1f}".removesuffix(".0")
-    return clean(value) if isinstance(value, str) else value
-
-
-def _exact(style: str) -> Any:
-    """Return the style sheet as markup: its digest is of these bytes, unescaped."""
-    from markupsafe import Markup
-
-    return Markup(style)

@@ -57,7 +57,7 @@ def render(audit: Audit, about: About | None = None) -> Iterator[Line]:
 
 
 def _page(audit: Audit, about: About | None) -> Iterator[Line]:
-    yield from _first_screen(audit, about)
+    yield from first_screen(audit, about)
     yield from _list("What to do", [f"{n}. {s}" for n, s in enumerate(audit.verdict.next_steps, 1)])
     yield from _list("Evidence that is missing", [f"- {lack}" for lack in audit.verdict.lacks])
     yield Line("")
@@ -80,7 +80,7 @@ def _page(audit: Audit, about: About | None) -> Iterator[Line]:
     yield from _list("What this audit cannot detect", blind, "dim", _MAX_ROWS)
 
 
-def _first_screen(audit: Audit, about: About | None) -> Iterator[Line]:
+def first_screen(audit: Audit, about: About | None) -> Iterator[Line]:
     """Yield whether to train on the dataset, how far off a mean can be, and what it is."""
     verdict, d = audit.verdict, audit.verdict.deciding
     style = _STYLES[verdict.level]

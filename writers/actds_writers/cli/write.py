@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +10,6 @@ from actds.cli.options import SettingsCommand
 
 if TYPE_CHECKING:
     from actds_writers.config import WriteSettings
-    from actds_writers.monitor.progress import Observer
 
 EXAMPLES = """\b
 Examples:
@@ -50,10 +48,14 @@ def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) 
     """
     from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.run import write as run
+    from actds_writers.monitor.terminal import Terminal
 
-    result = run(
-        observer=_terminal(quiet), out=out, engine_args=parse_words(engine_args), **settings
-    )
+    terminal = Terminal(out, quiet=quiet)
+    try:
+        result = run(observer=terminal, out=out, engine_args=parse_words(engine_args), **settings)
+    except BaseException:
+        terminal.failed()
+        raise
     if result.reason == "interrupted":
         click.echo(
             "Interrupted. Everything committed is sealed. Continue with the same command and "
@@ -61,23 +63,3 @@ def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) 
             err=True,
         )
         click.get_current_context().exit(1)
-
-
-def _terminal(quiet: bool) -> Observer:
-    """Return an observer that shows progress on stderr and the summary on stdout."""
-    from contextlib import AbstractContextManager
-
-    from actds_writers.harvest.run import HarvestResult
-    from actds_writers.monitor.progress import Observer, Progress, Snapshot
-
-    class Terminal(Observer):
-        def said(self, line: str) -> None:
-            click.echo(line, err=True)
-
-        def harvesting(self, snapshot: Callable[[], Snapshot]) -> AbstractContextManager[object]:
-            return Progress(snapshot, quiet=quiet)
-
-        def ended(self, result: HarvestResult) -> None:
-            click.echo(result.summary)
-
-    return Terminal()

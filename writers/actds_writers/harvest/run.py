@@ -393,8 +393,11 @@ class _Run:
         return outcome
 
     def _start(self) -> Engine:
+        with self._observer.starting(f"Starting the engine for {self._settings.model}"):
+            return self._connected_engine()
+
+    def _connected_engine(self) -> Engine:
         settings = self._settings
-        self._observer.said(f"Starting the engine for {settings.model} ...")
         engine = find_engine(settings.engine).start(
             settings.model,
             self._plan.engine,

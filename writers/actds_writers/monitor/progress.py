@@ -371,11 +371,21 @@ class Display:
             self._live.update(format_screen(now, before, self._started), refresh=True)
 
 
+def is_screen(stream: TextIO) -> bool:
+    """Return whether what is written can be written over."""
+    return os.environ.get("TERM", "") != "dumb" and stream.isatty()
+
+
 class Observer:
     """Receives the progress of a harvest; a subclass overrides what it needs."""
 
     def said(self, line: str) -> None:
         """Take a message for the user."""
+
+    def starting(self, words: str) -> AbstractContextManager[object]:
+        """Return a context that is entered while the engine starts, and says so in words."""
+        self.said(f"{words} ...")
+        return nullcontext()
 
     def harvesting(self, snapshot: Callable[[], Snapshot]) -> AbstractContextManager[object]:
         """Return a context that is entered while requests are served.
@@ -410,8 +420,7 @@ class Progress:
     ) -> None:
         self._snapshot = snapshot
         self._stream = stream if stream is not None else sys.stderr
-        capable = os.environ.get("TERM", "") != "dumb" and self._stream.isatty()
-        self._terminal = capable if terminal is None else terminal
+        self._terminal = is_screen(self._stream) if terminal is None else terminal
         usual = TERMINAL_INTERVAL_S if self._terminal else PLAIN_INTERVAL_S
         self._interval_s = usual if interval_s is None else interval_s
         self._ended = threading.Event()

@@ -1,0 +1,135 @@
+"""One command for who only has a dataset: is it valid, and may I train on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import actds
+from actds.cli import cli
+from actds_testing.simulate import SCENARIOS, simulate, write_dataset
+from actds_testing.synthetic import make_dataset
+from actds_validators.report.summary import answer
+
+# Verdict, and exit code as it is and with --strict.
+CASES = {"PASS": (0, 0), "WARN": (0, 1), "INCONCLUSIVE": (0, 1), "FAIL": (1, 1)}
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["check", *(str(arg) for arg in args)], prog_name="actds")
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a dataset for each verdict."""
+    root = tmp_path_factory.mktemp("check")
+
+    def made(name: str, **changes: object) -> Path:
+        options = {"n_steps": 150, **changes}
+        scenario = replace(SCENARIOS[name], **options)  # type: ignore[arg-type]
+        return write_dataset(simulate(scenario, 1), root / name)
+
+    return {
+        "PASS": made("none"),
+        "WARN": made("mnar_projection", n_steps=1500, rate=0.04, strength=0.5),
+        "INCONCLUSIVE": made("mcar_steps", n_steps=300, rate=0.03, readouts=False),
+        "FAIL": made("heavy"),
+    }
+
+
+@pytest.mark.parametrize("level", CASES)
+def test_the_screen_has_the_answer_the_validation_and_the_verdict(
+    datasets: dict[str, Path], level: str
+) -> None:
+    told = run(datasets[level])
+    lines = told.stdout.splitlines()
+    assert told.exit_code == CASES[level][0] and told.stderr == ""
+    assert lines[0][2:] == answer(actds.audit(datasets[level]).result)
+    assert lines[1].startswith(f"VALID {datasets[level]} at level full: seal 1, digest ")
+    assert any(line.startswith(level) for line in lines) and "What to do" in lines
+    assert len(lines) <= 24
+    assert run(datasets[level], "--strict").exit_code == CASES[level][1]
+
+
+def test_the_json_holds_what_validate_and_audit_print(datasets: dict[str, Path]) -> None:
+    for level, path in datasets.items():
+        told = run(path, "--json", "--strict")
+        found = json.loads(told.stdout)
+        assert (found["format"], found["version"]) == ("actds.check", "1")
+        assert (found["valid"], found["verdict"]) == (True, level)
+        assert found["exit_code"] == told.exit_code == CASES[level][1]
+        assert found["ok"] == (level == "PASS")
+        taken = {"duration_s": 0, "peak_nbytes": 0}
+        audit = actds.audit(path).result.as_json()
+        assert found["audit"] | taken == audit | taken
+        validation = actds.validate(path).as_json(strict=True)
+        assert found["validation"] | taken == validation | taken
+
+
+def test_what_is_not_valid_is_not_audited(copy_dataset: Callable[[], Path], tmp_path: Path) -> None:
+    path, html = copy_dataset(), tmp_path / "audit.html"
+    damaged = next(path.glob("shards/*/tokens.parquet"))
+    damaged.chmod(0o644)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    told = run(path, "--html", html)
+    assert told.exit_code == 1 and not html.exists()
+    assert told.stdout.splitlines()[0] == "✗ No: it is not valid"
+    assert f"REFUSED {path}" in told.stdout and "E201" in told.stdout
+    assert "report: not written" in told.stdout
+    found = json.loads(run(path, "--json").stdout)
+    assert (found["valid"], found["verdict"], found["audit"], found["ok"]) == (
+        False, None, None, False,
+    )  # fmt: skip
+    result = actds.check(path)
+    assert result.audit is None and not result.is_valid and result.exit_code() == 1
+
+
+def test_what_is_not_sealed_is_refused_with_the_next_step(tmp_path: Path) -> None:
+    told = run(make_dataset(tmp_path / "open", sealed=False))
+    assert told.exit_code == 1
+    assert "E306" in told.stdout and "actds seal" in told.stdout
+
+
+def test_what_is_no_dataset_ends_with_3(tmp_path: Path) -> None:
+    told = run(tmp_path / "nope")
+    assert told.exit_code == 3 and "E101" in told.stdout
+    assert told.stdout.startswith("✗ No: it cannot be read as a dataset")
+    assert json.loads(run(tmp_path / "nope", "--json").stdout)["exit_code"] == 3
+
+
+def test_the_report_is_that_of_the_audit(datasets: dict[str, Path], tmp_path: Path) -> None:
+    html = tmp_path / "audit.html"
+    told = run(datasets["WARN"], "--html", html)
+    assert f"report: {html}" in told.stdout
+    page = html.read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") and "Yes, with these limits" in page
+
+
+def test_a_report_in_no_folder_is_refused_before_the_dataset_is_read(
+    datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    monkeypatch.setattr("actds_validators.check.check", lambda *args, **kwargs: read.append(args))
+    told = run(datasets["PASS"], "--html", tmp_path / "no" / "audit.html")
+    assert told.exit_code == 4 and "E503" in told.stderr and not read
+    assert run(datasets["PASS"], "--html", "-").exit_code == 2 and not read
+
+
+def test_without_the_extra_it_says_so_before_it_hashes(
+    datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actds_validators.audit.api.find_spec", lambda name: None)
+    with pytest.raises(actds.ActdsError, match=r'E011 .*(?s:.*)pip install "actds\[audit\]"'):
+        actds.check(datasets["PASS"])
+    assert run(datasets["PASS"]).exit_code == 2
+
+
+def test_no_text_of_a_dataset_paints_the_terminal(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "a\x1b[31m", n_requests=4)
+    told = run(path)
+    assert "\x1b" not in told.output and "\\x1b[31m" in told.stdout

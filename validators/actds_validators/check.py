@@ -1,0 +1,98 @@
+"""May I train on it: whether a dataset is valid, and if it is, the verdict of its audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actds_validators.audit.run import AuditResult
+    from actds_validators.validate.validation import Progress, Validation
+
+# The verdicts that are no reason to train on it as it is.
+_FAILING = {False: {"FAIL"}, True: {"FAIL", "INCONCLUSIVE", "WARN"}}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What ``actds check`` says.
+
+    Args:
+        validation: the validation at level ``full``.
+        audit: the audit; None of a dataset that is not valid, which nothing can be said about.
+    """
+
+    validation: Validation
+    audit: AuditResult | None
+
+    @property
+    def is_valid(self) -> bool:
+        """Return whether the dataset conforms, every byte of it."""
+        return self.validation.exit_code() == 0
+
+    @property
+    def answer(self) -> str:
+        """Return whether to train on it, in a few words."""
+        from actds_validators.report.summary import answer
+
+        if self.audit is not None:
+            return answer(self.audit.result)
+        if self.validation.dataset is None:
+            return "No: it cannot be read as a dataset"
+        return "No: it is not valid"
+
+    def exit_code(self, *, strict: bool = False) -> int:
+        """Return 0 valid and no FAIL, 1 otherwise, 3 not readable as a dataset.
+
+        Args:
+            strict: warnings, WARN and INCONCLUSIVE end with 1 as well.
+        """
+        code = self.validation.exit_code(strict=strict)
+        if code or self.audit is None:
+            return code
+        return int(self.audit.result.verdict.level in _FAILING[strict])
+
+    def as_json(self, *, strict: bool = False) -> dict[str, Any]:
+        """Return the result as ``actds check --json`` prints it."""
+        result = None if self.audit is None else self.audit.result
+        return {
+            "path": self.validation.path,
+            "strict": strict,
+            "ok": self.exit_code(strict=strict) == 0,
+            "exit_code": self.exit_code(strict=strict),
+            "valid": self.is_valid,
+            "verdict": None if result is None else result.verdict.level,
+            "answer": self.answer,
+            "validation": self.validation.as_json(strict=strict),
+            "audit": None if result is None else result.as_json(),
+        }
+
+
+def check(
+    path: str | Path,
+    *,
+    validating: Progress = lambda what, amount: None,
+    auditing: Callable[[str], None] = lambda what: None,
+) -> CheckResult:
+    """Validate a dataset with every byte of it, then audit it if it is valid.
+
+    Args:
+        path: the dataset.
+        validating: as ``progress`` of ``validate``.
+        auditing: as ``progress`` of ``audit``.
+
+    Raises:
+        ActdsError: E011 a package of the audit is not installed; and as ``audit``.
+
+    Spec: 0.1 sections 12 and 14.
+    """
+    from actds_validators.audit.api import audit, need_extra
+    from actds_validators.validate.validation import validate
+
+    need_extra()  # before minutes of hashing
+    validation = validate(path, "full", validating)
+    if validation.exit_code():
+        return CheckResult(validation, None)
+    return CheckResult(validation, audit(path, progress=auditing))

@@ -1,0 +1,111 @@
+"""The command ``actds check``: valid or not, and may I train on it, in one screen."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from actds.cli.output import envelope, print_json, print_lines
+from actds.text import Line, printable
+from actds_validators.cli.audit import keep_little, need_folders, no_dash, told, write_text
+from actds_validators.cli.validate import counting, finding_lines, verdict_line
+
+if TYPE_CHECKING:
+    from actds_validators.check import CheckResult
+
+_MAX_FINDINGS, _MAX_STEPS = 4, 4
+
+
+@click.command()
+@click.argument("path", metavar="PATH")
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=no_dash,
+    help="Write the audit's report.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON (actds.check 1).")
+@click.option("--strict", is_flag=True, help="Fail on warnings, WARN and INCONCLUSIVE as well.")
+@click.pass_context
+def check(ctx: click.Context, /, path: str, html: Path | None, as_json: bool, strict: bool) -> None:
+    """Say whether a dataset is valid, and whether to train on it.
+
+    PATH is the dataset's folder. This is actds validate and, if the dataset is valid, actds audit,
+    on one screen; each of them says more. Exit codes: 0 valid, and the audit does not FAIL; 1 any
+    other answer; 2 usage; 3 not readable as a dataset; 4 not writable.
+
+    \b
+    Examples:
+      actds check acts
+      actds check acts --html audit.html
+      actds check acts --json --strict
+    """
+    from actds_validators.audit.api import need_extra
+    from actds_validators.audit.outputs import refuse_outputs
+    from actds_validators.check import check as run
+
+    need_extra(*(["jinja2"] if html else []))
+    refuse_outputs({"--html": html}, {})
+    need_folders(html)
+    keep_little()
+    with counting() as validating:
+        found = run(path, validating=validating, auditing=told())
+    if html is not None and found.audit is not None:
+        write_text(html, _report(found, shlex.join(["actds", "audit", path, "--html", str(html)])))
+    if as_json:
+        print_json(envelope("check", found.as_json(strict=strict)))
+    else:
+        print_lines(page(found, html, strict=strict))
+    sys.exit(found.exit_code(strict=strict))
+
+
+def _report(found: CheckResult, command: str) -> str:
+    from actds_validators.report import html, summary
+
+    assert found.audit is not None, "there is a result to report"
+    return html.render(found.audit.result, summary.about(found.audit.catalog, command))
+
+
+def page(found: CheckResult, html: Path | None = None, *, strict: bool = False) -> Iterator[Line]:
+    """Yield the screen, line by line; no line holds a control character.
+
+    Args:
+        found: the result.
+        html: where the report was asked for.
+        strict: whether warnings make it no valid dataset.
+    """
+    for line in _page(found, html, strict):
+        yield Line(printable(line.text), line.style)
+
+
+def _page(found: CheckResult, html: Path | None, strict: bool) -> Iterator[Line]:
+    path = shlex.quote(found.validation.path)
+    valid = verdict_line(found.validation, strict=strict)
+    if found.audit is None:
+        yield Line(f"✗ {found.answer}", "bad")
+        yield valid
+        yield from finding_lines(found.validation, _MAX_FINDINGS)
+        if html is not None:
+            yield Line("report: not written; only a valid dataset can be audited")
+        yield Line(f"More: actds validate {path}", "dim")
+        return
+    from actds_validators.report import summary, terminal
+
+    result = found.audit.result
+    answer, *rest = terminal.first_screen(result, summary.about(found.audit.catalog, ""))
+    yield answer
+    yield valid
+    yield from finding_lines(found.validation, _MAX_FINDINGS)
+    yield from (line for line in rest if line.text.split() != ["Command"])
+    steps = result.verdict.next_steps
+    if steps:
+        yield Line("What to do", "title")
+        yield from (Line(f"  {n}. {step}") for n, step in enumerate(steps[:_MAX_STEPS], 1))
+    if html is not None:
+        yield Line(f"report: {html}")
+    yield Line(f"More: actds validate {path}; actds audit {path}", "dim")

@@ -1,0 +1,202 @@
+"""What tokens are coloured by: the norm of a row, a probe's product, a feature's activation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from actds.errors import ActdsError
+
+__all__ = ["MAX_SCORES", "NORM", "Score", "read_probe", "read_sae"]
+
+Floats = npt.NDArray[Any]
+MAX_SCORES = 4
+"""The norm, and three more."""
+_MAX_HEADER = 1 << 26
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_ENCODERS = ("W_enc", "encoder.weight")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number per row.
+
+    Args:
+        name: as the page names it.
+        words: how it is computed.
+        of: from rows ``(n, d_model)``, float32, to numbers ``(n,)``.
+    """
+
+    name: str
+    words: str
+    of: Callable[[Floats], Floats]
+
+
+NORM = Score("norm", "Euclidean norm of the row", lambda rows: np.linalg.norm(rows, axis=1))
+
+
+def read_probe(path: str | Path, d_model: int, chosen: Sequence[int] = ()) -> list[Score]:
+    """Return the scores of probes: the product of a row with each.
+
+    Args:
+        path: ``.npy`` file, ``(d_model,)`` or ``(n_probes, d_model)``.
+        d_model: channels of the hook.
+        chosen: which probes; the first ones by default.
+
+    Raises:
+        ActdsError: E015 no such file, another shape, or values that are not finite numbers.
+    """
+    path = Path(path)
+    try:
+        found = np.load(path, allow_pickle=False, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise _bad(path, str(error)[:200], "an .npy file of floats") from None
+    if not isinstance(found, np.ndarray):
+        raise _bad(path, "several arrays", "an .npy file of one")
+    probes = found[None] if found.ndim == 1 else found
+    if probes.ndim != 2 or probes.shape[1] != d_model or probes.dtype.kind != "f":
+        expected = f"floats ({d_model},) or (n_probes, {d_model})"
+        raise _bad(path, f"{found.dtype} {found.shape}", expected)
+    return [
+        Score(f"probe {n}", f"product with row {n} of {path.name}", _product(path, probes[n]))
+        for n in _chosen(path, chosen or range(min(len(probes), MAX_SCORES - 1)), len(probes))
+    ]
+
+
+def read_sae(path: str | Path, d_model: int, chosen: Sequence[int]) -> list[Score]:
+    """Return the scores of features of a dictionary: their activations before any top-k.
+
+    The activation is ReLU of the encoder's product and bias, of the row less the decoder's bias
+    where the file has one and a ``cfg.json`` beside it does not say otherwise; a feature that has
+    a threshold is 0 up to it. Names are those of SAELens and of dictionary_learning.
+
+    Args:
+        path: ``.safetensors`` or ``.npz`` file, or the folder of one as SAELens writes it.
+        d_model: channels of the hook.
+        chosen: features.
+
+    Raises:
+        ActdsError: E015 no such file or feature, another width, or no encoder in it.
+    """
+    path = Path(path)
+    path = path / "sae_weights.safetensors" if path.is_dir() else path
+    tensors = _tensors(path)
+    name = next((n for n in _ENCODERS if n in tensors), None)
+    if name is None:
+        raise _bad(path, f"tensors {', '.join(sorted(tensors))[:200]}", " or ".join(_ENCODERS))
+    encoder = tensors[name].T if name == "W_enc" else tensors[name]  # (n_features, d_model)
+    if encoder.ndim != 2 or encoder.shape[1] != d_model:
+        raise _bad(path, f"{name} {tensors[name].shape}", f"an encoder of {d_model} channels")
+    if not chosen:
+        raise _bad(path, f"{len(encoder):,} features and no --feature", "features to look at")
+    n = len(encoder)
+    bias = _vector(path, tensors, ("b_enc", "encoder.bias"), n)
+    centre = _vector(path, tensors, ("b_dec", "bias", "decoder.bias"), d_model)
+    if centre is not None and not _centred(path):
+        centre = None
+    threshold = _vector(path, tensors, ("threshold",), n)
+    scores = []
+    for k in _chosen(path, chosen, n):
+        product = _product(path, encoder[k])
+        shift = 0.0 if bias is None else float(bias[k])
+        shift -= 0.0 if centre is None else float(product(centre[None])[0])
+        least = 0.0 if threshold is None else max(0.0, float(threshold[k]))
+        words = f"activation of feature {k} of {path.name}, before any top-k"
+        scores.append(Score(f"feature {k}", words, _activation(product, shift, least)))
+    return scores
+
+
+def _product(path: Path, direction: Floats) -> Callable[[Floats], Floats]:
+    weights = np.asarray(direction, np.float32)
+    if not np.isfinite(weights).all():
+        raise _bad(path, "values that are not finite", "finite numbers")
+    return lambda rows: np.asarray(rows, np.float32) @ weights
+
+
+def _activation(
+    product: Callable[[Floats], Floats], shift: float, least: float
+) -> Callable[[Floats], Floats]:
+    def of(rows: Floats) -> Floats:
+        before = product(rows) + shift
+        return np.where(before > least, before, 0.0)
+
+    return of
+
+
+def _chosen(path: Path, chosen: Sequence[int], n: int) -> Sequence[int]:
+    for k in chosen:
+        if not 0 <= k < n:
+            raise _bad(path, f"number {k}", f"0 to {n - 1}")
+    if len(chosen) > MAX_SCORES - 1:
+        raise _bad(path, f"{len(chosen)} numbers", f"at most {MAX_SCORES - 1}")
+    return chosen
+
+
+def _vector(
+    path: Path, tensors: Mapping[str, Floats], names: tuple[str, ...], n: int
+) -> Floats | None:
+    name = next((name for name in names if name in tensors), None)
+    if name is None:
+        return None
+    values = np.asarray(tensors[name], np.float32)
+    if values.shape != (n,) or not np.isfinite(values).all():
+        raise _bad(path, f"{name} {values.shape}", f"finite numbers ({n},)")
+    return values
+
+
+def _centred(path: Path) -> bool:
+    """Return whether the decoder's bias is taken off first: always, unless SAELens says no."""
+    try:
+        found = json.loads(path.with_name("cfg.json").read_bytes()[:_MAX_HEADER])
+    except (OSError, ValueError):
+        return True
+    return not isinstance(found, dict) or found.get("apply_b_dec_to_input") is not False
+
+
+def _tensors(path: Path) -> Mapping[str, Floats]:
+    """Return the tensors of a file by name; those of ``.safetensors`` stay on the disk."""
+    if path.suffix not in (".safetensors", ".npz"):
+        raise _bad(path, f"a {path.suffix or 'bare'} file", "a .safetensors or .npz file")
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                return {name: file[name] for name in file.files}
+        return _safetensors(path)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
+        raise _bad(path, f"{type(error).__name__}: {error}"[:200], "a whole file") from None
+
+
+def _safetensors(path: Path) -> dict[str, Floats]:
+    """Return the float tensors of a file, mapped; numpy knows no bfloat16, and needs no package."""
+    with path.open("rb") as file:
+        n = int.from_bytes(file.read(8), "little")
+        if not 0 < n <= _MAX_HEADER:
+            raise ValueError(f"a header of {n} bytes")
+        header = json.loads(file.read(n))
+    if not isinstance(header, dict):
+        raise ValueError("no header")
+    data = np.memmap(path, np.uint8, "r", offset=8 + n)
+    found = {}
+    for name, entry in header.items():
+        if name == "__metadata__" or entry["dtype"] not in _FLOATS:
+            continue
+        start, stop = entry["data_offsets"]
+        kind = np.dtype(_FLOATS[entry["dtype"]])
+        if not 0 <= start <= stop <= len(data):
+            raise ValueError(f"{name} ends after the file")
+        if math.prod(entry["shape"]) * kind.itemsize != stop - start:
+            raise ValueError(f"{name} has another size than shape")
+        found[name] = np.frombuffer(data[start:stop], kind).reshape(entry["shape"])
+    return found
+
+
+def _bad(path: Path, got: str, expected: str) -> ActdsError:
+    return ActdsError("E015", str(path), got=got, expected=expected)
