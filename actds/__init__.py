@@ -2,7 +2,7 @@
 
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
-``actds.validate``, ``actds.audit``, ``actds.seal``, ``actds.recover``. Each name is imported when
+``actds.validate``, ``actds.audit``, ``actds.seal``, ``actds.push``. Each name is imported when
 it is first used; errors are those of ``actds.errors``.
 """
 
@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actds.errors import ActdsError as ActdsError
+    from actds.hub.card import card as card
+    from actds.hub.transfer import pull as pull
+    from actds.hub.transfer import push as push
     from actds.load.dataset import Dataset as Dataset
     from actds.load.dataset import open as open
     from actds.load.hf import load_dataset as load_dataset
@@ -33,9 +36,12 @@ _LAZY = {
     "Dataset": "actds.load.dataset",
     "Loader": "actds.load.loader",
     "audit": "actds_validators.audit.api",
+    "card": "actds.hub.card",
     "load_dataset": "actds.load.hf",
     "open": "actds.load.dataset",
     "plan": "actds_writers.harvest.plan",
+    "pull": "actds.hub.transfer",
+    "push": "actds.hub.transfer",
     "recompress": "actds.recompression",
     "recover": "actds_writers.harvest.recover",
     "seal": "actds.sealing",

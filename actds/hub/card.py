@@ -185,7 +185,9 @@ def table_files(catalog: Catalog) -> dict[str, list[str]]:
     """Return the tables that have rows, each with its files or a pattern of them."""
     found = {"tokens": ["shards/*/tokens.parquet"]} if catalog.shards else {}
     for table in _PARTS:
-        parts = [part for (_, name), some in catalog.parts.items() if name == table for part in some]
+        parts = [
+            part for (_, name), some in catalog.parts.items() if name == table for part in some
+        ]
         # ``datasets`` fails at a Parquet file without a row, and the hub's viewer is made of it.
         filled = [part.file.path for part in parts if part.n_rows]
         if filled:
