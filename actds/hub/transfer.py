@@ -36,8 +36,10 @@ PARTIAL = ".partial"
 """How the folder of a pull that is not complete ends."""
 _DOCUMENT = re.compile(r"actds\.json|(ledger|runs|seal)/.*|shards/[^/]+/shard\.json")
 _SEAL = re.compile(r"seal/[0-9]+\.json")
-_BATCH_FILES, _BATCH_NBYTES = 200, 5_000_000_000
+BATCH_FILES, BATCH_NBYTES = 200, 5_000_000_000
+"""What one commit of a push holds at most; a file that is larger has one of its own."""
 _N_THREADS = 8
+_NOTES = ".cache"  # huggingface_hub's own, in the folder that it fills
 
 Progress = Callable[[int, int, int, int], None]
 """Told of files done, files to do, bytes done and bytes to do."""
@@ -178,6 +180,7 @@ def pull(
     partial.mkdir(parents=True, exist_ok=True)
     lock = lock_dataset(partial)
     try:
+        _forget_other_revisions(partial, there)
         fetching = _Fetching(hub, revision, partial, there, progress)
         documents = [name for name in there if _DOCUMENT.fullmatch(name)]
         fetching.fetch({name: None for name in [*documents, *layout.DERIVED] if name in there})
@@ -185,7 +188,7 @@ def pull(
         data = _data(catalog)
         fetching.fetch(data)
         catalog = Catalog.read(LocalStore(partial))
-        shutil.rmtree(partial / ".cache", ignore_errors=True)  # huggingface_hub's notes
+        shutil.rmtree(partial / _NOTES, ignore_errors=True)
         partial.rename(target)
     finally:
         os.close(lock)
@@ -216,6 +219,13 @@ def _data(catalog: Catalog) -> dict[str, str | None]:
     pins = _pins(catalog)
     needed = (catalog.reached - replaced) | pins.keys()
     return {path: pins.get(path) for path in sorted(needed) if not _DOCUMENT.fullmatch(path)}
+
+
+def _forget_other_revisions(partial: Path, there: dict[str, RepoFile]) -> None:
+    """Remove what an earlier call fetched and this revision does not have."""
+    for path in LocalStore(partial).list():
+        if path not in there and not path.startswith(f"{_NOTES}/"):
+            (partial / path).unlink()
 
 
 def _read_documents(partial: Path, digest: str | None) -> Catalog:
@@ -256,7 +266,7 @@ def _batches(paths: Iterable[str], store: LocalStore) -> Iterator[list[str]]:
     nbytes = 0
     for path in paths:
         size = store.size(path)
-        if batch and (len(batch) == _BATCH_FILES or nbytes + size > _BATCH_NBYTES):
+        if batch and (len(batch) == BATCH_FILES or nbytes + size > BATCH_NBYTES):
             yield batch
             batch, nbytes = [], 0
         batch.append(path)

@@ -124,6 +124,9 @@ def git_oid(data: bytes) -> str:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Head and body in one packet: two would wait 40 ms for each other.
+    wbufsize = -1
+    disable_nagle_algorithm = True
     state: Hub
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -270,6 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
         if data:
             self._head(len(data), 200, headers or {})
             self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
         self.close_connection = True
 
     def _head(self, nbytes: int, status: int, headers: dict[str, str]) -> None:
