@@ -1,4 +1,4 @@
-"""The card: front matter that stock ``datasets`` reads, facts, gaps, verdict; and croissant.json."""
+"""The card: front matter that stock ``datasets`` reads, facts, gaps, verdict; croissant.json."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_refuses_a_licence_or_an_audit_that_does_not_fit(path: Path, tmp_path: P
         with pytest.raises(actds.ActdsError, match="Audit the dataset as it is now"):
             actds.card(path, audit=audit_of(path, file, **changes))
     file.write_text("[]")
-    with pytest.raises(actds.ActdsError, match="E009 .*another document"):
+    with pytest.raises(actds.ActdsError, match="another document"):
         actds.card(path, audit=file)
     unsealed = make_dataset(tmp_path / "open", n_requests=3, sealed=False)
     with pytest.raises(actds.ActdsError, match="E306"):
