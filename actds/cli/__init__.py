@@ -361,8 +361,8 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
 def card_command(path: str, licence: str, audit: str | None) -> None:
     """Write the card of a sealed dataset: README.md and croissant.json.
 
-    PATH is the dataset's folder or its s3:// URI. The seal writes a card without licence and
-    verdict; so does the next seal.
+    PATH is the dataset's folder or its s3:// URI. Each seal writes a card without licence and
+    verdict, and croissant.json where there is one.
 
     \b
     Examples:

@@ -135,7 +135,11 @@ def card(
 
 
 def put_card(
-    catalog: Catalog, *, licence: str = UNKNOWN, verdict: AuditVerdict | None = None
+    catalog: Catalog,
+    *,
+    licence: str = UNKNOWN,
+    verdict: AuditVerdict | None = None,
+    croissant_too: bool = True,
 ) -> None:
     """Write the card of a sealed dataset over an older one.
 
@@ -143,6 +147,7 @@ def put_card(
         catalog: the dataset.
         licence: identifier of the licence.
         verdict: what an audit concluded.
+        croissant_too: write ``croissant.json`` as well; else only over an older one.
 
     Raises:
         ActdsError: E009 a bad licence; E503 when the disk refuses.
@@ -152,9 +157,10 @@ def put_card(
     facts = describe(catalog)
     tables = table_files(catalog)
     text = card_text(facts, tables, licence, verdict)
-    document = croissant(catalog, _title(facts), _sentence(facts), licence, tables)
     catalog.store.replace(layout.CARD, text.encode())
-    catalog.store.replace(layout.CROISSANT, document)
+    if croissant_too or catalog.store.exists(layout.CROISSANT):
+        document = croissant(catalog, _title(facts), _sentence(facts), licence, tables)
+        catalog.store.replace(layout.CROISSANT, document)
 
 
 def card_text(

@@ -121,6 +121,15 @@ def test_the_command_shows_the_verdict_of_a_real_audit(path: Path, tmp_path: Pat
     assert f"**{verdict['level']}**" in (path / "README.md").read_text()
 
 
+def test_a_seal_writes_croissant_anew_where_there_is_one(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "acts", n_requests=3)
+    assert not (path / "croissant.json").exists()
+    actds.card(path)
+    make_dataset(path, n_requests=3, run="r-second", seed=3)
+    document = json.loads((path / "croissant.json").read_text())
+    assert document["version"] == "2.0.0" and actds.open(path).digest in document["description"]
+
+
 def test_croissant_lists_the_files_with_their_digests_and_the_columns(path: Path) -> None:
     actds.card(path)
     document = json.loads((path / "croissant.json").read_text())
