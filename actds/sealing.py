@@ -84,7 +84,7 @@ def seal(store: Store | str | Path) -> Seal:
     catalog = Catalog.read(store)
     heads = _heads(catalog)
     if catalog.is_sealed and catalog.seal is not None:
-        put_card(catalog, croissant_too=False)
+        _put_card(catalog)
         return catalog.seal
     if not heads:
         raise ActdsError("E305", "ledger", got="no chain", expected="at least one closed chain")
@@ -112,8 +112,14 @@ def seal(store: Store | str | Path) -> Seal:
         multiplicity=_put_multiplicity(store, n, pa.concat_tables(multiplicity)),
     )
     store.put_new(layout.seal_path(n), [schema.to_bytes(document)])
-    put_card(Catalog.read(store), croissant_too=False)
+    _put_card(Catalog.read(store))
     return document
+
+
+def _put_card(catalog: Catalog) -> None:
+    """Write the card, and ``croissant.json`` anew where somebody asked for one."""
+    there = catalog.store.exists(layout.CROISSANT)
+    put_card(catalog, layout.DERIVED if there else [layout.CARD])
 
 
 def _heads(catalog: Catalog) -> dict[str, Head]:

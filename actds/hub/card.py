@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,18 +136,18 @@ def card(
 
 def put_card(
     catalog: Catalog,
+    names: Collection[str] = layout.DERIVED,
     *,
     licence: str = UNKNOWN,
     verdict: AuditVerdict | None = None,
-    croissant_too: bool = True,
 ) -> None:
     """Write the card of a sealed dataset over an older one.
 
     Args:
         catalog: the dataset.
+        names: which of README.md and croissant.json.
         licence: identifier of the licence.
         verdict: what an audit concluded.
-        croissant_too: write ``croissant.json`` as well; else only over an older one.
 
     Raises:
         ActdsError: E009 a bad licence; E503 when the disk refuses.
@@ -157,8 +157,9 @@ def put_card(
     facts = describe(catalog)
     tables = table_files(catalog)
     text = card_text(facts, tables, licence, verdict)
-    catalog.store.replace(layout.CARD, text.encode())
-    if croissant_too or catalog.store.exists(layout.CROISSANT):
+    if layout.CARD in names:
+        catalog.store.replace(layout.CARD, text.encode())
+    if layout.CROISSANT in names:
         document = croissant(catalog, _title(facts), _sentence(facts), licence, tables)
         catalog.store.replace(layout.CROISSANT, document)
 

@@ -102,8 +102,8 @@ def push(
     catalog = Catalog.read(store)
     if not catalog.is_sealed:
         raise ActdsError("E306", "seal", got="no seal over every chain", expected="a seal")
-    if not all(map(store.exists, layout.DERIVED)):
-        put_card(catalog)
+    # Only what is missing: the other may have a licence, a verdict, or words of its owner.
+    put_card(catalog, [name for name in layout.DERIVED if not store.exists(name)])
     hub = Repository(uri, token)
     hub.create(private)
     there = hub.files()

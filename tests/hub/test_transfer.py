@@ -58,6 +58,17 @@ def test_a_dataset_comes_back_byte_for_byte(hub: Hub, path: Path, tmp_path: Path
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_a_card_with_words_of_its_owner_is_pushed_as_it_is(hub: Hub, path: Path) -> None:
+    words = (path / "README.md").read_bytes() + b"Cite us.\n"
+    (path / "README.md").write_bytes(words)
+    actds.push(path, URI)
+    assert hub.repos[REPO].files["README.md"] == words
+    assert "croissant.json" in hub.repos[REPO].files
+    (path / "README.md").unlink()
+    actds.push(path, URI)
+    assert hub.repos[REPO].files["README.md"] == words.removesuffix(b"Cite us.\n")
+
+
 def test_the_seal_is_the_last_to_arrive(
     hub: Hub, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
