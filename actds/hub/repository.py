@@ -155,7 +155,7 @@ class Repository:
                 expected="a dataset",
                 next_step="Correct the name, or log in: hf auth login, or HF_TOKEN.",
             )
-        words = one_line(_innermost(failure), 400)
+        words = one_line(_cause(failure), 400)
         if self._secret:
             words = words.replace(self._secret, "(token)")
         login = "Log in with an account that may: hf auth login, or HF_TOKEN."
@@ -184,21 +184,17 @@ def _may_pass(failure: Exception) -> bool:
     return status >= 500 or status in (408, 429)
 
 
-def _innermost(error: BaseException) -> BaseException:
-    """Return what an exception goes back to: the others only name the file."""
-    while error.__cause__ is not None:
+def _cause(error: BaseException) -> BaseException:
+    """Return what has the Hub's words, else what an exception goes back to."""
+    while getattr(error, "response", None) is None and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-def _status(error: BaseException | None) -> int | None:
+def _status(error: BaseException) -> int | None:
     """Return the HTTP status behind an exception, None when there was no answer."""
-    while error is not None:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status is not None:
-            return int(status)
-        error = error.__cause__
-    return None
+    status = getattr(getattr(_cause(error), "response", None), "status_code", None)
+    return None if status is None else int(status)
 
 
 def is_file(there: RepoFile, local: Path, sha256: str | None = None) -> bool:
