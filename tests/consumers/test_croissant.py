@@ -14,6 +14,7 @@ import actds
 
 @pytest.fixture(scope="module")
 def croissant(path: Path) -> mlcroissant.Dataset:
+    actds.card(path)
     return mlcroissant.Dataset(jsonld=str(path / "croissant.json"))
 
 
@@ -48,6 +49,7 @@ def test_mlcroissant_reads_every_row_of_every_table(
 
 
 def test_a_file_without_its_digest_is_an_error(path: Path, tmp_path: Path) -> None:
+    actds.card(path)
     document = json.loads((path / "croissant.json").read_text())
     files = [one for one in document["distribution"] if one["@type"] == "cr:FileObject"]
     del files[0]["sha256"]
