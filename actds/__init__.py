@@ -3,8 +3,8 @@
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
 ``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.view``, ``actds.seal``,
-``actds.recover``, ``actds.export``. Each name is imported when it is first used; errors are those
-of ``actds.errors``.
+``actds.recover``, ``actds.export``, ``actds.push``. Each name is imported when it is first
+used; errors are those of ``actds.errors``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from actds.errors import ActdsError as ActdsError
     from actds.exchange.export import export as export
     from actds.exchange.importing import import_foreign as import_foreign
+    from actds.hub.card import card as card
+    from actds.hub.transfer import pull as pull
+    from actds.hub.transfer import push as push
     from actds.load.dataset import Dataset as Dataset
     from actds.load.dataset import open as open
     from actds.load.hf import load_dataset as load_dataset
@@ -40,6 +43,7 @@ _LAZY = {
     "Dataset": "actds.load.dataset",
     "Loader": "actds.load.loader",
     "audit": "actds_validators.audit.api",
+    "card": "actds.hub.card",
     "check": "actds_validators.check",
     "export": "actds.exchange.export",
     "import_foreign": "actds.exchange.importing",
@@ -47,6 +51,8 @@ _LAZY = {
     "mixing_report": "actds.load.mixing",
     "open": "actds.load.dataset",
     "plan": "actds_writers.harvest.plan",
+    "pull": "actds.hub.transfer",
+    "push": "actds.hub.transfer",
     "recompress": "actds.recompression",
     "recover": "actds_writers.harvest.recover",
     "seal": "actds.sealing",

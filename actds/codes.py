@@ -503,6 +503,13 @@ CODES: dict[str, Code] = {
         "Harvest it with --engine transformers, and report model and engine version.",
         clause="9.1",
     ),
+    "E508": Code(
+        "writer",
+        "hub failed",
+        "The Hub refused a request or did not answer it.",
+        "Run the same command again: it continues where this one ended.",
+        error="StoreError",
+    ),
     "E601": Code(
         "values",
         "not finite",

@@ -1,9 +1,8 @@
-"""What a dataset is, where it came from and what it lacks: facts, the page of info, the card."""
+"""What a dataset is, where it came from and what it lacks: the facts and the page of info."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,14 +23,12 @@ __all__ = [
     "HookFacts",
     "LossFacts",
     "RunFacts",
-    "card",
     "describe",
+    "missing",
     "page",
-    "write_card",
 ]
 
 _MAX_LISTED, _MAX_NAMED = 20, 3
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 
 
 @dataclass(frozen=True)
@@ -286,7 +283,7 @@ def _page_lines(facts: Facts) -> Iterator[Line]:
         yield from _page_run(run)
     yield Line("")
     yield Line("What is missing, and why", "title")
-    yield from list(_missing(facts)) or [Line("  nothing: no row is missing")]
+    yield from list(missing(facts)) or [Line("  nothing: no row is missing")]
 
 
 def _page_hooks(facts: Facts) -> Iterator[Line]:
@@ -355,7 +352,8 @@ def _page_census(run: RunFacts) -> dict[str, str]:
     }
 
 
-def _missing(facts: Facts) -> Iterator[Line]:
+def missing(facts: Facts) -> Iterator[Line]:
+    """Yield one indented line per kind of loss, unknown fact or stray file, with its reason."""
     for run in facts.runs:
         for loss in run.losses:
             reason = loss.reason or "no reason given"
@@ -391,92 +389,3 @@ def _unknown_facts(run: RunFacts) -> Iterator[Line]:
         more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         facts = counted(len(names), "fact")
         yield Line(f"  {facts} of run {run.run} unknown ({some}{more}): {reason}")
-
-
-def write_card(catalog: Catalog) -> None:
-    """Write the card of a sealed dataset over an older one.
-
-    Raises:
-        ActdsError: E503 when the disk refuses.
-
-    Spec: 0.1 section 2.4.
-    """
-    catalog.store.replace(layout.CARD, card(catalog).encode())
-
-
-def card(catalog: Catalog) -> str:
-    """Return the card: front matter that previews the tables, and what a visitor asks first.
-
-    Spec: 0.1 section 2.4.
-    """
-    facts = describe(catalog)
-    return "\n".join([*_front_matter(catalog), "", *_card_body(facts), ""])
-
-
-def _front_matter(catalog: Catalog) -> Iterator[str]:
-    # Only the tables: the hub infers one builder per repository, and arrays are none of its kinds.
-    yield from ("---", "tags:", "- actds", "- activations", "configs:")
-    configs = []
-    if catalog.shards:
-        configs.append(("tokens", "shards/*/tokens.parquet"))
-    for table in ("requests", "steps", "spans", "drops", "stalls"):
-        if any(name == table for _, name in catalog.parts):
-            path = layout.part_path(table, "*", 0).replace("000000", "*")
-            configs.append((table, path))
-    if catalog.seal is not None:
-        configs.append(("multiplicity", catalog.seal.multiplicity.path))
-    for name, path in configs:
-        yield from (f"- config_name: {name}", f'  data_files: "{path}"')
-    yield "---"
-
-
-def _card_body(facts: Facts) -> Iterator[str]:
-    models = sorted({_card_fact(run.provenance, "model.name") for run in facts.runs})
-    names = ("engine.name", "engine.version")
-    engines = sorted(
-        {" ".join(_card_fact(run.provenance, name) for name in names) for run in facts.runs}
-    )
-    yield f"# Activations of {', '.join(models)}"
-    yield ""
-    rows = sum(facts.phases.values())
-    phases = ", ".join(f"{n:,} {phase}" for phase, n in facts.phases.items())
-    yield (
-        f"{rows:,} rows ({phases}) captured in {', '.join(engines)}. "
-        f"Format actds {facts.format_version}; dataset `{facts.dataset}`, digest `{facts.digest}`."
-    )
-    yield from ("", "| hook | layer | rows | d_model | type | size | stored |")
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
-    for hook in facts.hooks:
-        sizes = f"{format_nbytes(hook.nbytes)} | {format_nbytes(hook.stored_nbytes)}"
-        yield (
-            f"| {_card_text(hook.name)} | {hook.layer} | {hook.n_rows:,} | {hook.d_model} "
-            f"| {hook.dtype} | {sizes} |"
-        )
-    yield from ("", "## What became of every position", "", "| what | positions | share |")
-    yield "| --- | --- | --- |"
-    positions = sum(run.n_positions or 0 for run in facts.runs)
-    for name in ("captured", "cache_ref", "dropped", "aborted", "filtered"):
-        count = facts.totals.get(name, 0)
-        yield f"| {_card_text(name)} | {count:,} | {share(count, positions)} |"
-    unresolved = facts.totals.get("unresolved", 0)
-    yield ""
-    yield f"{unresolved:,} positions served from the prefix cache refer to no row."
-    yield from ("", "## Use", "", "```python", "import actds", "")
-    first = facts.hooks[0].name
-    yield from (
-        'dataset = actds.open("PATH")',
-        f'rows = dataset.array("{first}")[:1024]',
-        "```",
-        "",
-    )
-    yield "`actds info PATH` shows the provenance of every run; `actds validate PATH` checks all."
-
-
-def _card_fact(provenance: dict[str, dict[str, object]], name: str) -> str:
-    value = provenance.get(name, {}).get("value")
-    return "(unknown)" if value is None else _card_text(str(value))
-
-
-def _card_text(text: str) -> str:
-    """Return text that Markdown and HTML take literally."""
-    return _SPECIAL.sub(r"\\\1", printable(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")

@@ -9,6 +9,9 @@ from actds.errors import ActdsError
 
 GENESIS = "actds.json"
 CARD = "README.md"
+CROISSANT = "croissant.json"
+DERIVED = (CARD, CROISSANT)
+"""The card: made from the dataset, replaced at the next seal, and read by no reader."""
 _SEGMENT = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 

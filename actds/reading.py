@@ -161,7 +161,7 @@ class Catalog:
     @property
     def unreachable(self) -> list[str]:
         """Return the paths of files that nothing reaches, as they may be printed."""
-        known = self.reached | {layout.GENESIS, layout.CARD}
+        known = self.reached | {layout.GENESIS, *layout.DERIVED}
         # The names are untrusted: no control character may reach a terminal.
         return [
             path.encode("unicode_escape").decode()

@@ -11,7 +11,7 @@ from actds import canonical, layout, schema
 from actds.accounting.account import TOTALS, Account, account
 from actds.errors import ActdsError, Findings
 from actds.format import tables
-from actds.info import write_card
+from actds.hub.card import put_card
 from actds.reading import CENSUS_TABLES, Catalog, heads_root
 from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store
@@ -84,7 +84,7 @@ def seal(store: Store | str | Path) -> Seal:
     catalog = Catalog.read(store)
     heads = _heads(catalog)
     if catalog.is_sealed and catalog.seal is not None:
-        write_card(catalog)
+        _put_card(catalog)
         return catalog.seal
     if not heads:
         raise ActdsError("E305", "ledger", got="no chain", expected="at least one closed chain")
@@ -112,8 +112,14 @@ def seal(store: Store | str | Path) -> Seal:
         multiplicity=_put_multiplicity(store, n, pa.concat_tables(multiplicity)),
     )
     store.put_new(layout.seal_path(n), [schema.to_bytes(document)])
-    write_card(Catalog.read(store))
+    _put_card(Catalog.read(store))
     return document
+
+
+def _put_card(catalog: Catalog) -> None:
+    """Write the card, and ``croissant.json`` anew where somebody asked for one."""
+    there = catalog.store.exists(layout.CROISSANT)
+    put_card(catalog, layout.DERIVED if there else [layout.CARD])
 
 
 def _heads(catalog: Catalog) -> dict[str, Head]:

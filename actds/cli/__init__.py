@@ -15,7 +15,7 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +23,9 @@ from actds import __version__
 from actds.cli.exchange import export_command, import_command
 from actds.cli.output import ResultCommand, envelope, print_json, print_lines, result_schema
 from actds.errors import CODES, ActdsError, Code, code_entry
+
+if TYPE_CHECKING:
+    from actds.hub.transfer import Transfer
 
 __all__ = ["cli", "main"]
 
@@ -437,6 +440,96 @@ def shuffle_command(
 
 cli.add_command(export_command)
 cli.add_command(import_command)
+
+
+@cli.command("card")
+@click.argument("path", metavar="PATH")
+@click.option("--licence", default="unknown", show_default=True, metavar="ID", help="Its licence.")
+@click.option(
+    "--audit", metavar="FILE", help="Show the verdict of this audit (actds audit --json FILE)."
+)
+def card_command(path: str, licence: str, audit: str | None) -> None:
+    """Write the card of a sealed dataset: README.md and croissant.json.
+
+    PATH is the dataset's folder or its s3:// URI. Each seal writes a card without licence and
+    verdict, and croissant.json where there is one.
+
+    \b
+    Examples:
+      actds card acts --licence cc-by-4.0
+      actds card acts --audit audit.json
+    """
+    from actds.hub.card import card
+
+    for name in card(path, licence=licence, audit=audit):
+        click.echo(f"wrote {name}", err=True)
+
+
+@cli.command("push")
+@click.argument("path", metavar="PATH")
+@click.argument("uri", metavar="URI")
+@click.option("--public", is_flag=True, help="Make a public repository, where none is there yet.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was done (actds.push 1).")
+def push_command(path: str, uri: str, public: bool, as_json: bool) -> None:
+    """Upload a sealed dataset to the Hugging Face Hub.
+
+    PATH is the dataset's folder, URI is hf://datasets/OWNER/NAME. Every file is checked against
+    its digest before it leaves and after it arrived, and the seal is the last to go. Run it again
+    to continue a push that was cut, or to add what is new. The token is that of HF_TOKEN or of
+    hf auth login.
+
+    \b
+    Examples:
+      actds push acts hf://datasets/someone/acts
+      actds push acts hf://datasets/someone/acts --public
+    """
+    from actds.hub.transfer import push
+
+    _print_transfer("push", push(path, uri, private=not public, progress=_transfer_line), as_json)
+
+
+@cli.command("pull")
+@click.argument("uri", metavar="URI")
+@click.argument("out", metavar="OUT")
+@click.option("--digest", metavar="SHA256", help="Refuse a dataset with another digest.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was done (actds.pull 1).")
+def pull_command(uri: str, out: str, digest: str | None, as_json: bool) -> None:
+    """Download a dataset from the Hugging Face Hub.
+
+    URI is hf://datasets/OWNER/NAME, or with @REVISION. Every file is checked against its digest as
+    it arrives. OUT appears when all of them are there; until then they are in OUT.partial, and the
+    same command continues.
+
+    \b
+    Examples:
+      actds pull hf://datasets/someone/acts acts
+      actds pull hf://datasets/someone/acts@v1 acts
+    """
+    from actds.hub.transfer import pull
+
+    _print_transfer("pull", pull(uri, out, digest=digest, progress=_transfer_line), as_json)
+
+
+def _transfer_line(n_done: int, n_files: int, done_nbytes: int, nbytes: int) -> None:
+    from actds.text import format_nbytes
+
+    # Some twenty lines, however many files there are.
+    if n_done == n_files or n_done % max(n_files // 20, 1) == 0:
+        sizes = f"{format_nbytes(done_nbytes)} of {format_nbytes(nbytes)}"
+        click.echo(f"{n_done:,} of {n_files:,} files, {sizes}", err=True)
+
+
+def _print_transfer(name: str, done: Transfer, as_json: bool) -> None:
+    from actds.text import counted, format_nbytes
+
+    if as_json:
+        print_json(envelope(name, asdict(done)))
+        return
+    moved = f"{counted(done.n_moved, 'file')} moved, {format_nbytes(done.moved_nbytes)}"
+    click.echo(f"{counted(done.n_files, 'file')} checked, {moved}")
+    click.echo(f"{done.path} {done.uri}@{done.revision}")
+    click.echo(f"digest {done.digest}")
+
 
 _WITHOUT_PANDAS = ("info", "recompress", "seal", "shuffle", "validate")
 

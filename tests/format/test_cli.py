@@ -102,14 +102,29 @@ def test_what_is_mistyped_gets_a_suggestion() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["info", "explain", "schema", "seal", "recompress", "shuffle", "validate", "check", "view"],
+    [
+        "card",
+        "info",
+        "explain",
+        "pull",
+        "push",
+        "schema",
+        "seal",
+        "recompress",
+        "shuffle",
+        "validate",
+        "check",
+        "view",
+    ],  # fmt: skip
 )
 def test_help_ends_with_examples(name: str) -> None:
     told = run(name, "--help").output
     assert told.count(f"  actds {name}") >= 2 and "Examples:" in told
 
 
-@pytest.mark.parametrize("name", ["info", "seal", "recompress", "validate", "check", "view"])
+@pytest.mark.parametrize(
+    "name", ["card", "info", "seal", "recompress", "validate", "check", "view"]
+)
 def test_a_missing_path_says_so(name: str, tmp_path: Path) -> None:
     told = run(name, tmp_path / "nope")
     assert told.exit_code == 3

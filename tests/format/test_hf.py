@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections import Counter
+from collections.abc import Iterable
 
-from actds_testing.places import EXAMPLES
+from actds_testing.places import EXAMPLES, ROOT
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -374,3 +376,88 @@ def test_rows_are_left_out_by_name(tmp_path: Path, streaming: bool) -> None:
         actds.load_dataset(path, exclude="eos", **options)
     with pytest.raises(actds.ActdsError, match="E014 exclude"):
         actds.load_dataset(path, exclude="padding", **options)
+
+
+def served(batches: Iterable[dict[str, Any]]) -> Counter[tuple[Any, ...]]:
+    """Return how often each row came: the bits of both hooks, its request and position."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for batch in batches:
+        assert all(batch[hook].dtype == torch.bfloat16 for hook in HOOKS)
+        bits = (from_torch(batch[hook]) for hook in HOOKS)
+        places = (batch[name].tolist() for name in ("request", "position"))
+        for first, second, *place in zip(*bits, *places, strict=True):
+            found[(first.tobytes(), second.tobytes(), *place)] += 1
+    return found
+
+
+@pytest.mark.parametrize("fmt", [None, "torch"])
+@pytest.mark.parametrize(
+    "n_workers", [0, pytest.param(2, marks=pytest.mark.standard)], ids=["0-workers", "2-workers"]
+)
+@pytest.mark.parametrize("n_nodes", [1, 3])
+# What datasets says of every tensor that its own format is given.
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
+def test_every_row_comes_once_over_nodes_and_workers(
+    path: Path, truth: list[tuple[Any, ...]], n_nodes: int, n_workers: int, fmt: str | None
+) -> None:
+    expected = Counter((*row[:2], row[3], row[4]) for row in truth)
+    prefill = Counter((*row[:2], row[3], row[4]) for row in truth if row[6] == "prefill")
+    stream = actds.load_dataset(path, streaming=True).with_format(fmt).shuffle(3, buffer_size=20)
+    kept = stream.filter(lambda example: example["phase"] == "prefill")
+    orders = []
+    for epoch, (rows, want) in enumerate(((stream, expected), (stream, expected), (kept, prefill))):
+        got: Counter[tuple[Any, ...]] = Counter()
+        for rank in range(n_nodes):
+            part = split_dataset_by_node(rows, rank, n_nodes)
+            part.set_epoch(epoch)
+            loader = torch.utils.data.DataLoader(part, batch_size=7, num_workers=n_workers)
+            got += served(loader)
+        assert got == want
+        orders.append(list(got))
+    assert orders[0] != orders[1], "set_epoch shuffles anew"
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
+def test_an_epoch_of_a_shuffled_stream_has_one_order(
+    path: Path, truth: list[tuple[Any, ...]]
+) -> None:
+    stream = actds.load_dataset(path, streaming=True).shuffle(1, buffer_size=30)
+    orders = []
+    for epoch in (0, 1, 0):
+        stream.set_epoch(epoch)
+        orders.append([told(example) for example in stream])
+    assert orders[0] == orders[2] != orders[1] and orders[0] != truth
+    assert sorted(orders[1]) == sorted(truth)
+
+
+@pytest.mark.parametrize(
+    "n_workers", [0, pytest.param(2, marks=pytest.mark.standard)], ids=["0-workers", "2-workers"]
+)
+def test_map_style_rows_come_once_over_nodes_and_workers(
+    path: Path, truth: list[tuple[Any, ...]], tmp_path: Path, n_workers: int
+) -> None:
+    rows = actds.load_dataset(path, cache_dir=tmp_path)
+    prefill = rows.filter(lambda phase: phase == "prefill", input_columns="phase")
+    for some, keep in ((rows, ("prefill", "decode")), (prefill.shuffle(seed=2), ("prefill",))):
+        want = Counter((*row[:2], row[3], row[4]) for row in truth if row[6] in keep)
+        got: Counter[tuple[Any, ...]] = Counter()
+        for rank in range(3):
+            part = split_dataset_by_node(some, rank, 3)
+            got += served(torch.utils.data.DataLoader(part, batch_size=7, num_workers=n_workers))
+        assert got == want
+    # In torch's own format the same values, as float32.
+    wide = rows.with_format("torch")[:][HOOKS[0]]
+    assert wide.dtype == torch.float32 and torch.equal(wide, rows[:][HOOKS[0]].float())
+    stream = rows.to_iterable_dataset(num_shards=4).with_format("actds").shuffle(1, buffer_size=9)
+    assert sorted(told(example) for example in stream) == sorted(truth)
+
+
+def test_no_file_asks_to_trust_remote_code() -> None:
+    words = "trust_remote" + "_code"
+    found = [
+        str(file.relative_to(ROOT))
+        for room in ("actds", "examples", "docs")
+        for file in (ROOT / room).rglob("*")
+        if file.suffix in (".py", ".md") and words in file.read_text("utf-8")
+    ]
+    assert found == []

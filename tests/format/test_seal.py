@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 import actds
@@ -243,18 +242,6 @@ def test_a_table_that_was_changed_is_not_read(dataset: Path) -> None:
     catalog.table("requests")
     with pytest.raises(ActdsError, match=r"E202 census/r-synthetic/spans-000001\.parquet"):
         catalog.table("spans")
-
-
-def test_the_card_previews_every_table_and_no_array(dataset: Path) -> None:
-    text = (dataset / "README.md").read_text()
-    front = text.split("---")[1]
-    names = [line.split()[-1] for line in front.splitlines() if "config_name" in line]
-    assert names == [*(n for n in tables.SCHEMAS if n in names)] and len(names) == 7
-    for line in front.splitlines():
-        if "data_files" in line:
-            found = sorted(dataset.glob(line.split('"')[1]))
-            assert found and all(pq.read_schema(path).names for path in found)
-    assert "acts.zarr" not in front
 
 
 def to_other_path(seal: dict[str, Any]) -> None:

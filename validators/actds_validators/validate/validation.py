@@ -218,7 +218,7 @@ def _check_unreachable(catalog: Catalog) -> None:
     A stray file beside the data is a leftover, for example of a writer that was killed before its
     commit; inside the folder of a committed shard a generic zarr reader would take it for data.
     """
-    known = catalog.reached | {layout.GENESIS, layout.CARD}
+    known = catalog.reached | {layout.GENESIS, *layout.DERIVED}
     committed = {layout.shard_dir(manifest.shard) for manifest in catalog.shards}
     stray: list[str] = []
     for path in catalog.store.list():

@@ -1,0 +1,149 @@
+"""The card: front matter that stock ``datasets`` reads, facts, gaps, verdict; croissant.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from click.testing import CliRunner
+
+import actds
+from actds.cli import cli
+from actds.format.readouts import Readouts
+from actds.reading import Catalog
+from actds.store.local import LocalStore
+from actds_testing.synthetic import make_dataset
+
+datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a dataset of two runs: one with drops, none with a stall, so that files are empty."""
+    folder = tmp_path_factory.mktemp("card") / "acts"
+    common: dict[str, Any] = {"readouts": Readouts(4, seed=0)}
+    make_dataset(folder, n_requests=20, drops=True, sealed=False, **common)
+    return make_dataset(folder, n_requests=6, run="r-second", seed=3, **common)
+
+
+def front(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((path / "README.md").read_text().split("---\n")[1])
+    return found
+
+
+def files_of(path: Path, table: str) -> list[Path]:
+    pattern = "tokens.parquet" if table == "tokens" else f"*{table}*.parquet"
+    return sorted(path.rglob(pattern))
+
+
+def audit_of(path: Path, file: Path, **changes: Any) -> Path:
+    verdict = {"level": "warn", "sentence": "Rows *were* lost <under> load.", "lacks": ["power"]}
+    digest = actds.open(path).digest
+    document = {"format": "actds.audit", "digest": digest, "verdict": verdict, "more": 1} | changes
+    file.write_text(json.dumps(document))
+    return file
+
+
+def test_stock_datasets_loads_every_table_of_the_folder(path: Path, tmp_path: Path) -> None:
+    names = [one["config_name"] for one in front(path)["configs"]]
+    # Stalls have no row here, and a Parquet file without one is more than ``datasets`` bears.
+    assert names == ["tokens", "requests", "steps", "spans", "drops", "readouts", "multiplicity"]
+    assert datasets.get_dataset_config_names(str(path)) == names
+    for name in names:
+        rows = datasets.load_dataset(str(path), name, split="train", cache_dir=str(tmp_path))
+        parts = [pq.read_table(part) for part in files_of(path, name)]
+        assert rows.num_rows == sum(part.num_rows for part in parts) > 0
+        assert rows.column_names == parts[0].column_names
+
+
+def test_a_part_without_rows_is_not_listed(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "acts", n_requests=3, span_parts=40)
+    listed = {one["config_name"]: one["data_files"] for one in front(path)["configs"]}
+    assert 0 < len(listed["spans"]) < 40 and listed["steps"] == ["census/*/steps-*.parquet"]
+    rows = datasets.load_dataset(str(path), "spans", split="train", cache_dir=str(tmp_path))
+    assert rows.num_rows == Catalog.read(LocalStore(path)).table("spans").num_rows
+
+
+def test_the_card_says_size_licence_precision_gaps_and_verdict(path: Path, tmp_path: Path) -> None:
+    seal = (path / "seal/0001.json").read_bytes()
+    assert actds.card(path) == ["README.md", "croissant.json"]
+    assert (front(path)["license"], front(path)["size_categories"]) == ("unknown", ["n<1K"])
+    text = (path / "README.md").read_text()
+    for title in ("Precision and determinism", "Provenance", "Known gaps", "Audit", "Use"):
+        assert f"\n## {title}\n" in text
+    assert "| numerics.dtype | bfloat16 |" in text
+    assert "| capture.cast | unknown: a simulated run has none |" in text
+    assert "dropped" in text.split("## Known gaps")[1].split("##")[0]
+    assert "whose row is missing" in text and "Not part of this card" in text
+    actds.card(path, licence="cc-by-4.0", audit=audit_of(path, tmp_path / "audit.json"))
+    text = (path / "README.md").read_text()
+    assert front(path)["license"] == "cc-by-4.0" and front(path)["tags"][0] == "actds"
+    assert "**warn**: Rows \\*were\\* lost &lt;under&gt; load." in text and "- power" in text
+    assert json.loads((path / "croissant.json").read_text())["license"] == "cc-by-4.0"
+    # The card is no part of the dataset: seal, digest and verdict of validate are as before.
+    assert (path / "seal/0001.json").read_bytes() == seal
+    result = actds.validate(path)
+    assert not [f for f in result.findings if f.code == "E105"] and not result.errors
+
+
+def test_refuses_a_licence_or_an_audit_that_does_not_fit(path: Path, tmp_path: Path) -> None:
+    before = (path / "README.md").read_bytes()
+    for licence in ("", "CC BY 4.0", "mit\ntags: [x]", "-", "a" * 80):
+        with pytest.raises(actds.ActdsError, match="E009 licence"):
+            actds.card(path, licence=licence)
+    file = tmp_path / "audit.json"
+    with pytest.raises(actds.ActdsError, match=r"E009 audit .*No such file"):
+        actds.card(path, audit=file)
+    for changes in ({"digest": "0" * 64}, {"format": "actds.validate"}):
+        with pytest.raises(actds.ActdsError, match="Audit the dataset as it is now"):
+            actds.card(path, audit=audit_of(path, file, **changes))
+    file.write_text("[]")
+    with pytest.raises(actds.ActdsError, match="another document"):
+        actds.card(path, audit=file)
+    unsealed = make_dataset(tmp_path / "open", n_requests=3, sealed=False)
+    with pytest.raises(actds.ActdsError, match="E306"):
+        actds.card(unsealed)
+    assert (path / "README.md").read_bytes() == before and not (unsealed / "README.md").exists()
+
+
+def test_the_command_shows_the_verdict_of_a_real_audit(path: Path, tmp_path: Path) -> None:
+    runner, file = CliRunner(), str(tmp_path / "audit.json")
+    runner.invoke(cli, ["audit", str(path), "--json", file])
+    verdict = json.loads(Path(file).read_text())["verdict"]
+    said = runner.invoke(cli, ["card", str(path), "--audit", file, "--licence", "mit"])
+    assert said.exit_code == 0, said.output
+    assert f"**{verdict['level']}**" in (path / "README.md").read_text()
+
+
+def test_a_seal_writes_croissant_anew_where_there_is_one(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "acts", n_requests=3)
+    assert not (path / "croissant.json").exists()
+    actds.card(path)
+    make_dataset(path, n_requests=3, run="r-second", seed=3)
+    document = json.loads((path / "croissant.json").read_text())
+    assert document["version"] == "2.0.0" and actds.open(path).digest in document["description"]
+
+
+def test_croissant_lists_the_files_with_their_digests_and_the_columns(path: Path) -> None:
+    actds.card(path)
+    document = json.loads((path / "croissant.json").read_text())
+    files = [one for one in document["distribution"] if one["@type"] == "cr:FileObject"]
+    assert {one["@id"] for one in files} >= {
+        file.relative_to(path).as_posix()
+        for pattern in ("shards/*/tokens.parquet", "shards/*/acts.zarr/*/c/0/0", "census/*/*")
+        for file in path.glob(pattern)
+    }
+    for one in files:
+        data = (path / one["contentUrl"]).read_bytes()
+        assert one["sha256"] == hashlib.sha256(data).hexdigest()
+        assert one["contentSize"] == f"{len(data)} B"
+    assert document["version"] == "1.0.0"
+    for records in document["recordSet"]:
+        columns = pq.read_schema(files_of(path, records["name"])[0]).names
+        assert [one["name"] for one in records["field"]] == columns
