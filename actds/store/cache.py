@@ -89,12 +89,12 @@ class Cache:
                 finally:
                     draft.unlink(missing_ok=True)
         except OSError as error:
-            self._is_off = True
-            warnings.warn(
-                f"the cache {self.folder} keeps nothing more: {error.strerror or error}",
-                UserWarning,
-                stacklevel=2,
-            )
+            with self._lock:
+                first, self._is_off = not self._is_off, True
+            if first:
+                got = error.strerror or str(error)
+                message = f"the cache {self.folder} keeps nothing more: {got}"
+                warnings.warn(message, UserWarning, stacklevel=2)
 
     def drop(self, sha256: str, name: str) -> None:
         """Remove an entry, if it is there."""

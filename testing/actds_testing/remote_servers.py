@@ -14,10 +14,9 @@ import re
 import shutil
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
-from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
@@ -132,12 +131,14 @@ def web_server(folder: Path, ranges: bool = True) -> Iterator[int]:
             self.end_headers()
             self.wfile.write(data[first : last + 1])
 
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments, directory=str(folder))  # type: ignore[arg-type]
+
         def list_directory(self, path: object) -> None:
             self.send_error(404)
 
         def log_message(self, *_: object) -> None:
             pass
 
-    handler: Callable[..., SimpleHTTPRequestHandler] = partial(Handler, directory=str(folder))
-    with serving(handler) as port:  # type: ignore[arg-type]
+    with serving(Handler) as port:
         yield port

@@ -83,7 +83,7 @@ def _await(port: int) -> None:
 class Exchange:
     """One request on its way through the proxy.
 
-    ``headers`` may be changed; with ``forward`` False the server never sees the request, with
+    ``headers`` and ``path`` may be changed; with ``forward`` False the server never sees the request, with
     ``status`` set the client gets that instead of the server's answer, with ``hang_up`` nothing;
     with ``cut`` set only so many bytes of the body, with ``lie`` as if it had no more, and with
     ``stall`` set nothing until it is.
@@ -112,7 +112,7 @@ def proxy(port: int, change: Change) -> Iterator[int]:
             status, headers, data = 500, {}, b""
             if exchange.forward:
                 upstream = http.client.HTTPConnection("127.0.0.1", port)
-                upstream.request(self.command, self.path, body, exchange.headers)
+                upstream.request(self.command, exchange.path, body, exchange.headers)
                 answer = upstream.getresponse()
                 status, headers, data = answer.status, dict(answer.getheaders()), answer.read()
                 upstream.close()
@@ -147,6 +147,8 @@ def proxy(port: int, change: Change) -> Iterator[int]:
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
     """Yield the port of a server in threads of this process."""
+    # Else a body waits for the answer to its headers.
+    handler.disable_nagle_algorithm = True
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True

@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-obstore = pytest.importorskip("obstore", reason="needs the extra actds[cloud]")
+pytest.importorskip("obstore", reason="needs the extra actds[cloud]")
 pytest.importorskip("moto", reason="needs moto's S3 server")
+
+import obstore
+import obstore.store
 
 import actds
 from actds import layout
