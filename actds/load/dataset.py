@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from actds.errors import ActdsError
+from actds.executor import ExecutorName, open_executor
 from actds.format import arrays, tables
 from actds.format.row_weights import RowWeights, read_row_weights
 from actds.format.shard import Shard
@@ -185,7 +186,7 @@ class Dataset:
         shards = self.shards_of(hook)
         return LazyArray(self.hooks[hook], shards)
 
-    def stats(self, hook: str) -> Stats:
+    def stats(self, hook: str, *, executor: ExecutorName = "threads") -> Stats:
         """Return statistics of a hook's rows: moments, norms and the geometric median.
 
         Reads all rows of the hook once, shard by shard. The result is kept in the user's cache
@@ -194,14 +195,20 @@ class Dataset:
 
         Args:
             hook: name of the hook.
+            executor: where the shards are read: ``threads`` or ``processes`` of this machine, or
+                ``ray``; the same numbers to the bit.
 
         Raises:
-            ActdsError: E014 the dataset has no such hook; as indexing ``array(hook)``.
+            ActdsError: E014 the dataset has no such hook; E011 Ray is not installed; as indexing
+                ``array(hook)``.
         """
         shards = self.shards_of(hook)
-        return stats_of_rows(
-            self.hooks[hook], shards, [None] * len(shards), key=self.digest, cache=cache_folder()
-        )
+        counts = [None] * len(shards)
+        with open_executor(executor) as on:
+            return stats_of_rows(
+                self.hooks[hook], shards, counts,
+                key=self.digest, cache=cache_folder(), executor=on,
+            )  # fmt: skip
 
     def row_weights(self, path: str | os.PathLike[str]) -> RowWeights:
         """Read a weights file of this dataset, and check all of it.

@@ -83,10 +83,10 @@ def _await(port: int) -> None:
 class Exchange:
     """One request on its way through the proxy.
 
-    ``headers`` and ``path`` may be changed; with ``forward`` False the server never sees the request, with
-    ``status`` set the client gets that instead of the server's answer, with ``hang_up`` nothing;
-    with ``cut`` set only so many bytes of the body, with ``lie`` as if it had no more, and with
-    ``stall`` set nothing until it is.
+    ``headers`` and ``path`` may be changed; with ``forward`` False the server never sees the
+    request, with ``status`` set the client gets that instead of the server's answer, with
+    ``hang_up`` nothing; with ``cut`` set only so many bytes of the body, with ``lie`` as if it had
+    no more, and with ``stall`` set nothing until it is.
     """
 
     def __init__(self, method: str, path: str, headers: dict[str, str]) -> None:

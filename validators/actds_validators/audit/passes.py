@@ -1,33 +1,30 @@
-"""Passes: every row of a run read part by part, and where that is done.
+"""Passes: every row of a run read part by part.
 
 One pass takes the stored rows, the lost positions and the readouts of a run; another draws the
-sample that says where the readouts lie. Results come in the order of the parts, in threads of this
-process or in Ray's workers, so that sums of fractions are the same to the last bit.
+sample that says where the readouts lie.
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.errors import ActdsError
+from actds.executor import Executor
 from actds.format.tables import TableName
 from actds_validators.audit.accumulate import CONTENT, ClassCounts, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
-from actds_validators.audit.data import N_THREADS, Part, column, explode, places
+from actds_validators.audit.data import Part, column, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 from actds_validators.statistics.events import Bools, Floats, Ints
 
+ExecutorName = Literal["threads", "ray"]
+"""The executors of ``actds.executor`` that an audit may name in its result."""
 TAIL = 0.01
 """Share of the rows in a tail."""
 SAMPLE = 1 << 16
@@ -37,11 +34,6 @@ MAX_PARTS, MAX_ROWS = 16, 1 << 20
 MIN_SAMPLE = 200
 """Fewer rows of a hook have no tail."""
 NO_WIDTHS = Widths(0, 0, ())
-ExecutorName = Literal["threads", "ray"]
-AHEAD = 4
-"""Parts that are worked on or wait for their turn, per thread."""
-P = TypeVar("P")
-R = TypeVar("R")
 
 
 # the pass -------------------------------------------------------------------------------------
