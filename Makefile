@@ -52,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test variants families consumers test-all test-full lint docs generate lock bench calibrate crash cuda clean distclean
+.PHONY: help install demo check test variants families consumers emulators test-all test-full lint docs generate lock bench calibrate crash cuda clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -114,6 +114,9 @@ $(CONSUMERS_STAMP): tests/consumers/requirements.txt pyproject.toml
 	  --requirement tests/consumers/requirements.txt --editable .
 	$(CONSUMERS_BIN)/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
+
+emulators: ## install the emulator of Azure's blobs, of npm, for the tests of az:// (they are skipped without)
+	npm install --silent --no-fund --no-audit --prefix .venv-emulators azurite@3
 
 consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as trainers, array libraries and SQL read them (an environment of its own)
 	rm -rf $(CONSUMERS)/acts

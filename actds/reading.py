@@ -58,6 +58,7 @@ __all__ = [
 
 CENSUS_TABLES: tuple[TableName, ...] = ("requests", "steps", "spans")
 _SEAL_NAME = re.compile(r"seal/([0-9]{4,8})\.json")
+_MAX_RECORDS = 1_000_000  # of a chain that a seal names where nothing can be listed
 _SAME_IN_REPLACEMENT = (
     "run",
     "phase",
@@ -315,6 +316,8 @@ def read_dataset(store: Store, *, strict: bool = False) -> Catalog:
     """
     need_dataset(store)
     store.learn_sizes("")
+    if not store.can_list:
+        store.know(_names_by_seal(store))
     data = store.read(layout.GENESIS, canonical.MAX_DOCUMENT_NBYTES)
     genesis = schema.parse(Genesis, data, layout.GENESIS)
     catalog = Catalog(store, genesis, canonical.digest(data), Findings(strict=strict))
@@ -324,6 +327,41 @@ def read_dataset(store: Store, *, strict: bool = False) -> Catalog:
     reader.read_seals()
     reader.check_sizes()
     return catalog
+
+
+def _names_by_seal(store: Store) -> list[str]:
+    """Return the names that a listing is needed for: seals, and records of their chains.
+
+    Seals are numbered, and the highest one names every chain that it covers and how long each is.
+    Where nothing can be listed, a chain that began later cannot be seen: what is read is the
+    dataset as it was sealed last. The names only say where to look; what is there is checked.
+
+    Raises:
+        ActdsError: E306 there is no seal; E102 to E106 it cannot be read.
+    """
+    n = 0
+    while store.exists(layout.seal_path(n + 1)):
+        n += 1
+    if not n:
+        raise ActdsError(
+            "E306",
+            layout.seal_path(1),
+            got="no seal",
+            expected="a seal: without a listing, only it names the chains of the ledger",
+            next_step="Seal the dataset with actds seal where it was written, and upload it again.",
+        )
+    names = [layout.seal_path(number) for number in range(1, n + 1)]
+    path = names[-1]
+    seal = schema.parse(Seal, store.read(path, canonical.MAX_DOCUMENT_NBYTES), path)
+    names.append(seal.multiplicity.path)
+    for chain, head in seal.heads.items():
+        # A record after the last one would be a fault, and is looked for.
+        n_records = head.n_records + store.exists(layout.record_path(chain, head.n_records))
+        if head.n_records > _MAX_RECORDS:
+            got, expected = f"{head.n_records} records", f"at most {_MAX_RECORDS}"
+            raise ActdsError("E102", f"{path} heads {chain}", got=got, expected=expected)
+        names += [layout.record_path(chain, seq) for seq in range(n_records)]
+    return names
 
 
 @dataclass(frozen=True)
@@ -553,6 +591,7 @@ class _Reader:
 
     def check_sizes(self) -> None:
         catalog = self.catalog
+        self.store.ask_sizes(catalog.files)
         for path, entry in sorted(catalog.files.items()):
             try:
                 nbytes = self.store.size(path)

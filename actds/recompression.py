@@ -8,10 +8,10 @@ only added to. Killed at any moment, the next call resumes from the ledger.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +19,14 @@ import numpy as np
 from actds import __version__, layout
 from actds.commit import NewShard
 from actds.errors import ActdsError
+from actds.executor import ExecutorName, open_executor
 from actds.format import arrays
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root
 from actds.ledger import Chain, fence
 from actds.reading import Catalog, need_dataset
-from actds.schema import ShardManifest
+from actds.schema import FileEntry, ShardManifest
 from actds.sealing import seal
-from actds.store import Store, open_store
+from actds.store import Buffer, Store, open_store
 from actds.store.local import LocalStore, lock_dataset
 
 __all__ = ["Recompressed", "recompress"]
@@ -63,6 +64,7 @@ def recompress(
     *,
     keep: bool = False,
     progress: Progress = lambda old, new: None,
+    executor: ExecutorName = "threads",
 ) -> Recompressed:
     """Replace raw shards by compressed ones with the same rows in the same order.
 
@@ -74,6 +76,9 @@ def recompress(
         shards: ids of raw shards; all of them when None.
         keep: leave the files of the replaced shards where they are.
         progress: called with the old and the new manifest after each shard.
+        executor: where shards are written anew: ``threads`` encode the chunks of one shard after
+            the other; ``processes`` or ``ray``, whose workers see the same folder, do several
+            shards at a time.
 
     Raises:
         ActdsError: E010 another program writes the dataset; E009 no raw shard of such an id, or
@@ -95,13 +100,17 @@ def recompress(
     need_dataset(store)
     lock = lock_dataset(store.root)
     try:
-        return _recompress(store, shards, keep, progress)
+        return _recompress(store, shards, keep, progress, executor)
     finally:
         os.close(lock)
 
 
 def _recompress(
-    store: LocalStore, wanted: Sequence[str] | None, keep: bool, progress: Progress
+    store: LocalStore,
+    wanted: Sequence[str] | None,
+    keep: bool,
+    progress: Progress,
+    executor: ExecutorName,
 ) -> Recompressed:
     _end_dead_tools(store)
     catalog = Catalog.read(store)
@@ -115,7 +124,7 @@ def _recompress(
 
     try:
         for run in dict.fromkeys(manifest.run for manifest in raw):
-            _replace_run(store, catalog, [m for m in raw if m.run == run], note)
+            _replace_run(store, catalog, [m for m in raw if m.run == run], note, executor)
     except ActdsError:
         # A damaged shard must not cost the others their seal. After a failed write a chain is
         # open, and then there is none: the next call makes it.
@@ -175,7 +184,11 @@ def _selected(catalog: Catalog, wanted: Sequence[str] | None) -> list[ShardManif
 
 
 def _replace_run(
-    store: LocalStore, catalog: Catalog, raw: list[ShardManifest], note: Progress
+    store: LocalStore,
+    catalog: Catalog,
+    raw: list[ShardManifest],
+    note: Progress,
+    executor: ExecutorName,
 ) -> None:
     """Replace shards of one run under one tool chain."""
     chain = Chain.begin(
@@ -183,10 +196,16 @@ def _replace_run(
     )
     totals = {"shards": 0, "rows": 0}
     try:
-        with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="actds-encode") as pool:
-            for number, old in enumerate(raw):
-                name = f"{chain.chain}-{number:06d}"
-                note(old, _replace(store, chain, Shard(store, old), name, pool))
+        work = [
+            _Work(store, chain.chain, f"{chain.chain}-{number:06d}", old)
+            for number, old in enumerate(raw)
+        ]
+        with _written(work, executor) as written:
+            for old in raw:
+                with chain.fatal():
+                    new = next(written)
+                NewShard(store, chain, new.shard).commit(new, replaced=old.shard)
+                note(old, new)
                 totals["shards"] += 1
                 totals["rows"] += old.n_rows
     except ActdsError:
@@ -196,30 +215,61 @@ def _replace_run(
     chain.close("finished", totals)
 
 
-def _replace(
-    store: LocalStore, chain: Chain, old: Shard, name: str, pool: Executor
-) -> ShardManifest:
-    """Write a shard anew, compare, and commit the replacement; return the new manifest."""
-    new = NewShard(store, chain, name)
-    new.put(GROUP_METADATA, [arrays.group_metadata()])
-    for hook in old.hooks:
-        # A new array over changed bytes would hide the change.
-        old.check(f"{layout.array_dir(hook)}/{arrays.SHARD_PATH}")
-        with old.array(hook) as reader:
-            new.put_array(hook, arrays.encode_array(reader.read_all(pool), reader.dtype, pool=pool))
-    new.put(TOKENS, [old.read(TOKENS)])
+@dataclass(frozen=True)
+class _Work:
+    """One shard to be written anew, under a name of its own."""
+
+    store: LocalStore
+    chain: str
+    name: str
+    old: ShardManifest
+    n_threads: int = 1
+
+
+@contextmanager
+def _written(work: list[_Work], executor: ExecutorName) -> Iterator[Iterator[ShardManifest]]:
+    """Yield the manifests of the new shards, in order, each when its files are durable."""
+    if executor == "threads":
+        # Not several shards at a time: each is held in memory as a whole.
+        n_threads = os.cpu_count() or 1
+        yield (_write(replace(one, n_threads=n_threads)) for one in work)
+        return
+    with open_executor(executor) as on:
+        yield on.map(_write, work)
+
+
+def _write(work: _Work) -> ShardManifest:
+    """Write the data files of a shard anew, compare, and return the manifest to commit."""
+    store, old = work.store, Shard(work.store, work.old)
+    entries: list[FileEntry] = []
+
+    def put(path: str, parts: Sequence[Buffer]) -> None:
+        done = store.put_new(f"{layout.shard_dir(work.name)}/{path}", parts)
+        entries.append(FileEntry(path=path, nbytes=done.nbytes, sha256=done.sha256))
+
+    put(GROUP_METADATA, [arrays.group_metadata()])
+    with ThreadPoolExecutor(work.n_threads, thread_name_prefix="actds-encode") as pool:
+        for hook in old.hooks:
+            folder = layout.array_dir(hook)
+            # A new array over changed bytes would hide the change.
+            old.check(f"{folder}/{arrays.SHARD_PATH}")
+            with old.array(hook) as reader:
+                encoded = arrays.encode_array(reader.read_all(pool), reader.dtype, pool=pool)
+            put(f"{folder}/zarr.json", [encoded.metadata])
+            put(f"{folder}/{arrays.SHARD_PATH}", encoded.parts)
+    put(TOKENS, [old.read(TOKENS)])
+    files = sorted(entries, key=lambda entry: entry.path)
     manifest = old.manifest.model_copy(
         update={
-            "chain": chain.chain,
-            "shard": name,
+            "chain": work.chain,
+            "shard": work.name,
             "compression": "normal",
-            "files": new.files,
-            "root": files_root(new.files),
+            "files": files,
+            "root": files_root(files),
         }
     )
     for hook in old.hooks:
         _compare(old, Shard(store, manifest), hook)
-    new.commit(manifest, replaced=old.name)
     return manifest
 
 

@@ -39,7 +39,7 @@ def copy_dataset(dataset_path: Path, tmp_path: Path) -> Callable[[], Path]:
 @pytest.fixture(scope="module")
 def s3_port() -> Iterator[int]:
     """Yield the port of an S3 server of this module alone."""
-    pytest.importorskip("obstore", reason="needs the extra actds[s3]")
+    pytest.importorskip("obstore", reason="needs the extra actds[cloud]")
     pytest.importorskip("moto", reason="needs moto's S3 server")
     with s3_server() as port:
         yield port

@@ -23,6 +23,7 @@ from actds import __version__
 from actds.cli.exchange import export_command, import_command
 from actds.cli.output import ResultCommand, envelope, print_json, print_lines, result_schema
 from actds.errors import CODES, ActdsError, Code, code_entry
+from actds.executor import EXECUTORS, ExecutorName
 
 if TYPE_CHECKING:
     from actds.hub.transfer import Transfer
@@ -316,9 +317,15 @@ def seal_command(path: str, as_json: bool) -> None:
 @click.option("--shard", "shards", multiple=True, metavar="ID", help="Only this shard; repeatable.")
 @click.option("--keep", is_flag=True, help="Leave the files of the replaced shards in place.")
 @click.option(
+    "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
+    help="Where the shards are written anew.",
+)  # fmt: skip
+@click.option(
     "--json", "as_json", is_flag=True, help="Print what was done as JSON (actds.recompress 1)."
 )
-def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: bool) -> None:
+def recompress_command(
+    path: str, shards: tuple[str, ...], keep: bool, executor: ExecutorName, as_json: bool
+) -> None:
     """Compress the shards that a harvest under pressure wrote raw.
 
     PATH is the dataset's folder. Every row is compared bit by bit before a new shard replaces a
@@ -338,7 +345,7 @@ def recompress_command(path: str, shards: tuple[str, ...], keep: bool, as_json: 
     def report(old: ShardManifest, new: ShardManifest) -> None:
         click.echo(f"{old.shard} -> {new.shard}: {old.n_rows:,} rows", err=True)
 
-    done = recompress(path, shards or None, keep=keep, progress=report)
+    done = recompress(path, shards or None, keep=keep, progress=report, executor=executor)
     if as_json:
         print_json(envelope("recompress", asdict(done)))
         return

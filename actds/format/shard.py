@@ -141,8 +141,9 @@ class Shard:
             )
         folder = layout.array_dir(hook)
         metadata = self.read(f"{folder}/zarr.json")
-        path = self._place(f"{folder}/{arrays.SHARD_PATH}")
-        reader = arrays.ArrayReader(metadata, self.store.open_file(path), path)
+        file = f"{folder}/{arrays.SHARD_PATH}"
+        path, sha256 = self._place(file), self._entry(file).sha256
+        reader = arrays.ArrayReader(metadata, self.store.open_file(path, sha256), path)
         if reader.n_rows != self.n_rows:
             reader.close()
             raise ActdsError(
@@ -188,7 +189,7 @@ def read_checked(store: Store, path: str, entry: FileEntry) -> bytes:
     Spec: 0.1 section 2.3.
     """
     _check_size(store, path, entry)
-    data = store.read(path)
+    data = store.read(path, sha256=entry.sha256)
     check_sha256(path, canonical.digest(data), entry.sha256)
     return data
 

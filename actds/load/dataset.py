@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from actds.errors import ActdsError
+from actds.executor import ExecutorName, open_executor
 from actds.format import arrays, tables
 from actds.format.row_weights import RowWeights, read_row_weights
 from actds.format.shard import Shard
@@ -25,7 +26,8 @@ from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.reading import Catalog, unknown_columns
 from actds.schema import Hook, Phase, RunRecord, Seal
 from actds.sealing import check_provenance
-from actds.store import open_store
+from actds.store import Store, open_store
+from actds.store.cache import Cache
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,8 @@ __all__ = [
     "rows_together",
 ]
 
+CACHE_NBYTES = 64 << 30
+"""What a cache of remote datasets keeps at most, unless it is told otherwise."""
 MAX_OPEN_ARRAYS = 64
 """Files that stay open: a dataset may have more shards than a process may open."""
 
@@ -54,7 +58,12 @@ Values = npt.NDArray[Any]
 
 
 def open(
-    uri: str | Path, *, i_accept_unsealed: bool = False, i_accept_unprovenanced: bool = False
+    uri: str | Path,
+    *,
+    cache: str | Path | None = None,
+    cache_bytes: int | None = None,
+    i_accept_unsealed: bool = False,
+    i_accept_unprovenanced: bool = False,
 ) -> Dataset:
     """Open a dataset for reading; one that is unsealed or lacks provenance is refused.
 
@@ -62,18 +71,26 @@ def open(
     read, arrays have a checksum per chunk; ``actds validate`` checks the whole content.
 
     Args:
-        uri: the dataset's folder, a ``file://`` URI or ``s3://BUCKET/PREFIX``.
+        uri: the dataset's folder, or a URI: ``file://``, ``s3://``, ``gs://``, ``az://``,
+            ``abfs://``, ``https://`` or ``http://``.
+        cache: folder in which tables and blocks of arrays of a remote dataset are kept; processes
+            may share it. With ``cache_bytes`` alone, one in the user's cache folder
+            (``ACTDS_CACHE``); with neither, nothing is kept unless ``ACTDS_CACHE_BYTES`` is set.
+        cache_bytes: the most that the cache keeps: ``ACTDS_CACHE_BYTES``, else 64 GiB.
         i_accept_unsealed: read a dataset that is not sealed, with a warning: rows may be missing.
         i_accept_unprovenanced: read rows without a run record or a census, with a warning.
 
     Raises:
         ActdsError: E306 not sealed; E401 no run record; E403 no census; E101 no dataset there;
             E102 to E107 a broken or missing document; E201, E202, E205 a file of another size
-            or digest; E301 to E312 a broken ledger; E009, E011 a location that cannot be opened.
+            or digest; E301 to E312 a broken ledger; E009, E011 a location that cannot be opened,
+            or a bound of a cache that is no number of bytes.
 
     Spec: 0.1 sections 8.4 and 10.
     """
-    catalog = Catalog.read(open_store(uri))
+    store = open_store(uri)
+    _give_cache(store, cache, cache_bytes)
+    catalog = Catalog.read(store)
     if not catalog.is_sealed:
         seal = f"seal {catalog.seal.n} of an older ledger" if catalog.seal else "no seal"
         unsealed = ActdsError("E306", str(uri), got=seal, expected="a seal of the present ledger")
@@ -83,6 +100,19 @@ def open(
     except ActdsError as error:
         _accept(error, i_accept_unprovenanced)
     return Dataset(catalog)
+
+
+def _give_cache(store: Store, folder: str | Path | None, nbytes: int | None) -> None:
+    """Let a remote store keep what it reads, where that is asked for."""
+    named = os.environ.get("ACTDS_CACHE_BYTES")
+    bound = named if nbytes is None else str(nbytes)
+    if bound is not None and not (bound.isascii() and bound.isdecimal() and int(bound)):
+        place = "ACTDS_CACHE_BYTES" if nbytes is None else "cache_bytes"
+        raise ActdsError("E009", place, got=bound[:80], expected="a number of bytes above 0")
+    if folder is None and bound is None:
+        return
+    path = cache_folder() / "remote" if folder is None else Path(folder).expanduser()
+    store.keep(Cache(path, CACHE_NBYTES if bound is None else int(bound)))
 
 
 def _accept(error: ActdsError, accepted: bool) -> None:
@@ -186,7 +216,7 @@ class Dataset:
         shards = self.shards_of(hook)
         return LazyArray(self.hooks[hook], shards)
 
-    def stats(self, hook: str) -> Stats:
+    def stats(self, hook: str, *, executor: ExecutorName = "threads") -> Stats:
         """Return statistics of a hook's rows: moments, norms and the geometric median.
 
         Reads all rows of the hook once, shard by shard. The result is kept in the user's cache
@@ -195,14 +225,20 @@ class Dataset:
 
         Args:
             hook: name of the hook.
+            executor: where the shards are read: ``threads`` or ``processes`` of this machine, or
+                ``ray``; the same numbers to the bit.
 
         Raises:
-            ActdsError: E014 the dataset has no such hook; as indexing ``array(hook)``.
+            ActdsError: E014 the dataset has no such hook; E011 Ray is not installed; as indexing
+                ``array(hook)``.
         """
         shards = self.shards_of(hook)
-        return stats_of_rows(
-            self.hooks[hook], shards, [None] * len(shards), key=self.digest, cache=cache_folder()
-        )
+        counts = [None] * len(shards)
+        with open_executor(executor) as on:
+            return stats_of_rows(
+                self.hooks[hook], shards, counts,
+                key=self.digest, cache=cache_folder(), executor=on,
+            )  # fmt: skip
 
     def row_weights(self, path: str | os.PathLike[str]) -> RowWeights:
         """Read a weights file of this dataset, and check all of it.

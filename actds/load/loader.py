@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from actds import __version__, canonical
+from actds.executor import ExecutorName, open_executor
 from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.shard import Shard
 from actds.load import show
@@ -265,11 +266,14 @@ class Loader:
         """Return the stored rows that are read, each counted once."""
         return self._rows.n_kept
 
-    def stats(self) -> dict[str, Stats]:
+    def stats(self, *, executor: ExecutorName = "threads") -> dict[str, Stats]:
         """Return statistics of the rows that are read, by hook; each as often as it is served.
 
         They are computed in one pass and kept, as those of ``Dataset.stats``. ``frequency`` and
         the shares of a mixture do not change them.
+
+        Args:
+            executor: where the shards are read, as of ``Dataset.stats``.
 
         Raises:
             ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
@@ -277,12 +281,14 @@ class Loader:
         shards = [shard for one in self._rows.selections for shard in one.shards]
         counts = [count for one in self._rows.selections for count in one.counts]
         key = canonical.dump([self._rows.digest, self._rows.identity, self._spec.geometry.weights])
-        return {
-            hook.name: stats_of_rows(
-                hook, shards, counts, key=canonical.digest(key), cache=cache_folder()
-            )
-            for hook in self._rows.hooks
-        }
+        with open_executor(executor) as on:
+            return {
+                hook.name: stats_of_rows(
+                    hook, shards, counts,
+                    key=canonical.digest(key), cache=cache_folder(), executor=on,
+                )
+                for hook in self._rows.hooks
+            }  # fmt: skip
 
     def _stats_of(self, name: str) -> Stats:
         """Return the statistics of a hook of a batch: of all rows of its dataset, or datasets."""

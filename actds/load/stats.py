@@ -14,12 +14,14 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from actds.executor import Executor
 from actds.format import arrays
 from actds.format.shard import Shard
 from actds.schema import Hook
@@ -136,6 +138,7 @@ def stats_of_rows(
     *,
     key: str,
     cache: Path | None = None,
+    executor: Executor | None = None,
 ) -> Stats:
     """Return the statistics of rows of a hook from one pass over them.
 
@@ -145,6 +148,7 @@ def stats_of_rows(
         counts: how often each row of a shard comes, ``(n_rows,)``; None where each comes once.
         key: names the rows: what is kept under it is taken as theirs.
         cache: folder for results and for shards that are done; None keeps nothing.
+        executor: where the shards are read, the result is the same; None reads one after the other.
 
     Raises:
         ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
@@ -159,24 +163,28 @@ def stats_of_rows(
     ]
     n_rows = int(sum(totals))
     n_sample = min(n_rows, max(1, SAMPLE_NBYTES // (4 * hook.d_model)))
-    parts, before = [], 0
-    for at, (shard, count, total) in enumerate(zip(shards, counts, totals, strict=True)):
-        # By number: two parts of a mixture may read other rows of one shard.
-        path = None if folder is None else folder / f"{at}.npz"
-        part = None if path is None else _load(path)
-        if part is None:
-            part = shard_statistics(hook, shard, count, before, n_rows, n_sample)
-            if path is not None:
-                _keep(path, part)
-        parts.append(part)
-        before += int(total)
-    stats = _joined(parts, hook.d_model)
+    before = [0, *accumulate(int(total) for total in totals)]
+    # By number: two parts of a mixture may read other rows of one shard.
+    kept_parts = (None if folder is None else folder / f"{n}.npz" for n in range(len(shards)))
+    parts = [None if path is None else _load(path) for path in kept_parts]
+    left = [number for number, part in enumerate(parts) if part is None]
+    work = [(hook, shards[n], counts[n], before[n], n_rows, n_sample) for n in left]
+    done = map(_of_shard, work) if executor is None else executor.map(_of_shard, work)
+    for number, part in zip(left, done, strict=True):
+        parts[number] = part
+        if folder is not None:
+            _keep(folder / f"{number}.npz", part)
+    stats = _joined([part for part in parts if part is not None], hook.d_model)
     if folder is not None:
         _keep(folder / "stats.npz", {f.name: getattr(stats, f.name) for f in fields(stats)})
         for at in range(len(shards)):
             with contextlib.suppress(OSError):
                 (folder / f"{at}.npz").unlink()
     return stats
+
+
+def _of_shard(work: tuple[Any, ...]) -> dict[str, npt.NDArray[Any]]:
+    return shard_statistics(*work)
 
 
 def shard_statistics(

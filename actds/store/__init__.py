@@ -1,19 +1,23 @@
 """Stores: a dataset's files on a local disk or in an object store.
 
-A store has create-only puts, reads in ranges, and listings that prove nothing.
-``actds.store.local`` and ``actds.store.s3`` are the two that there are.
+A store has create-only puts, reads in ranges, and listings that prove nothing. ``LocalStore``
+and ``S3Store`` can be written; ``RemoteStore`` reads other object stores and web servers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from actds import layout
 from actds.errors import ActdsError
+
+if TYPE_CHECKING:
+    from actds.store.cache import Cache
 
 __all__ = [
     "TEMPORARY",
@@ -31,6 +35,9 @@ __all__ = [
 TEMPORARY = ".tmp-"
 """How the name of a file that is not committed begins; readers pass over such files."""
 
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//?)")
+_REMOTE = ("s3", "gs", "az", "abfs", "abfss", "https", "http")
+_OTHERS = "gs://, az://, abfs://, https:// and http://"
 _HASH_NBYTES = 1 << 23  # one range: large for a network, small for a cache
 
 Buffer = bytes | bytearray | memoryview
@@ -70,6 +77,10 @@ class StoredFile(Protocol):
         """
         ...
 
+    def forget(self, offset: int, nbytes: int) -> bool:
+        """Drop what a cache holds of a damaged range; return whether it is worth another read."""
+        return False
+
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         ...
@@ -102,6 +113,16 @@ class Store(Protocol):
         """Return how many reads at a time keep the store busy; a disk needs one per core."""
         return 1
 
+    @property
+    def read_only(self) -> bool:
+        """Return whether every write is refused, with E009."""
+        return False
+
+    @property
+    def can_list(self) -> bool:
+        """Return whether listings show what is there; else what ``know`` was told."""
+        return True
+
     def check_create_only(self) -> None:
         """Make sure that no put overwrites; writers call it first."""
         ...
@@ -122,8 +143,14 @@ class Store(Protocol):
         """Remove a file that no record of the ledger reaches; a missing one is no error."""
         ...
 
-    def read(self, path: str, limit: int | None = None) -> bytes:
+    def read(self, path: str, limit: int | None = None, sha256: str | None = None) -> bytes:
         """Return a file's bytes; one of more than ``limit`` bytes is not read.
+
+        Args:
+            path: path in the dataset.
+            limit: bytes at most.
+            sha256: what the file's digest must be, where that is known: only such files may come
+                from a cache. The caller compares it all the same.
 
         Raises:
             ActdsError: E102 above the limit.
@@ -134,8 +161,8 @@ class Store(Protocol):
         """Begin to read documents that are asked for next, with this limit, where that helps."""
         return
 
-    def open_file(self, path: str) -> StoredFile:
-        """Return a file that is open for many ranged reads."""
+    def open_file(self, path: str, sha256: str | None = None) -> StoredFile:
+        """Return a file that is open for many ranged reads; arguments as ``read``."""
         ...
 
     def exists(self, path: str) -> bool:
@@ -150,9 +177,21 @@ class Store(Protocol):
         """Learn the sizes of all files below a folder at once, where asking for each is slow."""
         return
 
+    def ask_sizes(self, paths: Iterable[str]) -> None:
+        """Ask for sizes that are not known yet, where asking for each in turn is slow."""
+        return
+
+    def know(self, names: Iterable[str]) -> None:
+        """Take names of files for what ``list`` would find, where nothing can be listed."""
+        return
+
     def list(self, prefix: str = "") -> list[str]:
         """Return the paths of all files below a folder, sorted."""
         ...
+
+    def keep(self, cache: Cache) -> None:
+        """Keep what is read of files of known digest in a cache, where reading again is slow."""
+        return
 
     def local_path(self, path: str) -> Path:
         """Return where a file can be opened on this machine; E009 in an object store."""
@@ -195,29 +234,36 @@ def file_sha256(store: Store, path: str) -> str:
     return digest.hexdigest()
 
 
-def open_store(uri: str | Path | Store) -> Store:
+def open_store(uri: str | Path | Store, *, write: bool = False) -> Store:
     """Return the store of a dataset's location; nothing is asked of it yet.
 
     Args:
-        uri: a store, a local path, a ``file://`` URI, or ``s3://BUCKET/PREFIX``. An object store is
-            configured by the usual environment: ``AWS_ACCESS_KEY_ID``,
-            ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_REGION`` and, for servers
-            other than Amazon's, ``AWS_ENDPOINT_URL``.
+        uri: a store, a local path, or a URI: ``file://``, ``s3://``, ``gs://``, ``az://``,
+            ``abfs://``, ``https://`` or ``http://``. An object store is configured by its usual
+            environment: docs/stores.md.
+        write: refuse a location that can only be read.
 
     Raises:
-        ActdsError: E009 for another scheme or a malformed URI; E011 when the location needs the
-            package ``obstore`` and it is not installed.
+        ActdsError: E009 for another scheme, a malformed URI, or a location that cannot be
+            written; E011 when the location needs the package ``obstore`` and it is not installed.
     """
     if not isinstance(uri, str | Path):
-        return uri
-    folder = local_folder(uri)
-    if folder is not None:
+        store = uri
+    elif (folder := local_folder(uri)) is not None:
         from actds.store.local import LocalStore
 
-        return LocalStore(folder)
-    from actds.store.s3 import S3Store
+        store = LocalStore(folder)
+    elif str(uri).startswith("s3://"):
+        from actds.store.s3 import S3Store
 
-    return S3Store(str(uri))
+        store = S3Store(str(uri))
+    else:
+        from actds.store.remote import RemoteStore
+
+        store = RemoteStore(str(uri))
+    if write and store.read_only:
+        store.check_create_only()
+    return store
 
 
 def open_for_writing(uri: str | Path) -> Store:
@@ -228,28 +274,31 @@ def open_for_writing(uri: str | Path) -> Store:
 
     Spec: 0.1 section 8.1.
     """
-    store = open_store(uri)
+    store = open_store(uri, write=True)
     store.check_create_only()
     return store
 
 
 def local_folder(uri: str | Path) -> Path | None:
-    """Return the local folder that a location names, None for an object store.
+    """Return the local folder that a location names, None for a remote one.
 
     Raises:
-        ActdsError: E009 for an unknown scheme, or an object store in a ``Path``.
+        ActdsError: E009 for an unknown scheme, or a remote location in a ``Path``.
     """
     text = str(uri)
     if text.startswith("file://"):
         return Path(text.removeprefix("file://")).expanduser()
-    if text.startswith("s3://"):
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return Path(text).expanduser()
+    if scheme[1] in _REMOTE and scheme[2] == "//":
         return None
     # pathlib folds the two slashes of a URI into one.
-    if "://" in text or text.startswith("s3:/"):
+    if scheme[1] in _REMOTE or scheme[2] == "//":
         raise ActdsError(
             "E009",
             text[:200],
-            got="another scheme" if "://" in text else "a path",
-            expected="a local path, file://PATH or s3://BUCKET/PREFIX",
+            got="a path" if scheme[1] in _REMOTE else "another scheme",
+            expected=f"a local path, file://PATH, s3://BUCKET/PREFIX, or one of {_OTHERS}",
         )
     return Path(text).expanduser()

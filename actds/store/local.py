@@ -156,12 +156,13 @@ class LocalStore(Store):
         except OSError as error:
             raise _storage_error(path, error) from error
 
-    def read(self, path: str, limit: int | None = None) -> bytes:
+    def read(self, path: str, limit: int | None = None, sha256: str | None = None) -> bytes:
         """Return a file's bytes.
 
         Args:
             path: path in the dataset.
             limit: bytes at most; a longer file is not read at all.
+            sha256: not needed here.
 
         Raises:
             ActdsError: E104 missing or unreadable; E102 above the limit; E107 a link, no regular
@@ -175,7 +176,7 @@ class LocalStore(Store):
         except OSError as error:
             raise _unreadable(path, error) from error
 
-    def open_file(self, path: str) -> LocalFile:
+    def open_file(self, path: str, sha256: str | None = None) -> LocalFile:
         """Return a file that is open for many ranged reads."""
         return LocalFile(self.local_path(path), path)
 

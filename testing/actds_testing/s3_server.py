@@ -83,14 +83,19 @@ def _await(port: int) -> None:
 class Exchange:
     """One request on its way through the proxy.
 
-    ``headers`` may be changed; with ``forward`` False the server never sees the request, with
-    ``status`` set the client gets that instead of the server's answer, with ``hang_up`` nothing.
+    ``headers`` and ``path`` may be changed; with ``forward`` False the server never sees the
+    request, with ``status`` set the client gets that instead of the server's answer, with
+    ``hang_up`` nothing; with ``cut`` set only so many bytes of the body, with ``lie`` as if it had
+    no more, and with ``stall`` set nothing until it is.
     """
 
     def __init__(self, method: str, path: str, headers: dict[str, str]) -> None:
         self.method, self.path, self.headers = method, path, headers
         self.forward, self.hang_up = True, False
         self.status: int | None = None
+        self.cut: int | None = None
+        self.lie = False
+        self.stall: threading.Event | None = None
 
 
 @contextmanager
@@ -107,10 +112,12 @@ def proxy(port: int, change: Change) -> Iterator[int]:
             status, headers, data = 500, {}, b""
             if exchange.forward:
                 upstream = http.client.HTTPConnection("127.0.0.1", port)
-                upstream.request(self.command, self.path, body, exchange.headers)
+                upstream.request(self.command, exchange.path, body, exchange.headers)
                 answer = upstream.getresponse()
                 status, headers, data = answer.status, dict(answer.getheaders()), answer.read()
                 upstream.close()
+            if exchange.stall is not None:
+                exchange.stall.wait(START_TIMEOUT_S)
             if exchange.hang_up:
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -121,18 +128,35 @@ def proxy(port: int, change: Change) -> Iterator[int]:
             for name, value in headers.items():
                 if name.lower() not in HOP_HEADERS:
                     self.send_header(name, value)
+            data = data[: exchange.cut] if exchange.lie else data
             length = headers.get("Content-Length") if self.command == "HEAD" else None
             self.send_header("Content-Length", length or str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            self.wfile.write(data[: exchange.cut])
+            self.close_connection = self.close_connection or exchange.cut is not None
 
         do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = serve
 
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    with serving(Handler) as front:
+        yield front
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
+    """Yield the port of a server in threads of this process."""
+    # Else a body waits for the answer to its headers.
+    handler.disable_nagle_algorithm = True
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Say nothing: clients hang up, and some of them are meant to."""
+
+    server = Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

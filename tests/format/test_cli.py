@@ -115,7 +115,7 @@ def test_what_is_mistyped_gets_a_suggestion() -> None:
         "validate",
         "check",
         "view",
-    ],  # fmt: skip
+    ],
 )
 def test_help_ends_with_examples(name: str) -> None:
     told = run(name, "--help").output

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("obstore", reason="needs the extra actds[s3]")
+pytest.importorskip("obstore", reason="needs the extra actds[cloud]")
 pytest.importorskip("moto", reason="needs moto's S3 server")
 
 import actds
@@ -283,8 +283,8 @@ def test_a_repeated_put_does_not_take_another_object_for_its_own(
 def test_a_store_that_does_not_answer_is_given_up_with_the_reason(
     root: str, server: int, monkeypatch: Environment
 ) -> None:
-    monkeypatch.setattr("actds.store.s3.PATIENCE_S", 0.3)
-    monkeypatch.setattr("actds.store.s3.FIRST_PATIENCE_S", 0.3)
+    monkeypatch.setattr("actds.store.remote.PATIENCE_S", 0.3)
+    monkeypatch.setattr("actds.store.remote.FIRST_PATIENCE_S", 0.3)
     statuses = [503, 403]
 
     def refuse(exchange: Exchange) -> None:

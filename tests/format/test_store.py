@@ -196,7 +196,13 @@ def test_a_range_is_read_and_a_range_past_the_end_is_not(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "uri",
-    ["gs://bucket/x", "https://host/x", "s3:/bucket/x", Path("s3://bucket/x"), "file+s3://b/x"],
+    [
+        "ftp://bucket/x",
+        "s3:/bucket/x",
+        Path("s3://bucket/x"),
+        Path("https://host/x"),
+        "file+s3://b/x",
+    ],
 )
 def test_a_location_of_another_kind_is_refused(uri: str | Path) -> None:
     with pytest.raises(ActdsError, match=r"E009 .*s3://BUCKET/PREFIX"):
@@ -204,7 +210,23 @@ def test_a_location_of_another_kind_is_refused(uri: str | Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://", "s3:///x", "s3://b", "s3://bucket/a//b", "s3://bucket/../x", "s3://bucket/?x"]
+    "uri",
+    [
+        "s3://",
+        "s3:///x",
+        "s3://b",
+        "s3://bucket/a//b",
+        "s3://bucket/../x",
+        "s3://bucket/?x",
+        "gs://",
+        "az://Upper/x",
+        "abfs://c@host/x",
+        "https://",
+        "https://user:pw@host/x",
+        "https://host/x?token=1",
+        "https://host/a b",
+        "http://host:port/x",
+    ],
 )
 def test_a_malformed_object_uri_is_refused(uri: str) -> None:
     with pytest.raises(ActdsError, match=r"E009 .*malformed"):
@@ -215,5 +237,5 @@ def test_a_missing_extra_is_named_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ActdsError, match=r"E011 s3://bucket/x.*\n.*pip install .actds\[s3\]"):
+    with pytest.raises(ActdsError, match=r"E011 s3://bucket/x.*\n.*pip install .actds\[cloud\]"):
         open_store("s3://bucket/x")

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.executor import Executor, Threads, open_executor
 from actds.format import tables
 from actds.format.readouts import Readouts
 from actds.format.tables import TableName
@@ -30,7 +31,7 @@ from actds_validators.audit import run as audit_run
 from actds_validators.audit.census import make_series, read_steps
 from actds_validators.audit.data import RUN_TABLES, Part, RunSource
 from actds_validators.audit.lookup import WordPass, knows_ids, read_rows
-from actds_validators.audit.passes import Executor, RowPass, Threads, lost_pieces, open_executor
+from actds_validators.audit.passes import RowPass, lost_pieces
 from actds_validators.audit.run import Passed, pass_over
 from actds_validators.audit.weights import cell_edges
 

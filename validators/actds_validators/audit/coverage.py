@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 
+from actds.executor import Executor
 from actds.format.positions import Keys, pair_key, split_key
 from actds.load.filters import SINK_NORM
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
 from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode, is_known
 from actds_validators.audit.lookup import Lookup
-from actds_validators.audit.passes import Executor, scale_of
+from actds_validators.audit.passes import scale_of
 from actds_validators.audit.result import (
     CapturedShift,
     ClassesFile,

@@ -1,33 +1,30 @@
-"""Passes: every row of a run read part by part, and where that is done.
+"""Passes: every row of a run read part by part.
 
 One pass takes the stored rows, the lost positions and the readouts of a run; another draws the
-sample that says where the readouts lie. Results come in the order of the parts, in threads of this
-process or in Ray's workers, so that sums of fractions are the same to the last bit.
+sample that says where the readouts lie.
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.errors import ActdsError
+from actds.executor import Executor
 from actds.format.tables import TableName
 from actds_validators.audit.accumulate import CONTENT, ClassCounts, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
-from actds_validators.audit.data import N_THREADS, Part, column, explode, places
+from actds_validators.audit.data import Part, column, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 from actds_validators.statistics.events import Bools, Floats, Ints
 
+ExecutorName = Literal["threads", "ray"]
+"""The executors of ``actds.executor`` that an audit may name in its result."""
 TAIL = 0.01
 """Share of the rows in a tail."""
 SAMPLE = 1 << 16
@@ -37,93 +34,6 @@ MAX_PARTS, MAX_ROWS = 16, 1 << 20
 MIN_SAMPLE = 200
 """Fewer rows of a hook have no tail."""
 NO_WIDTHS = Widths(0, 0, ())
-ExecutorName = Literal["threads", "ray"]
-AHEAD = 4
-"""Parts that are worked on or wait for their turn, per thread."""
-P = TypeVar("P")
-R = TypeVar("R")
-
-
-class Executor(Protocol):
-    """Calls a function with every part."""
-
-    def map(self, function: Callable[[P], R], parts: Sequence[P]) -> Iterator[R]:
-        """Yield what the function returns, in the order of the parts."""
-        ...
-
-
-class Threads:
-    """Threads of this process."""
-
-    def map(self, function: Callable[[P], R], parts: Sequence[P]) -> Iterator[R]:
-        """Yield what the function returns, in the order of the parts."""
-        with ThreadPoolExecutor(N_THREADS, "actds-audit") as pool:
-            waiting: deque[Any] = deque()
-            for part in parts:
-                if len(waiting) == AHEAD * N_THREADS:
-                    yield waiting.popleft().result()
-                waiting.append(pool.submit(function, part))
-            while waiting:
-                yield waiting.popleft().result()
-
-
-class Ray:
-    """Workers of a Ray cluster that sees the same files at the same paths."""
-
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-        self._call = ray.remote(_call)
-
-    def map(self, function: Callable[[P], R], parts: Sequence[P]) -> Iterator[R]:
-        """Yield what the function returns, in the order of the parts."""
-        ray = self._ray
-        shared = ray.put(function)
-        ahead = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
-        waiting: deque[Any] = deque()
-        for part in parts:
-            if len(waiting) == ahead:
-                yield ray.get(waiting.popleft())
-            waiting.append(self._call.remote(shared, part))
-        while waiting:
-            yield ray.get(waiting.popleft())
-
-
-def _call(function: Callable[[P], R], part: P) -> R:
-    return function(part)
-
-
-@contextmanager
-def open_executor(name: ExecutorName) -> Iterator[Executor]:
-    """Yield an executor.
-
-    Ray is the cluster that this process is connected to or that ``RAY_ADDRESS`` names, else one of
-    this machine's cores, which ends with the context.
-
-    Raises:
-        ActdsError: E011 Ray is not installed.
-    """
-    if name == "threads":
-        yield Threads()
-        return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise ActdsError(
-            "E011",
-            "--executor ray",
-            got="the package ray is not installed",
-            expected="the extra actds[ray]",
-            next_step='pip install "actds[ray]"',
-        ) from error
-    mine = not ray.is_initialized()
-    if mine:
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        yield Ray(ray)
-    finally:
-        if mine:
-            ray.shutdown()
 
 
 # the pass -------------------------------------------------------------------------------------

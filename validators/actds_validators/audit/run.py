@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 import actds
 from actds.errors import ActdsError
+from actds.executor import Executor, Threads, open_executor
 from actds.reading import Catalog
 from actds.sealing import check_provenance
 from actds.store import open_store
@@ -29,6 +30,7 @@ from actds_validators.audit.covariates import (
 from actds_validators.audit.coverage import CoverageCounts, coverage, dominant_cell, read_spans
 from actds_validators.audit.data import (
     CLASSES,
+    N_THREADS,
     RunSource,
     catalog_source,
     class_words,
@@ -62,13 +64,10 @@ from actds_validators.audit.missingness import (
 )
 from actds_validators.audit.passes import (
     TAIL,
-    Executor,
     ExecutorName,
     RowPass,
     Scale,
-    Threads,
     accumulate,
-    open_executor,
     scale_of,
 )
 from actds_validators.audit.result import (
@@ -180,7 +179,7 @@ def audit_dataset(
     if not catalog.is_sealed:
         raise ActdsError("E306", str(path), got="no seal of the present ledger", expected="a seal")
     check_provenance(catalog)
-    with open_executor(executor) as runner:
+    with open_executor(executor, N_THREADS) as runner:
         progress("hashing and opening tables")
         sources = [catalog_source(catalog, run) for run in catalog.run_ids]
         named = None if labels is None else match_labels(labels, sources)
@@ -236,7 +235,7 @@ def audit_sources(
         executor: where the rows are read; threads by default.
         named: of `labels.match_labels`, with labels.
     """
-    on = executor or Threads()
+    on = executor or Threads(N_THREADS)
     progress("accounting")
     account = accounting(sources, on.map)
     if not account.is_sound:

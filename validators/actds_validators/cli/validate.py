@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from actds.cli.output import envelope, print_json, print_lines
+from actds.executor import EXECUTORS, ExecutorName
 from actds.text import Line, Style, counted, printable
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ _QUIET_S = 2.0
     "--json", "as_json", is_flag=True, help="Print the result as JSON (actds.validate 1)."
 )
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
-def validate(path: str, level: str, as_json: bool, strict: bool) -> None:
+@click.option(
+    "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
+    help="Where the files are hashed.",
+)  # fmt: skip
+def validate(path: str, level: str, as_json: bool, strict: bool, executor: ExecutorName) -> None:
     """Check a dataset before training on it.
 
     PATH is the dataset's folder. Exit codes: 0 clean, 1 findings, 2 usage, 3 not readable as a
@@ -53,7 +58,7 @@ def validate(path: str, level: str, as_json: bool, strict: bool) -> None:
     from actds_validators.validate import validation as validation_module
 
     with counting() as progress:
-        result = validation_module.validate(path, level, progress)  # type: ignore[arg-type]
+        result = validation_module.validate(path, level, progress, executor)  # type: ignore[arg-type]
     if as_json:
         print_json(envelope("validate", result.as_json(strict=strict)))
     else:

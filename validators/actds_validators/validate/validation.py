@@ -10,14 +10,15 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from actds import __version__, layout
 from actds.accounting.account import TOTALS
 from actds.errors import ActdsError, CheckName, Finding
+from actds.executor import ExecutorName, open_executor
 from actds.format import arrays
 from actds.reading import Catalog, read_dataset
 from actds.schema import ShardManifest
@@ -140,6 +141,7 @@ def validate(
     path: str | Path | Store,
     level: Level = "full",
     progress: Progress = lambda what, amount: None,
+    executor: ExecutorName = "threads",
 ) -> Validation:
     """Check a dataset against the spec and return everything that was found.
 
@@ -154,6 +156,8 @@ def validate(
         path: the dataset.
         level: how much to check.
         progress: called with what is done (``bytes``, ``rows``, ``values``) and how much of it.
+        executor: where the files are hashed: ``threads`` or ``processes`` of this machine, or
+            ``ray``.
 
     Spec: 0.1 section 12.
     """
@@ -167,7 +171,7 @@ def validate(
     _check_structure(catalog)
     check_provenance(catalog, catalog.findings)
     if level in ("full", "deep"):
-        _check_digests(catalog, lambda amount: progress("bytes", amount))
+        _check_digests(catalog, lambda amount: progress("bytes", amount), executor)
         _check_indexes(catalog)
     accounts: list[RunAccount] = []
     readouts: dict[str, RunReadouts] = {}
@@ -291,38 +295,54 @@ def _check_array(catalog: Catalog, manifest: ShardManifest, hook: str) -> None:
         )
 
 
-def _check_digests(catalog: Catalog, progress: Callable[[int], None] = lambda nbytes: None) -> None:
+@dataclass(frozen=True)
+class _Digest:
+    """The digest of a file, or the error that there was instead."""
+
+    sha256: str
+    error: ActdsError | None = None
+
+
+def _check_digests(
+    catalog: Catalog, progress: Callable[[int], None], executor: ExecutorName
+) -> None:
     """Check the SHA-256 of every pinned file; what differs is not parsed afterwards.
 
     Args:
         catalog: the dataset; notes E202, and E104 for what cannot be read.
         progress: called with the bytes of each file that is done.
+        executor: where the files are read.
 
     Spec: 0.1 section 2.3.
     """
     paths = sorted(set(catalog.files) - catalog.unsound)
 
-    def digest(path: str) -> str | ActdsError:
-        try:
-            return file_sha256(catalog.store, path)
-        except ActdsError as error:
-            return error
-        except (OSError, EOFError) as error:
-            got = getattr(error, "strerror", None) or str(error)
-            return ActdsError("E104", path, got=got, expected="a readable file")
-
-    n_threads = max(min(8, os.cpu_count() or 1), catalog.store.n_readers)
-    with ThreadPoolExecutor(n_threads) as pool:
-        for path, got in zip(paths, pool.map(digest, paths), strict=True):
+    n_workers = max(min(8, os.cpu_count() or 1), catalog.store.n_readers)
+    with open_executor(executor, n_workers if executor == "threads" else None) as on:
+        digests = on.map(partial(_digest, catalog.store), paths)
+        for path, got in zip(paths, digests, strict=True):
             entry = catalog.files[path]
             progress(entry.nbytes)
-            if isinstance(got, ActdsError):
-                catalog.findings.add("integrity", got.code, path, got.got, got.expected)
-            elif got != entry.sha256:
-                catalog.findings.add("integrity", "E202", path, f"sha256 {got}", entry.sha256)
+            error = got.error
+            if error is not None:
+                catalog.findings.add("integrity", error.code, path, error.got, error.expected)
+            elif got.sha256 != entry.sha256:
+                found = f"sha256 {got.sha256}"
+                catalog.findings.add("integrity", "E202", path, found, entry.sha256)
             else:
                 continue
             catalog.unsound.add(path)
+
+
+def _digest(store: Store, path: str) -> _Digest:
+    """Return the digest of a file, or why it has none."""
+    try:
+        return _Digest(file_sha256(store, path))
+    except ActdsError as error:
+        return _Digest("", error)
+    except (OSError, EOFError) as error:
+        got = getattr(error, "strerror", None) or str(error)
+        return _Digest("", ActdsError("E104", path, got=got, expected="a readable file"))
 
 
 def _check_indexes(catalog: Catalog) -> None:

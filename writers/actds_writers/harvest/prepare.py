@@ -176,7 +176,7 @@ def is_taken(out: str | Path) -> bool:
     """
     folder = local_folder(out)
     if folder is None:
-        return bool(open_store(out).list())
+        return bool(open_store(out, write=True).list())
     return folder.exists() or folder.is_symlink()
 
 
@@ -184,7 +184,7 @@ def has_dataset(out: str | Path) -> bool:
     """Return whether there is a dataset; raises as ``is_taken``."""
     folder = local_folder(out)
     if folder is None:
-        return open_store(out).exists(layout.GENESIS)
+        return open_store(out, write=True).exists(layout.GENESIS)
     return (folder / layout.GENESIS).is_file()
 
 

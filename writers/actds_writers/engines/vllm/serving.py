@@ -308,7 +308,9 @@ def destination(out: str) -> str:
     try:
         folder = local_folder(out)
         if folder is None:
-            open_store(out)  # sends no request; checks the URI and that its package is installed
+            open_store(
+                out, write=True
+            )  # sends no request; checks the URI and that its package is installed
             return out
         folder = folder.expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
