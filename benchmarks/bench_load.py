@@ -1,326 +1,538 @@
-"""Loading throughput: our loader against reading and copying alone, zarr-python and HF datasets.
+"""Loading throughput: our loader against its limits, and against what else holds rows of floats.
 
-    python benchmarks/bench_load.py [PATH] [--hook HOOK] [--rounds 3] [--passes 3] [--seconds 10]
+    python benchmarks/bench_load.py [--d-model 576 2304 4096] [--rounds 3] [--seconds 2] [--only NAME]
 
-Without PATH it makes its own dataset in a temporary folder. Contestants take turns, round by
-round; files are in the page cache. GB are those of decoded rows. Wall time moves with whatever
-else runs; CPU seconds per GB, over all threads, are the steadier figure.
+Peers whose package is missing are skipped with their name; ``requirements-load.txt`` has them all.
+
+Rows are bfloat16 bits, 262,144 of them: four windows of the loader (65,536 rows). Contestants take
+turns, in another order each round; files are in the page cache; torch has one thread.
+
+*What is measured is the steady state.* A turn opens its contestant, and the clocks start after the
+first batches; for our loader after two windows. These are what it holds, so by then all of its
+memory was touched once (which costs more than reading does, and is paid once in a training), and it
+has read ahead as far as it does when the clocks stop, four windows later. The limits read the same
+bytes. Peers have a copy of the first 65,536 rows and pass over it for ``--seconds``.
+
+GB are those of bfloat16 rows, also where a peer stores float32: figures compare rows per second. CPU
+seconds are those of all threads and child processes. Both are medians, least and most in brackets.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import os
 import random
+import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import load_data
 import numpy as np
 import torch
+from load_data import HOOK
 
 import actds
-from actds import layout, schema
-from actds.commit import ShardRows, commit_part, commit_shard
-from actds.format import tables
-from actds.format.tables import TableName
-from actds.ledger import Chain
-from actds.schema import (
-    REQUIRED_PROVENANCE,
-    Genesis,
-    Hook,
-    ProvenanceField,
-    RunBody,
-    RunRecord,
-)
-from actds.sealing import seal
-from actds.store.local import LocalStore
+from actds.load.dataset import open_array
 
 BATCH = 4096
-PROMPT_LEN = 512
-Contestant = Callable[[], Generator[int, None, None]]
-"""Yields the bytes of each batch, over and over."""
+WINDOW_ROWS = 65_536
+N_WINDOWS = 4
+SHARD_ROWS = 32_768
+PEER_ROWS = 65_536
+RECORD_ROWS = (
+    128  # rows of a sample of MDS and WebDataset: a record a row is 10 to 100 times slower
+)
+CONTEXT = 512
+
+Batches = Generator[int, None, None]
+"""Yields the rows of each batch, over and over."""
 
 
-def activations(n_rows: int, d_model: int, seed: int) -> np.ndarray:
-    """Return bf16 bits that compress like a residual stream: channels of different scales."""
-    rng = np.random.default_rng(seed)
-    scale = np.exp(rng.normal(0, 0.7, d_model)).astype(np.float32)
-    rows = rng.standard_normal((n_rows, d_model), dtype=np.float32) * scale
-    return rows.astype(ml_dtypes.bfloat16).view(np.uint16)
+@dataclass(frozen=True)
+class Contestant:
+    """One way to have rows.
+
+    Args:
+        name: what the table says.
+        batches: makes the batches of a turn.
+        skip_rows: rows before the clocks start.
+        n_rows: rows to measure; None measures for so many seconds.
+    """
+
+    name: str
+    batches: Callable[[], Batches]
+    skip_rows: int = BATCH
+    n_rows: int | None = None
 
 
-def make_dataset(path: Path, n_rows: int, d_model: int, rows_per_shard: int, raw: bool) -> Path:
-    """Write a sealed dataset of prompts of 512 tokens, one request per step."""
-    hook, run = "resid_post.10", "r-bench"
-    store = LocalStore(path)
-    genesis = Genesis(
-        dataset="0" * 32,
-        created_ns=0,
-        writer="bench_load",
-        hooks=[Hook(name=hook, kind="resid_post", layer=10, d_model=d_model, dtype="bfloat16")],
+@dataclass(frozen=True)
+class Files:
+    """The files of one width.
+
+    Args:
+        raw: our dataset, chunks copied.
+        default: the same rows in the default codec.
+        small: the first rows of ``raw`` as a dataset, for peers.
+        folder: where peers put their copies.
+        d_model: channels.
+    """
+
+    raw: Path
+    default: Path
+    small: Path
+    folder: Path
+    d_model: int
+
+    def rows(self) -> np.ndarray:
+        """Return the rows of ``small``, bits ``(PEER_ROWS, d_model)``."""
+        dataset = actds.open(self.small)
+        arrays = [open_array(shard, dataset.hooks[HOOK]) for shard in dataset.shards]
+        return np.concatenate([array.read_all() for array in arrays])
+
+
+def make_files(folder: Path, d_model: int) -> Files:
+    base = load_data.activations(SHARD_ROWS, d_model, 0)
+    n_shards = N_WINDOWS * WINDOW_ROWS // SHARD_ROWS
+    return Files(
+        load_data.make_dataset(folder / "raw", base, n_shards, True),
+        load_data.make_dataset(folder / "default", base, n_shards, False),
+        load_data.make_dataset(folder / "small", base, PEER_ROWS // SHARD_ROWS, True),
+        folder,
+        d_model,
     )
-    store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
-    writer = Chain.begin(store, genesis.dataset, run, "writer", "bench_load")
-    census = Chain.begin(store, genesis.dataset, run, "census", "bench_load")
-    unknown = ProvenanceField(value=None, origin="unknown", reason="made by a benchmark")
-    record = RunRecord(
-        dataset=genesis.dataset,
-        run=run,
-        started_ns=0,
-        fields=dict.fromkeys(REQUIRED_PROVENANCE, unknown),
-    )
-    written = store.put_new(layout.run_path(run), [schema.to_bytes(record)])
-    writer.append("run", RunBody(run=run, sha256=written.sha256))
-    with ThreadPoolExecutor(2) as pool:
-        for first in range(0, n_rows, rows_per_shard):
-            row = np.arange(first, min(first + rows_per_shard, n_rows))
-            request = row // PROMPT_LEN
-            zero = np.zeros(row.size, np.uint16)
-            rows = ShardRows(
-                hooks={hook: activations(row.size, d_model, first)},
-                dtypes={hook: "bfloat16"},
-                tokens={
-                    "request": request,
-                    "position": row % PROMPT_LEN,
-                    "token_id": row % 50_000,
-                    "step": request,
-                    "attempt": zero,
-                    "chunk": zero,
-                    "flags": zero,
-                },
-                phase="prefill",
-                first_step=int(request[0]),
-                last_step=int(request[-1]),
-            )
-            name = f"{run}-{first:08d}"
-            commit_shard(
-                store,
-                writer,
-                rows,
-                shard=name,
-                run=run,
-                order="permuted",
-                seed=first,
-                raw=raw,
-                pool=pool,
-            )
-    for name, table in census_tables(n_rows // PROMPT_LEN).items():
-        commit_part(store, census, name, run, 0, table)
-    n_requests = n_rows // PROMPT_LEN
-    writer.close("finished", {"rows": n_rows, "dropped_tokens": 0, "recomputed_tokens": 0})
-    none = dict.fromkeys(tables.DISPOSITIONS, 0)
-    totals = {"requests": n_requests, "scheduled_tokens": n_rows, **none, "captured": n_rows}
-    census.close("finished", totals)
-    seal(store)
-    return path
 
 
-def census_tables(n_requests: int) -> dict[Any, Any]:
-    """Return requests, steps and spans: each request is prefilled in a step of its own."""
-    index, zero = np.arange(n_requests), np.zeros(n_requests, int)
-    length = np.full(n_requests, PROMPT_LEN)
-    known: dict[TableName, dict[str, Any]] = {
-        "requests": {
-            "request": index,
-            "external_id": index.astype(str),
-            "prompt_len": length,
-            "generated_len": zero + 1,
-            "cached_tokens": zero,
-            "n_preemptions": zero,
-            "finish_reason": np.full(n_requests, "length"),
-        },
-        "steps": {
-            **{name: zero for name in tables.SCHEMAS["steps"].names},
-            "step": index,
-            "batch_tokens": length,
-            "n_requests": zero + 1,
-            "prefill_tokens": length,
-            "captured_tokens": length,
-            "max_seq_len": length,
-            "kernel_mode": np.full(n_requests, "eager"),
-        },
-        "spans": {
-            "request": index,
-            "start": zero,
-            "stop": length,
-            "disposition": np.full(n_requests, "captured"),
-            "step": index,
-        },
-    }
-    return {
-        name: tables.build(
-            name,
-            {
-                column: columns.get(column, [None] * n_requests)
-                for column in tables.SCHEMAS[name].names
-            },
-        )
-        for name, columns in known.items()
-    }
+# Ours and its limits.
 
 
-def pread_and_copy(path: Path, hook: str) -> Generator[int, None, None]:
-    """Read the array files in pieces of 1 MiB and copy them to fresh batches; nothing else."""
-    files = [shard.local_path(f"acts.zarr/{hook}/c/0/0") for shard in actds.open(path).shards]
-    piece = bytearray(1 << 20)
-    for file in itertools.cycle(files):
-        fd, size, at = os.open(file, os.O_RDONLY), os.path.getsize(file), 0
-        while at < size:
-            batch = np.empty(16 << 20, np.uint8)
-            used = 0
-            while used < batch.size and at < size:
-                n = os.preadv(fd, [piece], at)
-                batch[used : used + n] = np.frombuffer(piece, np.uint8)[:n]
-                used, at = used + n, at + n
-            yield used
+def ours(path: Path, **options: Any) -> Batches:
+    with actds.Loader(path, HOOK, batch=BATCH, epochs=2, **options) as loader:
+        for batch in loader:
+            yield len(batch)
+
+
+def preads(files: Files) -> Batches:
+    """Read in pieces of 1 MiB and copy them to batches; nothing else."""
+    names = [shard.local_path(f"acts.zarr/{HOOK}/c/0/0") for shard in actds.open(files.raw).shards]
+    piece = memoryview(bytearray(1 << 20))
+    source = np.frombuffer(piece, np.uint8)
+    row_nbytes = 2 * files.d_model
+    # As many as the loader turns over.
+    batches = itertools.cycle([np.zeros(BATCH * row_nbytes, np.uint8) for _ in range(6)])
+    batch, used = next(batches), 0
+    for name in itertools.cycle(names):
+        fd, at = os.open(name, os.O_RDONLY), 0
+        while n := os.preadv(fd, [piece[: batch.size - used]], at):
+            batch[used : used + n] = source[:n]
+            used, at = used + n, at + n
+            if used == batch.size:
+                yield BATCH
+                batch, used = next(batches), 0
         os.close(fd)
 
 
-def our_loader(path: Path, hook: str, passes: int, **options: Any) -> Generator[int, None, None]:
-    # As many epochs as are measured: an endless one would read two windows that nobody counts.
-    with actds.Loader(path, hook, batch=BATCH, epochs=passes, drop_last=False, **options) as loader:
-        for batch in loader:
-            yield (batch[0] if isinstance(batch, tuple) else batch).nbytes
+def decode(path: Path) -> Batches:
+    """Read, check and decode chunk by chunk into one buffer."""
+    dataset = actds.open(path)
+    for shard in itertools.cycle(dataset.shards):
+        with open_array(shard, dataset.hooks[HOOK]) as array:
+            chunk = np.empty((array.rows_per_chunk, array.d_model), np.uint16)
+            for index in range(array.n_chunks):
+                yield len(array.read_chunks(index, index + 1, chunk))
 
 
-def zarr_chunks(path: Path, hook: str) -> Generator[int, None, None]:
+# Readers of our files.
+
+
+def array_folders(path: Path) -> list[Path]:
+    shards = actds.open(path).shards
+    return [shard.local_path(f"acts.zarr/{HOOK}/zarr.json").parent for shard in shards]
+
+
+def tensorstore_arrays(path: Path) -> list[Any]:
+    import tensorstore
+
+    return [
+        tensorstore.open(
+            {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder}/"}},
+            context=tensorstore.Context({"data_copy_concurrency": {"limit": 2}}),
+        ).result()
+        for folder in array_folders(path)
+    ]
+
+
+def tensorstore_chunks(path: Path) -> Batches:
+    """Read chunks in random order, four under way; rows of a chunk stay together."""
+    arrays = tensorstore_arrays(path)
+    per = arrays[0].chunk_layout.read_chunk.shape[0]
+    places = [(array, start) for array in arrays for start in range(0, array.shape[0], per)]
+    rng, waiting = random.Random(0), []
+    while True:
+        for array, start in rng.sample(places, len(places)):
+            waiting.append(array[start : start + per].read())
+            if len(waiting) == 4:
+                yield len(waiting.pop(0).result())
+
+
+def tensorstore_rows(path: Path) -> Batches:
+    """Gather random rows of one shard."""
+    array, rng = tensorstore_arrays(path)[0], np.random.default_rng(0)
+    while True:
+        yield len(array[rng.permutation(array.shape[0])[:BATCH]].read().result())
+
+
+def zarr_chunks(path: Path) -> Batches:
     """Read 4 chunks at a time, in order, with zarr-python and its own threads."""
     import zarr
 
-    import actds.zarr_plugin  # zarr 3.1 does not load the entry point by itself
+    import actds.zarr_plugin  # noqa: F401  zarr 3.1 does not load the entry point by itself
 
-    for shard in itertools.cycle(actds.open(path).shards):
-        array = zarr.open_array(shard.local_path(f"acts.zarr/{hook}/zarr.json").parent, mode="r")
+    for folder in itertools.cycle(array_folders(path)):
+        array = zarr.open_array(folder, mode="r")
         step = 4 * array.chunks[0]
         for start in range(0, array.shape[0], step):
-            yield array[start : start + step].nbytes
+            yield len(array[start : start + step])
 
 
-def hf_stream(path: Path, hook: str, chunks: bool) -> Generator[int, None, None]:
-    stream = actds.load_dataset(path, streaming=True, hooks=hook, batched_chunks=chunks)
+# Peers, each with its own files.
+
+
+def memmap(files: Files) -> list[Contestant]:
+    path = files.folder / "rows.npy"
+    np.save(path, files.rows())
+
+    def gather() -> Batches:
+        rows, rng = np.load(path, mmap_mode="r"), np.random.default_rng(0)
+        while True:
+            order = rng.permutation(len(rows))
+            for start in range(0, len(rows), BATCH):
+                yield len(rows[order[start : start + BATCH]])
+
+    return [Contestant("numpy memmap, gather of shuffled rows", gather, PEER_ROWS)]
+
+
+def hf_arrow(files: Files) -> list[Contestant]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    cache = files.folder / "hf"
+    actds.load_dataset(files.small, hooks=HOOK, cache_dir=cache)  # written before the clocks run
+
+    def mapped() -> Batches:
+        rows = actds.load_dataset(files.small, hooks=HOOK, cache_dir=cache).select_columns([HOOK])
+        rng = np.random.default_rng(0)
+        while True:
+            order = rng.permutation(len(rows))
+            for start in range(0, len(rows), BATCH):
+                yield len(rows[order[start : start + BATCH]][HOOK])
+
+    def plain() -> Batches:
+        files_of_cache = sorted(str(file) for file in cache.rglob("*.arrow"))
+        parts = [datasets.Dataset.from_file(file) for file in files_of_cache]
+        rows = datasets.concatenate_datasets(parts).select_columns([HOOK]).with_format("numpy")
+        rng = np.random.default_rng(0)
+        while True:
+            order = rng.permutation(len(rows))
+            for start in range(0, len(rows), BATCH):
+                yield len(rows[order[start : start + BATCH]][HOOK])
+
+    def streamed(chunks: bool) -> Batches:
+        rows = actds.load_dataset(files.small, streaming=True, hooks=HOOK, batched_chunks=chunks)
+        while True:
+            for example in rows:
+                yield len(example[HOOK]) if chunks else 1
+
+    return [
+        Contestant("HF Arrow map-style, shuffled rows", mapped),
+        Contestant('HF Arrow map-style, shuffled rows, with_format("numpy")', plain),
+        Contestant("HF streaming, rows in order", lambda: streamed(False)),
+        Contestant("HF streaming, chunks in order", lambda: streamed(True)),
+    ]
+
+
+def sae_lens(files: Files) -> list[Contestant]:
+    import datasets
+    from sae_lens.training.activations_store import ActivationsStore
+
+    path, shape = files.folder / "sae_lens", (CONTEXT, files.d_model)
+    features = datasets.Features({HOOK: datasets.Array2D(shape, "float32")})
+    wide = files.rows().astype(np.uint32).__lshift__(16).view(np.float32)
+    requests = wide.reshape(-1, *shape)
+    table = (
+        datasets.Dataset.from_dict({HOOK: list(part)}, features=features)
+        for part in np.array_split(requests, 8)
+    )
+    datasets.concatenate_datasets(list(table)).save_to_disk(path)
+
+    def cached() -> Batches:
+        store = ActivationsStore(
+            model=None,
+            dataset=None,
+            streaming=False,
+            hook_name=HOOK,
+            hook_head_index=None,
+            context_size=CONTEXT,
+            d_in=files.d_model,
+            n_batches_in_buffer=PEER_ROWS // 2 // CONTEXT,
+            total_training_tokens=PEER_ROWS,
+            store_batch_size_prompts=16,
+            train_batch_size_tokens=BATCH,
+            prepend_bos=False,
+            normalize_activations="none",
+            device=torch.device("cpu"),
+            dtype="float32",
+            cached_activations_path=str(path),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of each epoch
+            for batch in store:
+                yield len(batch)
+
+    n_rows = PEER_ROWS // 2  # its buffer
+    return [Contestant("SAELens cached activations, float32", cached, n_rows, n_rows)]
+
+
+def lance(files: Files) -> list[Contestant]:
+    import lance
+    import pyarrow as pa
+
+    path, d_model = files.folder / "rows.lance", files.d_model
+    values = pa.FixedSizeListArray.from_arrays(pa.array(files.rows().reshape(-1)), d_model)
+    lance.write_dataset(pa.table({"acts": values}), str(path))
+
+    def n_rows(table: Any) -> int:
+        column = table["acts"]
+        chunks = getattr(column, "chunks", [column])
+        return sum(len(chunk.flatten().to_numpy().reshape(-1, d_model)) for chunk in chunks)
+
+    def taken() -> Batches:
+        rows, rng = lance.dataset(str(path)), np.random.default_rng(0)
+        while True:
+            order = rng.permutation(PEER_ROWS)
+            for start in range(0, PEER_ROWS, BATCH):
+                yield n_rows(rows.take(order[start : start + BATCH]))
+
+    def scanned() -> Batches:
+        while True:
+            yield from map(n_rows, lance.dataset(str(path)).to_batches(batch_size=BATCH))
+
+    return [
+        Contestant("Lance, take of shuffled rows", taken),
+        Contestant("Lance, batches in order", scanned),
+    ]
+
+
+def mixed(samples: Iterator[np.ndarray]) -> Batches:
+    """Shuffle the rows of samples in a buffer, as large as one of our windows."""
+    buffer: torch.Tensor | None = None
+    for sample in samples:
+        if buffer is None:
+            buffer, used = torch.zeros((WINDOW_ROWS, sample.shape[1]), dtype=torch.int16), 0
+        rows = torch.from_numpy(sample.view(np.int16))
+        buffer[used : used + len(rows)] = rows
+        used += len(rows)
+        if used == WINDOW_ROWS:
+            for order in torch.randperm(WINDOW_ROWS).split(BATCH):
+                yield len(buffer[order])
+            used = 0
+
+
+def joined(samples: Iterator[np.ndarray]) -> Batches:
+    """Join samples to batches; the rows of a sample stay together."""
     while True:
-        for example in stream:
-            yield example[hook].nbytes
+        yield len(np.concatenate(list(itertools.islice(samples, BATCH // RECORD_ROWS))))
 
 
-def hf_map(path: Path, hook: str, cache: Path, shuffled: bool) -> Generator[int, None, None]:
-    rows = actds.load_dataset(path, hooks=hook, cache_dir=cache)
-    rng = np.random.default_rng(0)
-    while True:
-        order = rng.permutation(len(rows)) if shuffled else np.arange(len(rows))
-        for start in range(0, len(rows) - BATCH + 1, BATCH):
-            wanted = order[start : start + BATCH]
-            key = wanted if shuffled else slice(start, start + BATCH)
-            yield rows.select_columns([hook])[key][hook].nbytes
+def with_and_without_buffer(
+    name: str, samples: Callable[[], Iterator[np.ndarray]]
+) -> list[Contestant]:
+    return [
+        Contestant(f"{name}, shuffled samples", lambda: joined(samples())),
+        Contestant(f"{name}, shuffled rows", lambda: mixed(samples()), WINDOW_ROWS, WINDOW_ROWS),
+    ]
 
 
-def measure(contestant: Contestant, nbytes: int, seconds: float) -> tuple[float, float]:
-    """Return GB/s and CPU seconds per GB, start included, over ``nbytes`` or ``seconds``."""
-    done, wall, cpu = 0, time.perf_counter(), time.process_time()
-    batches = contestant()
-    for size in batches:
-        done += size
-        if done >= nbytes or time.perf_counter() - wall > seconds:
+def mosaicml(files: Files) -> list[Contestant]:
+    import streaming
+
+    path = files.folder / "mds"
+    with streaming.MDSWriter(out=str(path), columns={"acts": "bytes"}, compression=None) as out:
+        for record in np.split(files.rows(), PEER_ROWS // RECORD_ROWS):
+            out.write({"acts": record.tobytes()})
+    streaming.base.util.clean_stale_shared_memory()
+
+    def samples() -> Iterator[np.ndarray]:
+        # Long epochs: each begins with a second of waiting, which a real one would not notice.
+        data = streaming.StreamingDataset(
+            local=str(path), shuffle=True, batch_size=1, epoch_size=100 * PEER_ROWS // RECORD_ROWS
+        )
+        while True:
+            for sample in data:
+                # torch wants memory that may be written.
+                rows = np.frombuffer(bytearray(sample["acts"]), np.uint16)
+                yield rows.reshape(-1, files.d_model)
+
+    return with_and_without_buffer(f"MosaicML MDS, {RECORD_ROWS} rows a sample", samples)
+
+
+def web_dataset(files: Files) -> list[Contestant]:
+    import webdataset
+
+    path = files.folder / "rows-%06d.tar"
+    with webdataset.ShardWriter(str(path), maxcount=128, verbose=0) as out:
+        for i, record in enumerate(np.split(files.rows(), PEER_ROWS // RECORD_ROWS)):
+            out.write({"__key__": f"{i:08d}", "acts": record.tobytes()})
+
+    def samples() -> Iterator[np.ndarray]:
+        names = sorted(str(file) for file in files.folder.glob("rows-*.tar"))
+        data = webdataset.WebDataset(names, shardshuffle=len(names), empty_check=False)
+        while True:
+            for sample in data.shuffle(128):
+                rows = np.frombuffer(bytearray(sample["acts"]), np.uint16)
+                yield rows.reshape(-1, files.d_model)
+
+    return with_and_without_buffer(f"WebDataset, {RECORD_ROWS} rows a sample", samples)
+
+
+PEERS: dict[str, tuple[str, Callable[[Files], list[Contestant]]]] = {
+    "numpy memmap": ("numpy", memmap),
+    "HF datasets": ("datasets", hf_arrow),
+    "SAELens": ("sae_lens", sae_lens),
+    "Lance": ("lance", lance),
+    "MosaicML streaming": ("streaming", mosaicml),
+    "WebDataset": ("webdataset", web_dataset),
+}
+"""The package that each peer needs, and what makes its files."""
+
+
+def contestants(files: Files) -> list[Contestant]:
+    """Return who takes part; peers write their files."""
+    n_rows = N_WINDOWS * WINDOW_ROWS
+    found = [
+        Contestant("limit: preads and one copy", lambda: preads(files), 6 * BATCH, n_rows),
+        Contestant(
+            "limit: bare decode, default codec", lambda: decode(files.default), BATCH, n_rows
+        ),
+        Contestant("actds.Loader, raw", lambda: ours(files.raw), 2 * WINDOW_ROWS, n_rows),
+        Contestant(
+            "actds.Loader, default codec", lambda: ours(files.default), 2 * WINDOW_ROWS, n_rows
+        ),
+    ]
+    for codec, path in (("raw", files.raw), ("default codec", files.default)):
+        found += [
+            Contestant(
+                f"tensorstore, shuffled chunks, {codec}", lambda path=path: tensorstore_chunks(path)
+            ),
+            Contestant(
+                f"zarr-python, 4 chunks, in order, {codec}", lambda path=path: zarr_chunks(path)
+            ),
+        ]
+    found.append(
+        Contestant(
+            "tensorstore, gather of rows of one shard, raw", lambda: tensorstore_rows(files.raw)
+        )
+    )
+    for name, (package, make) in PEERS.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"skipped: {name}, no package {package}", file=sys.stderr)
+        else:
+            found += make(files)
+    return found
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process, its threads and its children that ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def measure(contestant: Contestant, d_model: int, seconds: float) -> tuple[float, float]:
+    """Return GB/s and CPU seconds per GB of a turn."""
+    batches = contestant.batches()
+    skipped = done = 0
+    while skipped < contestant.skip_rows:
+        skipped += next(batches)
+    wall, cpu = time.perf_counter(), cpu_seconds()
+    for n_rows in batches:
+        done += n_rows
+        if contestant.n_rows is None:
+            if time.perf_counter() - wall > seconds:
+                break
+        elif done >= contestant.n_rows:
             break
+    wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
     batches.close()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return done / 1e9 / wall, cpu / (done / 1e9)
+    return done * d_model * 2 / 1e9 / wall, cpu / (done * d_model * 2 / 1e9)
+
+
+def compete(
+    entered: list[Contestant], d_model: int, rounds: int, seconds: float
+) -> dict[str, list[tuple[float, float]]]:
+    """Return GB/s and CPU seconds per GB of each round; contestants take turns."""
+    figures: dict[str, list[tuple[float, float]]] = {one.name: [] for one in entered}
+    for turn in range(rounds):
+        for one in random.Random(turn).sample(entered, len(entered)):
+            figures[one.name].append(measure(one, d_model, seconds))
+        print(f"{d_model}: round {turn + 1} of {rounds}", file=sys.stderr)
+    return figures
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def print_table(figures: dict[str, list[tuple[float, float]]]) -> None:
+    """Print a line per contestant; ratios of CPU are the medians of those of the rounds."""
+    limit = {
+        name: [cpu for _, cpu in figures[name]] for name in figures if name.startswith("limit")
+    }
+    names = list(limit)
+    heads = ["what", "GB/s", "CPU s per GB", "CPU to preads", "CPU to bare decode"]
+    print(f"| {' | '.join(heads)} |\n| --- |{' ---: |' * 4}")
+    for name, results in figures.items():
+        cpu = [one for _, one in results]
+        cells = [name, spread([rate for rate, _ in results]), spread(cpu)]
+        for over in names:
+            ratios = [a / b for a, b in zip(cpu, limit[over], strict=True)]
+            cells.append(f"{statistics.median(ratios):.2f}")
+        print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", nargs="?", type=Path, help="a sealed dataset")
-    parser.add_argument("--hook", help="the first one when not given")
-    parser.add_argument("--rows", type=int, default=65536, help="rows of the made dataset")
-    parser.add_argument("--d-model", type=int, default=2304)
+    parser.add_argument("--d-model", type=int, nargs="+", default=[576, 2304, 4096])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--passes", type=int, default=3, help="passes over the data at most")
-    parser.add_argument("--seconds", type=float, default=10, help="seconds of a turn at most")
+    parser.add_argument("--seconds", type=float, default=2, help="seconds of a turn of a peer")
+    parser.add_argument("--only", default="", help="these beside the limits, by a part of the name")
     args = parser.parse_args()
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import datasets
-
-    datasets.disable_progress_bars()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="actds-bench-") as folder:
-        root = Path(folder)
-        if args.path:
-            paths = {"": args.path}
-        else:
-            print(f"making 2 datasets of {args.rows} rows ...", file=sys.stderr)
-            rows_per_shard = args.rows // 4
-            paths = {
-                f", {name}": make_dataset(
-                    root / name, args.rows, args.d_model, rows_per_shard, name == "raw"
-                )
-                for name in ("zstd", "raw")
-            }
-        run(paths, root / "cache", args)
-
-
-def contestants(
-    paths: dict[str, Path], hook: str, cache: Path, passes: int
-) -> dict[str, Contestant]:
-    out: dict[str, Contestant] = {}
-    last = list(paths)[-1]
-    out[f"pread and copy{last}"] = lambda: pread_and_copy(paths[last], hook)
-    for name, path in paths.items():
-        out[f"actds.Loader, shuffled{name}"] = lambda path=path: our_loader(path, hook, passes)
-    first, path = next(iter(paths.items()))
-    out[f"actds.Loader, shuffled, provenance{first}"] = lambda: our_loader(
-        path, hook, passes, provenance=True
-    )
-    for name, one in paths.items():
-        out[f"zarr-python, 4 chunks, in order{name}"] = lambda path=one: zarr_chunks(path, hook)
-    out[f"HF streaming, chunks in order{first}"] = lambda: hf_stream(path, hook, True)
-    out[f"HF streaming, rows in order{first}"] = lambda: hf_stream(path, hook, False)
-    out["HF map-style, in order"] = lambda: hf_map(path, hook, cache, False)
-    out["HF map-style, shuffled"] = lambda: hf_map(path, hook, cache, True)
-    return out
-
-
-def run(paths: dict[str, Path], cache: Path, args: argparse.Namespace) -> None:
-    dataset = actds.open(next(iter(paths.values())))
-    hook = args.hook or next(iter(dataset.hooks))
-    n_rows, d_model = dataset.array(hook).shape
-    nbytes = n_rows * d_model * (4 if dataset.hooks[hook].dtype == "float32" else 2)
-    stored = sum(
-        entry.nbytes
-        for shard in dataset.shards_of(hook)
-        for entry in shard.manifest.files
-        if entry.path == f"acts.zarr/{hook}/c/0/0"
-    )
-    entered = contestants(paths, hook, cache, args.passes)
-    actds.load_dataset(dataset.path, hooks=hook, cache_dir=cache)  # written before the clock runs
-    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in entered}
-    for turn in range(args.rounds + 1):
-        # Another order each round: who runs first pays for memory that the machine took back.
-        for name, contestant in random.Random(turn).sample(list(entered.items()), len(entered)):
-            result = measure(contestant, nbytes * (args.passes if turn else 1), args.seconds)
-            if turn:  # the first round fills caches
-                figures[name].append(result)
-        print(f"round {turn} of {args.rounds}", file=sys.stderr)
-    print(
-        f"{n_rows} rows of {d_model} {dataset.hooks[hook].dtype}, {nbytes / 1e6:.0f} MB, ratio "
-        f"{nbytes / stored:.3f}, {os.cpu_count()} cores, batch {BATCH}; median of "
-        f"{args.rounds} rounds, least and most in brackets\n"
-    )
-    print("| what | GB/s | CPU seconds per GB |\n| --- | ---: | ---: |")
-    for name, results in figures.items():
-        cells = []
-        for values, form in zip(zip(*results, strict=True), (".2f", ".2f"), strict=True):
-            middle, least, most = statistics.median(values), min(values), max(values)
-            cells.append(f"{middle:{form}} [{least:{form}}, {most:{form}}]")
-        print(f"| {name} | {' | '.join(cells)} |")
+    for d_model in args.d_model:
+        with tempfile.TemporaryDirectory(prefix="actds-bench-") as folder:
+            print(f"{d_model}: making files ...", file=sys.stderr)
+            files = make_files(Path(folder), d_model)
+            entered = [
+                one
+                for one in contestants(files)
+                if args.only in one.name or one.name.startswith("limit")
+            ]
+            figures = compete(entered, d_model, args.rounds, args.seconds)
+        print(
+            f"\n{d_model} channels, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, batch "
+            f"{BATCH}, {args.rounds} rounds\n",
+            flush=True,
+        )
+        print_table(figures)
 
 
 if __name__ == "__main__":
