@@ -1,6 +1,6 @@
 """Loading throughput: our loader against its limits, and against what else holds rows of floats.
 
-    python benchmarks/bench_load.py [--d-model 576 2304 4096] [--rounds 3] [--seconds 2] [--only NAME]
+    python benchmarks/bench_load.py [--d-model 576 2304 4096] [--rounds 3] [--only NAME]
 
 Peers whose package is missing are skipped with their name; ``requirements-load.txt`` has them all.
 
@@ -13,8 +13,9 @@ memory was touched once (which costs more than reading does, and is paid once in
 has read ahead as far as it does when the clocks stop, four windows later. The limits read the same
 bytes. Peers have a copy of the first 65,536 rows and pass over it for ``--seconds``.
 
-GB are those of bfloat16 rows, also where a peer stores float32: figures compare rows per second. CPU
-seconds are those of all threads and child processes. Both are medians, least and most in brackets.
+GB are those of bfloat16 rows, also where a peer stores float32: figures compare rows per second.
+CPU seconds are those of all threads and child processes. Both are medians, least and most in
+brackets.
 """
 
 from __future__ import annotations
@@ -414,7 +415,7 @@ PEERS: dict[str, tuple[str, Callable[[Files], list[Contestant]]]] = {
 """The package that each peer needs, and what makes its files."""
 
 
-def contestants(files: Files) -> list[Contestant]:
+def contestants(files: Files, only: str) -> list[Contestant]:
     """Return who takes part; peers write their files."""
     n_rows = N_WINDOWS * WINDOW_ROWS
     found = [
@@ -442,6 +443,8 @@ def contestants(files: Files) -> list[Contestant]:
         )
     )
     for name, (package, make) in PEERS.items():
+        if only and only.lower() not in name.lower():
+            continue
         if importlib.util.find_spec(package) is None:
             print(f"skipped: {name}, no package {package}", file=sys.stderr)
         else:
@@ -523,8 +526,8 @@ def main() -> None:
             files = make_files(Path(folder), d_model)
             entered = [
                 one
-                for one in contestants(files)
-                if args.only in one.name or one.name.startswith("limit")
+                for one in contestants(files, args.only)
+                if args.only.lower() in one.name.lower() or one.name.startswith("limit")
             ]
             figures = compete(entered, d_model, args.rounds, args.seconds)
         print(

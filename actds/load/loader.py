@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from actds import __version__, canonical
-from actds.executor import ExecutorName, open_executor
+from actds.executor import ExecutorName
 from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.shard import Shard
 from actds.load import show
@@ -26,12 +26,13 @@ from actds.load.mixture import (
     batch_hooks,
     make_mixture,
     open_sources,
+    statistics,
     with_partners,
 )
 from actds.load.order import ORDER_VERSION, Geometry, order_key
 from actds.load.pool import Batch, BatchSpec, Part, Pipeline, n_batches
 from actds.load.selection import PROVENANCE_COLUMNS, Selection, select, warn_where_none
-from actds.load.stats import Stats, cache_folder, merge_stats, stats_of_rows
+from actds.load.stats import Stats
 from actds.load.transform import Normalize, Transform
 from actds.schema import Hook
 
@@ -117,7 +118,7 @@ class Loader:
             expression; a pair of multiplicity and one of these; None for neither.
         normalize: ``norm`` divides by one number, so that the mean norm is the square root of
             ``d_model``; ``channel`` gives each channel mean 0 and variance 1; ``Stats`` by hook do
-            so with these. Statistics are those of ``Dataset.stats``, of all rows.
+            so with these. Statistics are those of ``stats()``, over both sides of a split.
         dtype: type of the batches; None for the stored type, or float32 where they are normalized.
         device: where the batches go, through pinned memory for a GPU; None for host memory.
         window_rows: rows that are held and shuffled together, over all ranks. None takes the power
@@ -187,25 +188,37 @@ class Loader:
         served, weight = _split_weights(weights)
         datasets, shares = open_sources(source, i_accept_unsealed, i_accept_unprovenanced)
 
-        def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
-            return select(
-                dataset, hooks, phase, where=where, exclude=exclude, split=split,
-                held_out=held_out, multiplicity=served, weights=weight, frequency=frequency,
-            )  # fmt: skip
-
-        self.datasets, self.dataset = datasets, datasets[0]
-        rows = make_mixture(datasets, shares, mix, phase, where, chosen)
         others = {
             label: open_sources(one, i_accept_unsealed, i_accept_unprovenanced)[0][0]
             for label, one in (paired or {}).items()
         }
-        self._rows = with_partners(rows, others) if others else rows
+
+        def rows_of(split: Literal["train", "held_out"] | None) -> Mixture:
+            def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
+                return select(
+                    dataset, hooks, phase, where=where, exclude=exclude, split=split,
+                    held_out=held_out if split else 0.0, multiplicity=served, weights=weight,
+                    frequency=frequency,
+                )  # fmt: skip
+
+            rows = make_mixture(datasets, shares, mix, phase, where, chosen)
+            return with_partners(rows, others) if others else rows
+
+        if split is None and held_out:
+            raise bad("split", "None", "one of train, held_out")
+        self.datasets, self.dataset = datasets, datasets[0]
+        self._served = served
+        self._rows = rows_of(split)
         warn_where_none(self._rows.excluded, stacklevel=2)
         if provenance:
             for shard in (shard for one in self._rows.selections for shard in one.shards):
                 need_known(shard, PROVENANCE_COLUMNS, "provenance")
+        if isinstance(normalize, str):
+            # Both sides of a split are scaled alike, and neither by rows that are left out.
+            both = self._rows if split is None else rows_of(None)
+            found = statistics(both, served)
         self._transform = Transform(
-            batch_hooks(self._rows), self._stats_of, normalize, dtype, device
+            batch_hooks(self._rows), lambda name: found[name], normalize, dtype, device
         )
         self._normalize = normalize if isinstance(normalize, str) else normalize and "stats"
         window_rows = _window_rows(datasets) if window_rows is None else window_rows
@@ -278,23 +291,7 @@ class Loader:
         Raises:
             ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
         """
-        shards = [shard for one in self._rows.selections for shard in one.shards]
-        counts = [count for one in self._rows.selections for count in one.counts]
-        key = canonical.dump([self._rows.digest, self._rows.identity, self._spec.geometry.weights])
-        with open_executor(executor) as on:
-            return {
-                hook.name: stats_of_rows(
-                    hook, shards, counts,
-                    key=canonical.digest(key), cache=cache_folder(), executor=on,
-                )
-                for hook in self._rows.hooks
-            }  # fmt: skip
-
-    def _stats_of(self, name: str) -> Stats:
-        """Return the statistics of a hook of a batch: of all rows of its dataset, or datasets."""
-        label, _, hook = name.rpartition("/")
-        datasets = [self._rows.others[label]] if label else self.datasets
-        return merge_stats([dataset.stats(hook) for dataset in datasets])
+        return statistics(self._rows, self._served, executor)
 
     @property
     def progress(self) -> Progress:

@@ -12,12 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from actds import canonical
+from actds.executor import ExecutorName, open_executor
 from actds.format import tables
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.filters import bad
 from actds.load.pairs import Partners, find_partners
-from actds.load.selection import Selection
+from actds.load.selection import Counts, Selection
+from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.schema import Hook
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "batch_hooks",
     "make_mixture",
     "open_sources",
+    "statistics",
     "with_partners",
 ]
 
@@ -234,6 +237,45 @@ def _restricted(selection: Selection, there: Sequence[npt.NDArray[np.bool_]]) ->
     ]
     n_kept = sum(int(np.count_nonzero(count)) for count in counts)
     return replace(selection, counts=counts, n_kept=n_kept)
+
+
+def statistics(
+    mixture: Mixture, served: bool, executor: ExecutorName = "threads"
+) -> dict[str, Stats]:
+    """Return statistics of the rows of a mixture by hook; each as often as it is served.
+
+    Args:
+        mixture: the rows; ``frequency`` and shares do not change the statistics.
+        served: whether rows come as often as they were served.
+        executor: where the shards are read.
+
+    Raises:
+        ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
+    """
+    shards = [shard for one in mixture.selections for shard in one.shards]
+    counts = [count for one in mixture.selections for count in one.counts]
+    key = canonical.digest(canonical.dump([mixture.digest, mixture.identity, served]))
+    work = [(hook.name, hook, shards, counts) for hook in mixture.hooks]
+    work += [
+        (pair.name, pair.hook, list(pair.shards), _partner_counts(pair, counts))
+        for pair in mixture.partners
+    ]
+    with open_executor(executor) as on:
+        return {
+            name: stats_of_rows(
+                hook, shards, counts, key=f"{key} {name}", cache=cache_folder(), executor=on
+            )
+            for name, hook, shards, counts in work
+        }
+
+
+def _partner_counts(pair: Partners, counts: Sequence[Counts | None]) -> list[Counts | None]:
+    """Return how often each row of the other dataset comes as a partner, per shard of it."""
+    total = np.zeros(int(pair.starts[-1]), np.uint32)
+    for rows, count in zip(pair.rows, counts, strict=True):
+        times = (rows >= 0).astype(np.uint32) if count is None else count.astype(np.uint32)
+        np.add.at(total, rows[times > 0], times[times > 0])
+    return list(np.split(total, pair.starts[1:-1]))
 
 
 def batch_hooks(mixture: Mixture) -> dict[str, Hook]:

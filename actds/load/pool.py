@@ -369,22 +369,9 @@ class _Lane:
     """The entries of one part in one lane, over all epochs, one window read ahead."""
 
     def __init__(self, pipeline: Pipeline, part: int, lane: int, epoch: int, step: int) -> None:
-        self._pipeline, self._part = pipeline, part
-        self._todo = self._specs(lane, epoch, step)
+        self._pipeline = pipeline
+        self._todo = _windows_of(pipeline, part, lane, epoch, step)
         self._loaded: deque[_Loaded] = deque()
-
-    def _specs(self, lane: int, epoch: int, step: int) -> Iterator[_Loaded]:
-        while self._pipeline.n_epochs is None or epoch < self._pipeline.n_epochs:
-            rows = self._pipeline.rows(epoch)
-            order = rows.order.orders[self._part]
-            position = rows.order.before(self._part, lane, step)
-            if position < order.lane_entries(lane):
-                for index in range(order.window_at(lane, position), order.n_windows(lane)):
-                    window = order.window(lane, index)
-                    if window.pieces.size:
-                        skip = max(0, position - window.first)
-                        yield self._pipeline.windows.load(rows, self._part, window, epoch, skip)
-            epoch, step = epoch + 1, 0
 
     def fill(self, n_windows: int = 2) -> None:
         """Start reads until the window that is served, and the next one, are under way."""
@@ -424,6 +411,27 @@ class _Lane:
     def _drop_window(self) -> None:
         self._pipeline.windows.release(self._loaded.popleft())
         self.fill()
+
+
+def _windows_of(
+    pipeline: Pipeline, part: int, lane: int, epoch: int, step: int
+) -> Iterator[_Loaded]:
+    """Yield the windows of a part in a lane from a step on, each with its reads started.
+
+    A function, not a method: a lane that is referred to by its own generator would keep its
+    windows in memory until the garbage collector comes.
+    """
+    while pipeline.n_epochs is None or epoch < pipeline.n_epochs:
+        rows = pipeline.rows(epoch)
+        order = rows.order.orders[part]
+        position = rows.order.before(part, lane, step)
+        if position < order.lane_entries(lane):
+            for index in range(order.window_at(lane, position), order.n_windows(lane)):
+                window = order.window(lane, index)
+                if window.pieces.size:
+                    skip = max(0, position - window.first)
+                    yield pipeline.windows.load(rows, part, window, epoch, skip)
+        epoch, step = epoch + 1, 0
 
 
 class Pipeline:

@@ -26,7 +26,7 @@ from actds.format import arrays
 from actds.format.shard import Shard
 from actds.schema import Hook
 
-__all__ = ["QUANTILES", "Stats", "cache_folder", "merge_stats", "stats_of_rows"]
+__all__ = ["QUANTILES", "Stats", "cache_folder", "stats_of_rows"]
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[Any]
@@ -53,9 +53,9 @@ class Stats:
             divided by ``count``.
         mean_norm: mean Euclidean norm of a row.
         norm_quantiles: quantiles of the norms at ``QUANTILES``, float64 ``(13,)``, as
-            ``numpy.quantile`` has them; nan where datasets were joined.
+            ``numpy.quantile`` has them.
         geometric_median: the point with the least sum of distances to the rows of an even sample,
-            float64 ``(d_model,)``; nan where datasets were joined.
+            float64 ``(d_model,)``.
         n_sampled: rows of that sample.
     """
 
@@ -115,20 +115,6 @@ class Moments:
             self.squares + other.squares + shift * shift * (self.count * other.count / total),
             self.norms + other.norms,
         )
-
-
-def merge_stats(all_stats: Sequence[Stats]) -> Stats:
-    """Return the moments of the rows of several datasets together."""
-    if len(all_stats) == 1:
-        return all_stats[0]
-    parts = [
-        Moments(s.count, s.mean, s.variance * s.count, s.mean_norm * s.count)
-        for s in all_stats
-        if s.count
-    ]
-    whole = reduce(Moments.__add__, parts, _no_moments(len(all_stats[0].mean)))
-    nothing = np.full_like(whole.mean, np.nan)
-    return _stats(whole, np.full(len(QUANTILES), np.nan), nothing, 0)
 
 
 def stats_of_rows(

@@ -24,6 +24,9 @@ from actds.store.cache import BLOCK_NBYTES, Cache
 from actds_testing.remote_servers import web_server
 from actds_testing.s3_server import Exchange, proxy
 
+# Many small requests to servers: long for a check before each commit.
+pytestmark = pytest.mark.standard
+
 SHA = "ab" * 32
 
 

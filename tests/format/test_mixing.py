@@ -134,6 +134,7 @@ def test_the_ideal_is_that_of_random_orders(small: Path, options: dict[str, Any]
     assert abs(report.ideal_partners - np.mean(drawn)) < 5 * np.std(drawn) / np.sqrt(len(drawn))
 
 
+@pytest.mark.standard
 def test_the_order_on_disk_is_mixed_and_a_shuffled_copy_perfectly(
     served: Path, tmp_path: Path
 ) -> None:

@@ -253,6 +253,25 @@ def test_normalized_rows_have_mean_norm_or_moments_of_one(path: Path) -> None:
     assert half.config["normalize"] == "norm" and len(half.config["normalize_sha256"]) == 64
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exclude": "first_position"},
+        {"where": "position > 2", "weights": "multiplicity"},
+        {"split": "train", "held_out": 0.4, "where": "phase == 'prefill'"},
+    ],
+)
+def test_the_scale_is_that_of_the_rows_that_are_read(path: Path, options: dict[str, Any]) -> None:
+    shared: dict[str, Any] = {"batch": 1, "lanes": 1, "drop_last": False, "normalize": "norm"}
+    loader = actds.Loader(path, HOOKS[0], **shared, **options)
+    rows = torch.cat([batch for batch in loader])
+    if "split" in options:
+        other = actds.Loader(path, HOOKS[0], **shared, **{**options, "split": "held_out"})
+        assert other.config["normalize_sha256"] == loader.config["normalize_sha256"]
+        rows = torch.cat([rows, *other])
+    assert rows.norm(dim=1).mean().item() == pytest.approx(4.0, rel=1e-5)
+
+
 def test_a_device_and_a_type_change_no_value(path: Path) -> None:
     plain = actds.Loader(path, HOOKS[0], batch=32)
     sent = actds.Loader(path, HOOKS[0], batch=32, device="cpu", dtype="float32")

@@ -98,6 +98,17 @@ def test_pairs_go_on_bit_exactly_and_keep_filters_and_shares(path: Path, other: 
         again.load_state_dict(other_state)
 
 
+def test_statistics_are_those_of_the_rows_and_of_their_partners(path: Path, other: Path) -> None:
+    loader = actds.Loader(path, HOOKS[0], paired={"b": other}, batch=1, lanes=1, drop_last=False)
+    stats = loader.stats()
+    batches = list(loader)
+    for name in (HOOKS[0], f"b/{HOOKS[0]}"):
+        rows = torch.cat([batch[name] for batch in batches]).double().numpy()
+        assert stats[name].count == len(rows)
+        assert np.allclose(stats[name].mean, rows.mean(axis=0), rtol=1e-9, atol=1e-12)
+        assert np.allclose(stats[name].variance, rows.var(axis=0), rtol=1e-9)
+
+
 def test_what_cannot_be_paired_is_refused(path: Path, other: Path, tmp_path: Path) -> None:
     strange = make_dataset(tmp_path / "strange", n_requests=5, seed=77, hooks=HOOKS[:1])
     with pytest.raises(actds.ActdsError, match=r"E014 .*resid_post.1"):

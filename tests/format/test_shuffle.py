@@ -203,6 +203,7 @@ def test_other_readers_see_the_same_rows(mixed: Path, tmp_path: Path, codec: Any
 # ---- the order
 
 
+@pytest.mark.standard
 def test_the_order_follows_from_digest_and_seed(mixed: Path, tmp_path: Path) -> None:
     # Neither the sizes of blocks nor an interruption are in it.
     for name, seed, memory in (("a", 3, 16_000), ("b", 3, 1 << 20), ("c", 4, 16_000)):
@@ -281,6 +282,7 @@ def test_places_are_uniform_over_the_copy(wide: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.standard
 def test_memory_does_not_grow_with_the_dataset(wide: Path, tmp_path: Path) -> None:
     nbytes = sum(manifest.n_rows for manifest in Catalog.read(LocalStore(wide)).shards) * 512
     tracemalloc.start()
@@ -323,6 +325,7 @@ def disk_full() -> BaseException:
     return OSError(28, "No space left on device")
 
 
+@pytest.mark.standard
 def test_ended_at_any_step_the_next_call_ends_with_the_same_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

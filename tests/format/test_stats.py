@@ -15,7 +15,7 @@ import actds
 from actds.format.arrays import ArrayReader
 from actds.format.shard import Shard
 from actds.load import stats as stats_module
-from actds.load.stats import QUANTILES, Stats, geometric_median, merge_stats, stats_of_rows
+from actds.load.stats import QUANTILES, Stats, geometric_median, stats_of_rows
 from actds.schema import Hook
 from actds_testing.synthetic import make_dataset
 
@@ -210,17 +210,13 @@ def test_the_sample_is_even_and_bounded(path: Path, monkeypatch: pytest.MonkeyPa
     assert np.linalg.norm(sampled.geometric_median - whole.geometric_median) < whole.mean_norm / 3
 
 
-def test_datasets_are_joined_to_the_moments_of_all_rows(
+def test_several_datasets_have_the_moments_of_all_rows(
     path: Path, tmp_path: Path, rows: Any
 ) -> None:
     other = make_dataset(tmp_path / "other", n_requests=9, seed=5, hooks=HOOKS, run="r-other")
     more = np.asarray(actds.open(other).array(HOOK)[:], np.float64)
-    joined = merge_stats([actds.open(p).stats(HOOK) for p in (path, other)])
-    both = np.concatenate([rows, more])
-    assert joined.count == len(both)
-    assert np.allclose(joined.mean, both.mean(axis=0), rtol=1e-12, atol=1e-12)
-    assert np.allclose(joined.variance, both.var(axis=0), rtol=1e-12)
-    assert np.isclose(joined.mean_norm, np.linalg.norm(both, axis=1).mean())
+    loader = actds.Loader([path, other], HOOK, batch=8)
+    assert_stats(loader.stats()[HOOK], np.concatenate([rows, more]))
 
 
 def test_a_saved_file_gives_the_same_statistics(path: Path, tmp_path: Path) -> None:
