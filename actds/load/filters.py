@@ -19,6 +19,7 @@ from actds.load.dataset import Dataset
 from actds.schema import Hook
 
 __all__ = [
+    "BUILT_IN",
     "FILTERS",
     "SINK_NORM",
     "Exclusion",
@@ -112,6 +113,10 @@ register_filter(
         lambda columns: ~np.all(columns["norm"] <= SINK_NORM * columns["median_norm"], axis=1),
     )
 )
+
+
+BUILT_IN = frozenset(FILTERS)
+"""The names of this package: what others register under a name may change."""
 
 
 class Exclusion:

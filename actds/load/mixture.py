@@ -16,7 +16,7 @@ from actds.executor import ExecutorName, open_executor
 from actds.format import tables
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
-from actds.load.filters import bad
+from actds.load.filters import BUILT_IN, bad
 from actds.load.pairs import Partners, find_partners
 from actds.load.selection import Counts, Selection
 from actds.load.stats import Stats, cache_folder, stats_of_rows
@@ -255,6 +255,8 @@ def statistics(
     shards = [shard for one in mixture.selections for shard in one.shards]
     counts = [count for one in mixture.selections for count in one.counts]
     key = canonical.digest(canonical.dump([mixture.digest, mixture.identity, served]))
+    # A filter of others may choose other rows tomorrow, under the same name.
+    cache = cache_folder() if BUILT_IN.issuperset(mixture.excluded) else None
     work = [(hook.name, hook, shards, counts) for hook in mixture.hooks]
     work += [
         (pair.name, pair.hook, list(pair.shards), _partner_counts(pair, counts))
@@ -262,9 +264,7 @@ def statistics(
     ]
     with open_executor(executor) as on:
         return {
-            name: stats_of_rows(
-                hook, shards, counts, key=f"{key} {name}", cache=cache_folder(), executor=on
-            )
+            name: stats_of_rows(hook, shards, counts, key=f"{key} {name}", cache=cache, executor=on)
             for name, hook, shards, counts in work
         }
 

@@ -149,3 +149,19 @@ def test_nothing_left_is_refused_by_both_doors(path: Path) -> None:
             actds.load_dataset(path, streaming=True, exclude="all")
     finally:
         del FILTERS["all"]
+
+
+def test_statistics_under_a_filter_from_outside_are_not_kept(path: Path) -> None:
+    def by(least: int) -> Filter:
+        return Filter("late", "late positions", ("position",), lambda c: c["position"] > least)
+
+    counts = []
+    for least in (3, 6):
+        register_filter(by(least))
+        try:
+            loader = actds.Loader(path, HOOKS[0], batch=8, exclude="late")
+            counts.append(loader.stats()[HOOKS[0]].count)
+            assert counts[-1] == loader.n_rows
+        finally:
+            del FILTERS["late"]
+    assert counts[0] < counts[1]
