@@ -126,7 +126,7 @@ class LocalStore(Store):
         self, path: str, views: list[memoryview], name: Callable[[Path, Path], None]
     ) -> None:
         """Write a temporary file durably, then let ``name`` give it its path."""
-        target = self._checked(path)
+        target = Path(self._checked(path))
         temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
         try:
             self._make_folder(target.parent)
@@ -146,7 +146,7 @@ class LocalStore(Store):
 
     def remove(self, path: str) -> None:
         """Remove a file that no record of the ledger reaches; a missing one is no error."""
-        target = self._checked(path)
+        target = Path(self._checked(path))
         try:
             if target.is_dir() and not target.is_symlink():
                 raise _not_regular(path, "a folder")
@@ -196,7 +196,7 @@ class LocalStore(Store):
 
         Temporary files are left out. A link is listed as a file and never followed.
         """
-        folder = self._checked(prefix) if prefix else self.root
+        folder = Path(self._checked(prefix)) if prefix else self.root
         if prefix and folder.is_symlink():
             raise _not_regular(prefix, "a link")
         if not folder.is_dir():
@@ -236,15 +236,16 @@ class LocalStore(Store):
                     removed += 1
         return removed
 
-    def _checked(self, path: str) -> Path:
+    def _checked(self, path: str) -> str:
         """Return the local path, when no segment is bad and no folder on the way is a link."""
         check_path(path)
-        local = self.root
+        # Strings: a Path for each folder of each file is a third of the time to open a dataset.
+        local = root = os.fspath(self.root)
         for part in path.split("/")[:-1]:
-            local = local / part
-            if local.is_symlink():
+            local = os.path.join(local, part)
+            if os.path.islink(local):
                 raise _not_regular(path, "a link on the way")
-        return self.root / path
+        return os.path.join(root, path)
 
     def _stat(self, path: str) -> os.stat_result | None:
         local = self._checked(path)
