@@ -39,6 +39,9 @@ from actds_testing.simulate.scenario import Scenario
 from actds_testing.synthetic import make_dataset
 from actds_validators.validate.validation import validate
 
+# Whole datasets are written, many times: long for a check before each commit.
+pytestmark = pytest.mark.standard
+
 WIDTHS = {"resid_post.0": 16, "resid_post.1": 40, "resid_post.2": 5}
 TYPES: dict[str, Any] = {
     "resid_post.0": "bfloat16", "resid_post.1": "float16", "resid_post.2": "float32",
@@ -203,7 +206,6 @@ def test_other_readers_see_the_same_rows(mixed: Path, tmp_path: Path, codec: Any
 # ---- the order
 
 
-@pytest.mark.standard
 def test_the_order_follows_from_digest_and_seed(mixed: Path, tmp_path: Path) -> None:
     # Neither the sizes of blocks nor an interruption are in it.
     for name, seed, memory in (("a", 3, 16_000), ("b", 3, 1 << 20), ("c", 4, 16_000)):
@@ -282,7 +284,6 @@ def test_places_are_uniform_over_the_copy(wide: Path, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.standard
 def test_memory_does_not_grow_with_the_dataset(wide: Path, tmp_path: Path) -> None:
     nbytes = sum(manifest.n_rows for manifest in Catalog.read(LocalStore(wide)).shards) * 512
     tracemalloc.start()
@@ -325,7 +326,6 @@ def disk_full() -> BaseException:
     return OSError(28, "No space left on device")
 
 
-@pytest.mark.standard
 def test_ended_at_any_step_the_next_call_ends_with_the_same_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,7 +415,6 @@ shuffle(sys.argv[1], sys.argv[2], rows_per_shard=100, memory_nbytes=20000)
 """
 
 
-@pytest.mark.standard
 def test_real_kills_cost_nothing(mixed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for number in (3, 4, 9, 21, 30):

@@ -156,6 +156,9 @@ def test_memory_grows_as_stated_while_a_run_goes_on(
     assert stated < 150 * n_steps + 400 * n_requests + 3 * n_tokens
 
 
+# A long run's memory: long for a check before each commit.
+pytestmark = pytest.mark.standard
+
 MATRICES = st.integers(1, 3).flatmap(
     lambda n_columns: st.integers(0, 20).flatmap(
         lambda n: st.lists(
