@@ -46,7 +46,7 @@ MULTIPLICITY = "multiplicity"
 _WEIGHTS = "'multiplicity', the path of a weights file or an expression, or one of each"
 _STATE_VERSION = 2
 _MIN_WINDOW_ROWS = 1 << 16
-_WINDOW_NBYTES = 1 << 29  # of the widest hook, unless that is fewer rows than the least
+_WINDOW_NBYTES = 1 << 27  # of the widest hook, unless that is fewer rows than the least
 
 
 class Loader:
@@ -122,7 +122,7 @@ class Loader:
         dtype: type of the batches; None for the stored type, or float32 where they are normalized.
         device: where the batches go, through pinned memory for a GPU; None for host memory.
         window_rows: rows that are held and shuffled together, over all ranks. None takes the power
-            of two that fits 512 MiB of the dataset's widest hook, and 65,536 at least. How well
+            of two that fits 128 MiB of the dataset's widest hook, and 65,536 at least. How well
             that mixes says ``actds.mixing_report``; ``actds shuffle`` mixes a dataset of any size.
         seed: seed of the order, at least 0.
         rank: this process, from 0.
