@@ -188,10 +188,12 @@ class Loader:
         served, weight = _split_weights(weights)
         datasets, shares = open_sources(source, i_accept_unsealed, i_accept_unprovenanced)
 
-        others = {
-            label: open_sources(one, i_accept_unsealed, i_accept_unprovenanced)[0][0]
-            for label, one in (paired or {}).items()
-        }
+        others: dict[str, Dataset] = {}
+        for label, one in (paired or {}).items():
+            partner, _ = open_sources(one, i_accept_unsealed, i_accept_unprovenanced)
+            if len(partner) > 1:
+                raise bad("paired", f"several datasets for {label!r}", "one dataset for each name")
+            others[label] = partner[0]
 
         def rows_of(split: Literal["train", "held_out"] | None) -> Mixture:
             def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
@@ -209,6 +211,8 @@ class Loader:
         self.datasets, self.dataset = datasets, datasets[0]
         self._served = served
         self._rows = rows_of(split)
+        if len(self._rows.parts) > 1 and not drop_last:
+            raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
         warn_where_none(self._rows.excluded, stacklevel=2)
         if provenance:
             for shard in (shard for one in self._rows.selections for shard in one.shards):
@@ -232,8 +236,6 @@ class Loader:
         )
         self._seed, self._rank, self._world = seed, rank, world
         self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
-        if len(self._rows.parts) > 1 and not drop_last:
-            raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
         first = self._spec.epoch(0).order
         self._n_batches, self._n_left = n_batches(first, drop_last), first.n_left
         self._n_entries = sum(order.n_entries for order in first.orders)

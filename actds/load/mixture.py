@@ -17,7 +17,7 @@ from actds.format import tables
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.filters import BUILT_IN, bad
-from actds.load.pairs import Partners, find_partners
+from actds.load.pairs import Partners, find_partners, prefix_hashes
 from actds.load.selection import Counts, Selection
 from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.schema import Hook
@@ -206,9 +206,10 @@ def with_partners(mixture: Mixture, others: Mapping[str, Dataset]) -> Mixture:
     for label in others:
         if not label or "/" in label:
             raise bad("paired", repr(label)[:80], "a name without a slash")
-    dataset, shards = mixture.datasets[0], [s for one in mixture.selections for s in one.shards]
+    shards = [shard for one in mixture.selections for shard in one.shards]
+    mine = prefix_hashes(mixture.datasets[0], shards)
     partners = [
-        find_partners(dataset, shards, label, other, hook.name)
+        find_partners(mine, shards, label, other, hook.name)
         for label, other in others.items()
         for hook in mixture.hooks
     ]

@@ -17,7 +17,7 @@ from actds.format.shard import Shard
 from actds.load.dataset import Dataset
 from actds.schema import Hook
 
-__all__ = ["Partners", "find_partners"]
+__all__ = ["Partners", "find_partners", "prefix_hashes"]
 
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -49,15 +49,15 @@ class Partners:
 
 
 def find_partners(
-    dataset: Dataset, shards: Sequence[Shard], label: str, other: Dataset, hook: str
+    mine: Hashes, shards: Sequence[Shard], label: str, other: Dataset, hook: str
 ) -> Partners:
     """Return for each row of shards the row of another dataset with the same tokens up to it.
 
     Holds 32 bytes for each row of both while it works, and 8 for each row of the first after that.
 
     Args:
-        dataset: this dataset.
-        shards: its shards, whose rows are asked for.
+        mine: ``prefix_hashes`` of this dataset's shards.
+        shards: these shards, whose rows are asked for.
         label: what a batch calls the other dataset.
         other: the other dataset.
         hook: its hook, whose rows are the partners.
@@ -66,7 +66,7 @@ def find_partners(
         ActdsError: E014 the other dataset has no such hook; and as ``Shard.tokens``.
     """
     others = other.shards_of(hook)
-    mine, theirs = _prefix_hashes(dataset, shards), _prefix_hashes(other, others)
+    theirs = prefix_hashes(other, others)
     order = np.argsort(theirs, kind="stable")
     ordered = theirs[order]
     starts = np.cumsum([0, *(shard.n_rows for shard in others)], dtype=np.int64)
@@ -78,7 +78,7 @@ def find_partners(
     return Partners(name, other.hooks[hook], others, starts, np.split(partner, bounds))
 
 
-def _prefix_hashes(dataset: Dataset, shards: Sequence[Shard]) -> Hashes:
+def prefix_hashes(dataset: Dataset, shards: Sequence[Shard]) -> Hashes:
     """Return a hash of the tokens up to each row, over all shards; 0 where one is not known."""
     hashes = np.zeros(sum(shard.n_rows for shard in shards), np.uint64)
     starts = np.cumsum([0, *(shard.n_rows for shard in shards)])

@@ -119,3 +119,5 @@ def test_what_cannot_be_paired_is_refused(path: Path, other: Path, tmp_path: Pat
         actds.Loader(path, HOOKS[0], paired={"a/b": other}, batch=4)
     with pytest.raises(actds.ActdsError, match=r"E014 paired: .*several datasets"):
         actds.Loader([path, strange], HOOKS[0], paired={"b": other}, batch=4)
+    with pytest.raises(actds.ActdsError, match=r"E014 paired: several datasets for 'b'"):
+        actds.Loader(path, HOOKS[0], paired={"b": [other, strange]}, batch=4)  # type: ignore[dict-item]
