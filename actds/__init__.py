@@ -3,7 +3,8 @@
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
 ``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.view``, ``actds.seal``,
-``actds.recover``, ``actds.export``, ``actds.push``. Each name is imported when it is first
+``actds.recover``, ``actds.export``, ``actds.push``, ``actds.doctor``. ``actds.require`` opens a
+dataset only if it passes the gate. Each name is imported when it is first
 used; errors are those of ``actds.errors``.
 """
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actds.errors import ActdsError as ActdsError
+    from actds.exchange.doctor import doctor as doctor
     from actds.exchange.export import export as export
     from actds.exchange.importing import import_foreign as import_foreign
     from actds.hub.card import card as card
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
     from actds.recompression import recompress as recompress
     from actds.sealing import seal as seal
     from actds.shuffling import shuffle as shuffle
+    from actds.trust.signing import sign as sign
+    from actds.trust.signing import verify as verify
     from actds_validators.audit.api import audit as audit
     from actds_validators.check import check as check
+    from actds_validators.gate.gate import require as require
     from actds_validators.validate.validation import validate as validate
     from actds_validators.view.api import view as view
     from actds_writers.harvest.plan import plan as plan
@@ -45,6 +50,7 @@ _LAZY = {
     "audit": "actds_validators.audit.api",
     "card": "actds.hub.card",
     "check": "actds_validators.check",
+    "doctor": "actds.exchange.doctor",
     "export": "actds.exchange.export",
     "import_foreign": "actds.exchange.importing",
     "load_dataset": "actds.load.hf",
@@ -55,9 +61,12 @@ _LAZY = {
     "push": "actds.hub.transfer",
     "recompress": "actds.recompression",
     "recover": "actds_writers.harvest.recover",
+    "require": "actds_validators.gate.gate",
     "seal": "actds.sealing",
     "shuffle": "actds.shuffling",
+    "sign": "actds.trust.signing",
     "validate": "actds_validators.validate.validation",
+    "verify": "actds.trust.signing",
     "view": "actds_validators.view.api",
     "write": "actds_writers.harvest.run",
 }

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from typing import Any
 
 from actds.errors import ActdsError
 
-MAX_DOCUMENT_NBYTES = 64 * 1024 * 1024
+MAX_DOCUMENT_NBYTES = 16 * 1024 * 1024
+MAX_VALUES = 2**17
+"""Bytes ``{``, ``[`` and ``,`` of a document: they bound the values that a parser makes of it."""
 MAX_DEPTH = 16
 MAX_INTEGER = 2**63 - 1
+_NO_SIGNS = bytes(set(range(256)) - set(b'{}[]"'))
 
 
 def dump(document: Any) -> bytes:
@@ -24,6 +28,10 @@ def dump(document: Any) -> bytes:
     Spec: 0.1 section 2.2.
     """
     _refuse_floats(document)
+    return _encoded(document)
+
+
+def _encoded(document: Any) -> bytes:
     text = json.dumps(
         document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
@@ -38,26 +46,32 @@ def parse(data: bytes, place: str) -> Any:
         place: what an error names, for example ``shards/x/shard.json``.
 
     Raises:
-        ActdsError: E102 when the bytes are too large or too deep, repeat a key, hold a float or
-            an integer outside 64 bits, or are not the canonical form of what they say.
+        ActdsError: E102 when the bytes are too large, too many values or too deep, repeat a key,
+            hold a float, an integer outside 64 bits or a lone surrogate, or are not the canonical
+            form of what they say.
 
     Spec: 0.1 section 2.2.
     """
     if len(data) > MAX_DOCUMENT_NBYTES:
         raise _malformed(place, f"{len(data)} bytes", f"at most {MAX_DOCUMENT_NBYTES} bytes")
+    # Counted before parsing: what a parser makes of a byte can be 200 bytes, and a microsecond.
+    if sum(data.count(sign) for sign in (b"{", b"[", b",")) > MAX_VALUES:
+        raise _malformed(place, f"more than {MAX_VALUES} values", f"at most {MAX_VALUES} values")
     if _depth(data) > MAX_DEPTH:
         raise _malformed(place, "deeper nesting", f"nesting of at most {MAX_DEPTH}")
     try:
         document = json.loads(
-            data,
+            data.decode("ascii"),
             object_pairs_hook=_unique,
             parse_float=_no_float,
             parse_constant=_no_float,
             parse_int=_bounded_int,
         )
+        if b"\\ud" in data:  # a lone surrogate is no character, and cannot be encoded
+            json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise _malformed(place, str(error)[:200], "canonical JSON") from None
-    if dump(document) != data:
+    if _encoded(document) != data:
         raise _malformed(place, "bytes that differ from their canonical form", "canonical JSON")
     return document
 
@@ -101,33 +115,23 @@ def _refuse_floats(value: Any) -> None:
 
 
 def _depth(data: bytes) -> int:
+    """Return how deep objects and arrays nest, without a loop over the bytes of strings."""
+    # Escapes go from the left, so that what quotes are left begin and end the strings.
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    signs = plain.translate(None, _NO_SIGNS)
+    if signs.count(b'"') > 4 * MAX_VALUES:  # two strings for a value, two quotes for a string
+        return MAX_DEPTH + 1
     deepest = depth = 0
-    in_string = escaped = False
-    for byte in data:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif byte == 0x5C:
-                escaped = True
-            elif byte == 0x22:
-                in_string = False
-        elif byte == 0x22:
-            in_string = True
-        elif byte in (0x7B, 0x5B):
-            depth += 1
-            deepest = max(deepest, depth)
-            if deepest > MAX_DEPTH:
-                return deepest
-        elif byte in (0x7D, 0x5D):
-            depth -= 1
+    for sign in b"".join(signs.split(b'"')[::2]):
+        depth += 1 if sign in b"{[" else -1
+        deepest = max(deepest, depth)
     return deepest
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
+        repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"key {repeated!r} appears twice")
     return document
 

@@ -18,6 +18,8 @@ _OF_FAMILY: dict[str, tuple[str, str]] = {
     "accounting": ("InvalidDatasetError", "7"),
     "writer": ("EngineError", "9"),
     "values": ("InvalidDatasetError", "4.4"),
+    "trust": ("UntrustedError", "15"),
+    "policy": ("RefusedError", "12.2"),
     "internal": ("InternalError", "12.1"),
 }
 """The class of error and the section of the specification, of most codes of a family."""
@@ -29,7 +31,7 @@ class Code:
 
     Args:
         family: ``usage``, ``structure``, ``integrity``, ``ledger``, ``provenance``,
-            ``accounting``, ``writer``, ``values`` or ``internal``.
+            ``accounting``, ``writer``, ``values``, ``policy``, ``trust`` or ``internal``.
         title: the code in a few words.
         meaning: what it says about the input.
         next_step: what to do about it.
@@ -52,7 +54,7 @@ class Code:
     @property
     def exit_code(self) -> int:
         """Return the process exit code when a command ends with this code."""
-        return {"usage": 2, "internal": 4, "writer": 4}.get(self.family, 3)
+        return {"usage": 2, "internal": 4, "writer": 4, "policy": 5}.get(self.family, 3)
 
 
 CODES: dict[str, Code] = {
@@ -147,8 +149,9 @@ CODES: dict[str, Code] = {
     "E015": Code(
         "usage",
         "bad probes",
-        "The probes file does not fit the hooks.",
-        "Give a .safetensors or .npy file with (n_probes, d_model) float values per hook.",
+        "A file of probes, or a dictionary, cannot be read or does not fit the hooks.",
+        "Give a .safetensors or .npy file with (n_probes, d_model) float values per hook, or a "
+        "dictionary of the hook.",
     ),
     "E016": Code(
         "usage",
@@ -178,11 +181,24 @@ CODES: dict[str, Code] = {
         "Make the named file anew; docs/exchange.md says which forms can be imported.",
         "12.1",
     ),
+    "E020": Code(
+        "usage",
+        "bad policy",
+        "A policy file cannot be read, has an unknown rule, or a value that the rule cannot have.",
+        "Correct the named rule; docs/gate.md and actds schema policy list all rules.",
+    ),
+    "E021": Code(
+        "usage",
+        "bad key",
+        "A key file cannot be read, is of another kind, is locked, or is part of the dataset.",
+        "Make a pair with openssl genpkey -algorithm ed25519; docs/trust.md shows how.",
+        clause="15.4",
+    ),
     "E101": Code(
         "structure",
         "not a dataset",
         "The path holds no actds.json.",
-        "Give the folder that holds actds.json.",
+        "Give the folder that holds actds.json, or ask actds doctor what else is there.",
         error="NotFoundError",
     ),
     "E102": Code(
@@ -233,6 +249,13 @@ CODES: dict[str, Code] = {
         "A table's columns differ from the spec.",
         "Write the table again with a conforming writer.",
     ),
+    "E110": Code(
+        "structure",
+        "card differs",
+        "The card says something else than the dataset, or another version of actds made it.",
+        "Believe the dataset; actds card PATH writes the card anew.",
+        clause="2.4",
+    ),
     "E201": Code(
         "integrity",
         "size differs",
@@ -254,7 +277,7 @@ CODES: dict[str, Code] = {
     "E204": Code(
         "integrity",
         "damaged chunk",
-        "A chunk cannot be decoded, or its checksum differs.",
+        "A chunk cannot be decoded, its checksum differs, or it holds more than its rows.",
         "Restore the file from a copy.",
     ),
     "E205": Code(
@@ -266,7 +289,8 @@ CODES: dict[str, Code] = {
     "E206": Code(
         "integrity",
         "unreadable table",
-        "A Parquet file cannot be read, fails its page checksum, or carries an Arrow schema.",
+        "A Parquet file cannot be read, lacks or fails a page checksum, has a footer that is not "
+        "true of its pages, or carries an Arrow schema.",
         "Restore the file from a copy.",
     ),
     "E301": Code(
@@ -363,7 +387,7 @@ CODES: dict[str, Code] = {
     "E403": Code(
         "provenance",
         "no census",
-        "A run has rows but no census.",
+        "A run has rows but no census, or none that was closed.",
         "The rows cannot be accounted for: do not train on them.",
     ),
     "E404": Code(
@@ -405,7 +429,7 @@ CODES: dict[str, Code] = {
     "E410": Code(
         "accounting",
         "unresolved cache hit",
-        "A prefix-cache hit refers to a position that has no row.",
+        "A prefix-cache hit refers to a position that has no row, or that was a hit itself.",
         "The reused tokens count as lost; decide whether that matters.",
     ),
     "E411": Code(
@@ -458,6 +482,27 @@ CODES: dict[str, Code] = {
         "A canary replay shows that a stored row belongs to another request.",
         "Capture mixes requests up: do not use the run, and report the engine's version.",
         clause="7.9",
+    ),
+    "E419": Code(
+        "accounting",
+        "end of a request differs",
+        "A position computed past the end of a request is not `undelivered`, or one before it is.",
+        "The census mixes rows that were delivered with others; do not use the run.",
+        clause="7.2",
+    ),
+    "E420": Code(
+        "accounting",
+        "role without a position",
+        "A line of the roles names no position of its request, or one that has a role already.",
+        "Do not choose rows by role; write the run again with a conforming writer.",
+        clause="6.3",
+    ),
+    "E421": Code(
+        "accounting",
+        "losses not closed",
+        "The writer of a run ended before it could close its log of losses.",
+        "Losses that it had not logged count as aborted; do not take what is not logged for zero.",
+        clause="8.3",
     ),
     "E501": Code(
         "writer",
@@ -527,6 +572,62 @@ CODES: dict[str, Code] = {
         "repeated row",
         "Rows of different tokens are bitwise equal.",
         "Check the lifetime of the capture buffer.",
+    ),
+    "E701": Code(
+        "policy",
+        "refused by a policy",
+        "The dataset does not comply with a rule of the policy that was asked for.",
+        "Harvest it as the policy asks, or talk to those who wrote the policy.",
+    ),
+    "E801": Code(
+        "trust",
+        "not signed",
+        "The seal has no signature of the kind that was asked for.",
+        "Ask who publishes the dataset to sign it: actds sign.",
+        clause="15.4",
+    ),
+    "E802": Code(
+        "trust",
+        "no trusted signature",
+        "Not enough of those whom the consumer trusts have signed the seal.",
+        "Do not use it: get the dataset, or the right key, from who publishes it.",
+        clause="15.4",
+    ),
+    "E803": Code(
+        "trust",
+        "statement differs",
+        "What was signed is not the statement about this seal.",
+        "Do not use it: the signature belongs to another dataset, or to another state.",
+        clause="15.2",
+    ),
+    "E804": Code(
+        "trust",
+        "not the pinned seal",
+        "The pinned seal is none of the dataset's: it was rolled back, forked, or is another one.",
+        "Get the dataset of the pinned seal; if it is the right one after all, pin it anew.",
+        clause="15.5",
+    ),
+    "E805": Code(
+        "trust",
+        "sealed rows replaced",
+        "Shards that the pinned seal covers were replaced since, and no digest says by the same.",
+        "Validate the dataset as it is and pin its seal, or get it as it was pinned.",
+        clause="15.5",
+    ),
+    "E806": Code(
+        "trust",
+        "list differs",
+        "SHA256SUMS does not list what the seal pins.",
+        "Write it again from the seal: actds seal.",
+        clause="15.1",
+    ),
+    "E807": Code(
+        "trust",
+        "Sigstore failed",
+        "A service of Sigstore refused a request, or did not answer it.",
+        "Try again where there is a network, or sign with a key.",
+        clause="15.6",
+        error="StoreError",
     ),
     "E901": Code(
         "internal",

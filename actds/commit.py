@@ -6,8 +6,9 @@ reaches, never a record of something that is not there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ import pyarrow as pa
 
 from actds import layout, schema
 from actds.errors import ActdsError
-from actds.format import arrays, tables
+from actds.format import arrays, encoding, tables
 from actds.format.shard import GROUP_METADATA, TOKENS, files_root, row_order, row_set_sha256
 from actds.ledger import Chain
 from actds.schema import (
@@ -29,9 +30,18 @@ from actds.schema import (
     ShardBody,
     ShardManifest,
 )
-from actds.store import Buffer, Store
+from actds.store import Buffer, Put, Store
+from actds.write_threads import ArrayOnItsWay, WriteThreads
 
-__all__ = ["NewShard", "ShardRows", "commit_part", "commit_shard", "in_parts"]
+__all__ = [
+    "BegunShard",
+    "NewShard",
+    "ShardRows",
+    "begin_shard",
+    "commit_part",
+    "commit_shard",
+    "in_parts",
+]
 
 ROWS_PER_PART = 1_000_000
 
@@ -54,6 +64,7 @@ class NewShard:
     def __init__(self, store: Store, chain: Chain, name: str) -> None:
         self.store, self.chain, self.name = store, chain, name
         self._entries: list[FileEntry] = []
+        self._begun: dict[str, Future[Put]] = {}
 
     @property
     def files(self) -> list[FileEntry]:
@@ -68,14 +79,42 @@ class NewShard:
         """
         with self.chain.fatal():
             written = self.store.put_new(f"{layout.shard_dir(self.name)}/{path}", parts)
-        entry = FileEntry(path=path, nbytes=written.nbytes, sha256=written.sha256)
-        self._entries.append(entry)
+        self._note(path, written)
 
-    def put_array(self, hook: str, encoded: arrays.EncodedArray) -> None:
+    def put_array(self, hook: str, encoded: encoding.EncodedArray) -> None:
         """Write the two files of a hook's array; errors as ``put``."""
         folder = layout.array_dir(hook)
         self.put(f"{folder}/zarr.json", [encoded.metadata])
         self.put(f"{folder}/{arrays.SHARD_PATH}", encoded.parts)
+
+    def begin(
+        self, path: str, parts: Callable[[], Sequence[Buffer]], threads: WriteThreads
+    ) -> None:
+        """Begin to write a data file; ``wait`` raises what fails."""
+        name = f"{layout.shard_dir(self.name)}/{path}"
+        self._begun[path] = threads.submit(lambda: self.store.put_new(name, parts()))
+
+    def begin_array(
+        self, hook: str, encoder: encoding.ArrayEncoder, threads: WriteThreads
+    ) -> ArrayOnItsWay:
+        """Begin to write the two files of a hook's array; ``wait`` raises what fails."""
+        folder = layout.array_dir(hook)
+        path = f"{folder}/{arrays.SHARD_PATH}"
+        array = threads.add(encoder, self.store.begin(f"{layout.shard_dir(self.name)}/{path}"))
+        self._begun[path] = array.put
+        self.begin(f"{folder}/zarr.json", lambda: [encoder.metadata], threads)
+        return array
+
+    def wait(self) -> None:
+        """Wait until what was begun is durable; errors as ``put``."""
+        wait(self._begun.values())
+        with self.chain.fatal():
+            for path, begun in self._begun.items():
+                self._note(path, begun.result())
+        self._begun.clear()
+
+    def _note(self, path: str, written: Put) -> None:
+        self._entries.append(FileEntry(path=path, nbytes=written.nbytes, sha256=written.sha256))
 
     def commit(self, manifest: ShardManifest, *, replaced: str | None = None) -> None:
         """Write the manifest, then the record: the rows are acknowledged when this returns.
@@ -123,6 +162,130 @@ class ShardRows:
     last_step: int
 
 
+class BegunShard:
+    """A shard whose files are being written, until ``commit`` ends it.
+
+    Attributes:
+        rows_read: is set when the rows are needed no more, also when a file failed.
+    """
+
+    def __init__(
+        self, new: NewShard, rows: ShardRows, manifest: Callable[[str], ShardManifest]
+    ) -> None:
+        self._new, self._rows, self._manifest = new, rows, manifest
+        self.rows_read: Future[None] = Future()
+        self._n_readers = len(rows.hooks) + 1  # the table of the tokens
+        self._lock = threading.Lock()
+        self._row_set = ""
+
+    def commit(self) -> ShardManifest:
+        """Wait for the files, then write the manifest and the record of the ledger.
+
+        Returns:
+            The manifest as it was written.
+
+        Raises:
+            ActdsError: as ``commit_shard``.
+        """
+        self._new.wait()
+        manifest = self._manifest(self._row_set)
+        self._new.commit(manifest)
+        return manifest
+
+    def begin(
+        self,
+        encoders: dict[str, encoding.ArrayEncoder],
+        permutation: npt.NDArray[np.int64] | None,
+        threads: WriteThreads,
+    ) -> None:
+        """Give all files to the threads; nothing fails here."""
+
+        def tokens() -> list[Buffer]:
+            try:
+                data, self._row_set = _tokens_table(self._rows, permutation)
+            finally:
+                self._read()
+            return [data]
+
+        for hook, encoder in encoders.items():
+            array = self._new.begin_array(hook, encoder, threads)
+            array.encoded.add_done_callback(lambda _: self._read())
+        self._new.begin(TOKENS, tokens, threads)
+        self._new.begin(GROUP_METADATA, lambda: [arrays.group_metadata()], threads)
+
+    def _read(self) -> None:
+        with self._lock:
+            self._n_readers -= 1
+            is_last = not self._n_readers
+        if is_last:
+            self.rows_read.set_result(None)
+
+
+def begin_shard(
+    store: Store,
+    chain: Chain,
+    rows: ShardRows,
+    *,
+    shard: str,
+    run: str,
+    order: Order,
+    seed: int,
+    raw: bool = False,
+    threads: WriteThreads,
+) -> BegunShard:
+    """Begin to write the rows of one buffer as a shard.
+
+    Args:
+        store: as for ``commit_shard``, as are those that are not named here.
+        chain: the writer's chain.
+        rows: the rows; they may change when ``rows_read`` is set.
+        shard: new id of the shard.
+        run: run of the rows.
+        order: how the rows are ordered.
+        seed: seed of the order.
+        raw: copy the chunks instead of compressing them.
+        threads: encode and write; shards that were begun earlier come first.
+
+    Raises:
+        ActdsError: E203, E414 as ``commit_shard``; what the disk refuses is raised by ``commit``.
+
+    Spec: 0.1 sections 5 and 8.1.
+    """
+    n_rows = _check_rows(rows, layout.shard_dir(shard))
+    permutation = row_order(n_rows, seed) if order == "permuted" else None
+    encoders = {
+        hook: encoding.ArrayEncoder(
+            np.ascontiguousarray(rows.hooks[hook]), rows.dtypes[hook], order=permutation, raw=raw
+        )
+        for hook in sorted(rows.hooks)
+    }
+    new = NewShard(store, chain, shard)
+    hooks, is_permuted = list(encoders), permutation is not None
+
+    def manifest(row_set: str) -> ShardManifest:
+        return ShardManifest(
+            dataset=chain.dataset,
+            run=run,
+            chain=chain.chain,
+            shard=shard,
+            phase=rows.phase,
+            n_rows=n_rows,
+            hooks=hooks,
+            order=order,
+            permutation_seed=seed if is_permuted else None,
+            compression="raw" if raw else "normal",
+            first_step=rows.first_step,
+            last_step=rows.last_step,
+            row_set_sha256=row_set,
+            files=new.files,
+            root=files_root(new.files),
+        )
+
+    begun = BegunShard(new, rows, manifest)
+    begun.begin(encoders, permutation, threads)
+    return begun
+
+
 def commit_shard(
     store: Store,
     chain: Chain,
@@ -133,7 +296,7 @@ def commit_shard(
     order: Order,
     seed: int,
     raw: bool = False,
-    pool: Executor | None = None,
+    n_threads: int = 0,
 ) -> ShardManifest:
     """Commit the rows of one buffer as a shard.
 
@@ -147,7 +310,7 @@ def commit_shard(
             ``sequence`` keeps them.
         seed: seed of the order.
         raw: copy the chunks instead of compressing them.
-        pool: threads that encode chunks.
+        n_threads: threads that encode, hash and write; this one with none.
 
     Returns:
         The manifest as it was written.
@@ -158,36 +321,18 @@ def commit_shard(
 
     Spec: 0.1 sections 5 and 8.1.
     """
-    n_rows = _count_rows(rows, layout.shard_dir(shard))
-    permutation = row_order(n_rows, seed) if order == "permuted" else None
-    tokens, row_set = _tokens_table(rows, n_rows, permutation, layout.shard_dir(shard))
-    new = NewShard(store, chain, shard)
-    new.put(GROUP_METADATA, [arrays.group_metadata()])
-    for hook in sorted(rows.hooks):
-        # One hook after the other: the permuted copy is as large as the hook's rows.
-        bits = rows.hooks[hook]
-        bits = np.ascontiguousarray(bits) if permutation is None else bits[permutation]
-        new.put_array(hook, arrays.encode_array(bits, rows.dtypes[hook], raw=raw, pool=pool))
-    new.put(TOKENS, [tokens])
-    manifest = ShardManifest(
-        dataset=chain.dataset,
-        run=run,
-        chain=chain.chain,
-        shard=shard,
-        phase=rows.phase,
-        n_rows=n_rows,
-        hooks=sorted(rows.hooks),
-        order=order,
-        permutation_seed=None if permutation is None else seed,
-        compression="raw" if raw else "normal",
-        first_step=rows.first_step,
-        last_step=rows.last_step,
-        row_set_sha256=row_set,
-        files=new.files,
-        root=files_root(new.files),
-    )
-    new.commit(manifest)
-    return manifest
+    with WriteThreads(n_threads) as threads:
+        return begin_shard(
+            store,
+            chain,
+            rows,
+            shard=shard,
+            run=run,
+            order=order,
+            seed=seed,
+            raw=raw,
+            threads=threads,
+        ).commit()
 
 
 def commit_part(
@@ -225,25 +370,26 @@ def in_parts(rows: pa.Table) -> Iterator[tuple[int, pa.Table]]:
         yield n, rows.slice(first, ROWS_PER_PART)
 
 
-def _count_rows(rows: ShardRows, place: str) -> int:
+def _check_rows(rows: ShardRows, place: str) -> int:
+    """Return the number of rows of all hooks and columns, which are of one phase."""
     counts = {f"hook {hook}": len(bits) for hook, bits in rows.hooks.items()}
     counts |= {f"column {name}": len(column) for name, column in rows.tokens.items()}
     if len(set(counts.values())) != 1 or not rows.hooks:
         raise ActdsError("E203", place, got=repr(counts)[:400], expected="equal row counts")
-    return len(rows.tokens["request"])
-
-
-def _tokens_table(
-    rows: ShardRows, n_rows: int, permutation: npt.NDArray[np.int64] | None, place: str
-) -> tuple[bytes, str]:
-    """Return the tokens table in the shard's order as Parquet, and the digest of its row set."""
     phase = rows.tokens.get("phase")
     if phase is not None and not (np.asarray(phase) == rows.phase).all():
         raise ActdsError("E414", place, got="rows of two phases", expected=f"{rows.phase} only")
+    return len(rows.tokens["request"])
+
+
+def _tokens_table(rows: ShardRows, permutation: npt.NDArray[np.int64] | None) -> tuple[bytes, str]:
+    """Return the tokens table in the shard's order as Parquet, and the digest of its row set."""
     columns: dict[str, object] = {
         name: np.asarray(column) if permutation is None else np.asarray(column)[permutation]
         for name, column in rows.tokens.items()
+        if name != "phase"
     }
+    n_rows = len(rows.tokens["request"])
     columns["phase"] = pa.repeat(pa.scalar(rows.phase, pa.string()), n_rows)
     table = tables.build("tokens", columns)
     row_set = row_set_sha256(rows.tokens["request"], rows.tokens["position"])

@@ -6,7 +6,7 @@ An error has a class by what a caller can do about it; several are standard ones
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
@@ -30,8 +30,10 @@ __all__ = [
     "NoProvenanceError",
     "NotFoundError",
     "NotSealedError",
+    "RefusedError",
     "Severity",
     "StoreError",
+    "UntrustedError",
     "code_entry",
 ]
 
@@ -80,8 +82,9 @@ class ActdsError(Exception):
     def exit_code(self) -> int:
         """Return the exit code of a command that ends with this error.
 
-        2 for wrong use (E0xx), 3 for a dataset that cannot be used (E1xx to E4xx, E6xx), 4 when
-        the engine or actds failed (E5xx, E9xx).
+        2 for wrong use (E0xx), 3 for a dataset that cannot be used (E1xx to E4xx, E6xx,
+        E8xx), 4 when the engine or actds failed (E5xx, E9xx), 5 for one that a policy refuses
+        (E7xx).
         """
         return CODES[self.code].exit_code
 
@@ -123,6 +126,38 @@ class NoProvenanceError(ActdsError):
 
 class InvalidDatasetError(ActdsError):
     """The dataset breaks the format: restore it from a copy, or write it again."""
+
+
+class UntrustedError(ActdsError):
+    """Nobody whom the caller trusts vouches for the dataset as it is: get it from its source."""
+
+
+class RefusedError(ActdsError):
+    """The gate does not let the dataset pass: train on another one, or fix what it lists.
+
+    Attributes:
+        reasons: every finding of the validation and every rule of the policy that it fails.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        place: str,
+        *,
+        got: str,
+        expected: str,
+        next_step: str | None = None,
+        reasons: Sequence[Finding] = (),
+    ) -> None:
+        super().__init__(code, place, got=got, expected=expected, next_step=next_step)
+        self.reasons = tuple(reasons)
+        if reasons:
+            first, _, rest = str(self).partition("\n")
+            self.args = ("\n".join([first, *(f"  {one.line()}" for one in reasons), rest]),)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to rebuild the error with its reasons in another process."""
+        return (*super().__reduce__(), {"reasons": self.reasons, "args": self.args})
 
 
 class StoreError(ActdsError, OSError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor as Pool
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,8 +31,11 @@ R = TypeVar("R")
 class Executor(Protocol):
     """Calls a function with every item."""
 
-    def map(self, function: Callable[[P], R], items: Sequence[P]) -> Iterator[R]:
-        """Yield what the function returns, in the order of the items; raise what it raises."""
+    def map(self, function: Callable[[P], R], items: Iterable[P]) -> Iterator[R]:
+        """Yield what the function returns, in the order of the items; raise what it raises.
+
+        Items are taken while others are worked on: of an iterator few are in memory at a time.
+        """
         ...
 
 
@@ -47,7 +50,7 @@ class Pooled:
     def __init__(self, pool: Pool, n_workers: int) -> None:
         self._pool, self._ahead = pool, AHEAD * n_workers
 
-    def map(self, function: Callable[[P], R], items: Sequence[P]) -> Iterator[R]:
+    def map(self, function: Callable[[P], R], items: Iterable[P]) -> Iterator[R]:
         """Yield what the function returns, in the order of the items."""
         waiting: deque[Any] = deque()
         try:
@@ -72,7 +75,7 @@ class Threads:
     def __init__(self, n_workers: int | None = None) -> None:
         self.n_workers = n_workers or min(32, os.cpu_count() or 1)
 
-    def map(self, function: Callable[[P], R], items: Sequence[P]) -> Iterator[R]:
+    def map(self, function: Callable[[P], R], items: Iterable[P]) -> Iterator[R]:
         """Yield what the function returns, in the order of the items."""
         with ThreadPoolExecutor(self.n_workers, "actds-map") as pool:
             yield from Pooled(pool, self.n_workers).map(function, items)
@@ -85,7 +88,7 @@ class Ray:
         self._ray = ray
         self._call = ray.remote(_call)
 
-    def map(self, function: Callable[[P], R], items: Sequence[P]) -> Iterator[R]:
+    def map(self, function: Callable[[P], R], items: Iterable[P]) -> Iterator[R]:
         """Yield what the function returns, in the order of the items."""
         ray = self._ray
         shared = ray.put(function)

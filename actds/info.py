@@ -363,6 +363,9 @@ def missing(facts: Facts) -> Iterator[Line]:
         for reason, n in run.skips.items():
             yield Line(f"  {counted(n, 'request')} skipped: {reason}")
         yield from _unknown_facts(run)
+    external = facts.totals.get("external", 0)
+    if external:
+        yield Line(f"  {counted(external, 'position')} served from KV that came from outside")
     unresolved = facts.totals.get("unresolved", 0)
     if unresolved:
         lost = counted(unresolved, "cached position")

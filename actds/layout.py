@@ -12,6 +12,9 @@ CARD = "README.md"
 CROISSANT = "croissant.json"
 DERIVED = (CARD, CROISSANT)
 """The card: made from the dataset, replaced at the next seal, and read by no reader."""
+SUMS = "SHA256SUMS"
+BESIDE = (*DERIVED, SUMS)
+"""What follows from the dataset and is no part of it."""
 _SEGMENT = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -57,7 +60,7 @@ def array_dir(hook: str) -> str:
 
 
 _TABLES = {
-    **dict.fromkeys(("requests", "steps", "spans"), ("census", "census")),
+    **dict.fromkeys(("requests", "steps", "spans", "roles"), ("census", "census")),
     **dict.fromkeys(("drops", "stalls", "occupancy"), ("losses", "writer")),
     "readouts": ("readouts", "writer"),
     "canary": ("canary", "tool"),
@@ -98,6 +101,16 @@ def record_path(chain: str, seq: int) -> str:
 def seal_path(n: int) -> str:
     """Return the path of a seal, from 1."""
     return f"seal/{n:04d}.json"
+
+
+def envelope_path(n: int) -> str:
+    """Return the path of the envelope that holds signatures of a seal by keys."""
+    return f"seal/{n:04d}.dsse.json"
+
+
+def bundle_path(n: int) -> str:
+    """Return the path of the bundle that holds a signature of a seal by an identity."""
+    return f"seal/{n:04d}.sigstore.json"
 
 
 def multiplicity_path(n: int) -> str:

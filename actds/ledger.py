@@ -26,6 +26,7 @@ from actds.schema import (
 from actds.store import Store
 
 __all__ = [
+    "GENESIS_PREV",
     "Chain",
     "ChainState",
     "chain_names",
@@ -33,6 +34,7 @@ __all__ = [
     "read_broken_chain",
     "read_chain",
     "read_ledger",
+    "read_record",
 ]
 
 GENESIS_PREV = "0" * 64
@@ -214,13 +216,11 @@ def read_chain(store: Store, dataset: str, chain: str, version: str | None = Non
         path = layout.record_path(chain, seq)
         if path.rpartition("/")[2] not in numbered:
             raise ActdsError("E301", path, got="no record", expected=f"{len(numbered)} in a row")
-        data = store.read(path, canonical.MAX_DOCUMENT_NBYTES)
-        record = schema.parse(LedgerRecord, data, path, version)
-        _check_link(record, dataset, chain, seq, prev, path)
+        record, head = read_record(store, dataset, chain, seq, prev, version)
         if records and records[-1].type in ("close", "fence"):
             raise ActdsError("E304", path, got=f"a {record.type} record", expected="none")
         records.append(record)
-        prev = canonical.digest(data)
+        prev = head
     if not records:
         raise ActdsError("E301", f"ledger/{chain}", got="no record", expected="an open record")
     opening = records[0].typed_body()
@@ -234,6 +234,31 @@ def read_chain(store: Store, dataset: str, chain: str, version: str | None = Non
     ends: dict[str, State] = {"close": "closed", "fence": "fenced"}
     state = ends.get(records[-1].type, "open")
     return ChainState(chain, records, prev, state, opening.kind, opening.run)
+
+
+def read_record(
+    store: Store, dataset: str, chain: str, seq: int, prev: str, version: str | None = None
+) -> tuple[LedgerRecord, str]:
+    """Return one record of a chain and its digest, after checking its link to the one before.
+
+    Args:
+        store: the dataset's store.
+        dataset: its id.
+        chain: id of the chain.
+        seq: number of the record.
+        prev: digest of the record before; ``GENESIS_PREV`` for the first.
+        version: as for ``read_chain``.
+
+    Raises:
+        ActdsError: E104 no such record; E301, E302, E303, E102, E103, E106 as ``read_chain``.
+
+    Spec: 0.1 section 8.2.
+    """
+    path = layout.record_path(chain, seq)
+    data = store.read(path, canonical.MAX_DOCUMENT_NBYTES)
+    record = schema.parse(LedgerRecord, data, path, version)
+    _check_link(record, dataset, chain, seq, prev, path)
+    return record, canonical.digest(data)
 
 
 def _check_link(

@@ -8,6 +8,7 @@ first finding, to read; else it collects them and continues, to validate.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -51,8 +52,10 @@ __all__ = [
     "Catalog",
     "heads_root",
     "need_dataset",
+    "no_such_seal",
     "read_dataset",
     "read_genesis",
+    "read_records",
     "unknown_columns",
 ]
 
@@ -88,12 +91,13 @@ class Catalog:
         replaced: manifests of replaced shards; their data may be removed.
         parts: committed parts by (run, table).
         seals: seals, in order.
-        seal_sha256: digest of the highest seal.
+        seal_digests: their digests.
         files: entry of every data file that a document pins, by path in the dataset.
-        reached: path of every file that the ledger or a seal names.
+        reached: path of every file that the ledger or a seal names, or that signs a seal.
         unsound: paths that must not be parsed: missing, or other bytes than were committed.
         opaque: folders whose own document cannot be read, so that their content is unknown.
         incomplete: runs with something committed that cannot be read: they cannot be accounted for.
+        parse: what makes a table of a name, the bytes of its file, its path and the columns wanted.
 
     Spec: 0.1 section 2.
     """
@@ -108,31 +112,51 @@ class Catalog:
     replaced: list[ShardManifest] = field(default_factory=list)
     parts: dict[tuple[str, str], list[PartBody]] = field(default_factory=dict)
     seals: list[Seal] = field(default_factory=list)
-    seal_sha256: str | None = None
+    seal_digests: list[str] = field(default_factory=list)
     files: dict[str, FileEntry] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
     unsound: set[str] = field(default_factory=set)
     opaque: set[str] = field(default_factory=set)
     incomplete: set[str] = field(default_factory=set)
+    parse: Callable[[TableName, bytes, str, list[str] | None], pa.Table] = tables.from_parquet
 
     @classmethod
-    def read(cls, store: Store) -> Catalog:
+    def read(cls, store: Store, *, seal: str | None = None) -> Catalog:
         """Return the catalogue of a dataset in which nothing is wrong.
+
+        Args:
+            store: the dataset's store.
+            seal: digest of a seal: what that one covers, whatever came after it.
 
         Raises:
             ActdsError: the first thing that is wrong: E101 no dataset; E102, E103, E106, E402 a
                 document; E104, E107, E201 a file; E202, E205 a digest or root; E203, E303, E310
                 a record and what it names; E301 to E304 a chain; E307 the seal; E311 a
-                replacement.
+                replacement; E804 no such seal.
 
-        Spec: 0.1 sections 2 and 8.
+        Spec: 0.1 sections 2, 8 and 15.5.
         """
-        return read_dataset(store, strict=True)
+        return read_dataset(store, strict=True, seal=seal)
 
     @property
     def seal(self) -> Seal | None:
         """Return the highest seal, whether or not it covers every chain."""
         return self.seals[-1] if self.seals else None
+
+    @property
+    def seal_sha256(self) -> str | None:
+        """Return the digest of the highest seal."""
+        return self.seal_digests[-1] if self.seal_digests else None
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """Return the digest of every data file that a document pins, by path in the dataset."""
+        found = {path: entry.sha256 for path, entry in self.files.items()}
+        for run, record in self.runs.items():
+            readouts = readouts_of(record)
+            if readouts is not None and readouts.probes_sha256 is not None:
+                found[layout.probes_path(run)] = readouts.probes_sha256
+        return found
 
     @property
     def is_sealed(self) -> bool:
@@ -162,7 +186,7 @@ class Catalog:
     @property
     def unreachable(self) -> list[str]:
         """Return the paths of files that nothing reaches, as they may be printed."""
-        known = self.reached | {layout.GENESIS, *layout.DERIVED}
+        known = self.reached | {layout.GENESIS, *layout.BESIDE}
         # The names are untrusted: no control character may reach a terminal.
         return [
             path.encode("unicode_escape").decode()
@@ -188,6 +212,20 @@ class Catalog:
         """Return the shards of a run, in the order of their commits."""
         return [Shard(self.store, m) for m in self.shards if m.run == run]
 
+    def of_shard(self, manifest: ShardManifest) -> Catalog:
+        """Return the catalogue of one shard alone, small enough to hand to another process."""
+        files = data_files(manifest)
+        return Catalog(
+            self.store,
+            self.genesis,
+            self.genesis_sha256,
+            Findings(),
+            shards=[manifest],
+            files=files,
+            unsound=self.unsound & files.keys(),
+            parse=self.parse,
+        )
+
     def row_sets(self, run: str) -> list[tuple[list[str], list[Shard]]]:
         """Return hooks with the shards that hold them, one entry per distinct set of shards.
 
@@ -195,9 +233,10 @@ class Catalog:
         hooks, and then every hook has to account for every row by itself.
         """
         shards = self.shards_of(run)
+        held = [frozenset(shard.hooks) for shard in shards]
         sets: dict[tuple[str, ...], tuple[list[str], list[Shard]]] = {}
         for hook in self.genesis.hooks:
-            holding = [shard for shard in shards if hook.name in shard.hooks]
+            holding = [shard for shard, its in zip(shards, held, strict=True) if hook.name in its]
             key = tuple(shard.name for shard in holding)
             sets.setdefault(key, ([], holding))[0].append(hook.name)
         return list(sets.values())
@@ -231,18 +270,26 @@ class Catalog:
         """
         return read_checked(self.store, path, self.files[path])
 
+    def read_table(self, name: TableName, path: str, columns: list[str] | None = None) -> pa.Table:
+        """Return a table from a pinned file, when its bytes are what was committed.
+
+        Raises:
+            ActdsError: as ``file`` and ``tables.from_parquet``.
+        """
+        return self.parse(name, self.file(path), path, columns)
+
     def sound_table(self, run: str, name: TableName) -> pa.Table | None:
         """Return a table of a run, all parts one after the other; None when one is unsound.
 
         Raises:
-            ActdsError: as ``file`` and ``tables.from_parquet``.
+            ActdsError: as ``read_table``.
         """
         parts = [tables.empty(name)]
         for body in self.parts.get((run, name), []):
             path = body.file.path
             if path in self.unsound:
                 return None
-            parts.append(tables.from_parquet(name, self.file(path), path))
+            parts.append(self.read_table(name, path))
         return pa.concat_tables(parts)
 
     def _part(self, name: TableName, part: PartBody) -> pa.Table:
@@ -301,46 +348,109 @@ def unknown_columns(record: RunRecord) -> frozenset[str]:
     return frozenset(tables.SCHEMAS["tokens"].names).intersection(map(str, names))
 
 
-def read_dataset(store: Store, *, strict: bool = False) -> Catalog:
+def read_dataset(store: Store, *, strict: bool = False, seal: str | None = None) -> Catalog:
     """Return everything that can be read of a dataset, with a finding for all that cannot.
 
     Args:
         store: the dataset's store.
         strict: raise the first finding instead.
+        seal: digest of a seal: only what that one covers is read, whatever came after it.
 
     Raises:
         ActdsError: E101 no dataset; E102, E103, E106 or E107 when ``actds.json`` itself cannot be
-            read, because then nothing can. When strict, see ``Catalog.read``.
+            read, because then nothing can; E804 no seal has the digest. When strict, see
+            ``Catalog.read``.
 
-    Spec: 0.1 sections 2 and 8.
+    Spec: 0.1 sections 2, 8 and 15.5.
     """
     need_dataset(store)
     store.learn_sizes("")
+    pinned = None if seal is None else _find_seal(store, seal)
     if not store.can_list:
-        store.know(_names_by_seal(store))
+        store.know(_names_by_seal(store, pinned))
     data = store.read(layout.GENESIS, canonical.MAX_DOCUMENT_NBYTES)
     genesis = schema.parse(Genesis, data, layout.GENESIS)
     catalog = Catalog(store, genesis, canonical.digest(data), Findings(strict=strict))
-    reader = _Reader(catalog)
+    reader = _Reader(catalog, pinned)
     reader.read_chains()
     reader.read_records()
     reader.read_seals()
     reader.check_sizes()
+    if seal is not None and catalog.seal_sha256 != seal:
+        raise no_such_seal(catalog.seal_digests, seal)
     return catalog
 
 
-def _names_by_seal(store: Store) -> list[str]:
+def _find_seal(store: Store, seal: str) -> Seal:
+    """Return the seal with a digest.
+
+    Raises:
+        ActdsError: E804 there is none; E102 to E106 it cannot be read.
+    """
+    found: list[str] = []
+    while store.exists(path := layout.seal_path(len(found) + 1)):
+        data = store.read(path, canonical.MAX_DOCUMENT_NBYTES)
+        found.append(canonical.digest(data))
+        if found[-1] == seal:
+            document = schema.parse(Seal, data, path)
+            if document.n != len(found):
+                raise ActdsError("E307", path, got=f"seal {document.n}", expected=f"{len(found)}")
+            return document
+    raise no_such_seal(found, seal)
+
+
+def no_such_seal(found: list[str], seal: str) -> ActdsError:
+    """Return the error for a dataset whose seals have these digests, and not the pinned one.
+
+    Spec: 0.1 section 15.5.
+    """
+    got = f"{len(found)} seals, the last sha256:{found[-1]}" if found else "no seal"
+    return ActdsError("E804", "seal", got=got, expected=f"sha256:{seal} among them")
+
+
+def read_records(
+    store: Store, genesis: Genesis, chain: ChainState, records: Sequence[LedgerRecord]
+) -> Catalog:
+    """Return what a few records of a chain name, with a finding for all that cannot be read.
+
+    For who follows a dataset that is being written: shards, parts and run records are read and
+    checked as ``read_dataset`` does. Replacements are listed among the shards, unresolved.
+
+    Args:
+        store: the dataset's store.
+        genesis: its genesis.
+        chain: the chain of the records.
+        records: the records.
+
+    Spec: 0.1 sections 2 and 8.
+    """
+    catalog = Catalog(store, genesis, "", Findings(), chains={chain.chain: chain})
+    reader = _Reader(catalog, None)
+    for record in records:
+        reader.take(chain, record)
+    catalog.shards += [one.manifest for one in reader.replacements]
+    for manifest in catalog.shards:
+        catalog.files.update(data_files(manifest))
+    reader.check_sizes()
+    return catalog
+
+
+def _names_by_seal(store: Store, pinned: Seal | None = None) -> list[str]:
     """Return the names that a listing is needed for: seals, and records of their chains.
 
     Seals are numbered, and the highest one names every chain that it covers and how long each is.
     Where nothing can be listed, a chain that began later cannot be seen: what is read is the
     dataset as it was sealed last. The names only say where to look; what is there is checked.
 
+    Args:
+        store: the dataset's store.
+        pinned: the seal that counts instead of the highest one.
+
     Raises:
         ActdsError: E306 there is no seal; E102 to E106 it cannot be read.
     """
-    n = 0
-    while store.exists(layout.seal_path(n + 1)):
+    n = 0 if pinned is None else pinned.n
+    while pinned is None and store.exists(layout.seal_path(n + 1)):
         n += 1
     if not n:
         raise ActdsError(
@@ -376,15 +486,15 @@ class _Replacement:
 class _Reader:
     """Fills a catalogue: the chains, what their records name, the seals."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, catalog: Catalog, pinned: Seal | None) -> None:
+        self.catalog, self.pinned = catalog, pinned
         self.store, self.genesis = catalog.store, catalog.genesis
         self.hooks = {hook.name for hook in self.genesis.hooks}
         self.replacements: list[_Replacement] = []
 
     def read_chains(self) -> None:
         catalog, dataset = self.catalog, self.genesis.dataset
-        for name in chain_names(self.store):
+        for name in chain_names(self.store) if self.pinned is None else sorted(self.pinned.heads):
             try:
                 state = read_chain(self.store, dataset, name, self.genesis.version)
             except ActdsError as error:
@@ -407,7 +517,7 @@ class _Reader:
         )
         for state in catalog.chains.values():
             for record in state.records:
-                self._take(state, record)
+                self.take(state, record)
         self._replace()
         order = {run: number for number, run in enumerate(catalog.run_ids)}
         catalog.shards.sort(key=lambda manifest: order.get(manifest.run, len(order)))
@@ -416,8 +526,20 @@ class _Reader:
         catalog.parts = {
             key: sorted(catalog.parts[key], key=lambda part: part.file.path) for key in ordered
         }
+        for (run, table), parts in catalog.parts.items():
+            with catalog.findings.noting("ledger"):
+                self._check_numbers(run, table, [part.file.path for part in parts])
 
-    def _take(self, state: ChainState, record: LedgerRecord) -> None:
+    def _check_numbers(self, run: str, table: str, paths: list[str]) -> None:
+        """Check that the parts of a table are numbered without a gap: what is gone leaves one."""
+        if run in self.catalog.incomplete:
+            return  # what cannot be read may have been a part
+        for n, path in enumerate(paths):
+            wanted = layout.part_path(table, run, n)
+            if path != wanted:
+                raise ActdsError("E301", path, got=f"part {path}", expected=f"{wanted} before it")
+
+    def take(self, state: ChainState, record: LedgerRecord) -> None:
         catalog = self.catalog
         place = layout.record_path(state.chain, record.seq)
         catalog.reached.add(place)
@@ -456,8 +578,11 @@ class _Reader:
             _foreign(state, path, got, f"run {body.run} of this one")
         self.catalog.runs[body.run] = record
         readouts = readouts_of(record)
-        if readouts is not None and readouts.n_probes:
-            self.catalog.reached.add(layout.probes_path(body.run))
+        widths = [hook.d_model for hook in self.genesis.hooks]
+        probes = None if readouts is None else readouts.probes_entry(body.run, widths)
+        if probes is not None:
+            self.catalog.reached.add(probes.path)
+            self.catalog.files[probes.path] = probes
 
     def _take_shard(
         self, state: ChainState, body: ShardBody | ReplaceBody, place: str, kind: ChainKind
@@ -541,7 +666,10 @@ class _Reader:
 
     def read_seals(self) -> None:
         catalog = self.catalog
-        found = sum(1 for path in self.store.list("seal") if _SEAL_NAME.fullmatch(path))
+        if self.pinned is not None:
+            found = self.pinned.n
+        else:
+            found = sum(1 for path in self.store.list("seal") if _SEAL_NAME.fullmatch(path))
         previous: str | None = None
         for n in range(1, found + 1):
             path = layout.seal_path(n)
@@ -552,8 +680,10 @@ class _Reader:
                 data = self.store.read(path, canonical.MAX_DOCUMENT_NBYTES)
                 seal = schema.parse(Seal, data, path, self.genesis.version)
                 self._check_seal(seal, n, previous, path)
-                previous = catalog.seal_sha256 = canonical.digest(data)
+                previous = canonical.digest(data)
                 catalog.seals.append(seal)
+                catalog.seal_digests.append(previous)
+                catalog.reached |= {layout.envelope_path(n), layout.bundle_path(n)}
 
     def _check_seal(self, seal: Seal, n: int, previous: str | None, path: str) -> None:
         catalog, findings = self.catalog, self.catalog.findings

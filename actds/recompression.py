@@ -20,7 +20,7 @@ from actds import __version__, layout
 from actds.commit import NewShard
 from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
-from actds.format import arrays
+from actds.format import arrays, encoding
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root
 from actds.ledger import Chain, fence
 from actds.reading import Catalog, need_dataset
@@ -254,7 +254,7 @@ def _write(work: _Work) -> ShardManifest:
             # A new array over changed bytes would hide the change.
             old.check(f"{folder}/{arrays.SHARD_PATH}")
             with old.array(hook) as reader:
-                encoded = arrays.encode_array(reader.read_all(pool), reader.dtype, pool=pool)
+                encoded = encoding.encode_array(reader.read_all(pool), reader.dtype, pool=pool)
             put(f"{folder}/zarr.json", [encoded.metadata])
             put(f"{folder}/{arrays.SHARD_PATH}", encoded.parts)
     put(TOKENS, [old.read(TOKENS)])

@@ -178,41 +178,48 @@ def row_groups(catalog: Catalog, seed: int, rows_per_shard: int) -> list[RowGrou
     return groups
 
 
+@dataclass(frozen=True)
 class Blocks:
-    """The blocks of a group on a local disk.
+    """The blocks of a group on a disk that all workers share.
 
     Args:
         folder: holds those of this group, and nothing else.
         group: the group.
         rows_per_block: rows of a block; a block of the widest hook is held in memory twice.
-        pool: threads that read.
     """
 
-    def __init__(self, folder: Path, group: RowGroup, rows_per_block: int, pool: Executor) -> None:
-        self._folder, self._group, self._pool = folder, group, pool
-        self._rows_per_block = rows_per_block
+    folder: Path
+    group: RowGroup
+    rows_per_block: int
 
-    def scatter(self) -> Iterator[int]:
-        """Write the blocks that are not there yet; yield the rows of each, there or not.
+    def bounds(self) -> list[tuple[int, int]]:
+        """Return the rows of each block, ``[start, stop)``."""
+        n_rows, step = self.group.n_rows, self.rows_per_block
+        return [(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
+
+    def write(self, start: int, stop: int, pool: Executor) -> None:
+        """Write a block, unless it is there.
+
+        Args:
+            start: its first row.
+            stop: the row after its last.
+            pool: threads that read.
 
         Raises:
             ActdsError: E503 no space left, or a failed write; and what reading a shard raises.
         """
-        for start in range(0, self._group.n_rows, self._rows_per_block):
-            stop = min(start + self._rows_per_block, self._group.n_rows)
-            folder = self._folder / f"{start // self._rows_per_block:06d}"
-            if not folder.exists():
-                self._write(folder, start, stop)
-            yield stop - start
+        folder = self.folder / f"{start // self.rows_per_block:06d}"
+        if not folder.exists():
+            self._write(folder, start, stop, pool)
 
-    def _write(self, folder: Path, start: int, stop: int) -> None:
-        segments = list(self._group.segments(start, stop))
+    def _write(self, folder: Path, start: int, stop: int, pool: Executor) -> None:
+        segments = list(self.group.segments(start, stop))
         for shard, first, _ in segments:
             if not first:
                 _check_digests(shard)
-        target = self._group.target(start, stop)
+        target = self.group.target(start, stop)
         order = np.argsort(target, kind="stable")
-        offsets = np.searchsorted(target[order], np.arange(self._group.n_shards + 1))
+        offsets = np.searchsorted(target[order], np.arange(self.group.n_shards + 1))
         tokens = pa.concat_tables([s.tokens().slice(a, b - a) for s, a, b in segments])
         making = folder.with_suffix(".tmp")
         with on_disk(folder):
@@ -221,8 +228,8 @@ class Blocks:
             np.save(making / "offsets.npy", offsets)
             with pa.ipc.new_file(str(making / "tokens.arrow"), tokens.schema) as writer:
                 writer.write_table(tokens.take(order).combine_chunks())
-        for hook in self._group.hooks:
-            rows = self._read(segments, hook, stop - start)[order]
+        for hook in self.group.hooks:
+            rows = _read(segments, hook, stop - start, pool)[order]
             data, row_nbytes = rows.reshape(-1).view(np.uint8), rows[0].nbytes
             bounds = pairwise((offsets * row_nbytes).tolist())
             sums = np.array([crc32c(data[a:b]) for a, b in bounds], np.uint32)
@@ -236,29 +243,13 @@ class Blocks:
             making.rename(folder)
             sync(folder.parent)
 
-    def _read(self, segments: list[tuple[Shard, int, int]], hook: Hook, n_rows: int) -> Any:
-        """Return the rows of a hook in segments one after the other, ``(n_rows, d_model)``."""
-        out = np.empty((n_rows, hook.d_model), arrays.DTYPES[hook.dtype].bits)
-        at = 0
-        for shard, first, last in segments:
-            with shard.array(hook.name) as reader:
-                step = reader.rows_per_chunk
-                bounds = [first, *range((first // step + 1) * step, last, step), last]
-
-                def read(low: int, high: int, at: int = at - first, reader: Any = reader) -> None:
-                    reader.read(low, high, out[at + low : at + high])
-
-                list(self._pool.map(read, bounds[:-1], bounds[1:]))
-            at += last - first
-        return out
-
     def tokens(self, number: int) -> pa.Table:
         """Return the lines of the token table of a new shard, in the order of the blocks.
 
         Raises:
             ActdsError: E503 the disk failed.
         """
-        with on_disk(self._folder):
+        with on_disk(self.folder):
             return pa.concat_tables(
                 [_token_piece(folder, a, b) for folder, a, b in self._pieces(number)]
             )
@@ -298,10 +289,27 @@ class Blocks:
     def _pieces(self, number: int) -> list[tuple[Path, int, int]]:
         """Return the pieces of a new shard: folder, first row and row after the last."""
         pieces = []
-        for folder in sorted(self._folder.glob("[0-9]*[0-9]")):
+        for folder in sorted(self.folder.glob("[0-9]*[0-9]")):
             offsets = np.load(folder / "offsets.npy", mmap_mode="r")
             pieces.append((folder, int(offsets[number]), int(offsets[number + 1])))
         return [piece for piece in pieces if piece[1] < piece[2]]
+
+
+def _read(segments: list[tuple[Shard, int, int]], hook: Hook, n_rows: int, pool: Executor) -> Any:
+    """Return the rows of a hook in segments one after the other, ``(n_rows, d_model)``."""
+    out = np.empty((n_rows, hook.d_model), arrays.DTYPES[hook.dtype].bits)
+    at = 0
+    for shard, first, last in segments:
+        with shard.array(hook.name) as reader:
+            step = reader.rows_per_chunk
+            bounds = [first, *range((first // step + 1) * step, last, step), last]
+
+            def read(low: int, high: int, at: int = at - first, reader: Any = reader) -> None:
+                reader.read(low, high, out[at + low : at + high])
+
+            list(pool.map(read, bounds[:-1], bounds[1:]))
+        at += last - first
+    return out
 
 
 def _token_piece(folder: Path, first: int, last: int) -> pa.Table:

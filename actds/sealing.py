@@ -15,6 +15,7 @@ from actds.hub.card import put_card
 from actds.reading import CENSUS_TABLES, Catalog, heads_root
 from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store
+from actds.trust.sums import put_sums
 
 __all__ = ["account_run", "check_provenance", "seal"]
 
@@ -34,7 +35,7 @@ def check_provenance(catalog: Catalog, findings: Findings | None = None) -> None
     Spec: 0.1 section 6.
     """
     findings = Findings(strict=True) if findings is None else findings
-    found = {finding.place.split(" ")[0] for _, finding in findings}
+    found = {one.place.split(" ")[0] for _, one in findings if one.severity == "error"}
     for run in catalog.runs_with_data:
         path = layout.run_path(run)
         if run not in catalog.runs and path not in found:
@@ -44,6 +45,19 @@ def check_provenance(catalog: Catalog, findings: Findings | None = None) -> None
         if missing and run not in catalog.incomplete:
             got, expected = f"no {', no '.join(missing)}", "the tables requests, steps and spans"
             findings.add("provenance", "E403", f"census/{run}", got, expected)
+        elif not missing and not _has_census_to_its_end(catalog, run):
+            expected = "a census that was closed, with what it counted"
+            findings.add("provenance", "E403", f"census/{run}", "a census cut off", expected)
+
+
+def _has_census_to_its_end(catalog: Catalog, run: str) -> bool:
+    """Return whether a census closed with its totals, or may close yet; a fence counts nothing."""
+    mine = (one for one in catalog.chains.values() if (one.run, one.kind) == (run, "census"))
+    return any(
+        one.state in ("open", "broken")
+        or (one.close is not None and (one.close.reason != "failed" or bool(one.close.totals)))
+        for one in mine
+    )
 
 
 def account_run(catalog: Catalog, run: str) -> Account:
@@ -67,8 +81,8 @@ def account_run(catalog: Catalog, run: str) -> Account:
 def seal(store: Store | str | Path) -> Seal:
     """Seal a dataset: its present ledger is complete, and every position accounted for.
 
-    A dataset whose ledger did not change since its highest seal keeps that seal. The card is
-    written again in any case: it is derived.
+    A dataset whose ledger did not change since its highest seal keeps that seal. ``SHA256SUMS``
+    and the card are written again in any case: they are derived.
 
     Args:
         store: the dataset's store, or its path.
@@ -84,7 +98,7 @@ def seal(store: Store | str | Path) -> Seal:
     catalog = Catalog.read(store)
     heads = _heads(catalog)
     if catalog.is_sealed and catalog.seal is not None:
-        _put_card(catalog)
+        _put_beside(catalog)
         return catalog.seal
     if not heads:
         raise ActdsError("E305", "ledger", got="no chain", expected="at least one closed chain")
@@ -112,12 +126,13 @@ def seal(store: Store | str | Path) -> Seal:
         multiplicity=_put_multiplicity(store, n, pa.concat_tables(multiplicity)),
     )
     store.put_new(layout.seal_path(n), [schema.to_bytes(document)])
-    _put_card(Catalog.read(store))
+    _put_beside(Catalog.read(store))
     return document
 
 
-def _put_card(catalog: Catalog) -> None:
-    """Write the card, and ``croissant.json`` anew where somebody asked for one."""
+def _put_beside(catalog: Catalog) -> None:
+    """Write what follows from the seal: SHA256SUMS, the card, ``croissant.json`` where it was."""
+    put_sums(catalog)
     there = catalog.store.exists(layout.CROISSANT)
     put_card(catalog, layout.DERIVED if there else [layout.CARD])
 

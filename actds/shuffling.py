@@ -16,7 +16,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,8 @@ import numpy.typing as npt
 from actds import __version__, canonical, layout, schema
 from actds.commit import NewShard
 from actds.errors import CODES, ActdsError
-from actds.format import arrays, tables
+from actds.executor import ExecutorName, open_executor
+from actds.format import arrays, encoding, tables
 from actds.format.shard import (
     GROUP_METADATA,
     TOKENS,
@@ -37,7 +39,7 @@ from actds.format.shard import (
 )
 from actds.ledger import Chain
 from actds.reading import Catalog
-from actds.scatter import SHUFFLE_VERSION, Blocks, RowGroup, on_disk, row_groups, sync
+from actds.scatter import SHUFFLE_VERSION, Blocks, on_disk, row_groups, sync
 from actds.schema import (
     ChainKind,
     CloseReason,
@@ -58,6 +60,7 @@ __all__ = ["CODECS", "Shuffled", "shuffle"]
 CODECS = ("default", "raw")
 Codec = Literal["default", "raw"]
 Progress = Callable[[str, int, int], None]
+_Map = Callable[[Callable[[Any], int], list[Any]], Iterator[int]]
 
 _SOFTWARE = f"actds {__version__} shuffle"
 _PLAN, _DATASET, _BLOCKS = "plan.json", "dataset", "blocks"
@@ -100,6 +103,7 @@ def shuffle(
     codec: Codec = "default",
     rows_per_shard: int = 1 << 16,
     memory_nbytes: int = 2 << 30,
+    executor: ExecutorName = "threads",
     progress: Progress = lambda stage, done, total: None,
 ) -> Shuffled:
     """Copy a sealed dataset, the rows of each run and phase in one random order over its shards.
@@ -117,7 +121,9 @@ def shuffle(
         seed: seed of the order, from 0.
         codec: ``default`` compresses the arrays; ``raw`` copies them, which is read fastest.
         rows_per_shard: rows of a new shard, unless memory allows fewer.
-        memory_nbytes: bytes of rows that are held at a time, about.
+        memory_nbytes: bytes of rows that are held at a time, about; by each of several workers.
+        executor: where blocks and shards are written: ``threads`` of this process, one at a time;
+            ``processes`` of this machine, or ``ray``, several; the same copy to the byte.
         progress: called with ``scatter`` or ``write``, the rows done and all rows.
 
     Raises:
@@ -148,10 +154,8 @@ def shuffle(
     try:
         plan = _read_plan(partial, wanted)
         if not out.exists():  # it does when the last call died while it removed its files
-            with ThreadPoolExecutor(
-                os.cpu_count() or 1, thread_name_prefix="actds-shuffle"
-            ) as pool:
-                _Shuffle(catalog, partial, plan, pool, progress).run()
+            with _mapper(executor) as run:
+                _Shuffle(catalog, partial, plan, run, progress).run()
             with on_disk(out):
                 (partial / _DATASET).rename(out)
                 sync(out.parent)
@@ -250,14 +254,14 @@ class _Shuffle:
     """One call at work in ``OUT.partial``."""
 
     def __init__(
-        self, catalog: Catalog, partial: Path, plan: _Plan, pool: Executor, progress: Progress
+        self, catalog: Catalog, partial: Path, plan: _Plan, run: _Map, progress: Progress
     ) -> None:
-        self._catalog, self._plan, self._pool = catalog, plan, pool
+        self._catalog, self._plan, self._map = catalog, plan, run
         self._partial, self._progress = partial, progress
         self._store = LocalStore(partial / _DATASET)
         self._groups = row_groups(catalog, plan.seed, plan.rows_per_shard)
         self._blocks = [
-            Blocks(partial / _BLOCKS / group.name, group, plan.rows_per_block, pool)
+            Blocks(partial / _BLOCKS / group.name, group, plan.rows_per_block)
             for group in self._groups
         ]
         self._n_rows = sum(group.n_rows for group in self._groups)
@@ -278,16 +282,18 @@ class _Shuffle:
                 hooks=self._catalog.genesis.hooks,
             )
             self._store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
-        done = 0
-        for blocks in self._blocks:
-            for n_rows in blocks.scatter():
-                done += n_rows
-                self._progress("scatter", done, self._n_rows)
-        done = 0
-        for group, blocks in zip(self._groups, self._blocks, strict=True):
-            for number in range(group.n_shards):
-                done += self._write(group, blocks, number).n_rows
-                self._progress("write", done, self._n_rows)
+        blocks = [
+            _Block(blocks, start, stop)
+            for blocks in self._blocks
+            for start, stop in blocks.bounds()
+        ]
+        self._work("scatter", _scatter, blocks)
+        shards = [
+            _NewShard(self._store, self._plan, blocks, number)
+            for blocks in self._blocks
+            for number in range(blocks.group.n_shards)
+        ]
+        self._work("write", _write, shards)
         self._commit()
         seal(self._store)
 
@@ -312,65 +318,11 @@ class _Shuffle:
                 expected=f"{rows + copy - there:,} bytes for temporary files and the copy",
             )
 
-    def _write(self, group: RowGroup, blocks: Blocks, number: int) -> ShardManifest:
-        """Write a new shard up to its manifest, and return that."""
-        chain = self._plan.chain(group.run, "writer")
-        name = f"{chain}-{group.first + number:06d}"
-        path = layout.manifest_path(name)
-        if self._store.exists(path):
-            return schema.parse(ShardManifest, self._store.read(path), path)
-        with on_disk(self._store.root / path):
-            shutil.rmtree(self._store.root / layout.shard_dir(name), ignore_errors=True)
-        tokens = blocks.tokens(number)
-        columns = {c: tokens[c].to_numpy() for c in ("request", "position", "step")}
-        seed = group.permutation_seed(number)
-        # The rows as the engine computed them, then permuted as section 5.3 says.
-        collected = np.lexsort((columns["position"], columns["request"], columns["step"]))
-        order = collected[row_order(len(collected), seed)]
-        new = NewShard(self._store, Chain(self._store, self._plan.dataset, chain), name)
-        new.put(GROUP_METADATA, [arrays.group_metadata()])
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        for hook in group.hooks:
-            self._put(new, hook, blocks.gather(number, hook, place))
-        new.put(TOKENS, [tables.to_parquet("tokens", tokens.take(order))])
-        manifest = ShardManifest(
-            dataset=self._plan.dataset,
-            run=group.run,
-            chain=chain,
-            shard=name,
-            phase=group.phase,
-            n_rows=len(order),
-            hooks=sorted(hook.name for hook in group.hooks),
-            order="permuted",
-            permutation_seed=seed,
-            compression="raw" if self._plan.codec == "raw" else "normal",
-            first_step=int(columns["step"].min()),
-            last_step=int(columns["step"].max()),
-            row_set_sha256=row_set_sha256(columns["request"], columns["position"]),
-            files=new.files,
-            root=files_root(new.files),
-        )
-        self._store.put_new(path, [schema.to_bytes(manifest)])
-        return manifest
-
-    def _put(self, new: NewShard, hook: Hook, rows: npt.NDArray[Any]) -> None:
-        """Write the array of a hook, and compare what can be read of it with the rows."""
-        raw = self._plan.codec == "raw"
-        encoded = arrays.encode_array(rows, hook.dtype, raw=raw, pool=self._pool)
-        new.put_array(hook.name, encoded)
-        place = f"{layout.shard_dir(new.name)}/{layout.array_dir(hook.name)}/{arrays.SHARD_PATH}"
-        with arrays.ArrayReader(
-            encoded.metadata, self._store.open_file(place), place=place
-        ) as reader:
-
-            def same(first: int) -> bool:
-                low = first * reader.rows_per_chunk
-                part = reader.read_chunks(first, first + 1)
-                return np.array_equal(part, rows[low : low + len(part)])
-
-            if not all(self._pool.map(same, range(reader.n_chunks))):
-                raise ActdsError("E204", place, got="other bits", expected="those of the dataset")
+    def _work(self, stage: str, function: Callable[[Any], int], work: list[Any]) -> None:
+        done = 0
+        for n_rows in self._map(function, work):
+            done += n_rows
+            self._progress(stage, done, self._n_rows)
 
     def _commit(self) -> None:
         """Write run records, tables and chains: those of an interrupted call are made anew."""
@@ -436,6 +388,112 @@ class _Shuffle:
         return record.model_copy(
             update={"dataset": self._plan.dataset, "fields": record.fields | added}
         )
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block to be written."""
+
+    blocks: Blocks
+    start: int
+    stop: int
+    n_threads: int = 1
+
+
+@dataclass(frozen=True)
+class _NewShard:
+    """A new shard to be written."""
+
+    store: LocalStore
+    plan: _Plan
+    blocks: Blocks
+    number: int
+    n_threads: int = 1
+
+
+@contextmanager
+def _mapper(executor: ExecutorName) -> Iterator[_Map]:
+    """Yield what calls a function with every piece of work, and yields the rows of each."""
+    if executor == "threads":
+        # One after the other: each is held in memory as a whole.
+        n_threads = os.cpu_count() or 1
+        yield lambda function, work: (function(replace(one, n_threads=n_threads)) for one in work)
+        return
+    with open_executor(executor) as on:
+        yield on.map
+
+
+def _threads(n: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(n, thread_name_prefix="actds-shuffle")
+
+
+def _scatter(work: _Block) -> int:
+    """Write a block that is not there yet; return its rows."""
+    with _threads(work.n_threads) as pool:
+        work.blocks.write(work.start, work.stop, pool)
+    return work.stop - work.start
+
+
+def _write(work: _NewShard) -> int:
+    """Write a new shard up to its manifest; return its rows."""
+    store, plan, blocks, number = work.store, work.plan, work.blocks, work.number
+    group = blocks.group
+    chain = plan.chain(group.run, "writer")
+    name = f"{chain}-{group.first + number:06d}"
+    path = layout.manifest_path(name)
+    if store.exists(path):
+        return schema.parse(ShardManifest, store.read(path), path).n_rows
+    with on_disk(store.root / path):
+        shutil.rmtree(store.root / layout.shard_dir(name), ignore_errors=True)
+    tokens = blocks.tokens(number)
+    columns = {c: tokens[c].to_numpy() for c in ("request", "position", "step")}
+    seed = group.permutation_seed(number)
+    # The rows as the engine computed them, then permuted as section 5.3 says.
+    collected = np.lexsort((columns["position"], columns["request"], columns["step"]))
+    order = collected[row_order(len(collected), seed)]
+    new = NewShard(store, Chain(store, plan.dataset, chain), name)
+    new.put(GROUP_METADATA, [arrays.group_metadata()])
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    with _threads(work.n_threads) as pool:
+        for hook in group.hooks:
+            _put(new, hook, blocks.gather(number, hook, place), plan.codec == "raw", pool)
+    new.put(TOKENS, [tables.to_parquet("tokens", tokens.take(order))])
+    manifest = ShardManifest(
+        dataset=plan.dataset,
+        run=group.run,
+        chain=chain,
+        shard=name,
+        phase=group.phase,
+        n_rows=len(order),
+        hooks=sorted(hook.name for hook in group.hooks),
+        order="permuted",
+        permutation_seed=seed,
+        compression="raw" if plan.codec == "raw" else "normal",
+        first_step=int(columns["step"].min()),
+        last_step=int(columns["step"].max()),
+        row_set_sha256=row_set_sha256(columns["request"], columns["position"]),
+        files=new.files,
+        root=files_root(new.files),
+    )
+    store.put_new(path, [schema.to_bytes(manifest)])
+    return manifest.n_rows
+
+
+def _put(new: NewShard, hook: Hook, rows: npt.NDArray[Any], raw: bool, pool: Executor) -> None:
+    """Write the array of a hook, and compare what can be read of it with the rows."""
+    encoded = encoding.encode_array(rows, hook.dtype, raw=raw, pool=pool)
+    new.put_array(hook.name, encoded)
+    place = f"{layout.shard_dir(new.name)}/{layout.array_dir(hook.name)}/{arrays.SHARD_PATH}"
+    with arrays.ArrayReader(encoded.metadata, new.store.open_file(place), place=place) as reader:
+
+        def same(first: int) -> bool:
+            low = first * reader.rows_per_chunk
+            part = reader.read_chunks(first, first + 1)
+            return np.array_equal(part, rows[low : low + len(part)])
+
+        if not all(pool.map(same, range(reader.n_chunks))):
+            raise ActdsError("E204", place, got="other bits", expected="those of the dataset")
 
 
 def _reason(catalog: Catalog, run: str, kind: ChainKind) -> CloseReason:

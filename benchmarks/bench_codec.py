@@ -51,9 +51,11 @@ class Result:
     decode_wall_s_per_gb: float
 
 
-def _blosc(name: str, clevel: int, shuffle: int, blocksize: int) -> Codec:
+def _blosc(
+    name: str, clevel: int, shuffle: int, blocksize: int, compressor: bytes = b"zstd"
+) -> Codec:
     def encode(chunk: np.ndarray) -> bytes:
-        return numcodecs.blosc.compress(chunk, b"zstd", clevel, shuffle, blocksize)
+        return numcodecs.blosc.compress(chunk, compressor, clevel, shuffle, blocksize)
 
     return Codec(name, encode, lambda data, out: numcodecs.blosc.decompress(data, out))
 
@@ -97,6 +99,8 @@ def codecs() -> tuple[list[Codec], dict[str, str]]:
         _blosc("blosc zstd 5 shuffle (zarr's default)", 5, numcodecs.blosc.SHUFFLE, 0),
         _blosc("blosc zstd 1 shuffle, 256 KiB blocks", 1, numcodecs.blosc.SHUFFLE, 1 << 18),
         _blosc("blosc zstd 5 bitshuffle", 5, numcodecs.blosc.BITSHUFFLE, 0),
+        _blosc("blosc lz4 1 shuffle", 1, numcodecs.blosc.SHUFFLE, 1 << 18, b"lz4"),
+        _blosc("blosc lz4 1 bitshuffle", 1, numcodecs.blosc.BITSHUFFLE, 1 << 18, b"lz4"),
         _zstd(0),
     ]
     skipped: dict[str, str] = {}

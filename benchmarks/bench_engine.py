@@ -32,6 +32,8 @@ from typing import Any
 
 import numpy as np
 
+from actds_testing.async_engine import allow_async_scheduling
+
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -42,6 +44,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 TWO, EVERY = "resid_post:10,20", "resid_post:all"
+KINDS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "z", "q", "mlp_in", "mlp_out")
+EIGHT = ";".join(f"{kind}:10" for kind in KINDS)
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ class Inside:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def timed(self, call: Any) -> Any:
-        """Return a call whose time is counted."""
+    def timed(self, call: Any, sign: int = 1) -> Any:
+        """Return a call whose time is counted, or taken off with ``sign=-1``."""
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +75,7 @@ class Inside:
             try:
                 return call(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - began
+                self.seconds += sign * (time.perf_counter() - began)
 
         return wrapped
 
@@ -90,13 +94,18 @@ class Inside:
         if hooks:
             install = capture.install_tap
 
-            def timing(tap: Any, number: int, buffers: Any) -> None:
-                install(tap, number, buffers)
-                found = tap.module._forward_hooks
+            def timing(tap: Any, *args: Any) -> None:
+                if tap.wrapped:
+                    tap.module.forward = self.timed(tap.module.forward, -1)
+                    install(tap, *args)
+                    tap.module.forward = self.timed(tap.module.forward)
+                    return
+                install(tap, *args)
+                found = tap.module._forward_pre_hooks if tap.before else tap.module._forward_hooks
                 key = next(reversed(found))
                 found[key] = self.timed(found[key])
 
-            capture.install_tap = timing
+            capture.install_tap = timing  # type: ignore[assignment]
 
 
 VARIANTS = {
@@ -109,6 +118,7 @@ VARIANTS = {
     "two-naive": Variant("2 hooks, naive np.save", TWO, readouts=False, naive=True),
     "two-naive-readouts": Variant("2 hooks, naive readouts", TWO, naive=True),
     "two-naive-probes": Variant("2 hooks, naive 1,000 probes", TWO, n_probes=1000, naive=True),
+    "eight": Variant("eight kinds at one layer", EIGHT),
     "all": Variant("all hooks", EVERY),
     "all-bare": Variant("all hooks, no readouts", EVERY, readouts=False),
     "all-null": Variant("all hooks, dataset in memory", EVERY, in_memory=True),
@@ -126,8 +136,11 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--asynchronous", action="store_true", help="asynchronous scheduling")
+    parser.add_argument("--memory-share", type=float, help="of the GPU's, for each engine")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--variants", default="none,again,two,two-probes,two-naive,all,all-naive")
+    several = "none,again,two,eight,two-probes,two-naive,all,all-naive"
+    parser.add_argument("--variants", default=several)
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant is not None:
@@ -187,6 +200,10 @@ def serve(options: argparse.Namespace) -> None:
         "max_num_seqs": options.batch,
         "distributed_executor_backend": "uni",
     }
+    if options.asynchronous:
+        allow_async_scheduling()
+    if options.memory_share:
+        arguments["gpu_memory_utilization"] = options.memory_share
     requests = prompts(options)
     memory = "/dev/shm" if variant.in_memory else None
     inside = Inside()
@@ -225,7 +242,9 @@ def start(
     from actds_writers.harvest.processes import Pipeline
 
     if variant.hooks is None or variant.naive:
-        engine = engines.VllmEngine(model, arguments, None, temperature=0.0, seed=0)
+        engine = engines.VllmEngine(
+            model, engines.VllmOptions(**arguments), None, temperature=0.0, seed=0
+        )
         if variant.naive:
             add_naive_hooks(engine, variant, out, inside)
         return engine, None
@@ -248,7 +267,8 @@ def start(
     lock = lock_dataset(out)
     pipeline = Pipeline(settings, plan.hooks, os.getpid(), lock, probes=plan.probes)
     pipeline.connect()
-    engine = engines.VllmEngine(model, arguments, pipeline.link, temperature=0.0, seed=0)
+    options = engines.VllmOptions(**arguments)
+    engine = engines.VllmEngine(model, options, pipeline.link, temperature=0.0, seed=0)
     return engine, pipeline
 
 
@@ -262,7 +282,7 @@ def add_naive_hooks(engine: Any, variant: Variant, out: Path, inside: Inside) ->
     """Hook decoder layers as one does in a notebook: copy out, compute, save, at every step."""
     import torch
 
-    from actds_writers.capture.hooks import decoder_layers
+    from actds_writers.capture.taps import decoder_layers
 
     out.mkdir()
     core = engine._engine.engine_core.engine_core
@@ -325,7 +345,7 @@ def children_cpu(pipeline: Any) -> float:
     if pipeline is None:
         return 0.0
     ticks = 0
-    for process in pipeline._processes.values():
+    for process in pipeline.processes.values():
         fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
@@ -335,6 +355,7 @@ def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespac
     base = [r["tokens_per_s"] for r in results["none"]]
     cpu = [r["engine_cpu_s"] for r in results["none"]]
     mode = "compiled" if options.compiled else "eager"
+    mode += ", asynchronous scheduling" * options.asynchronous
     lines = [
         f"{mode}, {options.dtype}, batch {options.batch}, {options.rounds} rounds, medians; "
         "ratios are per round, with their range",

@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 from bench_codec import load, table, timed
 
-from actds.format.arrays import ArrayReader, array_metadata, encode_array
+from actds.format.arrays import ArrayReader, array_metadata
+from actds.format.encoding import encode_array
 from actds.store.local import LocalFile
 
 

@@ -11,7 +11,8 @@ turns, in another order each round; files are in the page cache; torch has one t
 first batches; for our loader after two windows. These are what it holds, so by then all of its
 memory was touched once (which costs more than reading does, and is paid once in a training), and it
 has read ahead as far as it does when the clocks stop, four windows later. The limits read the same
-bytes. Peers have a copy of the first 65,536 rows and pass over it for ``--seconds``.
+bytes; the last two put the rows at random places, without which there is no shuffling. Peers have a
+copy of the first 65,536 rows and pass over it for ``--seconds``.
 
 GB are those of bfloat16 rows, also where a peer stores float32: figures compare rows per second.
 CPU seconds are those of all threads and child processes. Both are medians, least and most in
@@ -42,7 +43,7 @@ import torch
 from load_data import HOOK
 
 import actds
-from actds.load.dataset import open_array
+from actds.load.lazy import open_array
 
 BATCH = 4096
 WINDOW_ROWS = 65_536
@@ -149,6 +150,19 @@ def decode(path: Path) -> Batches:
             chunk = np.empty((array.rows_per_chunk, array.d_model), np.uint16)
             for index in range(array.n_chunks):
                 yield len(array.read_chunks(index, index + 1, chunk))
+
+
+def placed(path: Path) -> Batches:
+    """Read, check and decode chunk by chunk, and put each row at a random place of a window."""
+    dataset = actds.open(path)
+    rows = np.zeros((WINDOW_ROWS, dataset.hooks[HOOK].d_model), np.uint16)
+    places, used = np.random.default_rng(0).permutation(WINDOW_ROWS), 0
+    for shard in itertools.cycle(dataset.shards):
+        with open_array(shard, dataset.hooks[HOOK]) as array:
+            for start, stop, values in array.by_chunk(np.arange(array.n_rows)):
+                rows[places[used : used + stop - start]] = values
+                used = (used + stop - start) % WINDOW_ROWS
+                yield stop - start
 
 
 # Readers of our files.
@@ -423,6 +437,13 @@ def contestants(files: Files, only: str) -> list[Contestant]:
         Contestant(
             "limit: bare decode, default codec", lambda: decode(files.default), BATCH, n_rows
         ),
+        Contestant("limit: raw, rows to random places", lambda: placed(files.raw), BATCH, n_rows),
+        Contestant(
+            "limit: default codec, rows to random places",
+            lambda: placed(files.default),
+            BATCH,
+            n_rows,
+        ),
         Contestant("actds.Loader, raw", lambda: ours(files.raw), 2 * WINDOW_ROWS, n_rows),
         Contestant(
             "actds.Loader, default codec", lambda: ours(files.default), 2 * WINDOW_ROWS, n_rows
@@ -499,8 +520,8 @@ def print_table(figures: dict[str, list[tuple[float, float]]]) -> None:
         name: [cpu for _, cpu in figures[name]] for name in figures if name.startswith("limit")
     }
     names = list(limit)
-    heads = ["what", "GB/s", "CPU s per GB", "CPU to preads", "CPU to bare decode"]
-    print(f"| {' | '.join(heads)} |\n| --- |{' ---: |' * 4}")
+    heads = ["what", "GB/s", "CPU s per GB", *(f"CPU to {name[7:]}" for name in names)]
+    print(f"| {' | '.join(heads)} |\n| --- |{' ---: |' * (len(heads) - 1)}")
     for name, results in figures.items():
         cpu = [one for _, one in results]
         cells = [name, spread([rate for rate, _ in results]), spread(cpu)]

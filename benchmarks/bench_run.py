@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        isolated = machine.measure(Path(folder))
+        isolated, _ = machine.measure(Path(folder), seconds=20)
         found = run(Path(folder) / "acts", options)
     found["isolated_gbps"] = isolated
     print(table(found))

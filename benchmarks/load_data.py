@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +13,7 @@ import numpy as np
 
 from actds import layout, schema
 from actds.commit import ShardRows, commit_part, commit_shard
-from actds.format import arrays, tables
+from actds.format import encoding, tables
 from actds.format.tables import TableName
 from actds.ledger import Chain
 from actds.schema import (
@@ -26,7 +25,7 @@ from actds.schema import (
     RunRecord,
 )
 from actds.sealing import seal
-from actds.store import Buffer, Put
+from actds.store import Buffer, NewFile, Put
 from actds.store.local import LocalStore
 
 HOOK, RUN = "resid_post.10", "r-bench"
@@ -44,23 +43,74 @@ def activations(n_rows: int, d_model: int, seed: int) -> np.ndarray:
 
 
 class _LinkingStore(LocalStore):
-    """A store whose shard files are all hard links of the first: 100 GB in the space of one."""
+    """A store whose arrays are all hard links of the first: 100 GB in the space of one."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self._folder = root
-        self._first: tuple[Path, Put] | None = None
+        self._first: _FirstFile | None = None
 
-    def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
-        if not path.endswith(arrays.SHARD_PATH):
-            return super().put_new(path, parts)
-        file = self._folder / path
+    def begin(self, path: str) -> NewFile:  # type: ignore[override]
+        file = super().begin(path)
+        if not path.endswith("/c/0/0"):
+            return file
         if self._first is None:
-            self._first = file, super().put_new(path, parts)
-        else:
-            file.parent.mkdir(parents=True)
-            file.hardlink_to(self._first[0])
-        return self._first[1]
+            self._first = _FirstFile(self.root / path, file)
+            return self._first
+        file.abandon()
+        return _LinkedFile(self.root / path, self._first)
+
+
+class _FirstFile(NewFile):
+    """The file that the others are links of."""
+
+    def __init__(self, path: Path, file: NewFile) -> None:
+        self.path, self._file = path, file
+
+    def hash(self, parts: Sequence[Buffer]) -> None:
+        self._file.hash(parts)
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        self._file.write(parts)
+
+    def abandon(self) -> None:
+        self._file.abandon()
+
+    def commit(self) -> Put:
+        self.put = self._file.commit()
+        return self.put
+
+
+class _LinkedFile(NewFile):
+    """A link of the first file, whatever is written."""
+
+    def __init__(self, path: Path, first: _FirstFile) -> None:
+        self._path, self._first = path, first
+
+    def hash(self, parts: Sequence[Buffer]) -> None:
+        pass
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def commit(self) -> Put:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.hardlink_to(self._first.path)
+        return self._first.put
+
+
+def _encode_once() -> AbstractContextManager[object]:
+    """Encode the chunks of the first array, and nothing after it: the store ignores the bytes."""
+    real, sizes = encoding.ArrayEncoder.encode, {}
+
+    def encode(self: encoding.ArrayEncoder, index: int, out: np.ndarray) -> int:
+        if index not in sizes:
+            sizes[index] = real(self, index, out)
+        return sizes[index]
+
+    return patch.object(encoding.ArrayEncoder, "encode", encode)
 
 
 def make_dataset(
@@ -96,9 +146,7 @@ def make_dataset(
     )
     written = store.put_new(layout.run_path(run), [schema.to_bytes(record)])
     writer.append("run", RunBody(run=run, sha256=written.sha256))
-    encoded = arrays.encode_array(base, "bfloat16", raw=raw) if linked else None
-    once = patch("actds.commit.arrays.encode_array", lambda *_, **__: encoded)
-    with ThreadPoolExecutor(2) as pool, once if linked else nullcontext():
+    with _encode_once() if linked else nullcontext():
         for first in range(0, n_rows, rows_per_shard):
             row = np.arange(first, min(first + rows_per_shard, n_rows))
             request = row // PROMPT_LEN
@@ -128,7 +176,7 @@ def make_dataset(
                 order="sequence" if linked else "permuted",
                 seed=first,
                 raw=raw,
-                pool=pool,
+                n_threads=2,
             )
     for name, table in census_tables(n_rows // PROMPT_LEN).items():
         commit_part(store, census, name, run, 0, table)

@@ -136,7 +136,7 @@ def requests(n: int, seed: int = 0) -> Iterator[dict[str, object]]:
         turn = user_turn(passage, question, min(max(limit, 60), MAX_CHARS))
         yield {
             "id": f"{number:05d}-{passage.kind}-{passage.name}",
-            "label": passage.kind,  # which the harvest does not read: train_probe.py does
+            "label": passage.kind,  # which the harvest does not read: probe.py does
             "messages": [
                 {"role": "system", "content": SYSTEM_PROMPT},
                 {"role": "user", "content": turn},

@@ -52,12 +52,19 @@ TOTALS = (
     "dropped",
     "aborted",
     "filtered",
+    "undelivered",
     "recomputed",
+    "rejected",
     "unresolved",
+    "external",
 )
 """Names of the totals of a run, and of a seal, which sums them over its runs."""
 
-_STEP_DISPOSITIONS = ("captured", "dropped", "aborted", "filtered")
+_STEP_DISPOSITIONS = ("captured", "dropped", "aborted", "filtered", "undelivered")
+_MAX_REASONS = 256
+_MAX_REFERENCED, _MAX_REFERENCED_RATIO = 2**28, 4096
+"""Positions of references whose tokens are hashed, and further ones for each row."""
+_NO_END = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -108,9 +115,11 @@ def account(
     _drops_against_spans(drop_table, span_table, step_table, notes)
     _steps_against_sums(step_table, span_table, row_table, notes)
     _span_steps(span_table, step_table, notes)
+    _past_the_end(request_table, span_table, notes)
     _cached_counts(request_table, span_table, notes)
-    unresolved = _references(span_table, captured, notes)
+    unresolved = _references(span_table, request_table, captured, notes)
     _row_labels(row_table, span_table, step_table, notes)
+    _attempts(row_table, request_table, span_table, notes)
     _token_digests(row_table, request_table, span_table, notes)
 
     lengths = span_table.stop - span_table.start
@@ -119,7 +128,9 @@ def account(
         "requests": len(request_table.number),
         "scheduled": int(step_table.batch.sum()),
         "recomputed": int(step_table.recomputed.sum()),
+        "rejected": int(step_table.rejected.sum()),
         "unresolved": unresolved,
+        "external": int(lengths[span_table.external].sum()),
     }
     for disposition in tables.DISPOSITIONS:
         totals[disposition] = int(lengths[span_table.of(disposition)].sum())
@@ -143,11 +154,11 @@ def _partition(requests: Requests, spans: Spans, notes: Notes) -> None:
     owing = requests.number[n > 0]
     owed = Intervals(position_key(owing, 0), position_key(owing, n[n > 0]))
     covered = union(spans.start_key, spans.stop_key)
-    for place in notes.places("census", "spans", difference(owed, covered)):
+    for place in notes.places("E404", "census", "spans", difference(owed, covered)):
         notes.add("E404", place, "no span", "one span for every position")
-    for place in notes.places("census", "spans", overlap(spans.start_key, spans.stop_key)):
+    for place in notes.places("E405", "census", "spans", overlap(spans.start_key, spans.stop_key)):
         notes.add("E405", place, "two spans or more", "one span for every position")
-    for place in notes.places("census", "spans", difference(covered, owed)):
+    for place in notes.places("E405", "census", "spans", difference(covered, owed)):
         notes.add("E405", place, "a span", "no span: the request has no such position")
 
 
@@ -156,25 +167,29 @@ def _rows_against_spans(rows: Rows, spans: Spans, notes: Notes) -> Intervals:
     captured = spans.of("captured")
     census = union(spans.start_key[captured], spans.stop_key[captured])
     stored = of_keys(rows.keys)
-    for place in notes.places("shards", "rows", difference(stored, census)):
+    for place in notes.places("E406", "shards", "rows", difference(stored, census)):
         notes.add("E406", place, "a row", "no row: the census does not call it captured")
-    for place in notes.places("shards", "rows", difference(census, stored)):
+    for place in notes.places("E406", "shards", "rows", difference(census, stored)):
         notes.add("E406", place, "no row", "a row: the census calls it captured")
     return stored
 
 
 def _drops_against_spans(drops: Drops, spans: Spans, steps: Steps, notes: Notes) -> None:
     """Check the drop log against the dropped spans, both ways, by reason and by step."""
-    for place in notes.places("losses", "drops", overlap(drops.start_key, drops.stop_key)):
+    for place in notes.places("E408", "losses", "drops", overlap(drops.start_key, drops.stop_key)):
         notes.add("E408", place, "dropped twice", "one drop for a position")
     dropped = spans.of("dropped")
-    for reason in sorted(set(drops.reason.tolist()) | set(spans.reason[dropped].tolist())):
+    reasons = sorted(set(drops.reason.tolist()) | set(spans.reason[dropped].tolist()))
+    if len(reasons) > _MAX_REASONS:
+        got, expected = f"{len(reasons)} reasons", f"at most {_MAX_REASONS} in a run"
+        notes.add("E408", f"losses/{notes.run}/drops drop_reason", got, expected)
+    for reason in reasons[:_MAX_REASONS]:
         logged, counted = drops.reason == reason, dropped & (spans.reason == reason)
         log = union(drops.start_key[logged], drops.stop_key[logged])
         census = union(spans.start_key[counted], spans.stop_key[counted])
-        for place in notes.places("losses", "drops", difference(log, census)):
+        for place in notes.places("E408", "losses", "drops", difference(log, census)):
             notes.add("E408", place, f"a drop for {reason}", "a dropped span of that reason")
-        for place in notes.places("census", "spans", difference(census, log)):
+        for place in notes.places("E408", "census", "spans", difference(census, log)):
             notes.add("E408", place, f"dropped for {reason}", "a drop of that reason in the log")
     _drop_steps(drops, spans, steps, notes)
 
@@ -186,7 +201,7 @@ def _drop_steps(drops: Drops, spans: Spans, steps: Steps, notes: Notes) -> None:
     logged = at >= 0
     logged[logged] = drops.stop_key[at[logged]] > spans.start_key[dropped][logged]
     at, dropped = at[logged], dropped[logged]
-    for i in np.flatnonzero(drops.step[at] != spans.step[dropped]):
+    for i in notes.each("E408", np.flatnonzero(drops.step[at] != spans.step[dropped])):
         span = dropped[i]
         notes.add(
             "E408",
@@ -195,7 +210,7 @@ def _drop_steps(drops: Drops, spans: Spans, steps: Steps, notes: Notes) -> None:
             f"step {spans.step[span]}, as in the census",
         )
     lost = steps.sums(drops.step, drops.stop - drops.start)
-    for i in np.flatnonzero(lost != steps.dropped):
+    for i in notes.each("E408", np.flatnonzero(lost != steps.dropped)):
         notes.add(
             "E408",
             f"losses/{notes.run} drops step {steps.number[i]}",
@@ -203,7 +218,7 @@ def _drop_steps(drops: Drops, spans: Spans, steps: Steps, notes: Notes) -> None:
             f"{steps.dropped[i]}, the census' dropped_tokens of the step",
         )
     unknown = np.flatnonzero(steps.index(drops.step) < 0)
-    for i in unknown:
+    for i in notes.each("E408", unknown):
         place = notes.place("losses", "drops", drops.request[i], drops.start[i])
         notes.add("E408", place, f"step {drops.step[i]}", "a step of the census")
 
@@ -211,20 +226,29 @@ def _drop_steps(drops: Drops, spans: Spans, steps: Steps, notes: Notes) -> None:
 def _steps_against_sums(steps: Steps, spans: Spans, rows: Rows, notes: Notes) -> None:
     """Check the compute identity of each step, and its sums against spans and rows."""
     parts = {name: getattr(steps, name) for name in _STEP_DISPOSITIONS}
-    total = sum(parts.values()) + steps.recomputed
-    for i in np.flatnonzero(total != steps.batch):
+    total = sum(parts.values()) + steps.recomputed + steps.rejected
+    for i in notes.each("E409", np.flatnonzero(total != steps.batch)):
         notes.add(
             "E409",
             f"census/{notes.run}/steps step {steps.number[i]}",
             f"{steps.batch[i]} tokens scheduled",
             f"{total[i]}, the sum of what became of them",
         )
-    for i in np.flatnonzero(steps.prefill + steps.decode != steps.batch):
+    for i in notes.each("E409", np.flatnonzero(steps.prefill + steps.decode != steps.batch)):
         notes.add(
             "E409",
             f"census/{notes.run}/steps step {steps.number[i]}",
             f"{steps.prefill[i]} prefill and {steps.decode[i]} decode tokens",
             f"{steps.batch[i]} together, the tokens scheduled",
+        )
+    drafted, accepted = steps.drafted, steps.accepted
+    odd = (accepted > drafted) | (drafted > accepted + steps.rejected)
+    for i in notes.each("E409", np.flatnonzero(odd & (drafted >= 0) & (accepted >= 0))):
+        notes.add(
+            "E409",
+            f"census/{notes.run}/steps step {steps.number[i]}",
+            f"{drafted[i]} drafted and {accepted[i]} accepted tokens",
+            f"what is not accepted among the {steps.rejected[i]} rejected tokens",
         )
     computed = spans.step >= 0
     for name, counts in parts.items():
@@ -237,7 +261,7 @@ def _steps_against_sums(steps: Steps, spans: Spans, rows: Rows, notes: Notes) ->
                 f"{length}, the length of the {name} spans with a step",
             )
     n_rows = rows.per_step
-    for i in np.flatnonzero(n_rows != steps.captured):
+    for i in notes.each("E412", np.flatnonzero(n_rows != steps.captured)):
         notes.add(
             "E412",
             f"shards (run {notes.run}) rows of step {steps.number[i]}",
@@ -248,7 +272,7 @@ def _steps_against_sums(steps: Steps, spans: Spans, rows: Rows, notes: Notes) ->
         ("prefill", rows.prefill_per_step, steps.prefill),
         ("decode", n_rows - rows.prefill_per_step, steps.decode),
     ):
-        for i in np.flatnonzero((stored > most) & (n_rows <= steps.captured)):
+        for i in notes.each("E412", np.flatnonzero((stored > most) & (n_rows <= steps.captured))):
             notes.add(
                 "E412",
                 f"shards (run {notes.run}) rows of step {steps.number[i]}",
@@ -260,19 +284,19 @@ def _steps_against_sums(steps: Steps, spans: Spans, rows: Rows, notes: Notes) ->
 def _span_steps(spans: Spans, steps: Steps, notes: Notes) -> None:
     """Check that the step of each span exists, computed its kind, and never runs backwards."""
     named = spans.step >= 0
-    needed = spans.of("captured") | spans.of("dropped")
+    needed = spans.of("captured") | spans.of("dropped") | spans.of("undelivered")
     for wrong, got, expected in (
         (needed & ~named, "step null", "the step that computed the position"),
         (spans.of("cache_ref") & named, "a step", "null: this request never computed it"),
         (named & (steps.index(spans.step) < 0), "an unknown step", "a step of the census"),
     ):
-        for i in np.flatnonzero(wrong):
+        for i in notes.each("E412", np.flatnonzero(wrong)):
             place = notes.place("census", "spans", spans.request[i], spans.start[i])
             notes.add("E412", f"{place} step", got, expected)
     for disposition in _STEP_DISPOSITIONS:
         mine, counts = named & spans.of(disposition), getattr(steps, disposition)
         beginning = steps.sums(spans.step[mine], np.ones(int(mine.sum()), np.int64))
-        for i in np.flatnonzero(beginning > counts):
+        for i in notes.each("E412", np.flatnonzero(beginning > counts)):
             notes.add(
                 "E412",
                 f"census/{notes.run}/spans step {steps.number[i]}",
@@ -284,9 +308,28 @@ def _span_steps(spans: Spans, steps: Steps, notes: Notes) -> None:
         (spans.request[order][1:] == spans.request[order][:-1])
         & (spans.step[order][1:] < spans.step[order][:-1])
     )
-    for i in order[back + 1]:
+    for i in notes.each("E412", order[back + 1]):
         place = notes.place("census", "spans", spans.request[i], spans.start[i])
         notes.add("E412", place, f"step {spans.step[i]}", "no earlier step than the span before")
+
+
+def _past_the_end(requests: Requests, spans: Spans, notes: Notes) -> None:
+    """Check that what was computed past the end of a request is undelivered, and nothing else."""
+    if not len(requests.number):
+        return
+    at = requests.index(spans.request)
+    own = np.where(at >= 0, requests.own_len[at], _NO_END)
+    own[~requests.ended[at] | (at < 0)] = _NO_END
+    late = spans.of("undelivered")
+    delivered = (spans.step >= 0) & ~late & ~spans.of("filtered")
+    for wrong, got, expected in (
+        (late & (spans.start < own), "undelivered", "another disposition before the end"),
+        (delivered & (spans.stop > own), "another disposition", "undelivered past the end"),
+    ):
+        for i in notes.each("E419", np.flatnonzero(wrong)):
+            place = notes.place("census", "spans", *spans.at(i))
+            word = "" if late[i] else f": {tables.DISPOSITIONS[spans.disposition[i]]}"
+            notes.add("E419", place, f"{got}{word}", f"{expected}, position {own[i]}")
 
 
 def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
@@ -300,7 +343,7 @@ def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
     found = at < len(hits)
     found[found] = hits.start[at[found]] == zero[found]
     leading[found] = (hits.stop[at[found]] - zero[found]).astype(np.int64)
-    for i in np.flatnonzero(leading != requests.cached):
+    for i in notes.each("E411", np.flatnonzero(leading != requests.cached)):
         notes.add(
             "E411",
             f"census/{notes.run}/requests request {requests.number[i]}",
@@ -308,7 +351,7 @@ def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
             f"{leading[i]}, the cache_ref and uncomputed filtered positions from 0",
         )
     engine = requests.engine_cached
-    for i in np.flatnonzero((engine >= 0) & (engine != requests.cached)):
+    for i in notes.each("E411", np.flatnonzero((engine >= 0) & (engine != requests.cached))):
         notes.add(
             "E411",
             f"census/{notes.run}/requests request {requests.number[i]}",
@@ -317,36 +360,53 @@ def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
         )
 
 
-def _references(spans: Spans, captured: Intervals, notes: Notes) -> int:
-    """Warn of references without a captured row behind them; return how many positions."""
-    nowhere = spans.of("cache_ref") & (spans.ref_request < 0)
+def _impossible_references(spans: Spans, requests: Requests, notes: Notes) -> None:
+    """Note references to what the other request was served as well, or has of another model.
+
+    Who refers to a reference has to name its original, so references have no cycle.
+    """
+    served = spans.of("cache_ref")
+    theirs = union(spans.start_key[served], spans.stop_key[served])
+    named = np.flatnonzero(served & (spans.ref_request >= 0))
+    start, stop = spans.referenced(named)
+    first = np.searchsorted(theirs.stop, start, side="right")
+    last = np.searchsorted(theirs.start, stop, side="left")
+    at, to = requests.index(spans.request[named]), requests.index(spans.ref_request[named])
+    known = (at >= 0) & (to >= 0)
+    foreign = np.zeros(len(named), bool)
+    foreign[known] = requests.adapter[at[known]] != requests.adapter[to[known]]
+    for wrong, got, expected in (
+        (first < last, "was served them too", "one that computed them"),
+        (foreign, "has another adapter", "one of the same adapter"),
+    ):
+        for i in notes.each("E410", named[np.flatnonzero(wrong)]):
+            place = notes.place("census", "spans", *spans.at(i))
+            notes.add("E410", place, f"request {spans.ref_request[i]}, which {got}", expected)
+
+
+def _references(spans: Spans, requests: Requests, captured: Intervals, notes: Notes) -> int:
+    """Check references; return how many positions refer to no captured row, which is a warning."""
+    _impossible_references(spans, requests, notes)
+    nowhere = spans.of("cache_ref") & (spans.ref_request < 0) & ~spans.external
     unresolved = int((spans.stop - spans.start)[nowhere].sum())
-    for i in np.flatnonzero(nowhere):
+    for i in notes.each("E410", np.flatnonzero(nowhere), "warning"):
         place = notes.place("census", "spans", *spans.at(i))
         notes.add("E410", place, "no reference", "a request with rows there", "warning")
     named = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
     start, stop = spans.referenced(named)
-    for i in np.flatnonzero(~captured.contains(start, stop)):
-        one = Intervals(start[i : i + 1], stop[i : i + 1])
-        missing = difference(one, _clip(captured, start[i], stop[i]))
-        unresolved += missing.n_keys
+    held = captured.n_below(stop) - captured.n_below(start)
+    missing = (stop - start).astype(np.int64) - held
+    for i in notes.each("E410", np.flatnonzero(missing), "warning"):
         span = named[i]
         place = notes.place("census", "spans", *spans.at(span))
         notes.add(
             "E410",
             place,
-            f"{missing.n_keys} positions that request {spans.ref_request[span]} has no row of",
+            f"{missing[i]} positions that request {spans.ref_request[span]} has no row of",
             "a row for each",
             "warning",
         )
-    return unresolved
-
-
-def _clip(whole: Intervals, start: np.uint64, stop: np.uint64) -> Intervals:
-    """Return the ranges of a set that meet ``[start, stop)``, so that one lookup stays small."""
-    first = int(np.searchsorted(whole.stop, start, side="right"))
-    last = int(np.searchsorted(whole.start, stop, side="left"))
-    return Intervals(whole.start[first:last], whole.stop[first:last])
+    return unresolved + int(missing.sum())
 
 
 def _row_labels(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
@@ -367,7 +427,7 @@ def _row_labels(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
         ("chunk", chunk, "a chunk that grows exactly where the step does"),
         ("attempt", attempt, "no earlier attempt than the position before"),
     ):
-        for i in np.flatnonzero(wrong) + 1:
+        for i in notes.each("E414", np.flatnonzero(wrong) + 1):
             place = notes.place("shards", "rows", request[i], position[i])
             got = steps.number[rows.step[i]] if label == "step" else getattr(rows, label)[i]
             notes.add("E414", f"{place} {label}", str(got), expected)
@@ -378,10 +438,24 @@ def _row_labels(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
     at = np.minimum(np.searchsorted(rows.keys, start), len(rows.keys) - 1)
     stored = np.where(rows.step[at] >= 0, steps.number[rows.step[at]], -1)
     wrong = (rows.keys[at] == start) & (stored >= 0) & (stored != spans.step[captured])
-    for i in np.flatnonzero(wrong):
+    for i in notes.each("E414", np.flatnonzero(wrong)):
         span = captured[i]
         place = notes.place("shards", "rows", spans.request[span], spans.start[span])
         notes.add("E414", f"{place} step", str(stored[i]), f"{spans.step[span]}, as in the census")
+
+
+def _attempts(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -> None:
+    """Note rows after more restarts than their request had; a failed load restarts one as well."""
+    if not len(requests.number):
+        return
+    request, position = split_key(rows.keys)
+    at = requests.index(request)
+    failed = spans.request[spans.of("dropped") & (spans.reason == tables.FAILED_LOAD)]
+    above = (at >= 0) & (rows.attempt > requests.n_preemptions[at]) & ~np.isin(request, failed)
+    for i in notes.each("E414", np.flatnonzero(above)):
+        place = notes.place("shards", "rows", request[i], position[i])
+        most = f"at most {requests.n_preemptions[at[i]]}, the census' n_preemptions"
+        notes.add("E414", f"{place} attempt", str(rows.attempt[i]), most)
 
 
 def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -> None:
@@ -391,6 +465,7 @@ def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -
     references = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
     first = np.searchsorted(spans.request[references], requests.number, side="left")
     last = np.searchsorted(spans.request[references], requests.number, side="right")
+    room = _MAX_REFERENCED + _MAX_REFERENCED_RATIO * len(rows.keys)
     for i, digest in enumerate(requests.token_digest):
         length = int(requests.own_len[i])
         if digest is None or not length:
@@ -399,7 +474,12 @@ def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -
         if own.stop - own.start == length:
             ids: npt.NDArray[np.uint32] | None = rows.token_id[own]
         else:
-            ids = _with_references(rows, own, length, spans, references[first[i] : last[i]])
+            mine = references[first[i] : last[i]]
+            n_ids = own.stop - own.start + int((spans.stop - spans.start)[mine].sum())
+            room -= length
+            if n_ids < length or room < 0:
+                continue  # some are not stored
+            ids = _with_references(rows, own, length, spans, mine)
         if ids is None:
             continue
         got = hashlib.sha256(np.ascontiguousarray(ids, "<u4").data).hexdigest()
@@ -410,6 +490,10 @@ def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -
                 f"ids of digest {got[:16]}...",
                 f"{digest[:16]}..., the census' token_digest",
             )
+    if room < 0:
+        got = "more positions of references than are hashed"
+        expected = f"at most {_MAX_REFERENCED} and {_MAX_REFERENCED_RATIO} for each row"
+        notes.add("E414", f"shards (run {notes.run}) token_id", got, expected, "warning")
 
 
 def _with_references(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,8 @@ from actds.format.positions import Index, Intervals, Ints, Keys, of_keys, positi
 MAX_FINDINGS_PER_CODE = 16
 _LARGEST = 2**63 - 1
 Bools = npt.NDArray[np.bool_]
+Words = npt.NDArray[np.object_]
+"""Strings: numpy's own have all the length of the longest."""
 
 
 class Notes:
@@ -38,6 +40,17 @@ class Notes:
         if self._counts[code, severity] <= MAX_FINDINGS_PER_CODE:
             self._findings.append(Finding(code, place, got, expected, severity))
 
+    def each(
+        self, code: str, where: npt.NDArray[Any], severity: Severity = "error"
+    ) -> Iterator[int]:
+        """Yield the first places of a finding, one of which is to be noted for each.
+
+        Of the rest there is only the count: a file of a megabyte can have a million of them.
+        """
+        room = max(0, MAX_FINDINGS_PER_CODE - self._counts[code, severity])
+        yield from where[:room].tolist()
+        self._counts[code, severity] += max(0, len(where) - room)
+
     def place(
         self, folder: str, table: str, request: Any, start: Any, stop: Any | None = None
     ) -> str:
@@ -46,12 +59,12 @@ class Notes:
         what = f"position {start}" if stop is None else f"positions [{start}, {stop})"
         return f"{where} request {request} {what}"
 
-    def places(self, folder: str, table: str, intervals: Intervals) -> Iterator[str]:
-        """Yield the words for each interval."""
+    def places(self, code: str, folder: str, table: str, intervals: Intervals) -> Iterator[str]:
+        """Yield the words for the first intervals, as ``each``."""
         request, first = split_key(intervals.start)
         last = split_key(intervals.stop - np.uint64(1))[1]
-        for where in zip(request, first, last + 1, strict=True):
-            yield self.place(folder, table, *where)
+        for i in self.each(code, np.arange(len(intervals))):
+            yield self.place(folder, table, request[i], first[i], last[i] + 1)
 
     def findings(self) -> list[Finding]:
         """Return what was noted, by code, with a line for what was left out."""
@@ -83,9 +96,13 @@ def ints(table: pa.Table, name: str) -> Ints:
     return values
 
 
-def words(table: pa.Table, name: str) -> npt.NDArray[np.str_]:
-    """Return a string column as numpy strings, null as the empty string."""
-    return np.asarray(table[name].fill_null("").to_pylist(), np.str_).reshape(-1)
+def words(table: pa.Table, name: str) -> Words:
+    """Return a string column as Python strings, each once in memory, null as the empty string."""
+    column = pc.dictionary_encode(table[name].fill_null("")).unify_dictionaries().combine_chunks()
+    if not len(column):
+        return np.empty(0, object)
+    values: Words = np.array(column.dictionary.to_pylist(), object)[column.indices.to_numpy()]
+    return values
 
 
 def check_words(
@@ -120,10 +137,13 @@ class Requests(_Numbered):
     own_len: Ints
     """Positions owed at least: P + G - 1, or P when nothing was sampled."""
     skipped: Bools
+    ended: Bools
+    """Whether the end is known: not skipped, and not unfinished."""
     cached: Ints
     engine_cached: Ints
     n_preemptions: Ints
     token_digest: list[str | None]
+    adapter: Words
 
 
 def read_requests(table: pa.Table, notes: Notes) -> Requests:
@@ -132,28 +152,34 @@ def read_requests(table: pa.Table, notes: Notes) -> Requests:
     check_words(table, "finish_reason", tables.FINISH_REASONS, place, notes)
     number = ints(table, "request")
     request, first, times = np.unique(number, return_index=True, return_counts=True)
-    for i in np.flatnonzero(times > 1):
+    for i in notes.each("E405", np.flatnonzero(times > 1)):
         notes.add("E405", f"{place} request {request[i]}", f"{times[i]} records", "one record")
+    gaps = np.flatnonzero(request != np.arange(len(request)))
+    for i in gaps[:1]:
+        notes.add("E404", f"{place} request {i}", "no record", "numbers from 0, without a gap")
     table = table.take(pa.array(first))
     prompt, generated = ints(table, "prompt_len"), ints(table, "generated_len")
-    skipped = words(table, "finish_reason") == "skipped"
-    for i in np.flatnonzero(skipped & (words(table, "reason") == "")):
+    finish_reason = words(table, "finish_reason")
+    skipped = finish_reason == "skipped"
+    for i in notes.each("E402", np.flatnonzero(skipped & (words(table, "reason") == ""))):
         notes.add("E402", f"{place} request {request[i]} reason", "null", "why it was skipped")
     return Requests(
         request,
         prompt,
         np.where(skipped, 0, np.where(generated > 0, prompt + generated - 1, prompt)),
         skipped,
+        ~skipped & (finish_reason != "unfinished"),
         ints(table, "cached_tokens"),
         ints(table, "engine_cached_tokens"),
         ints(table, "n_preemptions"),
         table["token_digest"].to_pylist(),
+        words(table, "adapter"),
     )
 
 
 @dataclass(frozen=True)
 class Steps(_Numbered):
-    """The steps of a run; every column int64 ``(n,)``."""
+    """The steps of a run; every column int64 ``(n,)``, null -1."""
 
     batch: Ints
     prefill: Ints
@@ -163,6 +189,10 @@ class Steps(_Numbered):
     dropped: Ints
     aborted: Ints
     filtered: Ints
+    undelivered: Ints
+    rejected: Ints
+    drafted: Ints
+    accepted: Ints
 
     def sums(self, step: Ints, amount: Ints) -> Ints:
         """Return the sum of the amounts per step of the census; unknown steps are left out."""
@@ -176,12 +206,12 @@ class Steps(_Numbered):
 def read_steps(table: pa.Table, notes: Notes) -> Steps:
     """Return the steps; a repeated step is noted and counted once."""
     step, first, times = np.unique(ints(table, "step"), return_index=True, return_counts=True)
-    for i in np.flatnonzero(times > 1):
+    for i in notes.each("E412", np.flatnonzero(times > 1)):
         place = f"census/{notes.run}/steps step {step[i]}"
         notes.add("E412", place, f"{times[i]} records", "one record")
     table = table.take(pa.array(first))
-    kinds = ("batch", "prefill", "decode", "captured", "recomputed", "dropped", "aborted")
-    return Steps(step, *(ints(table, f"{kind}_tokens") for kind in (*kinds, "filtered")))
+    kinds = [field.name for field in fields(Steps)[1:]]
+    return Steps(step, *(ints(table, f"{kind}_tokens") for kind in kinds))
 
 
 @dataclass(frozen=True)
@@ -212,7 +242,7 @@ def _sorted_ranges(
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Return the order of the ranges, and their columns in it; empty ones are noted, left out."""
     request, start, stop = (ints(table, column) for column in ("request", "start", "stop"))
-    for i in np.flatnonzero(start >= stop):
+    for i in notes.each(code, np.flatnonzero(start >= stop)):
         place = notes.place(folder, name, request[i], start[i], stop[i])
         notes.add(code, place, f"an empty {name[:-1]}", "at least one position")
     order = np.lexsort((stop, start, request))
@@ -225,13 +255,19 @@ class Spans(_Ranges):
     """The spans of a run; null is -1 or empty."""
 
     disposition: npt.NDArray[np.int8]
-    reason: npt.NDArray[np.str_]
+    reason: Words
     step: Ints
     ref_request: Ints
 
     def of(self, disposition: str) -> Bools:
         """Return which spans have a disposition."""
         which: Bools = self.disposition == tables.DISPOSITIONS.index(disposition)
+        return which
+
+    @property
+    def external(self) -> Bools:
+        """Return which spans were served from KV that came from outside the run."""
+        which: Bools = self.of("cache_ref") & (self.reason == tables.EXTERNAL)
         return which
 
     def referenced(self, which: Bools | Ints) -> tuple[Keys, Keys]:
@@ -255,16 +291,23 @@ def read_spans(table: pa.Table, notes: Notes) -> Spans:
         ints(table, "step")[order],
         ints(table, "ref_request")[order],
     )
-    lost = spans.of("dropped") | spans.of("aborted") | spans.of("filtered")
-    for i in np.flatnonzero(lost & (spans.reason == "")):
+    lost = ~(spans.of("captured") | spans.of("cache_ref"))
+    for i in notes.each("E402", np.flatnonzero(lost & (spans.reason == ""))):
         where = notes.place("census", "spans", *spans.at(i))
         notes.add("E402", f"{where} reason", "null", "why the positions have no row")
-    for i in np.flatnonzero(~lost & (spans.reason != "")):
+    for i in notes.each("E402", np.flatnonzero(~lost & ~spans.external & (spans.reason != ""))):
         where = notes.place("census", "spans", *spans.at(i))
-        notes.add("E402", f"{where} reason", str(spans.reason[i])[:40], "null: nothing was lost")
-    for i in np.flatnonzero(~spans.of("cache_ref") & (spans.ref_request >= 0)):
+        expected = "null: nothing was lost"
+        if spans.disposition[i] == tables.DISPOSITIONS.index("cache_ref"):
+            expected = f"null, or {tables.EXTERNAL}"
+        notes.add("E402", f"{where} reason", str(spans.reason[i])[:40], expected)
+    for i in notes.each("E103", np.flatnonzero(~spans.of("cache_ref") & (spans.ref_request >= 0))):
         where = notes.place("census", "spans", *spans.at(i))
         notes.add("E103", f"{where} ref_request", str(spans.ref_request[i]), "null: no cache_ref")
+    for i in notes.each("E103", np.flatnonzero(spans.external & (spans.ref_request >= 0))):
+        where = notes.place("census", "spans", *spans.at(i))
+        expected = "null: no request of the run computed it"
+        notes.add("E103", f"{where} ref_request", str(spans.ref_request[i]), expected)
     return spans
 
 
@@ -272,7 +315,7 @@ def read_spans(table: pa.Table, notes: Notes) -> Spans:
 class Drops(_Ranges):
     """The drop log of a run."""
 
-    reason: npt.NDArray[np.str_]
+    reason: Words
     step: Ints
 
 
@@ -283,7 +326,7 @@ def read_drops(table: pa.Table, notes: Notes) -> Drops:
     total = np.zeros(len(event), np.int64)
     np.add.at(total, inverse, ints(table, "stop") - ints(table, "start"))
     claimed = ints(table, "n_tokens")
-    for i in np.flatnonzero(claimed != total[inverse]):
+    for i in notes.each("E408", np.flatnonzero(claimed != total[inverse])):
         notes.add(
             "E408",
             f"losses/{notes.run}/drops drop {event[inverse[i]]}",
@@ -291,7 +334,22 @@ def read_drops(table: pa.Table, notes: Notes) -> Drops:
             f"{total[inverse[i]]}, the positions of the event",
         )
     reason, step = words(table, "drop_reason")[order], ints(table, "step")[order]
+    _check_drop_steps(event, inverse, ints(table, "step"), notes)
+    back = (request[1:] == request[:-1]) & (step[1:] < step[:-1])
+    for i in notes.each("E408", np.flatnonzero(back) + 1):
+        place = notes.place("losses", "drops", request[i], start[i], stop[i])
+        notes.add("E408", place, f"step {step[i]}", "no earlier step than the drop before")
     return Drops(request, start, stop, reason, step)
+
+
+def _check_drop_steps(event: Ints, inverse: Ints, step: Ints, notes: Notes) -> None:
+    """Note events that name two steps: a step is given up at once, and whole."""
+    least, most = np.full(len(event), _LARGEST), np.full(len(event), -1)
+    np.minimum.at(least, inverse, step)
+    np.maximum.at(most, inverse, step)
+    for i in notes.each("E408", np.flatnonzero(least < most)):
+        place = f"losses/{notes.run}/drops drop {event[i]}"
+        notes.add("E408", place, f"steps {least[i]} to {most[i]}", "one step")
 
 
 @dataclass(frozen=True)
@@ -350,10 +408,11 @@ def read_rows(
             table[name].to_numpy() for name in ("token_id", "chunk", "attempt")
         )
         parts.append((key, token_id, at.astype(np.int32), chunk, attempt))
-    for step_number in np.unique(np.concatenate(unknown)):
+    for step_number in notes.each("E412", np.unique(np.concatenate(unknown))):
         place = f"shards (run {notes.run}) rows of step {step_number}"
         notes.add("E412", place, "an unknown step", "a step of the census")
-    for place in notes.places("shards", "rows", of_keys(np.unique(np.concatenate(mislabelled)))):
+    phases = of_keys(np.unique(np.concatenate(mislabelled)))
+    for place in notes.places("E414", "shards", "rows", phases):
         notes.add(
             "E414", f"{place} phase", "the other phase", "prefill below prompt_len, else decode"
         )
@@ -381,7 +440,7 @@ def _sorted(parts: list[_Part], per_step: Ints, prefill_per_step: Ints, notes: N
     key = key[order]
     again = np.zeros(len(key), bool)
     again[1:] = key[1:] == key[:-1]
-    for place in notes.places("shards", "rows", of_keys(np.unique(key[again]))):
+    for place in notes.places("E407", "shards", "rows", of_keys(np.unique(key[again]))):
         notes.add("E407", place, "two rows or more", "one row for a position")
     if again.any():
         order, key = order[~again], key[~again]

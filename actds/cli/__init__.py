@@ -20,12 +20,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from actds import __version__
+from actds.cli.doctor import doctor_command
 from actds.cli.exchange import export_command, import_command
-from actds.cli.output import ResultCommand, envelope, print_json, print_lines, result_schema
+from actds.cli.output import ResultCommand, document_schema, envelope, print_json, print_lines
+from actds.cli.trust import sign_command, verify_command
 from actds.errors import CODES, ActdsError, Code, code_entry
 from actds.executor import EXECUTORS, ExecutorName
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from actds.hub.transfer import Transfer
 
 __all__ = ["cli", "main"]
@@ -237,8 +241,8 @@ def _codes(codes: dict[str, Code]) -> dict[str, Any]:
 def schema_command(name: str | None, folder: Path | None) -> None:
     """Print the JSON Schema of a document, or list the documents.
 
-    NAME is a document of a dataset (genesis, run, shard, ledger, seal) or the result of a command
-    (audit: what actds audit --json writes).
+    NAME is a document of a dataset (genesis, run, shard, ledger, seal), the result of a command
+    (audit: what actds audit --json writes) or a file that one reads (policy, of actds validate).
 
     \b
     Examples:
@@ -268,18 +272,26 @@ def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[
     from actds.schema import DOCUMENTS, json_schema
 
     found: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {}
-    for one, model in DOCUMENTS.items():
+    for one, document in DOCUMENTS.items():
         if name in (None, one):
-            found[one] = (model.__doc__ or "").splitlines()[0], partial(json_schema, one)
-    for one, plugin in sorted(plugins().items()):
-        if name not in (None, one) or one in found:
-            continue
+            found[one] = _summary(document), partial(json_schema, one)
+    if name in found:
+        return found
+    for command_name, plugin in sorted(plugins().items()):
         command = _load(plugin)
-        if isinstance(command, ResultCommand):
-            result = command.result()
-            words = (result.__doc__ or "").splitlines()[0]
-            found[one] = words, partial(result_schema, result)
+        if not isinstance(command, ResultCommand):
+            continue
+        for one, read in command.reads.items():
+            if name in (None, one):
+                found[one] = _summary(read()), partial(document_schema, read(), "validation")
+        if command.result is not None and name in (None, command_name):
+            model = command.result()
+            found[command_name] = _summary(model), partial(document_schema, model, "serialization")
     return found
+
+
+def _summary(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").splitlines()[0]
 
 
 @cli.command("seal")
@@ -385,8 +397,12 @@ def recompress_command(
     type=click.IntRange(1),
     default=2048,
     show_default=True,
-    help="Memory for rows, about.",
+    help="Memory for rows, about, of each worker.",
 )
+@click.option(
+    "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
+    help="Where the rows are moved: several workers see IN and OUT at the same paths.",
+)  # fmt: skip
 @click.option(
     "--json", "as_json", is_flag=True, help="Print what was done as JSON (actds.shuffle 1)."
 )
@@ -397,6 +413,7 @@ def shuffle_command(
     codec: str,
     rows_per_shard: int,
     memory_mib: int,
+    executor: ExecutorName,
     as_json: bool,
 ) -> None:
     """Copy a sealed dataset with its rows in one random order, for training.
@@ -434,6 +451,7 @@ def shuffle_command(
         codec=codec,  # type: ignore[arg-type]
         rows_per_shard=rows_per_shard,
         memory_nbytes=memory_mib << 20,
+        executor=executor,
         progress=report,
     )
     if as_json:
@@ -447,6 +465,9 @@ def shuffle_command(
 
 cli.add_command(export_command)
 cli.add_command(import_command)
+cli.add_command(sign_command)
+cli.add_command(verify_command)
+cli.add_command(doctor_command)
 
 
 @cli.command("card")
@@ -476,8 +497,12 @@ def card_command(path: str, licence: str, audit: str | None) -> None:
 @click.argument("path", metavar="PATH")
 @click.argument("uri", metavar="URI")
 @click.option("--public", is_flag=True, help="Make a public repository, where none is there yet.")
+@click.option(
+    "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
+    help="Where files are compared with their digests before they leave.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print what was done (actds.push 1).")
-def push_command(path: str, uri: str, public: bool, as_json: bool) -> None:
+def push_command(path: str, uri: str, public: bool, executor: ExecutorName, as_json: bool) -> None:
     """Upload a sealed dataset to the Hugging Face Hub.
 
     PATH is the dataset's folder, URI is hf://datasets/OWNER/NAME. Every file is checked against
@@ -492,15 +517,20 @@ def push_command(path: str, uri: str, public: bool, as_json: bool) -> None:
     """
     from actds.hub.transfer import push
 
-    _print_transfer("push", push(path, uri, private=not public, progress=_transfer_line), as_json)
+    done = push(path, uri, private=not public, progress=_transfer_line, executor=executor)
+    _print_transfer("push", done, as_json)
 
 
 @cli.command("pull")
 @click.argument("uri", metavar="URI")
 @click.argument("out", metavar="OUT")
-@click.option("--digest", metavar="SHA256", help="Refuse a dataset with another digest.")
+@click.option(
+    "--seal",
+    metavar="SHA256",
+    help="Refuse a dataset that does not extend this seal.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what was done (actds.pull 1).")
-def pull_command(uri: str, out: str, digest: str | None, as_json: bool) -> None:
+def pull_command(uri: str, out: str, seal: str | None, as_json: bool) -> None:
     """Download a dataset from the Hugging Face Hub.
 
     URI is hf://datasets/OWNER/NAME, or with @REVISION. Every file is checked against its digest as
@@ -514,7 +544,7 @@ def pull_command(uri: str, out: str, digest: str | None, as_json: bool) -> None:
     """
     from actds.hub.transfer import pull
 
-    _print_transfer("pull", pull(uri, out, digest=digest, progress=_transfer_line), as_json)
+    _print_transfer("pull", pull(uri, out, seal=seal, progress=_transfer_line), as_json)
 
 
 def _transfer_line(n_done: int, n_files: int, done_nbytes: int, nbytes: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from actds.text import Line
 
-__all__ = ["ResultCommand", "envelope", "print_json", "print_lines", "result_schema"]
+__all__ = ["ResultCommand", "document_schema", "envelope", "print_json", "print_lines"]
 
 _COLOURS = {"title": "bold", "good": "green", "bad": "bold red", "warn": "yellow", "dim": "dim"}
 
@@ -54,18 +55,34 @@ def print_lines(lines: Iterable[Line]) -> None:
 
 
 class ResultCommand(click.Command):
-    """A command whose ``--json`` prints one document, which ``actds schema`` knows by its name.
+    """A command that prints or reads documents whose schemas ``actds schema`` knows.
 
     Args:
-        result: returns the model of the document.
+        result: returns the model of what ``--json`` prints, known by the command's name.
+        reads: returns the model of each document that it reads, by the document's name.
     """
 
-    def __init__(self, *args: Any, result: Callable[[], type[BaseModel]], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        result: Callable[[], type[BaseModel]] | None = None,
+        reads: Mapping[str, Callable[[], type[BaseModel]]] = MappingProxyType({}),
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.result = result
+        self.reads = reads
 
 
-def result_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON Schema of a document that a command prints; every field is always there."""
-    schema = model.model_json_schema(by_alias=True, mode="serialization")
+def document_schema(
+    model: type[BaseModel], mode: Literal["validation", "serialization"]
+) -> dict[str, Any]:
+    """Return the JSON Schema of a document.
+
+    Args:
+        model: its model.
+        mode: ``validation`` of one that is read, ``serialization`` of one that is printed, in
+            which every field is always there.
+    """
+    schema = model.model_json_schema(by_alias=True, mode=mode)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

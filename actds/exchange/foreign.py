@@ -26,7 +26,7 @@ from actds.format.arrays import DTYPES, from_torch
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KINDS", "Block", "ForeignHook", "ForeignSet", "open_foreign"]
+__all__ = ["KINDS", "Block", "ForeignHook", "ForeignSet", "files_of", "open_foreign"]
 
 Array = npt.NDArray[Any]
 BLOCK_ROWS = 4096
@@ -106,10 +106,10 @@ def open_foreign(path: Path, kind: str | None = None, dtype: str | None = None) 
         raise ActdsError("E009", "--from", got=repr(kind)[:80], expected=f"one of {_names()}")
     if not path.exists():
         raise foreign(path, "no such path", "a file, or a folder of files")
-    found = [kind] if kind is not None else [k for k in KINDS if _files(path, k)]
+    found = [kind] if kind is not None else [k for k in KINDS if files_of(path, k)]
     if len(found) > 1:
         raise foreign(path, f"files of {' and '.join(found)}", "one kind; name it with --from")
-    if not found or not (files := _files(path, found[0])):
+    if not found or not (files := files_of(path, found[0])):
         raise foreign(path, f"no file of {found[0] if found else _names()}", "a set of activations")
     return KINDS[found[0]][1](path, files, dtype)
 
@@ -118,8 +118,12 @@ def _names() -> str:
     return ", ".join(KINDS)
 
 
-def _files(path: Path, kind: str) -> list[Path]:
-    """Return the files of a kind, in the order of the numbers in their names."""
+def files_of(path: Path, kind: str) -> list[Path]:
+    """Return the files of a kind, in the order of the numbers in their names.
+
+    Raises:
+        ActdsError: E019 ``state.json`` of a saved Arrow dataset names what is not there.
+    """
     if kind == "sae-lens":
         state = path / "state.json"
         if not (state.is_file() and (path / "dataset_info.json").is_file()):

@@ -131,7 +131,8 @@ def _stacked(source: Source, start: int, stop: int) -> Iterator[Bits]:
 
 def tlens_name(hook: Hook) -> str:
     """Return what TransformerLens, and so SAELens, calls a hook."""
-    return f"blocks.{hook.layer}.hook_resid_post" if hook.kind == "resid_post" else hook.name
+    streams = ("resid_pre", "resid_mid", "resid_post")
+    return f"blocks.{hook.layer}.hook_{hook.kind}" if hook.kind in streams else hook.name
 
 
 def _write_sae_lens(source: Source, folder: Path) -> npt.NDArray[np.int64]:

@@ -38,9 +38,9 @@ from actds.schema import (
 )
 from actds.store.local import LocalStore
 
-__all__ = ["Imported", "import_foreign"]
+__all__ = ["Imported", "import_foreign", "named_hook", "own_name"]
 
-_TLENS = re.compile(r"blocks\.(\d+)\.hook_resid_post")
+_TLENS = re.compile(r"blocks\.(\d+)\.hook_(resid_pre|resid_mid|resid_post)")
 _OWN = re.compile(r"([a-z0-9_]+)\.(0|[1-9][0-9]*)")
 Progress = Callable[[int], None]
 
@@ -148,7 +148,7 @@ def import_foreign(
 def _name_hooks(found: ForeignSet, given: str | Sequence[str] | None, path: Path) -> list[Hook]:
     """Return the hooks as the caller names them, or as the set does."""
     if given is None:
-        called = [_own_name(hook) for hook in found.hooks]
+        called = [own_name(hook) for hook in found.hooks]
     else:
         called = [given] if isinstance(given, str) else list(given)
     if len(called) != len(found.hooks):
@@ -158,34 +158,40 @@ def _name_hooks(found: ForeignSet, given: str | Sequence[str] | None, path: Path
         )  # fmt: skip
     hooks = []
     for name, one in zip(called, found.hooks, strict=True):
-        match = _OWN.fullmatch(name)
-        try:
-            if match is None:
-                raise ValueError(name)
-            hooks.append(
-                Hook(
-                    name=name,
-                    kind=match[1],
-                    layer=int(match[2]),
-                    d_model=one.d_model,
-                    dtype=one.dtype,  # type: ignore[arg-type]  # one of the format's
-                )
-            )
-        except (ValidationError, ValueError):
+        hook = named_hook(name, one)
+        if hook is None:
             got = f"the hook {name!r}" if name else "a hook without a name"
             raise ActdsError(
                 "E007", str(path), got=got, expected="KIND.LAYER, for example resid_post.10",
                 next_step="Say with --hook KIND.LAYER which place of the model the rows are of.",
-            ) from None  # fmt: skip
+            )  # fmt: skip
+        hooks.append(hook)
     if len({hook.name for hook in hooks}) < len(hooks):
         raise ActdsError("E007", str(path), got=", ".join(called), expected="different hooks")
     return hooks
 
 
-def _own_name(hook: ForeignHook) -> str:
+def named_hook(name: str, one: ForeignHook) -> Hook | None:
+    """Return a hook under a name ``KIND.LAYER``; None where the name is none."""
+    match = _OWN.fullmatch(name)
+    if match is None:
+        return None
+    try:
+        return Hook(
+            name=name,
+            kind=match[1],
+            layer=int(match[2]),
+            d_model=one.d_model,
+            dtype=one.dtype,  # type: ignore[arg-type]  # one of the format's
+        )
+    except ValidationError:
+        return None
+
+
+def own_name(hook: ForeignHook) -> str:
     """Return the name of a hook for what the set calls it."""
     match = _TLENS.fullmatch(hook.called)
-    return f"resid_post.{int(match[1])}" if match else hook.called
+    return f"{match[2]}.{int(match[1])}" if match else hook.called
 
 
 def _shards(found: ForeignSet, hooks: list[Hook]) -> Iterator[tuple[ShardRows, int]]:

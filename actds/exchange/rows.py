@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.arrays import DTYPES, widen
-from actds.load.dataset import ROW_NUMBERS, open_array, rows_at_a_time
-from actds.load.selection import Selection
+from actds.format.roles import Roles
+from actds.load.dataset import ROW_NUMBERS
+from actds.load.lazy import open_array, rows_at_a_time
+from actds.load.selection import PROVENANCE_COLUMNS, ROLE, Selection
 from actds.schema import Hook
 
 __all__ = ["BLOCK_NBYTES", "ORDER", "OrderedRows", "blocks", "cast", "lay_out", "order_rows"]
@@ -41,7 +44,7 @@ class OrderedRows:
         taken: rows of each shard that are exported, ascending, ``(n,)`` each.
         places: place of each of these rows in the export.
         columns: provenance of the rows in the order of the export, ``(n_rows,)`` each; run is a
-            number into ``runs``, phase one into ``PHASES``.
+            number into ``runs``, phase one into ``PHASES``, role one into ``ROLES``, or -1.
         runs: the runs, in the order in which they began.
         unknown: columns of which nothing is known, by run.
     """
@@ -67,7 +70,8 @@ class OrderedRows:
     def provenance(self, start: int, stop: int) -> pa.Table:
         """Return run, request, position, token_id, phase and step of the rows ``[start, stop)``.
 
-        Columns are null for the rows of a run that does not say them, as in ``Dataset.tokens``.
+        The role follows where a run has any, null where it is not known. Columns are null for the
+        rows of a run that does not say them, as in ``Dataset.tokens``.
         """
         here = {name: column[start:stop] for name, column in self.columns.items()}
         found: dict[str, pa.Array] = {}
@@ -75,8 +79,10 @@ class OrderedRows:
             silent = [
                 n for n, run in enumerate(self.runs) if name in self.unknown[run] - ROW_NUMBERS
             ]
-            mask = np.isin(here["run"], silent)
-            words = {"run": self.runs, "phase": list(tables.PHASES)}.get(name)
+            mask = np.isin(here["run"], silent) | (values == -1 if name == ROLE else False)
+            words = {
+                "run": self.runs, "phase": list(tables.PHASES), ROLE: list(tables.ROLES)
+            }.get(name)  # fmt: skip
             array = pa.array(values, mask=mask)
             if words is not None:
                 array = pa.DictionaryArray.from_arrays(array, words).dictionary_decode()
@@ -92,6 +98,7 @@ def order_rows(selection: Selection) -> OrderedRows:
     """
     runs = [run for run in selection.dataset.catalog.run_ids if run in selection.runs]
     names = ["request", "position", "token_id", "step"]
+    roles = {run: selection.dataset.catalog.table("roles", run) for run in runs}
     parts: list[dict[str, npt.NDArray[Any]]] = []
     taken = []
     for shard, count in zip(selection.shards, selection.counts, strict=True):
@@ -100,16 +107,18 @@ def order_rows(selection: Selection) -> OrderedRows:
         part = {name: table[name].to_numpy()[rows] for name in names}
         part["run"] = np.full(len(rows), runs.index(shard.run), np.int32)
         part["phase"] = np.full(len(rows), tables.PHASES.index(shard.phase), np.int8)
+        if any(table.num_rows for table in roles.values()):
+            role = Roles(roles[shard.run]).of(part["request"], part["position"])
+            code = pc.index_in(role, pa.array(tables.ROLES, pa.string()))
+            part[ROLE] = pc.fill_null(code, -1).to_numpy().astype(np.int8)
         taken.append(rows)
         parts.append(part)
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     order = np.lexsort((joined["position"], joined["request"], joined["run"]))
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
-    columns = {
-        name: joined.pop(name)[order]
-        for name in ("run", "request", "position", "token_id", "phase", "step")
-    }
+    names = [name for name in (*PROVENANCE_COLUMNS, ROLE) if name in joined]
+    columns = {name: joined.pop(name)[order] for name in names}
     ends = np.cumsum([len(rows) for rows in taken])[:-1]
     unknown = {shard.run: shard.unknown for shard in selection.shards}
     return OrderedRows(selection, taken, np.split(place, ends), columns, runs, unknown)

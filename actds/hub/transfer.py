@@ -8,6 +8,7 @@ the Hub names its files.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -19,13 +20,15 @@ from typing import TYPE_CHECKING
 
 from actds import layout
 from actds.errors import ActdsError
-from actds.format.readouts import readouts_of
+from actds.executor import Executor, ExecutorName, open_executor
 from actds.format.shard import data_files
 from actds.hub.card import put_card
 from actds.hub.repository import Repository, digest_of, is_file
 from actds.reading import Catalog, read_dataset
 from actds.store import file_sha256, local_folder
 from actds.store.local import LocalStore, lock_dataset
+from actds.trust.pin import check_pin, parse_pin
+from actds.trust.sums import put_sums
 
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile
@@ -35,7 +38,7 @@ __all__ = ["Progress", "Transfer", "pull", "push"]
 PARTIAL = ".partial"
 """How the folder of a pull that is not complete ends."""
 _DOCUMENT = re.compile(r"actds\.json|(ledger|runs|seal)/.*|shards/[^/]+/shard\.json")
-_SEAL = re.compile(r"seal/[0-9]+\.json")
+_SEAL = re.compile(r"seal/[0-9]+(\.dsse|\.sigstore)?\.json")
 BATCH_FILES, BATCH_NBYTES = 200, 5_000_000_000
 """What one commit of a push holds at most; a file that is larger has one of its own."""
 _N_THREADS = 8
@@ -75,6 +78,7 @@ def push(
     private: bool = True,
     token: str | None = None,
     progress: Progress | None = None,
+    executor: ExecutorName = "threads",
 ) -> Transfer:
     """Upload a sealed dataset to the Hugging Face Hub.
 
@@ -89,6 +93,8 @@ def push(
         private: make a private repository, where none is there yet.
         token: access token; that of ``HF_TOKEN`` or of the login when None.
         progress: called as it goes on.
+        executor: where files are held against their digests before they leave; they are sent from
+            here.
 
     Raises:
         ActdsError: E306 not sealed; E009 no local folder, or another URI; E202 a file differs from
@@ -104,26 +110,29 @@ def push(
         raise ActdsError("E306", "seal", got="no seal over every chain", expected="a seal")
     # Only what is missing: the other may have a licence, a verdict, or words of its owner.
     put_card(catalog, [name for name in layout.DERIVED if not store.exists(name)])
+    put_sums(catalog)
     hub = Repository(uri, token)
     hub.create(private)
     there = hub.files()
     files = [name for name in sorted(catalog.reached) if store.exists(name)]
-    files = [layout.GENESIS, *files, *layout.DERIVED]
+    files = [layout.GENESIS, *files, *layout.BESIDE]
     _need_same_dataset(hub, there, folder, set(files))
-    sending = _Sending(hub, store, _pins(catalog), progress)
-    last = [name for name in files if _SEAL.fullmatch(name) or name in layout.DERIVED]
+    sending = _Sending(hub, store, catalog.pins, progress)
+    last = [name for name in files if _SEAL.fullmatch(name) or name in layout.BESIDE]
     # Data before the ledger that names them: what is cut leaves no record of what is not there.
     rest = sorted(set(files) - set(last), key=lambda name: (bool(_DOCUMENT.fullmatch(name)), name))
     todo = [name for name in rest if not sending.is_there(name, there)]
     final = [name for name in last if not sending.is_there(name, there)]
     sending.expect(todo + final)
-    for batch in _batches(todo, store):
-        sending.send(batch, f"actds: {len(batch)} files of dataset {catalog.genesis.dataset}")
-    if todo:
-        sending.check(rest)
-    if final:
-        sending.send(final, f"actds: seal {catalog.digest}")
-        sending.check(last)
+    with open_executor(executor) as on:
+        for batch in _batches(todo, store):
+            words = f"actds: {len(batch)} files of dataset {catalog.genesis.dataset}"
+            sending.send(batch, words, on)
+        if todo:
+            sending.check(rest)
+        if final:
+            sending.send(final, f"actds: seal {catalog.digest}", on)
+            sending.check(last)
     moved = todo + final
     return Transfer(
         uri=hub.uri,
@@ -140,7 +149,7 @@ def pull(
     uri: str,
     out: str | os.PathLike[str],
     *,
-    digest: str | None = None,
+    seal: str | None = None,
     token: str | None = None,
     progress: Progress | None = None,
 ) -> Transfer:
@@ -153,16 +162,19 @@ def pull(
     Args:
         uri: ``hf://datasets/OWNER/NAME``, or with ``@REVISION``, a branch, tag or commit.
         out: the folder to make.
-        digest: digest that the dataset must have, from a paper or a lock file.
+        seal: digest of a seal, ``sha256:HEX``, from a paper or a lock file: the dataset must have
+            that seal, or later ones that extend it.
         token: access token; that of ``HF_TOKEN`` or of the login when None.
         progress: called as it goes on.
 
     Raises:
         ActdsError: E008 OUT exists; E101 no such repository, or no dataset in it; E306 it is not
-            sealed, as while a push goes on; E104 a file is missing there; E202 a file, or the
-            dataset, has another digest; E009 another URI; E010 another pull works on OUT; E508 the
-            Hub refuses or does not answer; E011; and as ``Catalog.read``.
+            sealed, as while a push goes on; E104 a file is missing there; E202 a file has
+            another digest; E804, E805 it does not extend the pinned seal; E009 another URI, or a
+            pin that is no digest; E010 another pull works on OUT; E508 the Hub refuses or does not
+            answer; E011; and as ``Catalog.read``.
     """
+    pinned = None if seal is None else parse_pin(seal)
     target = local_folder(os.fspath(out))
     if target is None:
         raise ActdsError("E009", "OUT", got=os.fspath(out), expected="a local folder")
@@ -183,8 +195,8 @@ def pull(
         _forget_other_revisions(partial, there)
         fetching = _Fetching(hub, revision, partial, there, progress)
         documents = [name for name in there if _DOCUMENT.fullmatch(name)]
-        fetching.fetch({name: None for name in [*documents, *layout.DERIVED] if name in there})
-        catalog = _read_documents(partial, digest)
+        fetching.fetch({name: None for name in [*documents, *layout.BESIDE] if name in there})
+        catalog = _read_documents(partial, pinned)
         data = _data(catalog)
         fetching.fetch(data)
         catalog = Catalog.read(LocalStore(partial))
@@ -203,20 +215,10 @@ def pull(
     )
 
 
-def _pins(catalog: Catalog) -> dict[str, str]:
-    """Return the digest of every data file that a document pins."""
-    pins = {path: entry.sha256 for path, entry in catalog.files.items()}
-    for run, record in catalog.runs.items():
-        readouts = readouts_of(record)
-        if readouts is not None and readouts.probes_sha256 is not None:
-            pins[layout.probes_path(run)] = readouts.probes_sha256
-    return pins
-
-
 def _data(catalog: Catalog) -> dict[str, str | None]:
     """Return what a dataset needs beside its documents, each with its digest."""
     replaced = {path for manifest in catalog.replaced for path in data_files(manifest)}
-    pins = _pins(catalog)
+    pins = catalog.pins
     needed = (catalog.reached - replaced) | pins.keys()
     return {path: pins.get(path) for path in sorted(needed) if not _DOCUMENT.fullmatch(path)}
 
@@ -228,7 +230,7 @@ def _forget_other_revisions(partial: Path, there: dict[str, RepoFile]) -> None:
             (partial / path).unlink()
 
 
-def _read_documents(partial: Path, digest: str | None) -> Catalog:
+def _read_documents(partial: Path, pinned: str | None) -> Catalog:
     """Return the catalogue of a folder whose data files are still to come."""
     catalog = read_dataset(LocalStore(partial))
     for _, finding in catalog.findings:
@@ -240,8 +242,8 @@ def _read_documents(partial: Path, digest: str | None) -> Catalog:
             "E306", "seal", got="no seal over every chain", expected="a seal",
             next_step="Its push has not ended: wait, and pull again.",
         )  # fmt: skip
-    if digest is not None and catalog.digest != digest:
-        raise ActdsError("E202", "seal", got=f"digest {catalog.digest}", expected=digest)
+    if pinned is not None:
+        check_pin(catalog, pinned)
     return catalog
 
 
@@ -300,17 +302,17 @@ class _Sending:
         """Note what will be sent."""
         self._todo = (len(paths), sum(map(self._store.size, paths)))
 
-    def send(self, paths: list[str], message: str) -> None:
-        """Commit files together, after a look at their bytes.
+    def send(self, paths: list[str], message: str, executor: Executor) -> None:
+        """Commit files together, after a look at their bytes by an executor.
 
         Raises:
             ActdsError: E202 a file is not what was committed; as ``Repository.ask``.
         """
-        for path in paths:
-            pinned = self._pins.get(path)
-            found = None if pinned is None else file_sha256(self._store, path)
-            if found != pinned:
-                raise ActdsError("E202", path, got=str(found), expected=str(pinned))
+        pinned = [path for path in paths if path in self._pins]
+        read = functools.partial(file_sha256, self._store)
+        for path, found in zip(pinned, executor.map(read, pinned), strict=True):
+            if found != self._pins[path]:
+                raise ActdsError("E202", path, got=found, expected=self._pins[path])
         self._hub.commit(paths, self._store.root, message)
         sizes = sum(map(self._store.size, paths))
         self._done = (self._done[0] + len(paths), self._done[1] + sizes)

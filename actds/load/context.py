@@ -15,7 +15,8 @@ from actds.format.shard import Shard
 from actds.format.tables import TableName
 
 if TYPE_CHECKING:
-    from actds.load.dataset import Dataset, LazyArray
+    from actds.load.dataset import Dataset
+    from actds.load.lazy import LazyArray
 
 __all__ = ["Context", "RequestRows", "RowPlaces", "Tokenizer"]
 
@@ -43,7 +44,8 @@ class RequestRows:
         owner: request that computed the position, int64 ``(n,)``: another one where the prefix
             cache served it; -1 where nothing says which.
         disposition: what became of each position: ``captured``, ``cache_ref``, ``dropped``,
-            ``aborted``, ``filtered``; ``(n,)``.
+            ``aborted``, ``filtered``, ``undelivered``; ``(n,)``.
+        role: who wrote each position of a chat, empty where that is not known; ``(n,)``.
         array: the rows of the hook.
     """
 
@@ -53,6 +55,7 @@ class RequestRows:
     row: Ints
     owner: Ints
     disposition: npt.NDArray[np.str_]
+    role: npt.NDArray[np.str_]
     array: LazyArray
 
     def __len__(self) -> int:
@@ -156,7 +159,8 @@ class RowPlaces:
             mine = (position < n) & (owner[np.minimum(position, n - 1)] == one)
             token_id[position[mine]], row[position[mine]] = token[mine], place[mine]
         self._fill(run, owner, token_id)
-        return RequestRows(run, request, token_id, row, owner, disposition, self.array)
+        role = self._roles(run, request, n)
+        return RequestRows(run, request, token_id, row, owner, disposition, role, self.array)
 
     def context(
         self, row: int, before: int, after: int, tokenizer: Tokenizer | None = None
@@ -190,7 +194,7 @@ class RowPlaces:
         lines = spans.filter(pc.equal(spans["request"], request)).to_pylist()
         n = max((span["stop"] for span in lines), default=0)
         owner = np.full(n, -1, np.int64)
-        disposition = np.full(n, "", dtype="<U9")
+        disposition = np.full(n, "", dtype="<U11")
         for span in lines:
             kind, there = span["disposition"], slice(span["start"], span["stop"])
             disposition[there] = kind
@@ -199,6 +203,13 @@ class RowPlaces:
             elif span["ref_request"] is not None:
                 owner[there] = span["ref_request"]
         return owner, disposition
+
+    def _roles(self, run: str, request: int, n: int) -> npt.NDArray[np.str_]:
+        roles = self._table(run, "roles")
+        found = np.full(n, "", dtype="<U11")
+        for line in roles.filter(pc.equal(roles["request"], request)).to_pylist():
+            found[line["start"] : line["stop"]] = line["role"]
+        return found
 
     def _rows(self, run: str, request: int) -> tuple[Ints, Ints, Ints]:
         """Return position, token and row number of a request's stored rows."""

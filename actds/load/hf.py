@@ -20,9 +20,10 @@ from actds.format.arrays import to_torch
 from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
-from actds.load.dataset import Dataset, open_array, rows_at_a_time
+from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.filters import bad, need_known
+from actds.load.lazy import open_array, rows_at_a_time
 from actds.load.selection import (
     PROVENANCE_COLUMNS,
     WEIGHT,
@@ -53,6 +54,7 @@ def load_dataset(
     weights: str | os.PathLike[str] | None = None,
     exclude: str | Sequence[str] = (),
     cache_dir: str | os.PathLike[str] | None = None,
+    seal: str | None = None,
     i_accept_unsealed: bool = False,
     i_accept_unprovenanced: bool = False,
 ) -> datasets.IterableDataset | datasets.Dataset:
@@ -84,6 +86,7 @@ def load_dataset(
         split: ``train`` or ``held_out``, as in ``actds.Loader``.
         held_out: the share of requests that are held out.
         cache_dir: map-style only: folder of the Arrow files; the ``datasets`` cache when None.
+        seal: digest of a seal, as of ``actds.open``.
         i_accept_unsealed: read a dataset that is not sealed.
         i_accept_unprovenanced: read a dataset whose provenance is missing.
 
@@ -104,7 +107,10 @@ def load_dataset(
         raise bad("batched_chunks", "True", "False, or streaming=True")
     accept = (i_accept_unsealed, i_accept_unprovenanced)
     dataset = open_dataset(
-        os.fspath(path), i_accept_unsealed=accept[0], i_accept_unprovenanced=accept[1]
+        os.fspath(path),
+        seal=seal,
+        i_accept_unsealed=accept[0],
+        i_accept_unprovenanced=accept[1],
     )
     selection = select(
         dataset, hooks, phase, exclude=exclude, where=where, split=split, held_out=held_out,
@@ -122,6 +128,7 @@ def load_dataset(
     source = Source(
         path=os.fspath(path),
         digest=dataset.digest,
+        seal=seal,
         accept=accept,
         hooks=tuple(hook.name for hook in selection.hooks),
         columns=names,
@@ -179,6 +186,7 @@ class Source:
     Args:
         path: path or URI of the dataset.
         digest: its digest.
+        seal: the seal that was asked for.
         accept: whether it may be unsealed, and unprovenanced.
         hooks: names of hooks.
         columns: provenance columns.
@@ -192,6 +200,7 @@ class Source:
 
     path: str
     digest: str
+    seal: str | None
     accept: tuple[bool, bool]
     hooks: tuple[str, ...]
     columns: tuple[str, ...]
@@ -207,7 +216,10 @@ class Source:
 def _open(source: Source) -> tuple[Dataset, RowWeights | None, RowFilter]:
     """Return what a stream reads, opened once per process: DataLoader workers do so, too."""
     dataset = open_dataset(
-        source.path, i_accept_unsealed=source.accept[0], i_accept_unprovenanced=source.accept[1]
+        source.path,
+        seal=source.seal,
+        i_accept_unsealed=source.accept[0],
+        i_accept_unprovenanced=source.accept[1],
     )
     if dataset.digest != source.digest:
         raise ActdsError(

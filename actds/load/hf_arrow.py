@@ -28,7 +28,7 @@ from actds.format.arrays import ArrayReader, to_torch, widen
 from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
-from actds.load.dataset import open_array, rows_at_a_time
+from actds.load.lazy import open_array, rows_at_a_time
 from actds.load.selection import WEIGHT, Selection
 from actds.schema import Hook
 

@@ -16,22 +16,26 @@ import numpy as np
 from actds import __version__, canonical
 from actds.executor import ExecutorName
 from actds.format.arrays import DTYPES, chunk_rows
+from actds.format.roles import Roles
 from actds.format.shard import Shard
 from actds.load import show
-from actds.load.dataset import Dataset, rows_together
+from actds.load.batches import Batch, BatchSpec, Part, n_batches
+from actds.load.dataset import Dataset
 from actds.load.filters import bad, need_known
+from actds.load.lazy import rows_together
 from actds.load.mixture import (
+    Choice,
     Mixture,
+    Side,
     Source,
     batch_hooks,
-    make_mixture,
+    open_partners,
     open_sources,
     statistics,
-    with_partners,
 )
 from actds.load.order import ORDER_VERSION, Geometry, order_key
-from actds.load.pool import Batch, BatchSpec, Part, Pipeline, n_batches
-from actds.load.selection import PROVENANCE_COLUMNS, Selection, select, warn_where_none
+from actds.load.pipeline import Pipeline
+from actds.load.selection import PROVENANCE_COLUMNS, ROLE, warn_where_none
 from actds.load.stats import Stats
 from actds.load.transform import Normalize, Transform
 from actds.schema import Hook
@@ -118,7 +122,8 @@ class Loader:
             expression; a pair of multiplicity and one of these; None for neither.
         normalize: ``norm`` divides by one number, so that the mean norm is the square root of
             ``d_model``; ``channel`` gives each channel mean 0 and variance 1; ``Stats`` by hook do
-            so with these. Statistics are those of ``stats()``, over both sides of a split.
+            so with these. Statistics are those of ``stats()``, over both sides of a split: the
+            first loader of a dataset reads all rows once for them, before it returns.
         dtype: type of the batches; None for the stored type, or float32 where they are normalized.
         device: where the batches go, through pinned memory for a GPU; None for host memory.
         window_rows: rows that are held and shuffled together, over all ranks. None takes the power
@@ -129,11 +134,14 @@ class Loader:
         world: number of processes; it divides ``lanes``.
         epochs: epochs of a pass; None never ends.
         threads: threads that read and decode, beside the one that makes batches.
-        provenance: yield ``(batch, rows)``, with ``rows`` a dict of numpy columns run, request,
-            position, token_id, phase and step; part, of a mixture; weight, with row weights.
+        provenance: yield ``(batch, rows)``, with ``rows`` a dict of numpy columns: run, request,
+            position, token_id, phase and step, or those that are named; part, of a mixture; weight,
+            with row weights. ``role`` is a further name: who wrote the position, None where that is
+            not known.
         drop_last: leave out the short batch at the end of an epoch.
         lanes: parallel streams that a batch is drawn from; it divides ``batch``. The greatest
             common divisor of ``batch`` and 8 when None.
+        seal: digest of a seal, as of ``actds.open``, where the source is one path.
         i_accept_unsealed: read a dataset that is not sealed.
         i_accept_unprovenanced: read a dataset whose provenance is missing.
 
@@ -158,7 +166,7 @@ class Loader:
         phase: Literal["prefill", "decode"] | None = None,
         where: str | None = None,
         exclude: str | Sequence[str] = (),
-        split: Literal["train", "held_out"] | None = None,
+        split: Side | None = None,
         held_out: float = 0.0,
         mix: Mapping[str, float] | None = None,
         paired: Mapping[str, Source] | None = None,
@@ -173,9 +181,10 @@ class Loader:
         world: int = 1,
         epochs: int | None = 1,
         threads: int = 2,
-        provenance: bool = False,
+        provenance: bool | Sequence[str] = False,
         drop_last: bool = True,
         lanes: int | None = None,
+        seal: str | None = None,
         i_accept_unsealed: bool = False,
         i_accept_unprovenanced: bool = False,
     ) -> None:
@@ -186,40 +195,22 @@ class Loader:
         lanes = gcd(batch, _LANES) if lanes is None else lanes
         _check_lanes(batch, lanes, rank, world)
         served, weight = _split_weights(weights)
-        datasets, shares = open_sources(source, i_accept_unsealed, i_accept_unprovenanced)
-
-        others: dict[str, Dataset] = {}
-        for label, one in (paired or {}).items():
-            partner, _ = open_sources(one, i_accept_unsealed, i_accept_unprovenanced)
-            if len(partner) > 1:
-                raise bad("paired", f"several datasets for {label!r}", "one dataset for each name")
-            others[label] = partner[0]
-
-        def rows_of(split: Literal["train", "held_out"] | None) -> Mixture:
-            def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
-                return select(
-                    dataset, hooks, phase, where=where, exclude=exclude, split=split,
-                    held_out=held_out if split else 0.0, multiplicity=served, weights=weight,
-                    frequency=frequency,
-                )  # fmt: skip
-
-            rows = make_mixture(datasets, shares, mix, phase, where, chosen)
-            return with_partners(rows, others) if others else rows
-
-        if split is None and held_out:
-            raise bad("split", "None", "one of train, held_out")
+        unsealed, unprovenanced = i_accept_unsealed, i_accept_unprovenanced
+        datasets, shares = open_sources(source, unsealed, unprovenanced, seal)
+        others = open_partners(paired, unsealed, unprovenanced)
+        choice = Choice(
+            hooks, phase, where, exclude, split, held_out, mix, served, weight, frequency
+        )
         self.datasets, self.dataset = datasets, datasets[0]
         self._served = served
-        self._rows = rows_of(split)
+        self._rows = choice.rows(datasets, shares, others)
         if len(self._rows.parts) > 1 and not drop_last:
             raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
         warn_where_none(self._rows.excluded, stacklevel=2)
-        if provenance:
-            for shard in (shard for one in self._rows.selections for shard in one.shards):
-                need_known(shard, PROVENANCE_COLUMNS, "provenance")
+        columns = _provenance(provenance, self._rows)
         if isinstance(normalize, str):
             # Both sides of a split are scaled alike, and neither by rows that are left out.
-            both = self._rows if split is None else rows_of(None)
+            both = choice.of_both_sides().rows(datasets, shares, others) if split else self._rows
             found = statistics(both, served)
         self._transform = Transform(
             batch_hooks(self._rows), lambda name: found[name], normalize, dtype, device
@@ -231,9 +222,7 @@ class Loader:
             batch, lanes, window_rows, piece_rows, phase, MULTIPLICITY if served else None
         )
         mine = range(rank * (lanes // world), (rank + 1) * (lanes // world))
-        self._spec = _batch_spec(
-            self._rows, geometry, seed, mine, provenance, self._transform.pinned
-        )
+        self._spec = _batch_spec(self._rows, geometry, seed, mine, columns, self._transform.pinned)
         self._seed, self._rank, self._world = seed, rank, world
         self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
         first = self._spec.epoch(0).order
@@ -599,7 +588,12 @@ def _piece_rows(datasets: Sequence[Dataset], most: int) -> int:
 
 
 def _batch_spec(
-    rows: Mixture, geometry: Geometry, seed: int, lanes: range, provenance: bool, pinned: bool
+    rows: Mixture,
+    geometry: Geometry,
+    seed: int,
+    lanes: range,
+    provenance: tuple[str, ...],
+    pinned: bool,
 ) -> BatchSpec:
     """Return what batches are made of, with the weights of all rows in memory."""
     shards: list[Shard] = []
@@ -625,8 +619,42 @@ def _batch_spec(
         parts.append(Part(span, counts, frequencies or None, n_entries, share, key))
     return BatchSpec(
         rows.hooks, shards, rows.runs, parts, geometry, lanes, provenance, weights or None, pinned,
-        rows.partners,
+        rows.partners, _roles(rows) if ROLE in provenance else {},
     )  # fmt: skip
+
+
+def _provenance(asked: bool | Sequence[str], rows: Mixture) -> tuple[str, ...]:
+    """Return the columns that are asked for.
+
+    Raises:
+        ActdsError: E014 for a column that there is not, or of which a run says nothing.
+    """
+    names: tuple[str, ...]
+    if isinstance(asked, bool):
+        names = PROVENANCE_COLUMNS if asked else ()
+    else:
+        names = (asked,) if isinstance(asked, str) else tuple(asked)
+    known = (*PROVENANCE_COLUMNS, ROLE)
+    for name in names:
+        if name not in known or names.count(name) > 1:
+            raise bad("provenance", repr(name), f"different ones of {', '.join(known)}")
+    needed = [n for n in names if n != ROLE] + (["request", "position"] if ROLE in names else [])
+    for shard in (shard for one in rows.selections for shard in one.shards):
+        need_known(shard, needed, "provenance")
+    return names
+
+
+def _roles(rows: Mixture) -> dict[str, Roles]:
+    """Return the roles of every run.
+
+    Raises:
+        ActdsError: E014 when no run has any.
+    """
+    found = {shard.run: one.dataset.catalog for one in rows.selections for shard in one.shards}
+    tables = {run: catalog.table("roles", run) for run, catalog in found.items()}
+    if not any(table.num_rows for table in tables.values()):
+        raise bad("provenance", "'role', and no run has roles", "a harvest of chats")
+    return {run: Roles(table) for run, table in tables.items()}
 
 
 def _split_weights(

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.format.positions import position_key
+from actds.load.batches import BatchSpec, EpochRows
 from actds.load.filters import bad
 from actds.load.loader import Loader
-from actds.load.pool import BatchSpec, EpochRows
 
 __all__ = ["MixingReport", "mixing_report"]
 

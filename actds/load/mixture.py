@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,22 +18,26 @@ from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.filters import BUILT_IN, bad
 from actds.load.pairs import Partners, find_partners, prefix_hashes
-from actds.load.selection import Counts, Selection
+from actds.load.selection import Counts, Selection, select
 from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.schema import Hook
 
 __all__ = [
+    "Choice",
     "Mixture",
     "Select",
+    "Side",
     "Source",
     "batch_hooks",
     "make_mixture",
+    "open_partners",
     "open_sources",
     "statistics",
     "with_partners",
 ]
 
 Source = str | os.PathLike[str] | Dataset
+Side = Literal["train", "held_out"]
 Select = Callable[[Dataset, str | None, str | None], Selection]
 """Returns the rows of a dataset in a phase for which an expression is true; None takes all."""
 
@@ -124,14 +128,19 @@ class Mixture:
 
 
 def open_sources(
-    source: Source | Sequence[Source] | Mapping[Source, float], unsealed: bool, unprovenanced: bool
+    source: Source | Sequence[Source] | Mapping[Source, float],
+    unsealed: bool,
+    unprovenanced: bool,
+    seal: str | None = None,
 ) -> tuple[list[Dataset], Mapping[str, float] | None]:
     """Return the datasets of an argument, and their shares by path where it says them.
 
     Raises:
-        ActdsError: E014 no dataset, or one twice; and as ``actds.open``.
+        ActdsError: E014 no dataset, one twice, or a seal and not one path; and as ``actds.open``.
     """
     several = not isinstance(source, str | os.PathLike | Dataset)
+    if seal is not None and (several or isinstance(source, Dataset)):
+        raise bad("seal", "a pin, and not one path", "datasets from actds.open(path, seal=...)")
     given = list(source) if several else [source]  # type: ignore[arg-type]
     if not given:
         raise bad("source", "no dataset", "a path, a dataset, several, or datasets with shares")
@@ -140,6 +149,7 @@ def open_sources(
         if isinstance(one, Dataset)
         else open_dataset(
             os.fspath(one),  # type: ignore[arg-type]
+            seal=seal,
             i_accept_unsealed=unsealed,
             i_accept_unprovenanced=unprovenanced,
         )
@@ -152,6 +162,57 @@ def open_sources(
     if not isinstance(source, Mapping):
         return datasets, None
     return datasets, {d.path: share for d, share in zip(datasets, source.values(), strict=True)}
+
+
+def open_partners(
+    paired: Mapping[str, Source] | None, unsealed: bool, unprovenanced: bool
+) -> dict[str, Dataset]:
+    """Return the datasets of the argument ``paired`` by name; raises as ``open_sources``."""
+    found: dict[str, Dataset] = {}
+    for label, one in (paired or {}).items():
+        partner, _ = open_sources(one, unsealed, unprovenanced)
+        if len(partner) > 1:
+            raise bad("paired", f"several datasets for {label!r}", "one dataset for each name")
+        found[label] = partner[0]
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What chooses and weights the rows of a loader; its arguments are those of ``Loader``."""
+
+    hooks: str | Sequence[str] | None
+    phase: str | None
+    where: str | None
+    exclude: str | Sequence[str]
+    split: Side | None
+    held_out: float
+    mix: Mapping[str, float] | None
+    served: bool
+    weight: str | os.PathLike[str] | None
+    frequency: str | None
+
+    def rows(
+        self,
+        datasets: Sequence[Dataset],
+        shares: Mapping[str, float] | None,
+        others: Mapping[str, Dataset],
+    ) -> Mixture:
+        """Return the chosen rows; raises as ``make_mixture`` and ``with_partners``."""
+
+        def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
+            return select(
+                dataset, self.hooks, phase, where=where, exclude=self.exclude, split=self.split,
+                held_out=self.held_out, multiplicity=self.served, weights=self.weight,
+                frequency=self.frequency,
+            )  # fmt: skip
+
+        rows = make_mixture(datasets, shares, self.mix, self.phase, self.where, chosen)
+        return with_partners(rows, others) if others else rows
+
+    def of_both_sides(self) -> Choice:
+        """Return the same choice without a split."""
+        return replace(self, split=None, held_out=0.0)
 
 
 def make_mixture(

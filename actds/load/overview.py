@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from actds.format import tables
 from actds.format.shard import read_checked
-from actds.format.tables import DISPOSITIONS, PHASES
+from actds.format.tables import DISPOSITIONS, EXTERNAL, PHASES
 
 if TYPE_CHECKING:
     from actds.load.dataset import Dataset
@@ -69,7 +69,9 @@ class Fates:
         low: first position of each band, int64 ``(n,)``: 0, 1, 3, 7 ...
         high: position after its last, int64 ``(n,)``.
         count: positions by phase, disposition (as ``PHASES`` and ``DISPOSITIONS``) and band, int64
-            ``(2, 5, n)``.
+            ``(2, 6, n)``.
+        external: of the references, those to KV from outside the run, by phase and band, int64
+            ``(2, n)``.
         reasons: positions by disposition and reason; those that no step computed are
             ``never computed``.
     """
@@ -77,6 +79,7 @@ class Fates:
     low: Ints
     high: Ints
     count: Ints
+    external: Ints
     reasons: dict[tuple[str, str | None], int]
 
     @property
@@ -192,6 +195,7 @@ def fates(dataset: Dataset) -> Fates:
     high = 2 ** np.arange(1, _N_BANDS + 1, dtype=np.int64) - 1
     low = np.concatenate([[0], high[:-1]])
     count = np.zeros((len(PHASES), len(DISPOSITIONS), _N_BANDS), np.int64)
+    external = np.zeros((len(PHASES), _N_BANDS), np.int64)
     reasons: Counter[tuple[str, str | None]] = Counter()
     for run in dataset.catalog.run_ids:
         spans = dataset.catalog.table("spans", run)
@@ -206,13 +210,16 @@ def fates(dataset: Dataset) -> Fates:
             mine = kinds == disposition
             for phase, (a, b) in enumerate(((start, split), (split, stop))):
                 count[phase, k] += _overlap(a[mine], b[mine], low, high)
+        outside = np.array(spans["reason"].to_pylist(), dtype=object) == EXTERNAL
+        for phase, (a, b) in enumerate(((start, split), (split, stop))):
+            external[phase] += _overlap(a[outside], b[outside], low, high)
         never = spans["step"].is_null().to_pylist()
         for kind, why, unseen, n in zip(
             kinds.tolist(), spans["reason"].to_pylist(), never, (stop - start).tolist(), strict=True
         ):
             reasons[NEVER if kind == "aborted" and unseen else kind, why] += n
     used = int(np.flatnonzero(count.any(axis=(0, 1))).max(initial=-1)) + 1
-    return Fates(low[:used], high[:used], count[..., :used], dict(reasons))
+    return Fates(low[:used], high[:used], count[..., :used], external[:, :used], dict(reasons))
 
 
 def _prompt_len(request: npt.NDArray[np.uint32], prompt_len: npt.NDArray[np.uint32]) -> Ints:

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from actds.accounting.multiplicity import served_counts
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.roles import Roles
 from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import TableName
@@ -27,6 +28,7 @@ from actds.schema import Hook
 
 __all__ = [
     "PROVENANCE_COLUMNS",
+    "ROLE",
     "WEIGHT",
     "RowFilter",
     "RowValues",
@@ -40,6 +42,8 @@ Floats = npt.NDArray[np.float64]
 
 PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
 """Columns of a batch, or of an example."""
+ROLE = "role"
+"""A further one, on request: who wrote the position (section 6.3)."""
 WEIGHT = "weight"
 """The column of the row weights."""
 SPLITS = ("train", "held_out")
@@ -58,6 +62,7 @@ class RowValues:
         self._dataset, self._hooks = dataset, hooks
         self._tables: dict[tuple[str, str], pa.Table] = {}
         self._norms: dict[str, npt.NDArray[np.float32]] | None = None
+        self._roles: dict[str, Roles] = {}
 
     def constant(self, shard: Shard) -> dict[str, pa.Array]:
         """Return what the manifest says of all rows of a shard, each of length 1."""
@@ -75,6 +80,7 @@ class RowValues:
         wanted = {"flags" if one.flag else one.name for one in chosen if one.table == "tokens"}
         wanted |= {"request"} if any(one.table == "requests" for one in chosen) else set()
         wanted |= {"step"} if any(one.table == "steps" for one in chosen) else set()
+        wanted |= {"request", "position"} if any(one.table == "roles" for one in chosen) else set()
         tokens = shard.tokens(sorted(wanted)) if wanted else None
         found: dict[str, pa.Array] = {}
         for one in chosen:
@@ -83,6 +89,9 @@ class RowValues:
                 found[one.name] = pa.repeat(value, shard.n_rows)
             elif one.table == "readouts":
                 found[one.name] = pa.array(self._norm(shard))
+            elif one.table == "roles":
+                assert tokens is not None
+                found[one.name] = self._role(shard, tokens)
             else:
                 assert tokens is not None
                 found[one.name] = self._column(one.name, one.table, one.flag, shard, tokens)
@@ -108,6 +117,13 @@ class RowValues:
         if (run, name) not in self._tables:
             self._tables[run, name] = self._dataset.catalog.table(name, run).sort_by(name[:-1])
         return self._tables[run, name]
+
+    def _role(self, shard: Shard, tokens: pa.Table) -> pa.Array:
+        if not shard.unknown.isdisjoint(("request", "position")):
+            return pa.nulls(shard.n_rows, pa.string())
+        if shard.run not in self._roles:
+            self._roles[shard.run] = Roles(self._dataset.catalog.table("roles", shard.run))
+        return self._roles[shard.run].of(tokens["request"], tokens["position"])
 
     def _norm(self, shard: Shard) -> npt.NDArray[np.float32]:
         if len(self._hooks) != 1:

@@ -33,6 +33,7 @@ _COLOURS = {
     "dropped": "#d55e00",
     "aborted": "#cc79a7",
     "filtered": "#999999",
+    "undelivered": "#f0e442",
 }
 
 

@@ -50,8 +50,8 @@ class Column:
 
     Args:
         name: as it is written; ``request.NAME`` and ``step.NAME`` are columns of these tables.
-        table: ``tokens``, ``requests`` or ``steps``; ``readouts`` for ``norm``; None for what the
-            manifest of a shard says.
+        table: ``tokens``, ``requests`` or ``steps``; ``readouts`` for ``norm``, ``roles`` for
+            ``role``; None for what the manifest of a shard says.
         kind: the type of its values.
         flag: the bit of ``flags`` that it is; 0 for none.
     """
@@ -80,6 +80,7 @@ def _columns() -> dict[str, Column]:
     flags = {"special": tables.FLAG_SPECIAL, "bos": tables.FLAG_BOS, "eos": tables.FLAG_EOS}
     found += [Column(name, "tokens", Kind.TRUTH, flag) for name, flag in flags.items()]
     found.append(Column("norm", "readouts", Kind.NUMBER))
+    found.append(Column("role", "roles", Kind.TEXT))
     # The manifest says the phase of a shard: its column needs no reading.
     return {column.name: column for column in reversed(found)}
 

@@ -45,6 +45,7 @@ from actds.schema.v0_1 import ShardBody as ShardBody
 from actds.schema.v0_1 import ShardManifest as ShardManifest
 
 Model = TypeVar("Model", bound=Document)
+_MAX_FAULTS = 1000
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ def register(version: FormatVersion) -> None:
     VERSIONS[version.version] = version
 
 
+STATED = ("format", "version")
+"""What every document says of itself."""
+
 register(FormatVersion(v0_1.FORMAT_VERSION, DOCUMENTS))
 
 
@@ -115,9 +119,15 @@ def parse(model: type[Model], data: bytes, place: str, version: str | None = Non
                 "E106", place, got=f"format version {stated[:40]}", expected=f"one of {known}"
             )
         model = _of_version(model, version or stated)
+        for name in STATED:
+            if name not in document:
+                raise ActdsError("E103", f"{place} {name}", got="nothing", expected=f"its {name}")
     try:
         return model.model_validate(document)
     except ValidationError as error:
+        if error.error_count() > _MAX_FAULTS:  # to list them takes a kilobyte for each
+            got = f"{error.error_count()} faults"
+            raise ActdsError("E103", place, got=got, expected=f"a {model.__name__}") from None
         first: Any = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or model.__name__
         unexplained = "null with a reason" in first["msg"]
@@ -152,6 +162,7 @@ def json_schema(name: str) -> dict[str, Any]:
     The body of a ledger record is given per type under ``$defs``.
     """
     schema = DOCUMENTS[name].model_json_schema()
+    schema["required"] = [*STATED, *schema.get("required", ())]
     if name == "ledger":
         for kind, body in BODIES.items():
             sub = body.model_json_schema(ref_template="#/$defs/{model}")

@@ -37,7 +37,10 @@ Phase = Literal["prefill", "decode"]
 
 HOOK_KINDS = "actds.hook_kinds"
 """Entry point group under which another package registers a hook kind of its own."""
-OwnKind = Literal["resid_post"]
+OwnKind = Literal[
+    "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "attn_out_post", "z", "q", "k",
+    "v", "mlp_in", "mlp_out", "mlp_out_post", "router", "final",
+]  # fmt: skip
 """The kinds that the format itself knows."""
 
 
@@ -79,6 +82,13 @@ class Hook(Document):
     d_model: Annotated[int, Field(ge=1, le=2**20)] = Field(description="channels of a row")
     dtype: DType = Field(description="type of the stored rows, section 4.4")
 
+    @model_validator(mode="after")
+    def _named_by_place(self) -> Hook:
+        # Auditors, loaders and people read the place from the name.
+        if self.name != f"{self.kind}.{self.layer}":
+            raise ValueError(f"hook {self.name} of {self.kind}, layer {self.layer}")
+        return self
+
 
 class Genesis(Document):
     """``actds.json``: what the dataset is, written once before anything else.
@@ -105,7 +115,7 @@ CloseReason = Literal["finished", "interrupted", "failed"]
 ChainKind = Literal["writer", "census", "tool"]
 """Who writes a chain: a harvest's writer or census, or a tool that worked on the run later."""
 PartTable = Literal[
-    "requests", "steps", "spans", "drops", "stalls", "occupancy", "readouts", "canary"
+    "requests", "steps", "spans", "roles", "drops", "stalls", "occupancy", "readouts", "canary"
 ]
 """Tables that are committed in parts, a run at a time."""
 Scalar = bool | int | str
@@ -379,6 +389,6 @@ class Seal(Document):
     root: Digest = Field(description="Merkle root over the canonical {chain: head} entries")
     totals: dict[Segment, Count] = Field(
         description="rows, requests, scheduled, captured, cache_ref, dropped, aborted, filtered, "
-        "recomputed, unresolved"
+        "undelivered, recomputed, rejected, unresolved, external"
     )
     multiplicity: FileEntry

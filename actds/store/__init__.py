@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = [
     "TEMPORARY",
     "Buffer",
+    "CollectedFile",
+    "NewFile",
     "Put",
     "Store",
     "StoredFile",
@@ -54,6 +56,61 @@ class Put:
 
     nbytes: int
     sha256: str
+
+
+class NewFile(Protocol):
+    """A file on its way into a store; nothing has its name before ``commit``. Stores derive theirs.
+
+    One thread at a time may hash and another one write, both in the order of the file.
+    """
+
+    def hash(self, parts: Sequence[Buffer]) -> None:
+        """Take the next bytes into the digest."""
+        ...
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        """Append the next bytes, which may change after the return.
+
+        Raises:
+            ActdsError: E503 when the store refuses, and then the file is gone.
+        """
+        ...
+
+    def commit(self) -> Put:
+        """Make what was hashed and written durable under its name.
+
+        Raises:
+            ActdsError: as ``Store.put_new``.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Throw the file away; a file that is committed, or thrown away, stays what it is."""
+        ...
+
+
+class CollectedFile(NewFile):
+    """A file that is held in memory until it is put as a whole."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._store, self._path, self._data = store, path, bytearray()
+
+    def hash(self, parts: Sequence[Buffer]) -> None:
+        """Do nothing: the store hashes what it puts."""
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        """Keep the bytes."""
+        for part in parts:
+            self._data += part
+
+    def commit(self) -> Put:
+        """Put the file."""
+        data, self._data = self._data, bytearray()
+        return self._store.put_new(self._path, [data])
+
+    def abandon(self) -> None:
+        """Forget the bytes."""
+        self._data = bytearray()
 
 
 class StoredFile(Protocol):
@@ -126,6 +183,20 @@ class Store(Protocol):
     def check_create_only(self) -> None:
         """Make sure that no put overwrites; writers call it first."""
         ...
+
+    @property
+    def holds_new_files(self) -> bool:
+        """Return whether a file that ``begin`` made is held in memory until it is put."""
+        return True
+
+    def begin(self, path: str) -> NewFile:
+        """Return a file to be written piece by piece; nothing is asked of the store yet.
+
+        Raises:
+            ActdsError: E107 for a bad path.
+        """
+        check_path(path)
+        return CollectedFile(self, path)
 
     def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
         """Create a file durably, or not at all.
@@ -213,7 +284,7 @@ def check_path(path: str) -> None:
 
     Spec: 0.1 section 2.1.
     """
-    if path not in (layout.GENESIS, layout.CARD):
+    if path not in (layout.GENESIS, layout.CARD, layout.SUMS):
         for part in path.split("/"):
             layout.segment(part, path[:200])
 

@@ -9,14 +9,15 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from actds.errors import ActdsError, BusyError
-from actds.store import TEMPORARY, Buffer, Put, Store, StoredFile, check_path
+from actds.store import TEMPORARY, Buffer, NewFile, Put, Store, StoredFile, check_path
 
-__all__ = ["LocalFile", "LocalStore", "lock_dataset"]
+__all__ = ["LocalFile", "LocalStore", "NewLocalFile", "lock_dataset"]
 
+_MAX_DEPTH = 16  # the deepest path of the format has 8 segments
 _BUFFERS_PER_WRITE = 512  # below IOV_MAX (1024), the most that one writev takes
 
 
@@ -73,6 +74,91 @@ class LocalFile(StoredFile):
         self.close()
 
 
+class NewLocalFile(NewFile):
+    """A temporary file that gets its name when it is durable.
+
+    Args:
+        place: how errors name it.
+        target: the path that it gets.
+        make_folder: makes a folder, durably.
+        name: gives the file at one path another one.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        target: Path,
+        make_folder: Callable[[Path], None],
+        name: Callable[[Path, Path], None],
+    ) -> None:
+        self.place, self._target = place, target
+        self._make_folder, self._name = make_folder, name
+        self._temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+        self._handle = -1
+        self._is_begun = False
+        self._digest = hashlib.sha256()
+        self._nbytes = 0
+
+    def hash(self, parts: Sequence[Buffer]) -> None:
+        """Take the next bytes into the digest."""
+        for part in parts:
+            self._digest.update(part)
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        """Append the next bytes."""
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        with self._asked():
+            self._begin()
+            _write_all(self._handle, views)
+        self._nbytes += sum(view.nbytes for view in views)
+
+    def commit(self) -> Put:
+        """Sync and close the file, then let it have its name: any of them may fail."""
+        with self._asked():
+            self._begin()
+            os.fsync(self._handle)
+            handle, self._handle = self._handle, -1
+            os.close(handle)
+            self._name(self._temporary, self._target)
+            # The bytes are safe under their own name: a temporary file that cannot be removed
+            # costs space, not truth.
+            self.abandon()
+            _sync_folder(self._target.parent)
+        return Put(self._nbytes, self._digest.hexdigest())
+
+    def abandon(self) -> None:
+        """Close and remove the temporary file."""
+        handle, self._handle = self._handle, -1
+        with contextlib.suppress(OSError):
+            if handle >= 0:
+                os.close(handle)
+        with contextlib.suppress(OSError):
+            if self._is_begun:
+                self._temporary.unlink()
+
+    def _begin(self) -> None:
+        if not self._is_begun:
+            self._make_folder(self._target.parent)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            self._handle = os.open(self._temporary, flags, 0o644)
+            self._is_begun = True
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Run what asks something of the disk."""
+        try:
+            yield
+        except FileExistsError:
+            self.abandon()
+            raise ActdsError(
+                "E309", self.place, got="a file of this name", expected="none yet"
+            ) from None
+        except OSError as error:
+            # The first failure is the one to report; the file is thrown away in any case.
+            self.abandon()
+            raise _storage_error(self.place, error) from error
+
+
 class LocalStore(Store):
     """A dataset in a local folder.
 
@@ -110,39 +196,26 @@ class LocalStore(Store):
 
         Spec: 0.1 section 8.1.
         """
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
-        digest = hashlib.sha256()
-        for view in views:
-            digest.update(view)
+        file = self.begin(path)
+        file.hash(parts)
+        file.write(parts)
+        return file.commit()
+
+    @property
+    def holds_new_files(self) -> bool:
+        """Return False: what is written goes to the disk."""
+        return False
+
+    def begin(self, path: str) -> NewLocalFile:
+        """Return a file to be written piece by piece; it is made when the first bytes come."""
         # A link refuses an existing name, on every POSIX file system; a rename does not.
-        self._write(path, views, os.link)
-        return Put(sum(view.nbytes for view in views), digest.hexdigest())
+        return NewLocalFile(path, Path(self._checked(path)), self._make_folder, os.link)
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a file that nothing pins, over an older one, atomically."""
-        self._write(path, [memoryview(data)], os.replace)
-
-    def _write(
-        self, path: str, views: list[memoryview], name: Callable[[Path, Path], None]
-    ) -> None:
-        """Write a temporary file durably, then let ``name`` give it its path."""
-        target = Path(self._checked(path))
-        temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
-        try:
-            self._make_folder(target.parent)
-            try:
-                _write_durably(temporary, views)
-                name(temporary, target)
-            finally:
-                # The bytes are safe under their own name, or the put failed: a temporary file
-                # that cannot be removed costs space, not truth.
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-            _sync_folder(target.parent)
-        except FileExistsError:
-            raise ActdsError("E309", path, got="a file of this name", expected="none yet") from None
-        except OSError as error:
-            raise _storage_error(path, error) from error
+        file = NewLocalFile(path, Path(self._checked(path)), self._make_folder, os.replace)
+        file.write([data])
+        file.commit()
 
     def remove(self, path: str) -> None:
         """Remove a file that no record of the ledger reaches; a missing one is no error."""
@@ -194,7 +267,8 @@ class LocalStore(Store):
     def list(self, prefix: str = "") -> list[str]:
         """Return the paths of all files below a folder, sorted; of no folder, none.
 
-        Temporary files are left out. A link is listed as a file and never followed.
+        Temporary files are left out. A link is listed as a file and never followed, and so is a
+        folder that is deeper than any of the format.
         """
         folder = Path(self._checked(prefix)) if prefix else self.root
         if prefix and folder.is_symlink():
@@ -202,17 +276,22 @@ class LocalStore(Store):
         if not folder.is_dir():
             return []
         found: list[str] = []
-
-        def fail(error: OSError) -> None:
-            raise ActdsError(
-                "E104", prefix or ".", got=error.strerror or "?", expected="a readable folder"
-            ) from error
-
-        for where, folders, files in os.walk(folder, followlinks=False, onerror=fail):
-            links = [name for name in folders if os.path.islink(os.path.join(where, name))]
-            for name in files + links:
-                if not name.startswith(TEMPORARY):
-                    found.append((Path(where) / name).relative_to(self.root).as_posix())
+        waiting = [(os.fspath(folder), prefix)]
+        while waiting:
+            where, path = waiting.pop()
+            try:
+                with os.scandir(where) as entries:
+                    for entry in entries:
+                        name = f"{path}/{entry.name}" if path else entry.name
+                        is_folder = entry.is_dir(follow_symlinks=False)
+                        if is_folder and name.count("/") < _MAX_DEPTH:
+                            waiting.append((entry.path, name))
+                        elif is_folder or not entry.name.startswith(TEMPORARY):
+                            found.append(name)
+            except OSError as error:
+                expected = "a readable folder"
+                got = error.strerror or "?"
+                raise ActdsError("E104", path or ".", got=got, expected=expected) from error
         return sorted(found)
 
     def local_path(self, path: str) -> Path:
@@ -278,20 +357,6 @@ class LocalStore(Store):
         if made:
             _sync_folder(folder.parent)
         self._durable.add(folder)
-
-
-def _write_durably(path: Path, views: list[memoryview]) -> None:
-    """Create a file, write, sync and close; any of them may raise OSError."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    try:
-        _write_all(handle, views)
-        os.fsync(handle)
-    except BaseException:
-        # The first failure is the one to report; the file is thrown away in any case.
-        with contextlib.suppress(OSError):
-            os.close(handle)
-        raise
-    os.close(handle)
 
 
 def _write_all(handle: int, views: list[memoryview]) -> None:

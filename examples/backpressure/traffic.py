@@ -90,11 +90,12 @@ def harvest(schedule: Path, arguments: list[str]) -> int:
     seal are its own.
     """
     from actds.cli import main
+    from actds_writers.harvest import one_engine
     from actds_writers.harvest import run as command
 
     entries = [json.loads(line) for line in schedule.read_text().splitlines()]
 
-    class Bursts(command.Feed):
+    class Bursts(one_engine.Feed):
         def serve(self, engine: Any) -> None:
             burst, began = 0, time.monotonic()
             while self.queue or self.live:
@@ -114,7 +115,7 @@ def harvest(schedule: Path, arguments: list[str]) -> int:
         def _row(self) -> int:
             return self.queue[-1].prompt.row
 
-    command.Feed = Bursts
+    command.Feed = Bursts  # type: ignore[attr-defined]
     sys.argv = ["actds", "write", *arguments]
     return main() or 0
 

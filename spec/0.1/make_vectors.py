@@ -20,13 +20,14 @@ from pathlib import Path
 from unittest import mock
 
 from vector_faults import FAULTS
+from vector_signatures import write_signatures
 from vector_tools import HOOK, PREFILL, RUN, Vector
 
 from actds.commit import commit_shard
 from actds.format.readouts import Readouts
 from actds.recompression import recompress
 from actds_testing.places import VECTORS
-from actds_testing.schedules import WALL_NS, simulate
+from actds_testing.schedules import WALL_NS, simulate, table_of
 from actds_testing.synthetic import make_dataset
 
 
@@ -36,6 +37,8 @@ def write(root: Path) -> None:
         shutil.rmtree(root / kind, ignore_errors=True)
     _write_minimal(root / "valid" / "minimal")
     _write_minimal(root / "valid" / "readouts", readouts=Readouts(2, seed=4))
+    _write_minimal(root / "valid" / "external", external=True)
+    _write_minimal(root / "valid" / "roles", roles=True)
     _write_replaced(root / "valid" / "replaced")
     for one in FAULTS:
         valid = root / "valid" / one.base
@@ -57,11 +60,25 @@ def write(root: Path) -> None:
         }
         text = json.dumps(expect, indent=2) + "\n"
         (folder / "expect.json").write_text(text, encoding="utf-8")
+    write_signatures(root)
 
 
-def _write_minimal(path: Path, readouts: Readouts | None = None) -> None:
+def _write_minimal(
+    path: Path, readouts: Readouts | None = None, *, external: bool = False, roles: bool = False
+) -> None:
+    """Write the minimal dataset.
+
+    Args:
+        external: the KV of every hit came from outside.
+    """
     with _fixed_ids():
         schedule = simulate(4, seed=166, drops=True, budget=16)
+        if external:
+            spans = schedule.spans.to_pylist()
+            for span in spans:
+                if span["disposition"] == "cache_ref":
+                    span.update(reason="external", ref_request=None)
+            schedule = schedule.with_(spans=table_of("spans", spans))
         make_dataset(
             path,
             schedule=schedule,
@@ -70,6 +87,7 @@ def _write_minimal(path: Path, readouts: Readouts | None = None) -> None:
             run=RUN,
             span_parts=1,
             readouts=readouts,
+            roles=roles,
         )
 
 

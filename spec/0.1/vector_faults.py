@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from itertools import pairwise
 from typing import Any
@@ -26,7 +27,7 @@ from vector_tools import (
     part,
 )
 
-from actds.format import arrays
+from actds.format import arrays, encoding
 from actds.store.local import LocalFile
 
 __all__ = ["FAULTS"]
@@ -44,6 +45,16 @@ def _(v: Vector) -> None:
     shutil.rmtree(v.path)
     v.path.mkdir()
     (v.path / "README.md").write_text("No dataset.\n", encoding="utf-8")
+
+
+@fault("E103", "external-of-a-request", SPANS, "KV came from outside, and a request computed it.",
+       base="external")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        next(r for r in rows if r["reason"] == "external")["ref_request"] = 0
+
+    v.edit_table("spans", edit)
+    v.relink()
 
 
 @fault("E102", "key-twice", RECORD, "A key of the run record stands twice.")
@@ -118,6 +129,15 @@ def _(v: Vector) -> None:
     table = pq.read_table(v.path / part("steps")).drop_columns(["batch_tokens"])
     _write_plain(v, part("steps"), table)
     v.relink(totals=False)
+
+
+@fault("E110", "card-edited", "README.md", "The card says that no position was dropped.",
+       severity="warning")  # fmt: skip
+def _(v: Vector) -> None:
+    text = (v.path / "README.md").read_text("utf-8")
+    edited = re.sub(r"(?m)^[|] dropped [|] 1 [|]", "| dropped | 0 |", text)
+    assert edited != text
+    (v.path / "README.md").write_text(edited, encoding="utf-8")
 
 
 # ---- integrity
@@ -347,6 +367,15 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+@fault("E402", "reference-with-a-reason", SPANS, "A reference has a reason that is not external.")
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        next(r for r in rows if r["disposition"] == "cache_ref")["reason"] = "elsewhere"
+
+    v.edit_table("spans", edit)
+    v.relink()
+
+
 @fault("E403", "no-spans", f"census/{RUN}", "The run has rows; its census has no spans.")
 def _(v: Vector) -> None:
     records = v.chain("c")
@@ -407,7 +436,7 @@ def _(v: Vector) -> None:
             for a, b in pairwise(in_order)
             if (a["request"], a["step"]) == (b["request"], b["step"])
         )
-        other.update(position=one["position"], token_id=one["token_id"])
+        other.update({name: one[name] for name in ("position", "token_id", "flags")})
 
     v.edit_table(TOKENS, edit)
     v.relink()
@@ -434,7 +463,8 @@ def _(v: Vector) -> None:
 
 
 @fault("E410", "reference-to-nothing", SPANS,
-       "A cache reference names a request that has no row there.", severity="warning")  # fmt: skip
+       "A cache reference names a request that has no row there.", severity="warning",
+       also=("E110",))  # fmt: skip
 def _(v: Vector) -> None:
     def edit(rows: list[Json]) -> None:
         next(r for r in rows if r["disposition"] == "cache_ref")["ref_request"] = 4_000_000
@@ -522,6 +552,25 @@ def _(v: Vector) -> None:
     v.relink(totals=False)
 
 
+@fault("E419", "end-mislabelled", SPANS,
+       "A position past the end of a request is called a loss.")  # fmt: skip
+def _(v: Vector) -> None:
+    late = next(r for r in v.table(part("spans")) if r["disposition"] == "undelivered")
+    n = late["stop"] - late["start"]
+
+    def rename(rows: list[Json]) -> None:
+        rows[rows.index(late)] |= {"disposition": "aborted", "reason": "writer_ended"}
+
+    def recount(rows: list[Json]) -> None:
+        step = next(r for r in rows if r["step"] == late["step"])
+        step["undelivered_tokens"] -= n
+        step["aborted_tokens"] += n
+
+    v.edit_table("spans", rename)
+    v.edit_table("steps", recount)
+    v.relink()
+
+
 @fault("E418", "foreign-row", f"canary/{RUN}",
        "A replay of a request alone is far from a row that is stored under it.")  # fmt: skip
 def _(v: Vector) -> None:
@@ -530,6 +579,15 @@ def _(v: Vector) -> None:
     line |= {"hook": HOOK, "replayed_token_id": row["token_id"], "relative_l2": 1.25}
     v.add_canary([line | {"cosine": 0.25, "verdict": "foreign"}])
     v.relink()
+
+
+@fault("E421", "log-not-closed", "ledger/w-", "The writer is gone, and somebody else ended its "
+       "chain: what it lost and had not logged is not known.", severity="warning",
+       also=("E110",))  # fmt: skip
+def _(v: Vector) -> None:
+    last = v.chain("w")[-1]
+    v.edit_json(last, type="fence", body={"reason": "its process is gone"})
+    v.relink(totals=False)
 
 
 # ---- readouts
@@ -613,6 +671,29 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+ROLES = f"census/{RUN}/roles"
+
+
+@fault("E103", "unknown-role", ROLES, "A line of the roles has a word that is no role.",
+       base="roles")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("roles", lambda rows: rows[0].update(role="narrator"))
+    v.relink()
+
+
+@fault("E420", "two-roles", ROLES, "A position is the user's and the template's.", base="roles")
+def _(v: Vector) -> None:
+    v.edit_table("roles", lambda rows: rows[0].update(stop=rows[0]["stop"] + 1))
+    v.relink()
+
+
+@fault("E420", "role-beyond-request", ROLES, "A role is of positions that its request does not "
+       "have.", base="roles")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("roles", lambda rows: rows[-1].update(stop=rows[-1]["stop"] + 5))
+    v.relink()
+
+
 # ---- values
 
 
@@ -621,7 +702,7 @@ def _edit_bits(v: Vector, edit: Any) -> None:
     with arrays.ArrayReader(metadata, file, ARRAY) as reader:
         bits = reader.read_all()
     edit(bits)
-    encoded = arrays.encode_array(np.ascontiguousarray(bits), "bfloat16")
+    encoded = encoding.encode_array(np.ascontiguousarray(bits), "bfloat16")
     (v.path / ARRAY).write_bytes(b"".join(bytes(p) for p in encoded.parts))
     v.relink()
 

@@ -44,6 +44,9 @@ class Vector:
     def write_json(self, path: str, document: Json) -> None:
         (self.path / path).parent.mkdir(parents=True, exist_ok=True)
         (self.path / path).write_bytes(canonical.dump(document))
+        if path.startswith("seal/"):
+            # The list would be that of another seal; a dataset needs none (section 15.1).
+            (self.path / layout.SUMS).unlink(missing_ok=True)
 
     def edit_json(self, path: str, **changes: Any) -> None:
         self.write_json(path, self.json(path) | changes)
@@ -130,7 +133,8 @@ class Vector:
                     record["prev"] = prev
                     self.write_json(path, record)
                 prev = canonical.digest((self.path / path).read_bytes())
-            heads[folder.name] = {"n_records": len(paths), "sha256": prev, "state": "closed"}
+            state = "fenced" if self.json(paths[-1])["type"] == "fence" else "closed"
+            heads[folder.name] = {"n_records": len(paths), "sha256": prev, "state": state}
         self._reseal(heads)
 
     def _reseal(self, heads: Json) -> None:
@@ -172,17 +176,20 @@ class Vector:
         folder = path.rpartition("/")[0]
         manifest = self.json(path)
         files = [self._entry(f"{folder}/{e['path']}", e["path"]) for e in manifest["files"]]
-        tokens = pq.read_table(self.path / folder / "tokens.parquet")
-        step = tokens["step"].to_numpy()
         manifest |= {
             "files": files,
             "root": files_root([FileEntry(**entry) for entry in files]),
-            "row_set_sha256": row_set_sha256(
-                tokens["request"].to_numpy(), tokens["position"].to_numpy()
-            ),
-            "first_step": int(step.min()),
-            "last_step": int(step.max()),
         }
+        if f"{folder}/tokens.parquet" not in self.keep:
+            tokens = pq.read_table(self.path / folder / "tokens.parquet")
+            step = tokens["step"].to_numpy()
+            manifest |= {
+                "row_set_sha256": row_set_sha256(
+                    tokens["request"].to_numpy(), tokens["position"].to_numpy()
+                ),
+                "first_step": int(step.min()),
+                "last_step": int(step.max()),
+            }
         self.write_json(path, manifest)
 
     def _retotal(self) -> None:

@@ -33,6 +33,7 @@ from actds_validators.audit.result import (
     Level,
     Limits,
     Loss,
+    LossCurve,
     Mechanism,
     Missingness,
     Number,
@@ -447,15 +448,30 @@ def queues(rng: np.random.Generator, loss: float) -> Queues:
             for k in range(-40, 41, 2)
         ],
         lag_band=LagBand(low=-0.07, high=0.11, n_shifts=40_000, n_effective=412.5),
-        loss_by_load=[
-            Loss(
-                load=40 + 12 * k,
-                rate=_estimate(loss * k / 5, loss * 0.3),
-                fitted=loss * max(k - 1, 0) / 5,
+        loss_by_load=_points(loss, 12),
+        loss_by_step=[
+            LossCurve(
+                covariate=Covariate(name=name, label=label, unit="tokens", group="system"),
+                direction="increasing",
+                points=_points(loss, width),
             )
-            for k in range(10)
+            for name, label, width in (
+                ("batch_tokens", "tokens in the step", 50),
+                ("max_seq_len", "longest context of the step", 200),
+            )
         ],
     )
+
+
+def _points(loss: float, width: int) -> list[Loss]:
+    return [
+        Loss(
+            load=40 + width * k,
+            rate=_estimate(loss * k / 5, loss * 0.3),
+            fitted=loss * max(k - 1, 0) / 5,
+        )
+        for k in range(10)
+    ]
 
 
 def weighting() -> Weighting:
@@ -554,7 +570,16 @@ def _prefixed(value: Any, text: str, key: str = "") -> Any:
         return {k: _prefixed(v, text, k) for k, v in value.items()}
     if isinstance(value, list):
         return [_prefixed(v, text, key) for v in value]
-    fixed = key in ("format", "version", "level", "severity", "group", "must", "engine")
+    fixed = key in (
+        "format",
+        "version",
+        "level",
+        "severity",
+        "group",
+        "must",
+        "engine",
+        "direction",
+    )
     fixed = fixed or (key == "kind" and value in ("numeric drift", "population shift"))
     return value if fixed or not isinstance(value, str) else text + value
 

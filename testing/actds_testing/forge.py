@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actds import canonical
+from actds import canonical, layout
 from actds.format.shard import files_root
 from actds.reading import heads_root
 from actds.schema import FileEntry, Head
@@ -33,7 +33,7 @@ def rehash(manifest: Path) -> None:
 
 
 def relink(root: Path) -> None:
-    """Let ledger and seals say what documents and parts are now."""
+    """Let ledger and seals say what documents and parts are now; what follows from them goes."""
     heads: dict[str, tuple[int, str]] = {}
     for chain in sorted((root / "ledger").iterdir()):
         prev = "0" * 64
@@ -46,7 +46,7 @@ def relink(root: Path) -> None:
             prev = canonical.digest(path.read_bytes())
         heads[chain.name] = (len(records), prev)
     previous = None
-    for path in sorted((root / "seal").glob("[0-9]*.json")):
+    for path in sorted((root / "seal").glob("????.json")):
         seal = json.loads(path.read_bytes())
         for chain_id, head in seal["heads"].items():
             head["n_records"], head["sha256"] = heads[chain_id]
@@ -56,6 +56,8 @@ def relink(root: Path) -> None:
         _describe(seal["multiplicity"], root / seal["multiplicity"]["path"])
         path.write_bytes(canonical.dump(seal))
         previous = canonical.digest(path.read_bytes())
+    for name in layout.BESIDE:
+        (root / name).unlink(missing_ok=True)
 
 
 def _describe_body(root: Path, kind: str, body: dict[str, Any]) -> None:

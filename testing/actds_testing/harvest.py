@@ -22,6 +22,7 @@ from actds_validators.validate.validation import validate
 
 REAL_MODEL = DEMO_MODEL
 TIMEOUT_S = 1500
+FORKED_TIMEOUT_S = 400
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -85,6 +86,20 @@ def run_alone(
     """Run a harvest whose engine lives in the command's own process, to whatever end."""
     _, *arguments = command(out, model, prompts, *options, *ALONE)
     return warm_engine().run(arguments, environment(**ONE_PROCESS, **extra), TIMEOUT_S)
+
+
+def run_forked(
+    out: Path | str, model: Path, prompts: Path, *options: str, patch: str = "", **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a harvest with several workers, forked from a process in which vLLM is imported already.
+
+    Args:
+        patch: Python that the command and its workers run before.
+    """
+    script = f"import sys\n{patch}\nfrom actds.cli import main\nsys.exit(main())"
+    arguments = command(out, model, prompts, *options)[3:]
+    own = environment(**ONE_PROCESS, ACTDS_FORK_WORKERS="1", **extra)
+    return warm_engine().run(["-c", script, *arguments], own, FORKED_TIMEOUT_S)
 
 
 @functools.cache

@@ -48,6 +48,7 @@ def main(folder: Path) -> None:
 
     model = make_random_model(folder / "model")
     adapter = LoRARequest("poet", 1, str(make_adapter(folder / "poet", model)))
+    other = LoRARequest("scribe", 2, adapter.lora_path)
     llm = LLM(
         str(model), dtype="float32", enforce_eager=True, block_size=32, max_model_len=128,
         enable_prefix_caching=False, distributed_executor_backend="uni", async_scheduling=False,
@@ -79,7 +80,26 @@ def main(folder: Path) -> None:
         "beside against base": distance(beside, base),
         "beside against adapter": distance(beside, poet),
     }
+    found["equal prefix blocks"] = equal_blocks([None, adapter, other])
     print("FOUND " + json.dumps(found))
+
+
+def equal_blocks(adapters: list[Any]) -> int:
+    """Return how many prefix blocks of one prompt have equal digests under several adapters."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(8, sha256)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    hashes: list[set[bytes]] = []
+    for one in adapters:
+        request = Request("r", PROMPT, params, None, lora_request=one, block_hasher=hasher)
+        hashes.append(set(request.block_hashes))
+        assert len(hashes[-1]) == len(PROMPT) // 8
+    return sum(len(a & b) for n, a in enumerate(hashes) for b in hashes[:n])
 
 
 if __name__ == "__main__":

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["BENCHMARKS", "DEMO_MODEL", "DOCS", "EXAMPLES", "ROOT", "SCHEMAS", "SPEC", "VECTORS"]
+__all__ = [
+    "ATTACKS",
+    "BENCHMARKS",
+    "DEMO_MODEL",
+    "DOCS",
+    "EXAMPLES",
+    "ROOT",
+    "SCHEMAS",
+    "SPEC",
+    "VECTORS",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = ROOT / "spec"
 VECTORS = SPEC / "0.1" / "vectors"
+ATTACKS = SPEC / "0.1" / "attacks"
 SCHEMAS = SPEC / "0.1" / "schemas"
 DOCS = ROOT / "docs"
 EXAMPLES = ROOT / "examples"

@@ -164,7 +164,11 @@ class _Simulator:
     ) -> None:
         lose = self.drops and self.rng.random() < 0.2
         counts = dict.fromkeys(
-            ("prefill", "decode", "captured", "recomputed", "dropped", "aborted", "filtered"), 0
+            (
+                *("prefill", "decode", "captured", "recomputed", "rejected"),
+                *("dropped", "aborted", "filtered", "undelivered"),
+            ),
+            0,
         )
         lost: list[tuple[_Request, int, int]] = []
         longest = 0
@@ -179,9 +183,11 @@ class _Simulator:
                     counts["recomputed"] += 1
                     continue
                 if position == past_stop:
-                    kind = "aborted"
+                    kind = "undelivered"
                 elif lose:
                     kind = "dropped"
+                elif request.finish == "abort" and position == request.prompt_len:
+                    kind = "aborted"  # its shard was never committed
                 elif self.filtered and request.tokens[position] % 5 == 0:
                     kind = "filtered"
                 self._dispose(request, position, kind, step)
@@ -214,7 +220,12 @@ class _Simulator:
         )
 
     def _dispose(self, request: _Request, position: int, kind: str, step: int) -> None:
-        reasons = {"dropped": "queue_full", "aborted": "after_stop", "filtered": "token_class"}
+        reasons = {
+            "dropped": "queue_full",
+            "aborted": "writer_ended",
+            "filtered": "token_class",
+            "undelivered": "after_end",
+        }
         request.kinds[position] = (kind, reasons.get(kind), step, None)
         if kind == "captured":
             prefill = position < request.prompt_len
@@ -251,10 +262,10 @@ class _Simulator:
             return
         if request.computed < request.prompt_len + request.generated:
             return  # a chunk of the prompt, or recomputation: nothing is sampled
-        if request.abort_after is not None and request.generated >= request.abort_after:
+        request.generated += 1
+        if request.abort_after is not None and request.generated > request.abort_after:
             request.done = True
             return
-        request.generated += 1
         if request.generated == request.target:
             # Scheduling ahead computes one position past the stop in some steps.
             ahead = request.finish == "stop" and self.rng.random() < 0.3

@@ -70,6 +70,7 @@ def make_dataset(
     sealed: bool = True,
     readouts: Readouts | None = None,
     sinks: bool = False,
+    roles: bool = False,
 ) -> Path:
     """Write a dataset of one run and return its path.
 
@@ -91,6 +92,7 @@ def make_dataset(
         sealed: seal at the end.
         readouts: which readouts every computed row leaves.
         sinks: flag first positions as special and BOS, and give them 256 times the norm.
+        roles: call the prompts chats: template, user, template, and what is sampled assistant.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
     if sinks:
@@ -117,6 +119,8 @@ def make_dataset(
     step = -(-len(told.spans) // span_parts) or 1
     for n in range(span_parts):
         commit_part(store, census, "spans", run, n, told.spans.slice(n * step, step))
+    if roles:
+        commit_part(store, census, "roles", run, 0, _role_table(told))
     writer.close("finished", _writer_totals(told))
     census.close("finished", _census_totals(told))
     assert n_shards or not len(told.rows)
@@ -213,6 +217,24 @@ def _write_shards(
             )
             n_shards += 1
     return n_shards
+
+
+def _role_table(told: Schedule) -> pa.Table:
+    """Return roles of all positions but the first: of that one none is known."""
+    lines = []
+    for one in told.requests.to_pylist():
+        if one["finish_reason"] == "skipped":
+            continue  # it has no positions
+        prompt = one["prompt_len"]
+        stop = prompt + max(one["generated_len"] - 1, 0)
+        edges = [1, 3, max(3, prompt - 2), prompt, stop]
+        for role, start, end in zip(
+            ("template", "user", "template", "assistant"), edges, edges[1:], strict=False
+        ):
+            if start < min(end, stop):
+                lines.append((one["request"], start, min(end, stop), role))
+    names = tables.SCHEMAS["roles"].names
+    return tables.build("roles", dict(zip(names, zip(*lines, strict=True), strict=True)))
 
 
 def _readout_table(

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,7 @@ class SyntheticEngine:
         device: str = "cpu",
         hooks: tuple[HookSpec, ...] = HOOKS,
         max_rows: int = MAX_ROWS,
+        in_flight: int = 1,
     ) -> None:
         link = pipeline.link
         self.hooks = hooks
@@ -66,7 +68,7 @@ class SyntheticEngine:
         self.probes = np.load(link.probes_path) if link.probes_path else None
         width = self.readouts.width if self.readouts else 0
         self.buffers = HookBuffers.allocate(hooks, max_rows, device, width)
-        self.stages = Stages(link, self.buffers, hooks, max_rows)
+        self.stages = Stages(link, self.buffers, hooks, max_rows, in_flight)
         self.drops: list[int] = []
         tell = self.stages.handover.on_drop
 
@@ -107,7 +109,7 @@ class SyntheticEngine:
         """Return the rows of a step, bits ``(n, d_model)`` of each hook: each says whose it is."""
         values = (number * 100 + positions + 1)[:, None]
         return [
-            np.broadcast_to(values + i, (len(positions), hook.d_model)).astype(
+            np.broadcast_to(values + hook.stage + i, (len(positions), hook.d_model)).astype(
                 DTYPES[hook.dtype].bits
             )
             for i, hook in enumerate(self.hooks)
@@ -125,6 +127,11 @@ class SyntheticEngine:
         self.scheduler.send(
             StepScheduled(self.n_steps, 1, one, one * 0 + start, one * 0 + n, (), 0, 1, (), 0.1)
         )
+        self.run(number, start, stop, left_out, prompt_len)
+
+    def run(self, number: int, start: int, stop: int, left_out: LeftOut, prompt_len: int) -> None:
+        """Run a step that was scheduled, and hand it over."""
+        one, n = np.array([number], np.int64), stop - start
         positions = np.arange(start, stop)
         self.leave(number, positions)
         ids = torch.from_numpy(positions).to(self.buffers.device)
@@ -171,6 +178,32 @@ class SyntheticEngine:
         self.scheduler.close()
 
 
+class StagedEngine(SyntheticEngine):
+    """An engine with one hook in each of several pipeline stages; its census has one scheduler.
+
+    Args:
+        stages: those that exist.
+    """
+
+    def __init__(self, pipeline: Pipeline, stages: Sequence[int] = (0, 1)) -> None:
+        first, *others = [(replace(HOOKS[stage], stage=stage),) for stage in stages]
+        super().__init__(pipeline, hooks=first)
+        self.workers = [self, *(SyntheticEngine(pipeline, hooks=hooks) for hooks in others)]
+        self.running = len(self.workers)
+        """Stages that run the next steps."""
+
+    def run(self, number: int, start: int, stop: int, left_out: LeftOut, prompt_len: int) -> None:
+        """Run a step on every stage that still runs."""
+        n_steps, finished = self.n_steps, self.finished
+        for worker in self.workers[: self.running]:
+            worker.n_steps, worker.finished = n_steps, finished
+            SyntheticEngine.run(worker, number, start, stop, left_out, prompt_len)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            SyntheticEngine.close(worker)
+
+
 def pipeline_for(
     out: Path | str,
     policy: str = "block",
@@ -183,6 +216,7 @@ def pipeline_for(
     rows_per_shard: int = 40,
     run: str = "r-test",
     resume: bool = False,
+    stage_timeout_s: float = 120.0,
 ) -> Pipeline:
     assert resume or not is_taken(out)
     settings = WriterSettings(
@@ -191,7 +225,7 @@ def pipeline_for(
         ),
         dataset=secrets.token_hex(16), run=run, resume=resume, started_ns=1, software="test",
         facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard, n_threads=1,
-        readouts=readouts.as_field() if readouts else NONE,
+        readouts=readouts.as_field() if readouts else NONE, stage_timeout_s=stage_timeout_s,
     )  # fmt: skip
     lock = hold(out)
     try:

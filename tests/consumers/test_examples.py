@@ -28,9 +28,9 @@ SMALL: dict[str, list[str]] = {
     "transcoder": ["--expansion", "1"],
     "crosscoder": ["--latents", "256"],
     "probe": [],
-    "sae_lens": ["--expansion", "1"],
-    "dictionary_learning": ["--expansion", "1"],
-    "sparsify": ["--expansion", "1"],
+    "sae_saelens": ["--expansion", "1"],
+    "sae_dictionary_learning": ["--expansion", "1"],
+    "sae_sparsify": ["--expansion", "1"],
 }
 
 
@@ -56,7 +56,7 @@ def make_example(path: Path, tmp_path: Path) -> Callable[..., Example]:
     """Return a function that gives an example by name, with labels that say the run."""
 
     def make(name: str, *options: str) -> Example:
-        file = ROOT / "examples" / f"train_{name}.py"
+        file = ROOT / "examples" / f"{name}.py"
         argv = [str(path), "--steps", str(STEPS), "--batch", str(BATCH), *SMALL[name], *options]
         if name == "probe" and "--labels" not in options:
             labels = {line["external_id"]: line["run"] for line in requests(path)}
@@ -143,7 +143,7 @@ def test_every_loss_is_that_of_the_same_rows_from_memory(
         _, losses = trained(example, loader, args)
     batches = from_memory(example, args)
     backwards = batches[::-1]
-    if example.file.stem == "train_dictionary_learning":  # it writes into its batches
+    if example.file.stem == "sae_dictionary_learning":  # it writes into its batches
         backwards = [batch.clone() for batch in backwards]
     _, again = trained(example, iter(batches), args)
     assert len(losses) == STEPS and losses == again
@@ -156,14 +156,14 @@ def test_every_loss_is_that_of_the_same_rows_from_memory(
 def saved_config(example: Example, out: Path) -> Any:
     """Return what an example left beside its weights; both can be read."""
     match example.file.stem:
-        case "train_sae_lens":
+        case "sae_saelens":
             from sae_lens import SAE
 
             return SAE.load_from_disk(str(out)).cfg.metadata.actds
-        case "train_dictionary_learning":
+        case "sae_dictionary_learning":
             assert torch.load(out / "trainer_0" / "ae.pt")
             return json.loads((out / "trainer_0" / "config.json").read_text())["buffer"]
-        case "train_sparsify":
+        case "sae_sparsify":
             from sparsify import SparseCoder
 
             assert SparseCoder.load_from_disk(out)
@@ -229,7 +229,7 @@ def test_a_trainer_that_writes_into_its_batches_harms_no_other_batch(
     make_example: Callable[..., Example],
 ) -> None:
     """dictionary_learning divides its batches by their norm in place."""
-    example = make_example("dictionary_learning")
+    example = make_example("sae_dictionary_learning")
     args = example.args()
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ WRONG = (
 UNKNOWN = "from actds_writers.engines.vllm import worker as f; del f.VERIFIED['LlamaForCausalLM']"
 # Only while the hooks are installed: reference and check keep the function as it is.
 OFF_BY_ONE = """
-from actds_writers.capture import hooks, op as capture
+from actds_writers.capture import op as capture, taps as hooks
 found, install = hooks.decoder_layers, capture.install
 def shifted(*args, **more):
     hooks.decoder_layers = lambda model: {n - 1: layer for n, layer in found(model).items()}
@@ -34,6 +35,25 @@ def shifted(*args, **more):
         hooks.decoder_layers = found
 capture.install = shifted
 """
+SHIFTED = """
+from actds_writers.capture import op as capture
+install = capture.install_tap
+def shifted(tap, *rest):
+    def read(*given):
+        rows, second = tap.read(*given)
+        return rows.roll(1, 0), None if second is None else second.roll(1, 0)
+    install(tap._replace(read=read), *rest)
+capture.install_tap = shifted
+"""
+SWAPPED = """
+from actds_writers.capture import op as capture
+from actds_writers.capture.kinds import BUILT_IN
+find = capture.find_kind
+names = {"attn_out": "mlp_out", "mlp_out": "attn_out", "k": "v", "v": "k"}
+capture.find_kind = lambda name: find(names.get(name, name))
+"""
+MANY = ("resid_pre:1,2;resid_mid:1,2;attn_out:1,2;z:1,2;q:1,2;k:1,2;v:1,2;mlp_in:1,2;mlp_out:1,2;"
+        "embed;final")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +117,42 @@ def test_wrong_rows_stop_the_run_before_the_first_one(
     done = write(patch, tmp_path / "acts", model, prompts, *FLOAT32, *h.EAGER, *options)
     assert done.returncode != 0
     assert words in done.stderr, done.stderr
-    assert ("E007 LlamaForCausalLM" if options == ("--no-check",) else "E507 hook") in done.stderr
+    error = "E007 LlamaForCausalLM" if options == ("--no-check",) else r"E507 (hook|\d hooks)"
+    assert re.search(error, done.stderr)
     assert not (tmp_path / "acts" / "actds.json").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("patch", "right"),
+    [(OFF_BY_ONE, {"embed", "final"}), (SHIFTED, set()),
+     (SWAPPED, {"resid_pre", "resid_mid", "z", "q", "mlp_in", "embed", "final"}),
+     (WRONG, {"attn_out", "z", "q", "k", "v", "mlp_in", "mlp_out", "embed", "final", "resid_mid"})],
+    ids=["off by one layer", "off by one row", "kinds swapped", "half the stream"],
+)  # fmt: skip
+def test_the_check_sees_wrong_rows_of_every_kind(
+    tmp_path: Path, model: Path, prompts: Path, patch: str, right: set[str]
+) -> None:
+    done = write(patch, tmp_path / "acts", model, prompts, *FLOAT32[2:], *h.EAGER, "--hooks", MANY)
+    assert done.returncode != 0 and "E507" in done.stderr, done.stderr
+    named = set(re.findall(r"hook (\w+)\.\d+[:,]", done.stderr))
+    every = {part.partition(":")[0] for part in MANY.split(";")}
+    assert named == every - right
+    assert not (tmp_path / "acts" / "actds.json").exists()
+
+
+@pytest.mark.full
+def test_a_kind_without_a_reference_is_refused_where_nobody_verified_it(
+    tmp_path: Path, model: Path, prompts: Path
+) -> None:
+    words = (*FLOAT32[2:], *h.EAGER, *DUMMY, "--hooks", "resid_post:1;attn_out:1")
+    patch = "from actds_writers.engines.vllm import verified as f; f.VERIFIED_KINDS.clear()"
+    done = write(patch, tmp_path / "acts", model, prompts, *words)
+    assert done.returncode != 0
+    words = (
+        "E007 attn_out:1: a model class and kind that was never verified, and nothing to compare"
+    )
+    assert words in done.stderr, done.stderr
 
 
 @pytest.mark.full
@@ -120,3 +174,17 @@ def test_dummy_weights_are_held_against_the_next_layer(
     said = check_of(dataset)
     assert said["against"] == "engine" and "load_format is dummy" in said["reason"]
     assert all(float(distance) < 1e-5 for distance in said["hooks"].values())
+
+
+@pytest.mark.full
+def test_outputs_are_whole_on_every_tensor_parallel_rank_and_heads_are_refused(
+    tmp_path: Path, model: Path, prompts: Path
+) -> None:
+    hooks = "resid_pre:1;resid_mid:1;attn_out:1;mlp_in:1;mlp_out:1;embed;final"
+    ranks = (*FLOAT32[2:], *h.EAGER, "--engine-arg", "tensor_parallel_size=2")
+    dataset = h.harvest(tmp_path / "acts", model, prompts, *ranks, "--hooks", hooks)
+    said = check_of(dataset)
+    assert said["against"] == "transformers" and len(said["hooks"]) == 7
+    assert all(float(distance) < 1e-5 for distance in said["hooks"].values())
+    done = h.run(tmp_path / "more", model, prompts, *ranks, "--hooks", "resid_post:1;q:1;z:1")
+    assert done.returncode != 0 and "E007 2 hooks: q:1, z:1: heads that are split" in done.stderr

@@ -255,7 +255,7 @@ def test_an_engine_that_cannot_start_leaves_nothing_behind(model: Path, tmp_path
 
 @pytest.mark.full
 def test_an_unsealed_dataset_does_not_open(model: Path, tmp_path: Path) -> None:
-    out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 400)
+    out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 4000)
     process = start(out, model, prompts, *ALONE, *SLOW, **h.ONE_PROCESS)
     wait_for(lambda: n_shards(out) >= 2, process)
     with pytest.raises(ActdsError, match="E306"):

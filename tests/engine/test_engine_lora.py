@@ -1,17 +1,94 @@
-"""Why an engine with LoRA adapters is refused: what the engine itself computes there."""
+"""LoRA: rows of an adapter that every request has, and why requests without one are refused."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from actds_testing import harvest as h
+from actds_testing.lora_engine import RANK, make_adapter
+from actds_testing.tiny import byte_tokenizer, make_random_model
 
 pytestmark = pytest.mark.engine
+
+SHARED = "a beginning that two prompts share and that fills a block of the prefix cache, and then "
+PROMPTS = {f"q{i}": f"{SHARED} number {i}" for i in range(3)}
+
+
+def merged(model: Path, adapter: Path) -> Any:
+    """Return transformers' model with the adapter added to its weights."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    scale = json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"] / RANK
+    weights = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, down in weights.items():
+            if ".lora_A." in name:
+                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                up = weights[name.replace("lora_A", "lora_B")]
+                plain.get_submodule(module).weight += scale * up @ down
+    return plain
+
+
+def states(model: Any, tokens: dict[str, list[int]], layer: int) -> dict[str, np.ndarray]:
+    import torch
+
+    with torch.no_grad():
+        return {
+            name: model(torch.tensor([ids]), output_hidden_states=True)
+            .hidden_states[layer + 1][0]
+            .numpy()
+            for name, ids in tokens.items()
+        }
+
+
+def test_rows_of_an_adapter_are_those_of_the_merged_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = make_random_model(tmp_path / "model")
+    adapter = make_adapter(tmp_path / "poet", model)
+    records = [{"id": name, "prompt": text} for name, text in PROMPTS.items()]
+    prompts = h.write_prompts(tmp_path / "p.jsonl", records)
+    dataset = h.harvest_alone(
+        tmp_path / "acts", model, prompts, "--hooks", "resid_post:0,2", "--max-tokens", "6",
+        *h.EAGER, "--engine-arg", f"lora={adapter}", "--engine-arg", "dtype=float32",
+        "--engine-arg", "block_size=32", "--engine-arg", "max_model_len=256",
+    )  # fmt: skip
+    requests = dataset.requests().to_pylist()
+    lines = "".join(
+        f"{name} {hashlib.sha256((adapter / name).read_bytes()).hexdigest()}\n"
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+    )
+    digest = hashlib.sha256(lines.encode()).hexdigest()
+    assert {(r["adapter"], r["adapter_sha256"]) for r in requests} == {("poet", digest)}
+    # Two of three hit the first three blocks of the other one, with the same adapter.
+    assert h.total(dataset.requests(), "cached_tokens") == 2 * 96
+
+    names = h.external_ids(dataset)
+    tokens = {name: byte_tokenizer().encode(text) for name, text in PROMPTS.items()}
+    rows = dataset.tokens(run=True).to_pylist()
+    for row in sorted(rows, key=lambda row: row["position"]):
+        ids = tokens[names[row["run"], row["request"]]]
+        ids += [row["token_id"]] * (row["position"] == len(ids))
+        assert ids[row["position"]] == row["token_id"]
+    base = AutoModelForCausalLM.from_pretrained(model)
+    for layer in (0, 2):
+        got = h.rows_of(dataset, f"resid_post.{layer}")
+        for plain, holds in ((merged(model, adapter), True), (base, False)):
+            found = states(plain, tokens, layer)
+            want = np.stack([found[name][position] for name, position in got])
+            distance = h.relative_l2(np.stack(list(got.values())), want).mean()
+            assert distance < 1e-5 if holds else distance > 1e-2
 
 
 @pytest.mark.full
@@ -31,3 +108,5 @@ def test_this_engine_adds_an_adapter_to_requests_without_one(tmp_path: Path) -> 
     # The rows of the base request, in one step with a request of the adapter.
     assert found["beside against base"] > 0.01
     assert found["beside against adapter"] < 1e-5
+    # The prefix cache tells adapters apart: a reference never names a request of another one.
+    assert found["equal prefix blocks"] == 0

@@ -18,6 +18,8 @@ import actds
 from actds.errors import ActdsError
 from actds.store import open_store
 from actds_testing import harvest as h
+from actds_testing.families.layouts import watched
+from actds_testing.families.models import FAMILIES
 from actds_testing.tiny import make_random_model
 from actds_writers.harvest.run import HarvestResult
 from actds_writers.monitor.progress import Observer, Snapshot
@@ -292,3 +294,33 @@ def test_more_positions_than_the_model_has_are_refused(model: Path) -> None:
     assert max_model_len_of(plain, Options(max_model_len=99)) == 99
     with pytest.raises(ActdsError, match="E009 --engine-arg max_model_len"):
         max_model_len_of(plain, Options(max_model_len=1025))
+
+
+KINDS = "embed;resid_pre:1,2;resid_mid:1;attn_out:1;z:1;q:1;k:1;v:1;mlp_in:1;mlp_out:1;final"
+
+
+def test_rows_of_every_kind_are_those_of_a_plain_forward(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    words = ("--engine", "transformers", "--hooks", KINDS, "--max-tokens", "3", *BATCHES)
+    acts = h.harvest(tmp_path / "acts", model, prompts, *words)
+    plain: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    states: dict[str, dict[str, np.ndarray]] = {}
+    for name, ids in tokens_of(acts).items():
+        found = states.setdefault(name, {})
+
+        def keep(hook: str, rows: torch.Tensor, found: dict[str, np.ndarray] = found) -> None:
+            found[hook] = rows.detach().reshape(-1, rows.shape[-1]).numpy()
+
+        with torch.no_grad(), watched(plain, plain.model.layers, FAMILIES[0], keep):
+            plain(torch.tensor([ids]), use_cache=False)
+    assert len(acts.hooks) == 12
+    for hook in acts.hooks:
+        rows = h.rows_of(acts, hook)
+        want = np.stack([states[name][hook][position] for name, position in rows])
+        assert h.relative_l2(np.stack(list(rows.values())), want).max() <= 1e-5, hook

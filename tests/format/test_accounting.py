@@ -233,6 +233,18 @@ def swap_span_kinds(told: Schedule) -> Schedule:
     return swap(told, "spans", i, j, "disposition", "reason", "step")
 
 
+def more_drafts_than_became_of_them(told: Schedule) -> Schedule:
+    return edit(told, "steps", {(0, "drafted_tokens"): 3, (0, "accepted_tokens"): 1})
+
+
+def row_past_the_end_is_a_loss(told: Schedule) -> Schedule:
+    i = first(told, "spans", disposition="undelivered")
+    step = column(told, "steps", "step").tolist().index(told.spans["step"][i].as_py())
+    n = {name: told.steps[name][step].as_py() for name in ("undelivered_tokens", "aborted_tokens")}
+    cells = {(step, name): count + (1 if "abort" in name else -1) for name, count in n.items()}
+    return edit(edit(told, "spans", {(i, "disposition"): "aborted"}), "steps", cells)
+
+
 def wrong_span_step(told: Schedule) -> Schedule:
     i = first(told, "spans", disposition="captured")
     other = next(s for s in column(told, "steps", "step") if s > told.spans["step"][i].as_py())
@@ -321,6 +333,8 @@ LIES: list[tuple[Callable[[Schedule], Schedule], Schedule, str, bool]] = [
     (wrong_span_step, SCHEDULE, "E414", True),
     (reference_with_step, SCHEDULE, "E412", True),
     (unexplained_loss, SCHEDULE, "E402", True),
+    (more_drafts_than_became_of_them, SCHEDULE, "E409", True),
+    (row_past_the_end_is_a_loss, SCHEDULE, "E419", False),
     (lambda told: drop_row(told, "spans", 0), SCHEDULE, "E404", False),
     (extend_span, SCHEDULE, "E405", False),
     (span_past_the_end, SCHEDULE, "E405", False),
@@ -468,6 +482,8 @@ NUDGED = {
         "dropped_tokens",
         "aborted_tokens",
         "filtered_tokens",
+        "undelivered_tokens",
+        "rejected_tokens",
         "prefill_tokens",
         "decode_tokens",
     ),
@@ -530,8 +546,8 @@ def test_interval_sets_agree_with_sets_of_positions(
     assert flat(overlap(*build(left))) == sorted({p for p in a if a.count(p) > 1})
     assert flat(difference(one, other)) == sorted(set(a) - set(b))
     assert flat(of_keys(np.array(sorted(set(a)), np.uint64))) == sorted(set(a))
-    inside = one.contains(*build(right))
-    assert inside.tolist() == [set(range(x, x + n)) <= set(a) for x, n in right]
+    asked = np.array(sorted({0, *a, *b, 2**64 - 1}), np.uint64)
+    assert one.n_below(asked).tolist() == [sum(p < key for p in set(a)) for key in asked.tolist()]
 
 
 def test_keys_hold_the_largest_request_and_position() -> None:

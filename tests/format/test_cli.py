@@ -58,7 +58,7 @@ def loaded(*args: str) -> str:
 @pytest.mark.standard
 def test_help_loads_nothing_heavy_and_no_command_of_another_package() -> None:
     told = loaded("--help")
-    assert re.search(r"^  validate +Check a dataset before training on it\.$", told, re.MULTILINE)
+    assert re.search(r"^  validate +Check datasets before training on them\.$", told, re.MULTILINE)
     assert told.endswith("\n[]\n")
 
 

@@ -6,15 +6,21 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import actds
 from actds.commit import commit_shard
 from actds.errors import ActdsError
 from actds.executor import EXECUTORS, ExecutorName, open_executor
+from actds.format.readouts import Readouts
 from actds_testing import synthetic
+from actds_testing.forge import relink
+from actds_testing.settling import write_table
 from actds_validators.validate.validation import validate
 
 
@@ -69,6 +75,41 @@ def test_statistics_and_findings_are_those_of_threads(
     array.parents[3].joinpath("tokens.parquet").write_bytes(b"")
     wanted, found = validate(copy), validate(copy, executor=name)
     assert wanted.findings and found.findings == wanted.findings
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("name", ["processes", "ray"])
+def test_findings_in_values_are_those_of_threads(
+    name: ExecutorName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "ray":
+        pytest.importorskip("ray", reason="needs the extra actds[ray]")
+    real = synthetic.states
+
+    def spoiled(tokens: dict[str, Any], token_ids: Any, hook: Any) -> Any:
+        bits = real(tokens, token_ids, hook).copy()
+        bits[5] = 0
+        bits[7, 3] = 0x7FC0  # NaN
+        if hook.name.endswith(".1"):
+            bits[9] = bits[11]
+        return bits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(synthetic, "states", spoiled)
+        path = synthetic.make_dataset(tmp_path / "d", n_requests=12, readouts=Readouts(4, 1))
+    part = next(path.glob("readouts/*/*.parquet"))
+    table = pq.read_table(part)
+    norm = table["norm"].to_numpy() * np.where(np.arange(len(table)) == 3, 2, 1)
+    at = table.column_names.index("norm")
+    write_table(part, table.set_column(at, "norm", pa.array(norm, pa.float32())))
+    relink(path)
+    done: list[tuple[str, int]] = []
+    wanted = validate(path, "deep", lambda what, amount: done.append((what, amount)))
+    found = validate(path, "deep", executor=name)
+    assert {"E601", "E602", "E603", "E417"} <= {finding.code for finding in wanted.errors}
+    assert found.findings == wanted.findings
+    amounts = {what: sum(n for one, n in done if one == what) for what, _ in done}
+    assert amounts["values"] == amounts["all values"] > 0
 
 
 @pytest.mark.standard

@@ -360,7 +360,7 @@ def test_hooks_that_nobody_names_are_asked_for(tmp_path: Path) -> None:
     hidden_states(tmp_path / "set")
     refused(tmp_path, r"E007 .*a hook without a name(.|\n)*--hook KIND.LAYER")
     refused(tmp_path, "E007 .*1 names; expected 2 hooks", hooks="resid_post.1")
-    refused(tmp_path, "E007 .*'mlp_out.1'", hooks=("resid_post.1", "mlp_out.1"))
+    refused(tmp_path, "E007 .*'pattern.1'", hooks=("resid_post.1", "pattern.1"))
     refused(tmp_path, "E007", hooks=("resid_post.1", "resid_post.1"))
     refused(tmp_path, "E007", hooks=("resid_post.1", "resid_post.01"))
     refused(tmp_path, "E009 --declare", hooks=TWO, declare={"model.colour": "red"})

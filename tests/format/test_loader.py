@@ -84,7 +84,9 @@ def bits(batch: torch.Tensor) -> bytes:
 
 
 def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("actds")]
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("actds")]
+    # What a remote store of another test reads ahead with ends with that store.
+    return [name for name in names if not name.startswith("actds-ahead")]
 
 
 @pytest.fixture(autouse=True)
@@ -473,15 +475,15 @@ def test_examples_run(
         return [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step ")]
 
     for name, *arguments in (
-        ["train_sae.py"],
-        ["train_transcoder.py", "--lr", "0.01"],
-        ["train_crosscoder.py", "--latents", "64"],
+        ["sae.py"],
+        ["transcoder.py", "--lr", "0.01"],
+        ["crosscoder.py", "--latents", "64"],
     ):
         told = losses(name, *arguments)
         assert len(told) == 11 and told[-1] < 0.9 * told[0], name
     labels = tmp_path / "labels.csv"
     labels.write_text("id,label\n" + "".join(f"prompt-{n},{n % 2}\n" for n in range(40)))
-    assert "held-out requests" in run_example("train_probe.py", "--labels", str(labels))
+    assert "held-out requests" in run_example("probe.py", "--labels", str(labels))
     assert "goes on with the same rows: True" in run_example("load_batches.py")
 
 

@@ -21,7 +21,7 @@ import actds.commit
 from actds import canonical, layout
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.format import arrays
+from actds.format import arrays, encoding
 from actds.ledger import Chain
 from actds.reading import Catalog
 from actds.recompression import recompress
@@ -30,7 +30,7 @@ from actds.sealing import seal
 from actds.store import Put
 from actds.store.local import LocalStore, lock_dataset
 from actds_testing import synthetic
-from actds_testing.independent_reader import IndependentReader
+from actds_testing.independent import IndependentReader
 from actds_testing.synthetic import make_dataset
 from actds_validators.validate.validation import validate
 
@@ -162,7 +162,7 @@ def test_a_damaged_shard_is_not_replaced_and_the_others_are(tmp_path: Path) -> N
     file = path / layout.shard_dir(name) / layout.array_dir(HOOKS[1]) / arrays.SHARD_PATH
     # A change that the checksums inside agree with: only the digest shows it.
     bits = np.zeros((raw[1].n_rows, 16), np.uint16) + 0x3F80
-    encoded = arrays.encode_array(bits, "bfloat16", raw=True)
+    encoded = encoding.encode_array(bits, "bfloat16", raw=True)
     file.write_bytes(b"".join(encoded.parts))
     with pytest.raises(ActdsError, match=f"E202 shards/{name}"):
         recompress(path)
@@ -187,12 +187,12 @@ def test_bits_that_differ_are_never_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = raw_dataset(tmp_path / "d")
-    real = arrays.encode_array
+    real = encoding.encode_array
 
     def wrong(rows: Any, *args: Any, **named: Any) -> Any:
         return real(np.where(rows == rows[5], rows[4], rows), *args, **named)
 
-    monkeypatch.setattr("actds.recompression.arrays.encode_array", wrong)
+    monkeypatch.setattr("actds.recompression.encoding.encode_array", wrong)
     with pytest.raises(ActdsError, match="E204 shards/t-"):
         recompress(path)
     monkeypatch.undo()
@@ -320,12 +320,12 @@ def test_an_independent_reader_follows_replacements(tmp_path: Path) -> None:
     recompress(path)
     theirs, ours = IndependentReader(path), actds.open(path)
     assert ours.seal is not None and theirs.account() == ours.seal.totals
-    assert [m["shard"] for m in theirs.shards] == [one.name for one in ours.shards]
-    for manifest, one in zip(theirs.shards, ours.shards, strict=True):
-        assert theirs.tokens(manifest).to_pylist() == one.tokens().to_pylist()
+    assert [shard.name for shard in theirs.shards] == [one.name for one in ours.shards]
+    for shard, one in zip(theirs.shards, ours.shards, strict=True):
+        assert theirs.tokens(shard) == one.tokens().to_pylist()
         for hook in HOOKS:
             with one.array(hook) as reader:
-                np.testing.assert_array_equal(theirs.array(manifest, hook), reader.read_all())
+                np.testing.assert_array_equal(theirs.array(shard, hook), reader.read_all())
 
 
 def test_a_resumed_training_notices(tmp_path: Path) -> None:

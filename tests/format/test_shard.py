@@ -2,7 +2,6 @@
 
 import hashlib
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from actds.format import tables
 from actds.format.shard import Shard, files_root, row_order, row_set_sha256
 from actds.ledger import Chain, read_chain
 from actds.schema import ShardManifest
-from actds.store.local import LocalStore
+from actds.store.local import LocalStore, NewLocalFile
 
 N = 700
 
@@ -65,8 +64,7 @@ def test_rows_and_tokens_come_back_in_one_recorded_order(
     chain: Chain, order: str, raw: bool
 ) -> None:
     what = rows()
-    with ThreadPoolExecutor(2) as pool:
-        manifest = commit(chain, what, order=order, raw=raw, pool=pool)
+    manifest = commit(chain, what, order=order, raw=raw, n_threads=2)
     expected = row_order(N, 11) if order == "permuted" else np.arange(N)
     shard = Shard(chain.store, manifest)
     for hook, bits in what.hooks.items():
@@ -89,16 +87,20 @@ def test_the_row_set_has_one_digest_in_any_order() -> None:
     assert digest == hashlib.sha256(keys).hexdigest()
 
 
-def test_the_record_comes_last(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n_threads", [0, 2])
+def test_the_record_comes_last(
+    n_threads: int, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[str] = []
-    put_new = LocalStore.put_new
+    real = NewLocalFile.commit
 
-    def tell(store: LocalStore, path: str, parts: Any) -> Any:
-        written.append(path)
-        return put_new(store, path, parts)
+    def tell(file: NewLocalFile) -> Any:
+        done = real(file)
+        written.append(file.place)
+        return done
 
-    monkeypatch.setattr(LocalStore, "put_new", tell)
-    commit(chain, rows())
+    monkeypatch.setattr(NewLocalFile, "commit", tell)
+    commit(chain, rows(), n_threads=n_threads)
     assert written[-2:] == ["shards/s-1/shard.json", f"ledger/{chain.chain}/00000001.json"]
     assert len(written) == 8
 

@@ -12,6 +12,7 @@ import pytest
 
 import actds
 from actds.format.readouts import Readouts
+from actds.format.tables import DISPOSITIONS
 from actds.load import overview
 from actds.load.overview import fates, norm_profile
 from actds_testing.synthetic import make_dataset
@@ -152,7 +153,7 @@ def test_fates_are_those_of_every_position(dataset: actds.Dataset) -> None:
     got = {
         (phase, kind, band): int(found.count[p, d, band])
         for p, phase in enumerate(("prefill", "decode"))
-        for d, kind in enumerate(("captured", "cache_ref", "dropped", "aborted", "filtered"))
+        for d, kind in enumerate(DISPOSITIONS)
         for band in range(len(found.low))
         if found.count[p, d, band]
     }
@@ -161,6 +162,7 @@ def test_fates_are_those_of_every_position(dataset: actds.Dataset) -> None:
     assert found.low.tolist()[:4] == [0, 1, 3, 7] and (found.high[:-1] == found.low[1:]).all()
 
 
+@pytest.mark.standard  # the first figure of a machine asks fc-list for its fonts
 def test_plots_are_figures_that_can_be_drawn(
     dataset: actds.Dataset, read_out: actds.Dataset, tmp_path: Path
 ) -> None:

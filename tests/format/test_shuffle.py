@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ import actds
 from actds import canonical, layout
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.format import arrays
+from actds.format import encoding
 from actds.format.readouts import Readouts
 from actds.reading import Catalog
 from actds.scatter import RowGroup, shard_cuts
@@ -32,7 +33,7 @@ from actds.sealing import account_run
 from actds.shuffling import Shuffled, shuffle
 from actds.store.local import LocalStore, lock_dataset
 from actds_testing import synthetic
-from actds_testing.independent_reader import IndependentReader
+from actds_testing.independent import IndependentReader
 from actds_testing.simulate.dataset import write_dataset
 from actds_testing.simulate.run import simulate
 from actds_testing.simulate.scenario import Scenario
@@ -187,11 +188,11 @@ def test_other_readers_see_the_same_rows(mixed: Path, tmp_path: Path, codec: Any
     known, theirs = rows_of(mixed), IndependentReader(out)
     seal = actds.open(out).seal
     assert seal is not None and theirs.account() == seal.totals
-    raw = {manifest["compression"] for manifest in theirs.shards}
+    raw = {shard.manifest["compression"] for shard in theirs.shards}
     assert raw == {"raw" if codec == "raw" else "normal"}
     n_rows = 0
-    for manifest in theirs.shards:
-        tokens = theirs.tokens(manifest).to_pylist()
+    for shard in theirs.shards:
+        manifest, tokens = shard.manifest, theirs.tokens(shard)
         for hook in WIDTHS:
             place = out / layout.shard_dir(manifest["shard"]) / layout.array_dir(hook)
             spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(place)}}
@@ -214,6 +215,28 @@ def test_the_order_follows_from_digest_and_seed(mixed: Path, tmp_path: Path) -> 
     a, c = contents(tmp_path / "a"), contents(tmp_path / "c")
     same = [key for key in a if key.endswith(("c/0/0", "tokens.parquet")) and a[key] == c[key]]
     assert a.keys() == c.keys() and same == []
+
+
+@pytest.mark.parametrize("executor", ["processes", "ray"])
+def test_the_copy_is_the_same_to_the_byte_wherever_it_is_made(
+    executor: Any, mixed: Path, tmp_path: Path
+) -> None:
+    if executor == "ray":
+        pytest.importorskip("ray", reason="needs the extra actds[ray]")
+    here = shuffle(mixed, tmp_path / "here", **SMALL)
+    there = shuffle(mixed, tmp_path / "there", **SMALL, executor=executor)
+    assert contents(tmp_path / "here") == contents(tmp_path / "there")
+    assert (here.n_rows, here.n_shards) == (there.n_rows, there.n_shards)
+    # An error of a worker is that of a thread.
+    array = next(mixed.glob("shards/*/acts.zarr/*/c/0/0"))
+    shutil.copytree(mixed, tmp_path / "damaged")
+    damaged = tmp_path / "damaged" / array.relative_to(mixed)
+    data = bytearray(damaged.read_bytes())
+    data[40] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(ActdsError) as caught:
+        shuffle(tmp_path / "damaged", tmp_path / "none", **SMALL, executor=executor)
+    assert caught.value.code == "E202" and not (tmp_path / "none").exists()
 
 
 def group_of(n_rows: int, rows_per_shard: int, key: int) -> RowGroup:
@@ -286,6 +309,8 @@ def test_places_are_uniform_over_the_copy(wide: Path, tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_dataset(wide: Path, tmp_path: Path) -> None:
     nbytes = sum(manifest.n_rows for manifest in Catalog.read(LocalStore(wide)).shards) * 512
+    shuffle(wide, tmp_path / "first", rows_per_shard=2048, memory_nbytes=1 << 21)  # imports
+    gc.collect()
     tracemalloc.start()
     shuffle(wide, tmp_path / "out", rows_per_shard=2048, memory_nbytes=1 << 21)
     peak = tracemalloc.get_traced_memory()[1]
@@ -494,7 +519,7 @@ def test_a_damaged_shard_is_not_copied(tmp_path: Path) -> None:
     file = path / layout.shard_dir(shard.shard) / layout.array_dir("resid_post.1") / "c/0/0"
     # A change that the checksums inside agree with: only the digest shows it.
     bits = np.zeros((shard.n_rows, 16), np.uint16) + 0x3F80
-    encoded = b"".join(arrays.encode_array(bits, "bfloat16", raw=True).parts)
+    encoded = b"".join(encoding.encode_array(bits, "bfloat16", raw=True).parts)
     entry = next(e for e in shard.files if e.path.endswith("resid_post.1/c/0/0"))
     assert canonical.digest(encoded) != entry.sha256
     file.write_bytes(encoded)

@@ -25,7 +25,7 @@ def stalls(**changed: Any) -> pa.Table:
 
 def parquet(table: pa.Table, **options: Any) -> bytes:
     sink = io.BytesIO()
-    pq.write_table(table, sink, **{"store_schema": False, **options})
+    pq.write_table(table, sink, **{"store_schema": False, "write_page_checksum": True, **options})
     return sink.getvalue()
 
 
@@ -83,6 +83,9 @@ def test_columns_are_chosen_by_name() -> None:
 
 HOSTILE: list[tuple[str, bytes]] = [
     ("E206", parquet(stalls(), store_schema=True)),
+    ("E206", parquet(stalls(), write_page_checksum=False)),
+    ("E206", parquet(stalls(), write_page_index=True)),
+    ("E206", parquet(stalls(), sorting_columns=[pq.SortingColumn(0)])),
     ("E206", b"PAR1 no parquet PAR1"),
     ("E206", b""),
     ("E109", parquet(stalls().drop_columns(["step"]))),

@@ -27,8 +27,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         readouts=Readouts(1, seed=0),
     )  # fmt: skip
     return make_dataset(
-        folder, n_requests=20, seed=4, hooks=HOOKS, run="r-second", readouts=Readouts(1, seed=0)
-    )
+        folder, n_requests=20, seed=4, hooks=HOOKS, run="r-second", readouts=Readouts(1, seed=0),
+        roles=True,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def database(path: Path) -> sqlite3.Connection:
     """Return the rows with all columns that an expression may name, in a table of SQLite."""
     dataset = actds.open(path)
     connection = sqlite3.connect(":memory:")
-    for name in ("tokens", "requests", "steps", "readouts"):
+    for name in ("tokens", "requests", "steps", "readouts", "roles"):
         table = getattr(dataset, name)(run=True)
         lists = [f.name for f in table.schema if pa.types.is_nested(f.type)]
         table = table.drop_columns(lists)
@@ -53,6 +54,8 @@ def database(path: Path) -> sqlite3.Connection:
     connection.execute(
         "create table rows as select tokens.*, n.norm, flags & 1 as special, "
         f"flags >> 1 & 1 as bos, flags >> 2 & 1 as eos, "
+        "(select role from roles o where o.run = tokens.run and o.request = tokens.request "
+        "and o.start <= position and position < o.stop) as role, "
         f"{renamed('requests', 'request')}, {renamed('steps', 'step')} "
         "from tokens join requests using (run, request) join steps using (run, step) "
         "join (select run, request, position, min(norm) as norm from readouts "
@@ -93,6 +96,10 @@ EXPRESSIONS = [
     "token_id / 2.0 > 12.5 and -position < -4",
     "norm > 3.9 and norm * norm < 20",
     "request in (0, 3, 4) and step >= 2",
+    "role == 'assistant'",
+    "role != 'assistant' and position >= 2",
+    "role is None and run == 'r-second'",
+    "role in ('user', 'template') or not role == 'assistant' and phase == 'decode'",
 ]
 
 
@@ -228,12 +235,12 @@ def test_only_rows_that_are_kept_are_held(path: Path, monkeypatch: pytest.Monkey
 
     dataset = actds.open(path)
     sizes = []
-    scatter = ArrayReader.scatter
+    by_chunk = ArrayReader.by_chunk
 
-    def watched(self: ArrayReader, rows: np.ndarray[Any, Any], *args: Any) -> None:
+    def watched(self: ArrayReader, rows: np.ndarray[Any, Any]) -> Any:
         sizes.append(len(rows))
-        scatter(self, rows, *args)
+        return by_chunk(self, rows)
 
-    monkeypatch.setattr(ArrayReader, "scatter", watched)
+    monkeypatch.setattr(ArrayReader, "by_chunk", watched)
     loader = actds.Loader(dataset, HOOKS[0], batch=2, where="position == 3", drop_last=False)
     assert sum(len(batch) for batch in loader) == sum(sizes) == loader.n_rows

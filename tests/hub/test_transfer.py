@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 import actds
 from actds.cli import cli
+from actds.executor import ExecutorName
 from actds.hub import transfer
 from actds_testing.hub_server import TOKEN, Hub, flipped
 from actds_testing.synthetic import make_dataset
@@ -51,7 +52,7 @@ def test_a_dataset_comes_back_byte_for_byte(hub: Hub, path: Path, tmp_path: Path
     assert pushed.n_moved == pushed.n_files == len(tree(path))
     sizes = sum(map(len, tree(path).values()))
     assert told[-1] == (pushed.n_files, pushed.n_files, sizes, sizes)
-    pulled = actds.pull(URI, tmp_path / "back", digest=pushed.digest)
+    pulled = actds.pull(URI, tmp_path / "back", seal=f"sha256:{pushed.digest}")
     assert tree(tmp_path / "back") == tree(path)
     assert (pulled.digest, pulled.revision) == (pushed.digest, pushed.revision)
     assert not actds.validate(tmp_path / "back").errors
@@ -77,7 +78,7 @@ def test_the_seal_is_the_last_to_arrive(
     *before, last = hub.repos[REPO].commits[1:]
     assert len(before) > 2
     new = last.keys() - before[-1].keys()
-    assert new == {SEAL, "README.md", "croissant.json"}
+    assert new == {SEAL, "SHA256SUMS", "README.md", "croissant.json"}
     ledger = [any(name.startswith("ledger/") for name in commit) for commit in before]
     data = [any(name.endswith("c/0/0") for name in commit) for commit in before]
     assert data.index(True) < ledger.index(True)
@@ -203,6 +204,22 @@ def test_a_file_that_is_not_what_was_committed_does_not_leave(hub: Hub, path: Pa
     assert hub.count("^PUT") == hub.count("/commit/") == 0
 
 
+@pytest.mark.standard
+@pytest.mark.parametrize("name", ["processes", "ray"])
+def test_digests_are_taken_where_the_executor_is(hub: Hub, path: Path, name: ExecutorName) -> None:
+    if name == "ray":
+        pytest.importorskip("ray", reason="needs the extra actds[ray]")
+    bad = sorted(path.rglob("c/0/0"))[-1]
+    whole = bad.read_bytes()
+    bad.write_bytes(flipped(whole))
+    with pytest.raises(actds.ActdsError, match="E202") as caught:
+        actds.push(path, URI, executor=name)
+    assert caught.value.place == bad.relative_to(path).as_posix() and hub.count("^PUT") == 0
+    bad.write_bytes(whole)
+    actds.push(path, URI, executor=name)
+    assert hub.repos[REPO].files == tree(path)
+
+
 def change(hub: Hub, name: str, data: bytes | None) -> None:
     files = dict(hub.repos[REPO].commits[-1])
     lfs = files.pop(name, (b"", False))[1]
@@ -258,6 +275,31 @@ def test_refuses_what_is_not_to_be_pushed(hub: Hub, path: Path, tmp_path: Path) 
     assert hub.repos[REPO].files == tree(path)
 
 
+def test_signatures_and_pins_travel_with_a_dataset(hub: Hub, path: Path, tmp_path: Path) -> None:
+    crypto = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    from cryptography.hazmat.primitives import serialization as form
+
+    key, pem = crypto.Ed25519PrivateKey.generate(), form.Encoding.PEM
+    private, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    private.write_bytes(key.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption()))
+    spki = form.PublicFormat.SubjectPublicKeyInfo
+    public.write_bytes(key.public_key().public_bytes(pem, spki))
+    first = actds.push(path, URI)
+    actds.sign(path, private)
+    assert actds.push(path, URI).n_moved == 1, "a signature that came later is sent alone"
+    pulled = actds.pull(URI, tmp_path / "signed", seal=first.digest)
+    assert actds.verify(tmp_path / "signed", [public]).digest == pulled.digest == first.digest
+    make_dataset(path, n_requests=3, seed=5, run="r-second")
+    second = actds.push(path, URI)
+    actds.pull(URI, tmp_path / "grown", seal=first.digest)
+    assert actds.open(tmp_path / "grown").digest == second.digest
+    assert actds.open(tmp_path / "grown", seal=first.digest).digest == first.digest
+    with pytest.raises(actds.ActdsError, match="E804"):
+        actds.pull(f"{URI}@{first.revision}", tmp_path / "back", seal=second.digest)
+    assert not (tmp_path / "back").exists()
+    assert not list((tmp_path / "back.partial").glob("shards/*/acts.zarr")), "no data was fetched"
+
+
 def test_refuses_what_is_not_to_be_pulled(hub: Hub, path: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"E101 {URI}: no such repository"):
         actds.pull(URI, tmp_path / "back")
@@ -266,8 +308,10 @@ def test_refuses_what_is_not_to_be_pulled(hub: Hub, path: Path, tmp_path: Path) 
         actds.pull(URI, path)
     with pytest.raises(actds.ActdsError, match="E009 OUT"):
         actds.pull(URI, "s3://bucket/acts")
-    with pytest.raises(actds.ActdsError, match="E202 seal: digest "):
-        actds.pull(URI, tmp_path / "back", digest="0" * 64)
+    with pytest.raises(actds.ActdsError, match="E804 seal: 1 seals, the last sha256:"):
+        actds.pull(URI, tmp_path / "back", seal="0" * 64)
+    with pytest.raises(actds.ActdsError, match="E009 seal"):
+        actds.pull(URI, tmp_path / "back", seal="latest")
     change(hub, "actds.json", None)
     with pytest.raises(FileNotFoundError, match=r"E101 .*no actds\.json"):
         actds.pull(URI, tmp_path / "other")
@@ -324,7 +368,7 @@ def test_the_commands_push_and_pull(hub: Hub, path: Path, tmp_path: Path) -> Non
     assert f"digest {digest}" in said.stdout and "files checked" in said.stdout
     assert not hub.repos[REPO].private
     out = tmp_path / "back"
-    said = runner.invoke(cli, ["pull", URI, str(out), "--json", "--digest", digest])
+    said = runner.invoke(cli, ["pull", URI, str(out), "--json", "--seal", digest])
     document = json.loads(said.stdout)
     assert (document["format"], document["digest"]) == ("actds.pull", digest)
     assert document["n_moved"] == len(tree(path)) and tree(out) == tree(path)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from actds_testing.families import table
+from actds_testing.families import layouts, table
 from actds_testing.families.models import FAMILIES, Family
 
 pytestmark = pytest.mark.matrix
 RESULTS = json.loads(table.RESULTS.read_text("utf-8"))
+COMPARED = set(layouts.compared(whole=False))
 DOCUMENTED = {f["family"]: f for f in RESULTS["families"]}
 
 
@@ -43,3 +44,5 @@ def test_the_docs_say_what_a_run_gives(family: Family, found: dict[str, Any]) ->
     was, now = DOCUMENTED[family.name], found[family.name]
     names = ("outcome", "code", "vllm_class", "transformers_class", "note")
     assert {name: now.get(name) for name in names} == {name: was.get(name) for name in names}
+    for name in ("relative_l2", "refused_hooks"):
+        assert set(now.get(name, ())) == set(was.get(name, ())) & COMPARED, name

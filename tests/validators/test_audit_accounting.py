@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from actds_testing.audit_tokens import audited, changed, tables_of
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_validators.audit.result import Limits
 from actds_validators.audit.verdict import judge
-from actds_validators.report.accounting import balance, never_computed
+from actds_validators.report.accounting import balance, map_of, never_computed
 
 Tables = dict[str, pa.Table]
 
@@ -157,8 +158,8 @@ def traded(frame: pd.DataFrame) -> pd.DataFrame:
         ("spans", of("captured", without_the_last), {"E404", "E406"}),
         ("spans", of("dropped", moved), {"E404", "E408"}),
         ("spans", of("dropped", captured_instead), {"E406", "E408"}),
-        ("spans", of("aborted", without_the_last), {"E409"}),
-        ("spans", of("aborted", dropped_instead), {"E408", "E409"}),
+        ("spans", of("undelivered", without_the_last), {"E409"}),
+        ("spans", of("undelivered", dropped_instead), {"E408", "E409"}),
         ("spans", of("cache_ref", moved), {"E404"}),
         ("spans", of("cache_ref", backwards), {"E404"}),
         ("drops", without_the_last, {"E408"}),
@@ -167,7 +168,7 @@ def traded(frame: pd.DataFrame) -> pd.DataFrame:
         ("drops", of_another_step, {"E408"}),
         ("steps", counted("captured_tokens", 1), {"E409", "E412"}),
         ("steps", counted("dropped_tokens", -1), {"E408", "E409"}),
-        ("steps", counted("aborted_tokens", 1), {"E409"}),
+        ("steps", counted("undelivered_tokens", 1), {"E409"}),
         ("steps", counted("batch_tokens", 1), {"E409"}),
         ("steps", traded, {"E408", "E412"}),
         ("requests", counted("prompt_len", 1), {"E404"}),
@@ -230,12 +231,12 @@ def test_positions_that_no_step_computed_are_in_no_loss_rate(sound: Tables) -> N
     assert account.findings == []
     lines["n"] = lines["stop"].astype(int) - lines["start"].astype(int)
     reached = lines[lines["step"].notna()].groupby("disposition")["n"].sum()
-    lost = reached["dropped"] + reached["aborted"]
+    lost = reached["dropped"]
     assert account.never_computed == prompt.sum() == lines["n"].sum() - before.positions
     assert account.never_computed_requests == n
     assert account.computed == lost + reached["captured"] == before.computed
     assert account.loss_share == lost / account.computed == before.loss_share
-    assert account.aborted == reached["aborted"]
+    assert (account.aborted, account.undelivered) == (0, reached["undelivered"])
     [step] = [w for w in account.waterfall if w.name == "never computed"]
     assert (step.reason, step.n_positions) == ("client_abort", account.never_computed)
     assert found.coverage is not None
@@ -243,3 +244,38 @@ def test_positions_that_no_step_computed_are_in_no_loss_rate(sound: Tables) -> N
     words = never_computed(account)
     assert f"Never computed: {prompt.sum():,} positions of 445 requests" in words
     assert f"{prompt.sum():,} never computed" in balance(account)
+
+
+def test_positions_from_outside_are_a_column_of_their_own_and_in_no_share(sound: Tables) -> None:
+    """Every other reference becomes one to KV that another engine computed."""
+
+    def outside(frame: pd.DataFrame) -> pd.DataFrame:
+        some = frame.index[::2]
+        frame.loc[some, "reason"] = "external"
+        frame.loc[some, "ref_request"] = None
+        return frame
+
+    given = changed(sound, "spans", of("cache_ref", outside))
+    lines = given["spans"].to_pandas().query("reason == 'external'")
+    prompt = dict(zip(*(sound["requests"][c].to_pylist() for c in ("request", "prompt_len")),
+                      strict=True))  # fmt: skip
+    wanted: Counter[tuple[str, int]] = Counter()
+    for line in lines.itertuples():
+        for position in range(line.start, line.stop):
+            word = "prompt" if position < prompt[line.request] else "generated"
+            wanted[word, 2 ** int(np.log2(position + 1)) - 1] += 1
+    found, before = audited(given), audited(sound)
+    assert found.accounting.findings == []
+    assert found.accounting.external == wanted.total() > 0
+    assert found.coverage is not None and before.coverage is not None
+    cells = found.coverage.cells
+    assert {(c.token_class, c.low): c.external for c in cells if c.external} == wanted
+    n_reused = sum(c.reused for c in before.coverage.cells) - sum(c.reused for c in cells)
+    assert n_reused == wanted.total()
+    for cell in cells:
+        n = cell.stored + cell.reused + cell.lost
+        assert cell.stored_share == (pytest.approx(cell.stored / n) if n else None)
+    picture = map_of(cells)
+    assert picture is not None and "KV from outside" in [s.text for s in picture.shapes]
+    plain = map_of(before.coverage.cells)
+    assert plain is not None and "KV from outside" not in [s.text for s in plain.shapes]

@@ -14,6 +14,7 @@ import pytest
 import actds
 from actds.errors import ActdsError
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
+from actds_testing.synthetic import make_dataset
 from actds_validators.audit.api import audit
 from actds_validators.audit.data import LABEL_COLUMNS, read_labels
 from actds_validators.audit.result import Coverage
@@ -61,6 +62,37 @@ def test_labels_move_positions_between_classes_and_lose_none(dataset: Path, tmp_
     for field in ("stored", "reused", "lost", "filtered"):
         assert by_class(plain, field).total() == by_class(labelled, field).total()
     assert by_class(labelled, "stored")["generated"] == by_class(plain, "stored")["generated"]
+
+
+def test_roles_of_the_dataset_are_classes_by_themselves(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "acts", n_requests=30, seed=5, drops=True, roles=True)
+    opened = actds.open(path)
+    role = {
+        (line["request"], position): line["role"]
+        for line in opened.roles().to_pylist()
+        for position in range(line["start"], line["stop"])
+    }
+    tokens = opened.tokens(columns=["request", "position"]).to_pylist()
+    stored = Counter(role.get((row["request"], row["position"])) for row in tokens)
+    lost = Counter(
+        role.get((drop["request"], position))
+        for drop in opened.drops().to_pylist()
+        for position in range(drop["start"], drop["stop"])
+    )
+    coverage = audit(path).result.coverage
+    assert coverage is not None
+    assert coverage.classes_from.startswith("the roles of chats, where they are known")
+    for name in ("template", "user", "assistant"):
+        assert by_class(coverage, "stored")[name] == stored[name] > 0
+        assert lost[name] > 0
+    told = {one.token_class: one for one in coverage.loss_by_class}
+    assert set(told) == {"template", "user", "assistant", "all others"}
+    assert all(told[name].n_lost >= lost[name] for name in ("template", "user", "assistant"))
+    # What somebody gives stands in their place.
+    given = write(tmp_path / "labels.parquet", [(0, 0, 3, "mine")])
+    named = audit(path, classes=given).result.coverage
+    assert named is not None
+    assert {one.token_class for one in named.loss_by_class} == {"mine", "all others"}
 
 
 def write(path: Path, rows: list[tuple[object, ...]], run: str | None = None) -> Path:

@@ -324,16 +324,14 @@ def test_the_family_is_adjusted_as_one(case: Case) -> None:
     assert smallest.value == pytest.approx(adjusted.min())
 
 
-def test_loss_by_load_is_that_of_the_deciles(case: Case) -> None:
-    queues, steps = case.found.queues, case.steps
-    assert queues is not None
-    load = steps["load_8"].to_numpy()
-    group = np.digitize(load, np.quantile(load, np.arange(1, 10) / 10), right=True)
+def deciles(steps: pd.DataFrame, column: str) -> tuple[list[float], list[float], list[float]]:
+    """Return rate, mean and best monotone fit of the loss by decile of a number of the step."""
+    value = steps[column].to_numpy()
+    group = np.digitize(value, np.unique(np.quantile(value, np.arange(1, 10) / 10)), right=True)
+    group = np.unique(group, return_inverse=True)[1]
     n = np.bincount(group, steps["n"])
     lost = np.bincount(group, steps["dropped_tokens"])
-    assert [p.rate.value for p in queues.loss_by_load] == pytest.approx((lost / n).tolist())
-    mean = np.bincount(group, steps["n"] * load) / n
-    assert [p.load for p in queues.loss_by_load] == pytest.approx(mean.tolist(), rel=1e-6)
+    mean = np.bincount(group, steps["n"] * value) / n
     fits = [
         IsotonicRegression(increasing=rises).fit(np.arange(len(n)), lost / n, n).predict(
             np.arange(len(n))
@@ -342,7 +340,32 @@ def test_loss_by_load_is_that_of_the_deciles(case: Case) -> None:
     ]  # fmt: skip
     common = lost.sum() / n.sum()
     best = max(fits, key=lambda fit: float((n * (fit - common) ** 2).sum()))
-    assert [p.fitted for p in queues.loss_by_load] == pytest.approx(best.tolist(), **CLOSE)
+    return (lost / n).tolist(), mean.tolist(), best.tolist()
+
+
+@pytest.mark.parametrize("column", ["batch_tokens", "max_seq_len"])
+def test_loss_by_batch_and_by_context_is_that_of_the_deciles(case: Case, column: str) -> None:
+    assert case.found.queues is not None
+    curves = {curve.covariate.name: curve for curve in case.found.queues.loss_by_step}
+    curve = curves[column]
+    rate, mean, fit = deciles(case.steps, column)
+    assert [p.rate.value for p in curve.points] == pytest.approx(rate)
+    assert [p.load for p in curve.points] == pytest.approx(mean, rel=1e-6)
+    assert [p.fitted for p in curve.points] == pytest.approx(fit, **CLOSE)
+    assert curve.direction == ("increasing" if fit[-1] >= fit[0] else "decreasing")
+    assert all(p.rate.low <= p.rate.value <= p.rate.high for p in curve.points)
+
+
+def test_loss_by_load_is_that_of_the_deciles(case: Case) -> None:
+    queues, steps = case.found.queues, case.steps
+    assert queues is not None
+    rate, mean, fit = deciles(steps, "load_8")
+    assert [p.rate.value for p in queues.loss_by_load] == pytest.approx(rate)
+    assert [p.load for p in queues.loss_by_load] == pytest.approx(mean, rel=1e-6)
+    assert [p.fitted for p in queues.loss_by_load] == pytest.approx(fit, **CLOSE)
+    load = steps["load_8"].to_numpy()
+    group = np.digitize(load, np.quantile(load, np.arange(1, 10) / 10), right=True)
+    n, lost = np.bincount(group, steps["n"]), np.bincount(group, steps["dropped_tokens"])
     test = next(t for t in case.found.mechanism.tests  # type: ignore[union-attr]
                 if t.name == "trend" and t.covariate.name == "load_8")  # fmt: skip
     table = np.stack([lost, n - lost])

@@ -47,6 +47,7 @@ PICTURES = (
     "bound",
     "trace",
     "loss-by-load",
+    "loss-by-step",
     "occupancy",
     "lags",
     "weight-map",

@@ -48,7 +48,7 @@ def test_every_scenario_accounts_for_every_position(name: str) -> None:
     assert bool(found.findings) == (found.totals["unresolved"] > 0)
     assert found.totals["scheduled"] == len(run.lost) == run.steps["batch_tokens"].to_numpy().sum()
     assert found.totals["dropped"] == run.lost.sum()
-    assert found.totals["aborted"] > 0 and found.totals["cache_ref"] > 0
+    assert found.totals["undelivered"] > 0 and found.totals["cache_ref"] > 0
     assert len(run.steps) == N_STEPS
     for table in TABLES:
         columns = getattr(run, table)

@@ -11,19 +11,24 @@ from typing import Any
 
 import click.testing
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import actds.commit
+from actds import layout
 from actds.cli import cli
-from actds.format import tables
+from actds.format.apart import TablesApart
 from actds.format.readouts import Readouts
 from actds.sealing import seal
-from actds_testing import synthetic
-from actds_testing.places import VECTORS
+from actds_testing import forge, synthetic
+from actds_testing.places import SCHEMAS, VECTORS
 from actds_testing.schedules import simulate
+from actds_testing.settling import write_table
 from actds_testing.synthetic import make_dataset
 from actds_validators.cli.validate import LEVELS as COMMAND_LEVELS
 from actds_validators.validate.validation import LEVELS, Validation, validate
+from actds_validators.validate.values import may_equal
 
 MINIMAL = VECTORS / "valid" / "minimal"
 Copy = Callable[[], Path]
@@ -127,13 +132,13 @@ def test_every_hook_accounts_for_every_row(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_notices_any_changed_byte_of_any_file(tmp_path: Path) -> None:
-    """Every file but the card, which is derived: one bit flipped, and the file cut or gone."""
+    """Every file but those that are derived: one bit flipped, and the file cut or gone."""
     files = [p.relative_to(MINIMAL) for p in sorted(MINIMAL.rglob("*")) if p.is_file()]
     assert len(files) > 25
     work = Path(shutil.copytree(MINIMAL, tmp_path / "d"))
     rng = np.random.default_rng(7)
     for number, name in enumerate(files):
-        if name.name == "README.md":
+        if name.as_posix() in layout.BESIDE:
             continue
         whole = (MINIMAL / name).read_bytes()
         flip(work / name, int(rng.integers(len(whole))))
@@ -145,6 +150,52 @@ def test_notices_any_changed_byte_of_any_file(tmp_path: Path) -> None:
         assert validate(work, "quick").exit_code() != 0, f"{name} cut or gone"
         (work / name).write_bytes(whole)
     assert lines(validate(work, "deep")) == []
+
+
+def test_a_run_record_that_no_ledger_names_is_none(tmp_path: Path) -> None:
+    """Nothing pins it: it could say anything, and the dataset would keep its digest."""
+    path = Path(shutil.copytree(MINIMAL, tmp_path / "d"))
+    (named,) = (p for p in path.glob("ledger/*/*.json") if b'"type":"run"' in p.read_bytes())
+    later = [p for p in sorted(named.parent.glob("*.json")) if p.name > named.name]
+    for place, record in zip([named, *later[:-1]], later, strict=True):
+        number = int(place.stem)
+        place.write_bytes(record.read_bytes())
+        forge.edit(place, lambda r, number=number: r.update(seq=number))
+    later[-1].unlink()
+    forge.relink(path)
+    found = validate(path, "full")
+    assert "E401" in {finding.code for finding in found.errors}, lines(found)
+
+
+@pytest.mark.parametrize("name", ["format", "version"])
+@pytest.mark.parametrize(
+    ("schema", "pattern"),
+    {"genesis": "actds.json", "run": "runs/*.json", "shard": "shards/*/shard.json",
+     "ledger": "ledger/*/00000001.json", "seal": "seal/????.json"}.items(),
+)  # fmt: skip
+def test_every_document_says_what_it_is(
+    tmp_path: Path, schema: str, pattern: str, name: str
+) -> None:
+    path = Path(shutil.copytree(MINIMAL, tmp_path / "d"))
+    document = sorted(path.glob(pattern))[0]
+    forge.edit(document, lambda d: d.pop(name))
+    forge.relink(path)
+    (finding,) = (one for one in validate(path, "quick").errors if one.code == "E103")
+    assert finding.place == f"{document.relative_to(path).as_posix()} {name}"
+    published = json.loads((SCHEMAS / f"{schema}.json").read_text("utf-8"))
+    assert name in published["required"]
+
+
+def test_a_list_with_a_null_is_refused(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(VECTORS / "valid" / "readouts", tmp_path / "d"))
+    (part,) = path.glob("readouts/*/readouts-000000.parquet")
+    table = pq.read_table(part)
+    at, lists = table.column_names.index("projections"), table["projections"].to_pylist()
+    lists[0] = [None, *lists[0][1:]]
+    field = table.schema.field("projections")
+    write_table(part, table.set_column(at, field, pa.array(lists, field.type)))
+    forge.relink(path)
+    assert "E109" in codes(validate(path, "deep"))
 
 
 def test_only_a_level_that_hashes_notices_changed_activations(copy_dataset: Copy) -> None:
@@ -177,13 +228,13 @@ def test_hashes_a_file_before_it_parses_it(
     for file in (tokens, spans):
         flip(file, 50)
     parsed: list[str] = []
-    real = tables.from_parquet
+    real = TablesApart.from_parquet
 
-    def parse(name: Any, data: Any, place: str, columns: Any = None) -> Any:
+    def parse(self: Any, name: Any, data: Any, place: str, *columns: Any, **more: Any) -> Any:
         parsed.append(place)
-        return real(name, data, place, columns)
+        return real(self, name, data, place, *columns, **more)
 
-    monkeypatch.setattr(tables, "from_parquet", parse)
+    monkeypatch.setattr(TablesApart, "from_parquet", parse)
     found = validate(path, level)
     bad = {file.relative_to(path).as_posix() for file in (tokens, spans)}
     assert {f.place for f in found.findings} == bad, lines(found)
@@ -306,6 +357,28 @@ def test_deep_finds_two_hooks_that_share_memory(
     found = with_states(tmp_path, monkeypatch, alias, "bfloat16")
     assert codes(found) == {"E603"}, lines(found)
     assert all(finding.got == "the bits of hook resid_post.0" for finding in found.errors)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("resid_post.3", "resid_pre.4", True),
+        ("resid_pre.4", "resid_post.3", True),
+        ("resid_pre.3", "resid_post.3", False),
+        ("resid_post.4", "resid_pre.4", False),
+        ("embed.0", "resid_pre.0", True),
+        ("embed.0", "resid_post.0", False),
+        ("mlp_in.2", "resid_mid.2", True),
+        ("mlp_in.2", "resid_mid.3", False),
+        ("v.1", "z.1", True),
+        ("k.1", "v.1", False),
+        ("mlp_out.1", "attn_out.1", False),
+    ],
+)
+def test_places_that_are_the_same_by_definition_may_have_equal_rows(
+    one: str, other: str, same: bool
+) -> None:
+    assert may_equal(one, other) is same
 
 
 def test_equal_prefixes_are_no_repeated_rows(tmp_path: Path) -> None:

@@ -87,3 +87,18 @@ def test_flags_mark_special_tokens() -> None:
     assert slices["prefill"].columns["flags"].tolist() == [
         FLAG_SPECIAL | FLAG_BOS, 0, FLAG_SPECIAL | FLAG_EOS,
     ]  # fmt: skip
+
+
+def test_the_worker_side_knows_the_hit_ratio_of_every_step_dropped_or_not() -> None:
+    assembly = Assembly(SpecialTokens())
+    ratios = []
+    for message in (
+        step(0, (0, 0, 40, 40)),
+        step(1, (0, 40, 41, 40)),
+        step(2, (1, 32, 40, 40), (2, 16, 40, 40), (0, 41, 42, 40)),
+        step(3, (2, 0, 8, 40)),  # resumed after a preemption: begun before
+        step(4, (1, 8, 9, 40), finished=(1,)),  # the number of an ended request is new again
+    ):
+        assembly.lost(message)
+        ratios.append(assembly.cache_hit_ratio)
+    assert ratios == [0.0, None, 48 / 80, None, 8 / 40]

@@ -10,7 +10,7 @@ from actds.errors import ActdsError
 from actds.format.readouts import Readouts, compute, matrix
 from actds_testing.synthetic_engine import ResidualStack
 from actds_writers.capture import op as capture
-from actds_writers.capture.hooks import StreamForm, decoder_layers
+from actds_writers.capture.taps import StreamForm, decoder_layers
 from actds_writers.ipc.messages import HookSpec
 
 

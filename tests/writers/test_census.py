@@ -70,6 +70,18 @@ def test_a_prefix_hit_names_the_request_that_computed_it() -> None:
     assert found.steps["cache_hit_ratio"].to_pylist() == [32 / 80]
 
 
+def test_the_hit_ratio_is_of_the_step() -> None:
+    census = Census()
+    for request in range(3):
+        census.observe(arrived(request, 40))
+    census.observe(scheduled(0, (0, 0, 40)))
+    census.observe(scheduled(1, (0, 40, 41)))
+    hits = (Reference(1, 0, 32, 0), Reference(2, 0, 16, 0))
+    census.observe(scheduled(2, (1, 32, 40), (2, 16, 40), (0, 41, 42), references=hits))
+    ratios = census.tables(ALL, ClientFacts(), "writer_ended").steps["cache_hit_ratio"]
+    assert ratios.to_pylist() == [0.0, None, 48 / 80]
+
+
 def test_recomputation_is_counted_in_steps_and_not_in_spans() -> None:
     census = Census()
     census.observe(arrived(0, 4))

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from actds import layout, schema
+from actds.errors import ActdsError
 from actds.format import codec
 from actds.ledger import Chain
 from actds.reading import Catalog
 from actds.schema import Genesis, Hook
-from actds.store.local import LocalStore
+from actds.store import Put
+from actds.store.local import LocalStore, NewLocalFile
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.shards.assembly import TOKEN_COLUMNS, ShardBuffer, Slice
-from actds_writers.shards.writer import RETRY_AFTER, CommitPlan, Committer, RawFallback
+from actds_writers.shards.committer import RETRY_AFTER, CommitPlan, Committer, RawFallback
 
 D_MODEL, ROWS_PER_SHARD = 16, 32
 HOOK = HookSpec("resid_post.1", "resid_post", 1, D_MODEL, "bfloat16")
@@ -115,7 +117,7 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> threading.Event
     """Let the first chunk, whose begin is told, take until a shard has to wait behind its own."""
     left, began = [1], threading.Event()
 
-    def slow(items: Any, *, itemsize: int = 2, mode: Any = "huffman") -> bytes:
+    def slow(items: Any, out: Any, *, itemsize: int = 2, mode: Any = "huffman") -> int:
         if mode != "raw" and left:
             left.clear()
             began.set()
@@ -125,9 +127,9 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> threading.Event
                 threading.Event().wait(0.001)
             else:
                 raise AssertionError("no shard had to wait")
-        return codec.encode_chunk(items, itemsize=itemsize, mode=mode)
+        return codec.encode_into(items, out, itemsize=itemsize, mode=mode)
 
-    monkeypatch.setattr("actds.format.arrays.encode_chunk", slow)
+    monkeypatch.setattr("actds.format.encoding.encode_into", slow)
     return began
 
 
@@ -206,3 +208,49 @@ def test_rows_of_steps_that_are_not_durable_are_no_part_of_a_shard(tmp_path: Pat
     found = loop.finish()
     assert [shard.last_step for shard in found.shards] == [0, 1]
     assert loop.committer.n_rows == 2 * ROWS_PER_SHARD
+
+
+def test_shards_are_recorded_in_order_though_a_later_one_is_durable_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, real, synced = Loop(tmp_path, 0), NewLocalFile.commit, threading.Event()
+    places: list[str] = []
+
+    def commit(file: NewLocalFile) -> Put:
+        assert not file.place.endswith("000000/tokens.parquet") or synced.wait(60)
+        done = real(file)
+        places.append(file.place)
+        if file.place.endswith("000002/tokens.parquet"):
+            synced.set()
+        return done
+
+    monkeypatch.setattr(NewLocalFile, "commit", commit)
+    for _ in range(3):
+        loop.shard()  # a buffer is free again as soon as its rows are encoded
+    catalog = loop.finish()
+    ends = [place for place in places if place.startswith("ledger/") or "shard.json" in place]
+    assert [place.rpartition("/")[2] for place in ends] == [
+        name for n in (1, 2, 3) for name in ("shard.json", f"{n:08d}.json")
+    ]
+    assert [shard.first_step for shard in catalog.shards] == [0, 1, 2]
+
+
+def test_nothing_is_recorded_after_a_shard_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, real = Loop(tmp_path, 0), NewLocalFile.write
+
+    def write(file: NewLocalFile, parts: Any) -> None:
+        if "000001/acts.zarr" in file.place and file.place.endswith("c/0/0"):
+            raise ActdsError("E503", file.place, got="no space", expected="a durable write")
+        real(file, parts)
+
+    monkeypatch.setattr(NewLocalFile, "write", write)
+    for _ in range(4):
+        loop.shard()  # never waits for a buffer that a failed shard would keep
+    loop.committer.finish()
+    assert loop.committer.error is not None and loop.committer.error.code == "E503"
+    monkeypatch.undo()
+    assert [shard.first_step for shard in Catalog.read(loop.store).shards] == [0]
+    assert loop.committer.n_rows == ROWS_PER_SHARD
+    assert not [path for path in (tmp_path / "acts").rglob(".tmp-*")]

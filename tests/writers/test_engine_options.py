@@ -10,8 +10,10 @@ from actds.errors import ActdsError
 from actds_writers.engine_protocol import engine_names, find_engine
 from actds_writers.engines import vllm as vllm_engine
 from actds_writers.engines.vllm import OWNED, REFUSED, VLLM, VllmOptions, refuse_options
+from actds_writers.engines.vllm.adapters import read_adapter
 
-KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "revision"})
+KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "revision",
+                   "async_scheduling"})  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -68,15 +70,13 @@ def test_option_that_the_command_sets_itself_is_refused(key: str) -> None:
 @pytest.mark.parametrize(
     "item",
     [
-        "pipeline_parallel_size=2",
-        "pipeline-parallel-size=2",
-        "data_parallel_size=2",
-        "data_parallel_size=true",
-        'data_parallel_size="1"',
-        'speculative_config={"method": "ngram"}',
-        'kv_transfer_config={"kv_connector": "x"}',
-        "async_scheduling=true",
-        "async_scheduling=1",
+        "prefill_context_parallel_size=2",
+        "prefill-context-parallel-size=2",
+        "data_parallel_rank=1",
+        "data_parallel_external_lb=true",
+        'speculative_config={"method": "eagle"}',
+        'speculative_config={"model": "x", "num_speculative_tokens": 2}',
+        "spec_method=medusa",
         "skip_tokenizer_init=true",
         "enable_lora=true",
         "enable-lora=True",
@@ -93,19 +93,48 @@ def test_configuration_that_capture_cannot_account_for_is_refused_with_the_reaso
     assert REFUSED[key].reason in error.got
 
 
+@pytest.mark.parametrize("drafts", ['speculative_config={"method": "ngram"}', "spec_method=ngram"])
+def test_drafts_with_pipeline_stages_are_refused_with_the_reason(drafts: str) -> None:
+    with pytest.raises(ActdsError, match="drafts with 2 pipeline stages"):
+        parse("pipeline_parallel_size=2", drafts)
+    parse("pipeline_parallel_size=1", drafts)
+    parse("pipeline_parallel_size=2")
+
+
+def test_kv_that_no_model_computed_is_refused() -> None:
+    inner = '{"connectors": [{"kv_connector": "DecodeBenchConnector"}]}'
+    for item in (
+        'kv_transfer_config={"kv_connector": "DecodeBenchConnector"}',
+        f'kv_transfer_config={{"kv_connector_extra_config": {inner}}}',
+    ):
+        error = refusal(item)
+        assert (error.code, error.place) == ("E012", "--engine-arg kv_transfer_config")
+        assert "made-up values" in error.got
+
+
 def test_harmless_value_of_a_refused_option_passes() -> None:
-    items = ["pipeline_parallel_size=1", "async_scheduling=false", "speculative_config=null"]
-    assert parse(*items) == {
-        "pipeline_parallel_size": 1,
-        "async_scheduling": False,
-        "speculative_config": None,
+    items = ["data_parallel_size=1", "async_scheduling=true", "spec_method=ngram"]
+    assert parse(*items, 'speculative_config={"method": "ngram"}') == {
+        "data_parallel_size": 1,
+        "async_scheduling": True,
+        "spec_method": "ngram",
+        "speculative_config": {"method": "ngram"},
     }
 
 
+@pytest.mark.parametrize("value", ["0", "true", '"1"', "1.5"])
+def test_replicas_are_a_number_of_engines(value: str) -> None:
+    assert parse("data_parallel_size=3") == {"data_parallel_size": 3}
+    assert VLLM.replicas(VLLM.options({"data_parallel_size": 3})) == 3
+    assert VLLM.replicas(VLLM.options({})) == 1
+    error = refusal(f"data_parallel_size={value}")
+    assert (error.code, error.place) == ("E009", "--engine-arg data_parallel_size")
+
+
 def test_live_configuration_is_held_against_the_same_rules() -> None:
-    refuse_options({"async_scheduling": False, "pipeline_parallel_size": 1, "other": 3})
-    with pytest.raises(ActdsError, match="E012 --engine-arg async_scheduling"):
-        refuse_options({"async_scheduling": True})
+    refuse_options({"async_scheduling": True, "data_parallel_size": 1, "other": 3})
+    with pytest.raises(ActdsError, match="E012 --engine-arg enable_dbo"):
+        refuse_options({"enable_dbo": True})
 
 
 def test_every_option_that_has_a_rule_is_one_that_vllm_takes() -> None:
@@ -139,3 +168,22 @@ def test_a_replay_runs_one_request_at_a_time_and_reuses_no_prefix() -> None:
     }
     transformers = find_engine("transformers")
     assert transformers.alone(transformers.options({"dtype": "float32"})).max_num_seqs == 1
+
+
+def test_a_replay_computes_all_of_its_kv_itself() -> None:
+    given = VLLM.options({"kv_transfer_config": {"kv_connector": "ExampleConnector"}})
+    alone = VLLM.alone(given)
+    assert isinstance(alone, VllmOptions)
+    assert alone.arguments()["kv_transfer_config"] is None
+
+
+def test_an_adapter_is_an_option_of_this_engine_and_none_of_vllm(tmp_path: Path) -> None:
+    error = refusal(f"lora={tmp_path}")
+    assert (error.code, error.place) == ("E009", "--engine-arg lora")
+    (tmp_path / "adapter_config.json").write_text('{"r": 9}')
+    given = VLLM.parse([f"lora={tmp_path}", "max_model_len=64"])
+    assert isinstance(given, VllmOptions)
+    assert given.lora == str(tmp_path) and given.arguments() == {"max_model_len": 64}
+    adapter = read_adapter(str(tmp_path))
+    assert adapter.arguments == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}
+    assert refusal("enable_lora=true").code == "E012"

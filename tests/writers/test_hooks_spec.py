@@ -29,6 +29,19 @@ def test_specification_names_its_layers_in_order_and_once(spec: str, layers: lis
     assert [place.name for place in places] == [f"resid_post.{layer}" for layer in layers]
 
 
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("resid_mid:8;mlp_out:8", ["mlp_out.8", "resid_mid.8"]),
+        ("embed", ["embed.0"]),
+        ("embed:0; final", ["embed.0", "final.29"]),
+        ("final:-1;embed:all;final:all", ["embed.0", "final.29"]),
+    ],
+)
+def test_kinds_stand_side_by_side_and_some_have_one_place(spec: str, names: list[str]) -> None:
+    assert [place.name for place in parse_hooks(spec, 30)] == names
+
+
 @pytest.mark.parametrize("layer", ["30", "-31", "0-30", "999999", "29-31"])
 def test_layer_that_the_model_lacks_is_refused_with_the_range(layer: str) -> None:
     with pytest.raises(ActdsError) as caught:
@@ -51,7 +64,9 @@ def test_layer_that_the_model_lacks_is_refused_with_the_range(layer: str) -> Non
         "resid_post:5-3",
         "resid_post:1-2-3",
         "resid_post:\u0663",
-        "resid_mid:1",
+        "resid_pro:1",
+        "embed:1",
+        "final:0",
         "10,20",
         "resid_post:1234567",
         "resid_post:" + "1," * 4096 + "1",

@@ -76,7 +76,7 @@ def clean(path: Path) -> actds.Dataset:
     report = validate(path, level="deep")
     assert not report.errors, report.errors
     # A killed writer leaves files of a shard that it never committed; they are no data.
-    assert {finding.code for finding in report.warnings} <= {"E105"}
+    assert {finding.code for finding in report.warnings} <= {"E105", "E421"}
     return actds.open(path)
 
 
@@ -318,24 +318,26 @@ def engine_config(**parallel: Any) -> SimpleNamespace:
 def test_refuses_an_engine_whose_steps_cannot_be_accounted_for() -> None:
     serving.refuse(engine_config())
     for option, value in (
-        ("pipeline_parallel_size", 2), ("data_parallel_size", 2), ("worker_cls", "mine.Worker"),
+        ("prefill_context_parallel_size", 2), ("data_parallel_size", 2),
+        ("worker_cls", "mine.Worker"),
         ("distributed_executor_backend", "ray"),
     ):  # fmt: skip
         with pytest.raises(ActdsError, match=f"E012 engine option {option}"):
             serving.refuse(engine_config(**{option: value}))
+    drafting = engine_config()
+    drafting.speculative_config = SimpleNamespace(method="ngram")
+    serving.refuse(drafting)
+    drafting.speculative_config = SimpleNamespace(method="eagle")
+    with pytest.raises(ActdsError, match=r"E012 engine option speculative_config.*ngram"):
+        serving.refuse(drafting)
     with_adapters = engine_config()
     with_adapters.lora_config = SimpleNamespace(max_loras=1)
     with pytest.raises(ActdsError, match=r"E012 engine option enable_lora.*requests without one"):
         serving.refuse(with_adapters)
-    with_adapters.scheduler_config.async_scheduling = False
+    WorkerCapture.refuse(with_adapters)  # actds write starts engines with one for all requests
+    with_adapters.lora_config = SimpleNamespace(max_loras=2)
     with pytest.raises(ActdsError, match="E012 engine option enable_lora"):
         WorkerCapture.refuse(with_adapters)
-
-
-def test_async_scheduling_is_switched_off_before_the_scheduler_exists() -> None:
-    config = engine_config()
-    serving.schedule_in_step(config)
-    assert config.scheduler_config.async_scheduling is False
 
 
 def test_the_plugin_imports_nothing_and_comes_in_when_the_engine_does(
@@ -359,7 +361,7 @@ def request(engine_id: str, n_blocks: int, first: int = 0, **fields: Any) -> Sim
     return SimpleNamespace(
         request_id=engine_id, num_prompt_tokens=4 * n_blocks, num_computed_tokens=0,
         block_hashes=[f"{first + n}".encode() for n in range(n_blocks)], arrival_time=1.0,
-        sampling_params=None, **fields,
+        sampling_params=None, num_output_tokens=0, is_finished=lambda: False, **fields,
     )  # fmt: skip
 
 
@@ -376,11 +378,15 @@ def test_the_scheduler_side_forgets_the_least_recently_used_blocks_and_says_so()
         n = one.num_prompt_tokens - start
         one.num_computed_tokens = one.num_prompt_tokens
         scheduler = SimpleNamespace(
-            requests={one.request_id: one}, waiting=[], running=[one],
+            requests={one.request_id: one}, waiting=[], running=[one], num_spec_tokens=0,
             kv_cache_manager=SimpleNamespace(usage=0.0),
         )  # fmt: skip
         witness.arrived(one)
-        witness.scheduled(scheduler, SimpleNamespace(num_scheduled_tokens={one.request_id: n}), ())
+        output = SimpleNamespace(
+            num_scheduled_tokens={one.request_id: n}, scheduled_spec_decode_tokens={}
+        )
+        vars(output)["_actds"] = witness.scheduled(scheduler, output, ())
+        witness.taken(output)
         return told[-1]
 
     schedule(request("a-00000000", limit), 0)
@@ -391,6 +397,7 @@ def test_the_scheduler_side_forgets_the_least_recently_used_blocks_and_says_so()
     again = schedule(request("d-00000000", 4), 12)
     owners = [(r.start, r.stop, r.ref_request) for r in again.references]
     assert owners == [(0, 4, 0), (4, 8, 1), (8, 12, None)]
+    assert not any(r.external for r in again.references)
 
 
 def test_the_scheduler_side_marks_what_the_rules_leave_out() -> None:
@@ -400,7 +407,11 @@ def test_the_scheduler_side_marks_what_the_rules_leave_out() -> None:
     for one in (
         request("cmpl-x-0-0123abcd", 1),
         request("cmpl-y-0-0123abcd", 1, session_id="s"),
-        request("cmpl-z-0-0123abcd", 1, lora_request=object()),
+        request(
+            "cmpl-z-0-0123abcd",
+            1,
+            lora_request=SimpleNamespace(lora_name="z", lora_path="/nowhere"),
+        ),
     ):
         witness.arrived(one)
     skip, lora = (LeftOut(w, w) for w in ("sampling:skip", "unsupported:lora"))

@@ -88,6 +88,29 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path: Path) -> None:
     assert found.source.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def test_tools_and_calls_without_words_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"n": 1}}}}]
+    call = {"function": {"name": "f", "arguments": {"x": None}}}
+    said = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": said, "tools": tools}) + "\n")
+    (prompt,) = read_prompts(str(tmp_path / "p.jsonl")).prompts
+    assert prompt.messages == [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert prompt.tools == tools
+    # A column of objects has every key of each of them; of JSON it has those that are there.
+    more = [*tools, {"type": "function", "function": {"name": "g"}}]
+    talk = [{"role": "user", "content": "a"}]
+    for name, column in (("a", [more]), ("b", [json.dumps(more)]), ("c", [None])):
+        pq.write_table(
+            pa.table({"messages": [talk], "tools": column}), tmp_path / f"{name}.parquet"
+        )
+        (prompt,) = read_prompts(str(tmp_path / f"{name}.parquet")).prompts
+        assert (prompt.messages, prompt.tools) == (talk, None if column == [None] else more)
+    for bad in ("no JSON", {"a": 1}, [1]):
+        (tmp_path / "p.jsonl").write_text(json.dumps({"messages": talk, "tools": bad}) + "\n")
+        with pytest.raises(ActdsError, match="`tools` is a"):
+            read_prompts(str(tmp_path / "p.jsonl"))
+
+
 def test_messages_of_a_table_lose_the_keys_that_are_null(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "name": "x"}]
     pq.write_table(pa.table({"messages": [messages]}), tmp_path / "p.parquet")

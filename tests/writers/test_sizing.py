@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import secrets
 import shlex
@@ -18,7 +19,7 @@ from click.testing import CliRunner, Result
 
 import actds
 from actds.errors import ActdsError
-from actds.format import arrays
+from actds.format import encoding
 from actds.format.readouts import NONE, Readouts
 from actds.reading import Catalog
 from actds.schema import REQUIRED_PROVENANCE
@@ -34,11 +35,14 @@ from actds_testing.synthetic_engine import (
 )
 from actds_writers.cli.plan import plan
 from actds_writers.config import HarvestSettings, WriterSettings
+from actds_writers.engine_protocol import Workers
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
+from actds_writers.ipc.queues import QueuePage
 from actds_writers.shards.assembly import TOKEN_COLUMNS, SpecialTokens
 from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
 from actds_writers.sizing import needs as sizing
+from actds_writers.sizing.disk import DiskRates, shared_with, until_sustained
 from actds_writers.sizing.machine import DEFAULTS, MIB, Machine, Rate, capacity, machine, measure
 from actds_writers.sizing.needs import (
     MEASURED,
@@ -98,9 +102,10 @@ def test_memory_of_a_real_pipeline_is_the_predicted_one(
 def test_memory_grows_with_every_option() -> None:
     geometry, sizes = Geometry((Width(576, 2),) * 2, 9), Sizes(8192, 65_536, 1 << 28)
     small = memory_bound(geometry, sizes).nbytes
-    for change in ("max_step_rows", "rows_per_shard", "ring_nbytes"):
+    for change in ("max_step_rows", "rows_per_shard", "ring_nbytes", "n_threads"):
         more = dataclasses.replace(sizes, **{change: 2 * getattr(sizes, change)})
         assert memory_bound(geometry, more).nbytes > small, change
+    assert memory_bound(geometry, dataclasses.replace(sizes, holds_files=True)).nbytes > small
     for wide in (
         Geometry(geometry.hooks + geometry.hooks, 9),
         Geometry((Width(576, 2), Width(600, 2)), 9),
@@ -127,6 +132,7 @@ def written_run(out: Path, *, d_model: int, n_rows: int, rows_per_shard: int) ->
     per_step, rng = 256, np.random.default_rng(5)
     nbytes = len(hooks) * per_step * d_model * 2
     memory = ring.create(out.parent / "ring", nbytes)
+    QueuePage.beside(out.parent / "ring", create=True)
     settings = WriterSettings(
         harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
         dataset=secrets.token_hex(16), run="r-size", resume=False, started_ns=1, software="test",
@@ -162,7 +168,7 @@ def test_bytes_on_disk_are_the_predicted_ones(tmp_path: Path) -> None:
     # How well these rows compress is not what is tested: their own ratio, as of one chunk.
     sample = np.random.default_rng(0).standard_normal((1_024, d_model), dtype=np.float32)
     bits = (sample.view(np.uint32) >> 16).astype(np.uint16)
-    ratio = bits.nbytes / sum(map(len, arrays.encode_array(bits, "bfloat16").parts))
+    ratio = bits.nbytes / sum(map(len, encoding.encode_array(bits, "bfloat16").parts))
     overhead = dataclasses.replace(MEASURED, ratio=ratio, request=0.0, step=0.0)
     parts = stored_nbytes_per_token(
         Geometry((Width(d_model, 2),) * 2), overhead, LOAD, rows_per_shard
@@ -253,8 +259,8 @@ def judged(load: Load, rates: Machine = RATES, **options: Any) -> Any:
     [
         ("d2h", 0.01, "link"),
         ("copy", 0.01, "ring"),
-        ("encode", 0.001, "pool"),
-        ("disk", 0.001, "pool"),
+        ("encode", 0.001, "encode"),
+        ("disk", 0.001, "disk"),
     ],
 )
 def test_the_slow_stage_saturates_first(name: str, slow: float, stage: str) -> None:
@@ -265,8 +271,8 @@ def test_the_slow_stage_saturates_first(name: str, slow: float, stage: str) -> N
     limits = {s.name: s.max_tokens for s in found.stages}
     assert limits["link"] == pytest.approx(rates.d2h.gbps * 1e9 / 4_000)
     assert limits["encode"] == pytest.approx(2 * rates.encode.gbps * 1e9 / 4_000)
-    # One thread compresses and then writes.
-    assert 1 / limits["pool"] == pytest.approx(1 / limits["encode"] + 1 / limits["disk"])
+    # Shards are on their way side by side: the slower of both counts, not their sum.
+    assert found.bottleneck.max_tokens == min(limits.values())
 
 
 def test_the_ring_holds_burst_and_stall_and_the_stall_then_costs_nothing() -> None:
@@ -340,11 +346,13 @@ def test_bytes_of_a_dataset_are_those_of_its_files(tmp_path: Path) -> None:
 
 
 def test_a_measured_machine_leaves_nothing_behind(tmp_path: Path) -> None:
-    found = measure(tmp_path, nbytes=1 << 20)
+    found, disk = measure(tmp_path, seconds=0.2, nbytes=1 << 20)
     assert set(found) == set(DEFAULTS) and all(rate > 0 for rate in found.values())
+    assert found["disk"] == disk.sustained_gbps <= disk.burst_gbps
+    assert disk.nbytes % (1 << 20) == 0 and disk.nbytes > 0
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ActdsError, match="E009 --measure"):
-        measure(tmp_path / "absent")
+        measure(tmp_path / "absent", seconds=0.2)
 
 
 def test_given_rates_come_before_measured_and_these_before_assumed() -> None:
@@ -352,6 +360,87 @@ def test_given_rates_come_before_measured_and_these_before_assumed() -> None:
     assert rates.disk == Rate(3.0, "given")
     assert rates.copy == Rate(2.0, "measured")
     assert rates.encode == Rate(DEFAULTS["encode"], "assumed")
+
+
+@dataclasses.dataclass
+class Drive:
+    """A drive with a cache, and pauses; the clock is its own."""
+
+    cached: float
+    cache_gbps: float
+    gbps: float
+    pauses: tuple[int, ...] = ()
+    now: float = 0.0
+    n: int = 0
+
+    def write(self) -> int:
+        fast = self.n * 64 * MIB < self.cached
+        self.now += 64 * MIB / ((self.cache_gbps if fast else self.gbps) * 1e9)
+        self.now += 3.0 * (self.n in self.pauses)
+        self.n += 1
+        return 64 * MIB
+
+    def measured(self, seconds: float = 60.0) -> DiskRates:
+        return until_sustained(self.write, seconds, lambda: self.now)
+
+
+def test_a_drive_is_written_past_its_cache_and_no_further() -> None:
+    found = Drive(cached=40e9, cache_gbps=4.0, gbps=0.8).measured()
+    assert found.burst_gbps == pytest.approx(4.0, rel=0.02)
+    assert found.sustained_gbps == pytest.approx(0.8, rel=0.02)
+    assert found.cache_nbytes == pytest.approx(40e9, abs=8e9 + 64 * MIB)
+    assert found.is_steady and found.seconds < 22
+    assert "burst 4 GB/s, sustained 0.8 GB/s, after " in found.words
+
+
+def test_a_drive_without_a_fall_is_written_to_until_the_time_is_over() -> None:
+    found = Drive(cached=0, cache_gbps=1.0, gbps=2.0).measured(30)
+    assert (found.cache_nbytes, found.is_steady) == (None, True)
+    assert found.burst_gbps == pytest.approx(found.sustained_gbps, rel=0.02)
+    assert found.seconds == pytest.approx(30, abs=0.1)
+    assert "no fall in" in found.words
+
+
+def test_a_fall_at_the_end_is_not_called_steady_and_a_pause_is_no_fall() -> None:
+    late = Drive(cached=54e9, cache_gbps=1.0, gbps=0.1).measured()
+    assert late.cache_nbytes is not None and not late.is_steady
+    assert "not steady yet" in late.words
+    paused = Drive(cached=0, cache_gbps=1.0, gbps=1.0, pauses=(200,)).measured(40)
+    assert paused.cache_nbytes is None
+    assert paused.sustained_gbps == pytest.approx(1.0, rel=0.02)
+
+
+def test_who_shares_the_drive_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = os.stat(tmp_path).st_dev
+    ours = f"{os.major(number)}:{os.minor(number)}"
+    root, out, other = tmp_path / "root", tmp_path / "out", Path("/proc")
+    for folder in (out, root / "var/log", root / "proc", root / "sys/dev/block"):
+        folder.mkdir(parents=True)
+    swap = tmp_path / "swap file"
+    swap.touch()
+    line = f"{str(swap).replace(' ', chr(92) + '040')} file 8 0 -2"
+    (root / "proc/swaps").write_text(
+        f"Filename Type Size Used Priority\n{line}\n/dev/gone partition\n"
+    )
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    assert [what.split(" (")[0] for what in shared_with(out, root)] == [
+        "temporary files", "logs", "swap"
+    ]  # fmt: skip
+    # Partitions of one drive, one of them below a mapped volume, are that drive.
+    drive = root / "sys/devices/sda"
+    for part in ("sda1", "sda2"):
+        (drive / part).mkdir(parents=True)
+        (drive / part / "partition").touch()
+    mapped = root / "sys/devices/dm-0/slaves"
+    mapped.mkdir(parents=True)
+    (mapped / "sda2").symlink_to(drive / "sda2")
+    (root / "sys/dev/block" / ours).symlink_to(drive / "sda1")
+    theirs = os.stat(other).st_dev
+    (root / "sys/dev/block" / f"{os.major(theirs)}:{os.minor(theirs)}").symlink_to(mapped.parent)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(other))
+    assert f"temporary files ({other})" in shared_with(out, root)
+    (mapped / "sda2").unlink()
+    assert f"temporary files ({other})" not in shared_with(out, root)
 
 
 # command --------------------------------------------------------------------------------------
@@ -381,6 +470,23 @@ def test_page_and_json_say_the_same_and_fit_a_terminal() -> None:
     command = shlex.split(page.output[page.output.index("actds write") :].replace("\\\n", " "))
     assert command == facts["options"]
     assert command[command.index("--ring-mib") + 1] == str(facts["ring"]["nbytes"] // MIB)
+
+
+def test_a_measured_disk_is_said_with_those_who_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actds_writers.harvest.plan.shared_with", lambda folder: ["logs (/x)"])
+    monkeypatch.setattr("actds_writers.sizing.machine.MEASURED_NBYTES", 1 << 20)
+    words = (*MODEL, *RATE, "--measure", tmp_path, "--measure-seconds", 0.2)
+    page, facts = run(*words), json.loads(run(*words, "--json").stdout)
+    assert "disk measured: burst" in page.stdout
+    assert f"WARNING  {tmp_path} shares its drive with:" in page.stdout
+    assert facts["shares_drive_with"] == ["logs (/x)"]
+    assert facts["rates"]["disk"] == {
+        "gbps": facts["measured_disk"]["sustained_gbps"], "origin": "measured"
+    }  # fmt: skip
+    plain = json.loads(run(*MODEL, *RATE, "--json").stdout)
+    assert (plain["measured_disk"], plain["shares_drive_with"]) == (None, [])
 
 
 def test_options_that_follow_are_options_of_write() -> None:
@@ -445,3 +551,84 @@ def test_a_model_folder_says_size_and_type(tmp_path: Path) -> None:
 def test_bad_options_are_refused(options: tuple[object, ...], code: str) -> None:
     error = run(*options).exception
     assert isinstance(error, ActdsError) and error.code == code
+
+
+# stages, replicas, steps in flight -------------------------------------------------------------
+
+
+def planned(*options: object) -> dict[str, Any]:
+    words = ("--d-model", 512, "--layers", 7, "--hooks", "resid_post:all;embed", "--json", *RATE)
+    done = run(*words, "--max-step-rows", 1024, "--staging-mib", 0, *options)
+    assert done.exit_code == 0, done.output
+    return dict(json.loads(done.output))
+
+
+def test_each_stage_and_each_replica_is_said() -> None:
+    one = planned("--engine-arg", "async_scheduling=false")
+    both = ("--engine-arg", "pipeline_parallel_size=2", "--engine-arg", "data_parallel_size=2")
+    found = planned(*both, "--engine-arg", "async_scheduling=false")
+    assert [(s["stage"], s["layers"], s["n_hooks"]) for s in found["engines"]["stages"]] == [
+        (0, [0, 4], 5), (1, [4, 7], 3),
+    ]  # fmt: skip
+    stages = found["engines"]["stages"]
+    assert sum(s["row_nbytes"] for s in stages) == one["geometry"]["row_nbytes"]
+    assert found["memory"]["device_nbytes"] == sum(s["device_nbytes"] for s in stages)
+    assert found["memory"]["shared_nbytes"] == sum(s["shared_nbytes"] for s in stages)
+    assert found["memory"]["buffers"] == one["memory"]["buffers"]
+    assert (found["engines"]["n"], found["engines"]["nbytes"]) == (2, 2 * found["memory"]["nbytes"])
+    # Half of the tokens, and 5 of 8 hooks in the larger ring.
+    share = found["ring"]["nbytes"] / one["ring"]["nbytes"]
+    assert share == pytest.approx(5 / 16, abs=2 * MIB / one["ring"]["nbytes"])
+    page = run("--d-model", 512, "--layers", 7, *RATE, *both).output
+    assert "stages   stage 0: layers 0-3, 4 hooks: " in page and "stage 1: layers 4-6" in page
+    assert "engines  2, each with 1/2 of the load" in page
+    assert "pipeline_parallel_size=2" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "in_flight", "staged"),
+    [
+        (["async_scheduling=false"], 1, 1),
+        ([], 2, 3),  # vLLM's default on GPUs
+        (["async_scheduling=true"], 2, 3),
+        (["pipeline_parallel_size=2", "async_scheduling=false"], 2, 3),
+        (["pipeline_parallel_size=2"], 3, 4),
+    ],
+)
+def test_staging_holds_the_steps_in_flight_and_one_more(
+    options: list[str], in_flight: int, staged: int
+) -> None:
+    found = planned(*(word for option in options for word in ("--engine-arg", option)))
+    assert found["engines"]["in_flight"] == in_flight
+    for stage in found["engines"]["stages"]:
+        assert stage["staging_nbytes"] == staged * 1024 * stage["row_nbytes"]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+@pytest.mark.standard
+def test_a_worker_has_the_staging_that_is_predicted(in_flight: int, tmp_path: Path) -> None:
+    with pipeline_for(tmp_path / "acts") as pipeline:
+        engine = SyntheticEngine(pipeline, in_flight=in_flight)
+        geometry = Geometry.of(HOOKS)
+        sizes = Sizes(MAX_ROWS, 40, RING_NBYTES, in_flight=in_flight)
+        bound = memory_bound(geometry, sizes)
+        assert engine.stages.nbytes == bound.device_nbytes - bound.hooks + bound.shared_nbytes + (
+            engine.buffers.nbytes
+        )
+        engine.close()
+        pipeline.finish("interrupted")
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize(("n_layers", "stages"), [(7, 2), (30, 4), (31, 4), (32, 3), (3, 3)])
+def test_layers_are_split_as_vllm_splits_them(n_layers: int, stages: int) -> None:
+    split = pytest.importorskip("vllm.distributed.utils").get_pp_indices
+    mine = Workers(stages).layers(n_layers)
+    assert [(one.start, one.stop) for one in mine] == [
+        split(n_layers, rank, stages) for rank in range(stages)
+    ]
+
+
+def test_an_engine_option_that_breaks_accounting_is_refused_in_a_plan() -> None:
+    done = run(*MODEL, *RATE, "--engine-arg", "enable_dbo=true")
+    assert "E012 --engine-arg enable_dbo" in str(done.exception)

@@ -13,9 +13,11 @@ from actds.errors import ActdsError
 from actds_testing.faulty_disk import wait_until
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.ipc.messages import RingFree, StepRows, StepsDropped
+from actds_writers.capture.stages import Step
+from actds_writers.ipc.messages import QueueState, RingFree, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
 from actds_writers.policies import POLICIES
+from actds_writers.sampling import LeftOut
 
 pytestmark = pytest.mark.standard
 
@@ -34,12 +36,14 @@ class Worker:
     def __init__(self, policy: str, in_staging: int = 3, in_ring: int = 4) -> None:
         self.writer, ours = Pipe()
         self.lost: list[tuple[int, str]] = []
+        self.queues: QueueState | None = None
         self.handover = Handover(
             ours,
             RingSpace(in_staging * NBYTES),
             RingSpace(in_ring * NBYTES),
             POLICIES[policy],
             lambda step, reason: self.lost.append((step, reason)),
+            lambda: self.queues,
         )
         self.n = 0
 
@@ -68,10 +72,10 @@ def take_all(writer: Connection) -> tuple[list[int], list[int]]:
         message = writer.recv()
         if isinstance(message, StepsDropped):
             lost += [loss.rows.step for loss in message.losses]
-            writer.send(RingFree(None, 0, 0, None))
+            writer.send(RingFree(None))
         else:
             stored.append(message.step)
-            writer.send(RingFree(message.offset, 0, 0, None))
+            writer.send(RingFree(message.offset))
     return stored, lost
 
 
@@ -135,10 +139,10 @@ def test_a_thousand_losses_are_told_in_a_few_messages() -> None:
         n_messages += 1
         if isinstance(message, StepsDropped):
             lost += len(message.losses)
-            worker.writer.send(RingFree(None, 0, 0, None))
+            worker.writer.send(RingFree(None))
         else:
             stored += 1
-            worker.writer.send(RingFree(message.offset, 0, 0, None))
+            worker.writer.send(RingFree(message.offset))
     assert (stored, lost) == (4, 996)
     assert n_messages < 12
     worker.handover.close()
@@ -159,3 +163,33 @@ def test_a_hook_that_saw_too_few_rows_stops_engine_and_writer(tmp_path: Path) ->
         with pytest.raises(ActdsError, match="E501"):
             pipeline.finish("failed")
             pipeline.poll()
+
+
+def test_all_depths_of_a_drop_are_of_the_moment_of_the_drop() -> None:
+    worker = Worker("drop_newest", in_staging=3, in_ring=2)
+    for _ in range(4):  # two fill the ring, and two wait in the staging ring
+        worker.admit() if worker.n > 1 else worker.step()
+    worker.admit()
+    worker.queues = QueueState(2, 1_000, 0.25)
+    late = worker.admit()
+    assert (late.state, late.depths, late.queues) == ("dropped", (3, 2), worker.queues)
+    # Whatever is emptied before the writer is told changes nothing of it.
+    worker.queues = QueueState(0, 0, None)
+    worker.handover.moved(late, rows(late.step))
+    assert take_all(worker.writer)[0] == [0, 1]
+    assert (late.depths, late.queues) == ((3, 2), QueueState(2, 1_000, 0.25))
+
+
+def step_of(n_rows: list[int], left_out: tuple[LeftOut, ...] = ()) -> Step:
+    """Return a step of requests 5, 6, ... with four prompt tokens each."""
+    requests = np.arange(5, 5 + len(n_rows))
+    return Step(3, requests, np.array(n_rows), np.full(len(n_rows), 4), left_out, (), 1, None)
+
+
+def test_a_step_is_cut_at_the_end_of_each_request() -> None:
+    step, stays = step_of([3, 1, 2], (LeftOut("x"), LeftOut("y"), LeftOut("z"))).cut({5: 2, 6: 1})
+    assert stays is not None and stays.tolist() == [True, False, False, False, True, True]
+    assert (step.requests.tolist(), step.n_rows.tolist()) == ([5, 7], [1, 2])
+    assert [out.prefill for out in step.left_out] == ["x", "z"]
+    whole = step_of([3, 1, 2])
+    assert whole.cut({}) == (whole, None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actds.errors import ActdsError
-from actds_writers.capture.hooks import StreamForm, residual_stream
+from actds_writers.capture.taps import StreamForm, residual_stream
 
 HIDDEN, RESIDUAL = torch.ones(3, 4), 2 * torch.ones(3, 4)
 

@@ -19,15 +19,8 @@ from actds.load.dataset import Dataset
 from actds_testing import harvest as h
 from actds_testing import toy
 from actds_writers.capture import op as capture
-from actds_writers.capture.hooks import (
-    HookKind,
-    StreamForm,
-    Tap,
-    cast_of,
-    decoder_layers,
-    find_kind,
-    hook_specs,
-)
+from actds_writers.capture.hooks import cast_of, find_kind, hook_specs
+from actds_writers.capture.taps import HookKind, StreamForm, Tap, decoder_layers
 from actds_writers.engine_protocol import find_engine
 from actds_writers.ipc.messages import HookSpec
 

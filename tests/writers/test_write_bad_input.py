@@ -97,5 +97,5 @@ def test_an_engine_option_that_cannot_be_accounted_for(
     model: Path, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "acts"
-    option = ("--engine-arg", "pipeline_parallel_size=2")
-    refused(write(out, model, prompts, *option), "E012", out, "pipeline_parallel_size")
+    option = ("--engine-arg", "prefill_context_parallel_size=2")
+    refused(write(out, model, prompts, *option), "E012", out, "prefill_context_parallel_size")

@@ -82,7 +82,8 @@ class HarvestSettings(Settings):
         description="Dataset to write: a new folder, or a URI such as s3://bucket/name"
     )
     hooks: str = Field(
-        description="Activations to capture: resid_post:10,20, resid_post:0-29, resid_post:all",
+        description="Activations to capture: resid_post:10,20, resid_post:all, "
+        "'mlp_in:8;mlp_out:8'",
     )
     seed: int = Field(default=0, description="Seed of the engine and of the row order")
     store_dtype: DTypeName | None = Field(
@@ -270,8 +271,27 @@ class PlanSettings(Settings):
     measure: Folder | None = Field(
         default=None,
         description="Measure the rates that are not given, on this machine and the disk of "
-        "FOLDER; takes seconds",
+        "FOLDER, which is written to until its rate is sustained",
         json_schema_extra={"metavar": "FOLDER"},
+    )
+    measure_seconds: Rate = Field(
+        default=60.0, description="Seconds to write to the disk at most, with --measure"
+    )
+    stress: Folder | None = Field(
+        default=None,
+        description="Serve the model requests of random tokens and long-tailed lengths with the "
+        "sizes of the plan, into a dataset in FOLDER that is removed afterwards",
+        json_schema_extra={"metavar": "FOLDER"},
+    )
+    stress_seconds: Rate = Field(
+        default=60.0, description="Seconds to serve requests, with --stress"
+    )
+    engine: str = Field(default="vllm", description="Engine that runs the model")
+    engine_args: dict[str, Any] = Field(
+        default={},
+        description="Option of the engine, may be repeated: stages, replicas and asynchronous "
+        "scheduling change what is needed",
+        json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
     )
 
 
@@ -351,6 +371,9 @@ class WriterSettings:
         rows_per_shard: rows after which a shard is committed, at a step's end.
         shared: whether other engines may write the dataset too; the first one creates it.
         readouts: value of ``capture.readouts``.
+        stage_timeout_s: how long a step may wait for the rows of a pipeline stage.
+        replica: number of this engine among data-parallel replicas, and how many there are, 0 when
+            that is not known.
     """
 
     harvest: HarvestSettings
@@ -361,6 +384,8 @@ class WriterSettings:
     readouts: str
     resume: bool = False
     shared: bool = False
+    stage_timeout_s: float = 120.0
+    replica: tuple[int, int] = (0, 1)
     dataset: str = field(default_factory=lambda: secrets.token_hex(16))
     run: str = field(default_factory=lambda: layout.new_id("r"))
     started_ns: int = field(default_factory=time.time_ns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,35 @@ class EngineOptions(BaseModel):
     max_model_len: Positive | None = None
     max_num_seqs: Positive | None = None
 
+    @property
+    def n_samples(self) -> int:
+        """Return how many times each prompt is sampled, each time as a request of its own."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of one engine that capture.
+
+    Args:
+        stages: pipeline stages, each with layers of its own.
+        in_flight: most steps whose results the scheduler has not taken.
+    """
+
+    stages: int = 1
+    in_flight: int = 1
+
+    def layers(self, n_layers: int) -> tuple[range, ...]:
+        """Return the decoder layers of each stage, as vLLM splits them unless it is told otherwise.
+
+        What is left over goes to the stages before the last one, which has the final norm.
+        """
+        sizes = [n_layers // self.stages] * self.stages
+        for k in range(n_layers % self.stages):
+            sizes[-(k + 2)] += 1
+        ends = list(itertools.accumulate(sizes))
+        return tuple(range(end - n, end) for end, n in zip(ends, sizes, strict=True))
+
 
 class EngineKind(ABC):
     """An engine before it runs: the object that an entry point names.
@@ -143,6 +173,18 @@ class EngineKind(ABC):
             ActdsError: as ``options``; E011 when the names cannot be checked.
         """
         return self.options(given)
+
+    def replicas(self, options: EngineOptions) -> int:
+        """Return how many engines the options ask for, each with a share of the prompts."""
+        return 1
+
+    def workers(self, options: EngineOptions) -> Workers:
+        """Return the workers of one engine that capture, as far as the options say."""
+        return Workers()
+
+    def of_replica(self, options: EngineOptions, number: int) -> EngineOptions:
+        """Return the options of one of several replicas, by its number."""
+        return options
 
     def alone(self, options: EngineOptions) -> EngineOptions:
         """Return the options of the same engine with one request at a time and no prefix cache."""

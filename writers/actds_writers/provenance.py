@@ -33,7 +33,7 @@ def engine_facts(
     """
     import torch
 
-    from actds_writers.capture.hooks import decoder_layers
+    from actds_writers.capture.taps import decoder_layers
 
     common: Readers = {
         "engine.own_process": lambda: os.getpid() != client_pid,

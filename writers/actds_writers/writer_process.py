@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,12 +23,15 @@ from actds_writers.ipc.link import Hub, Link, process_arguments
 from actds_writers.ipc.messages import (
     Done,
     Finish,
+    RingFree,
     Secure,
+    StepDropped,
     StepRows,
     StepsDropped,
     WorkerHello,
     WriterProgress,
 )
+from actds_writers.shards.join import JoinedStep, StageJoin
 from actds_writers.shards.logs import LaneEnd
 from actds_writers.shards.writer import Writer
 
@@ -38,6 +42,8 @@ SECURE_TIMEOUT_S = 60.0
 """How long a commit waits for the census; longer than a busy disk takes, as it writes as well."""
 ORPHAN_PATIENCE_S = 30.0
 """How long the process waits for the engine after the command itself is gone."""
+GONE_TIMEOUT_S = 10.0
+"""How long a step waits for a pipeline stage whose worker is gone: its engine ends within that."""
 
 
 class WriterProcess:
@@ -51,6 +57,9 @@ class WriterProcess:
         self._census = link.connect("census", "writer")
         self._securing = threading.Lock()
         self._writer: Writer | None = None
+        self._join = StageJoin(link.hooks)
+        self._workers: dict[int, Connection] = {}
+        self._late: tuple[int, float] | None = None
         self._reason: CloseReason | None = None
         self._failed = False
         self._last_progress = 0.0
@@ -58,37 +67,85 @@ class WriterProcess:
     def run(self) -> int:
         """Run until the run has ended; return the exit code."""
         while not self._ended():
-            self._hub.poll(POLL_S, self._take)
+            if not self._hub.poll(POLL_S, self._take):
+                self._watch_stages()
             self._report()
         return self._finish()
 
     def _take(self, role: str, message: object, connection: Connection) -> None:
         try:
-            answer = self._answer(message)
+            if isinstance(message, WorkerHello):
+                self._meet(message, connection)
+            elif isinstance(message, StepRows | StepsDropped):
+                self._add(message, connection)
+            elif isinstance(message, ActdsError):
+                raise message
+            elif isinstance(message, Finish):
+                self._reason = message.reason
         except ActdsError as error:
             self._fail(error)
         except OSError as error:
             self._fail(ActdsError("E503", "writer", got=str(error), expected="a working disk"))
-        else:
-            if answer is not None:
-                try:
-                    connection.send(answer)
-                except OSError as error:
-                    log.debug("%s left while it was answered: %r", role, error)
 
-    def _answer(self, message: object) -> object | None:
-        """Return the answer to a message, ``None`` for none."""
-        if isinstance(message, WorkerHello):
-            self._writer = self._begin(message)
-        elif isinstance(message, StepRows) and self._writer is not None:
-            return self._writer.step(message)
-        elif isinstance(message, StepsDropped) and self._writer is not None:
-            return self._writer.dropped(message)
-        elif isinstance(message, ActdsError):
-            raise message
-        elif isinstance(message, Finish):
-            self._reason = message.reason
-        return None
+    def _meet(self, hello: WorkerHello, connection: Connection) -> None:
+        """Take the hello of a worker; begin the run with the last pipeline stage."""
+        whole = self._join.meet(hello)
+        self._workers[hello.stage] = connection
+        if whole is not None:
+            self._writer = self._begin(whole)
+            self._store()
+
+    def _add(self, message: StepRows | StepsDropped, connection: Connection) -> None:
+        stage = next((s for s, known in self._workers.items() if known is connection), None)
+        if stage is not None:
+            self._join.add(stage, message)
+            self._store()
+
+    def _store(self) -> None:
+        """Store the steps that every stage has sent, and acknowledge them."""
+        writer = self._writer
+        if writer is None:
+            return
+        if self._failed and self._join.n_stages > 1:
+            self._abandon(writer)
+            return
+        for joined in self._join.steps():
+            step = joined.step
+            if isinstance(step, StepDropped):
+                free = writer.dropped(StepsDropped((step,)))
+            else:
+                free = writer.step(step)
+            self._acknowledge(free, joined)
+
+    def _acknowledge(self, free: RingFree, joined: JoinedStep) -> None:
+        for stage, place in joined.places.items():
+            self._free(stage, replace(free, offset=place))
+
+    def _free(self, stage: int, free: RingFree) -> None:
+        try:
+            self._workers[stage].send(free)
+        except OSError as error:
+            log.debug("stage %d left while it was answered: %r", stage, error)
+
+    def _abandon(self, writer: Writer) -> None:
+        """Acknowledge what can be joined no more, so that no stage waits for its ring."""
+        for stage, place in self._join.abandon():
+            self._free(stage, writer.free(place))
+
+    def _watch_stages(self) -> None:
+        """Fail when a step waits too long for a stage: one that stopped, or was never there."""
+        late = None if self._failed else self._join.late()
+        if late is None:
+            self._late = None
+            return
+        step, silent, error = late
+        now = time.monotonic()
+        if self._late is None or self._late[0] != step:
+            self._late = (step, now)
+        gone = any(not self._hub.is_connected(self._workers[stage]) for stage in silent)
+        patience_s = self._settings.stage_timeout_s
+        if now - self._late[1] > (min(patience_s, GONE_TIMEOUT_S) if gone else patience_s):
+            self._fail(error)
 
     def _begin(self, hello: WorkerHello) -> Writer:
         path = self._link.probes_path
@@ -142,9 +199,15 @@ class WriterProcess:
         if self._writer is None or time.monotonic() - self._last_progress < PROGRESS_INTERVAL_S:
             return
         self._last_progress = time.monotonic()
-        if self._writer.error is not None:
-            self._fail(self._writer.error)
+        self._writer.publish()
+        self._watch_writer(self._writer)
         self._hub.send("harvest", self._progress(self._writer), patient=False)
+
+    def _watch_writer(self, writer: Writer) -> None:
+        """Fail when the disk has, or the stages' readouts are of different rows."""
+        error = writer.error or (writer.readouts.fault if writer.readouts else None)
+        if error is not None:
+            self._fail(error)
 
     @staticmethod
     def _progress(writer: Writer) -> WriterProgress:
@@ -170,10 +233,20 @@ class WriterProcess:
         self._hub.send("harvest", error)
         if self._writer is None:
             self._hub.disconnect("worker")  # it would wait for acknowledgements for ever
+        elif self._join.n_stages > 1:
+            self._abandon(self._writer)
+            if self._writer.readouts is not None:
+                self._writer.readouts.end_at(self._writer.last_step)
 
     def _finish(self) -> int:
         totals: dict[str, int] = {}
+        late = self._join.late()
+        if late is not None and self._reason == "finished":
+            self._fail(late[2])
         if self._writer is not None:
+            if self._join.n_stages > 1 and self._writer.readouts is not None:
+                self._writer.readouts.wait()  # the last of them may disagree
+            self._watch_writer(self._writer)
             reason: CloseReason = "failed" if self._failed else (self._reason or "interrupted")
             try:
                 totals = self._writer.finish(reason)

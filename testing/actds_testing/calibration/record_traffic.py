@@ -163,8 +163,8 @@ def harvest(r: Recording, folder: Path) -> Path:
     """Harvest the requests of a recording as they arrive; return the dataset."""
     from actds_testing.tiny import make_tiny_model
     from actds_writers.config import WriteSettings
+    from actds_writers.harvest.one_engine import Feed
     from actds_writers.harvest.prepare import request_key
-    from actds_writers.harvest.run import Feed
     from actds_writers.harvest.run import harvest as run
 
     model = make_tiny_model(folder / "model", n_layers=2, dtype="float32", tokenizer=True)

@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from actds_testing.families.layouts import KINDS
+from actds_testing.families.zygote import WHOLE
 from actds_testing.places import BENCHMARKS, DOCS
 
 RESULTS = BENCHMARKS / "results" / "families.json"
@@ -45,15 +47,18 @@ TITLES = {
 INTRODUCTION = """\
 # Model families
 
-Whether `resid_post` of a family is what its name says: tiny models with random weights, made by
-`transformers`, are harvested by `actds write` with a real vLLM engine on a CPU, with prefix hits,
-chunked prefill and decoding, and every stored row of the first, a middle and the last layer is
-compared with the output of the same decoder layer in a plain forward of `transformers`. The figure
-is the largest relative L2 distance of a row, with float32 on both sides.
+Whether every hook kind of a family is what its name says
+([section 3.1](../spec/0.1/03-genesis.md)): tiny models with random weights, made by `transformers`,
+are harvested by `actds write` with a real vLLM engine on a CPU, with prefix hits, chunked prefill
+and decoding, and every stored row of the first, a middle and the last layer is compared with what
+`transformers` has at the same place in a plain forward. Those places are written down by hand for
+every family (`testing/actds_testing/families/layouts.py`); the writer finds its own by itself. The
+figure is the largest relative L2 distance of a row, with float32 on both sides.
 
-- *Right*: at most 1e-4, or the bound that the note gives a reason for.
+- *Right*: at most 1e-4, and 1e-5 as a mean over rows, or the bound that the note gives a reason
+  for.
 - *Refused*: `actds write` stored nothing, for the reason given. E507 is the check before the first
-  row: the stream in this engine is not that of `transformers`.
+  row: the rows in this engine are not those of `transformers`.
 - *Not started*: this vLLM does not run the model on a CPU, without any capture. Nothing is said
   about a GPU.
 
@@ -71,16 +76,29 @@ What this matrix found in the engine itself, with vLLM 0.32.0:
 
 """
 
+EVERY_KIND = """\
+The largest relative L2 distance of a row, in the layers that have the place. A star: some of the
+three layers have no such place, or are refused. Empty: no layer has it, or all are refused."""
+REFUSED = """\
+Places that some model of the family has and the writer does not take, with what it says. A place
+that a family does not have at all (a norm of the output, experts, attention in a Mamba layer, a
+stream between attention and MLP side by side) is refused too, and not listed."""
+NO_PLACE = ("without a known", "configuration that lacks", "side by side")
+"""Words of refusals of places that a layer does not have."""
 
-def run(out: Path, slugs: Sequence[str] = ()) -> dict[str, Any]:
+
+def run(out: Path, slugs: Sequence[str] = (), *, whole: bool = False) -> dict[str, Any]:
     """Run families into a folder, all of them without slugs; return the results by name.
+
+    Args:
+        whole: compare every kind at all layers of the page, not at one; takes twice as long.
 
     Raises:
         subprocess.SubprocessError: the matrix itself broke.
     """
     subprocess.run(
         [sys.executable, "-m", "actds_testing.families.zygote", str(out), *slugs],
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, WHOLE: "1" if whole else ""},
         check=True,
         timeout=TIMEOUT_S,
         stdin=subprocess.DEVNULL,
@@ -110,7 +128,18 @@ def _processor_flags() -> str:
 
 def document(found: dict[str, Any]) -> dict[str, Any]:
     """Return what is committed: the results and what they were measured with."""
-    return {**setting(), "families": [found[name] for name in sorted(found, key=str.casefold)]}
+    families = [found[name] for name in sorted(found, key=str.casefold)]
+    return {**setting(), "families": [_rounded(family) for family in families]}
+
+
+def _rounded(family: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with three digits of every distance."""
+    return {
+        name: {hook: float(f"{v:.3g}") for hook, v in value.items()}
+        if name.endswith("_l2")
+        else value
+        for name, value in family.items()
+    }
 
 
 def render(results: dict[str, Any]) -> str:
@@ -129,11 +158,38 @@ def render(results: dict[str, Any]) -> str:
         "Written by `python -m actds_testing.families.table`, which reruns all of it in some\n"
         "minutes; `make families` compares.",
     ]
+    lines[-1] += "\n"
+    lines.append(
+        "`resid_post` by family is in the first table, the other kinds in the one after it."
+    )
     for outcome, title in TITLES.items():
         some = [f for f in families if f["outcome"] == outcome]
         if some:
             lines += ["", f"## {title}", "", *_table(outcome, some)]
+            if outcome == "right":
+                lines += ["", "## Every kind", "", EVERY_KIND, "", *_kinds(some)]
+                lines += ["", "## Kinds that are refused", "", REFUSED, "", *_refused(some)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def verified_kinds(results: dict[str, Any]) -> dict[str, set[str]]:
+    """Return the kinds beside ``resid_post`` by class of vLLM that all its families were right in.
+
+    A family is right in a kind if its rows were compared and no layer was refused for its rows.
+    Classes of the Transformers backend run models of any family: nothing is verified for them.
+    """
+    found: dict[str, set[str]] = {}
+    for family in results["families"]:
+        name = family.get("vllm_class", "")
+        if not name or name.startswith("Transformers") or family["outcome"] == "not started":
+            continue
+        known = {hook.partition(".")[0] for hook in family.get("relative_l2", {})}
+        for hook, reason in family.get("refused_hooks", {}).items():
+            if not any(words in reason for words in NO_PLACE):
+                known.discard(hook.partition(".")[0])
+        found[name] = found.get(name, known) & known
+    beside = {name: kinds - {"resid_post"} for name, kinds in found.items()}
+    return {name: kinds for name, kinds in beside.items() if kinds}
 
 
 def _table(outcome: str, families: list[dict[str, Any]]) -> list[str]:
@@ -144,12 +200,36 @@ def _table(outcome: str, families: list[dict[str, Any]]) -> list[str]:
     for family in families:
         names = [family["family"], *map(_code, _classes(family))]
         if figures:
-            worst = max(family["relative_l2"].values())
-            lines.append(_line([*names, f"{worst:.0e}", family.get("note", "")]))
+            stream = [v for k, v in family["relative_l2"].items() if k.startswith("resid_post.")]
+            lines.append(_line([*names, f"{max(stream):.0e}", family.get("note", "")]))
         else:
             code = f"{family['code']}: " if "code" in family else ""
             note = f" ({family['note']})" if "note" in family and code else ""
             lines.append(_line([*names, f"{code}{_cell(family['reason'])}{note}"]))
+    return lines
+
+
+def _kinds(families: list[dict[str, Any]]) -> list[str]:
+    kinds = [kind for kind in KINDS if kind != "resid_post"]
+    lines = [_line(["family", *map(_code, kinds)]), _line(["---"] * (1 + len(kinds)))]
+    for family in families:
+        cells = []
+        for kind in kinds:
+            known = {k: v for k, v in family["relative_l2"].items() if k.startswith(f"{kind}.")}
+            some = any(name.startswith(f"{kind}.") for name in family["refused_hooks"])
+            cells.append(f"{max(known.values()):.0e}{'*' * some}" if known else "")
+        lines.append(_line([family["family"], *cells]))
+    return lines
+
+
+def _refused(families: list[dict[str, Any]]) -> list[str]:
+    lines = [_line(["family", "hooks", "reason"]), _line(["---"] * 3)]
+    for family in families:
+        reasons: dict[str, list[str]] = {}
+        for hook, reason in family["refused_hooks"].items():
+            if not any(words in reason for words in NO_PLACE):
+                reasons.setdefault(_cell(reason), []).append(_code(hook))
+        lines += [_line([family["family"], ", ".join(h), why]) for why, h in reasons.items()]
     return lines
 
 
@@ -189,7 +269,7 @@ def main() -> None:
         if arguments.families:
             kept = {f["family"]: f for f in json.loads(RESULTS.read_text("utf-8"))["families"]}
         with tempfile.TemporaryDirectory() as folder:
-            found = run(Path(folder), arguments.families)
+            found = run(Path(folder), arguments.families, whole=True)
         text = json.dumps(document({**kept, **found}), indent=1, ensure_ascii=False)
         RESULTS.write_text(text + "\n", encoding="utf-8")
     PAGE.write_text(render(json.loads(RESULTS.read_text("utf-8"))), encoding="utf-8")

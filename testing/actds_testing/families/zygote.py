@@ -8,9 +8,11 @@ hide the result of another, and ends after a time limit.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import shutil
 import sys
 import time
 import traceback
@@ -18,12 +20,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actds_testing.families.models import FAMILIES, HIDDEN, N_LAYERS, Family, make
+from actds_testing.families.layouts import KINDS, compared, hooks_of, stack_of, watched
+from actds_testing.families.models import FAMILIES, N_LAYERS, Family, make
 from actds_testing.warm_engine import know_class, load, wait
 
 AT_ONCE = 2
-TIMEOUT_S = 120.0
-LAYERS = (0, N_LAYERS // 2, N_LAYERS - 1)
+TIMEOUT_S = 300.0
+WHOLE = "ACTDS_FAMILIES_WHOLE"
+"""Environment variable that asks for every kind at all layers that the page has."""
+HOOKS = compared(whole=bool(os.environ.get(WHOLE)))
+ATTEMPTS = 4
+"""Harvests of a family, each without the hooks that the one before was refused for."""
 ENGINE = {
     "dtype": "float32", "block_size": "32", "max_model_len": "256", "max_num_seqs": "4",
     "max_num_batched_tokens": "128", "enforce_eager": "true",
@@ -38,23 +45,52 @@ PROMPTS = {
     "repeated": SHARED + "One.",
 }
 ERROR = re.compile(r"\b(E\d{3}) (.*)")
+NAMED = re.compile(rf"\b({'|'.join(KINDS)})[.:](\d+)(?=[:,; ])")
 
 
-def harvest(family: Family, folder: Path) -> None:
+def harvest(family: Family, folder: Path, hooks: list[str]) -> None:
     """Run the command, in this process."""
     know_class(folder / "model")
+    shutil.rmtree(folder / "acts", ignore_errors=True)
     prompts = "".join(json.dumps({"id": k, "prompt": v}) + "\n" for k, v in PROMPTS.items())
     (folder / "prompts.jsonl").write_text(prompts)
     engine = {**ENGINE, **dict(option.split("=", 1) for option in family.engine)}
     sys.argv = [
         "actds", "write", str(folder / "acts"), "--model", str(folder / "model"),
         "--prompts", str(folder / "prompts.jsonl"), "--max-tokens", "6", "--no-readouts",
-        "--hooks", "resid_post:" + ",".join(map(str, LAYERS)),
+        "--hooks", ";".join(hook.replace(".", ":") for hook in hooks),
         *(word for item in engine.items() for word in ("--engine-arg", "=".join(item))),
     ]  # fmt: skip
     from actds.cli import main
 
+    _probe(folder / "absent.json", hooks)
     main()
+
+
+def _probe(path: Path, asked: list[str]) -> None:
+    """Write why the writer refuses each hook that is not asked for, as soon as it installs hooks.
+
+    An empty reason stands for a hook that it would take.
+    """
+    from actds.errors import ActdsError
+    from actds_writers.capture import op as capture
+    from actds_writers.capture.hooks import find_kind
+
+    install = capture.install
+
+    def probing(model: Any, hooks: Any, *, form: Any, **more: Any) -> Any:
+        absent = {}
+        for hook in set(HOOKS) - set(asked):
+            kind, _, layer = hook.partition(".")
+            try:
+                find_kind(kind).tap(model, int(layer), form)
+                absent[hook] = ""
+            except ActdsError as error:
+                absent[hook] = f"{error.code}: {error.got}"
+        path.write_text(json.dumps(absent, sort_keys=True))
+        return install(model, hooks, form=form, **more)
+
+    capture.install = probing
 
 
 def generate(family: Family, folder: Path) -> None:
@@ -69,7 +105,7 @@ def generate(family: Family, folder: Path) -> None:
     llm.generate(list(PROMPTS.values()), SamplingParams(temperature=0, max_tokens=6))
 
 
-def compare(family: Family, folder: Path) -> dict[str, Any]:
+def distances(family: Family, folder: Path) -> dict[str, Any]:
     """Return how far the stored rows are from a plain forward of transformers."""
     import numpy as np
 
@@ -81,8 +117,8 @@ def compare(family: Family, folder: Path) -> dict[str, Any]:
     report = validate(folder / "acts", "deep")
     assert not report.errors, f"the dataset is not valid: {report.errors[0]}"
     dataset = actds.open(folder / "acts")
-    hooks = {layer: h.rows_of(dataset, f"resid_post.{layer}") for layer in LAYERS}
-    rows = hooks[0]
+    hooks = {name: h.rows_of(dataset, name) for name in dataset.hooks}
+    rows = next(iter(hooks.values()))
     tokens = {
         name: dict(enumerate(tiny.byte_tokenizer()(text)["input_ids"]))
         for name, text in PROMPTS.items()
@@ -96,58 +132,57 @@ def compare(family: Family, folder: Path) -> dict[str, Any]:
     want = reference(family, folder / "model", {
         name: [ids[i] for i in range(len(ids))] for name, ids in tokens.items()
     })  # fmt: skip
-    worst = {}
-    for layer, found in hooks.items():
+    worst, mean = {}, {}
+    for hook, found in hooks.items():
         got = np.stack(list(found.values()))
-        wanted = np.stack([want[name][layer][position] for name, position in found])
-        distances = h.relative_l2(got, wanted)
-        worst[layer] = float(distances.mean() if family.mean else distances.max())
+        wanted = np.stack([want[name][hook][position] for name, position in found])
+        apart = h.relative_l2(got, wanted)
+        mean[hook], worst[hook] = float(apart.mean()), float(apart.max())
     table = dataset.requests(run=True)
     (record,) = dataset.runs.values()
     return {
         "vllm_class": record.fields["model.architecture"].value,
         "check": json.loads(str(record.fields["capture.check"].value)).get("against"),
-        "relative_l2": {str(layer): value for layer, value in worst.items()},
+        "relative_l2": mean if family.mean else worst,
+        "mean_l2": mean,
         "n_rows": len(rows),
         "n_cached": int(sum(table["cached_tokens"].to_pylist())),
-        "right": all(value <= family.bound for value in worst.values()),
+        "right": all(value <= family.bound for value in (mean if family.mean else worst).values()),
     }
 
 
 def reference(
     family: Family, model: Path, tokens: dict[str, list[int]]
-) -> dict[str, dict[int, Any]]:
-    """Return the outputs of decoder layers, ``(n_positions, d_model)`` by request and layer."""
+) -> dict[str, dict[str, Any]]:
+    """Return what hooks have to see, ``(n_positions, d_model)`` by request and hook."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if family.text else AutoModelForCausalLM
     plain = kind.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-    stacks = [
-        module
-        for path, module in plain.named_modules()
-        if re.fullmatch(r"(?:.*\.)?(?:layers|h|blocks)", path) and len(module) == N_LAYERS
-    ]
-    states: dict[str, dict[int, Any]] = {name: {} for name in tokens}
+    states: dict[str, dict[str, Any]] = {name: {} for name in tokens}
     current = {"name": ""}
 
-    def keep(layer: int) -> Callable[..., None]:
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            stream = output[0] if isinstance(output, tuple) else output
-            name = current["name"]
-            assert stream.shape == (1, len(tokens[name]), HIDDEN), stream.shape
-            states[name][layer] = stream[0].clone().numpy()
+    def keep(hook: str, rows: torch.Tensor) -> None:
+        states[current["name"]][hook] = rows.detach().float().reshape(-1, rows.shape[-1]).numpy()
 
-        return hook
-
-    assert len(stacks) == 1, "which are the decoder layers of transformers?"
-    for layer in LAYERS:
-        stacks[0][layer].register_forward_hook(keep(layer))
-    with torch.no_grad():
+    with torch.no_grad(), watched(plain, stack_of(plain, N_LAYERS), family, keep):
         for name, ids in tokens.items():
             current["name"] = name
             plain(torch.tensor([ids]), use_cache=False)
     return states
+
+
+def known_hooks(family: Family, model: Path) -> list[str]:
+    """Return the hooks that a family's model of transformers has, as written down by hand."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if family.text:
+        return [hook for hook in HOOKS if hook.startswith("resid_post")]
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    return hooks_of(list(stack_of(plain, N_LAYERS)), family)
 
 
 def run_family(family: Family, folder: Path) -> dict[str, Any]:
@@ -162,24 +197,49 @@ def run_family(family: Family, folder: Path) -> dict[str, Any]:
         return {**found, "outcome": "not started", "reason": f"transformers: {words(error)}"}
     architecture = json.loads((folder / "model" / "config.json").read_text())["architectures"][0]
     found["transformers_class"] = architecture
-    code, log = forked(lambda: harvest(family, folder), folder / "harvest.log")
-    named = ERROR.findall(log)
+    has = set(known_hooks(family, folder / "model"))
+    hooks, refused = [hook for hook in HOOKS if hook in has], {}
+    for attempt in range(ATTEMPTS):
+        log_path = folder / f"harvest{attempt}.log"
+        code, log = forked(functools.partial(harvest, family, folder, hooks), log_path)
+        named = ERROR.findall(log)
+        odd = _refused(named[-1]) if code and named else {}
+        stream = [hook for hook in odd if hook.startswith("resid_post.")]
+        if not odd or stream:
+            break
+        refused |= odd
+        hooks = [hook for hook in hooks if hook not in odd]
+    if code == 0:
+        absent = json.loads((folder / "absent.json").read_text())
+        found["refused_hooks"] = dict(sorted({**absent, **refused}.items()))
     found |= vllm_class(architecture)
     if code == 0:
         try:
-            figures = compare(family, folder)
+            figures = distances(family, folder)
         except Exception as error:
             return {**found, "outcome": "failed", "reason": words(error),
                     "log": traceback.format_exc()[-2000:]}  # fmt: skip
         right = figures.pop("right")
         return {**found, "outcome": "right" if right else "wrong", **figures}
     if named and named[-1][0] != "E504":
-        return {**found, "outcome": "refused", "code": named[-1][0], "reason": plain(named[-1][1])}
+        reason = f"hook {stream[0]}: {odd[stream[0]][6:]}" if stream else plain(named[-1][1])
+        return {**found, "outcome": "refused", "code": named[-1][0], "reason": reason}
     code, log = forked(lambda: generate(family, folder), folder / "generate.log")
     if code == 0:
         reason = plain(named[-1][1]) if named else "no error with a code"
         return {**found, "outcome": "failed", "reason": reason, "log": log[-2000:]}
     return {**found, "outcome": "not started", "reason": f"vLLM: {last_error(log)}"}
+
+
+def _refused(error: tuple[str, str]) -> dict[str, str]:
+    """Return the hooks that an error names, with the reason of each."""
+    code, text = error
+    found = {}
+    for part in plain(text, 5000).split(" | "):
+        names = [f"{kind}.{layer}" for kind, layer in NAMED.findall(f"{part} ")]
+        reason = re.sub(r"^.*?(?:hook )?[a-z_]+[.:]\d+: ", "", part).partition("; expected")[0]
+        found |= {name: f"{code}: {reason}" for name in names if name in HOOKS}
+    return found
 
 
 def vllm_class(architecture: str) -> dict[str, str]:
@@ -198,11 +258,11 @@ def words(error: BaseException) -> str:
     return plain(f"{type(error).__name__}: {error}")
 
 
-def plain(text: str) -> str:
-    """Return words without colours, paths of this machine and line breaks, at most 300 letters."""
+def plain(text: str, longest: int = 300) -> str:
+    """Return words without colours, paths of this machine and line breaks."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     text = re.sub(r"/\S*/(site-packages/)?", "", " ".join(text.split()))
-    return text[:300]
+    return text[:longest]
 
 
 def last_error(log: str) -> str:

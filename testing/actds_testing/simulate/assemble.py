@@ -37,7 +37,7 @@ __all__ = [
 HOOK = "resid_post.0"
 WALL_NS = 1_780_000_000_000_000_000
 """Wall clock of the first moment of a simulated run."""
-CAPTURED, CACHE_REF, ABORTED, DROPPED = 0, 1, 3, 5
+CAPTURED, CACHE_REF, UNDELIVERED, DROPPED = 0, 1, 3, 5
 """Codes of positions; from ``DROPPED`` on they are reasons of a drop."""
 _REASONS = ("queue_full", "dma_backpressure")
 _LATENCY_STEPS = 64
@@ -56,8 +56,8 @@ def dispositions(
 ) -> Codes:
     """Return what became of every position, as codes, int8 ``(n_positions,)``.
 
-    The last computed position of a cancelled request comes after its end: it is aborted, unless
-    an overflow took it first.
+    The last computed position of a cancelled request comes after its end: it is undelivered.
+    Requests that lost it to an overflow are taken out of ``cancelled``.
     """
     codes = np.full(len(positions.step), CACHE_REF, np.int8)
     codes[computed.at] = CAPTURED
@@ -65,8 +65,9 @@ def dispositions(
     for step, word in pipeline.dropped.items():
         reason[step] = _REASONS.index(word)
     codes[computed.at[lost]] = DROPPED + reason[computed.step[lost]]
-    last = positions.offset[1:][cancelled] - 1
-    codes[last[codes[last] == CAPTURED]] = ABORTED
+    last = positions.offset[1:] - 1
+    cancelled &= codes[last] == CAPTURED
+    codes[last[cancelled]] = UNDELIVERED
     return codes
 
 
@@ -98,7 +99,7 @@ def span_table(positions: Positions, codes: Codes, plan: Schedule) -> pa.Table:
     request = positions.request[begin].astype(np.int64)
     step = positions.step[begin].astype(np.int64)
     cached = code == CACHE_REF
-    words = [*tables.DISPOSITIONS[:2], "", "aborted", "", "dropped", "dropped"]
+    words = [*tables.DISPOSITIONS[:2], "", "undelivered", "", "dropped", "dropped"]
     reasons = [None, None, None, "after_end", None, *_REASONS]
     return tables.build(
         "spans",
@@ -158,6 +159,8 @@ def request_table(
             "token_digest": digests,
             "sampling": [None] * n,
             "block_digests": [None] * n,
+            "adapter": [None] * n,
+            "adapter_sha256": [None] * n,
         },
     )
 
@@ -171,15 +174,15 @@ def _queue_columns(scenario: Scenario, plan: Schedule, pipeline: Pipeline) -> di
     )
     n_steps = len(plan.n_tokens)
     step, who = plan.chunk_step[first], plan.chunk_request[first]
-    hits = np.cumsum(np.bincount(step, plan.cached[who], n_steps))
-    asked = np.cumsum(np.bincount(step, plan.prompt[who], n_steps))
+    hits = np.bincount(step, plan.cached[who], n_steps)
+    asked = np.bincount(step, plan.prompt[who], n_steps)
     return {
         "queue_depth_stage1": np.array(pipeline.depth1),
         "queue_depth_stage2": np.array(pipeline.depth2),
         "queue_depth_stage3": np.array(pipeline.depth3),
         "disk_write_latency_p99": slowest,
         "compression_backlog_bytes": np.array(pipeline.backlog) * scenario.d_model * 2,
-        "cache_hit_ratio": hits / np.maximum(asked, 1),
+        "cache_hit_ratio": pa.array(hits / np.maximum(asked, 1), mask=asked == 0),
     }
 
 
@@ -224,8 +227,10 @@ def step_table(
             "captured_tokens": count(code == CAPTURED),
             "recomputed_tokens": zero,
             "dropped_tokens": count(code >= DROPPED),
-            "aborted_tokens": count(code == ABORTED),
+            "aborted_tokens": zero,
             "filtered_tokens": zero,
+            "undelivered_tokens": count(code == UNDELIVERED),
+            "rejected_tokens": zero,
             "max_seq_len": _longest(computed, n_steps),
             "waiting": plan.waiting,
             "running": plan.running,
@@ -298,21 +303,23 @@ def token_table(
     return tables.build("tokens", columns), kept
 
 
-def readout_table(computed: Computed, rows: Rows) -> pa.Table:
-    """Return the readouts of every computed row, stored or lost."""
-    n, width = len(computed.at), rows.readouts.shape[1] - 1
-    flat = np.ascontiguousarray(rows.readouts[:, 1:]).reshape(-1)
+def readout_table(computed: Computed, rows: Rows, codes: Codes) -> pa.Table:
+    """Return the readouts of every computed row, stored or lost; undelivered ones have none."""
+    told = np.flatnonzero(codes[computed.at] != UNDELIVERED)
+    readouts = rows.readouts[told]
+    n, width = len(told), readouts.shape[1] - 1
     projections = pa.ListArray.from_arrays(
-        np.arange(0, (n + 1) * width, width, dtype=np.int32), pa.array(flat)
+        np.arange(0, (n + 1) * width, width, dtype=np.int32),
+        pa.array(np.ascontiguousarray(readouts[:, 1:]).reshape(-1)),
     )
     none = pa.ListArray.from_arrays(np.zeros(n + 1, np.int32), pa.array([], pa.float32()))
     columns: dict[str, object] = {
-        "request": computed.request.astype(np.uint32),
-        "position": computed.position.astype(np.uint32),
-        "step": computed.step.astype(np.uint64),
-        "token_id": computed.token_id,
+        "request": computed.request[told].astype(np.uint32),
+        "position": computed.position[told].astype(np.uint32),
+        "step": computed.step[told].astype(np.uint64),
+        "token_id": computed.token_id[told],
         "hook": pa.repeat(pa.scalar(HOOK), n),
-        "norm": np.ascontiguousarray(rows.readouts[:, 0]),
+        "norm": np.ascontiguousarray(readouts[:, 0]),
         "projections": projections,
         "probes": none,
     }

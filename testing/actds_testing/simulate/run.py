@@ -137,7 +137,7 @@ def simulate(scenario: Scenario, seed: int) -> Simulated:
         stalls=assemble.stall_table(pipeline),
         occupancy=assemble.occupancy_table(scenario, plan, pipeline),
         tokens=tokens,
-        readouts=assemble.readout_table(computed, rows) if scenario.readouts else None,
+        readouts=assemble.readout_table(computed, rows, codes) if scenario.readouts else None,
         computed=computed,
         rows=rows,
         stored=stored,

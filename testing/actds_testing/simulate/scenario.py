@@ -57,7 +57,7 @@ class Scenario:
         n_prefixes: shared prefixes; their popularity is 1 over their rank.
         cache_steps: steps for which a computed prefix stays in the prefix cache.
         cancel_share: share of requests that are cancelled: the position computed after the
-            cancellation is ``aborted``.
+            cancellation is ``undelivered``.
         vocabulary: ordinary tokens; three special ones come first.
         step_s: time of a step without tokens.
         token_s: time of a token in a step.

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from actds.format import tables
 from actds.format.positions import Index, position_key
 from actds_validators.audit.covariates import LOAD, columns_of, defined
 from actds_validators.audit.data import Part, Read, RunSource, column, is_known, numbers, places
@@ -339,7 +340,7 @@ def account_run(source: RunSource, read: Read = map) -> tuple[Counts, Counter[st
         requests=source.n_rows("requests"),
         steps=source.n_rows("steps"),
         recomputed=int(steps["recomputed_tokens"].sum()),
-        unresolved=_unresolved(source),
+        unresolved=_unresolved(source) - fates["cache_ref", tables.EXTERNAL],
         never_computed_requests=len(np.unique(spans["request"][never & (length > 0)])),
     )
     return fates, counts, _findings(source, spans, there, steps, read)
@@ -350,7 +351,9 @@ _FATES = {
     "dropped": "dropped_tokens",
     "aborted": "aborted_tokens",
     "filtered": "filtered_tokens",
+    "undelivered": "undelivered_tokens",
     "recomputed": "recomputed_tokens",
+    "rejected": "rejected_tokens",
 }
 """Columns of the steps by what became of a token."""
 
@@ -450,7 +453,7 @@ def _in_all(
 ) -> list[Finding]:
     """Return the fates without rows of which spans and steps do not hold as many positions."""
     length, found = spans["stop"] - spans["start"], []
-    for word in ("aborted", "filtered"):
+    for word in ("aborted", "filtered", "undelivered"):
         got = int(length[(spans["disposition"] == word) & there].sum())
         wanted = int(steps[_FATES[word]].sum())
         if got != wanted:
@@ -556,7 +559,7 @@ def accounting(sources: list[RunSource], read: Read) -> Accounting:
         by[disposition] += n
     computed = by["captured"] + by["dropped"] + by["aborted"]
     waterfall = [WaterfallStep(name="positions", n_positions=total, share=1.0 if total else 0.0)]
-    for name in ("cache_ref", "filtered", NEVER, "aborted", "dropped", "captured"):
+    for name in ("cache_ref", "filtered", "undelivered", NEVER, "aborted", "dropped", "captured"):
         for (disposition, reason), n in sorted(spans.items(), key=lambda item: str(item[0])):
             if disposition == name and n:
                 waterfall.append(
@@ -572,8 +575,10 @@ def accounting(sources: list[RunSource], read: Read) -> Accounting:
         never_computed=by[NEVER],
         never_computed_requests=counts["never_computed_requests"],
         filtered=by["filtered"],
+        undelivered=by["undelivered"],
         recomputed=counts["recomputed"],
         unresolved=counts["unresolved"],
+        external=spans["cache_ref", tables.EXTERNAL],
         requests=counts["requests"],
         steps=counts["steps"],
         loss_share=(by["dropped"] + by["aborted"]) / computed if computed else 0.0,

@@ -1,4 +1,4 @@
-"""Coverage: which token classes at which positions are stored, reused and lost.
+"""Coverage: which token classes at which positions are stored, reused, from outside and lost.
 
 A dataset stores a repeated prefix once; training without multiplicity weights sees it once as well,
 however often it was served. Served a thousand times, its first token is an attention sink whose
@@ -9,14 +9,17 @@ a variance is made of.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
 
 from actds.executor import Executor
+from actds.format import tables
 from actds.format.positions import Keys, pair_key, split_key
 from actds.load.filters import SINK_NORM
 from actds_validators.audit.accumulate import ClassCounts
@@ -32,7 +35,7 @@ from actds_validators.audit.result import (
     CoverageCell,
     Dominant,
 )
-from actds_validators.statistics.events import Bools, Floats
+from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.strata import jensen_shannon, total_variation
 
 OTHERS = "all others"
@@ -54,39 +57,53 @@ class CoverageCounts:
         self.rows = ClassCounts(labels)
         self.aborted = np.zeros((len(self.rows.words), N_BANDS), np.int64)
         self.filtered = np.zeros_like(self.aborted)
+        self.external = np.zeros_like(self.aborted)
         self.referenced = np.zeros(N_BANDS, np.int64)
 
 
 def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
     """Add the positions of a run that were referenced, computed and aborted, or filtered."""
-    slots = {"aborted": counts.aborted, "filtered": counts.filtered}
-    needed = {"cache_ref": ["ref_request"], "aborted": ["step"]}
-    for disposition in ("cache_ref", *slots):
-        columns = needed.get(disposition, [])
-        found = source.spans(disposition, ["request", *columns])
-        for name in columns:  # others: a reference to nothing, a position that was never computed
-            there = is_known(found[name])
-            found = {key: values[there] for key, values in found.items()}
-        for which, position in explode(found["start"], found["stop"]):
-            band = position_band(position)
-            if disposition == "cache_ref":
-                counts.referenced += np.bincount(band, minlength=N_BANDS)
-                continue
-            kept = ClassCounts(counts.rows.words[len(CLASSES) :])
-            request = found["request"][which]
-            place = lookup.requests.of(request)
-            known = np.flatnonzero(place >= 0)
-            label = lookup.labels.of(request, position)[known] if lookup.labels else None
-            nothing = np.zeros(len(known), np.int64)
-            kept.count(
-                special=nothing > 0,
-                prefill=(position < lookup.prompt_len[place])[known],
-                served=None,
-                label=label,
-                band=band[known],
-                bits=nothing + N_BITS - 1,
-            )
-            slots[disposition] += kept.lost.sum(axis=2)
+    hits = source.spans("cache_ref", ["request", "ref_request", "reason"])
+    for _, position in _positions(hits, is_known(hits["ref_request"])):
+        counts.referenced += np.bincount(position_band(position), minlength=N_BANDS)
+    counts.external += _by_class(hits, hits["reason"] == tables.EXTERNAL, lookup, counts)
+    aborted = source.spans("aborted", ["request", "step"])
+    counts.aborted += _by_class(aborted, is_known(aborted["step"]), lookup, counts)
+    filtered = source.spans("filtered", ["request"])
+    every = np.ones(len(filtered["request"]), bool)
+    counts.filtered += _by_class(filtered, every, lookup, counts)
+
+
+_Spans = dict[str, npt.NDArray[Any]]
+
+
+def _positions(spans: _Spans, chosen: Bools) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the request and position of every position of the chosen spans, in pieces."""
+    request, start, stop = (spans[name][chosen] for name in ("request", "start", "stop"))
+    for which, position in explode(start, stop):
+        yield request[which], position
+
+
+def _by_class(spans: _Spans, chosen: Bools, lookup: Lookup, counts: CoverageCounts) -> Ints:
+    """Return the positions of the chosen spans by class and band, ``(n_classes, N_BANDS)``.
+
+    None has a row, so that its token and how often it was served are not known.
+    """
+    kept = ClassCounts(counts.rows.words[len(CLASSES) :])
+    for request, position in _positions(spans, chosen):
+        place = lookup.requests.of(request)
+        known = np.flatnonzero(place >= 0)
+        label = lookup.labels.of(request, position)[known] if lookup.labels else None
+        nothing = np.zeros(len(known), np.int64)
+        kept.count(
+            special=nothing > 0,
+            prefill=(position < lookup.prompt_len[place])[known],
+            served=None,
+            label=label,
+            band=position_band(position)[known],
+            bits=nothing + N_BITS - 1,
+        )
+    return np.asarray(kept.lost.sum(axis=2), np.int64)
 
 
 def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Coverage | None:
@@ -94,14 +111,14 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
 
     Args:
         counts: of all runs.
-        labels: where the classes that somebody gave come from, if anybody did.
+        labels: where the classes come from, if somebody gave them; roles else.
     """
     rows = counts.rows
     stored, reused = int(rows.stored.sum()), int(rows.reused.sum())
     if not stored:
         return None
     cells = _cells(counts)
-    served = sum(n + again + lost for n, again, lost, _filtered in cells.values())
+    served = sum(n + again + lost for n, again, lost, *_ in cells.values())
     shifts = {
         "token class": _by(cells, 0),
         "position band": _by(cells, 1),
@@ -118,13 +135,14 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
                 reused=again,
                 lost=lost,
                 filtered=filtered,
+                external=external,
                 stored_share=n / (n + again + lost) if n + again + lost else None,
             )
             for name in (*given, *EVERY_CLASS)
-            for (word, band), (n, again, lost, filtered) in sorted(cells.items())
+            for (word, band), (n, again, lost, filtered, external) in sorted(cells.items())
             if word == name
         ],
-        classes_from=f"{_labels_from(labels)}; {CLASSES_FROM}" if labels else CLASSES_FROM,
+        classes_from="; ".join([*_labels_from(labels, given), CLASSES_FROM]),
         reused_share=sum(cell[1] for cell in cells.values()) / served,
         repeated_prefixes=rows.repeated,
         largest_multiplicity=1 + rows.largest,
@@ -137,16 +155,19 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
     )
 
 
-def _labels_from(labels: ClassesFile) -> str:
-    return (
+def _labels_from(labels: ClassesFile | None, given: list[str]) -> list[str]:
+    """Return where classes that are not the tables' own come from, in words; nothing for none."""
+    if labels is None:
+        return ["the roles of chats, where they are known; of the other positions"] if given else []
+    return [
         f"labels of {Path(labels.path).name[:100]}: {labels.n_matching:,} of {labels.n_ranges:,} "
         f"ranges begin within a request of the dataset, {labels.n_labelled:,} of its "
         f"{labels.n_positions:,} positions have a label; of the others"
-    )
+    ]
 
 
 def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
-    """Return stored, reused, lost and filtered positions by class and band, where there are any."""
+    """Return stored, reused, lost, filtered and external positions by class and band, if any."""
     rows = counts.rows
     table = np.stack(
         [
@@ -154,9 +175,10 @@ def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
             rows.reused.sum(axis=2),
             rows.lost.sum(axis=2) + counts.aborted,
             counts.filtered,
+            counts.external,
         ]
     )
-    found: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    found: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for word, band in np.argwhere(table.any(axis=0)).tolist():
         cell = found[rows.words[word], band]
         for k, n in enumerate(table[:, word, band].tolist()):
@@ -177,7 +199,7 @@ def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) ->
     if not given:
         return []
     found: dict[str, list[int]] = {name: [0, 0] for name in (*given, OTHERS)}
-    for (word, _band), (stored, _reused, lost, _filtered) in cells.items():
+    for (word, _band), (stored, _reused, lost, *_) in cells.items():
         counts = found[word if word in given else OTHERS]
         counts[0] += stored + lost
         counts[1] += lost
@@ -191,7 +213,7 @@ def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) ->
 def _by(cells: dict[tuple[str, int], list[int]], axis: int) -> Floats:
     """Return stored, weighted and existing positions ``(3, n)`` by class (0) or band (1)."""
     found: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for key, (stored, reused, lost, _filtered) in sorted(cells.items()):
+    for key, (stored, reused, lost, *_) in sorted(cells.items()):
         known = key[0] != NOWHERE
         found[key[axis]][0] += stored
         found[key[axis]][1] += stored + (reused if known else 0)

@@ -42,6 +42,7 @@ RUN_TABLES: tuple[TableName, ...] = (
     "requests",
     "steps",
     "spans",
+    "roles",
     "drops",
     "stalls",
     "occupancy",
@@ -396,6 +397,20 @@ def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:
         n_labelled=n_labelled,
         n_positions=n_positions,
     )
+
+
+def role_labels(sources: Sequence[RunSource]) -> pa.Table | None:
+    """Return the roles of all runs as labels, in the columns of a label file; None without any.
+
+    Spec: 0.1 section 6.3.
+    """
+    found = []
+    for source in sources:
+        roles = source.table("roles", ["request", "start", "stop", "role"])
+        run = pa.array([source.run] * roles.num_rows, pa.string())
+        found.append(roles.rename_columns([*LABEL_COLUMNS]).append_column("run", run))
+    table = pa.concat_tables(found)
+    return table if table.num_rows else None
 
 
 class Labels:

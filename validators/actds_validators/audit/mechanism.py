@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from actds_validators.audit.result import (
     LagBand,
     Limits,
     Loss,
+    LossCurve,
     Mechanism,
     Occupancy,
     Queues,
@@ -36,7 +38,7 @@ from actds_validators.statistics.association import (
     naive_chi_square,
     naive_z,
 )
-from actds_validators.statistics.events import Floats, one_per_event
+from actds_validators.statistics.events import Floats, Ints, one_per_event
 from actds_validators.statistics.intervals import (
     Interval,
     benjamini_hochberg,
@@ -45,7 +47,14 @@ from actds_validators.statistics.intervals import (
     jackknife_many,
     loss_rate,
 )
-from actds_validators.statistics.shift import Trend, circular_shift, lag_correlation, trend
+from actds_validators.statistics.shift import (
+    Trend,
+    circular_shift,
+    isotonic,
+    lag_correlation,
+    load_groups,
+    trend,
+)
 
 TIME = Covariate(name="time", label="time in the run", unit="s", group="system")
 MIN_WITHIN_REQUESTS = 10
@@ -233,6 +242,8 @@ def _changes(series: Series, limits: Limits) -> list[Association]:
 
 N_BINS = 240
 N_MARKS = 200
+STEP_CURVES = ("batch_tokens", "max_seq_len")
+Direction = Literal["increasing", "decreasing"]
 MAX_LAG = 64
 MAX_DEPTHS = 64
 
@@ -256,6 +267,7 @@ def queues(
         lags=lags,
         lag_band=band,
         loss_by_load=_loss_by_load(series, trends),
+        loss_by_step=_loss_by_step(series),
     )
 
 
@@ -346,16 +358,45 @@ def _loss_by_load(series: Series, trends: dict[str, Trend]) -> list[Loss]:
     trend = trends.get(LOAD)
     if trend is None:
         return []
-    inside = trend.groups == np.arange(len(trend.n))[:, np.newaxis]
+    return _points(series, trend.groups, trend.load, trend.rate, trend.fitted)
+
+
+def _loss_by_step(series: Series) -> list[LossCurve]:
+    """Return the curve of every number of a step that the essay's drops are said to go with.
+
+    What it describes is tested as any covariate, by shifts: no test more.
+    """
+    held = series.computed > 0
+    if not series.lost.any():
+        return []
+    found = []
+    for name in STEP_CURVES:
+        one, groups = COVARIATES[name], np.zeros(series.n_ticks, np.int64)
+        value = series.system[name][0] / np.maximum(series.computed, 1)
+        groups[held] = load_groups(value[held])
+        n = np.bincount(groups, weights=series.computed)
+        rate = np.bincount(groups, weights=series.lost) / n
+        rising, falling = isotonic(rate, n), -isotonic(-rate, n)
+        is_rising = bool(((rising - rate) ** 2 * n).sum() <= ((falling - rate) ** 2 * n).sum())
+        mean = np.bincount(groups, weights=series.computed * value) / n
+        points = _points(series, groups, mean, rate, rising if is_rising else falling)
+        covariate = Covariate(name=one.name, label=one.label, unit=one.unit, group=one.group)
+        direction: Direction = "increasing" if is_rising else "decreasing"
+        found.append(LossCurve(covariate=covariate, direction=direction, points=points))
+    return found
+
+
+def _points(series: Series, groups: Ints, mean: Floats, rate: Floats, fitted: Floats) -> list[Loss]:
+    inside = groups == np.arange(len(mean))[:, np.newaxis]
     cut = series.blocks
     n = block_sums(np.where(inside, series.computed, 0.0), cut.labels, cut.n_blocks)
     lost = block_sums(np.where(inside, series.lost, 0.0), cut.labels, cut.n_blocks)
     rates = jackknife_many(np.stack([n, lost]), loss_rate)
     return [
         Loss(
-            load=float(trend.load[k]),
-            rate=rate_estimate(interval, float(trend.rate[k])),
-            fitted=float(trend.fitted[k]),
+            load=float(mean[k]),
+            rate=rate_estimate(interval, float(rate[k])),
+            fitted=float(fitted[k]),
         )
         for k, interval in enumerate(rates)
     ]

@@ -118,22 +118,31 @@ class WaterfallStep(Section):
     """One step from what existed to what is stored."""
 
     name: str = Field(
-        description="positions, cache_ref, filtered, never computed, dropped, aborted or captured"
+        description="positions, cache_ref, filtered, undelivered, never computed, dropped, "
+        "aborted or captured"
     )
     reason: str | None = Field(
-        default=None, description="why, for dropped, aborted, filtered, never computed"
+        default=None, description="why, for all but positions, captured and cache_ref"
     )
     n_positions: int
     share: Share = Field(description="of all positions")
 
 
 class Accounting(Section):
-    """Census = captured + references + dropped + aborted + never computed + filtered."""
+    """Census = captured + references + dropped + aborted + never computed + the two left out.
+
+    Left out are ``filtered`` and ``undelivered``.
+    """
 
     @property
     def is_sound(self) -> bool:
         """Return whether everything adds up."""
         return all(finding.severity != "error" for finding in self.findings)
+
+    @property
+    def own_hits(self) -> int:
+        """Return the prefix-cache hits on KV that the run computed itself."""
+        return self.cache_ref - self.external
 
     positions: int = Field(description="positions of all requests")
     computed: int = Field(description="captured + dropped + aborted: what could have been stored")
@@ -146,8 +155,14 @@ class Accounting(Section):
     )
     never_computed_requests: int = Field(default=0, description="requests that have such a one")
     filtered: int
+    undelivered: int = Field(
+        default=0, description="computed past the end of a request: in no loss rate"
+    )
     recomputed: int
     unresolved: int = Field(description="references without a stored row behind them")
+    external: int = Field(
+        default=0, description="of cache_ref: served from KV that came from outside the run"
+    )
     requests: int
     steps: int
     loss_share: Share = Field(description="dropped and aborted of computed")
@@ -168,6 +183,10 @@ class CoverageCell(Section):
     reused: int = Field(description="positions served from the prefix cache")
     lost: int = Field(description="dropped and aborted positions")
     filtered: int
+    external: int = Field(
+        default=0,
+        description="positions whose KV came from outside the run: no row here, and no loss",
+    )
     stored_share: Share | None = Field(
         default=None,
         description="stored of stored, reused and lost: what training sees without weights",
@@ -226,7 +245,7 @@ class Coverage(Section):
         description="null where nothing was served again, or no readout tells the norms",
     )
     loss_by_class: list[ClassLoss] = Field(
-        default_factory=list, description="empty when nobody gave classes"
+        default_factory=list, description="empty without roles, when nobody gave classes"
     )
 
 
@@ -419,11 +438,21 @@ class LagBand(Section):
 
 
 class Loss(Section):
-    """Loss against load: one point a decile."""
+    """Loss against load, or another number of the step: one point a decile."""
 
-    load: float = Field(description="mean load of the decile, tokens per step")
+    load: float = Field(description="mean of the decile: of the load, tokens per step")
     rate: Estimate
     fitted: float = Field(description="isotonic fit")
+
+
+class LossCurve(Section):
+    """Loss against a number of the step itself, and its monotone fit."""
+
+    covariate: Covariate
+    direction: Literal["increasing", "decreasing"] = Field(
+        description="of the monotone fit that explains more"
+    )
+    points: list[Loss]
 
 
 class Queues(Section):
@@ -435,6 +464,9 @@ class Queues(Section):
     lags: list[Lag]
     lag_band: LagBand | None = Field(default=None, description="null without a lag")
     loss_by_load: list[Loss]
+    loss_by_step: list[LossCurve] = Field(
+        default_factory=list, description="by the size of the batch, and by its longest context"
+    )
 
 
 # weights, drift, verdict ----------------------------------------------------------------------

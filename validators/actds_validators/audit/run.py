@@ -37,6 +37,7 @@ from actds_validators.audit.data import (
     labels_of,
     match_labels,
     read_labels,
+    role_labels,
 )
 from actds_validators.audit.lookup import (
     MAX_SOURCES,
@@ -164,7 +165,8 @@ def audit_dataset(
         progress: told what is being done.
         weights: where to write the weights of the stored rows, if anywhere; not written when
             something does not add up.
-        classes: Parquet file of token classes by request and positions, as `labels.read_labels`.
+        classes: Parquet file of token classes by request and positions, as `labels.read_labels`;
+            None for the roles of the dataset.
         executor: ``threads`` of this process, or ``ray``: the same numbers from either.
 
     Raises:
@@ -184,7 +186,7 @@ def audit_dataset(
         sources = [catalog_source(catalog, run) for run in catalog.run_ids]
         named = None if labels is None else match_labels(labels, sources)
         unseen = _unseen(sources)
-        table = None if labels is None else labels.table
+        table = role_labels(sources) if labels is None else labels.table
         found = audit_sources(sources, limits, progress, table, runner, named)
         if weights is not None and found.accounting.is_sound:
             progress("writing weights")
@@ -231,7 +233,7 @@ def audit_sources(
         sources: the runs, in order.
         limits: settings.
         progress: told what is being done.
-        labels: table of `labels.read_labels`, if somebody gave token classes.
+        labels: table of `labels.read_labels` or `role_labels`, if there are token classes.
         executor: where the rows are read; threads by default.
         named: of `labels.match_labels`, with labels.
     """
@@ -364,7 +366,7 @@ def pass_over(
         series: of all.
         edges: of the weights' cells; ``None`` where nothing was lost: then coverage is all.
         executor: where the parts are read.
-        labels: table of `data.read_labels`, if somebody gave token classes.
+        labels: table of `data.read_labels` or `role_labels`, if there are token classes.
         progress: told what is being done.
         limits: of the strata.
         has_ids: of `knows_ids`.

@@ -38,6 +38,7 @@ from actds_validators.audit.wording import (
     largest,
     look_when,
     lost,
+    on_external,
     on_reuse,
     on_strata,
     on_unresolved,
@@ -94,7 +95,9 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     if found.kind == "unaccounted":
         return found
     found = _with_strata(found, evidence.missingness, limits)
-    account, steps = evidence.accounting, found.next_steps
+    account = evidence.accounting
+    steps = [*found.next_steps, *on_external(account)]
+    found = found.model_copy(update={"next_steps": steps})
     more = on_unresolved(account, limits)
     if found.kind == "unresolved" or not more:
         return found
@@ -202,8 +205,8 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         BOUND, bound(share).bias, "at most", limits.negligible_bias,
         "SD", ok=share <= allowed,  # of a root at its limit the last digit is off
     )  # fmt: skip
-    if evidence.accounting.cache_ref:
-        unresolved = evidence.accounting.unresolved / evidence.accounting.cache_ref
+    if evidence.accounting.own_hits:
+        unresolved = evidence.accounting.unresolved / evidence.accounting.own_hits
         found["unresolved"] = _held(
             "prefix-cache hits without a stored row", unresolved, "at most", limits.max_unresolved,
             "share",

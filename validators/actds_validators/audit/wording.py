@@ -154,7 +154,7 @@ def on_strata(found: list[StratumLoss], share: float) -> str:
 
 def unresolved_first(account: Accounting) -> str:
     """Return the prefix-cache hits without a stored row, in a sentence."""
-    share = account.unresolved / max(1, account.cache_ref)
+    share = account.unresolved / max(1, account.own_hits)
     return (
         f"{share:.1%} of the prefix-cache hits ({account.unresolved:,} positions, more than were "
         "lost) have no stored row."
@@ -177,12 +177,24 @@ def events_needed(mechanism: Mechanism, missing: Missingness, limits: Limits) ->
 
 def on_unresolved(account: Accounting, limits: Limits) -> list[str]:
     """Return the step for prefix-cache hits without a stored row, where there are too many."""
-    share = account.unresolved / max(1, account.cache_ref)
+    share = account.unresolved / max(1, account.own_hits)
     if share <= limits.max_unresolved:
         return []
     return [
         f"{share:.1%} of the prefix-cache hits have no stored row, and no weight makes up for "
         "them. Harvest with an empty prefix cache, or leave those prompts out."
+    ]
+
+
+def on_external(account: Accounting) -> list[str]:
+    """Return the step for positions whose KV came from outside the run, where there are any."""
+    if not account.external:
+        return []
+    share = account.external / account.positions
+    return [
+        f"{share:.1%} of the positions ({account.external:,}) were served from KV that came from "
+        "outside: another engine or an earlier run computed their rows, and only its dataset "
+        "can have them. Train on both, or know that these prompts are not in this one."
     ]
 
 
@@ -242,9 +254,9 @@ def on_reuse(account: Accounting, coverage: Coverage | None) -> list[str]:
 
     With it, which rows would be most of what such weights see, and how to leave them out.
     """
-    if not account.cache_ref:
+    if not account.own_hits:
         return []
-    reused = account.cache_ref / max(1, account.positions)
+    reused = account.own_hits / max(1, account.positions)
     said = (
         f"{reused:.0%} of the positions are prefix-cache hits: to weight rows by how often they "
         'were served, load with weights="multiplicity"'

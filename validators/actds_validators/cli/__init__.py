@@ -3,7 +3,7 @@
 SUMMARIES = {
     "audit": "Estimate what a dataset lost, and whether it matters.",
     "check": "Say whether a dataset is valid, and whether to train on it.",
-    "validate": "Check a dataset before training on it.",
+    "validate": "Check datasets before training on them.",
     "view": "Write a page to look at a dataset: hooks, norms, coverage, losses, text.",
 }
 """First lines of their help, which ``actds --help`` lists without importing the commands."""

@@ -4,95 +4,248 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
-from actds.cli.output import envelope, print_json, print_lines
+from actds.cli.output import ResultCommand, envelope, print_json, print_lines
 from actds.executor import EXECUTORS, ExecutorName
 from actds.text import Line, Style, counted, printable
 
 if TYPE_CHECKING:
     from actds.errors import Finding
-    from actds_validators.validate.validation import Progress, Validation
+    from actds_validators.gate.gate import Passage
+    from actds_validators.gate.policy import Policy
+    from actds_validators.validate.validation import Level, Progress, Validation
 
 LEVELS = ("quick", "standard", "full", "deep")
+FORMATS = ("text", "json", "junit", "sarif", "github")
 MAX_FINDINGS = 50
 _MARKS = {"passed": "✓", "failed": "✗", "skipped": "-"}
 _STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "skipped": "dim"}
 _QUIET_S = 2.0
+_SEVEREST = (3, 1, 5, 0)
+"""Exit codes of one dataset; of several, the first of these that any of them has."""
 
 
-@click.command()
-@click.argument("path", metavar="PATH")
+def _policy() -> type[Policy]:
+    from actds_validators.gate.policy import Policy
+
+    return Policy
+
+
+@click.command(cls=ResultCommand, reads={"policy": _policy})
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option(
     "--level",
     type=click.Choice(LEVELS),
-    default="full",
-    show_default=True,
     help="quick: ledger, documents, sizes. standard: + tables, accounting. "
-    "full: + digests of every file. deep: + decode every chunk, NaN, zero and repeated rows.",
+    "full: + digests of every file. deep: + decode every chunk, NaN, zero and repeated rows. "
+    "Default: that of the policy, else full.",
 )
+@click.option("--policy", metavar="FILE", help="Refuse what this TOML file refuses; docs/gate.md.")
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print the result as JSON (actds.validate 1)."
-)
+    "--format", "form", type=click.Choice(FORMATS), default="text", show_default=True,
+    help="What is printed: a page, JSON (actds.validate 1; of several datasets actds.validations "
+    "1), JUnit XML, SARIF 2.1.0, or annotations of GitHub Actions.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="As --format json.")
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
 @click.option(
+    "--seal",
+    metavar="SHA256",
+    help="Refuse a dataset that does not extend this seal.",
+)
+@click.option(
     "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
-    help="Where the files are hashed.",
+    help="Where files are hashed and rows decoded.",
 )  # fmt: skip
-def validate(path: str, level: str, as_json: bool, strict: bool, executor: ExecutorName) -> None:
-    """Check a dataset before training on it.
+@click.option(
+    "--watch", is_flag=True,
+    help="Follow a harvest: validate each shard once it is committed, and all at the seal.",
+)  # fmt: skip
+@click.option(
+    "--interval", type=click.FloatRange(0.01), default=2.0, show_default=True, metavar="SECONDS",
+    help="Time between two looks of --watch.",
+)  # fmt: skip
+@click.option(
+    "--idle", type=click.FloatRange(0), default=30.0, show_default=True, metavar="SECONDS",
+    help="Without a writer and without news for so long, --watch takes the harvest for ended.",
+)  # fmt: skip
+def validate(
+    paths: tuple[str, ...],
+    level: Level | None,
+    policy: str | None,
+    form: str,
+    as_json: bool,
+    strict: bool,
+    seal: str | None,
+    executor: ExecutorName,
+    watch: bool,
+    interval: float,
+    idle: float,
+) -> None:
+    """Check datasets before training on them.
 
-    PATH is the dataset's folder. Exit codes: 0 clean, 1 findings, 2 usage, 3 not readable as a
-    dataset. Every finding has a code; actds explain CODE says more.
+    PATH is a dataset's folder or its URI. Exit codes: 0 clean, 1 not valid, 2 usage or a policy
+    that cannot be used, 3 not readable as a dataset, 4 internal error, 5 valid but refused by the
+    policy; of several datasets 3 before 1 before 5. Every finding has a code; actds explain CODE
+    says more.
 
     \b
     Examples:
       actds validate acts
       actds validate acts --level deep
-      actds validate acts --level quick --json
+      actds validate acts --policy policy.toml
+      actds validate runs/a runs/b --format junit > validate.xml
+      actds validate acts --watch
+      actds validate acts --seal sha256:4f0c...
     """
-    from actds_validators.validate import validation as validation_module
+    from actds_validators.gate.gate import judge
+    from actds_validators.gate.policy import read_policy
 
-    with counting() as progress:
-        result = validation_module.validate(path, level, progress, executor)  # type: ignore[arg-type]
-    if as_json:
-        print_json(envelope("validate", result.as_json(strict=strict)))
+    form = "json" if as_json else form
+    if watch and len(paths) > 1:
+        raise click.UsageError("--watch follows one dataset")
+    rules = None if policy is None else read_policy(policy)
+    found = []
+    for path in paths:
+        seen = None
+        if watch:
+            chosen = level or (rules.level if rules is not None else "full")
+            seen = _follow(path, chosen, interval, idle, executor, seal)
+        with counting() as progress:
+            found.append(
+                judge(
+                    path, level=level, policy=rules, strict=strict, progress=progress,
+                    executor=executor, seal=seal, validation=seen,
+                )
+            )  # fmt: skip
+    _print(found, form)
+    sys.exit(next(code for code in _SEVEREST if any(one.exit_code == code for one in found)))
+
+
+def _print(found: list[Passage], form: str) -> None:
+    if form == "text":
+        for number, one in enumerate(found):
+            if number:
+                click.echo()
+            print_lines(passage_page(one))
+    elif form == "json":
+        if len(found) == 1:
+            print_json(envelope("validate", found[0].as_json()))
+        else:
+            print_json(envelope("validations", {"datasets": [one.as_json() for one in found]}))
     else:
-        print_lines(page(result, strict=strict))
-    sys.exit(result.exit_code(strict=strict))
+        from actds_validators.gate import formats
+
+        write = {"junit": formats.junit, "sarif": formats.sarif, "github": formats.github}[form]
+        click.echo(write(found), nl=False)
+
+
+def _follow(
+    path: str,
+    level: Level,
+    interval: float,
+    idle: float,
+    executor: ExecutorName,
+    seal: str | None,
+) -> Validation:
+    """Return the validation at the end of a harvest; what is seen meanwhile goes to stderr."""
+    from actds_validators.validate.watch import Seen, watch
+
+    def say(seen: Seen) -> None:
+        state = f"{seen.n_open} of {counted(seen.n_chains, 'chain')} open"
+        done = f"{counted(seen.n_shards, 'shard')}, {counted(seen.n_rows, 'row')}"
+        click.echo(f"{done}, {seen.nbytes / 1e6:.1f} MB hashed, {state}", err=True)
+        for finding in seen.findings:
+            click.echo(f"  {printable(finding.line())}", err=True)
+
+    click.echo(f"watching {printable(path)} at level {level}", err=True)
+    with counting() as progress:
+        return watch(
+            path, level, interval_s=interval, idle_s=idle, seen=say, progress=progress,
+            executor=executor, seal=seal,
+        )  # fmt: skip
 
 
 @contextmanager
 def counting() -> Iterator[Progress]:
-    """Yield what counts the work on stderr: on a terminal, and only when it takes a while."""
+    """Yield what shows the work on stderr, as bars: on a terminal, and when it takes a while."""
     if not sys.stderr.isatty():
         yield lambda what, amount: None
         return
     done = {"bytes": 0, "rows": 0, "values": 0}
-    began = last = time.monotonic()
+    totals = dict.fromkeys(done, 0)
+    began = time.monotonic()
+    shown: list[Callable[[dict[str, int], dict[str, int]], None]] = []
 
     def progress(what: str, amount: int) -> None:
-        nonlocal last
-        done[what] += amount
-        now = time.monotonic()
-        if now - began < _QUIET_S or now - last < 0.2:
+        if what.startswith("all "):
+            totals[what.removeprefix("all ")] += amount
             return
-        last = now
-        sys.stderr.write(
-            f"\r{done['bytes'] / 1e9:.2f} GB hashed, {done['rows']:,} rows accounted for, "
-            f"{done['values'] / 1e9:.2f} GB decoded, {now - began:.0f} s "
-        )
-        sys.stderr.flush()
+        done[what] += amount
+        if not shown and time.monotonic() - began >= _QUIET_S:
+            shown.append(stack.enter_context(_bars()))
+        for show in shown:
+            show(done, totals)
 
-    try:
+    with ExitStack() as stack:
         yield progress
-    finally:
-        if last > began:
-            sys.stderr.write("\n")
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[dict[str, int], dict[str, int]], None]]:
+    """Yield what draws how much is done of how much."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    units = {"bytes": ("hashed", 1e9, "GB"), "rows": ("accounted for", 1e6, "M rows"),
+             "values": ("decoded", 1e9, "GB")}  # fmt: skip
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"),
+               TimeRemainingColumn())  # fmt: skip
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=5) as bars:
+
+        def show(done: dict[str, int], totals: dict[str, int]) -> None:
+            for what, total in totals.items():
+                words, unit, name = units[what]
+                if total and what not in tasks:
+                    tasks[what] = bars.add_task(words, total=total, amount="")
+                if what in tasks:
+                    amount = f"{done[what] / unit:.2f} of {total / unit:.2f} {name}"
+                    bars.update(tasks[what], completed=done[what], total=total, amount=amount)
+
+        yield show
+
+
+def passage_page(passage: Passage) -> Iterator[Line]:
+    """Yield the page of the gate: that of the validation, then what the policy says."""
+    yield from page(passage.validation, strict=passage.strict)
+    for line in _policy_lines(passage):
+        yield Line(printable(line.text), line.style)
+
+
+def _policy_lines(passage: Passage) -> Iterator[Line]:
+    if passage.policy is None:
+        return
+    name = f"the policy {passage.policy.name}".strip()
+    yield Line("")
+    if passage.validation.exit_code(strict=passage.strict):
+        yield Line(f"{name}: not asked; only a valid dataset is compared with a policy", "dim")
+        return
+    verdict = f" (audit: {passage.verdict})" if passage.verdict else ""
+    if not passage.refused:
+        yield Line(f"PASSES {name}{verdict}", "good")
+        return
+    yield Line(f"REFUSED by {name}: {counted(len(passage.refused), 'rule')}{verdict}", "bad")
+    for finding in passage.refused[:MAX_FINDINGS]:
+        yield Line(finding.line(), "bad")
+    more = len(passage.refused) - MAX_FINDINGS
+    if more > 0:
+        yield Line(f"and {more:,} more; --format json lists them all", "warn")
 
 
 def page(validation: Validation, *, strict: bool = False) -> Iterator[Line]:
@@ -119,12 +272,14 @@ def verdict_line(validation: Validation, *, strict: bool = False) -> Line:
     count = f"{counted(n_errors, 'error')}, {counted(n_warnings, 'warning')}"
     if code:
         return Line(f"REFUSED {validation.path} at level {validation.level}: {count}", "bad")
+    pinned = validation.pinned
+    extends = "" if pinned in (None, validation.seal) else f", extends the pinned seal {pinned}"
     warned = f", {counted(n_warnings, 'warning')}" if n_warnings else ""
     # Below level full nobody looked at the activations: that is no verdict on the dataset.
     verdict = "VALID" if validation.level in ("full", "deep") else "NO ERROR in"
     return Line(
         f"{verdict} {validation.path} at level {validation.level}: seal {validation.seal}, "
-        f"digest {(validation.digest or '')[:16]}{warned}",
+        f"digest {(validation.digest or '')[:16]}{extends}{warned}",
         "good",
     )
 
@@ -169,10 +324,14 @@ def _sentence(totals: dict[str, int]) -> str:
     words = {
         "cache_ref": "prefix-cache hits",
         "unresolved": "of them unresolved",
+        "external": "of them from outside",
         "dropped": "dropped",
         "aborted": "aborted",
         "filtered": "filtered",
         "recomputed": "recomputed",
     }
-    parts += [f"{totals[name]:,} {word}" for name, word in words.items()]
+    shown = {name: word for name, word in words.items() if name != "external" or totals[name]}
+    parts += [f"{totals[name]:,} {word}" for name, word in shown.items()]
+    # Of engines that schedule ahead or draft.
+    parts += [f"{totals[n]:,} {n}" for n in ("undelivered", "rejected") if totals[n]]
     return f"{', '.join(parts)}; {totals['scheduled']:,} tokens scheduled"

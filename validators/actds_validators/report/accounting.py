@@ -38,6 +38,7 @@ _KINDS = {
     "captured": "stored",
     "cache_ref": "reused",
     "filtered": "filtered",
+    "undelivered": "filtered",
     "never computed": "filtered",
 }
 _STEP_WORDS = {"cache_ref": "prefix-cache hits", "positions": "all positions", "captured": "stored"}
@@ -47,11 +48,17 @@ _MAX_STEPS = 20
 def balance(section: Accounting) -> str:
     """Return the sum of all positions in words."""
     never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
+    late = f" + {count(section.undelivered)} undelivered" if section.undelivered else ""
     return (
         f"{counted(section.positions, 'position')} = {count(section.captured)} stored + "
-        f"{count(section.cache_ref)} prefix-cache hits + {count(section.dropped)} dropped + "
-        f"{count(section.aborted)} aborted + {never}{count(section.filtered)} filtered"
+        f"{count(section.cache_ref)} prefix-cache hits{_external(section)} + "
+        f"{count(section.dropped)} dropped + {count(section.aborted)} aborted + "
+        f"{never}{count(section.filtered)} filtered{late}"
     )
+
+
+def _external(section: Accounting) -> str:
+    return f" ({count(section.external)} from outside)" if section.external else ""
 
 
 def never_computed(section: Accounting) -> str:
@@ -80,6 +87,7 @@ def accounting_part(audit: Audit) -> Part:
             ("prefix-cache hits without a stored row", count(section.unresolved)),
             "bad" if section.unresolved else "",
         ),
+        Row(("positions whose KV came from outside the run", count(section.external))),
     ]
     tables = [*_findings(section), Table("What was counted", ("quantity", "number"), rows)]
     return Part("accounting", "Accounting", Sentence(lead), tables)
@@ -146,8 +154,12 @@ def waterfall_of(steps: Sequence[WaterfallStep]) -> Picture | None:
 
 
 _MAX_CLASSES, _MAX_BANDS = 12, 10
-_STATES = ("stored", "reused", "lost", "filtered")
-_NAMES = {"stored": "computed and stored", "reused": "prefix-cache hit"}
+_STATES = ("stored", "reused", "external", "lost", "filtered")
+_NAMES = {
+    "stored": "computed and stored",
+    "reused": "prefix-cache hit",
+    "external": "KV from outside",
+}
 _REST = "other classes"
 Counts = dict[str, int]
 
@@ -173,7 +185,8 @@ def coverage_part(audit: Audit) -> Part | None:
         ("lost", lambda one: count(one.n_lost)),
         ("share lost", lambda one: percent(one.rate)),
     )
-    caption = "Loss rate of the classes from --classes, without intervals"
+    origin = "roles" if audit.options.classes is None else "classes from --classes"
+    caption = f"Loss rate of the {origin}, without intervals"
     tables += table_of(caption, by_class, section.loss_by_class)
     return Part("coverage", "Coverage", Sentence(lead), tables)
 
@@ -210,14 +223,15 @@ def map_of(cells: Sequence[CoverageCell]) -> Picture | None:
         "coverage-map",
         "Coverage map: token class by band of positions",
         "Each cell is split by what became of its positions: computed and stored, prefix-cache "
-        "hit, lost, filtered. Below: the number of positions, and the share stored of all that "
-        "were served or lost, without the filtered ones: what training sees without weights.",
+        "hit, KV from outside, lost, filtered. Below: the number of positions, and the share "
+        "stored of those stored, hit and lost: what training sees without weights.",
         WIDTH,
         90 + 52 * len(grid),
     )
     left = 176.0
     width = (WIDTH - 8 - left) / len(bands)
-    legend(p, left, 16, [(s, _NAMES.get(s, s)) for s in _STATES])
+    seen = [s for s in _STATES if s != "external" or any(cell.external for cell in cells)]
+    legend(p, left, 16, [(s, _NAMES.get(s, s)) for s in seen])
     for column, (low, high) in enumerate(bands):
         words = f"{low:,}–{high - 1:,}" if high - 1 > low else f"{low:,}"
         low_line, high_line = split_range(words, width - 4)
@@ -246,7 +260,8 @@ def _cell(
     if not total:
         p.text(x + width / 2, y + 29, "none", "middle", "dim")
         return
-    said = ", ".join(f"{count(counts[s])} {_NAMES.get(s, s)}" for s in _STATES)
+    shown = [s for s in _STATES if s != "external" or counts[s]]
+    said = ", ".join(f"{count(counts[s])} {_NAMES.get(s, s)}" for s in shown)
     start = x
     for state in _STATES:
         part = width * counts[state] / total
@@ -271,7 +286,7 @@ def _grid(
     """Return the counts, and the share stored, per class and band; rare classes as one."""
     size: dict[str, int] = defaultdict(int)
     for cell in cells:
-        size[cell.token_class] += cell.stored + cell.reused + cell.lost + cell.filtered
+        size[cell.token_class] += sum(getattr(cell, state) for state in _STATES)
     order = sorted(size, key=lambda name: (-size[name], name))
     named = set(order if len(order) <= _MAX_CLASSES else order[: _MAX_CLASSES - 1])
     grid: dict[str, list[Counts]] = {

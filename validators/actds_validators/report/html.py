@@ -19,6 +19,7 @@ from actds_validators.report.mechanism import (
     capture_trace,
     lag_plot,
     loss_against_load,
+    loss_against_step,
     mechanism_part,
     occupancy,
     queues_part,
@@ -100,7 +101,7 @@ SECTIONS: tuple[Section, ...] = (
     ),
     Section(
         queues_part,
-        (capture_trace, loss_against_load, occupancy, lag_plot),
+        (capture_trace, loss_against_load, loss_against_step, occupancy, lag_plot),
         "Time and queues",
         "the run records neither steps nor queues",
     ),

@@ -10,6 +10,7 @@ from actds_validators.audit.result import (
     MIN_BLAMED,
     Association,
     Audit,
+    Loss,
     Mechanism,
     Occupancy,
     Stall,
@@ -133,7 +134,8 @@ def _on_content(tests: list[Association]) -> str:
     return f"{said} Here too few steps lost only some of their tokens for that test."
 
 
-_MAX_POINTS, _MAX_LAGS, _MAX_STAGES, _MAX_DEPTHS = 40, 201, 6, 32
+_MAX_CURVES = 2
+_MAX_POINTS, _MAX_LAGS, _MAX_STAGES, _MAX_DEPTHS = 12, 201, 6, 32
 
 
 def queues_part(audit: Audit) -> Part | None:
@@ -162,31 +164,51 @@ def loss_against_load(audit: Audit) -> Picture | None:
     """Return the share lost per decile of load with intervals, and the isotonic fit."""
     if audit.queues is None or not audit.queues.loss_by_load:
         return None
-    shown = sorted(audit.queues.loss_by_load, key=lambda point: point.load)[:_MAX_POINTS]
+    p = _picture("loss-by-load", "Loss against load", "load", 292)
+    _curve(p, 38, audit.queues.loss_by_load, "load, tokens per step", "load")
+    return p
+
+
+def loss_against_step(audit: Audit) -> Picture | None:
+    """Return the same against the size of the batch and its longest context."""
+    if audit.queues is None or not audit.queues.loss_by_step:
+        return None
+    curves = audit.queues.loss_by_step[:_MAX_CURVES]
+    p = _picture("loss-by-step", "Loss against batch and context", "size", 42 + 250 * len(curves))
+    for k, curve in enumerate(curves):
+        one = curve.covariate
+        _curve(p, 38 + 250 * k, curve.points, f"{one.label}, {one.unit}", "mean")
+    return p
+
+
+def _picture(name: str, title: str, what: str, height: float) -> Picture:
     p = Picture(
-        "loss-by-load",
-        "Loss against load",
-        "Per decile of load the share of computed tokens lost, with its interval; the dashed line "
-        "is the isotonic fit, which may only rise.",
+        name,
+        title,
+        f"Per decile of {what} the share of computed tokens lost, with its interval; the dashed "
+        "line is the monotone fit, which may only rise, or only fall.",
         WIDTH,
-        292,
+        height,
     )
-    top = min(1.0, max(max(s.rate.value, s.rate.high, s.fitted) for s in shown) * 1.1) or 0.01
-    loads = [s.load for s in shown]
-    f = Frame(90, 38, 740, 196, span(loads, zero=False), (0, top))
-    axes(p, f, "load, tokens per step", "share lost", y_text=percent, left=64)
     p.dot(100, 14, "mark lost-mark")
     p.text(112, 18, "decile, with interval")
     p.line(272, 14, 302, 14, "curve dashed")
     p.text(310, 18, "isotonic fit")
+    return p
+
+
+def _curve(p: Picture, y: float, points: list[Loss], x_text: str, what: str) -> None:
+    shown = sorted(points, key=lambda point: point.load)[:_MAX_POINTS]
+    top = min(1.0, max(max(s.rate.value, s.rate.high, s.fitted) for s in shown) * 1.1) or 0.01
+    f = Frame(90, y, 740, 196, span([s.load for s in shown], zero=False), (0, top))
+    axes(p, f, x_text, "share lost", y_text=percent, left=64)
     p.path([(f.x(s.load), f.y(s.fitted)) for s in shown], "curve dashed")
     for s in shown:
-        said = f"load {number(s.load)}: {percent(s.rate.value)} lost"
+        said = f"{what} {number(s.load)}: {percent(s.rate.value)} lost"
         said += f", interval {percent(s.rate.low)} to {percent(s.rate.high)}"
         x = f.x(s.load)
         p.line(x, f.y(s.rate.low), x, f.y(s.rate.high), "whisker lost-line", said)
         p.dot(x, f.y(s.rate.value), "mark lost-mark", said)
-    return p
 
 
 def occupancy(audit: Audit) -> Picture | None:

@@ -113,7 +113,7 @@ def _list(
 
 def _accounting(audit: Audit) -> Iterator[Line]:
     section = audit.accounting
-    names = ("dropped", "aborted", "never computed", "filtered")
+    names = ("dropped", "aborted", "never computed", "filtered", "undelivered")
     gone = [step for step in section.waterfall if step.name in names and step.n_positions]
     for step in gone[:_MAX_ROWS]:
         why = step.reason or "no reason given"
@@ -125,6 +125,9 @@ def _accounting(audit: Audit) -> Iterator[Line]:
     if section.unresolved:
         lost = counted(section.unresolved, "prefix-cache hit")
         yield Line(f"  {lost} without a stored row (E410)", "warn")
+    if section.external:
+        served = counted(section.external, "position")
+        yield Line(f"  {served} served from KV that came from outside the run", "plain")
     for finding in section.findings[:_MAX_ROWS]:
         said = f"{finding.got}; expected {finding.expected}"
         style: Style = "bad" if finding.severity == "error" else "warn"

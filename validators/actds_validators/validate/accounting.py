@@ -5,7 +5,7 @@ Canaries as well: no stored row belongs to another request, as far as replays sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,16 +15,19 @@ import pyarrow.compute as pc
 
 from actds import layout
 from actds.accounting.account import TOTALS, Account, account
+from actds.accounting.columns import MAX_FINDINGS_PER_CODE
 from actds.errors import ActdsError, Finding
 from actds.format import tables
-from actds.format.positions import position_key
+from actds.format.positions import pair_key, position_key, split_key
 from actds.format.shard import TOKENS, Shard, row_order, row_set_sha256
 from actds.ledger import ChainState
 from actds.reading import CENSUS_TABLES, Catalog
-from actds.schema import ShardManifest
+from actds.schema import PartBody, Seal, ShardManifest
 
 MIN_STEPS_TO_JUDGE_ORDER = 16
 """A random order of so many steps is sorted by chance less than once in 10**13 shards."""
+_READ_ALONE: tuple[tables.TableName, ...] = ("stalls", "occupancy", "roles")
+"""Tables that the account does not need; that they can be read is checked all the same."""
 CANARY_VERDICTS = ("same", "diverged", "foreign")
 CANARY_COLUMNS = ["request", "position", "hook", "verdict"]
 
@@ -37,11 +40,13 @@ class RunAccount:
         run: the run.
         account: what became of its positions.
         complete: whether every table could be read, so that totals may be compared.
+        n_dropped: positions in the parts of the drop log, by the chain that committed them.
     """
 
     run: str
     account: Account
     complete: bool
+    n_dropped: dict[str, int]
 
 
 def check_accounting(
@@ -67,16 +72,16 @@ def check_accounting(
             _check_close_totals(catalog, one)
     every_run = [one.run for one in accounts] == catalog.runs_with_data
     if catalog.is_sealed and every_run and all(one.complete for one in accounts):
-        _check_seal_totals(catalog, accounts)
         with catalog.findings.noting("accounting"):
-            _check_multiplicity(catalog, accounts)
+            _check_seals(catalog, accounts)
     return accounts
 
 
 def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> RunAccount:
     reader = _Tables(catalog, run, progress)
     requests, steps, spans, drops = (reader.table(name) for name in (*CENSUS_TABLES, "drops"))
-    reader.table("stalls")
+    for name in _READ_ALONE:
+        reader.table(name)
     accounts = []
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
@@ -86,11 +91,31 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
         accounts.append(replace(one, findings=findings))
     complete = not reader.broken and run not in catalog.incomplete
     if complete:
+        reader.check_flags()
         # With a table missing, what then lacks a row is no second fault.
         found = dict.fromkeys(finding for one in accounts for finding in one.findings)
         for finding in found:
             catalog.findings.take("accounting", finding)
-    return RunAccount(run, accounts[0], complete)
+    return RunAccount(run, accounts[0], complete, _dropped_by_chain(catalog, run, drops))
+
+
+def _dropped_by_chain(catalog: Catalog, run: str, drops: pa.Table) -> dict[str, int]:
+    """Return how many positions each chain logged as dropped, from the whole drop log of a run."""
+    lengths = pc.subtract(drops["stop"].cast(pa.int64()), drops["start"].cast(pa.int64()))
+    of_chain = {
+        body.file.path: chain.chain
+        for chain in catalog.chains.values()
+        for body in (record.typed_body() for record in chain.records if record.type == "part")
+        if isinstance(body, PartBody)
+    }
+    found: dict[str, int] = {}
+    first = 0
+    for body in catalog.parts.get((run, "drops"), []):
+        chain = of_chain[body.file.path]
+        logged = pc.sum(lengths.slice(first, body.n_rows)).as_py() or 0
+        found[chain] = found.get(chain, 0) + logged
+        first += body.n_rows
+    return found
 
 
 def _named(finding: Finding, suffix: str) -> Finding:
@@ -107,6 +132,7 @@ class _Tables:
         self.progress = progress
         self.broken = False
         self._judged: set[str] = set()
+        self._flags = np.empty(0, np.uint64)
 
     def table(self, name: tables.TableName) -> pa.Table:
         """Return a table of the run, without the parts that cannot be read."""
@@ -129,15 +155,32 @@ class _Tables:
                 continue
             if manifest.shard not in self._judged:
                 self._judged.add(manifest.shard)
-                _check_shard_tokens(self.catalog, manifest, table, path)
+                check_shard_tokens(self.catalog, manifest, table, path)
+                pairs = pair_key(table["token_id"].to_numpy(), table["flags"].to_numpy())
+                self._flags = np.union1d(self._flags, pairs)
             yield table
+
+    def check_flags(self) -> None:
+        """Check that flags are known, and the same wherever a token is; notes E103, E414.
+
+        Spec: 0.1 section 6.3.
+        """
+        token, flags = split_key(self._flags)
+        place = f"shards (run {self.run}) rows of token"
+        for i in np.flatnonzero(flags > tables.FLAGS)[:1]:
+            got, expected = f"flags {flags[i]:#x}", f"bits of {tables.FLAGS:#x}"
+            self.catalog.findings.add("accounting", "E103", f"{place} {token[i]}", got, expected)
+        for i in np.flatnonzero(token[1:] == token[:-1])[:1]:
+            got = f"flags {flags[i]} and {flags[i + 1]}"
+            expected = "the same flags in every row"
+            self.catalog.findings.add("accounting", "E414", f"{place} {token[i]}", got, expected)
 
     def _read(self, name: tables.TableName, path: str) -> pa.Table | None:
         if path in self.catalog.unsound:
             self.broken = True
             return None
         try:
-            return tables.from_parquet(name, self.catalog.file(path), path)
+            return self.catalog.read_table(name, path)
         except ActdsError as error:
             self.broken = True
             self.catalog.unsound.add(path)
@@ -145,7 +188,7 @@ class _Tables:
             return None
 
 
-def _check_shard_tokens(
+def check_shard_tokens(
     catalog: Catalog, manifest: ShardManifest, table: pa.Table, path: str
 ) -> None:
     """Check a token table against what the manifest says about its rows."""
@@ -190,7 +233,10 @@ def _check_shard_tokens(
 def _check_order(
     catalog: Catalog, manifest: ShardManifest, step: npt.NDArray[np.uint64], place: str
 ) -> None:
-    """Check that a shard which says that it is permuted does not stand in its old order."""
+    """Check that a sequence is one, and that what is permuted does not stand in its old order."""
+    if manifest.order == "sequence" and not _is_sorted(step):
+        expected = "rows in the order of their steps"
+        catalog.findings.add("accounting", "E415", f"{place} order", "sequence", expected)
     if manifest.permutation_seed is None or len(np.unique(step)) < MIN_STEPS_TO_JUDGE_ORDER:
         return
     before = np.empty_like(step)
@@ -210,55 +256,72 @@ def _is_sorted(values: npt.NDArray[np.uint64]) -> bool:
 
 
 def _check_close_totals(catalog: Catalog, one: RunAccount) -> None:
-    """Check the totals in the close records of a run's chains; a fenced chain has none."""
-    chains = [chain for chain in catalog.chains.values() if chain.run == one.run]
-    totals = one.account.totals
-    census = {
-        "requests": totals["requests"],
-        "scheduled_tokens": totals["scheduled"],
-        **{name: totals[name] for name in tables.DISPOSITIONS},
-    }
-    for kind, expected in (("census", census), ("writer", _writer_totals(one))):
-        mine = [chain for chain in chains if chain.kind == kind]
-        for chain in mine:
-            if len(mine) > 1 and kind == "writer":
-                expected = {"rows": _rows_of(catalog, chain)}
-            elif len(mine) > 1:
-                continue  # no one of several witnesses counts the whole run
-            if chain.close is not None:
-                _compare_totals(
-                    catalog,
-                    layout.record_path(chain.chain, len(chain.records) - 1),
-                    chain.close.totals,
-                    expected,
-                    complete=chain.close.reason == "finished",
-                )
+    """Check what the chains of a run say that they counted, whatever their number.
+
+    Losses of a writer that was fenced are known as far as it logged them: a warning (E421).
+
+    Spec: 0.1 sections 8.2 and 8.3.
+    """
+    required: dict[str, Set[str]]
+    for chain in (chain for chain in catalog.chains.values() if chain.run == one.run):
+        if chain.kind == "census":
+            expected = _census_totals(one)
+            required = {"finished": expected.keys(), "interrupted": expected.keys()}
+            _compare_close(catalog, chain, expected, required)
+        elif chain.kind == "writer":
+            expected = _writer_totals(catalog, one, chain)
+            # A writer that was cut off has not seen every step.
+            always = expected.keys() - {"recomputed_tokens"}
+            required = {"finished": expected.keys(), "interrupted": always}
+            _compare_close(catalog, chain, expected, required)
+            if chain.state == "fenced":
+                place = layout.record_path(chain.chain, len(chain.records) - 1)
+                got = "a fence: what was lost and not logged yet is not known"
+                wanted = "a writer that closed its log of losses"
+                catalog.findings.add("accounting", "E421", place, got, wanted, "warning")
 
 
-def _writer_totals(one: RunAccount) -> dict[str, int]:
+def _compare_close(
+    catalog: Catalog,
+    chain: ChainState,
+    expected: dict[str, int],
+    required: Mapping[str, Set[str]],
+) -> None:
+    """Compare the totals of a close, of which some have to be there for some reasons of the end."""
+    if chain.close is not None:
+        place = layout.record_path(chain.chain, len(chain.records) - 1)
+        names = required.get(chain.close.reason, set())
+        _compare_totals(catalog, place, chain.close.totals, expected, names)
+
+
+def _census_totals(one: RunAccount) -> dict[str, int]:
+    """Return what a census counts: the whole run, also the one that continued a fenced one."""
     totals = one.account.totals
+    counts = {"requests": totals["requests"], "scheduled_tokens": totals["scheduled"]}
+    return counts | {name: totals[name] for name in tables.DISPOSITIONS}
+
+
+def _writer_totals(catalog: Catalog, one: RunAccount, chain: ChainState) -> dict[str, int]:
+    """Return what a writer counts: rows and drops that it committed, and what it saw recomputed."""
+    mine = [m for m in (*catalog.shards, *catalog.replaced) if m.chain == chain.chain]
+    of_hooks = [sum(m.n_rows for m in mine if h.name in m.hooks) for h in catalog.genesis.hooks]
     return {
-        "rows": totals["rows"],
-        "dropped_tokens": totals["dropped"],
-        "recomputed_tokens": totals["recomputed"],
+        "rows": max(of_hooks),
+        "dropped_tokens": one.n_dropped.get(chain.chain, 0),
+        "recomputed_tokens": one.account.totals["recomputed"],
     }
-
-
-def _rows_of(catalog: Catalog, chain: ChainState) -> int:
-    committed = (*catalog.shards, *catalog.replaced)
-    return sum(m.n_rows for m in committed if m.chain == chain.chain)
 
 
 def _compare_totals(
-    catalog: Catalog, place: str, got: dict[str, int], expected: dict[str, int], complete: bool
+    catalog: Catalog,
+    place: str,
+    got: Mapping[str, int],
+    expected: Mapping[str, int],
+    required: Set[str],
 ) -> None:
+    """Compare the totals that stand in a document; note those that have to and do not."""
     for name, value in expected.items():
-        if name not in got:
-            if complete:
-                catalog.findings.add(
-                    "accounting", "E415", f"{place} totals", f"no {name}", f"{value}"
-                )
-        elif got[name] != value:
+        if name in got and got[name] != value:
             catalog.findings.add(
                 "accounting",
                 "E415",
@@ -266,24 +329,34 @@ def _compare_totals(
                 str(got[name]),
                 f"{value}, as in the tables",
             )
+        elif name not in got and name in required:
+            catalog.findings.add("accounting", "E415", f"{place} totals", f"no {name}", f"{value}")
 
 
-def _check_seal_totals(catalog: Catalog, accounts: list[RunAccount]) -> None:
-    seal = catalog.seals[-1]
-    expected = {name: sum(one.account.totals[name] for one in accounts) for name in TOTALS}
-    _compare_totals(catalog, layout.seal_path(seal.n), seal.totals, expected, complete=True)
-
-
-def _check_multiplicity(catalog: Catalog, accounts: list[RunAccount]) -> None:
-    """Check the multiplicity table of the seal against what the references imply.
+def _check_seals(catalog: Catalog, accounts: list[RunAccount]) -> None:
+    """Check totals and multiplicity of every seal, against the runs whose chains it names.
 
     Raises:
         ActdsError: as reading a pinned table.
     """
-    path = catalog.seals[-1].multiplicity.path
-    if path in catalog.unsound:
+    for seal in catalog.seals:
+        named = {catalog.chains[chain].run for chain in seal.heads if chain in catalog.chains}
+        mine = [one for one in accounts if one.run in named]
+        totals = {name: sum(one.account.totals[name] for one in mine) for name in TOTALS}
+        _compare_totals(catalog, layout.seal_path(seal.n), seal.totals, totals, totals.keys())
+        _check_multiplicity(catalog, seal, mine)
+
+
+def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]) -> None:
+    """Check the multiplicity table of a seal against what the references imply.
+
+    Raises:
+        ActdsError: as reading a pinned table.
+    """
+    path = layout.multiplicity_path(seal.n)
+    if path in catalog.unsound or path not in catalog.files:
         return
-    stored = tables.from_parquet("multiplicity", catalog.file(path), path)
+    stored = catalog.read_table("multiplicity", path)
     implied = pa.concat_tables(
         [tables.empty("multiplicity"), *(one.account.multiplicity for one in accounts)]
     )
@@ -291,20 +364,24 @@ def _check_multiplicity(catalog: Catalog, accounts: list[RunAccount]) -> None:
     implied = implied.sort_by(order)
     if stored.equals(implied):
         return
-    got, expected = stored.to_pylist(), implied.to_pylist()
-    row = next(
-        (i for i, pair in enumerate(zip(got, expected, strict=False)) if pair[0] != pair[1]),
-        min(len(got), len(expected)),
+    got, expected = (
+        [table[name].to_numpy(zero_copy_only=False) for name in table.column_names]
+        for table in (stored, implied)
     )
+    n = min(stored.num_rows, implied.num_rows)
+    differ = [
+        np.flatnonzero(one[:n] != other[:n]) for one, other in zip(got, expected, strict=True)
+    ]
+    row = min((int(where[0]) for where in differ if len(where)), default=n)
     catalog.findings.add(
-        "accounting", "E413", f"{path} row {row}", _entry(got, row), _entry(expected, row)
+        "accounting", "E413", f"{path} row {row}", _entry(stored, row), _entry(implied, row)
     )
 
 
-def _entry(entries: list[dict[str, object]], row: int) -> str:
-    if row >= len(entries):
+def _entry(table: pa.Table, row: int) -> str:
+    if row >= table.num_rows:
         return "no further row"
-    entry = entries[row]
+    entry = table.slice(row, 1).to_pylist()[0]
     return (
         f"run {entry['run']} request {entry['request']} [{entry['start']}, {entry['stop']}) "
         f"count {entry['count']}"
@@ -340,12 +417,12 @@ def read_parts(catalog: Catalog, run: str, name: tables.TableName, columns: list
     """Return columns of a table; notes E203 for a part of another length than was committed.
 
     Raises:
-        ActdsError: as ``Catalog.file`` and ``tables.from_parquet``.
+        ActdsError: as ``Catalog.read_table``.
     """
     parts = [tables.empty(name).select(columns)]
     for body in catalog.parts.get((run, name), []):
         path = body.file.path
-        part = tables.from_parquet(name, catalog.file(path), path, columns)
+        part = catalog.read_table(name, path, columns)
         _check_n_rows(catalog, path, part.num_rows, body.n_rows)
         parts.append(part)
     return pa.concat_tables(parts)
@@ -377,7 +454,11 @@ def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:
     )
     request = foreign["request"].to_numpy()
     _, first, counts = np.unique(request, return_index=True, return_counts=True)
-    for at, count in zip(first.tolist(), counts.tolist(), strict=True):
+    some = slice(0, MAX_FINDINGS_PER_CODE)
+    if len(first) > MAX_FINDINGS_PER_CODE:
+        got = f"{len(first) - MAX_FINDINGS_PER_CODE} further requests with such rows"
+        catalog.findings.add("accounting", "E418", f"canary/{run}", got, "none")
+    for at, count in zip(first[some].tolist(), counts[some].tolist(), strict=True):
         row = foreign.slice(at, 1).to_pylist()[0]
         more = f" (and {count - 1} more rows)" if count > 1 else ""
         catalog.findings.add(

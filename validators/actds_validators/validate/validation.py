@@ -1,31 +1,33 @@
 """Validation: the gate before training. Every check that a level asks for, and what they found.
 
-Ledger and files are checked here: no other files than are named, arrays of the one form, every byte
-as committed.
+The ledger is checked here; files, accounting, roles and values have modules of their own.
 """
 
 from __future__ import annotations
 
-import os
-import stat
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
-from actds import __version__, layout
+from actds import __version__
 from actds.accounting.account import TOTALS
 from actds.errors import ActdsError, CheckName, Finding
-from actds.executor import ExecutorName, open_executor
-from actds.format import arrays
+from actds.executor import ExecutorName
+from actds.format.apart import TablesApart
+from actds.hub.card import compare_card
 from actds.reading import Catalog, read_dataset
-from actds.schema import ShardManifest
 from actds.sealing import check_provenance
-from actds.store import Store, file_sha256, open_store
+from actds.store import Store, open_store
+from actds.trust.pin import check_pin, parse_pin
+from actds.trust.sums import check_sums
 from actds_validators.validate.accounting import RunAccount, check_accounting, check_canary
-from actds_validators.validate.values import RunReadouts, check_readouts, check_values
+from actds_validators.validate.files import Stamp, check_digests, check_indexes, check_structure
+from actds_validators.validate.readouts import RunReadouts, check_readouts
+from actds_validators.validate.roles import check_roles
+from actds_validators.validate.values import check_values, values_nbytes
 
 Level = Literal["quick", "standard", "full", "deep"]
 State = Literal["passed", "failed", "skipped"]
@@ -42,7 +44,6 @@ CHECKS: dict[CheckName, Level] = {
 }
 """Every check and the lowest level that runs it; integrity grows with the level."""
 
-MAX_UNREACHABLE = 20
 _INTEGRITY = {
     "quick": "sizes of all files, digests of documents",
     "standard": "sizes of all files, digests of documents and tables",
@@ -74,6 +75,8 @@ class Validation:
         findings: everything found, errors first.
         runs: totals by run; empty below level ``standard``.
         duration_s: how long it took.
+        pinned: number of the seal that was pinned, which the dataset extends.
+        catalog: its ledger and documents; None when ``actds.json`` cannot be read.
     """
 
     path: str
@@ -85,6 +88,15 @@ class Validation:
     findings: list[Finding]
     runs: dict[str, dict[str, int]]
     duration_s: float
+    pinned: int | None = None
+    catalog: Catalog | None = field(default=None, repr=False, compare=False)
+
+    def found_by(self, name: CheckName) -> list[Finding]:
+        """Return what a check found, errors first."""
+        if self.catalog is None:
+            return self.findings if name == "structure" else []
+        mine = {finding for check, finding in self.catalog.findings if check == name}
+        return [finding for finding in self.findings if finding in mine]
 
     @property
     def errors(self) -> list[Finding]:
@@ -126,6 +138,7 @@ class Validation:
             "sealed": self.seal is not None,
             "seal": self.seal,
             "digest": self.digest,
+            "pinned": self.pinned,
             "checks": [
                 {"name": check.name, "state": check.state, "detail": check.detail}
                 for check in self.checks
@@ -142,6 +155,8 @@ def validate(
     level: Level = "full",
     progress: Progress = lambda what, amount: None,
     executor: ExecutorName = "threads",
+    seal: str | None = None,
+    known: Mapping[str, Stamp] = MappingProxyType({}),
 ) -> Validation:
     """Check a dataset against the spec and return everything that was found.
 
@@ -150,38 +165,89 @@ def validate(
     decodes every chunk and looks at the values. ``full`` is the default: it is the lowest level
     that would notice changed activations, and a gate that lets those through is none.
 
-    A file is hashed before it is parsed, and one whose digest differs is not parsed at all.
+    A file is hashed before it is parsed, and one whose digest differs is not parsed at all. Tables
+    are parsed in a process of their own, see ``actds.format.apart``.
 
     Args:
         path: the dataset.
         level: how much to check.
-        progress: called with what is done (``bytes``, ``rows``, ``values``) and how much of it.
-        executor: where the files are hashed: ``threads`` or ``processes`` of this machine, or
-            ``ray``.
+        progress: called with what is done (``bytes``, ``rows``, ``values``) and how much of it;
+            before that, with how much there will be (``all bytes``, ``all rows``, ``all values``).
+        executor: where files are hashed and rows decoded: ``threads`` or ``processes`` of this
+            machine, or ``ray``.
+        seal: digest of a seal, ``sha256:HEX``: the dataset must have that seal, or later ones that
+            extend it; else E804 or E805 is among the findings.
+        known: files whose digest was checked before, as they were then; see ``check_digests``.
 
-    Spec: 0.1 section 12.
+    Raises:
+        ActdsError: E009 the pin is no digest.
+
+    Spec: 0.1 sections 12 and 15.5.
     """
     began = time.monotonic()
+    pin = None if seal is None else parse_pin(seal)
     store = open_store(path)
     try:
         catalog = read_dataset(store)
     except ActdsError as error:
         return _unreadable(store, level, error, began)
+    except Exception as error:
+        return _unreadable(store, level, _unexpected(error), began)
+    accounts: list[RunAccount] = []
+    pinned = None
+    try:
+        if pin is not None:
+            with catalog.findings.noting("ledger"):
+                pinned = check_pin(catalog, pin)
+        _check_all(catalog, level, progress, executor, accounts, known)
+    except ActdsError as error:
+        catalog.findings.take("structure", error)
+    except Exception as error:
+        # The gate stays shut, with a code: what is not understood is not valid.
+        catalog.findings.take("structure", _unexpected(error))
+    return replace(_result(catalog, level, accounts, began), pinned=pinned)
+
+
+def _check_all(
+    catalog: Catalog,
+    level: Level,
+    progress: Progress,
+    executor: ExecutorName,
+    accounts: list[RunAccount],
+    known: Mapping[str, Stamp],
+) -> None:
+    """Run the checks of a level; ``accounts`` takes what became of the positions of each run."""
+    if level != "quick":
+        there = catalog.files.keys() - catalog.unsound
+        nbytes = sum(catalog.files[path].nbytes for path in there)
+        catalog.parse = TablesApart(nbytes).from_parquet
     _check_ledger(catalog)
-    _check_structure(catalog)
+    check_structure(catalog)
+    _check_list(catalog)
     check_provenance(catalog, catalog.findings)
     if level in ("full", "deep"):
-        _check_digests(catalog, lambda amount: progress("bytes", amount), executor)
-        _check_indexes(catalog)
-    accounts: list[RunAccount] = []
+        files = catalog.files.keys() - catalog.unsound
+        progress("all bytes", sum(catalog.files[path].nbytes for path in files))
+        check_digests(catalog, lambda amount: progress("bytes", amount), executor, known)
+        check_indexes(catalog)
     readouts: dict[str, RunReadouts] = {}
     if level != "quick":
-        accounts = check_accounting(catalog, lambda amount: progress("rows", amount))
+        progress("all rows", sum(manifest.n_rows for manifest in catalog.shards))
+        accounts += check_accounting(catalog, lambda amount: progress("rows", amount))
         check_canary(catalog)
+        check_roles(catalog)
         readouts = check_readouts(catalog, values=level == "deep")
     if level == "deep":
-        check_values(catalog, lambda amount: progress("values", amount), readouts)
-    return _result(catalog, level, accounts, began)
+        progress("all values", sum(values_nbytes(catalog, m) for m in catalog.shards))
+        check_values(catalog, lambda amount: progress("values", amount), readouts, executor)
+    if level != "quick":
+        _check_card(catalog)
+
+
+def _unexpected(error: BaseException) -> ActdsError:
+    """Return an exception that no check foresaw as an error with a code."""
+    got = f"{type(error).__name__}: {error}"[:400]
+    return ActdsError("E901", "actds", got=got, expected="a check that ends")
 
 
 def _check_ledger(catalog: Catalog) -> None:
@@ -201,168 +267,30 @@ def _check_ledger(catalog: Catalog) -> None:
         catalog.findings.add("ledger", "E306", "seal", got, "a seal over every chain")
 
 
-def _check_structure(catalog: Catalog) -> None:
-    """Check the files of the dataset and the metadata of its arrays.
+def _check_card(catalog: Catalog) -> None:
+    """Compare the card with the dataset; notes E110. Nothing hashes it: it names the seal.
 
-    Notes E105, E107, E108, E203; missing files and sizes are noted where the ledger is read.
-
-    Spec: 0.1 sections 2, 4 and 5.
+    Spec: 0.1 section 2.4.
     """
-    _check_unreachable(catalog)
-    for manifest in catalog.shards:
-        _check_group(catalog, manifest)
-        for hook in manifest.hooks:
-            with catalog.findings.noting("structure"):
-                _check_array(catalog, manifest, hook)
+    if catalog.is_sealed and not any(one.severity == "error" for _, one in catalog.findings):
+        with catalog.findings.noting("structure"):
+            for finding in compare_card(catalog):
+                catalog.findings.take("structure", finding)
 
 
-def _check_unreachable(catalog: Catalog) -> None:
-    """Note files that nothing reaches, and links wherever they stand.
+def _check_list(catalog: Catalog) -> None:
+    """Note a SHA256SUMS that is not that of the seal: a warning, since no reader takes it.
 
-    A stray file beside the data is a leftover, for example of a writer that was killed before its
-    commit; inside the folder of a committed shard a generic zarr reader would take it for data.
+    Where something else is wrong, nobody knows what it should say.
+
+    Spec: 0.1 section 15.1.
     """
-    known = catalog.reached | {layout.GENESIS, *layout.DERIVED}
-    committed = {layout.shard_dir(manifest.shard) for manifest in catalog.shards}
-    stray: list[str] = []
-    for path in catalog.store.list():
-        if path in known:
-            continue
-        shown = path.encode("unicode_escape").decode("ascii")
-        folder = "/".join(path.split("/")[:2])
-        if _is_link(catalog, path):
-            catalog.findings.add("structure", "E107", shown, "a link", "regular files only")
-        elif folder in catalog.opaque:
-            continue  # its document is the finding; what it would name is not known
-        elif folder in committed:
-            catalog.findings.add(
-                "structure", "E105", shown, "a file", "no file: the manifest lacks it"
-            )
-        else:
-            stray.append(shown)
-    for shown in stray[:MAX_UNREACHABLE]:
-        catalog.findings.add(
-            "structure", "E105", shown, "a file", "no file: nothing names it", "warning"
-        )
-    if len(stray) > MAX_UNREACHABLE:
-        more = f"{len(stray) - MAX_UNREACHABLE} further files"
-        catalog.findings.add("structure", "E105", ".", more, "none: nothing names them", "warning")
-
-
-def _is_link(catalog: Catalog, path: str) -> bool:
-    uri = catalog.store.uri
-    try:
-        return stat.S_ISLNK((Path(uri) / path).lstat().st_mode)
-    except OSError:
-        return False  # gone meanwhile: no link, and told as unreachable
-
-
-def _check_group(catalog: Catalog, manifest: ShardManifest) -> None:
-    path = f"{layout.shard_dir(manifest.shard)}/acts.zarr/zarr.json"
-    if path in catalog.unsound:
-        return
-    with catalog.findings.noting("integrity"):
-        if catalog.file(path) != arrays.group_metadata():
-            catalog.findings.add(
-                "structure", "E108", path, "other metadata", "the fixed group metadata"
-            )
-
-
-def _check_array(catalog: Catalog, manifest: ShardManifest, hook: str) -> None:
-    path = f"{layout.shard_dir(manifest.shard)}/{layout.array_dir(hook)}/zarr.json"
-    if path in catalog.unsound:
-        return
-    try:
-        data = catalog.file(path)
-    except ActdsError as error:
-        catalog.unsound.add(path)
-        catalog.findings.take("integrity", error)
-        return
-    shape = arrays.parse_metadata(data, path)
-    told = next(entry for entry in catalog.genesis.hooks if entry.name == hook)
-    got, expected = (shape.dtype.name, shape.d_model), (told.dtype, told.d_model)
-    if got != expected:
-        catalog.findings.add(
-            "structure",
-            "E108",
-            path,
-            f"{got[0]} of {got[1]} channels",
-            f"{expected[0]} of {expected[1]}, as in {layout.GENESIS}",
-        )
-    if shape.n_rows != manifest.n_rows:
-        catalog.findings.add(
-            "integrity", "E203", path, f"{shape.n_rows} rows", f"{manifest.n_rows}, as the manifest"
-        )
-
-
-@dataclass(frozen=True)
-class _Digest:
-    """The digest of a file, or the error that there was instead."""
-
-    sha256: str
-    error: ActdsError | None = None
-
-
-def _check_digests(
-    catalog: Catalog, progress: Callable[[int], None], executor: ExecutorName
-) -> None:
-    """Check the SHA-256 of every pinned file; what differs is not parsed afterwards.
-
-    Args:
-        catalog: the dataset; notes E202, and E104 for what cannot be read.
-        progress: called with the bytes of each file that is done.
-        executor: where the files are read.
-
-    Spec: 0.1 section 2.3.
-    """
-    paths = sorted(set(catalog.files) - catalog.unsound)
-
-    n_workers = max(min(8, os.cpu_count() or 1), catalog.store.n_readers)
-    with open_executor(executor, n_workers if executor == "threads" else None) as on:
-        digests = on.map(partial(_digest, catalog.store), paths)
-        for path, got in zip(paths, digests, strict=True):
-            entry = catalog.files[path]
-            progress(entry.nbytes)
-            error = got.error
-            if error is not None:
-                catalog.findings.add("integrity", error.code, path, error.got, error.expected)
-            elif got.sha256 != entry.sha256:
-                found = f"sha256 {got.sha256}"
-                catalog.findings.add("integrity", "E202", path, found, entry.sha256)
-            else:
-                continue
-            catalog.unsound.add(path)
-
-
-def _digest(store: Store, path: str) -> _Digest:
-    """Return the digest of a file, or why it has none."""
-    try:
-        return _Digest(file_sha256(store, path))
-    except ActdsError as error:
-        return _Digest("", error)
-    except (OSError, EOFError) as error:
-        got = getattr(error, "strerror", None) or str(error)
-        return _Digest("", ActdsError("E104", path, got=got, expected="a readable file"))
-
-
-def _check_indexes(catalog: Catalog) -> None:
-    """Check that the index of every array names whole chunks inside its file; notes E204.
-
-    Spec: 0.1 section 4.
-    """
-    for manifest in catalog.shards:
-        for hook in manifest.hooks:
-            folder = f"{layout.shard_dir(manifest.shard)}/{layout.array_dir(hook)}"
-            paths = [f"{folder}/zarr.json", f"{folder}/{arrays.SHARD_PATH}"]
-            if catalog.unsound & set(paths):
-                continue
-            try:
-                file = catalog.store.open_file(paths[1])
-                arrays.ArrayReader(catalog.file(paths[0]), file, paths[1]).close()
-            except ActdsError as error:
-                catalog.unsound.add(paths[1])
-                if error.code != "E108":  # told by the check of structure
-                    catalog.findings.take("integrity", error)
+    if catalog.is_sealed and not any(one.severity == "error" for _, one in catalog.findings):
+        try:
+            check_sums(catalog)
+        except ActdsError as error:
+            finding = replace(Finding.from_error(error), severity="warning")
+            catalog.findings.take("integrity", finding)
 
 
 def _unreadable(store: Store, level: Level, error: ActdsError, began: float) -> Validation:
@@ -390,6 +318,7 @@ def _result(catalog: Catalog, level: Level, accounts: list[RunAccount], began: f
         findings=findings,
         runs={one.run: one.account.totals for one in accounts},
         duration_s=time.monotonic() - began,
+        catalog=catalog,
     )
 
 

@@ -44,6 +44,7 @@ _FATE_WORDS = {
     "dropped": "dropped",
     "aborted": "aborted",
     "filtered": "filtered",
+    "undelivered": "undelivered",
 }
 _CLASSES = ("prompt", "generated")
 
@@ -213,9 +214,14 @@ def _norms(profile: NormProfile) -> Picture | None:
 def _fates_part(found: Fates) -> Part:
     total = max(found.total, 1)
     by = dict(zip(DISPOSITIONS, found.count.sum(axis=(0, 2)).tolist(), strict=True))
-    said = ", ".join(f"{n:,} {_FATE_WORDS[name]} ({percent(n / total)})" for name, n in by.items())
+    said = ", ".join(
+        f"{n:,} {_FATE_WORDS[name]} ({percent(n / total)})"
+        for name, n in by.items()
+        if n or name != "undelivered"  # of engines that schedule ahead or draft
+    )
     reasons = sorted(found.reasons.items(), key=lambda item: -item[1])
-    losses = [(key, n) for key, n in reasons if key[0] in ("dropped", "aborted", NEVER, "filtered")]
+    without = ("dropped", "aborted", NEVER, "filtered", "undelivered")
+    losses = [(key, n) for key, n in reasons if key[0] in without]
     tables = table_of(
         "Positions without a row",
         (
@@ -234,7 +240,7 @@ def _fates_part(found: Fates) -> Part:
 def _fates_pictures(found: Fates) -> list[Picture]:
     total = found.total
     steps = [WaterfallStep(name="positions", n_positions=total, share=1.0 if total else 0.0)]
-    for name in ("cache_ref", "filtered", NEVER, "aborted", "dropped", "captured"):
+    for name in ("cache_ref", "filtered", "undelivered", NEVER, "aborted", "dropped", "captured"):
         for (kind, reason), n in sorted(found.reasons.items(), key=lambda item: str(item[0])):
             if kind == name and n:
                 steps.append(
@@ -245,13 +251,16 @@ def _fates_pictures(found: Fates) -> list[Picture]:
         for band, (low, high) in enumerate(
             zip(found.low.tolist(), found.high.tolist(), strict=True)
         ):
-            stored, reused, dropped, aborted, filtered = found.count[phase, :, band].tolist()
-            lost, seen = dropped + aborted, stored + reused + dropped + aborted
-            if seen or filtered:
+            stored, reused, dropped, aborted, filtered, _ = found.count[phase, :, band].tolist()
+            external = int(found.external[phase, band])
+            reused, lost = reused - external, dropped + aborted
+            seen = stored + reused + lost
+            if seen or filtered or external:
                 cells.append(
                     CoverageCell(
                         token_class=name, low=low, high=high, stored=stored, reused=reused,
-                        lost=lost, filtered=filtered, stored_share=stored / seen if seen else None,
+                        lost=lost, filtered=filtered, external=external,
+                        stored_share=stored / seen if seen else None,
                     )
                 )  # fmt: skip
     pictures = (waterfall_of(steps) if total else None, map_of(cells))
@@ -320,7 +329,7 @@ def _piece(
     said = [
         f"position {position:,}",
         f"token {rows.token_id[position]}" if rows.token_id[position] >= 0 else "token not known",
-        _CLASSES[generated],
+        str(rows.role[position]) or _CLASSES[generated],
         _FATE_WORDS[fate] + (f" of request {owner}" if fate == "cache_ref" and owner >= 0 else ""),
         *(["special"] if shown.special[k] else []),
         f"row {row:,}" if row >= 0 else "no row",

@@ -24,7 +24,9 @@ import torch
 from actds import canonical
 from actds.errors import ActdsError
 from actds.text import one_line
-from actds_writers.capture.hooks import Tap, decoder_layers, find_kind
+from actds_writers.capture.hooks import find_kind, raise_all
+from actds_writers.capture.laws import NEEDED, require_sums
+from actds_writers.capture.taps import Tap, decoder_layers
 from actds_writers.ipc.messages import Fact, HookSpec
 
 FIELD = "capture.check"
@@ -137,14 +139,19 @@ def compare_with_forward(
         decoded: bool ``(n,)``: rows of a decode step; ``None`` without one.
 
     Raises:
-        ActdsError: E507 when rows differ, or equal another layer's.
+        ActdsError: E507 when rows differ, or equal another layer's; it names all such hooks.
     """
     n_rows = len(next(iter(rows.values())))
     parts = [np.ones(n_rows, bool)] if decoded is None else [~decoded, decoded]
     found: dict[str, float] = {}
+    errors: list[ActdsError] = []
     for hook, got in rows.items():
         limit = bounds[hook.name]
-        apart = {layer: row_distances(got, s) for layer, s in states[hook.kind].items()}
+        apart = {
+            layer: row_distances(got, state)
+            for layer, state in states[hook.kind].items()
+            if state.shape == got.shape  # some families have layers of other widths
+        }
         distances = {
             layer: float(np.max([one[part].mean() for part in parts if part.any()]))
             for layer, one in apart.items()
@@ -154,12 +161,29 @@ def compare_with_forward(
         nearest = min(finite, key=lambda layer: finite[layer], default=hook.layer)
         if nearest != hook.layer and not distances[nearest] >= CLEARLY * own:
             words = f"nearer to layer {nearest} ({_decimal(distances[nearest])})"
-            raise _mismatch(hook.name, own, limit, words)
-        if own <= limit and not worst <= ROW_FACTOR * limit:
+            errors.append(_mismatch(hook.name, own, limit, words))
+        elif own <= limit and not worst <= ROW_FACTOR * limit:
             words = f"one row {_decimal(worst)}, against transformers"
-            raise _mismatch(hook.name, own, limit, words)
+            errors.append(_mismatch(hook.name, own, limit, words))
+        elif not own <= limit:  # also true for not-a-number
+            errors.append(_mismatch(hook.name, own, limit, "against transformers"))
         found[hook.name] = own
-    return HookCheck("transformers", found, bounds, n_rows).require()
+    raise_all(errors)
+    return HookCheck("transformers", found, bounds, n_rows)
+
+
+def without_reference(rows: Mapping[HookSpec, np.ndarray], states: States) -> list[ActdsError]:
+    """Return an error for every hook that a plain forward has no rows for."""
+    return [
+        ActdsError(
+            "E007",
+            f"{hook.kind}:{hook.layer}",
+            got="no such rows in a plain forward of transformers, or rows that disagree",
+            expected="rows to compare with, or a kind that docs/families.md verified",
+        )
+        for hook, got in rows.items()
+        if getattr(states.get(hook.kind, {}).get(hook.layer), "shape", None) != got.shape
+    ]
 
 
 def row_distances(got: np.ndarray, want: np.ndarray) -> np.ndarray:
@@ -205,18 +229,21 @@ def load_reference(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    n_copies: int = 1,
 ) -> Any:
     """Return the model as transformers loads it, float32 on the CPU.
 
     Args:
         folder: model folder, or the name under which the engine loaded it.
+        n_copies: processes that load it at the same time.
 
     Raises:
         NoReferenceError: transformers cannot load it completely, or it does not fit in memory.
     """
     free = _free_nbytes()
-    if 4 * n_parameters > MEMORY_SHARE * free:
-        room = f"{4 * n_parameters / 1e9:.1f} GB of float32 weights, {free / 1e9:.1f} GB free"
+    nbytes = 4 * n_parameters * n_copies
+    if nbytes > MEMORY_SHARE * free:
+        room = f"{nbytes / 1e9:.1f} GB of float32 weights, {free / 1e9:.1f} GB free"
         raise NoReferenceError(f"the model cannot be loaded a second time: {room}")
     if n_parameters > MAX_PARAMETERS:
         raise NoReferenceError(f"{n_parameters / 1e9:.0f} billion parameters take too long")
@@ -228,6 +255,7 @@ def load_reference(
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=torch.float32,
+                attn_implementation="eager",  # others may leave out softcapping or sinks
                 revision=revision,
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
@@ -247,25 +275,34 @@ def reference_states(
     """Return what hooks of some kinds would see at every decoder layer of plain forwards.
 
     Read at each kind's ``reference``, and compared with the model's own output for the same place
-    (for the stream, ``hidden_states``), so that two independent sources agree.
+    (for the stream, ``hidden_states``), or with what a layer adds to its stream, so that two
+    independent sources agree.
 
     Args:
         model: a transformers model, with its own dtype and device.
 
     Returns:
-        float32 ``(n, d_model)`` by kind and layer, prompts concatenated; layers without such a
-        place are left out.
+        float32 ``(n, d_model)`` by kind and layer, prompts concatenated; kinds and layers without
+        such a place, or with one whose rows are not what the layer adds, are left out.
 
     Raises:
         NoReferenceError: the forward fails, a layer does not run, or the two sources differ.
     """
-    taps = {kind: _taps(model, kind) for kind in kinds}
+    taps: dict[str, dict[int, Tap]] = {}
+    for kind in kinds:
+        with contextlib.suppress(NoReferenceError):
+            taps[kind] = _taps(model, kind)
+    beside: dict[str, dict[int, Tap]] = {}
+    for kind in NEEDED if set(kinds) & set(NEEDED) else ():
+        with contextlib.suppress(NoReferenceError):
+            beside[kind] = taps.get(kind) or _taps(model, kind)
     found: dict[str, dict[int, list[np.ndarray]]] = {
         kind: {layer: [] for layer in places} for kind, places in taps.items()
     }
+    n_layers = len(decoder_layers(model))
     for prompt in prompts:
         rows: dict[tuple[str, int], torch.Tensor] = {}
-        with _watched(taps, rows), torch.inference_mode(), _own_randomness():
+        with _watched({**beside, **taps}, rows), torch.inference_mode(), _own_randomness():
             ids = torch.tensor([list(prompt)], device=model.device)
             try:
                 output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
@@ -274,13 +311,20 @@ def reference_states(
                     f"transformers does not run it: {one_line(error, 200)}"
                 ) from error
         for kind, places in taps.items():
-            n_ran = sum((kind, layer) in rows for layer in places)
-            if n_ran < len(places):
-                raise NoReferenceError(f"{n_ran} of {len(places)} decoder layers ran")
-            one = {layer: rows[kind, layer].float().cpu().numpy() for layer in places}
-            _require_own_states(one, find_kind(kind).own_states(output))
-            for layer, state in one.items():
-                found[kind][layer].append(state)
+            one = {
+                layer: rows[kind, layer].float().cpu().numpy()
+                for layer in places
+                if (kind, layer) in rows
+            }
+            if kind == "resid_post" and len(one) < len(places):
+                raise NoReferenceError(f"{len(one)} of {len(places)} decoder layers ran")
+            for layer in set(places) - set(one):
+                found[kind].pop(layer, None)
+            _require_own_states(one, find_kind(kind).own_states(output, n_layers))
+            for layer in set(one) & set(found[kind]):
+                found[kind][layer].append(one[layer])
+        for kind, layer in require_sums(rows, found):
+            found[kind].pop(layer)
     return {
         kind: {layer: np.concatenate(parts) for layer, parts in places.items()}
         for kind, places in found.items()
@@ -349,7 +393,8 @@ def _taps(model: Any, kind: str) -> dict[int, Tap]:
     """Return the taps of a kind by layer, for the layers that have such a place."""
     found: dict[int, Tap] = {}
     missing: ActdsError | None = None
-    for layer in sorted(decoder_layers(model)):
+    layers = sorted(decoder_layers(model))
+    for layer in find_kind(kind).layers(len(layers)):
         try:
             found[layer] = find_kind(kind).reference(model, layer)
         except ActdsError as error:
@@ -361,14 +406,15 @@ def _taps(model: Any, kind: str) -> dict[int, Tap]:
 
 def _require_own_states(states: dict[int, np.ndarray], own: Mapping[int, torch.Tensor]) -> None:
     """Raise when hooked states differ from those that the model itself returns."""
-    if len(own) != len(states) - 1:
-        return
     for layer, state in own.items():
+        if layer not in states:
+            continue
         want = state.flatten(0, -2).float().cpu().numpy()
-        gap = np.linalg.norm(states[layer] - want)
-        if want.shape == states[layer].shape and not gap <= SAME * np.linalg.norm(want):
+        if want.shape != states[layer].shape:
+            continue
+        if not np.linalg.norm(states[layer] - want) <= SAME * np.linalg.norm(want):
             raise NoReferenceError(
-                f"transformers' hidden_states[{layer + 1}] is not what its layer {layer} returns"
+                f"transformers' own hidden_states are not what its layer {layer} has"
             )
 
 
@@ -380,7 +426,10 @@ def _watched(
 
     def keep(key: tuple[str, int], tap: Tap) -> Any:
         def hook(_module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
-            first, second = tap.read(args, kwargs, output)
+            try:
+                first, second = tap.read(args, kwargs, output)
+            except ActdsError:
+                return  # another form than the kind reads: its rows are missing
             rows[key] = first.clone() if second is None else first + second
 
         if tap.before:

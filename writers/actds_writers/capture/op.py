@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from actds.errors import ActdsError
 from actds.schema import DType
-from actds_writers.capture.hooks import StreamForm, Tap, find_kind
+from actds_writers.capture.hooks import find_kind, raise_all
+from actds_writers.capture.taps import StreamForm, Tap
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.ipc.ring import RowLayout
 
@@ -32,13 +34,28 @@ def _capture(
     residual: torch.Tensor | None,
     rows: torch.Tensor,
     seen: torch.Tensor,
-) -> None:
-    n_rows = min(hidden.shape[0], rows.shape[0])
-    if residual is None:
-        rows[:n_rows].copy_(hidden[:n_rows])
-    else:
-        torch.add(hidden[:n_rows], residual[:n_rows], out=rows[:n_rows])
+) -> torch.Tensor:
+    """Copy the rows of a hook into its buffer, and return them there; every slice has its cost."""
     seen.fill_(hidden.shape[0])
+    if hidden.shape[0] > rows.shape[0]:
+        hidden = hidden[: rows.shape[0]]
+        residual = None if residual is None else residual[: rows.shape[0]]
+    stored = rows[: hidden.shape[0]]
+    if residual is None:
+        stored.copy_(hidden)
+    else:
+        torch.add(hidden, residual, out=stored)
+    return stored
+
+
+def capture(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+) -> None:
+    """Copy the rows of a hook into its buffer; see the op's schema."""
+    _capture(hidden, residual, rows, seen)
 
 
 def capture_and_read(
@@ -51,20 +68,20 @@ def capture_and_read(
     readouts: torch.Tensor,
 ) -> None:
     """Copy the rows of a hook into its buffer and compute their readouts; see the op's schema."""
-    _capture(hidden, residual, rows, seen)
-    n_rows = min(hidden.shape[0], rows.shape[0])
     # From the row as stored, so that the readout can be recomputed.
-    values = scratch[:n_rows]
-    values.copy_(rows[:n_rows])
-    torch.linalg.vector_norm(values, dim=1, out=readouts[:n_rows, 0])
-    torch.mm(values, directions, out=readouts[:n_rows, 1:])
+    values = _capture(hidden, residual, rows, seen)
+    if values.dtype != torch.float32:
+        values = scratch[: len(values)].copy_(values)
+    own = readouts[: len(values)]
+    torch.linalg.vector_norm(values, dim=1, out=own[:, 0])
+    torch.mm(values, directions, out=own[:, 1:])
 
 
 def _fake(*_: Any) -> None:
     return None
 
 
-for _name, _body in (("capture", _capture), ("capture_and_read", capture_and_read)):
+for _name, _body in (("capture", capture), ("capture_and_read", capture_and_read)):
     library.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"actds::{_name}", _fake, lib=library)
 
@@ -169,11 +186,11 @@ def install(
 
     Spec: 0.1 section 3.1.
     """
-    taps = [find_kind(hook.kind).tap(model, hook.layer, form) for hook in hooks]
+    taps = find_taps(model, hooks, form)
     if directions is None:
         buffers = HookBuffers.allocate(hooks, max_rows, device)
         for number, (tap, rows) in enumerate(zip(taps, buffers.rows, strict=True)):
-            install_tap(tap, number, (rows, buffers.seen[number : number + 1]))
+            install_tap(tap, hooks[number], number, (rows, buffers.seen[number : number + 1]))
         return buffers
     widest = max(hook.d_model for hook in hooks)
     beside = sum(matrix.nbytes for matrix in directions) + 4 * max_rows * widest
@@ -184,11 +201,23 @@ def install(
         matrix = torch.from_numpy(np.ascontiguousarray(directions[number])).to(device)
         own = scratch[: max_rows * hook.d_model].view(max_rows, hook.d_model)
         seen = buffers.seen[number : number + 1]
-        install_tap(tap, number, (rows, seen, matrix, own, buffers.readouts[number]))
+        install_tap(tap, hook, number, (rows, seen, matrix, own, buffers.readouts[number]))
     return buffers
 
 
-def install_tap(tap: Tap, number: int, buffers: tuple[torch.Tensor, ...]) -> None:
+def find_taps(model: torch.nn.Module, hooks: Sequence[HookSpec], form: StreamForm) -> list[Tap]:
+    """Return where each hook reads; raises E007 with all hooks that the model does not have."""
+    taps, errors = [], []
+    for hook in hooks:
+        try:
+            taps.append(find_kind(hook.kind).tap(model, hook.layer, form))
+        except ActdsError as error:
+            errors.append(error)
+    raise_all(errors)
+    return taps
+
+
+def install_tap(tap: Tap, spec: HookSpec, number: int, buffers: tuple[torch.Tensor, ...]) -> None:
     """Hook a tap: write its rows into a hook's buffers, and its readouts if there are five."""
     # Attributes of the module, so that the compiled graph takes them as inputs of the layer; with
     # the hook's number, as one module may have several hooks.
@@ -202,9 +231,24 @@ def install_tap(tap: Tap, number: int, buffers: tuple[torch.Tensor, ...]) -> Non
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         hidden, residual = read(args, kwargs, output)
+        if hidden.shape[-1] != spec.d_model:
+            raise ActdsError(
+                "E007",
+                f"hook {spec.name}",
+                got=f"rows of {hidden.shape[-1]} channels",
+                expected=f"{spec.d_model}, as the model's configuration says",
+            )
         op(hidden, residual, *[getattr(module, name) for name in names])
 
-    if tap.before:
+    if tap.wrapped:
+        forward = tap.module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            hook(tap.module, args, kwargs)
+            return forward(*args, **kwargs)
+
+        tap.module.forward = watched
+    elif tap.before:
         tap.module.register_forward_pre_hook(hook, with_kwargs=True)
     else:
         tap.module.register_forward_hook(hook, with_kwargs=True)

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from actds.errors import ActdsError
-from actds_writers.ipc.messages import RingFree, Stall, StepDropped, StepRows, StepsDropped
+from actds_writers.ipc.messages import QueueState, Stall, StepDropped, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
 from actds_writers.policies import Policy
 
@@ -43,7 +43,8 @@ class Entry:
         slot: offset in the staging ring, ``None`` when it has no rows there.
         state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, ``sent``, or ``dropped``.
         message: the message to the writer; set when the rows are identified.
-        depth: slices in the host ring when it was dropped.
+        depths: slices in staging and host ring when it was dropped.
+        queues: the writer's queues then.
     """
 
     step: int
@@ -53,7 +54,8 @@ class Entry:
     stalls: list[Stall] = field(default_factory=list)
     message: StepRows | None = None
     dropped_ns: int = 0
-    depth: int = 0
+    depths: tuple[int, int] = (0, 0)
+    queues: QueueState | None = None
 
 
 class Handover:
@@ -61,6 +63,7 @@ class Handover:
 
     Args:
         on_drop: called with step and reason of every drop, in the thread that caused it.
+        queues: returns the state of the writer's queues as it is now.
 
     ``waiting`` names the rings that a step waits for now: ``staging``, ``ring``, both or neither.
     """
@@ -72,8 +75,10 @@ class Handover:
         ring: RingSpace,
         policy: Policy,
         on_drop: Callable[[int, str], None],
+        queues: Callable[[], QueueState | None] = lambda: None,
     ) -> None:
         self._writer, self._staging, self._ring = writer, staging, ring
+        self.queues = queues
         self._policy, self.on_drop = policy, on_drop
         self._queue: deque[Entry] = deque()
         # The same entries by where they may be dropped; those that moved on are skipped.
@@ -85,7 +90,6 @@ class Handover:
         self._gone = False
         self._closed = False
         self.waiting: set[str] = set()
-        self.writer_state: RingFree | None = None
         self._listener = threading.Thread(target=self._listen, name="actds-handover", daemon=True)
         self._listener.start()
 
@@ -102,11 +106,12 @@ class Handover:
 
     # the engine's thread ----------------------------------------------------------------------
 
-    def admit(self, nbytes: int, step: int) -> Entry:
+    def admit(self, nbytes: int, step: int, lost: str | None = None) -> Entry:
         """Add a step and reserve its slot; its state is ``dropped`` when there was no room.
 
         Args:
             nbytes: bytes of the step over all hooks; 0 for a step of which nothing is stored.
+            lost: reason to drop it under every policy.
 
         Raises:
             ActdsError: E502 when the writer is gone, E009 when the ring is too small for the step.
@@ -115,7 +120,9 @@ class Handover:
             entry = Entry(step, None)
             while self._notes_nbytes > NOTES_NBYTES:
                 self.wait(entry, "staging")
-            while nbytes:
+            if nbytes and lost is not None:
+                self._drop(entry, lost)
+            while nbytes and lost is None:
                 self._check()
                 entry.slot = self._staging.reserve(nbytes)
                 if entry.slot is not None:
@@ -247,7 +254,7 @@ class Handover:
 
     def _drop(self, entry: Entry, reason: str) -> None:
         entry.state, entry.reason = "dropped", reason
-        entry.dropped_ns, entry.depth = time.time_ns(), self._ring.depth
+        entry.dropped_ns, entry.depths, entry.queues = time.time_ns(), self.depths, self.queues()
         self.on_drop(entry.step, reason)
 
     def _note(self, entry: Entry) -> None:
@@ -292,7 +299,14 @@ class Handover:
                 self._notes_nbytes -= _note_nbytes(message)
                 reason = entry.reason or "queue_full"
                 losses.append(
-                    StepDropped(message, reason, self._policy.name, entry.dropped_ns, entry.depth)
+                    StepDropped(
+                        message,
+                        reason,
+                        self._policy.name,
+                        entry.dropped_ns,
+                        *entry.depths,
+                        entry.queues,
+                    )
                 )
             elif losses:
                 break
@@ -313,7 +327,6 @@ class Handover:
                     self._changed.notify_all()
                 return
             with self._changed:
-                self.writer_state = message
                 if message.offset is not None:
                     self._ring.free(message.offset)
                 self._n_ahead -= 1

@@ -10,6 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,10 +36,11 @@ from actds_writers.ipc.messages import (
     StepRows,
     WorkerHello,
 )
+from actds_writers.ipc.queues import QueuePage
 from actds_writers.ipc.ring import PAGE, RingSpace, aligned
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import EVERYTHING, LeftOut
-from actds_writers.sizing.needs import NARROW_NBYTES, NARROW_STEPS
+from actds_writers.sizing.needs import NARROW_NBYTES, NARROW_STEPS, staged_steps
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -55,6 +58,7 @@ class Step:
         duration_ns: how long the model ran, as far as the host can tell.
         kernel_mode: ``eager``, ``compiled`` or ``cudagraph``.
         began: mark before the model ran, for the time on the device.
+        lost: why no row of the step may be stored, whatever the policy; ``None`` for all others.
     """
 
     step: int
@@ -66,6 +70,7 @@ class Step:
     duration_ns: int
     kernel_mode: str | None
     began: Mark | None = None
+    lost: str | None = None
 
     def kept(self, positions: IntArray) -> BoolArray | None:
         """Return which rows are stored, ``None`` for all."""
@@ -77,6 +82,28 @@ class Step:
         mask: BoolArray = np.where(positions < per_row[2], per_row[0], per_row[1])
         return mask
 
+    def cut(self, n_cut: Mapping[int, int]) -> tuple[Step, BoolArray | None]:
+        """Return the step without the last rows of some requests, and which rows stay.
+
+        Args:
+            n_cut: rows to leave out, by request number.
+        """
+        if not n_cut:
+            return self, None
+        gone = np.array([n_cut.get(request, 0) for request in self.requests.tolist()], np.int64)
+        left = self.n_rows - gone
+        there = np.flatnonzero(left)
+        per_request = np.repeat(np.cumsum(self.n_rows) - gone, self.n_rows)
+        stays: BoolArray = np.arange(int(self.n_rows.sum())) < per_request
+        step = replace(
+            self,
+            requests=self.requests[there],
+            n_rows=left[there],
+            prompt_lens=self.prompt_lens[there],
+            left_out=tuple(self.left_out[i] for i in there.tolist()) if self.left_out else (),
+        )
+        return step, stays
+
     @property
     def keeps_nothing(self) -> bool:
         """Return whether no row of the step is stored."""
@@ -87,7 +114,12 @@ class Step:
 
 @dataclass
 class _Moving:
-    """A step between the engine's thread and the writer."""
+    """A step between the engine's thread and the writer.
+
+    Args:
+        n_cut: by request, the last rows that are not handed over.
+        index: staged rows that are stored, ``None`` for all.
+    """
 
     step: Step
     entry: Entry
@@ -95,24 +127,36 @@ class _Moving:
     narrow: int
     done: Mark
     t_ns: int
+    n_cut: Mapping[int, int] = field(default_factory=dict)
     message: StepRows | None = None
+    index: IntArray | None = None
     identified: threading.Event = field(default_factory=threading.Event)
 
 
 class Stages:
     """Moves the steps of one worker from its hooks to writer and census.
 
+    The worker of a pipeline stage has the hooks of its own layers; the writer joins the stages.
+
     Args:
+        hooks: the worker's hooks, at least one, all of one stage.
         max_rows: rows of the largest step, padding excluded.
+        in_flight: most steps that are held at a time.
 
     Raises:
         ActdsError: E503 when memory cannot be reserved, E506 when no process listens.
     """
 
     def __init__(
-        self, link: Link, buffers: HookBuffers, hooks: tuple[HookSpec, ...], max_rows: int
+        self,
+        link: Link,
+        buffers: HookBuffers,
+        hooks: tuple[HookSpec, ...],
+        max_rows: int,
+        in_flight: int = 1,
     ) -> None:
         self._buffers, self._hooks, self._max_rows = buffers, hooks, max_rows
+        self.stage = stage = hooks[0].stage
         self._layout, self._n_hooks = buffers.layout, len(hooks)
         self._width = buffers.readouts.shape[2]
         self._device = buffers.device
@@ -123,21 +167,25 @@ class Stages:
 
         row_step = aligned(self._row_nbytes * max_rows)
         narrow_step = self._narrow_nbytes(max_rows)
-        self._staging = RingSpace(max(link.staging_nbytes, row_step))
-        self._narrow = RingSpace(max(NARROW_NBYTES, NARROW_STEPS * narrow_step))
+        n_steps = staged_steps(in_flight)
+        self._staging = RingSpace(max(link.staging_nbytes, n_steps * row_step))
+        n_steps = max(NARROW_STEPS, in_flight + 1)
+        self._narrow = RingSpace(max(NARROW_NBYTES, n_steps * narrow_step))
         self._narrow_freed = threading.Condition()
         self._staging_memory = self._device_bytes(self._staging.capacity)
         self._narrow_memory = self._device_bytes(self._narrow.capacity)
         # Two steps at least, so that the writer reads one while the transfer fills the other.
-        self.ring_path = Path(link.folder) / "ring"
+        self.ring_path = Path(link.folder) / f"ring-{stage}"
         self.ring_nbytes = aligned(max(link.ring_nbytes, 2 * row_step), PAGE)
         self._ring = RingSpace(self.ring_nbytes)
         self._host = host_memory(ring.create(self.ring_path, self.ring_nbytes), self._device)
+        queues = QueuePage.beside(self.ring_path, create=True)
         self.lane: Lane | None = None
         if self._width:
             nbytes = max(link.lane_nbytes, 2 * aligned(self._readout_nbytes * max_rows))
-            connection = link.connect("readouts", "worker")
-            self.lane = Lane(connection, Path(link.folder) / "lane", aligned(nbytes, PAGE))
+            connection = link.connect("readouts", str(stage))
+            path = Path(link.folder) / f"lane-{stage}"
+            self.lane = Lane(connection, path, aligned(nbytes, PAGE))
 
         self._census = link.connect("census", "worker")
         self._census_lock = threading.Lock()
@@ -146,8 +194,10 @@ class Stages:
             self._staging,
             self._ring,
             POLICIES[link.settings.overflow],
-            lambda step, reason: self._tell_census(StepLost(step, reason)),
+            lambda step, reason: self._tell_census(StepLost(step, reason, stage)),
+            queues.read,
         )
+        self._held: deque[_Moving] = deque()
         self._unidentified: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
         self._unmoved: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
         self._threads = [
@@ -214,12 +264,20 @@ class Stages:
         self._error = self._error or error
         self.handover.send(error)
 
-    def hand_over(self, step: Step, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def hand_over(
+        self,
+        step: Step,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        held: bool = False,
+    ) -> None:
         """Take the rows of the step that just ran; returns when the hooks' buffers are free.
 
         Args:
             token_ids: token fed at each row, ``(n,)``, from the buffer that the model read.
             positions: position of each row, ``(n,)``.
+            held: whether they stay here until ``settle``.
 
         Raises:
             ActdsError: of this or an earlier step: E501 rows that differ from the schedule, E502
@@ -235,7 +293,7 @@ class Stages:
         readouts.copy_(self._buffers.readouts[:, :n])
         nbytes = 0 if step.keeps_nothing else n * self._row_nbytes
         try:
-            entry = self.handover.admit(nbytes, step.step)
+            entry = self.handover.admit(nbytes, step.step, step.lost)
         except ActdsError as error:
             raise self._error or error from None
         if stall is not None:
@@ -250,6 +308,35 @@ class Stages:
                 staged.copy_(rows[:, :n])
         done = Mark(self._device, timed=True)
         moving = _Moving(step, entry, n, narrow, done, time.time_ns())
+        if held:
+            self._held.append(moving)
+        else:
+            self._release(moving)
+
+    def settle(self, step: int, n_cut: Mapping[int, int]) -> None:
+        """Release a held step, in step order.
+
+        Args:
+            n_cut: by request number, the last rows of it that are not handed over: they were
+                computed past an end, or are of rejected drafts.
+
+        Raises:
+            ActdsError: E501 when another step is the next one.
+        """
+        if not self._held or self._held[0].step.step != step:
+            error = ActdsError(
+                "E501",
+                f"step {step}",
+                got=f"{[moving.step.step for moving in self._held]} held",
+                expected="the results of the oldest held step",
+            )
+            self.fail(error)
+            raise error
+        moving = self._held.popleft()
+        moving.n_cut = n_cut
+        self._release(moving)
+
+    def _release(self, moving: _Moving) -> None:
         self._unidentified.put(moving)
         self._unmoved.put(moving)
 
@@ -294,7 +381,7 @@ class Stages:
                 moving.identified.set()
 
     def _identify(self, moving: _Moving, copier: Copier, host: torch.Tensor) -> None:
-        step, n = moving.step, moving.n_rows
+        (step, stays), n = moving.step.cut(moving.n_cut), moving.n_rows
         nbytes = self._narrow_nbytes(n)
         whole = typed(self._narrow_memory, moving.narrow, (1, 1, nbytes), torch.uint8)
         copier.copy([host[:nbytes].view(1, 1, nbytes)], [whole], None, moving.done)
@@ -308,7 +395,10 @@ class Stages:
                 expected=f"{n} scheduled rows",
             )
         token_ids, positions = ids[0].numpy().copy(), ids[1].numpy().copy()
+        if stays is not None:
+            token_ids, positions = token_ids[stays], positions[stays]
         kept = step.kept(positions)
+        moving.index = _index(stays, kept)
         moving.message = StepRows(
             step=step.step,
             offset=0,
@@ -324,8 +414,9 @@ class Stages:
         )
         if self.lane is not None:
             rows: list[IntArray] = [np.repeat(step.requests, step.n_rows), positions, token_ids]
+            if moving.index is not None:
+                readouts = readouts[:, torch.from_numpy(moving.index)]
             if kept is not None:
-                readouts = readouts[:, torch.from_numpy(kept)]
                 rows = [column[kept] for column in rows]
             self.lane.put(step.step, rows, readouts)
         duration = moving.done.nanoseconds_since(step.began) if step.began else None
@@ -350,9 +441,7 @@ class Stages:
         nbytes = n_kept * self._row_nbytes
         offset = self.handover.place(entry, nbytes)
         if offset is not None and entry.slot is not None:
-            index = None
-            if message.kept is not None:
-                index = torch.from_numpy(np.flatnonzero(message.kept))
+            index = None if moving.index is None else torch.from_numpy(moving.index)
             targets = self._rows_views(self._host, offset, n_kept)
             sources = self._rows_views(self._staging_memory, entry.slot, moving.n_rows)
             copier.copy(targets, sources, index, moving.done)
@@ -364,7 +453,7 @@ class Stages:
 
     def _executed(self, step: Step, duration_ns: int, padded: int) -> None:
         stage1, stage2 = self.handover.depths
-        queues = self.handover.writer_state
+        queues = self.handover.queues()
         self._tell_census(
             StepExecuted(
                 step=step.step,
@@ -373,10 +462,9 @@ class Stages:
                 padded_tokens=padded,
                 queue_depth_stage1=stage1,
                 queue_depth_stage2=stage2,
-                queue_depth_stage3=queues.queue_depth_stage3 if queues else None,
-                disk_write_latency_p99=queues.disk_write_latency_p99 if queues else None,
-                compression_backlog_bytes=queues.compression_backlog_bytes if queues else None,
                 queue_depth_readouts=self.lane.depth if self.lane else None,
+                stage=self.stage,
+                **({} if queues is None else queues._asdict()),
             )
         )
 
@@ -444,3 +532,16 @@ class Stages:
             )
             for block in self._layout.blocks
         ]
+
+
+def _index(stays: BoolArray | None, kept: BoolArray | None) -> IntArray | None:
+    """Return the indexes of the staged rows that are stored, ``None`` for all.
+
+    Args:
+        stays: bool ``(n,)``, the staged rows that are handed over.
+        kept: of these, the rows that the sampling rules keep.
+    """
+    if stays is None:
+        return None if kept is None else np.flatnonzero(kept)
+    there = np.flatnonzero(stays)
+    return there if kept is None else there[kept]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from actds_writers.census.log import (
     ABORTED,
     CACHE_REF,
     CAPTURED,
+    UNDELIVERED,
     LoggedRequest,
     RequestLog,
     StepLog,
@@ -35,8 +36,11 @@ from actds_writers.ipc.messages import (
     StepLost,
     StepScheduled,
 )
+from actds_writers.roles import intervals
 
 NO_STEP = NO_REFERENCE = -1
+AFTER_END = "after_end"
+"""Reason of rows that were computed past the end of a request."""
 RUNNING, NO_REQUEST = -1, -2
 """Instead of a number of sampled tokens: the request has not ended; there is no such request."""
 
@@ -64,11 +68,12 @@ class _Growing:
 
 @dataclass(frozen=True)
 class CensusTables:
-    """The census of a run and its totals."""
+    """The census of a run and its totals; ``roles`` are what the client said of the prompts."""
 
     requests: pa.Table
     steps: pa.Table
     spans: pa.Table
+    roles: pa.Table
     totals: dict[str, int]
 
 
@@ -95,7 +100,8 @@ class Census:
         self._staging_depth: int | None = None
         self._ring_depth: int | None = None
         self._lane_depth: int | None = None
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, StepLost] = {}
+        self._last_stage = 0
         self._dropped: Counter[str] = Counter()
         self._recomputed_tokens = 0
 
@@ -113,7 +119,7 @@ class Census:
             lane_depth=self._lane_depth,
             queried_tokens=self._queried_tokens,
             recomputed_tokens=self._recomputed_tokens,
-            dropped=dict(self._dropped),
+            dropped={reason: n for reason, n in self._dropped.items() if n},
         )
 
     def has_scheduled(self, step: int) -> bool:
@@ -142,16 +148,23 @@ class Census:
             if (request := self._requests.running(number)) is not None:
                 request.n_preemptions += 1
         who, start = message.requests, message.starts
-        stop = start + message.n_tokens
+        nothing = np.zeros(len(who), np.int64)
+        n_late = nothing if message.n_undelivered is None else message.n_undelivered
+        n_rejected = nothing if message.n_rejected is None else message.n_rejected
+        # A rejected draft is no position of its request.
+        stop = start + message.n_tokens - n_rejected
         high, cached = self._high_water.values, self._cached.values
         prompt = self._prompt_len.values[who]
         first = cached[who] < 0
         cached[who[first]] = start[first]
-        self._hit_tokens += int(start[first].sum())
-        self._queried_tokens += int(prompt[first].sum())
+        n_hits, n_asked = int(start[first].sum()), int(prompt[first].sum())
+        self._hit_tokens += n_hits
+        self._queried_tokens += n_asked
         new = np.clip(high[who], start, stop)
         high[who] = np.maximum(high[who], stop)
-        self._pieces.add(who, new, stop, CAPTURED, message.step)
+        late = np.maximum(stop - n_late, new)
+        self._pieces.add(who, new, late, CAPTURED, message.step)
+        self._pieces.add(who, late, stop, UNDELIVERED, message.step, reason=AFTER_END)
         for number in who[(start >= prompt) & (new < stop)].tolist():
             request = self._requests.running(number)
             if request is not None and request.first_token_ns is None:
@@ -171,35 +184,45 @@ class Census:
                 "prefill_tokens": n_prefill,
                 "decode_tokens": n_tokens - n_prefill,
                 "recomputed_tokens": n_recomputed,
-                "new_tokens": int((stop - new).sum()),
-                "max_seq_len": int(stop.max()),
+                "rejected_tokens": int(n_rejected.sum()),
+                "new_tokens": int((late - new).sum()),
+                "max_seq_len": int((start + message.n_tokens).max()),
                 "n_preempted": len(message.preempted),
-                "cache_hit_ratio": self._hit_tokens / max(self._queried_tokens, 1),
+                "cache_hit_ratio": n_hits / n_asked if n_asked else None,
             },
         )
-        if message.step in self._lost:
-            self._count_drop(message.step)
+        self._count_drop(message.step)
 
     def _refer(self, reference: Reference, step: int) -> None:
         owner = NO_REFERENCE if reference.ref_request is None else reference.ref_request
         who, start, stop = np.array([[reference.request], [reference.start], [reference.stop]])
-        self._pieces.add(who, start, stop, CACHE_REF, NO_STEP, owner)
+        reason = tables.EXTERNAL if reference.external else None
+        self._pieces.add(who, start, stop, CACHE_REF, NO_STEP, owner, reason=reason)
         high = self._high_water.values
         high[reference.request] = max(high[reference.request], reference.stop)
 
     def _executed(self, message: StepExecuted) -> None:
+        if message.stage < self._last_stage:
+            return  # a step of several pipeline stages is described by the last of them
+        self._last_stage = message.stage
         self._staging_depth = message.queue_depth_stage1
         self._ring_depth = message.queue_depth_stage2
         self._lane_depth = message.queue_depth_readouts
         self._steps.put(message.step, _of_columns(message))
 
     def _lose(self, message: StepLost) -> None:
-        self._lost[message.step] = message.reason
-        self._count_drop(message.step)
+        before = self._lost.get(message.step)
+        if before is None or message.stage < before.stage:
+            # Stages may drop one step for different reasons: that of the first stage counts.
+            self._count_drop(message.step, -1)
+            self._lost[message.step] = message
+            self._count_drop(message.step)
 
-    def _count_drop(self, step: int) -> None:
+    def _count_drop(self, step: int, sign: int = 1) -> None:
         # A step that the scheduler has not reported yet is counted when it does.
-        self._dropped[self._lost[step]] += self._steps.get(step, "new_tokens") or 0
+        if step in self._lost:
+            n_tokens = self._steps.get(step, "new_tokens") or 0
+            self._dropped[self._lost[step].reason] += sign * n_tokens
 
     def _finished(self, message: RequestFinished) -> None:
         self._requests.end(message)
@@ -232,7 +255,7 @@ class Census:
 
         Spec: 0.1 section 7.1.
         """
-        dropped = {step: why for step, why in self._lost.items() if step in logged_drops}
+        dropped = {step: lost.reason for step, lost in self._lost.items() if step in logged_drops}
         pieces = self._pieces.settled(
             self._prompt_len.values,
             acknowledged,
@@ -249,9 +272,10 @@ class Census:
             "requests": requests.num_rows,
             "scheduled_tokens": self._scheduled_tokens,
             "recomputed": int(np.sum(steps["recomputed_tokens"].to_numpy())),
+            "rejected": int(np.sum(steps["rejected_tokens"].to_numpy())),
             **pieces.totals(),
         }
-        return CensusTables(requests, steps, spans, totals)
+        return CensusTables(requests, steps, spans, self._role_table(client), totals)
 
     def _add_uncomputed(self, pieces: StepPieces) -> None:
         """Add the positions that belong to requests and were never computed, as aborted."""
@@ -283,7 +307,7 @@ class Census:
                     request,
                     high=int(self._high_water.values[request.arrived.request]),
                     cached=int(self._cached.values[request.arrived.request]),
-                    prompt=prompts.get(request.arrived.external_id),
+                    prompt=_prompt_of(request.arrived.external_id, prompts),
                     engine_cached=client.engine_cached.get(request.arrived.external_id),
                 )
                 for request in batch
@@ -293,6 +317,30 @@ class Census:
         skipped = [prompt for prompt in client.prompts if prompt.skip is not None]
         rows = [_skipped_row(served.num_rows + i, prompt) for i, prompt in enumerate(skipped)]
         return pa.concat_tables([served, _rows_table(rows)]).combine_chunks()
+
+    def _role_table(self, client: ClientFacts) -> pa.Table:
+        known = {prompt.key: prompt.roles for prompt in client.prompts if prompt.roles}
+        columns: dict[str, list[object]] = {name: [] for name in tables.SCHEMAS["roles"].names}
+        for request in (one for batch in self._requests.batches() for one in batch if known):
+            arrived, finished = request.arrived, request.finished
+            generated = finished.generated_len if finished else 0
+            n_positions = arrived.prompt_len + max(generated - 1, 0)
+            for start, stop, role in intervals(known.get(arrived.external_id, "")):
+                if start < n_positions:
+                    line = (arrived.request, start, min(stop, n_positions), role)
+                    for column, value in zip(columns.values(), line, strict=True):
+                        column.append(value)
+        return tables.build("roles", dict(columns)).sort_by(
+            [("request", "ascending"), ("start", "ascending")]
+        )
+
+
+def _prompt_of(external_id: str, prompts: dict[str, PromptFact]) -> PromptFact | None:
+    """Return the prompt of a request; of one of several samples, ``N_KEY``, with its number."""
+    number, _, key = external_id.partition("_")
+    if external_id in prompts or key not in prompts or not number.isdecimal():
+        return prompts.get(external_id)
+    return replace(prompts[key], external_id=f"{number}_{prompts[key].external_id}")
 
 
 def _rows_table(rows: list[dict[str, object]]) -> pa.Table:
@@ -320,6 +368,8 @@ def _request_row(
 ) -> dict[str, object]:
     arrived, finished = request.arrived, request.finished
     reason, why = _finish_reason(finished)
+    if finished is not None and not finished.cached_as_reported:
+        engine_cached = None
     fed = max(high - arrived.prompt_len, 0)
     return {
         "request": arrived.request,
@@ -340,6 +390,8 @@ def _request_row(
         "token_digest": finished.token_digest if finished else None,
         "sampling": arrived.sampling,
         "block_digests": list(arrived.block_digests) if arrived.block_digests else None,
+        "adapter": arrived.adapter[0] if arrived.adapter else None,
+        "adapter_sha256": arrived.adapter[1] if arrived.adapter else None,
     }
 
 

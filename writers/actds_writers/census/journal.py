@@ -39,6 +39,8 @@ SEGMENT_NBYTES = 4 << 20
 MAX_SEGMENT_NBYTES = 64 << 20
 """Most bytes of lines that a reader accepts in one segment."""
 FACTS_PER_LINE = 5000
+ROLES_PER_LINE = 1 << 20
+"""Characters of the roles in a line of facts, from which on the next line begins."""
 
 KINDS = (*Census.TAKES, ClientFacts)
 """The messages in a journal; a line has the name of the class."""
@@ -294,9 +296,15 @@ def _split(message: object) -> Iterator[object]:
         yield message
         return
     cached = list(message.engine_cached.items())
-    for first in range(0, max(len(message.prompts), len(cached)), FACTS_PER_LINE):
-        last = first + FACTS_PER_LINE
-        yield ClientFacts(message.prompts[first:last], dict(cached[first:last]))
+    for first in range(0, len(cached), FACTS_PER_LINE):
+        yield ClientFacts(engine_cached=dict(cached[first : first + FACTS_PER_LINE]))
+    first = length = 0
+    for last, prompt in enumerate(message.prompts, 1):
+        length += len(prompt.roles)
+        if length >= ROLES_PER_LINE or last - first >= FACTS_PER_LINE:
+            yield ClientFacts(message.prompts[first:last])
+            first, length = last, 0
+    yield ClientFacts(message.prompts[first:])
 
 
 def _number(path: str) -> int | None:
@@ -374,6 +382,8 @@ def commit_census(
         ("steps", found.steps),
         ("spans", found.spans),
     ]
+    if found.roles.num_rows:
+        named.append(("roles", found.roles))
     for name, table in named:
         for n, piece in in_parts(table):
             path = layout.part_path(name, run, n)

@@ -182,7 +182,7 @@ def unpack(data: bytes, n_columns: int) -> IntMatrix:
     return columns
 
 
-CAPTURED, CACHE_REF, DROPPED, ABORTED, FILTERED = range(len(tables.DISPOSITIONS))
+CAPTURED, CACHE_REF, DROPPED, ABORTED, FILTERED, UNDELIVERED = range(len(tables.DISPOSITIONS))
 NONE = -1
 BLOCK_PIECES = 1 << 16
 """Pieces that are packed together; fewer wait as they are."""

@@ -28,16 +28,18 @@ def _settings() -> type[PlanSettings]:
 
 @click.command(cls=SettingsCommand, settings=_settings, epilog=EXAMPLES)
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.plan 1).")
-def plan(as_json: bool, **settings: Any) -> None:
+def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
     """Size a harvest: bytes per second at every stage, disk, rings, memory.
 
     Shows which stage saturates first, and what a disk stall costs under each overflow policy.
-    Sizes for the burst, not for the mean. Exits with 1 when a stage cannot carry the mean load.
+    Sizes for the burst, not for the mean. Exits with 1 when a stage cannot carry the mean load,
+    or rows were lost under --stress.
     """
     from actds.cli.output import envelope, print_json
+    from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.plan import plan as size
 
-    found = size(**settings)
+    found = size(engine_args=parse_words(engine_args), **settings)
     if found.profile is not None:
         _say_profile(found.profile)
     if found.measured:

@@ -10,7 +10,8 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -20,9 +21,10 @@ from actds.errors import ActdsError
 from actds.schema import DType
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK, HookCheck
-from actds_writers.capture.hooks import ModelConfig, StreamForm, cast_of, hook_specs
+from actds_writers.capture.hooks import cast_of, hook_specs
 from actds_writers.capture.probes import directions
 from actds_writers.capture.stages import Stages, Step
+from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.transfer import Mark
 from actds_writers.engine_protocol import OPTION
 from actds_writers.ipc.link import Link
@@ -47,7 +49,10 @@ class Channel(Protocol):
 
 
 class SchedulerSide:
-    """Numbers requests and steps, and reports them to the census."""
+    """Numbers requests and steps, and reports them to the census.
+
+    An engine whose steps have results later than their schedule overrides ``report``.
+    """
 
     def __init__(self, census: Channel) -> None:
         self._census = census
@@ -56,6 +61,7 @@ class SchedulerSide:
         self.last_step = -1
         """The last step that had tokens."""
         self._ended: list[int] = []
+        self._preempted: list[int] = []
 
     def number_request(
         self,
@@ -67,6 +73,7 @@ class SchedulerSide:
         arrival_ns: int | None = None,
         block_digests: tuple[bytes, ...] = (),
         left_out: LeftOut = EVERYTHING,
+        adapter: tuple[str, str | None] | None = None,
     ) -> int:
         """Report a request that the scheduler took; return its number.
 
@@ -76,6 +83,7 @@ class SchedulerSide:
             arrival_ns: wall clock of its arrival, ``None`` for now.
             block_digests: digests of its full prefix blocks.
             left_out: why rows of it are not stored.
+            adapter: name and digest of its LoRA adapter, ``None`` without one.
         """
         number = self._n_requests
         self._n_requests += 1
@@ -92,6 +100,7 @@ class SchedulerSide:
                 sampling=words,
                 block_digests=block_digests or None,
                 left_out=left_out,
+                adapter=adapter,
             )
         )
         return number
@@ -110,17 +119,19 @@ class SchedulerSide:
     ) -> tuple[int, tuple[int, ...]]:
         """Report a step; return its number and the requests that ended since the last one.
 
-        A step without tokens is numbered and not reported.
+        A step without tokens is numbered and not reported; whom it preempted, the next one tells.
 
         Args:
             columns: further fields of ``StepScheduled``, as the others are.
         """
         self._step += 1
         ended = tuple(self._ended)
+        self._preempted += preempted
         if len(requests):
+            preempted, self._preempted = tuple(self._preempted), []
             self.last_step = self._step
             self._ended.clear()
-            self._census.send(
+            self.report(
                 StepScheduled(
                     step=self._step,
                     t_ns=time.time_ns(),
@@ -137,27 +148,39 @@ class SchedulerSide:
         return self._step, ended
 
     def end_request(
-        self, number: int, reason: str, token_ids: Sequence[int], prompt_len: int
+        self,
+        number: int,
+        reason: str,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        *,
+        cached_as_reported: bool = True,
     ) -> None:
         """Report the end of a request.
 
         Args:
             reason: ``stop``, ``length``, ``abort`` or another reason of the engine.
             token_ids: prompt, then sampled tokens.
+            cached_as_reported: as in ``RequestFinished``.
         """
         self._ended.append(number)
         n_sampled = len(token_ids) - prompt_len
         # Without a sampled token the whole prompt counts, as in spec section 7.1.
         ids = np.array(token_ids[: prompt_len + max(n_sampled - 1, 0)], dtype="<u4")
-        self._census.send(
+        self.report(
             RequestFinished(
                 request=number,
                 t_ns=time.time_ns(),
                 reason=reason,
                 generated_len=n_sampled,
                 token_digest=hashlib.sha256(ids.tobytes()).hexdigest(),
+                cached_as_reported=cached_as_reported,
             )
         )
+
+    def report(self, message: StepScheduled | RequestFinished) -> None:
+        """Send the census a step or an end."""
+        self._census.send(message)
 
     def close(self) -> None:
         """Close the connection."""
@@ -181,7 +204,10 @@ class WorkerSide:
     Args:
         model: the loaded model, not yet compiled.
         padding: further rows that a forward may have.
+        in_flight: most steps whose results the scheduler has not taken.
         form: where the stream is in the output of the model's layers.
+        stage: pipeline stage of the worker.
+        layers: decoder layers of that stage, whose hooks it captures; ``None`` for all.
 
     Raises:
         ActdsError: E007 unknown layer or none that can be captured, E012 a type that cannot be
@@ -198,7 +224,10 @@ class WorkerSide:
         device: torch.device,
         max_rows: int,
         padding: int = 0,
+        in_flight: int = 1,
         form: StreamForm = "first",
+        stage: int = 0,
+        layers: Collection[int] | None = None,
     ) -> None:
         self.link, self._device = link, device
         self._introduced = False
@@ -206,7 +235,10 @@ class WorkerSide:
         self._check_fact = NO_CHECK
         own = _stored_type(computed)
         store: DType | None = link.settings.store_dtype
-        self.hooks = hook_specs(link.hooks, config, own, store)
+        every = hook_specs(link.hooks, config, own, store)
+        mine = [i for i, hook in enumerate(every) if layers is None or hook.layer in layers]
+        self.hooks = tuple(replace(every[i], stage=stage) for i in mine)
+        read = directions(link.readouts, link.probes_path, every)
         self._cast = cast_of(self.hooks, own)
         self.buffers = capture.install(
             model,
@@ -214,12 +246,14 @@ class WorkerSide:
             max_rows=max_rows + padding,
             device=device,
             form=form,
-            directions=directions(link.readouts, link.probes_path, self.hooks),
+            directions=None if read is None else [read[i] for i in mine],
         )
-        self.stages = Stages(link, self.buffers, self.hooks, max_rows)
+        self.stages = Stages(link, self.buffers, self.hooks, max_rows, in_flight)
 
     def check(self, run: Callable[[], HookCheck]) -> None:
         """Check the hooks before any request, and note the result.
+
+        An engine that never comes up is not shut down: where this raises, it has to ``close``.
 
         Raises:
             ActdsError: E507 rows that are not the model's; E007 nothing to compare with.
@@ -255,12 +289,15 @@ class WorkerSide:
         duration_ns: int,
         kernel_mode: str | None,
         left_out: tuple[LeftOut, ...] = (),
+        lost: str | None = None,
+        held: bool = False,
     ) -> None:
         """Hand over the rows of the step that just ran.
 
         Args:
             step: its number; other arguments not listed here as in ``Step``.
             token_ids: token fed at each row, from the buffer that the model read.
+            held: whether the rows wait for ``settle``.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
@@ -275,8 +312,9 @@ class WorkerSide:
             duration_ns=duration_ns,
             kernel_mode=kernel_mode,
             began=self._began,
+            lost=lost,
         )
-        self.stages.hand_over(ran, token_ids, positions)
+        self.stages.hand_over(ran, token_ids, positions, held=held)
 
     def stop(self, step: int, got: str, expected: str) -> NoReturn:
         """End the capture with E501: rows differ from the schedule."""

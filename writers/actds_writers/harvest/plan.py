@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import shlex
 from collections import Counter
@@ -13,11 +14,15 @@ from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.schema import DType
 from actds.store import open_store
-from actds.text import format_nbytes, format_seconds
+from actds.text import counted, format_nbytes, format_seconds
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, PlanSettings, keywords_of
+from actds_writers.engine_protocol import find_engine
+from actds_writers.harvest.stress import StressResult, stress
+from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import model_config
 from actds_writers.policies import POLICIES
+from actds_writers.sizing.disk import DiskRates, shared_with
 from actds_writers.sizing.machine import (
     DEFAULTS,
     Capacity,
@@ -39,6 +44,7 @@ from actds_writers.sizing.needs import (
     census_nbytes,
     read_profile,
     rows_per_shard,
+    staged_steps,
 )
 
 LABEL = 9
@@ -60,6 +66,10 @@ class PlanResult:
         capacity: needs of the load by stage, and which stage saturates first.
         overhead: bytes other than rows, and where the figures come from.
         profile: load of an earlier harvest, ``None`` without one.
+        disk: rates of the measured disk, ``None`` when it was not measured.
+        shared: what else uses its drive.
+        stress: what a short harvest of long-tailed requests met, ``None`` without one.
+        stages: number and layers of each pipeline stage that captures, as ``capacity.parts``.
     """
 
     settings: PlanSettings
@@ -68,11 +78,15 @@ class PlanResult:
     measured: dict[str, float]
     overhead: Overhead
     profile: Profile | None
+    disk: DiskRates | None = None
+    shared: tuple[str, ...] = ()
+    stress: StressResult | None = None
+    stages: tuple[tuple[int, range], ...] = ()
 
     @property
     def fits(self) -> bool:
-        """Return whether every stage carries the mean load."""
-        return self.capacity.fits
+        """Return whether every stage carries the mean load, and no stressed row was lost."""
+        return self.capacity.fits and not (self.stress and self.stress.dropped)
 
     @property
     def command(self) -> list[str]:
@@ -81,7 +95,10 @@ class PlanResult:
         model = "FOLDER" if asked.model is None else str(asked.model)
         words = ["actds", "write", "OUT", "--model", model, "--prompts", "SOURCE"]
         words += ["--hooks", asked.hooks or "HOOKS"]
-        words += ["--engine-arg", f"max_num_batched_tokens={sizes.max_step_rows}"]
+        given = {"max_num_batched_tokens": sizes.max_step_rows, **asked.engine_args}
+        for key, value in given.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            words += ["--engine-arg", f"{key}={text}"]
         words += ["--rows-per-shard", str(sizes.rows_per_shard)]
         words += ["--ring-mib", str(max(1, -(-sizes.ring_nbytes // MIB)))]
         words += ["--staging-mib", str(max(1, -(-sizes.staging_nbytes // MIB)))]
@@ -111,14 +128,56 @@ class PlanResult:
                 f"{stage.name:<{LABEL}}{stage.what:<22}{stage.nbytes_per_token:>11,.0f}"
                 f"{_rate(stage.gbps(load.mean)):>12}{_rate(stage.gbps(load.peak)):>12}{limit:>12}"
             )
-        lines += [_line("rates", rates), "", *_bottleneck(found), ""]
+        lines += [_line("rates", rates), *self._measured_lines(), "", *_bottleneck(found), ""]
         lines += [
             *_needs(found, overhead, n_tokens),
+            *self._workers(),
             "",
             *_stalls(found),
             "",
+            *([*itertools.starmap(_line, self.stress.lines()), ""] if self.stress else []),
             *_folded(self.command),
         ]
+        return lines
+
+    def _workers(self) -> list[str]:
+        """Return what each pipeline stage and each replica needs, where there are several."""
+        found, lines = self.capacity, []
+        in_flight, memory = found.sizes.in_flight, found.memory
+        if in_flight > 1:
+            staged = staged_steps(in_flight)
+            lines += [
+                _line("staging", f"{staged} of the largest steps, on each stage: rows of "
+                      f"{in_flight} may wait for results"),
+            ]  # fmt: skip
+        several = len(self.stages) > 1
+        for (number, layers), part, own in zip(
+            self.stages, found.parts, found.by_stage, strict=True
+        ):
+            if several:
+                words = f"stage {number}: layers {layers.start}-{layers.stop - 1}, "
+                words += f"{counted(part.n_hooks, 'hook')}: {format_nbytes(own.device_nbytes)} "
+                words += f"device, {format_nbytes(own.shared_nbytes)} shared"
+                lines.append(_line("" if number != self.stages[0][0] else "stages", words))
+        n = found.n_replicas
+        if n > 1:
+            lines.append(
+                _line("engines", f"{n}, each with 1/{n} of the load and the memory above: "
+                      f"{format_nbytes(n * memory.nbytes)} in all")
+            )  # fmt: skip
+        return lines
+
+    def _measured_lines(self) -> list[str]:
+        """Return what was seen of the disk, and who else uses it."""
+        if self.disk is None:
+            return []
+        lines = [_line("", f"disk measured: {self.disk.words}")]
+        if self.shared:
+            lines += [
+                _line("WARNING", f"{self.settings.measure} shares its drive with:"),
+                *(_line("", what) for what in self.shared),
+                _line("", "what they write stalls the harvest; put OUT on a drive of its own"),
+            ]
         return lines
 
     def as_json(self) -> dict[str, Any]:
@@ -145,6 +204,11 @@ class PlanResult:
                 for stage in found.stages
             ],
             "rates": {name: asdict(rate) for name, rate in machine.rates.items()},
+            "measured_disk": None if self.disk is None else asdict(self.disk),
+            "shares_drive_with": list(self.shared),
+            "stress": None
+            if self.stress is None
+            else {**asdict(self.stress), "tokens_per_s": self.stress.tokens_per_s},
             "n_threads": machine.n_threads,
             "bottleneck": found.bottleneck.name,
             "fits_mean": found.fits,
@@ -172,6 +236,26 @@ class PlanResult:
                 "nbytes": memory.nbytes,
                 "census_nbytes": _census_nbytes(found.load, n_tokens),
             },
+            "engines": {
+                "n": found.n_replicas,
+                "in_flight": found.sizes.in_flight,
+                "nbytes": found.n_replicas * memory.nbytes,
+                "stages": [
+                    {
+                        "stage": number,
+                        "layers": [layers.start, layers.stop],
+                        "n_hooks": part.n_hooks,
+                        "row_nbytes": part.row_nbytes,
+                        "staging_nbytes": own.staging,
+                        "device_nbytes": own.device_nbytes,
+                        "ring_nbytes": own.ring,
+                        "shared_nbytes": own.shared_nbytes,
+                    }
+                    for (number, layers), part, own in zip(
+                        self.stages, found.parts, found.by_stage, strict=True
+                    )
+                ],
+            },
             "stalls": [
                 {name: _finite(value) for name, value in asdict(stall).items()}
                 for stall in found.stalls
@@ -194,13 +278,22 @@ def plan(**settings: Any) -> PlanResult:
     Example:
         >>> found = actds.plan(
         ...     d_model=2048, layers=24, hooks="resid_post:10,20",
-        ...     prefill_rate=9_000, decode_rate=1_000, bursts=["4:10"],
+        ...     prefill_rate=9_000, decode_rate=1_000, bursts=["4:10"], threads=4,
         ... )
         >>> found.capacity.bottleneck.name
-        'pool'
+        'disk'
     """
     asked = PlanSettings.of(settings)
-    geometry = _geometry(asked)
+    kind = find_engine(asked.engine)
+    options = kind.options(asked.engine_args)
+    workers, n_replicas = kind.workers(options), kind.replicas(options)
+    hooks, n_layers = _hook_specs(asked)
+    geometry = Geometry.of(hooks, asked.readouts)
+    stages = [
+        (number, layers, mine)
+        for number, layers in enumerate(workers.layers(n_layers))
+        if (mine := [hook for hook in hooks if hook.layer in layers])
+    ]
     load, overhead, profile = _load(asked)
     sizes = Sizes(
         max_step_rows=asked.max_step_rows,
@@ -208,16 +301,51 @@ def plan(**settings: Any) -> PlanResult:
         ring_nbytes=(asked.ring_mib or 0) * MIB,
         staging_nbytes=asked.staging_mib * MIB,
         lane_nbytes=LANE_NBYTES,
+        n_threads=asked.threads or usual_threads(),
+        in_flight=workers.in_flight,
     )
-    measured = {} if asked.measure is None else measure(asked.measure)
+    measured: dict[str, float] = {}
+    disk: DiskRates | None = None
+    shared: tuple[str, ...] = ()
+    if asked.measure is not None:
+        measured, disk = measure(asked.measure, asked.measure_seconds)
+        shared = tuple(shared_with(asked.measure))
     given = {name: getattr(asked, f"{name}_gbps") for name in DEFAULTS}
-    rates = machine(given, measured, asked.threads or usual_threads())
-    found = capacity(geometry, sizes, load, rates, overhead, stall_s=asked.stall)
-    return PlanResult(asked, found, rates, measured, overhead, profile)
+    rates = machine(given, measured, sizes.n_threads)
+    found = capacity(
+        geometry,
+        sizes,
+        load,
+        rates,
+        overhead,
+        stall_s=asked.stall,
+        parts=[Geometry.of(mine, asked.readouts) for _, _, mine in stages],
+        n_replicas=n_replicas,
+    )
+    stressed = None
+    if asked.stress is not None:
+        if asked.model is None:
+            raise ActdsError(
+                "E009", "--stress", got="no --model", expected="the model that is to be harvested"
+            )
+        stressed = stress(
+            asked.stress,
+            asked.model,
+            asked.hooks,
+            found.sizes,
+            seconds=asked.stress_seconds,
+            engine=asked.engine,
+            engine_args=asked.engine_args,
+            readouts=asked.readouts > 0,
+        )
+    places = tuple((number, layers) for number, layers, _ in stages)
+    return PlanResult(
+        asked, found, rates, measured, overhead, profile, disk, shared, stressed, places
+    )
 
 
-def _geometry(asked: PlanSettings) -> Geometry:
-    """Return the size of a token's rows, from a model folder or from numbers.
+def _hook_specs(asked: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
+    """Return the hooks and the number of layers, from a model folder or from numbers.
 
     Raises:
         ActdsError: E005 no model, E007 unknown hook, E009 neither folder nor numbers.
@@ -237,7 +365,7 @@ def _geometry(asked: PlanSettings) -> Geometry:
             expected="--model, or --d-model and --layers",
         )
     places = parse_hooks(asked.hooks, config["num_hidden_layers"])
-    return Geometry.of(hook_specs(places, config, computed, asked.dtype), asked.readouts)
+    return hook_specs(places, config, computed, asked.dtype), config["num_hidden_layers"]
 
 
 def _load(asked: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
@@ -366,9 +494,11 @@ def _census_nbytes(load: Load, n_tokens: int) -> float:
 
 
 def _stalls(found: Capacity) -> list[str]:
-    ring = format_nbytes(found.memory.ring)
+    n_rings = len(found.parts) * found.n_replicas
+    ring = format_nbytes(found.by_stage[0].ring)
+    rings = f"a ring of {ring}" if n_rings == 1 else f"{n_rings} rings of up to {ring}"
     lines = [
-        f"disk stalls at the mean load, with a ring of {ring}:",
+        f"disk stalls at the mean load, with {rings}:",
         f"{'stall':<{LABEL}}{'ring full after':<18}{'block: engine waits':<22}{_LOSING}: rows lost",
     ]
     for stall in found.stalls:

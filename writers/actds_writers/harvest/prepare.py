@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 
-from actds import layout
+from actds import canonical, layout
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
 from actds.reading import Catalog
@@ -37,6 +38,7 @@ from actds_writers.prompts.encoding import (
     special_tokens,
 )
 from actds_writers.prompts.records import OnBroken, PromptSet, read_prompts
+from actds_writers.prompts.roles import ThinkingMarks
 from actds_writers.provenance import capture_facts, model_facts, observed
 from actds_writers.shards.assembly import SpecialTokens
 from actds_writers.sizing.needs import Geometry, rows_per_shard
@@ -65,6 +67,7 @@ class Plan:
         client: source of every request.
         readouts: value of ``capture.readouts``.
         probes: the user's probes as the bytes of their file, ``None`` without.
+        thinking: the tokens between which the model thinks.
     """
 
     engine: EngineOptions
@@ -76,10 +79,14 @@ class Plan:
     rows_per_shard: int
     readouts: str
     probes: bytes | None
+    thinking: ThinkingMarks
 
 
-def make_plan(settings: WriteSettings, engine: EngineOptions) -> Plan:
+def make_plan(settings: WriteSettings, engine: EngineOptions, n_replicas: int = 1) -> Plan:
     """Return the plan of a run; nothing is written and no engine started.
+
+    Args:
+        n_replicas: engines that share the machine's memory.
 
     Raises:
         ActdsError: E001 to E003, E005, E007, E009, E015.
@@ -93,7 +100,7 @@ def make_plan(settings: WriteSettings, engine: EngineOptions) -> Plan:
     encoded = encode(prompts.prompts, tokenizer, limit, settings.max_tokens, on_broken)
     # The widest type: the one that the engine will compute in is not known yet.
     hooks = hook_specs(places, config, "float32")
-    rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
+    rows = settings.rows_per_shard or rows_per_shard(n_replicas * Geometry.of(hooks).row_nbytes)
     readouts, probes = NONE, None
     if settings.readouts:
         planned, probes = plan_readouts(settings.seed, settings.probes, hooks)
@@ -112,6 +119,7 @@ def make_plan(settings: WriteSettings, engine: EngineOptions) -> Plan:
         rows_per_shard=rows,
         readouts=readouts,
         probes=probes,
+        thinking=ThinkingMarks.of(tokenizer.get_added_vocab()),
     )
 
 
@@ -133,7 +141,12 @@ def request_key(index: int) -> str:
 def _client(prompts: PromptSet, encoded: list[Encoded]) -> tuple[PromptFact, ...]:
     served = [
         PromptFact(
-            request_key(e.prompt.index), e.prompt.external_id, e.prompt.source, e.prompt.row, e.skip
+            request_key(e.prompt.index),
+            e.prompt.external_id,
+            e.prompt.source,
+            e.prompt.row,
+            e.skip,
+            e.roles,
         )
         for e in encoded
     ]
@@ -164,8 +177,17 @@ def _facts(
         observed("prompts.n_records", source.n_records),
         observed("prompts.n_skipped", n_skipped),
         observed("prompts.sha256", source.sha256, source.sha256_reason),
+        observed("prompts.roles", _roles_field(encoded)),
         *model_facts(model, model, no_tokenizer="the folder has no tokenizer.json"),
     ]
+
+
+def _roles_field(encoded: list[Encoded]) -> str:
+    """Return of how many prompts the roles are known, and why not of the others, as JSON."""
+    served = [e for e in encoded if e.skip is None]
+    unknown = Counter(e.roles_unknown for e in served if e.roles_unknown is not None)
+    counts = {"known": len(served) - unknown.total(), "unknown": dict(unknown)}
+    return canonical.dump(counts).decode().strip()
 
 
 def is_taken(out: str | Path) -> bool:
@@ -244,11 +266,11 @@ def _finished_of(catalog: Catalog, run: str) -> set[int]:
     aborted = spans.filter(pc.equal(spans["disposition"], "aborted"))
     incomplete = set(aborted["request"].to_pylist())
     requests = catalog.table("requests", run).select(["request", "source_row", "finish_reason"])
-    return {
-        row["source_row"]
-        for row in requests.to_pylist()
-        if row["finish_reason"] in ("stop", "length") and row["request"] not in incomplete
-    }
+    ended: dict[int, bool] = {}
+    for row in requests.to_pylist():  # a prompt may have been sampled several times
+        is_whole = row["finish_reason"] in ("stop", "length") and row["request"] not in incomplete
+        ended[row["source_row"]] = ended.get(row["source_row"], True) and is_whole
+    return {source_row for source_row, is_whole in ended.items() if is_whole}
 
 
 def _compare(record: RunRecord, declared: dict[str, bool | int | str | None]) -> None:

@@ -83,6 +83,7 @@ class Pipeline:
             lane_nbytes=lane_nbytes,
             readouts=writer.readouts,
             probes_path=None if probes is None else str(probes_path),
+            replica=writer.replica,
         )
         census = CensusSettings(writer.harvest.out, writer.run, writer.software)
         self.processes = {

@@ -229,7 +229,7 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
     found = census.tables(ended.acknowledged, client, LOST_REASON, ended.dropped_steps)
     present = {
         part.file.path: part
-        for table in CENSUS_TABLES
+        for table in (*CENSUS_TABLES, "roles")
         for part in catalog.parts.get((run, table), [])
     }
     software = f"actds {__version__} recover"
@@ -257,7 +257,7 @@ def _unreachable(store: Store) -> Iterator[tuple[str, int]]:
     catalog = Catalog.read(store)
     manifests = (*catalog.shards, *catalog.replaced)
     committed = {layout.shard_dir(manifest.shard) for manifest in manifests}
-    known = catalog.reached | {layout.GENESIS, layout.CARD}
+    known = catalog.reached | {layout.GENESIS, *layout.BESIDE}
     for path in store.list():
         shard = layout.shard_dir(path.split("/")[1]) if path.startswith("shards/") else None
         stray = path.startswith(_CLEARED) if shard is None else shard not in committed

@@ -52,6 +52,7 @@ class Link:
         lane_nbytes: size of the readouts' lane; the worker takes more when two steps need it.
         readouts: value of ``capture.readouts``.
         probes_path: npy file of the user's probes, ``None`` without.
+        replica: as in ``WriterSettings``.
     """
 
     folder: str
@@ -66,6 +67,7 @@ class Link:
     lane_nbytes: int = 0
     readouts: str = NONE
     probes_path: str | None = None
+    replica: tuple[int, int] = (0, 1)
 
     def to_environment(self) -> str:
         """Return the value of the environment variable."""
@@ -81,6 +83,8 @@ class Link:
             return None
         fields = json.loads(text)
         fields["settings"] = HarvestSettings.model_validate_json(json.dumps(fields["settings"]))
+        number, n_replicas = fields["replica"]
+        fields["replica"] = (int(number), int(n_replicas))
         fields["hooks"] = tuple((kind, int(layer)) for kind, layer in fields["hooks"])
         return cls(**fields)
 
@@ -274,10 +278,14 @@ class Hub:
             return False
         return True
 
+    def is_connected(self, connection: Connection) -> bool:
+        """Return whether a peer is still there."""
+        with self._lock:
+            return connection in self._peers
+
     def disconnect(self, role: str) -> None:
-        """Close the connection of a role."""
-        connection = self.connection(role)
-        if connection is not None:
+        """Close all connections of a role."""
+        while (connection := self.connection(role)) is not None:
             self._forget(connection)
 
     def _forget(self, connection: Connection) -> None:

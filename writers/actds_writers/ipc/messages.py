@@ -7,7 +7,7 @@ lines of its journal, as JSON.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from pydantic import GetPydanticSchema
@@ -40,13 +40,14 @@ BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 @dataclass(frozen=True)
 class HookSpec:
-    """A hook that the worker found in the model."""
+    """A hook that the worker found in the model; ``stage`` is the pipeline stage that has it."""
 
     name: str
     kind: str
     layer: int
     d_model: int
     dtype: DType
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class WorkerHello:
         lane_path: shared memory of the readouts, ``None`` without readouts.
         lane_nbytes: its size.
         memory_nbytes: all memory of the worker for capture, on device and host.
+        stages: the hellos of several pipeline stages, in a hello that joins them.
     """
 
     hooks: tuple[HookSpec, ...]
@@ -83,6 +85,12 @@ class WorkerHello:
     lane_path: str | None = None
     lane_nbytes: int = 0
     memory_nbytes: int = 0
+    stages: tuple[WorkerHello, ...] = ()
+
+    @property
+    def stage(self) -> int:
+        """Return the pipeline stage of the worker."""
+        return self.hooks[0].stage if self.hooks else 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,8 @@ class StepRows:
         t_ns: wall clock when the engine handed the step over.
         depth_stage1: slices in the staging ring after the rows had left it.
         depth_stage2: slices in the host ring then, this one included.
+        parts: the same step of every pipeline stage, in a step that joins several; each part has
+            its own place in its own ring.
     """
 
     step: int
@@ -117,11 +127,20 @@ class StepRows:
     t_ns: int = 0
     depth_stage1: int = 0
     depth_stage2: int = 0
+    parts: tuple[StepRows, ...] = ()
 
     @property
     def n_kept(self) -> int:
         """Return the number of rows in the ring."""
         return len(self.positions) if self.kept is None else int(np.count_nonzero(self.kept))
+
+
+class QueueState(NamedTuple):
+    """The queues behind the host ring at one moment; called like columns of ``steps``."""
+
+    queue_depth_stage3: int
+    compression_backlog_bytes: int
+    disk_write_latency_p99: float | None
 
 
 @dataclass(frozen=True)
@@ -131,14 +150,18 @@ class StepDropped:
     Args:
         rows: the step, its place in the ring no longer valid.
         reason: ``queue_full`` or ``dma_backpressure``.
-        depth: slices in the ring.
+        depth_stage1: slices in the staging ring when it was dropped.
+        depth_stage2: slices in the host ring then.
+        queues: the writer's queues then, ``None`` before it has any.
     """
 
     rows: StepRows
     reason: str
     policy: str
     t_ns: int
-    depth: int
+    depth_stage1: int
+    depth_stage2: int
+    queues: QueueState | None = None
 
 
 @dataclass(frozen=True)
@@ -184,16 +207,13 @@ class Stall:
 
 @dataclass(frozen=True)
 class RingFree:
-    """The writer has taken a message; with the state of its queues.
+    """The writer has taken a message.
 
     Args:
         offset: of the step in the ring, ``None`` when it was dropped.
     """
 
     offset: int | None
-    queue_depth_stage3: int
-    compression_backlog_bytes: int
-    disk_write_latency_p99: float | None
 
 
 @dataclass(frozen=True)
@@ -225,7 +245,12 @@ class Secured:
 
 @dataclass(frozen=True)
 class RequestArrived:
-    """The scheduler took a request; ``left_out`` is what the sampling rules leave out of it."""
+    """The scheduler took a request.
+
+    Args:
+        left_out: what the sampling rules leave out of it.
+        adapter: name and digest of its LoRA adapter.
+    """
 
     request: int
     internal_id: str
@@ -235,26 +260,34 @@ class RequestArrived:
     sampling: str | None
     block_digests: tuple[bytes, ...] | None
     left_out: LeftOut = EVERYTHING
+    adapter: tuple[str, str | None] | None = None
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A prefix-cache hit: positions that a request reused, and the request that computed them."""
+    """A cache hit: positions that a request reused, and the request that computed them.
+
+    ``external``: their KV came from outside the run, so that none did.
+    """
 
     request: int
     start: int
     stop: int
     ref_request: int | None
+    external: bool = False
 
 
 @dataclass(frozen=True)
 class StepScheduled:
-    """One call of the scheduler that scheduled tokens.
+    """One call of the scheduler that scheduled tokens, and what its results were.
 
     Args:
         requests: number of each scheduled request.
         starts: first position that the step computes for it.
         n_tokens: tokens scheduled for it.
+        n_undelivered: of these, positions past the request's end, ``None`` for none.
+        n_rejected: of these, the last ones: rows of rejected drafts, ``None`` for none. The
+            undelivered ones stand before them, and what is kept before those.
     """
 
     step: int
@@ -267,6 +300,10 @@ class StepScheduled:
     running: int
     preempted: tuple[int, ...]
     kv_usage: float | None = None
+    n_undelivered: IntArray | None = None
+    n_rejected: IntArray | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -275,6 +312,8 @@ class RequestFinished:
 
     Args:
         token_digest: SHA-256 of the token ids of ``[0, P+G-1)`` as uint32 LE.
+        cached_as_reported: whether the engine's own count of cached tokens is of those that it
+            served; else it counts some that were then computed.
     """
 
     request: int
@@ -282,6 +321,7 @@ class RequestFinished:
     reason: str
     generated_len: int
     token_digest: str
+    cached_as_reported: bool = True
 
 
 # worker → census ------------------------------------------------------------------------------
@@ -293,6 +333,7 @@ class StepExecuted:
 
     Args:
         queue_depth_readouts: steps in the lane of readouts, ``None`` without one.
+        stage: pipeline stage of the worker; the census keeps the message of the last one.
 
     A field that is called like a column of ``steps`` is its value.
     """
@@ -303,18 +344,20 @@ class StepExecuted:
     padded_tokens: int | None
     queue_depth_stage1: int
     queue_depth_stage2: int
-    queue_depth_stage3: int | None
-    disk_write_latency_p99: float | None
-    compression_backlog_bytes: int | None
+    queue_depth_stage3: int | None = None
+    disk_write_latency_p99: float | None = None
+    compression_backlog_bytes: int | None = None
     queue_depth_readouts: int | None = None
+    stage: int = 0
 
 
 @dataclass(frozen=True)
 class StepLost:
-    """The rows of a step were dropped before they reached the writer."""
+    """A pipeline stage dropped the rows of a step before they reached the writer."""
 
     step: int
     reason: str
+    stage: int = 0
 
 
 # harvest (the command's process) → writer and census ---------------------------------------------
@@ -322,13 +365,19 @@ class StepLost:
 
 @dataclass(frozen=True)
 class PromptFact:
-    """The prompt of a request, as the client knows it."""
+    """The prompt of a request, as the client knows it.
+
+    Args:
+        roles: of the positions from 0, by runs as ``roles.packed`` writes them; empty when none
+            is known.
+    """
 
     key: str
     external_id: str
     source: str
     source_row: int
     skip: str | None = None
+    roles: str = ""
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class RingSpace:
 
 @dataclass(frozen=True)
 class Block:
-    """Hooks of one width and type, whose rows are one array ``(n_hooks, n, d_model)``.
+    """Hooks of one stage, width and type, whose rows are one array ``(n_hooks, n, d_model)``.
 
     Args:
         hooks: their numbers, in the order of the hooks.
@@ -145,20 +145,21 @@ class Block:
 
 
 class RowLayout:
-    """The memory layout of the rows of several hooks: one block per width and type.
+    """The memory layout of the rows of several hooks: one block per stage, width and type.
 
     Blocks of wide types come first, so that every block is aligned to its type for any number of
-    rows, and ``n`` rows take exactly ``n * row_nbytes``.
+    rows, and ``n`` rows take exactly ``n * row_nbytes``. The blocks of a pipeline stage stand
+    together, as in that stage's own layout.
     """
 
     def __init__(self, hooks: Sequence[HookSpec]) -> None:
-        groups: dict[tuple[int, DType], list[int]] = {}
+        groups: dict[tuple[int, int, DType], list[int]] = {}
         for number, hook in enumerate(hooks):
-            groups.setdefault((hook.d_model, hook.dtype), []).append(number)
+            groups.setdefault((hook.stage, hook.d_model, hook.dtype), []).append(number)
         blocks: list[Block] = []
         self.row_nbytes = 0
-        for (d_model, dtype), numbers in sorted(
-            groups.items(), key=lambda group: -DTYPES[group[0][1]].itemsize
+        for (_, d_model, dtype), numbers in sorted(
+            groups.items(), key=lambda group: (group[0][0], -DTYPES[group[0][2]].itemsize)
         ):
             blocks.append(Block(tuple(numbers), d_model, dtype, self.row_nbytes))
             self.row_nbytes += blocks[-1].row_nbytes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
@@ -54,6 +56,62 @@ class CommitMeter:
                 p99_s=float(p99),
                 last_ns=time.time_ns(),
             )
+
+
+DISK_WINDOW_S = 10.0
+DISK_QUANTILE_AGE_S = 0.1
+
+
+class DiskMeter:
+    """What the disk takes for each file: writing and syncing alone, over the last ten seconds.
+
+    A file that is being written counts with what it has taken so far, so that a disk which stalls
+    is seen while it does.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._done: deque[tuple[float, float]] = deque()
+        self._spent: dict[object, float] = {}
+        self._began: dict[object, float] = {}
+        self._p99: tuple[float, float | None] = (-math.inf, None)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def asked(self, file: object) -> Iterator[None]:
+        """Take the time of one call for a file; one at a time."""
+        with self._lock:
+            self._began[file] = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                took = self._clock() - self._began.pop(file)
+                self._spent[file] = self._spent.get(file, 0.0) + took
+
+    def ended(self, file: object) -> None:
+        """Note that a file is durable, or given up."""
+        with self._lock:
+            if file in self._spent:
+                self._done.append((self._clock(), self._spent.pop(file)))
+
+    def p99(self) -> float | None:
+        """Return the 99th percentile, one that occurred; ``None`` without any file in the window.
+
+        At most a tenth of a second old.
+        """
+        with self._lock:
+            now = self._clock()
+            if now - self._p99[0] < DISK_QUANTILE_AGE_S:
+                return self._p99[1]
+            while self._done and self._done[0][0] < now - DISK_WINDOW_S:
+                self._done.popleft()
+            found = [seconds for _, seconds in self._done]
+            for file in self._spent.keys() | self._began.keys():
+                found.append(self._spent.get(file, 0.0) + now - self._began.get(file, now))
+            value = float(np.quantile(found, 0.99, method="higher")) if found else None
+            self._p99 = (now, value)
+            return value
 
 
 class Meters:

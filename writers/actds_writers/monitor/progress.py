@@ -11,9 +11,10 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
 from actds.errors import ActdsError
@@ -171,6 +172,81 @@ def _stage(state: StageState, nbytes: int, newest: int | None) -> Stage:
 
 def _age_s(then_ns: int | None, now_ns: int) -> float | None:
     return None if then_ns is None else max(0.0, (now_ns - then_ns) / 1e9)
+
+
+def summed(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Return the counters of several engines that run side by side, at least one."""
+    first, n = snapshots[0], len(snapshots)
+    if n == 1:
+        return first
+    names = (
+        "requests_done",
+        "waiting",
+        "running",
+        "scheduled_tokens",
+        "recomputed_tokens",
+        "cached_tokens",
+        "queried_tokens",
+        "rows",
+        "backlog_nbytes",
+    )
+    dropped: Counter[str] = Counter()
+    for one in snapshots:
+        dropped.update(one.dropped)
+    staging, ring, pool = (_stages([one.stages[i] for one in snapshots]) for i in range(3))
+    lanes = [one.lane for one in snapshots if one.lane is not None]
+    totals = [one.requests_total for one in snapshots if one.requests_total is not None]
+    return replace(
+        first,
+        elapsed_s=max(one.elapsed_s for one in snapshots),
+        requests_total=sum(totals) if len(totals) == n else None,
+        row_nbytes=max(one.row_nbytes for one in snapshots),
+        dropped=dict(dropped),
+        stages=(staging, ring, pool),
+        lane=_stages(lanes) if lanes else None,
+        commits=_commits_of([one.commits for one in snapshots]),
+        memory_nbytes=_sum_of([one.memory_nbytes for one in snapshots]),
+        last_commit_age_s=min(
+            (one.last_commit_age_s for one in snapshots if one.last_commit_age_s is not None),
+            default=None,
+        ),
+        writer_silent_s=max(
+            (one.writer_silent_s for one in snapshots if one.writer_silent_s is not None),
+            default=None,
+        ),
+        **{name: sum(getattr(one, name) for one in snapshots) for name in names},
+    )
+
+
+def _stages(stages: Sequence[Stage]) -> Stage:
+    return Stage(
+        name=stages[0].name,
+        nbytes=sum(stage.nbytes for stage in stages),
+        depth=_sum_of([stage.depth for stage in stages]),
+        capacity=_sum_of([stage.capacity for stage in stages]),
+        fill=max((stage.fill for stage in stages if stage.fill is not None), default=None),
+        n_stalls=sum(stage.n_stalls for stage in stages),
+        stall_s=sum(stage.stall_s for stage in stages),
+    )
+
+
+def _commits_of(commits: Sequence[CommitTotals]) -> CommitTotals:
+    """Return the commits of several writers; of their quantiles the largest."""
+    names = ("n_shards", "n_raw_shards", "n_rows", "nbytes_in", "nbytes_out", "seconds")
+    buckets = [one.buckets for one in commits if one.buckets]
+    return replace(
+        commits[0],
+        buckets=tuple(map(sum, zip(*buckets, strict=True))),
+        p50_s=max((one.p50_s for one in commits if one.p50_s is not None), default=None),
+        p99_s=max((one.p99_s for one in commits if one.p99_s is not None), default=None),
+        last_ns=max((one.last_ns for one in commits if one.last_ns is not None), default=None),
+        **{name: sum(getattr(one, name) for one in commits) for name in names},
+    )
+
+
+def _sum_of(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 WIDTH = 79
@@ -472,7 +548,10 @@ class Totals:
         aborted: positions cut off by an end, computed or not.
         aborted_uncomputed: of these, the ones never computed.
         filtered: positions left out by a sampling rule.
+        undelivered: positions computed past the end of a request.
+        rejected: computed tokens that were rejected drafts.
         unresolved: prefix-cache hits on a position without a row.
+        external: of the hits, those on KV that came from outside the run.
         row_nbytes: bytes of the rows over all hooks, before compression.
         stored_nbytes: bytes of their files.
         seal: digest of the seal, None when the dataset is not sealed.
@@ -496,6 +575,15 @@ class Totals:
     stored_nbytes: int
     seal: str | None
     canary: str | None = None
+    external: int = 0
+    undelivered: int = 0
+    rejected: int = 0
+
+    def plus(self, other: Totals) -> Totals:
+        """Return the counts of two runs of a dataset together."""
+        added = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
+        requests = Counter(self.requests) + Counter(other.requests)
+        return replace(self, requests=dict(requests), **added)
 
     def check(self) -> dict[str, int]:
         """Return the scheduled tokens by outcome.
@@ -511,6 +599,7 @@ class Totals:
             "dropped": self.dropped,
             "aborted": self.aborted - self.aborted_uncomputed,
             "filtered": self.filtered,
+            **_some(undelivered=self.undelivered, rejected=self.rejected),
         }
         if sum(computed.values()) != self.scheduled or min(computed.values()) < 0:
             raise ActdsError(
@@ -522,6 +611,23 @@ class Totals:
         return computed
 
 
+_ADDED = (
+    "scheduled",
+    "recomputed",
+    "captured",
+    "cache_ref",
+    "dropped",
+    "aborted",
+    "aborted_uncomputed",
+    "filtered",
+    "undelivered",
+    "rejected",
+    "n_shards",
+    "row_nbytes",
+    "stored_nbytes",
+)
+
+
 def format_summary(totals: Totals) -> str:
     """Return the summary of a harvest; raises as ``Totals.check``."""
     computed = totals.check()
@@ -531,6 +637,7 @@ def format_summary(totals: Totals) -> str:
         "dropped": totals.dropped,
         "aborted": totals.aborted,
         "filtered": totals.filtered,
+        **_some(undelivered=totals.undelivered),
     }
     path = shlex.quote(totals.path)
     state = f"sealed {totals.seal[:16]}" if totals.seal else "not sealed"
@@ -546,6 +653,9 @@ def format_summary(totals: Totals) -> str:
     if totals.unresolved:
         words = f"{totals.unresolved:,} prefix-cache hits have no stored row (E410)"
         lines.append(("unresolved", words))
+    if totals.external:
+        words = f"{totals.external:,} positions were served from KV that came from outside"
+        lines.append(("external", words))
     if totals.canary:
         lines.append(("canary", totals.canary))
     if totals.seal:
@@ -553,6 +663,11 @@ def format_summary(totals: Totals) -> str:
     else:
         lines += [("next", f"actds seal {path}")]
     return "\n".join(f"{label:<{SUMMARY_LABEL_WIDTH}}{words}" for label, words in lines)
+
+
+def _some(**counts: int) -> dict[str, int]:
+    """Return the counts that are not zero: of engines that schedule ahead or draft."""
+    return {name: count for name, count in counts.items() if count}
 
 
 def _sum(parts: Mapping[str, int]) -> str:

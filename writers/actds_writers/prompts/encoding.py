@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from actds.errors import ActdsError
 from actds_writers.prompts.records import Message, OnBroken, Prompt, first_line
+from actds_writers.prompts.roles import (
+    ThinkingMarks,
+    Unlabelled,
+    character_labels,
+    token_labels,
+    with_generation,
+    with_thinking,
+)
+from actds_writers.roles import packed
 from actds_writers.shards.assembly import SpecialTokens
 
 BATCH_PROMPTS = 1024
+NO_CHAT = "a text, no chat"
+NO_OFFSETS = "a tokenizer that does not say which part of the text a token is"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used."""
 
     all_special_ids: list[int]
+    is_fast: bool
     bos_token_id: int | None
     eos_token_id: int | None
 
@@ -27,6 +41,9 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any:
         """Return the conversation as one text."""
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """Return the added tokens with their ids."""
 
     def get_chat_template(self) -> str:
         """Return the template; raises ValueError without one."""
@@ -40,12 +57,18 @@ class Encoded:
         token_ids: its tokens with special tokens, also when it is skipped.
         max_tokens: maximum of generated tokens, limited by the model's context.
         skip: code and reason when the prompt cannot be served, else None.
+        roles: of its positions, packed; empty when they are not known.
+        roles_unknown: why they are not, else None.
+        thinks: whether the prompt ends within a thought, which the model goes on with.
     """
 
     prompt: Prompt
     token_ids: list[int]
     max_tokens: int
     skip: str | None
+    roles: str = ""
+    roles_unknown: str | None = NO_CHAT
+    thinks: bool = False
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
@@ -104,10 +127,11 @@ def encode(
         raise ActdsError("E009", "--max-tokens", got=str(max_tokens), expected="at least 1")
     _require_template(prompts, tokenizer)
     encoded: list[Encoded] = []
+    marks = ThinkingMarks.of(tokenizer.get_added_vocab())
     for first in range(0, len(prompts), BATCH_PROMPTS):
         batch = prompts[first : first + BATCH_PROMPTS]
         texts, failures = _texts(batch, tokenizer)
-        for number, ids in enumerate(_ids(batch, texts, tokenizer)):
+        for number, (ids, offsets) in enumerate(_ids(batch, texts, tokenizer)):
             prompt = batch[number]
             broken = failures.get(number)
             if broken is None and not ids:
@@ -124,8 +148,50 @@ def encode(
                     f"E004 {_place(prompt)}: {len(ids)} prompt tokens leave no room for a "
                     f"generated one; expected at most {max_model_len - 1}"
                 )
-            encoded.append(Encoded(prompt, ids, max(0, min(max_tokens, room)), skip))
+            one = Encoded(prompt, ids, max(0, min(max_tokens, room)), skip)
+            if prompt.messages is not None and skip is None:
+                one = _with_roles(one, texts[number], offsets, tokenizer, marks)
+            encoded.append(one)
     return encoded
+
+
+def _with_roles(
+    one: Encoded,
+    text: str,
+    offsets: list[tuple[int, int]] | None,
+    tokenizer: Tokenizer,
+    marks: ThinkingMarks,
+) -> Encoded:
+    """Return an encoded chat with the roles of its positions, or why they are not known."""
+    if offsets is None:
+        return replace(one, roles_unknown=NO_OFFSETS)
+    chat = one.prompt.messages or []
+    try:
+        labels = character_labels(
+            chat, one.prompt.tools, text, lambda *given: _render(tokenizer, *given)
+        )
+    except Unlabelled as unlabelled:
+        return replace(one, roles_unknown=str(unlabelled))
+    tokens = token_labels(labels, text, offsets)
+    if _GENERATION.search(tokenizer.get_chat_template()):
+        found = tokenizer.apply_chat_template(
+            chat,
+            tools=one.prompt.tools,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        if found["input_ids"] == one.token_ids:
+            tokens = with_generation(tokens, found["assistant_masks"])
+    tokens, thinks = with_thinking(tokens, one.token_ids, marks)
+    return replace(one, roles=packed(tokens), roles_unknown=None, thinks=thinks)
+
+
+def _render(tokenizer: Tokenizer, messages: list[Message], tools: list[Message] | None) -> str:
+    text: str = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    return text
 
 
 def chat_template_sha256(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> str:
@@ -174,9 +240,7 @@ def _texts(batch: Sequence[Prompt], tokenizer: Tokenizer) -> tuple[list[str], di
         text = prompt.text or ""
         if prompt.messages is not None:
             try:
-                text = tokenizer.apply_chat_template(
-                    prompt.messages, tokenize=False, add_generation_prompt=True
-                )
+                text = _render(tokenizer, prompt.messages, prompt.tools)
             # The template is the model's code and may raise anything: jinja's errors, TypeError.
             except Exception as error:
                 failures[number] = f"the chat template raised {first_line(error)!r}"
@@ -184,24 +248,32 @@ def _texts(batch: Sequence[Prompt], tokenizer: Tokenizer) -> tuple[list[str], di
     return texts, failures
 
 
-def _ids(batch: Sequence[Prompt], texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the ids of a batch; a rendered template has its own special tokens."""
-    ids: list[list[int]] = [[] for _ in texts]
+def _ids(
+    batch: Sequence[Prompt], texts: list[str], tokenizer: Tokenizer
+) -> list[tuple[list[int], list[tuple[int, int]] | None]]:
+    """Return the ids of a batch, and of chats where in the text each stands, if that is known.
+
+    A rendered template has its own special tokens.
+    """
+    found: list[tuple[list[int], list[tuple[int, int]] | None]] = [([], None) for _ in texts]
     for bare in (False, True):
         members = [n for n, prompt in enumerate(batch) if (prompt.messages is None) == bare]
         if not members:
             continue
+        placed = tokenizer.is_fast and not bare
         rows = tokenizer(
             [texts[n] for n in members],
             add_special_tokens=bare,
             padding=False,
             truncation=False,
             return_attention_mask=False,
+            return_offsets_mapping=placed,
             verbose=False,
         )
-        for n, row in zip(members, rows["input_ids"], strict=True):
-            ids[n] = [int(token) for token in row]
-    return ids
+        places = rows["offset_mapping"] if placed else [None] * len(members)
+        for n, row, offsets in zip(members, rows["input_ids"], places, strict=True):
+            found[n] = [int(token) for token in row], offsets
+    return found
 
 
 def _place(prompt: Prompt) -> str:

@@ -32,6 +32,7 @@ class Prompt:
         text: the prompt, or None when it is messages.
         messages: a list of ``{"role": str, "content": str, ...}``, or None when it is text.
         external_id: the record's ``id``, else ``row-<row>``; need not be unique.
+        tools: definitions of tools for the chat template, or None.
     """
 
     index: int
@@ -40,6 +41,7 @@ class Prompt:
     text: str | None
     messages: list[Message] | None
     external_id: str
+    tools: list[Message] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,9 @@ class PromptSet:
 def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
     """Return the prompts of a source, read once from beginning to end.
 
-    A record is a JSON object or a table row with ``messages`` (a list of role and content),
-    ``prompt`` or ``text`` (a string), and optionally ``id``; of a text file, a line that is not
-    blank.
+    A record is a JSON object or a table row with ``messages`` (a list of role and content, and
+    optionally ``tools`` beside it), ``prompt`` or ``text`` (a string), and optionally ``id``; of a
+    text file, a line that is not blank.
 
     Args:
         spec: path of a ``.jsonl``, ``.ndjson``, ``.json``, ``.parquet`` or ``.txt`` file, or
@@ -114,6 +116,7 @@ def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
                 raise value
             external_id = _external_id(value, external_id)
             text, messages = _content(value)
+            tools = None if messages is None else _tools(value.get("tools"))
         except Broken as broken:
             error = ActdsError("E002", record.place, got=broken.got, expected=broken.expected)
             if on_broken == "error":
@@ -121,7 +124,7 @@ def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
             reason = f"E002 {record.place}: {broken.got}; expected {broken.expected}"
             skips.append(SkippedRecord(row, source.name, row, external_id, reason))
             continue
-        prompts.append(Prompt(row, source.name, row, text, messages, external_id))
+        prompts.append(Prompt(row, source.name, row, text, messages, external_id, tools))
     if not prompts and not skips:
         raise ActdsError("E003", source.name, got="no record", expected="at least one prompt")
     return PromptSet(prompts, skips, source.facts(len(prompts) + len(skips)))
@@ -156,15 +159,41 @@ def _messages(value: Any) -> list[Message]:
         place = f"message {number}"
         if not isinstance(message, dict):
             raise Broken(f"{place} is a {_kind(message)}", "an object with role and content")
+        message = {key: part for key, part in message.items() if part is not None}
+        if message.get("tool_calls"):  # which may have no words beside it
+            message.setdefault("content", "")
         for key in ("role", "content"):
             part = message.get(key)
             if not isinstance(part, str):
                 found = "is missing" if part is None else f"is a {_kind(part)}"
                 raise Broken(f"`{key}` of {place} {found}", "a string")
             _require_unicode(part, f"`{key}` of {place}")
-        # In table files every message has every key of the column, null where it is missing.
-        messages.append({key: part for key, part in message.items() if part is not None})
+        messages.append(message)
     return messages
+
+
+def _tools(value: Any) -> list[Message] | None:
+    """Return definitions of tools: a list of objects, which table files may hold as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise Broken("`tools` is a string", "a list of objects, or one as JSON") from None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise Broken(f"`tools` is a {_kind(value)}", "a list of objects")
+    return value
+
+
+def _filled(value: Any) -> Any:
+    """Return a value without nulls.
+
+    In table files every object has every key of the column, null where it is missing.
+    """
+    if isinstance(value, dict):
+        return {key: _filled(part) for key, part in value.items() if part is not None}
+    return [_filled(part) for part in value] if isinstance(value, list) else value
 
 
 def _external_id(record: Any, default: str) -> str:
@@ -194,7 +223,7 @@ def _kind(value: Any) -> str:
 
 
 Reader = Callable[["_HashedLines", str], Iterator["Record"]]
-COLUMNS = ("id", "messages", "prompt", "text")
+COLUMNS = ("id", "messages", "prompt", "text", "tools")
 BATCH_ROWS = 1024
 BLOCK_NBYTES = 1 << 20
 
@@ -370,7 +399,7 @@ def _read_arrow(lines: _HashedLines, name: str) -> Iterator[Record]:
 
 def _columns(names: list[str], place: str) -> list[str]:
     columns = [name for name in COLUMNS if name in names]
-    if not set(columns) - {"id"}:
+    if not set(columns) - {"id", "tools"}:
         got = f"columns {', '.join(names[:8]) or 'none'}"
         raise ActdsError("E002", place, got=got, expected="a column prompt, text or messages")
     return columns
@@ -380,7 +409,7 @@ def _rows(batches: Iterator[pa.RecordBatch], name: str) -> Iterator[Record]:
     row = 0
     for batch in batches:
         for value in batch.to_pylist():
-            yield Record(f"{name} row {row}", value)
+            yield Record(f"{name} row {row}", _filled(value))
             row += 1
 
 

@@ -51,6 +51,8 @@ class Assembly:
         self._bos = tokens.bos
         self._eos = np.array(sorted(tokens.eos), np.int64)
         self.recomputed_tokens = 0
+        self.cache_hit_ratio: float | None = None
+        """Of the last step: prompt tokens that were not computed, of the requests it began."""
 
     def slices(self, step: StepRows, rows: Arrays) -> dict[str, Slice]:
         """Return the slice of each phase that has rows to store.
@@ -111,11 +113,16 @@ class Assembly:
         n = len(step.positions)
         new = np.empty(n, dtype=bool)
         attempt, chunk = np.empty(n, np.uint16), np.empty(n, np.uint32)
-        first = 0
-        for request, count in zip(step.requests.tolist(), step.n_rows.tolist(), strict=True):
-            state = self._requests.setdefault(request, _Request())
+        first = n_hits = n_asked = 0
+        counts = zip(
+            step.requests.tolist(), step.n_rows.tolist(), step.prompt_lens.tolist(), strict=True
+        )
+        for request, count, prompt_len in counts:
             last = first + count
             start, stop = int(step.positions[first]), int(step.positions[last - 1]) + 1
+            if (state := self._requests.get(request)) is None:
+                state = self._requests[request] = _Request()
+                n_hits, n_asked = n_hits + start, n_asked + prompt_len
             state.attempt += start < state.next_position  # resumed after a preemption
             state.next_position = stop
             new[first:last] = step.positions[first:last] >= state.high_water
@@ -124,6 +131,7 @@ class Assembly:
             state.n_chunks += 1
             first = last
         self.recomputed_tokens += int(n - np.count_nonzero(new))
+        self.cache_hit_ratio = n_hits / n_asked if n_asked else None
         return new, attempt, chunk
 
     def _flags(self, token_ids: np.ndarray) -> np.ndarray:

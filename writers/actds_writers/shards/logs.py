@@ -8,7 +8,9 @@ readouts are.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -134,14 +136,30 @@ STAGE = "readouts"
 LANE_TIMEOUT_S = 60.0
 
 
-class ReadoutLog:
-    """Collects and commits the readouts of a run.
+class Lane:
+    """The lane of one pipeline stage: its shared memory, and what has come through it.
 
     Args:
-        lane: shared memory of the lane and its size.
+        hooks: the hooks of the stage, in its order.
+    """
+
+    def __init__(self, hooks: Sequence[HookSpec], path: str, nbytes: int) -> None:
+        self.hooks = [hook.name for hook in hooks]
+        self.memory, self.nbytes = ring.attach(Path(path), nbytes), nbytes
+        self.depth: int | None = None
+        self.arrived: deque[tuple[StepReadouts, np.ndarray]] = deque()
+        """Steps that wait for the other stages."""
+        self.ended = False
+
+
+class ReadoutLog:
+    """Collects and commits the readouts of a run: of the steps about which all stages agree.
+
+    Args:
+        lanes: by pipeline stage; usually there is one.
         before_commit: as in ``Committer``.
 
-    Spec: 0.1 section 7.8.
+    Spec: 0.1 sections 7.8 and 9.1.
     """
 
     def __init__(
@@ -149,43 +167,42 @@ class ReadoutLog:
         store: Store,
         chain: Chain,
         run: str,
-        hooks: tuple[HookSpec, ...],
         readouts: Readouts,
-        lane: tuple[str, int],
+        lanes: Mapping[int, Lane],
         before_commit: Callable[[int], None],
     ) -> None:
         self._before_commit = before_commit
         self._store, self._chain, self._run = store, chain, run
-        self._hooks, self._readouts = [hook.name for hook in hooks], readouts
-        self._memory, self._lane_nbytes = ring.attach(Path(lane[0]), lane[1]), lane[1]
-        self._depth: int | None = None
+        self._readouts, self._lanes = readouts, lanes
         self._n_taken = self._stall_ns = 0
-        self._pending: list[tuple[StepReadouts, np.ndarray]] = []
+        self._pending: list[tuple[Lane, StepReadouts, np.ndarray]] = []
         self._pending_nbytes = 0
+        self._last_step = -1
+        self._limit: int | None = None
         self._n_parts = 0
         self._commit_lock = threading.Lock()
         self._changed = threading.Condition()
-        self._last_step = -1
-        self._ended = False
         self.nbytes = 0
         self.stalls: list[Stall] = []
         self.error: ActdsError | None = None
+        self.fault: ActdsError | None = None
+        """How the stages disagree; nothing is taken from there on."""
 
-    def take(self, message: StepReadouts) -> None:
-        """Copy the readouts of a step out of the lane; commits a part when it is full."""
-        shape = (len(self._hooks), len(message.positions), self._readouts.width)
-        values = ring.view(self._memory, message.offset, shape, np.dtype(np.float32)).copy()
+    def take(self, message: StepReadouts, stage: int = 0) -> None:
+        """Copy the readouts of a step out of a stage's lane; commits a part when it is full."""
+        lane = self._lanes[stage]
+        shape = (len(lane.hooks), len(message.positions), self._readouts.width)
+        values = ring.view(lane.memory, message.offset, shape, np.dtype(np.float32)).copy()
         with self._changed:
-            self._depth = message.depth - 1
+            lane.depth = message.depth - 1
             self._n_taken += 1
             self.nbytes += message.nbytes
             if message.stall is not None:
                 self.stalls.append(message.stall)
                 self._stall_ns += message.stall.duration_ns
-            if self.error is None and values.size:
-                self._pending.append((message, values))
-                self._pending_nbytes += values.nbytes + 3 * message.positions.nbytes
-            self._last_step = message.step
+            if self._limit is None or message.step <= self._limit:
+                lane.arrived.append((message, values))
+                self._join()
             self._changed.notify_all()
             full = self._pending_nbytes >= PART_NBYTES
         if full:
@@ -198,25 +215,31 @@ class ReadoutLog:
     def state(self) -> StageState:
         """Return the lane's queue, and how long the engine waited for room in it."""
         with self._changed:
+            depths = [lane.depth for lane in self._lanes.values() if lane.depth is not None]
             return StageState(
                 STAGE,
-                depth=self._depth,
-                capacity_nbytes=self._lane_nbytes,
+                depth=sum(depths) if depths else None,
+                capacity_nbytes=sum(lane.nbytes for lane in self._lanes.values()),
                 entry_nbytes=self.nbytes / max(1, self._n_taken),
                 moved_nbytes=self.nbytes,
                 n_stalls=len(self.stalls),
                 stall_ns=self._stall_ns,
             )
 
-    def end(self) -> None:
-        """Note that the lane has ended."""
+    def end(self, stage: int = 0) -> None:
+        """Note that the lane of a stage has ended."""
         with self._changed:
-            self._ended = True
+            self._lanes[stage].ended = True
             self._changed.notify_all()
+
+    def end_at(self, step: int) -> None:
+        """Discard the readouts of later steps, whose rows the stages do not have in common."""
+        with self._changed:
+            self._end_at(step)
 
     @property
     def last_step(self) -> int:
-        """Return the last step whose readouts arrived, -1 before the first."""
+        """Return the last step whose readouts arrived from every stage, -1 before the first."""
         with self._changed:
             return self._last_step
 
@@ -230,7 +253,7 @@ class ReadoutLog:
         """
         with self._changed:
             arrived = self._changed.wait_for(
-                lambda: self._last_step >= step or self._ended, LANE_TIMEOUT_S
+                lambda: self._last_step >= step or not self._expects_more, LANE_TIMEOUT_S
             )
         if not arrived:
             raise ActdsError(
@@ -241,17 +264,61 @@ class ReadoutLog:
         self._commit()
         return min(step, self.last_step)
 
+    def wait(self) -> None:
+        """Wait for the end of the lanes, as their workers are gone."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(lane.ended for lane in self._lanes.values()), LANE_TIMEOUT_S
+            )
+
     def finish(self) -> None:
-        """Wait for the end of the lane and commit what is left.
+        """Wait for the end of the lanes and commit what is left.
 
         Raises:
             ActdsError: E503 the disk refuses or has refused.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended, LANE_TIMEOUT_S)
+        self.wait()
         if self.error is not None:
             raise self.error
         self._commit()
+
+    @property
+    def _expects_more(self) -> bool:
+        """Whether another step may become complete; under the lock."""
+        if self._limit is not None and self._last_step >= self._limit:
+            return False
+        return not any(one.ended and not one.arrived for one in self._lanes.values())
+
+    def _join(self) -> None:
+        """Take the steps that have arrived from every stage; under the lock."""
+        lanes = self._lanes.values()
+        while all(lane.arrived for lane in lanes):
+            first, *others = (lane.arrived[0][0] for lane in lanes)
+            if not all(_same_rows(first, other) for other in others):
+                self.fault = ActdsError(
+                    "E501",
+                    f"step {first.step}",
+                    got="readouts of other rows in one pipeline stage than in another",
+                    expected="the same rows in every pipeline stage",
+                )
+                self._end_at(self._last_step)
+                return
+            for lane in lanes:
+                message, values = lane.arrived.popleft()
+                if self.error is None and values.size:
+                    self._pending.append((lane, message, values))
+                    self._pending_nbytes += values.nbytes + 3 * message.positions.nbytes
+            self._last_step = first.step
+
+    def _end_at(self, step: int) -> None:
+        """Discard and refuse what is of later steps; under the lock."""
+        self._limit = step if self._limit is None else min(step, self._limit)
+        self._last_step = min(self._last_step, self._limit)
+        self._pending = [piece for piece in self._pending if piece[1].step <= self._limit]
+        for lane in self._lanes.values():
+            while lane.arrived and lane.arrived[-1][0].step > self._limit:
+                lane.arrived.pop()
+        self._changed.notify_all()
 
     def _commit(self) -> None:
         with self._commit_lock:
@@ -259,13 +326,16 @@ class ReadoutLog:
                 pieces, self._pending = self._pending, []
                 self._pending_nbytes = 0
             if pieces:
-                self._before_commit(pieces[-1][0].step)
-                table = self._table(pieces)
+                self._before_commit(max(message.step for _, message, _ in pieces))
+                table = pa.concat_tables(
+                    self._table(lane, [(m, values) for owner, m, values in pieces if owner is lane])
+                    for lane in dict.fromkeys(owner for owner, _, _ in pieces)
+                )
                 commit_part(self._store, self._chain, "readouts", self._run, self._n_parts, table)
                 self._n_parts += 1
 
-    def _table(self, pieces: list[tuple[StepReadouts, np.ndarray]]) -> pa.Table:
-        """Return pieces as a table, hook by hook, so that columns compress."""
+    def _table(self, lane: Lane, pieces: list[tuple[StepReadouts, np.ndarray]]) -> pa.Table:
+        """Return pieces of a lane as a table, hook by hook, so that columns compress."""
         keys = {
             "request": np.concatenate([message.requests for message, _ in pieces]),
             "position": np.concatenate([message.positions for message, _ in pieces]),
@@ -274,18 +344,23 @@ class ReadoutLog:
         }
         n = len(keys["request"])
         values = np.concatenate([values for _, values in pieces], axis=1)
-        values = values.reshape(len(self._hooks) * n, self._readouts.width)
+        values = values.reshape(len(lane.hooks) * n, self._readouts.width)
         edge = 1 + self._readouts.n_projections
         columns: dict[str, object] = {
-            name: np.tile(column, len(self._hooks)) for name, column in keys.items()
+            name: np.tile(column, len(lane.hooks)) for name, column in keys.items()
         }
         columns |= {
-            "hook": np.repeat(np.array(self._hooks, object), n),
+            "hook": np.repeat(np.array(lane.hooks, object), n),
             "norm": values[:, 0],
             "projections": _lists(values[:, 1:edge]),
             "probes": _lists(values[:, edge:]),
         }
         return tables.build("readouts", columns)
+
+
+def _same_rows(one: StepReadouts, other: StepReadouts) -> bool:
+    names = ("step", "requests", "positions", "token_ids")
+    return all(np.array_equal(getattr(one, n), getattr(other, n)) for n in names)
 
 
 def _lists(values: np.ndarray) -> pa.Array:
@@ -295,33 +370,41 @@ def _lists(values: np.ndarray) -> pa.Array:
 
 
 class LaneEnd:
-    """The writer's end of the lane: a listener and its thread."""
+    """The writer's end of the lanes: a listener, and a thread for each pipeline stage."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._log: ReadoutLog | None = None
         self._ready = threading.Event()
-        threading.Thread(target=self._serve, name="actds-readouts", daemon=True).start()
+        threading.Thread(target=self._accept, name="actds-lanes", daemon=True).start()
 
     def open(self, log: ReadoutLog) -> None:
         """Start taking readouts; until then they wait in the lane."""
         self._log = log
         self._ready.set()
 
-    def _serve(self) -> None:
+    def _accept(self) -> None:
+        with suppress(OSError):  # the listener is closed
+            while True:
+                connection = self._listener.accept()
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="actds-readouts", daemon=True
+                ).start()
+
+    def _serve(self, connection: Connection) -> None:
+        stage = 0
         try:
-            connection = self._listener.accept()
-            connection.recv()  # the role
+            stage = int(connection.recv())
             while True:
                 message = connection.recv()
                 self._ready.wait()
-                self._take(message, connection)
+                self._take(message, stage, connection)
         except (EOFError, OSError):
             pass  # the worker is gone; all that it sent is in the log
         if self._ready.wait(0) and self._log is not None:
-            self._log.end()
+            self._log.end(stage)
 
-    def _take(self, message: object, connection: Connection) -> None:
+    def _take(self, message: object, stage: int, connection: Connection) -> None:
         if self._log is not None and isinstance(message, StepReadouts):
-            self._log.take(message)
+            self._log.take(message, stage)
             connection.send(ReadoutsFree(message.offset))

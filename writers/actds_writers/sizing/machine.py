@@ -5,12 +5,11 @@ Rates are given, measured with the real encoder and store on random rows, or ass
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,10 +17,10 @@ from typing import Literal
 import numpy as np
 
 from actds.errors import ActdsError
-from actds.format import arrays
-from actds.store import open_store
+from actds.format import encoding
 from actds.text import counted
 from actds_writers.config import MIB
+from actds_writers.sizing.disk import GB, DiskRates, measure_disk
 from actds_writers.sizing.needs import (
     Geometry,
     Load,
@@ -29,6 +28,7 @@ from actds_writers.sizing.needs import (
     Overhead,
     Sizes,
     Stalled,
+    joined_memory,
     memory_bound,
     peak_queue,
     stalled,
@@ -36,7 +36,6 @@ from actds_writers.sizing.needs import (
 )
 
 Origin = Literal["assumed", "given", "measured"]
-GB = 1e9
 MEASURED_NBYTES = 64 << 20
 N_TRIES = 3
 
@@ -95,11 +94,17 @@ def usual_threads() -> int:
     return max(1, (os.cpu_count() or 2) // 2)
 
 
-def measure(folder: Path, nbytes: int = MEASURED_NBYTES) -> dict[str, float]:
-    """Return the rates of this machine in GB/s; takes seconds, and leaves nothing behind.
+def measure(
+    folder: Path, seconds: float, nbytes: int = MEASURED_NBYTES
+) -> tuple[dict[str, float], DiskRates]:
+    """Return the rates of this machine in GB/s, and those of its disk; leaves nothing behind.
+
+    The rate of the disk is the sustained one.
 
     Args:
         folder: an existing folder on the target disk.
+        seconds: how long to write to the disk at most.
+        nbytes: bytes of the rows that are copied, encoded and written at once.
 
     Raises:
         ActdsError: E009 when the folder does not exist, E503 when the disk refuses.
@@ -115,37 +120,27 @@ def measure(folder: Path, nbytes: int = MEASURED_NBYTES) -> dict[str, float]:
     values = rng.standard_normal((nbytes // 4096, 2048), dtype=np.float32)
     rows = (values.view(np.uint32) >> 16).astype(np.uint16)
     order, target = rng.permutation(len(rows)), np.empty_like(rows)
+    encoder = encoding.ArrayEncoder(rows, "bfloat16", order=order)
+    chunk = np.empty(encoder.capacity, np.uint8)
 
     def encode() -> None:
-        arrays.encode_array(rows[order], "bfloat16")
+        digest = hashlib.sha256()
+        for index in range(encoder.n_chunks):
+            digest.update(chunk.data[: encoder.encode(index, chunk)])
 
     found = {
         "copy": _gbps(lambda: np.copyto(target, rows), rows.nbytes),
         "encode": _gbps(encode, rows.nbytes),
-        "disk": _disk_gbps(folder, rows),
     }
     found["d2h"] = _d2h_gbps(rows) or found["copy"]
-    return found
+    disk = measure_disk(folder, seconds, nbytes)
+    return {**found, "disk": disk.sustained_gbps}, disk
 
 
 def _gbps(work: Callable[[], object], nbytes: int) -> float:
     """Return the rate of the fastest try: other load can only slow it down."""
     best = min(_seconds(work) for _ in range(N_TRIES))
     return nbytes / best / GB
-
-
-def _disk_gbps(folder: Path, rows: np.ndarray) -> float:
-    """Return the rate over all tries: the cache of a disk makes single ones too fast."""
-    place = Path(tempfile.mkdtemp(prefix=".actds-measure-", dir=folder))
-    try:
-        store = open_store(place)
-        seconds = [
-            _seconds(lambda n=n: store.put_new(f"shards/try-{n}", [rows.data]))  # type: ignore[misc]
-            for n in range(N_TRIES)
-        ]
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-    return N_TRIES * rows.nbytes / sum(seconds) / GB
 
 
 def _d2h_gbps(rows: np.ndarray) -> float | None:
@@ -182,7 +177,7 @@ class StageNeed:
     """A stage and its load.
 
     Args:
-        name: ``staging``, ``link``, ``ring``, ``encode``, ``disk`` or ``pool``.
+        name: ``staging``, ``link``, ``ring``, ``encode`` or ``disk``.
         nbytes_per_token: bytes that pass it per computed token.
         max_tokens: tokens per second at which it saturates; infinite when not modelled.
         origin: where its rate comes from.
@@ -211,6 +206,10 @@ class Capacity:
         ring_stall_nbytes: ring that holds a disk stall at the mean load.
         ring_nbytes: ring that holds both at once, with headroom.
         stalls: cost of stalls with the ring of ``sizes``.
+        memory: of one engine. The rings are those of one pipeline stage, which are all of one size.
+        parts: what each pipeline stage has of a token.
+        by_stage: its memory; of the bound, hooks, staging, narrow, ring and lane are its own.
+        n_replicas: engines that share the load.
     """
 
     geometry: Geometry
@@ -225,6 +224,9 @@ class Capacity:
     ring_stall_nbytes: float
     ring_nbytes: float
     stalls: tuple[Stalled, ...]
+    parts: tuple[Geometry, ...]
+    by_stage: tuple[MemoryBound, ...]
+    n_replicas: int = 1
 
     @property
     def stored_nbytes(self) -> float:
@@ -255,21 +257,32 @@ def capacity(
     overhead: Overhead,
     *,
     stall_s: float,
+    parts: Sequence[Geometry] = (),
+    n_replicas: int = 1,
 ) -> Capacity:
     """Return what a load needs.
 
     Args:
         sizes: sizes to check; a ring of 0 for the one that burst and stall need.
+        parts: what each pipeline stage has of a token; one has all when empty.
+        n_replicas: engines that share the load.
     """
+    parts = tuple(parts) or (geometry,)
     stored = stored_nbytes_per_token(geometry, overhead, load, sizes.rows_per_shard)
     stages = _stages(geometry, machine, sum(stored.values()))
     bottleneck = min(stages, key=lambda stage: stage.max_tokens)
-    service, row = bottleneck.max_tokens, geometry.row_nbytes
-    both = peak_queue(load, service, stall_s) * row * RING_HEADROOM
+    service = bottleneck.max_tokens
+    # A stage has the same tokens in its ring as the others, and the widest decides the size.
+    ring_row = max(part.row_nbytes for part in parts) / n_replicas
+    both = peak_queue(load, service, stall_s) * ring_row * RING_HEADROOM
     proposed = int(_whole_mib(both)) if math.isfinite(both) else 0
     chosen = replace(sizes, ring_nbytes=sizes.ring_nbytes or proposed)
-    memory = memory_bound(geometry, chosen)
-    ring_tokens = memory.ring / row
+    own_threads = replace(chosen, n_threads=max(1, chosen.n_threads // n_replicas))
+    by_stage = tuple(memory_bound(part, own_threads) for part in parts)
+    memory = joined_memory(by_stage, memory_bound(geometry, own_threads))
+    ring_tokens = n_replicas * min(
+        bound.ring / part.row_nbytes for bound, part in zip(by_stage, parts, strict=True)
+    )
     return Capacity(
         geometry=geometry,
         sizes=chosen,
@@ -279,10 +292,13 @@ def capacity(
         stored=stored,
         memory=memory,
         stall_s=stall_s,
-        ring_burst_nbytes=peak_queue(load, service) * row,
-        ring_stall_nbytes=load.mean * stall_s * row,
+        ring_burst_nbytes=peak_queue(load, service) * ring_row,
+        ring_stall_nbytes=load.mean * stall_s * ring_row,
         ring_nbytes=_whole_mib(both),
         stalls=tuple(stalled(load, ring_tokens, stall_s * n) for n in (1, 2, 5, 10)),
+        parts=parts,
+        by_stage=by_stage,
+        n_replicas=n_replicas,
     )
 
 
@@ -305,14 +321,12 @@ def _stages(g: Geometry, machine: Machine, stored: float) -> tuple[StageNeed, ..
         ),
         StageNeed(
             "encode",
-            f"compress, {threads}",
+            f"compress and hash, {threads}",
             g.row_nbytes,
             encode,
             machine.encode.origin,
         ),
-        StageNeed("disk", "hash, write, fsync", stored, disk, machine.disk.origin),
-        # One commit thread encodes a shard and then writes it: the sum of both times counts.
-        StageNeed("pool", "encode, then disk", g.row_nbytes, 1 / (1 / encode + 1 / disk), "both"),
+        StageNeed("disk", "write, fsync", stored, disk, machine.disk.origin),
     )
 
 

@@ -15,8 +15,10 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
+from actds.format.encoding import encoded_nbytes
 from actds.reading import Catalog
 from actds.store import Store
+from actds.write_threads import N_HELD, window
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.ipc.ring import PAGE, aligned
 
@@ -30,7 +32,7 @@ LANE_NBYTES = 32 << 20
 """Readouts that may wait for the writer before the engine waits: a stalled disk costs rows under a
 drop policy, but never a readout."""
 N_BUFFERS = 3
-"""Two buffers being filled, one per phase, and one being committed."""
+"""Two buffers being filled, one per phase, and one being encoded."""
 TOKEN_COLUMNS_NBYTES = 28
 READOUT_PART_NBYTES = 32 << 20
 """Readouts collected before a part is committed, in addition to the part being written."""
@@ -99,8 +101,12 @@ class Sizes:
     Args:
         max_step_rows: tokens of the largest step, vLLM's ``max_num_batched_tokens``.
         ring_nbytes: host ring; at least two steps.
-        staging_nbytes: staging ring on the device; at least one step.
+        staging_nbytes: staging ring on the device; at least one step, with more than one in flight
+            one more than these.
         lane_nbytes: lane of the readouts; at least two steps.
+        n_threads: threads of the writer that encode, hash and write.
+        holds_files: whether the store keeps a file in memory until it is put.
+        in_flight: most steps whose rows wait for their results; asynchronous scheduling has 2.
     """
 
     max_step_rows: int
@@ -108,6 +114,17 @@ class Sizes:
     ring_nbytes: int
     staging_nbytes: int = 0
     lane_nbytes: int = 0
+    n_threads: int = 1
+    holds_files: bool = False
+    in_flight: int = 1
+
+
+def staged_steps(in_flight: int) -> int:
+    """Return the largest steps that the staging ring has room for at least.
+
+    A step is contiguous: with others held, one more than these must fit.
+    """
+    return 1 if in_flight == 1 else in_flight + 1
 
 
 @dataclass(frozen=True)
@@ -121,7 +138,9 @@ class MemoryBound:
         ring: host ring, shared memory.
         lane: readouts' lane, shared memory.
         buffers: shard buffers of the writer.
-        encode: permuted and encoded rows of one hook, while a shard is written.
+        encode: encoded chunks that wait to be hashed and written, what each thread works on, and
+            orders and token tables of the shards being written; files that an object store is
+            given as a whole.
         readouts: readouts collected for the next part, and the part being written.
     """
 
@@ -173,14 +192,34 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
         hooks += 4 * sum(hook.d_model for hook in g.hooks) * (g.n_readouts - 1)
     return MemoryBound(
         hooks=hooks,
-        staging=max(sizes.staging_nbytes, step_nbytes),
-        narrow=max(NARROW_NBYTES, NARROW_STEPS * narrow_step),
+        staging=max(sizes.staging_nbytes, staged_steps(sizes.in_flight) * step_nbytes),
+        narrow=max(NARROW_NBYTES, max(NARROW_STEPS, sizes.in_flight + 1) * narrow_step),
         ring=aligned(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),
         lane=aligned(lane, PAGE),
         buffers=N_BUFFERS * capacity * (g.row_nbytes + TOKEN_COLUMNS_NBYTES),
-        encode=2 * capacity * max(hook.nbytes for hook in g.hooks),
+        encode=_encode_nbytes(g, sizes, capacity),
         readouts=2 * READOUT_PART_NBYTES if g.n_readouts else 0,
     )
+
+
+def joined_memory(stages: Sequence[MemoryBound], writer: MemoryBound) -> MemoryBound:
+    """Return the memory of one engine: what its stages have, and its one writer."""
+    return replace(
+        writer,
+        **{
+            name: sum(getattr(stage, name) for stage in stages)
+            for name in ("hooks", "staging", "narrow", "ring", "lane")
+        },
+    )
+
+
+def _encode_nbytes(g: Geometry, sizes: Sizes, capacity: int) -> int:
+    """Return the memory between the shard buffers and the files."""
+    chunk = max(encoded_nbytes(hook.d_model, hook.itemsize) for hook in g.hooks)
+    chunks = window(sizes.n_threads) + 2 * sizes.n_threads
+    orders = N_BUFFERS * capacity * (8 + 2 * TOKEN_COLUMNS_NBYTES)
+    held = max(hook.nbytes for hook in g.hooks) * capacity if sizes.holds_files else 0
+    return chunks * chunk + orders + 2 * N_HELD * held
 
 
 def census_nbytes(n_requests: float, n_steps: float, n_tokens: float) -> float:

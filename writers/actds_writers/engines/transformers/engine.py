@@ -38,8 +38,10 @@ try:
         check_prompts,
         compare_with_forward,
         reference_states,
+        without_reference,
     )
-    from actds_writers.capture.hooks import decoder_layers
+    from actds_writers.capture.hooks import raise_all
+    from actds_writers.capture.taps import decoder_layers
     from actds_writers.engines.account import (
         SchedulerSide,
         WorkerSide,
@@ -316,7 +318,9 @@ def check_hooks(
         ) from None
     computed = str(model.dtype).removeprefix("torch.")
     bounds = {hook.name: bound(computed, hook.dtype) for hook in hooks}
-    return compare_with_forward(dict(zip(hooks, rows, strict=True)), states, bounds)
+    of_hooks = dict(zip(hooks, rows, strict=True))
+    raise_all(without_reference(of_hooks, states))
+    return compare_with_forward(of_hooks, states, bounds)
 
 
 def _rows(

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
+import math
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from actds.errors import ActdsError
 from actds.text import one_line
@@ -27,8 +32,11 @@ from actds_writers.engine_protocol import (
     EngineOptions,
     EngineValue,
     Finished,
+    Workers,
     bad_option,
 )
+from actds_writers.engines.vllm import versions
+from actds_writers.engines.vllm.adapters import Adapter, read_adapter
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 OWNED: Mapping[str, str] = {
@@ -37,6 +45,13 @@ OWNED: Mapping[str, str] = {
     "additional_config": "nothing: actds sets it to configure the workers",
 }
 """Options that ``actds write`` sets itself, and what to use in their place."""
+OWNED_PARAMS: Mapping[str, str] = {
+    "temperature": "--temperature",
+    "max_tokens": "--max-tokens",
+    "output_kind": "nothing: the command reads whole outputs",
+}
+"""Sampling parameters that it sets itself, likewise."""
+_SAMPLING = "sampling_params"
 
 
 @dataclass(frozen=True)
@@ -53,25 +68,29 @@ class Refused:
 
 
 _SPLIT = "the tokens of a step are split over ranks, and no worker sees all of them"
-_SPECULATION = "rejected draft tokens would be captured as rows"
-_FOREIGN_KV = "external KV blocks count as prefix-cache hits that no request here computed"
+_SPECULATION = "of the ways to draft, only n-gram look-up is tested"
+_STAGED_DRAFTS = (
+    "vLLM's first model runner makes a drafter on the last stage only, and fails on the others"
+)
+DRAFTED_BY = ("ngram",)
+"""Methods of speculative decoding whose account is tested."""
+_KV_FROM_OUTSIDE = ("kv_transfer_config", "kv_offloading_size")
 _WRAPPED = "capture is in vLLM's own worker and scheduler, and another class may bypass it"
-# vLLM 0.32.0: in vllm/lora, punica_wrapper/utils.py:35 uses -1 for "no adapter", and
-# ops/torch_ops/lora_ops.py:31, 74 and 119 index with it: in PyTorch that is the last adapter.
-# tests/test_engine_lora.py shows it. The Triton kernels leave at -1 (ops/triton_ops/
-# lora_shrink_op.py:160, lora_expand_op.py:66), but no measurement on a GPU of ours says so, and
-# the kernels of XPU (ops/xpu_ops/lora_ops.py:16) are compiled ones.
 _LORA = (
     "on a CPU, vLLM adds an adapter to requests without one in the same step, and on other "
-    "devices this is not tested"
+    "devices this is not tested; lora=FOLDER harvests all requests with one adapter"
 )
+_REPLICAS = "actds write starts every replica itself; use data_parallel_size"
 _MICROBATCH = "a step is run in parts, and the capture buffer holds only the last"
 
 REFUSED: Mapping[str, Refused] = {
-    "pipeline_parallel_size": Refused(
-        (None, 1), "each stage has other layers, and only one would be captured"
+    "data_parallel_size": Refused(
+        (None, 1), "replicas of a mixture of experts share its experts and step together"
     ),
-    "data_parallel_size": Refused((None, 1), "every replica has its own scheduler"),
+    "data_parallel_rank": Refused((None,), _REPLICAS),
+    "data_parallel_size_local": Refused((None,), _REPLICAS),
+    "data_parallel_external_lb": Refused((None, False), _REPLICAS),
+    "data_parallel_hybrid_lb": Refused((None, False), _REPLICAS),
     "prefill_context_parallel_size": Refused((None, 1), _SPLIT),
     "decode_context_parallel_size": Refused((None, 1), _SPLIT),
     "enable_hc_sp": Refused((None, False), _SPLIT),
@@ -79,16 +98,10 @@ REFUSED: Mapping[str, Refused] = {
     "distributed_executor_backend": Refused(
         (None, "mp", "uni"), "the writer reaches only worker processes that vLLM starts here"
     ),
-    "speculative_config": Refused((None,), _SPECULATION),
-    "spec_method": Refused((None,), _SPECULATION),
+    "speculative_config": Refused((None, *DRAFTED_BY), _SPECULATION),
+    "spec_method": Refused((None, *DRAFTED_BY), _SPECULATION),
     "spec_model": Refused((None,), _SPECULATION),
-    "spec_tokens": Refused((None, 0), _SPECULATION),
     "diffusion_config": Refused((None,), "positions are computed many times"),
-    "async_scheduling": Refused(
-        (None, False), "a step is scheduled before the last one ends, so there are rows after EOS"
-    ),
-    "kv_transfer_config": Refused((None,), _FOREIGN_KV),
-    "kv_offloading_size": Refused((None,), _FOREIGN_KV),
     "ec_transfer_config": Refused((None,), "embeddings are computed outside this engine"),
     "kv_sharing_fast_prefill": Refused(
         (None, False), "upper layers skip prefill positions, and their rows would be stale"
@@ -107,17 +120,26 @@ REFUSED: Mapping[str, Refused] = {
 """Options that are refused with E012, and why."""
 
 
+REFUSED_CONNECTORS: Mapping[str, str] = {
+    "DecodeBenchConnector": "it fills KV blocks with made-up values, and rows follow from them",
+}
+"""KV connectors that are refused with E012, and why."""
+
+
 def refuse_options(options: Mapping[str, object]) -> None:
     """Raise for a configuration that capture cannot account for.
 
     Args:
-        options: engine arguments by name, from a command line or from a live engine.
+        options: engine arguments by name, from a command line or from a live engine. What holds
+            for a ``speculative_config`` is its method.
 
     Raises:
         ActdsError: E012 with the option and the reason.
     """
     for key, rule in REFUSED.items():
         value = options.get(key)
+        if isinstance(value, Mapping):
+            value = value.get("method", value)
         # True == 1 in Python, so the types have to agree too.
         if any(value == allowed and type(value) is type(allowed) for allowed in rule.allowed):
             continue
@@ -128,6 +150,23 @@ def refuse_options(options: Mapping[str, object]) -> None:
             got=f"{str(value)[:80]}: {rule.reason}",
             expected=usable or "no such option",
         )
+    stages = options.get("pipeline_parallel_size") or 1
+    if stages != 1 and (options.get("speculative_config") or options.get("spec_method")):
+        raise ActdsError(
+            "E012",
+            f"{OPTION} speculative_config",
+            got=f"drafts with {stages} pipeline stages: {_STAGED_DRAFTS}",
+            expected="no drafts, or one stage",
+        )
+    transfer = str(options.get("kv_transfer_config") or "")
+    for connector, reason in REFUSED_CONNECTORS.items():
+        if connector in transfer:  # also inside a MultiConnector
+            raise ActdsError(
+                "E012",
+                f"{OPTION} kv_transfer_config",
+                got=f"{connector}: {reason}",
+                expected="a connector of KV that a model computed",
+            )
 
 
 def argument_names() -> frozenset[str]:
@@ -152,13 +191,28 @@ class VllmOptions(EngineOptions):
     model_config = ConfigDict(extra="allow")
 
     max_model_len: Any = None
+    pipeline_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    async_scheduling: bool | None = None
+    data_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    lora: str | None = None
+    """Folder of the adapter of every request."""
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of ``SamplingParams`` for every request."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the user gave, by name."""
-        return self.model_dump(exclude_unset=True)
+        """Return what the user gave to ``EngineArgs``, by name."""
+        return self.model_dump(exclude_unset=True, exclude={"lora", "sampling_params"})
+
+    @property
+    def n_samples(self) -> int:
+        """Return how many times each prompt is sampled."""
+        n = self.sampling_params.get("n", 1)
+        return n if isinstance(n, int) else 1
 
 
 SHUTDOWN_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 10.0
+"""How long the workers of an engine that did not start may take to end by themselves."""
 
 
 class VllmEngine:
@@ -168,17 +222,19 @@ class VllmEngine:
         link: where writer and census listen; ``None`` for an engine that does not capture.
 
     Raises:
-        ActdsError: E504 when the engine does not start.
+        ActdsError: E504 when the engine does not start, E012 for a vLLM that was never tested,
+            without the check of the hooks.
     """
 
     def __init__(
         self,
         model: Path,
-        options: Mapping[str, Any],
+        options: VllmOptions,
         link: Link | None,
         *,
         temperature: float,
         seed: int,
+        adapter: Adapter | None = None,
     ) -> None:
         if link is None:
             os.environ.pop(ENVIRONMENT, None)
@@ -190,24 +246,39 @@ class VllmEngine:
         if allowed and "actds" not in allowed.split(","):
             os.environ["VLLM_PLUGINS"] = f"{allowed},actds"
         from vllm import EngineArgs, SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self._params, self._temperature = SamplingParams, temperature
+        if link is not None:
+            versions.admit(link.settings.check)
+        self._lora = adapter.request() if adapter else None
         additional = {"actds": graph_key(link)} if link else {}
+        n_replicas = link.replica[1] if link else 1
+        if n_replicas > 1 and EngineArgs(model=str(model)).create_model_config().is_moe:
+            refuse_options({"data_parallel_size": n_replicas})
+        before = set(multiprocessing.active_children())
         try:
+            given = dict(options.sampling_params)
+            if isinstance(kinds := given.get("structured_outputs"), dict):
+                given["structured_outputs"] = StructuredOutputsParams(**kinds)
+            self._params = functools.partial(SamplingParams, **given, temperature=temperature)
+            self._params()  # a bad one is an error of the engine, not of every prompt
             with _interrupts_blocked():
                 arguments = EngineArgs(
                     **{
-                        **options,
+                        **(adapter.arguments if adapter else {}),
+                        **options.arguments(),
                         "model": str(model),
                         "seed": seed,
-                        "async_scheduling": False,
                         "additional_config": additional,
                     }
                 )
                 self._engine: Any = LLMEngine.from_engine_args(arguments)
+            if self._lora is not None:
+                self._engine.add_lora(self._lora)  # one that does not load is an error now
         except Exception as error:  # whatever the engine raises becomes one line
             _close_links()  # in this process; writer and census wait for them
+            _end_processes(others=before)
             raise _engine_error(error) from error
 
     @property
@@ -222,8 +293,9 @@ class VllmEngine:
 
     def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
         """Add a request; raises ``ValueError`` when the engine refuses it."""
-        params = self._params(temperature=self._temperature, max_tokens=max_tokens)
-        self._engine.add_request(key, {"prompt_token_ids": token_ids}, params)
+        params = self._params(max_tokens=max_tokens)
+        prompt = {"prompt_token_ids": token_ids}
+        self._engine.add_request(key, prompt, params, lora_request=self._lora)
 
     def step(self) -> list[Finished]:
         """Run one step; return the requests that ended; raises E504 when the engine has died."""
@@ -231,6 +303,7 @@ class VllmEngine:
             outputs = self._engine.step()
         except Exception as error:  # whatever the engine raises becomes one line
             raise _engine_error(error) from error
+        self._settle()
         return [
             Finished(
                 output.request_id, output.num_cached_tokens, tuple(output.outputs[0].token_ids)
@@ -242,12 +315,40 @@ class VllmEngine:
     def abort(self, keys: list[str]) -> None:
         """Abort requests."""
         self._engine.abort_request(keys)
+        self._settle()
+
+    def _settle(self) -> None:
+        from actds_writers.engines.vllm.plugin import settle_last_step
+
+        in_this_process = getattr(self._engine.engine_core, "engine_core", None)
+        if in_this_process is not None:
+            settle_last_step(in_this_process)
 
     def shutdown(self) -> None:
         """End the engine and close the connections of its process."""
         self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
         _close_links()
         os.environ.pop(ENVIRONMENT, None)
+
+
+def _devices(options: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the option that gives a replica its own accelerators, as vLLM's own replicas have."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return {}
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    world = math.prod(int(options.get(name) or 1) for name in sizes)
+    own = slice(number * world, (number + 1) * world)
+    given = options.get("device_ids") or list(range(own.stop))
+    if len(given) < own.stop:
+        raise ActdsError(
+            "E012",
+            f"{OPTION} device_ids",
+            got=f"{len(given)} devices",
+            expected=f"{world} for each replica",
+        )
+    return {"device_ids": list(given)[own]}
 
 
 def _close_links() -> None:
@@ -260,6 +361,23 @@ def graph_key(link: Link) -> dict[str, Any]:
     """Return what capture adds to the model's graph: that alone is in the compile cache's key."""
     hooks = [f"{kind}:{layer}" for kind, layer in link.hooks]
     return {"hooks": hooks, "readouts": link.readouts}
+
+
+def _end_processes(others: Collection[BaseProcess]) -> None:
+    """End the processes that an engine left behind whose start has failed.
+
+    Args:
+        others: children that are not the engine's.
+    """
+    left = [child for child in multiprocessing.active_children() if child not in others]
+    for child in left:
+        child.terminate()
+    deadline = time.monotonic() + END_TIMEOUT_S
+    for child in left:
+        child.join(max(0.0, deadline - time.monotonic()))
+        if child.is_alive():
+            child.kill()
+            child.join()
 
 
 @contextlib.contextmanager
@@ -297,7 +415,13 @@ class Vllm(EngineKind):
         for key in given:
             if key in OWNED:
                 raise bad_option(key, "an option that actds write sets itself", OWNED[key])
-        refuse_options(given)
+        sampling = given.get(_SAMPLING)
+        for key in sampling if isinstance(sampling, Mapping) else ():
+            if key in OWNED_PARAMS:
+                words = "a parameter that actds write sets itself"
+                raise bad_option(f"{_SAMPLING}.{key}", words, OWNED_PARAMS[key])
+        # Replicas of a dense model are engines of their own: see replicas and of_replica.
+        refuse_options({key: v for key, v in given.items() if key != "data_parallel_size"})
         return super().options(given)
 
     def checked(self, given: Mapping[str, object]) -> EngineOptions:
@@ -307,9 +431,12 @@ class Vllm(EngineKind):
             ActdsError: as ``options``; E009 for an unknown name, E011 without vLLM.
         """
         options = self.options(given)  # a typing error needs no engine to be found
+        assert isinstance(options, VllmOptions)
+        if options.lora is not None:
+            read_adapter(options.lora)
         known = argument_names() if given else frozenset()
         for key in given:
-            if key not in known and key not in REFUSED:
+            if key not in known and key not in REFUSED and key not in VllmOptions.model_fields:
                 close = difflib.get_close_matches(key, known, n=3)
                 expected = " or ".join(close) if close else "an argument of vllm.EngineArgs"
                 raise bad_option(key, "an unknown option", expected)
@@ -320,11 +447,31 @@ class Vllm(EngineKind):
     ) -> Engine:
         """Return the engine with its workers up; raises as ``EngineKind.start``."""
         assert isinstance(options, VllmOptions)
-        return VllmEngine(model, options.arguments(), link, temperature=temperature, seed=seed)
+        adapter = read_adapter(options.lora) if options.lora else None
+        return VllmEngine(model, options, link, temperature=temperature, seed=seed, adapter=adapter)
+
+    def replicas(self, options: EngineOptions) -> int:
+        """Return ``data_parallel_size``: vLLM runs dense replicas as independent engines too."""
+        assert isinstance(options, VllmOptions)
+        return options.data_parallel_size or 1
+
+    def workers(self, options: EngineOptions) -> Workers:
+        """Return stages and steps in flight; one more than vLLM's default on GPUs may have."""
+        assert isinstance(options, VllmOptions)
+        stages = options.pipeline_parallel_size or 1
+        return Workers(stages, stages + (options.async_scheduling is not False))
+
+    def of_replica(self, options: EngineOptions, number: int) -> EngineOptions:
+        """Return the options of one engine, with accelerators of its own."""
+        assert isinstance(options, VllmOptions)
+        devices = _devices(options.arguments(), number)
+        return options.model_copy(update={"data_parallel_size": 1, **devices})
 
     def alone(self, options: EngineOptions) -> EngineOptions:
-        """Return the options of the same engine with one request at a time and no prefix cache."""
-        return super().alone(options).model_copy(update={"enable_prefix_caching": False})
+        """Return the options of the same engine, one request at a time, with no KV but its own."""
+        given = options.model_fields_set.intersection(_KV_FROM_OUTSIDE)
+        changes = {"enable_prefix_caching": False, **dict.fromkeys(given)}
+        return super().alone(options).model_copy(update=changes)
 
 
 VLLM = Vllm()

@@ -3,7 +3,7 @@
 Two steps (both prompts, then one decoded token each) run through the model as it will serve,
 compiled and in graphs; then again in eager mode, where the inputs of every module can be observed.
 The schedule is built here and leaves no trace in scheduler, census or writer. Every
-tensor-parallel rank runs it, rank 0 compares.
+rank runs it; those that capture compare, each pipeline stage its own hooks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ from actds_writers.capture.check import (
     reference_states,
     row_distances,
     states_in_fresh_process,
+    without_reference,
 )
-from actds_writers.capture.hooks import StreamForm, decoder_layers, find_kind
+from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import HookBuffers
+from actds_writers.capture.taps import StreamForm, decoder_layers
+from actds_writers.engines.vllm.ranks import execute, share_tokens
+from actds_writers.engines.vllm.verified import is_verified
 from actds_writers.engines.vllm.worker import identify, loaded_model
 from actds_writers.ipc.messages import HookSpec
 
@@ -81,13 +85,15 @@ def check_hooks(
         seen = {hooks[read[i]].name: distance for i, distance in readers.distances.items()}
         n_rows = len(forwarded.prompt_rows[0])
         check = HookCheck("engine", seen, bounds, n_rows, str(missing)).require()
-        return _without_reference(model, form, hooks, check)
+        ranks = int(worker.vllm_config.parallel_config.tensor_parallel_size)
+        return _without_reference(type(model).__name__, ranks, form, hooks, check)
     rows = dict(zip(hooks, forwarded.rows, strict=True))
+    raise_all(without_reference(rows, states))
     return compare_with_forward(rows, states, bounds, forwarded.decoded)
 
 
 def join_check(worker: Any) -> None:
-    """Run the forwards of the check on a tensor-parallel rank without hooks."""
+    """Run the forwards of the check on a rank without hooks."""
     prompts = prompts_of(worker)
     if not prompts:
         return
@@ -124,9 +130,14 @@ def _reference_states(
         raise NoReferenceError(f"the weights are quantized ({own.quantization})")
     if own.hf_overrides:
         raise NoReferenceError("hf_overrides: the engine runs a changed configuration")
-    ranks = int(config.parallel_config.tensor_parallel_size)
+    stages = int(config.parallel_config.pipeline_parallel_size)
+    ranks = stages * int(config.parallel_config.tensor_parallel_size)
     size = ranks * sum(parameter.numel() for parameter in model.parameters())
-    options = {"revision": own.revision, "trust_remote_code": bool(own.trust_remote_code)}
+    options = {
+        "revision": own.revision,
+        "trust_remote_code": bool(own.trust_remote_code),
+        "n_copies": stages,
+    }
     kinds = sorted({hook.kind for hook in hooks})
     # vLLM's transformers backend patches transformers' classes in this whole process.
     if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
@@ -135,10 +146,8 @@ def _reference_states(
         reference = load_reference(own.model, size, **options)
         states = reference_states(reference, forwarded.sequences, kinds)
     for hook, rows in zip(hooks, forwarded.rows, strict=True):
-        found = states[hook.kind].get(hook.layer)
-        if found is None:
-            raise NoReferenceError(f"transformers' model has no {hook.name}")
-        if found.shape != rows.shape:
+        found = states.get(hook.kind, {}).get(hook.layer)
+        if hook.kind == "resid_post" and found is not None and found.shape != rows.shape:
             raise NoReferenceError(
                 f"transformers' layers return {found.shape}, the hooks see {rows.shape}"
             )
@@ -146,7 +155,7 @@ def _reference_states(
 
 
 def _without_reference(
-    model: torch.nn.Module, form: StreamForm, hooks: Sequence[HookSpec], check: HookCheck
+    model: str, ranks: int, form: StreamForm, hooks: Sequence[HookSpec], check: HookCheck
 ) -> HookCheck:
     """Return a check against the engine alone, if that is enough.
 
@@ -156,20 +165,26 @@ def _without_reference(
     unseen = [hook for hook in hooks if hook.name not in check.distances]
     if not unseen:
         return check
-    # The table of verified classes covers the stream only, and no other kind.
-    verified = form != "unverified" and all(find_kind(hook.kind).next_reads for hook in unseen)
-    if verified:
+    odd = [hook for hook in unseen if not is_verified(model, hook.kind, ranks)]
+    if not odd:
         names = ", ".join(hook.name for hook in unseen)
-        reason = f"{check.reason}; nothing reads the stream after {names}"
+        reason = f"{check.reason}; nothing to compare with {names}"
         return replace(check, against="engine" if check.distances else "table", reason=reason)
-    raise ActdsError(
-        "E007",
-        type(model).__name__,
-        got=f"{'a model class' if form == 'unverified' else unseen[0].kind} that was never "
-        f"verified, and nothing to compare its rows with: {check.reason}",
-        expected="a class of docs/families.md, or a model that transformers can load as well",
-        next_step="Harvest it with --engine transformers, which runs the model's own code.",
+    unknown = form == "unverified"
+    what = f"a model class{'' if unknown else ' and kind'} that was never verified"
+    raise_all(
+        [
+            ActdsError(
+                "E007",
+                place,
+                got=f"{what}, and nothing to compare its rows with: {check.reason}",
+                expected="a class and kind of docs/families.md, or a model that transformers loads",
+                next_step="Harvest it with --engine transformers, which runs the model's own code.",
+            )
+            for place in ([model] if unknown else [f"{hook.kind}:{hook.layer}" for hook in odd])
+        ]
     )
+    raise AssertionError("unreachable: there is an odd hook")
 
 
 @dataclass(frozen=True)
@@ -220,10 +235,11 @@ def forward_prompts(
     """
     runner = worker.model_runner
     names = [_NAME.format(number) for number in range(len(prompts))]
-    first = _run(runner, _prefill(runner, names, prompts), buffers)
-    after_prompts()
-    second = _run(runner, _decode(names, prompts), buffers)
-    _forget(runner, names)  # not after an error: the engine does not start then
+    with without_connector(runner):
+        sampled, first = _run(worker, _prefill(runner, names, prompts), buffers)
+        after_prompts()
+        _, second = _run(worker, _decode(runner, names, prompts, sampled), buffers)
+        _forget(runner, names)  # not after an error: the engine does not start then
     if buffers is None:
         return None
     tokens = tuple((*first[name][0].tolist(), *second[name][0].tolist()) for name in names)
@@ -243,12 +259,32 @@ def _joined(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
 
 
 @torch.inference_mode()
-def _run(runner: Any, scheduled: Any, buffers: HookBuffers | None) -> dict[str, Any]:
-    """Run one step; return token ids and rows by request."""
+def _run(
+    worker: Any, scheduled: Any, buffers: HookBuffers | None
+) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """Run one step on all stages; return by request the sampled tokens, token ids and rows."""
+    from vllm.distributed import get_pp_group
+
+    try:
+        output, found = _step(worker, scheduled, buffers)
+    except Exception:
+        # No other stage may wait for its tokens. vLLM ends one that waits for a stage's rows.
+        if get_pp_group().is_last_rank:
+            with contextlib.suppress(ActdsError):
+                share_tokens(None)
+        raise
+    return share_tokens(output), found
+
+
+def _step(
+    worker: Any, scheduled: Any, buffers: HookBuffers | None
+) -> tuple[Any, dict[str, tuple[np.ndarray, list[np.ndarray]]]]:
+    """Run one step; return what was sampled, and token ids and rows by request."""
+    runner = worker.model_runner
     if buffers is not None:
         buffers.reset()
-    runner.execute_model(scheduled)
-    found: dict[str, Any] = {}
+    execute(worker, scheduled)
+    found: dict[str, tuple[np.ndarray, list[np.ndarray]]] = {}
     if buffers is not None:
         identity = identify(runner, scheduled)
         ids = identity.token_ids.cpu().numpy()
@@ -264,8 +300,8 @@ def _run(runner: Any, scheduled: Any, buffers: HookBuffers | None) -> dict[str, 
             found[name] = (ids[start:stop].copy(), [of_hook[start:stop] for of_hook in rows])
     output = runner.sample_tokens(None)
     if hasattr(output, "get_output"):  # asynchronous: the token must be there for the next step
-        output.get_output()
-    return found
+        output = output.get_output()
+    return output, found
 
 
 def _prefill(runner: Any, names: list[str], prompts: tuple[list[int], ...]) -> Any:
@@ -305,13 +341,21 @@ def _n_blocks(spec: Any, n_tokens: int) -> int:
     return -(-n_tokens // int(spec.block_size)) + int(getattr(spec, "num_speculative_blocks", 0))
 
 
-def _decode(names: list[str], prompts: tuple[list[int], ...]) -> Any:
+def _decode(
+    runner: Any, names: list[str], prompts: tuple[list[int], ...], sampled: dict[str, list[int]]
+) -> Any:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     scheduled = SchedulerOutput.make_empty()
     cached = scheduled.scheduled_cached_reqs
     cached.req_ids = list(names)
-    cached.new_token_ids = []
+    config = runner.vllm_config
+    stages = int(config.parallel_config.pipeline_parallel_size)
+    if stages > 1 and not config.scheduler_config.async_scheduling:
+        # As the scheduler does, for the stages before the one that sampled them.
+        cached.new_token_ids = [sampled[name] for name in names]
+    else:
+        cached.new_token_ids = []
     cached.new_block_ids = [None] * len(names)
     cached.num_computed_tokens = [len(prompt) for prompt in prompts]
     cached.num_output_tokens = [1] * len(names)
@@ -355,7 +399,7 @@ class NextReaders:
         """Watch the forwards of a model runner."""
         layers = decoder_layers(self._model)
         inside = {id(module) for layer in layers.values() for module in layer.modules()}
-        last = max(layers)
+        last = max(layers)  # of this pipeline stage
         outside = [m for m in self._model.modules() if id(m) not in inside]
         for hook, number in enumerate(self._hooked):
             if number < last:
@@ -427,6 +471,25 @@ class NextReaders:
         distance = float(row_distances(self._rows[hook], stream.cpu().numpy()).mean())
         if not distance >= self.distances.get(hook, np.inf):
             self.distances[hook] = distance
+
+
+@contextlib.contextmanager
+def without_connector(runner: Any) -> Iterator[None]:
+    """Run forwards of which a KV connector knows nothing, as vLLM itself does to warm up."""
+    from vllm.distributed.kv_transfer import kv_transfer_state as state
+
+    name = "_KV_CONNECTOR_AGENT"
+    agent, own = getattr(state, name), getattr(runner, "kv_connector", None)  # own: second runner
+    disable = getattr(own, "set_disabled", None) if agent is not None else None
+    setattr(state, name, None)
+    if disable is not None:
+        disable(True)
+    try:
+        yield
+    finally:
+        if disable is not None:
+            disable(False)
+        setattr(state, name, agent)
 
 
 @contextlib.contextmanager

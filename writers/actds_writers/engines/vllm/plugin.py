@@ -178,6 +178,8 @@ def _drain(live: LiveRun, engine_core: Any) -> CloseReason:
     crashed = state is not None and getattr(state, "name", "") == "RUNNING"
     scheduler = engine_core.scheduler
     account = getattr(scheduler, "_actds", None)
+    if not crashed:
+        settle_last_step(engine_core)
     unfinished = scheduler.get_num_unfinished_requests()
     patience_s = CRASH_PATIENCE_S if crashed else DRAIN_TIMEOUT_S
     drained = account is not None and live.drain(lambda: account.last_step, patience_s)
@@ -214,23 +216,26 @@ def _wrap_worker() -> None:
     @functools.wraps(load_model)
     def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load_model(self, *args, **kwargs)
-        # Tensor-parallel ranks hold identical residual streams; rank 0 writes.
-        if _link is not None and self.rank == 0:
-            from actds_writers.engines.vllm.worker import WorkerCapture
+        if _link is not None:
+            from actds_writers.engines.vllm.ranks import captures
+            from actds_writers.engines.vllm.worker import WorkerCapture, loaded_model
 
-            self._actds = WorkerCapture(self, _link)
-            _closers.append(self._actds.close)
-        if _link is not None and _link.settings.check:
-            _check_when_set_up(self)
+            if captures(self, loaded_model(self.model_runner), _link):
+                self._actds = WorkerCapture(self, _link)
+                _closers.append(self._actds.close)
+            _watch_set_up(self, check=_link.settings.check)
         return result
 
     @functools.wraps(execute_model)
     def executing(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         capture = getattr(self, "_actds", None)
-        if capture is None or not scheduled.total_num_scheduled_tokens:
+        if capture is None or not capture.is_set_up:
             return execute_model(self, scheduled, *args, **kwargs)
         if _scheduler_side_ended(scheduled):
             _detach(self)
+            return execute_model(self, scheduled, *args, **kwargs)
+        _guarded(self, capture.settle_steps, scheduled)
+        if self._actds is None or not scheduled.total_num_scheduled_tokens:
             return execute_model(self, scheduled, *args, **kwargs)
         _guarded(self, capture.before_step)
         began = time.monotonic_ns()
@@ -243,20 +248,29 @@ def _wrap_worker() -> None:
     Worker.load_model, Worker.execute_model = loading, executing
 
 
-def _check_when_set_up(worker: Any) -> None:
-    """Run the check of the hooks as the last part of a worker's set-up, on every rank."""
+def _watch_set_up(worker: Any, *, check: bool) -> None:
+    """Capture from the end of a worker's set-up: its warm-up runs steps that nobody scheduled.
+
+    Args:
+        check: whether the check of the hooks is the last part of the set-up, on every rank.
+    """
     compile_or_warm_up_model = worker.compile_or_warm_up_model
 
     @functools.wraps(compile_or_warm_up_model)
     def setting_up(*args: Any, **kwargs: Any) -> Any:
         result = compile_or_warm_up_model(*args, **kwargs)
         capture = getattr(worker, "_actds", None)
-        from actds_writers.engines.vllm.check import check_hooks, join_check
+        if check:
+            from actds_writers.engines.vllm.check import check_hooks, join_check
 
-        if capture is None:
-            join_check(worker)
-        else:
-            capture.check(lambda: check_hooks(worker, capture.buffers, capture.hooks, capture.form))
+            if capture is None:
+                join_check(worker)
+            else:
+                capture.check(
+                    lambda: check_hooks(worker, capture.buffers, capture.hooks, capture.form)
+                )
+        if capture is not None:
+            capture.is_set_up = True
         return result
 
     # The CPU's worker has a method of its own, which a wrapper of the class would miss.
@@ -293,6 +307,7 @@ def _wrap_scheduler() -> None:
 
     init, add_request = Scheduler.__init__, Scheduler.add_request
     schedule, free_request = Scheduler.schedule, Scheduler._free_request
+    update_from_output, has_requests = Scheduler.update_from_output, Scheduler.has_requests
 
     @functools.wraps(init)
     def initialising(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -318,6 +333,24 @@ def _wrap_scheduler() -> None:
         output._actds = None if _live is not None and _live.failure is not None else mark
         return output
 
+    @functools.wraps(update_from_output)
+    def updating(self: Any, output: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._actds is not None and self.connector is not None:
+            from actds_writers.engines.vllm.loads import refuse_unseen
+
+            _reported(self, refuse_unseen, self, output, results)
+        if self._actds is not None:
+            _reported(self, self._actds.taking, output, results)
+        found = update_from_output(self, output, results, *args, **kwargs)
+        if self._actds is not None:
+            _reported(self, self._actds.taken, output)
+        return found
+
+    @functools.wraps(has_requests)
+    def having(self: Any) -> Any:
+        # One more step, without tokens, tells the workers the results of the last one.
+        return has_requests(self) or (self._actds is not None and self._actds.has_news)
+
     @functools.wraps(free_request)
     def freeing(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._actds is not None:
@@ -326,6 +359,7 @@ def _wrap_scheduler() -> None:
 
     Scheduler.__init__, Scheduler.add_request = initialising, adding
     Scheduler.schedule, Scheduler._free_request = scheduling, freeing
+    Scheduler.update_from_output, Scheduler.has_requests = updating, having
 
 
 def _scheduler_side(scheduler: Any, link: Link) -> Any:
@@ -334,10 +368,26 @@ def _scheduler_side(scheduler: Any, link: Link) -> Any:
 
     connection = link.connect("census", "scheduler")
     census = Sender(connection) if link.live else connection
-    _closers.append(census.close)
     block_size = int(getattr(scheduler, "hash_block_size", None) or scheduler.block_size)
     n_blocks = int(scheduler.kv_cache_config.num_blocks)
-    return VllmSchedulerSide(census, block_size, n_blocks, _live.rules if _live else None)
+    rules = _live.rules if _live else None
+    side = VllmSchedulerSide(census, block_size, n_blocks, rules, adapters=not link.live)
+    if scheduler.connector is not None:
+        side.follow(scheduler.connector)
+    _closers.append(side.close)
+    return side
+
+
+def settle_last_step(engine_core: Any) -> None:
+    """Let an engine core without unfinished requests tell its workers so.
+
+    In a process of its own it does that by itself; in the client's, it is no longer stepped.
+    """
+    scheduler = engine_core.scheduler
+    while not scheduler.get_num_unfinished_requests() and (
+        scheduler.has_requests() or engine_core.batch_queue
+    ):
+        engine_core.step_fn()
 
 
 def _reported(scheduler: Any, call: Callable[..., Any], *args: Any) -> Any:

@@ -1,19 +1,25 @@
 """The scheduler side of the account in vLLM: requests, steps and prefix-cache hits.
 
 It remembers which request computed each prefix block, so that a hit can name the request whose row
-was reused.
+was reused, and which blocks a KV connector brought from outside, where no request has rows. What
+became of a step's rows is known when the scheduler takes its results, which under asynchronous
+scheduling is after the next step was scheduled: only then is the step reported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from actds.errors import ActdsError
 from actds_writers.engines.account import Channel, SchedulerSide
-from actds_writers.ipc.messages import Reference
+from actds_writers.engines.vllm.adapters import adapter_sha256
+from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.sampling import EVERYTHING, Labels, LeftOut, SamplingRules
 
 DIGEST_NBYTES = 16
@@ -29,7 +35,28 @@ class _Tracked:
     number: int
     left_out: LeftOut
     high_water: int = 0
+    """With the steps in flight, as if all their drafts were accepted."""
+    settled_water: int = 0
     n_owned_blocks: int = 0
+    loading: tuple[int, int] = (0, 0)
+    """Positions that the KV connector was to load when the request was last admitted."""
+    external_end: int = 0
+    """Position after the last one that the connector has supplied."""
+    admitted: bool = False
+    as_reported: bool = True
+    """Whether the engine's count of cached tokens is of those that it served."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The rows of a step that are not handed over.
+
+    Args:
+        n_cut: by request number, how many of its last rows.
+    """
+
+    step: int
+    n_cut: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -40,12 +67,62 @@ class StepMark:
         numbers: request number by engine id.
         finished: numbers of the requests that ended since the last step.
         left_out: by engine id, what the sampling rules leave out.
+        settled: the steps whose results were taken since the last mark, in order.
     """
 
     step: int
     numbers: dict[str, int]
     finished: tuple[int, ...]
     left_out: dict[str, LeftOut] = field(default_factory=dict)
+    settled: tuple[Settled, ...] = ()
+
+
+@dataclass
+class _Part:
+    """What a step computes of one request.
+
+    Args:
+        n_drafts: of its ``count`` rows, the last ones that are drafts.
+        n_good: rows of tokens that the results let stand, ``None`` when they were not asked.
+        is_discarded: whether the engine discards the results and computes them again.
+    """
+
+    request: Any
+    tracked: _Tracked
+    start: int
+    count: int
+    n_drafts: int
+    n_good: int | None = None
+    is_discarded: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    def settle(self) -> tuple[int, int]:
+        """Return how many rows are undelivered, and how many rejected after them.
+
+        Spec: 0.1 section 7.2.
+        """
+        request = self.request
+        n_prompt, n_sampled = request.num_prompt_tokens, request.num_output_tokens
+        own = n_prompt + max(n_sampled - 1, 0)
+        within = min(max(own - self.start, 0), self.count)
+        if self.is_discarded:
+            return 0, self.count - within
+        n_good = self.count if self.n_good is None else self.n_good
+        kept = min(within, n_good) if request.is_finished() else n_good
+        return n_good - kept, self.count - n_good
+
+
+@dataclass
+class _Flying:
+    """A step whose results the scheduler has not taken."""
+
+    message: StepScheduled
+    parts: dict[str, _Part]
+    n_drafted: int = 0
+    n_accepted: int = 0
 
 
 class VllmSchedulerSide(SchedulerSide):
@@ -54,6 +131,7 @@ class VllmSchedulerSide(SchedulerSide):
     Args:
         block_size: tokens per prefix block.
         n_blocks: KV blocks of the cache; bounds the remembered prefix blocks.
+        adapters: whether every request has the same LoRA adapter, so that rows are stored.
     """
 
     def __init__(
@@ -62,12 +140,45 @@ class VllmSchedulerSide(SchedulerSide):
         block_size: int,
         n_blocks: int | None = None,
         rules: SamplingRules | None = None,
+        *,
+        adapters: bool = False,
     ) -> None:
         super().__init__(census)
+        self._adapters = adapters
         self._block_size = block_size
         self._rules = rules
         self._tracked: dict[str, _Tracked] = {}
+        # In order: the steps in flight, and behind each the requests that ended meanwhile.
+        self._unsent: deque[_Flying | RequestFinished] = deque()
+        self._settled: list[Settled] = []
+        self._speculates = False
         self.owners = _Owners(None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks)
+
+    def follow(self, connector: Any) -> None:
+        """Note what a KV connector supplies, from the two calls by which the scheduler admits.
+
+        Args:
+            connector: the scheduler's, a ``KVConnectorBase_V1``.
+        """
+        matched, allocated = (
+            connector.get_num_new_matched_tokens,
+            connector.update_state_after_alloc,
+        )
+
+        def matching(request: Any, n_local: int, *args: Any, **kwargs: Any) -> Any:
+            if (tracked := self._tracked.get(request.request_id)) is not None:
+                tracked.loading = (n_local, n_local)
+            return matched(request, n_local, *args, **kwargs)
+
+        def allocating(request: Any, blocks: Any, n_external: int, *args: Any, **kw: Any) -> Any:
+            tracked = self._tracked.get(request.request_id)
+            # 0 when the rest is allocated after an asynchronous load.
+            if tracked is not None and n_external:
+                tracked.loading = (tracked.loading[0], tracked.loading[0] + n_external)
+            return allocated(request, blocks, n_external, *args, **kw)
+
+        connector.get_num_new_matched_tokens = matching
+        connector.update_state_after_alloc = allocating
 
     def arrived(self, request: Any) -> None:
         """Number and report a request that the scheduler took.
@@ -95,14 +206,15 @@ class VllmSchedulerSide(SchedulerSide):
             arrival_ns=int(request.arrival_time * 1e9),
             block_digests=tuple(bytes(h)[:DIGEST_NBYTES] for h in request.block_hashes[:n_blocks]),
             left_out=left_out,
+            adapter=self._adapter(request),
         )
         self._tracked[request.request_id] = _Tracked(number, left_out)
 
     def scheduled(self, scheduler: Any, output: Any, preempted: tuple[str, ...]) -> StepMark:
         """Report the result of a call of ``schedule``; return the mark for the workers."""
-        n_tokens = output.num_scheduled_tokens
+        n_tokens, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         tracked_of = {request: self._tracked[request] for request in n_tokens}
-        starts: list[int] = []
+        parts: dict[str, _Part] = {}
         references: list[Reference] = []
         for engine_id, count in n_tokens.items():
             request, tracked = scheduler.requests[engine_id], tracked_of[engine_id]
@@ -110,11 +222,13 @@ class VllmSchedulerSide(SchedulerSide):
             start = request.num_computed_tokens - count
             references += self._references(request, tracked, start)
             tracked.high_water = max(tracked.high_water, start + count)
-            self._own_blocks(request, tracked)
-            starts.append(start)
+            self._own_blocks(request, tracked, tracked.high_water)
+            n_drafts = len(drafts.get(engine_id, ()))
+            parts[engine_id] = _Part(request, tracked, start, count, n_drafts)
+        self._speculates = scheduler.num_spec_tokens > 0
         step, finished = self.number_step(
             [tracked.number for tracked in tracked_of.values()],
-            starts,
+            [part.start for part in parts.values()],
             list(n_tokens.values()),
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
@@ -122,6 +236,11 @@ class VllmSchedulerSide(SchedulerSide):
             preempted=tuple(self._tracked[p].number for p in preempted),
             kv_usage=float(scheduler.kv_cache_manager.usage),
         )
+        if parts:
+            last = self._unsent[-1]
+            assert isinstance(last, _Flying)
+            last.parts = parts
+        settled, self._settled = tuple(self._settled), []
         return StepMark(
             step,
             {request: tracked.number for request, tracked in tracked_of.items()},
@@ -131,7 +250,117 @@ class VllmSchedulerSide(SchedulerSide):
                 for request, tracked in tracked_of.items()
                 if tracked.left_out != EVERYTHING
             },
+            settled,
         )
+
+    @property
+    def has_news(self) -> bool:
+        """Return whether results were taken that no mark has told the workers."""
+        return bool(self._settled)
+
+    def report(self, message: StepScheduled | RequestFinished) -> None:
+        """Send the census a step or an end, behind the steps in flight."""
+        if isinstance(message, StepScheduled):
+            self._unsent.append(_Flying(message, {}))
+        elif self._unsent:
+            self._unsent.append(message)
+        else:
+            super().report(message)
+
+    def taking(self, output: Any, results: Any) -> None:
+        """Look at the results of a step before the scheduler takes them."""
+        flying = self._of(output)
+        if flying is None:
+            return
+        for engine_id, part in flying.parts.items():
+            request = part.request
+            if request.is_finished():
+                continue
+            stale = request.num_stale_output_tokens > 0
+            part.is_discarded = stale and bool(request.drop_stale_output)
+            sampled = results.sampled_token_ids
+            n_sampled = len(sampled[results.req_id_to_index[engine_id]]) if sampled else 0
+            n_accepted = max(n_sampled - 1, 0) if part.n_drafts else 0
+            part.n_good = part.count - part.n_drafts + n_accepted
+            if part.is_discarded or not part.n_drafts or not n_sampled:
+                continue
+            invalid = output.num_invalid_spec_tokens or {}
+            flying.n_drafted += part.n_drafts - invalid.get(engine_id, 0)
+            flying.n_accepted += n_accepted
+            if not stale:
+                self._roll_back(flying, request, part.count - part.n_good)
+
+    def taken(self, output: Any) -> None:
+        """Settle a step whose results the scheduler has taken, and report it."""
+        flying = self._of(output)
+        if flying is None:
+            return
+        assert self._unsent[0] is flying, "results in another order than the steps"
+        self._unsent.popleft()
+        undelivered, rejected = [], []
+        for part in flying.parts.values():
+            late, wrong = part.settle()
+            undelivered.append(late)
+            rejected.append(wrong)
+            tracked = part.tracked
+            tracked.settled_water = max(tracked.settled_water, part.stop - wrong)
+            if wrong:
+                ahead = (self._part_of(part.request, one) for one in self._unsent)
+                stops = [other.stop for other in ahead if other is not None]
+                tracked.high_water = max([tracked.settled_water, *stops])
+            self._own_blocks(part.request, tracked, tracked.settled_water)
+        n_cut = np.array(undelivered, np.int64) + np.array(rejected, np.int64)
+        requests = flying.message.requests
+        self._settled.append(
+            Settled(
+                flying.message.step,
+                dict(zip(requests[n_cut > 0].tolist(), n_cut[n_cut > 0].tolist(), strict=True)),
+            )
+        )
+        super().report(
+            replace(
+                flying.message,
+                starts=np.array([part.start for part in flying.parts.values()], np.int64),
+                n_undelivered=np.array(undelivered, np.int64) if any(undelivered) else None,
+                n_rejected=np.array(rejected, np.int64) if any(rejected) else None,
+                drafted_tokens=flying.n_drafted if self._speculates else None,
+                accepted_tokens=flying.n_accepted if self._speculates else None,
+            )
+        )
+        self._send_ends()
+
+    def close(self) -> None:
+        """Report the steps in flight, whose rows nobody gets, and close the connection."""
+        with contextlib.suppress(OSError):  # the census is gone
+            while self._unsent:
+                step = self._unsent.popleft()
+                assert isinstance(step, _Flying)
+                super().report(step.message)
+                self._send_ends()
+        super().close()
+
+    def _send_ends(self) -> None:
+        while self._unsent and isinstance(self._unsent[0], RequestFinished):
+            super().report(self._unsent.popleft())  # type: ignore[arg-type]
+
+    def _of(self, output: Any) -> _Flying | None:
+        """Return the step in flight that an output is of, ``None`` for one without tokens."""
+        mark = getattr(output, "_actds", None)
+        for flying in self._unsent:
+            if isinstance(flying, _Flying) and mark and flying.message.step == mark.step:
+                return flying
+        return None
+
+    @staticmethod
+    def _part_of(request: Any, one: _Flying | RequestFinished) -> _Part | None:
+        return one.parts.get(request.request_id) if isinstance(one, _Flying) else None
+
+    def _roll_back(self, flying: _Flying, request: Any, n_rejected: int) -> None:
+        """Move the later steps of a request, which were scheduled as if nothing was rejected."""
+        for later in self._unsent:
+            part = self._part_of(request, later)
+            if part is not None and later is not flying:
+                part.start -= n_rejected
 
     def finished(self, request: Any) -> None:
         """Report the end of a request."""
@@ -144,11 +373,18 @@ class VllmSchedulerSide(SchedulerSide):
             str(reason) if reason is not None else "abort",
             list(request.all_token_ids[: request.num_prompt_tokens + request.num_output_tokens]),
             request.num_prompt_tokens,
+            cached_as_reported=tracked.as_reported,
         )
+
+    @staticmethod
+    def _adapter(request: Any) -> tuple[str, str | None] | None:
+        """Return name and digest of a request's LoRA adapter, ``None`` without one."""
+        lora = getattr(request, "lora_request", None)
+        return (str(lora.lora_name), adapter_sha256(str(lora.lora_path))) if lora else None
 
     def _left_out(self, request: Any, external_id: str) -> LeftOut:
         """Return why rows of a request are not stored: a rule, an adapter, or images."""
-        if getattr(request, "lora_request", None) is not None:
+        if self._adapter(request) is not None and not self._adapters:
             return LeftOut("unsupported:lora", "unsupported:lora")
         if getattr(request, "mm_features", None):
             return LeftOut("unsupported:multimodal", "unsupported:multimodal")
@@ -161,50 +397,75 @@ class VllmSchedulerSide(SchedulerSide):
         )
 
     def _references(self, request: Any, tracked: _Tracked, start: int) -> list[Reference]:
-        """Return the prefix-cache hits between the high-water mark and ``start``."""
+        """Return the hits between the high-water mark and ``start``: from here and from outside."""
+        first_loaded, loaded = tracked.loading
+        if not tracked.admitted:
+            # What failed to load, or was loaded to its last token, is computed nevertheless.
+            tracked.admitted, tracked.as_reported = True, loaded <= start
+        tracked.loading = first_loaded, loaded = first_loaded, min(loaded, start)
         references: list[Reference] = []
         position = tracked.high_water
         while position < start:
             block = position // self._block_size
-            stop = min((block + 1) * self._block_size, start)
-            owner = None
-            if block < len(request.block_hashes):
-                owner = self.owners.find(bytes(request.block_hashes[block]))
-            if references and references[-1].ref_request == owner:
-                first = references.pop().start
+            owner, edge = None, min((block + 1) * self._block_size, start)
+            if first_loaded <= position < loaded:
+                external, stop = True, min(edge, loaded)
+                tracked.external_end = stop
             else:
-                first = position
-            references.append(Reference(tracked.number, first, stop, owner))
+                owner, first = self._owner(request, block)
+                external = position < first
+                stop = min(edge, first) if external else edge
+                if position < first_loaded < loaded:
+                    stop = min(stop, first_loaded)
+            owner = None if external else owner
+            last = references[-1] if references else None
+            if last is not None and (last.ref_request, last.external) == (owner, external):
+                references[-1] = replace(last, stop=stop)
+            else:
+                references.append(Reference(tracked.number, position, stop, owner, external))
             position = stop
-        tracked.n_owned_blocks = max(tracked.n_owned_blocks, start // self._block_size)
+        local = min(start, first_loaded) if loaded > first_loaded else start
+        tracked.n_owned_blocks = max(tracked.n_owned_blocks, local // self._block_size)
         return references
 
-    def _own_blocks(self, request: Any, tracked: _Tracked) -> None:
-        """Note this request as the one that computed the blocks completed by this step."""
-        n_full = min(tracked.high_water // self._block_size, len(request.block_hashes))
+    def _owner(self, request: Any, block: int) -> _Owner:
+        found = None
+        if block < len(request.block_hashes):
+            found = self.owners.find(bytes(request.block_hashes[block]))
+        return found or (None, 0)
+
+    def _own_blocks(self, request: Any, tracked: _Tracked, high_water: int) -> None:
+        """Note this request as the one that completed the blocks below a mark."""
+        n_full = min(high_water // self._block_size, len(request.block_hashes))
         for block in range(tracked.n_owned_blocks, n_full):
             # A block that was evicted and computed again is served from the new computation.
-            self.owners.note(bytes(request.block_hashes[block]), tracked.number)
+            owner = (tracked.number, tracked.external_end)
+            self.owners.note(bytes(request.block_hashes[block]), owner)
         tracked.n_owned_blocks = max(tracked.n_owned_blocks, n_full)
 
 
+_Owner = tuple[int | None, int]
+"""The request that computed a block, and the first position that it computed there itself: those
+before came from outside."""
+
+
 class _Owners:
-    """The request that computed each prefix block; least recently used ones are forgotten first."""
+    """Who computed each prefix block; least recently used ones are forgotten first."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self.requests: OrderedDict[bytes, int] = OrderedDict()
+        self.requests: OrderedDict[bytes, _Owner] = OrderedDict()
 
-    def find(self, block: bytes) -> int | None:
-        """Return the request that computed a block, ``None`` when that is not known."""
+    def find(self, block: bytes) -> _Owner | None:
+        """Return who computed a block, ``None`` when that is not known."""
         owner = self.requests.get(block)
         if owner is not None:
             self.requests.move_to_end(block)
         return owner
 
-    def note(self, block: bytes, request: int) -> None:
+    def note(self, block: bytes, owner: _Owner) -> None:
         """Note who computed a block last."""
-        self.requests[block] = request
+        self.requests[block] = owner
         self.requests.move_to_end(block)
         if self._limit is not None and len(self.requests) > self._limit:
             self.requests.popitem(last=False)
@@ -218,7 +479,14 @@ def _external_id(internal_id: str) -> str:
 def _sampling(params: Any) -> dict[str, object] | None:
     if params is None:
         return None
+    constraint = getattr(params, "structured_outputs", None)
+    more = {
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+        "structured_outputs": _kind_of(constraint) if constraint is not None else None,
+    }
     return {
+        **{name: value for name, value in more.items() if value is not None},
         "max_tokens": params.max_tokens,
         "min_p": str(params.min_p),
         "seed": params.seed,
@@ -226,3 +494,9 @@ def _sampling(params: Any) -> dict[str, object] | None:
         "top_k": params.top_k,
         "top_p": str(params.top_p),
     }
+
+
+def _kind_of(constraint: Any) -> str | None:
+    """Return which kind of structured output is asked for; its text may be long."""
+    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    return next((kind for kind in kinds if getattr(constraint, kind, None)), None)

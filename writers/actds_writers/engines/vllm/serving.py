@@ -27,7 +27,7 @@ from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings, settings_of
 from actds_writers.engine_protocol import OPTION
 from actds_writers.engines.account import layer_config
-from actds_writers.engines.vllm import graph_key, refuse_options
+from actds_writers.engines.vllm import graph_key, refuse_options, versions
 from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
@@ -197,7 +197,7 @@ def start(config: Any, document: Any) -> LiveRun:
     """Start writer and census of a serving engine; return the run.
 
     Args:
-        config: vLLM's effective configuration, changed where capture needs it.
+        config: vLLM's effective configuration; gets what capture adds to the graph.
         document: the value of ``actds`` in ``--additional-config``.
 
     Raises:
@@ -205,8 +205,8 @@ def start(config: Any, document: Any) -> LiveRun:
             accounting, E010 a dataset with other hooks or in use.
     """
     settings = parse_live_settings(document)
+    versions.admit(settings.check)
     refuse(config)
-    schedule_in_step(config)
     model = config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
     config_of = layer_config(model.hf_text_config, int(model.get_hidden_size()), n_layers)
@@ -219,7 +219,7 @@ def start(config: Any, document: Any) -> LiveRun:
     try:
         compare_hooks(out, hooks)
         readouts, probes = _readouts(settings, hooks)
-        writer = _writer_settings(settings, model, hooks, readouts)
+        writer = _writer_settings(settings, model, hooks, readouts, _replica(config))
         pipeline = Pipeline(
             writer,
             tuple(places),
@@ -248,6 +248,16 @@ def start(config: Any, document: Any) -> LiveRun:
     return LiveRun(pipeline, rules, lambda: os.close(lock), metrics)
 
 
+def _replica(config: Any) -> tuple[int, int]:
+    """Return this engine's number among replicas, and how many there are, 0 if not known.
+
+    vLLM sets the size of a dense replica to 1; that there are others shows in the name of its
+    process only.
+    """
+    several = multiprocessing.current_process().name.startswith("EngineCore_DP")
+    return int(config.parallel_config.data_parallel_index), 0 if several else 1
+
+
 def refuse(config: Any) -> None:
     """Raise for an effective configuration that capture cannot account for.
 
@@ -265,11 +275,10 @@ def refuse(config: Any) -> None:
         "enable_hc_sp": parallel.enable_hc_sp,
         "nnodes": parallel.nnodes,
         "distributed_executor_backend": backend if isinstance(backend, str | None) else "a class",
-        "speculative_config": config.speculative_config,
+        "speculative_config": getattr(config.speculative_config, "method", None),
         "diffusion_config": config.diffusion_config,
         "kv_transfer_config": config.kv_transfer_config,
         "ec_transfer_config": config.ec_transfer_config,
-        "kv_offloading_size": cache.kv_offloading_size,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
         "enable_lora": config.lora_config is not None,
         "enable_dbo": parallel.enable_dbo,
@@ -286,20 +295,6 @@ def refuse(config: Any) -> None:
         raise ActdsError(
             error.code, f"engine option {place}", got=error.got, expected=error.expected
         ) from None
-
-
-def schedule_in_step(config: Any) -> None:
-    """Switch off async scheduling, which is on by default in a server.
-
-    Scheduler and executor read it when they are built, which is later.
-    """
-    scheduler = config.scheduler_config
-    if scheduler.async_scheduling:
-        log.warning(
-            "actds: async scheduling is switched off: with it a step is scheduled before the last "
-            "one ends, and its rows cannot be accounted for."
-        )
-        scheduler.async_scheduling = False
 
 
 def destination(out: str) -> str:
@@ -370,7 +365,11 @@ def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, b
 
 
 def _writer_settings(
-    settings: LiveSettings, model: Any, hooks: Sequence[HookSpec], readouts: str
+    settings: LiveSettings,
+    model: Any,
+    hooks: Sequence[HookSpec],
+    readouts: str,
+    replica: tuple[int, int],
 ) -> WriterSettings:
     from actds_writers.sizing.needs import Geometry, rows_per_shard
 
@@ -383,6 +382,7 @@ def _writer_settings(
         # Leave most of the machine to the engine.
         n_threads=max(1, (os.cpu_count() or 2) // 4),
         shared=True,
+        replica=replica,
         readouts=readouts,
     )
 
@@ -402,6 +402,7 @@ def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list
     unknown = {
         "sampling.temperature": PER_REQUEST,
         "sampling.max_tokens": PER_REQUEST,
+        "prompts.roles": "the engine gets token ids, not messages",
         "tokenizer.chat_template_sha256": "applied by the server, and a client may send its own",
         **{f"prompts.{n}": LIVE_TRAFFIC for n in ("source", "sha256", "n_records", "n_skipped")},
     }

@@ -2,8 +2,7 @@
 
 After every forward it identifies the rows, compares them with the schedule, and hands the step
 over. Two generations of model runners keep the identity of rows in different places; only
-``identify`` knows them. ``VERIFIED`` lists the model classes that ``tests/matrix`` compares with
-``transformers``; any other class is harvested only if the check of the hooks confirms its rows.
+``identify`` knows them.
 """
 
 from __future__ import annotations
@@ -16,74 +15,25 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds_writers.capture.hooks import StreamForm
+from actds_writers.capture.hooks import find_kind, raise_all
+from actds_writers.capture.taps import StreamForm
 from actds_writers.engines.account import (
     WorkerSide,
     layer_config,
     reporting_failure,
 )
+from actds_writers.engines.vllm.loads import LoadErrors
+from actds_writers.engines.vllm.ranks import stage_layers, stage_of
+from actds_writers.engines.vllm.verified import VERIFIED, is_verified
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, IntArray
 from actds_writers.provenance import Readers, engine_facts
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
 
-_SUM = (
-    "AfmoeForCausalLM",
-    "ApertusForCausalLM",
-    "Ernie4_5ForCausalLM",
-    "Ernie4_5_MoeForCausalLM",
-    "ExaoneMoeForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GemmaForCausalLM",
-    "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GptOssForCausalLM",
-    "Llama4ForCausalLM",
-    "LlamaForCausalLM",
-    "Mamba2ForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "NemotronForCausalLM",
-    "NemotronHForCausalLM",
-    "OlmoeForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-)
-_FIRST = (
-    "BloomForCausalLM",
-    "CohereForCausalLM",
-    "Exaone4ForCausalLM",
-    "FalconForCausalLM",
-    "FalconH1ForCausalLM",
-    "GPT2LMHeadModel",
-    "GPTJForCausalLM",
-    "Gemma4ForCausalLM",
-    "GraniteForCausalLM",
-    "GraniteMoeForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "GraniteMoeSharedForCausalLM",
-    "HyperCLOVAXForCausalLM",
-    "MiniCPM3ForCausalLM",
-    "OPTForCausalLM",
-    "PhiMoEForCausalLM",
-    "StablelmForCausalLM",
-    "Zamba2ForCausalLM",
-)
-VERIFIED: dict[str, StreamForm] = {
-    **dict.fromkeys(_SUM, "sum"),
-    **dict.fromkeys(_FIRST, "first"),
-}
-"""Form by class of the loaded vLLM model, as ``docs/families.md`` lists them."""
-
 
 class WorkerCapture(WorkerSide):
-    """The worker side: captures in one vLLM worker.
+    """The worker side: captures in one vLLM worker, the hooks of its pipeline stage.
 
     Args:
         worker: the vLLM worker, its model loaded and not yet compiled.
@@ -97,11 +47,15 @@ class WorkerCapture(WorkerSide):
         self._worker = worker
         self._numbers: dict[str, tuple[int, int]] = {}
         self._left_out: dict[str, LeftOut] = {}
+        self.is_set_up = False
+        self._loads: LoadErrors | None = None
         runner = worker.model_runner
         with reporting_failure(link):
             self.refuse(worker.vllm_config)
             model = loaded_model(runner)
             self.form = _form(model, link)
+            ranks = int(worker.vllm_config.parallel_config.tensor_parallel_size)
+            require_kinds(type(model).__name__, link, ranks)
             config = runner.model_config
             text = config.hf_text_config
             super().__init__(
@@ -114,7 +68,10 @@ class WorkerCapture(WorkerSide):
                 device=runner.device,
                 max_rows=int(runner.max_num_tokens),
                 padding=PADDING_ROWS,
+                in_flight=int(worker.vllm_config.max_concurrent_batches),
                 form=self.form,
+                stage=stage_of(worker),
+                layers=stage_layers(worker, model),
             )
 
     def before_step(self) -> None:
@@ -123,10 +80,18 @@ class WorkerCapture(WorkerSide):
         Only now the engine is completely set up: cache sized, kernels chosen, graphs compiled.
         """
         super().before_step()
-        self.introduce(lambda: observe(self._worker, self.link.client_pid))
+        self.introduce(lambda: observe(self._worker, self.link))
+        if self._loads is None:
+            self._loads = LoadErrors()
+
+    def settle_steps(self, scheduled: Any) -> None:
+        """Release the steps whose results the scheduler took before it scheduled this one."""
+        mark = getattr(scheduled, "_actds", None)
+        for settled in mark.settled if mark is not None else ():
+            self.stages.settle(settled.step, settled.n_cut)
 
     def after_step(self, runner: Any, scheduled: Any, duration_ns: int) -> None:
-        """Hand over the rows of the step that just ran.
+        """Hold the rows of the step that just ran until the scheduler has taken its results.
 
         Raises:
             ActdsError: E501 when the rows differ from the schedule, E502 when the writer is gone.
@@ -154,6 +119,8 @@ class WorkerCapture(WorkerSide):
             duration_ns=duration_ns,
             kernel_mode=_kernel_mode(runner),
             left_out=left_out if self._left_out else (),
+            held=True,
+            lost=tables.FAILED_LOAD if self._loads and self._loads.touch(scheduled) else None,
         )
 
     def _learn(self, scheduled: Any, mark: Any) -> None:
@@ -176,14 +143,10 @@ class WorkerCapture(WorkerSide):
     @staticmethod
     def refuse(config: Any) -> None:
         """Refuse an engine whose rows could not be accounted for; raises E012."""
-        parallel = config.parallel_config
+        parallel, lora = config.parallel_config, config.lora_config
         refused = {
-            "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
             "data_parallel_size": parallel.data_parallel_size > 1,
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
-            "speculative_config": config.speculative_config is not None,
-            "kv_transfer_config": config.kv_transfer_config is not None,
-            "enable_lora": config.lora_config is not None,
+            "enable_lora": lora is not None and lora.max_loras > 1,
         }
         for option, present in refused.items():
             if present:
@@ -209,6 +172,25 @@ def _form(model: torch.nn.Module, link: Link) -> StreamForm:
             next_step="Leave --check on, or harvest with --engine transformers.",
         )
     return form
+
+
+def require_kinds(model: str, link: Link, ranks: int) -> None:
+    """Refuse hooks that are split over ranks, and without the check those that nobody verified.
+
+    Raises:
+        ActdsError: E007.
+    """
+    errors = []
+    for kind, layer in link.hooks:
+        place = f"{kind}:{layer}"
+        if ranks > 1 and find_kind(kind).split_by_rank:
+            got = f"heads that are split over {ranks} tensor-parallel ranks"
+            errors.append(ActdsError("E007", place, got=got, expected="one rank"))
+        elif not link.settings.check and not is_verified(model, kind, ranks):
+            got = "a kind that was never verified in this model class, and --no-check"
+            expected = "a kind of docs/families.md, or the check of the hooks"
+            errors.append(ActdsError("E007", place, got=got, expected=expected))
+    raise_all(errors)
 
 
 def _kernel_mode(runner: Any) -> str:
@@ -270,21 +252,21 @@ def _positions(runner: Any) -> Any:
     return getattr(runner.positions, "gpu", runner.positions)
 
 
-def observe(worker: Any, client_pid: int) -> tuple[Fact, ...]:
+def observe(worker: Any, link: Link) -> tuple[Fact, ...]:
     """Return the facts of the run record that a worker can observe once its engine is set up."""
     runner, config = worker.model_runner, worker.vllm_config
     readers: Readers = {
         **_engine(runner, config),
         **_model(runner, config),
         **_numerics(runner, config),
-        **_serving(config),
+        **_serving(config, link.replica),
     }
     return engine_facts(
         readers,
         model=loaded_model(runner),
         folder=Path(config.model_config.model),
         device=runner.device,
-        client_pid=client_pid,
+        client_pid=link.client_pid,
     )
 
 
@@ -333,10 +315,10 @@ def _numerics(runner: Any, config: Any) -> Readers:
     }
 
 
-def _serving(config: Any) -> Readers:
+def _serving(config: Any, replica: tuple[int, int]) -> Readers:
     cache, scheduler = config.cache_config, config.scheduler_config
     parallel, compilation = config.parallel_config, config.compilation_config
-    speculative = config.speculative_config
+    speculative, transfer = config.speculative_config, config.kv_transfer_config
     return {
         "serving.enforce_eager": lambda: bool(config.model_config.enforce_eager),
         "serving.compilation_mode": lambda: str(
@@ -355,6 +337,10 @@ def _serving(config: Any) -> Readers:
         "serving.max_num_batched_tokens": lambda: int(scheduler.max_num_batched_tokens),
         "serving.tensor_parallel": lambda: int(parallel.tensor_parallel_size),
         "serving.pipeline_parallel": lambda: int(parallel.pipeline_parallel_size),
-        "serving.data_parallel": lambda: int(parallel.data_parallel_size),
+        # A replica of a dense model is an engine of its own, whose configuration says 1.
+        "serving.data_parallel": lambda: replica[1] or None,
+        "serving.replica": lambda: replica[0],
         "serving.speculative_method": lambda: str(speculative.method) if speculative else "none",
+        "serving.kv_connector": lambda: str(transfer.kv_connector) if transfer else "none",
+        "serving.kv_role": lambda: str(transfer.kv_role) if transfer else "none",
     }

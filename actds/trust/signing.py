@@ -1,0 +1,294 @@
+"""Signing the seal of a dataset, and verifying who signed it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from actds import layout
+from actds.errors import ActdsError
+from actds.reading import Catalog
+from actds.store import Store, local_folder, open_for_writing, open_store
+from actds.store.local import lock_dataset
+from actds.trust.envelope import (
+    MAX_ENVELOPE_NBYTES,
+    Envelope,
+    Judgement,
+    Rejected,
+    judge,
+    parse,
+    with_signature,
+)
+from actds.trust.keyless import sign_statement, signed_payload, trust_root
+from actds.trust.keys import KEYS_VARIABLE, TrustedKey, signer, trusted_keys
+from actds.trust.pin import parse_pin
+from actds.trust.statement import check_statement, statement
+from actds.trust.sums import check_sums, put_sums
+
+__all__ = ["Identity", "Signed", "Verified", "sign", "verify"]
+
+
+@dataclass(frozen=True)
+class Signed:
+    """What a signature covers, and where it is.
+
+    Args:
+        path: the dataset.
+        seal: number of the seal.
+        digest: its digest.
+        file: path of the signature in the dataset.
+        keyid: id of the key; None of an identity.
+        is_new: whether this call added it; a key signs a seal once.
+    """
+
+    path: str
+    seal: int
+    digest: str
+    file: str
+    keyid: str | None
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who signed without a key: a name, and who vouched for it."""
+
+    identity: str
+    issuer: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Who signed a seal, of those whom the consumer trusts.
+
+    Args:
+        path: the dataset.
+        dataset: its id.
+        seal: number of the seal.
+        digest: its digest: what ``actds.open`` and ``actds validate`` take as a pin.
+        keys: the trusted keys that signed it.
+        identity: the identity that signed it, where one was asked for.
+        rejected: signatures that count for nothing.
+    """
+
+    path: str
+    dataset: str
+    seal: int
+    digest: str
+    keys: tuple[TrustedKey, ...]
+    identity: Identity | None
+    rejected: tuple[Rejected, ...]
+
+
+def sign(
+    path: str | os.PathLike[str],
+    key: str | os.PathLike[str] | None = None,
+    *,
+    keyless: bool = False,
+) -> Signed:
+    """Sign the seal of a dataset, with a key or with the identity of this machine.
+
+    The signature is of the present seal alone, and stays one of it when the dataset is sealed
+    again. Several keys may sign a seal, one call each; one identity may.
+
+    Args:
+        path: the dataset's folder, or its ``s3://`` URI.
+        key: PEM file of an Ed25519 private key; ``ACTDS_KEY_PASSWORD`` has the password of an
+            encrypted one.
+        keyless: sign with an OIDC token instead, through Sigstore: that of
+            ``SIGSTORE_IDENTITY_TOKEN`` or of the CI that this runs in.
+
+    Raises:
+        ActdsError: E306 not sealed; E021 a key that cannot be used; E803 the signature that is
+            there is of something else; E009 both or neither of the two, or no token; E807 Sigstore
+            refuses or does not answer; E008 an identity has signed this seal; E011; E010; E503.
+
+    Spec: 0.1 sections 15.3 and 15.6.
+    """
+    if (key is None) == (not keyless):
+        raise ActdsError("E009", "key", got="both or neither", expected="a key, or an identity")
+    store = open_for_writing(os.fspath(path))
+    private = None if key is None else signer(key, store)
+    with _alone(store):
+        catalog = _sealed(store, None)
+        assert catalog.seal is not None
+        n, payload = catalog.seal.n, statement(catalog)
+        put_sums(catalog)
+        file = layout.bundle_path(n) if private is None else layout.envelope_path(n)
+        if private is None:
+            if store.exists(file):
+                step = "Remove it to sign again: no reader needs it."
+                raise ActdsError("E008", file, got="a signature", expected="none", next_step=step)
+            store.put_new(file, [sign_statement(payload)])
+            return Signed(store.uri, n, catalog.digest, file, None, True)
+        before = _envelope(store, file)
+        if before is not None:
+            check_statement(before.payload, payload, file)
+        envelope = with_signature(payload, before, private)
+        if envelope is not None:
+            store.replace(file, envelope.to_bytes())
+        keyid = private.public_key.keyid
+        return Signed(store.uri, n, catalog.digest, file, keyid, envelope is not None)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    keys: Sequence[str | os.PathLike[str]] = (),
+    *,
+    need: int = 1,
+    identity: str | None = None,
+    issuer: str | None = None,
+    trusted_root: str | os.PathLike[str] | None = None,
+    offline: bool = False,
+    seal: str | None = None,
+) -> Verified:
+    """Check that somebody whom the consumer trusts signed the seal of a dataset.
+
+    Ledger and documents are checked as ``actds.open`` does. The data files are not read:
+    ``actds validate`` with the digest as its pin compares every byte with the seal.
+
+    Args:
+        path: the dataset's folder or URI.
+        keys: PEM files of public keys, each with one or several; those that
+            ``ACTDS_TRUSTED_KEYS`` names when there is neither a key nor an identity.
+        need: how many of the keys must have signed.
+        identity: who must have signed without a key: an e-mail address or a URI.
+        issuer: who must have vouched for the identity, as a URL.
+        trusted_root: file of the Sigstore instance to trust; the public one's when None.
+        offline: take the public instance's root as it is on this machine.
+        seal: digest of the seal, ``sha256:HEX``; the present one when None.
+
+    Raises:
+        ActdsError: E801 the seal is not signed; E802 not by enough of the trusted, or a signature
+            that does not hold; E803 what was signed is another statement; E806 ``SHA256SUMS`` is
+            not that of the seal; E021 a key that cannot be used; E009 nobody to trust; E804 no such
+            seal; E807 the trust root cannot be had; E306 not sealed; E011; as ``Catalog.read``.
+
+    Spec: 0.1 sections 15.4 and 15.6.
+    """
+    store = open_store(os.fspath(path))
+    who = _identity(identity, issuer)
+    files = keys or ([] if who else _keys_of_environment())
+    trusted = trusted_keys(files, store)
+    if not trusted and who is None:
+        expected = f"a public key, {KEYS_VARIABLE}, or an identity and its issuer"
+        raise ActdsError("E009", "key", got="nobody to trust", expected=expected)
+    if trusted and not 1 <= need <= len(trusted):
+        raise ActdsError("E009", "need", got=str(need), expected=f"1 to {len(trusted)} keys")
+    catalog = _sealed(store, seal)
+    assert catalog.seal is not None
+    n, expected_payload = catalog.seal.n, statement(catalog)
+    judgement = Judgement((), ())
+    if trusted:
+        judgement = _by_keys(catalog, trusted, need, expected_payload)
+    if who is not None:
+        _by_identity(catalog, who, trusted_root, offline, expected_payload)
+    if seal is None:
+        check_sums(catalog)
+    return Verified(
+        path=store.uri,
+        dataset=catalog.genesis.dataset,
+        seal=n,
+        digest=catalog.digest,
+        keys=judgement.accepted,
+        identity=who,
+        rejected=judgement.rejected,
+    )
+
+
+def _by_keys(
+    catalog: Catalog, trusted: Sequence[TrustedKey], need: int, expected: bytes
+) -> Judgement:
+    """Return the judgement of the envelope of a seal; what it says is looked at last."""
+    file = layout.envelope_path(len(catalog.seals))
+    envelope = _envelope(catalog.store, file)
+    if envelope is None:
+        raise _unsigned(catalog, file, layout.envelope_path)
+    judgement = judge(envelope, trusted)
+    if len(judgement.accepted) < need:
+        why = "; ".join(f"{one.keyid[:16] or 'no id'} {one.why}" for one in judgement.rejected)
+        raise ActdsError(
+            "E802",
+            file,
+            got=f"good signatures of {len(judgement.accepted)} trusted keys ({why or 'no other'})"[
+                :400
+            ],
+            expected=f"{need} of {len(trusted)}",
+        )
+    check_statement(envelope.payload, expected, file)
+    return judgement
+
+
+def _by_identity(
+    catalog: Catalog,
+    who: Identity,
+    trusted_root: str | os.PathLike[str] | None,
+    offline: bool,
+    expected: bytes,
+) -> None:
+    file = layout.bundle_path(len(catalog.seals))
+    if not catalog.store.exists(file):
+        raise _unsigned(catalog, file, layout.bundle_path)
+    data = catalog.store.read(file, MAX_ENVELOPE_NBYTES)
+    root = trust_root(trusted_root, offline)
+    payload = signed_payload(data, who.identity, who.issuer, root, file)
+    check_statement(payload, expected, file)
+
+
+def _unsigned(catalog: Catalog, file: str, path_of: Callable[[int], str]) -> ActdsError:
+    """Return the error for a seal without a signature; it names those that have one."""
+    n = len(catalog.seals)
+    signed = [i for i in range(1, n) if catalog.store.exists(path_of(i))]
+    got = f"no signature of seal {n}"
+    step = None
+    if signed:
+        older = catalog.seal_digests[signed[-1] - 1]
+        got += f"; seal {signed[-1]} has one"
+        step = f"Ask who signs to sign seal {n}, or verify the older one: --seal sha256:{older}."
+    return ActdsError("E801", file, got=got, expected="a signature", next_step=step)
+
+
+def _sealed(store: Store, seal: str | None) -> Catalog:
+    """Return the catalogue of a dataset under its present seal, or under a pinned one."""
+    catalog = Catalog.read(store, seal=None if seal is None else parse_pin(seal))
+    if not catalog.is_sealed:
+        raise ActdsError("E306", "seal", got="no seal over every chain", expected="a seal")
+    return catalog
+
+
+def _envelope(store: Store, file: str) -> Envelope | None:
+    if not store.exists(file):
+        return None
+    return parse(store.read(file, MAX_ENVELOPE_NBYTES), file)
+
+
+def _identity(identity: str | None, issuer: str | None) -> Identity | None:
+    if identity is None and issuer is None:
+        return None
+    if not identity or not issuer:
+        # An identity is a name that an issuer vouches for: another issuer may vouch for the same.
+        got = "an identity without its issuer" if identity else "an issuer without an identity"
+        raise ActdsError("E009", "identity", got=got, expected="both")
+    return Identity(identity, issuer)
+
+
+def _keys_of_environment() -> list[str]:
+    named = os.environ.get(KEYS_VARIABLE)
+    return [named] if named else []
+
+
+@contextmanager
+def _alone(store: Store) -> Iterator[None]:
+    """Hold a local dataset alone, so that two who sign at once do not undo each other."""
+    folder: Path | None = local_folder(store.uri)
+    if folder is None or not folder.is_dir():
+        yield
+        return
+    lock = lock_dataset(folder)
+    try:
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,164 @@
+"""Sections 6.3 (roles), 7.8 and 7.9: tables that name positions and rows of the others."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from actds_testing.independent.arrays import Bits
+from actds_testing.independent.conservation import Account
+from actds_testing.independent.documents import COUNT, DIGEST, document, either, null
+from actds_testing.independent.findings import Breach, need
+from actds_testing.independent.layout import Folder, Json, parse, sha256
+
+SETTINGS = document(
+    n_probes=COUNT, n_projections=COUNT, probes_sha256=either(DIGEST, null), seed=COUNT
+)
+TOLERANCE = 1e-4
+Floats = np.ndarray[Any, Any]
+
+
+def judge_roles(account: Account) -> None:  # 6.3
+    """Note role lines without a position (E420)."""
+    place, ends = f"census/{account.run}/roles", dict[int, int]()
+    for line in sorted(account.table("roles"), key=lambda line: (line["request"], line["start"])):
+        spans = account.spans.get(line["request"], [])
+        stop = max((span["stop"] for span in spans), default=0)
+        fits = ends.get(line["request"], 0) <= line["start"] < line["stop"] <= stop
+        account.found.check(fits, "E420", place, line)
+        ends[line["request"]] = line["stop"]
+
+
+def judge_canary(account: Account, hooks: dict[str, Json]) -> None:  # 7.9
+    """Note replays of rows that are not there (E414) or are of another request (E418)."""
+    place = f"canary/{account.run}"
+    for line in account.table("canary"):
+        key = (line["request"], line["position"])
+        span = account.owner.get(key)
+        kind = span["disposition"] if span else None
+        stored = kind == "captured" or (kind == "cache_ref" and span["ref_request"] is not None)
+        account.found.check(stored and line["hook"] in hooks, "E414", place, line)
+        known = line["verdict"] in ("same", "diverged", "foreign")
+        account.found.check(known, "E414", place, f"verdict {line['verdict']}")
+        account.found.check(line["verdict"] != "foreign", "E418", place, line)
+
+
+def settings(record: Json, place: str) -> Json | None:
+    """Return what the run record says of readouts, None without (7.8)."""
+    value = record["fields"]["capture.readouts"]["value"]
+    if value is None or value == "none":
+        return None
+    need(isinstance(value, str), "E103", place, "capture.readouts is no text")
+    said = parse(value.encode() + b"\n", place)
+    need(SETTINGS(said), "E103", place, f"capture.readouts is {value}")
+    need((said["probes_sha256"] is None) == (said["n_probes"] == 0), "E103", place, value)
+    return dict(said)
+
+
+def judge_readouts(account: Account, said: Json, hooks_of: dict[str, list[str]]) -> None:
+    """Hold the lines against rows, drops and tokens: E416, E417.
+
+    Args:
+        account: the run, settled.
+        said: the settings.
+        hooks_of: hooks by shard; the empty name has all of the genesis.
+    """
+    place, found = f"readouts/{account.run}", account.found
+    lines: Counter[tuple[int, int, int, str]] = Counter()
+    ids = {key: row["token_id"] for key, row in account.row.items()}
+    stored = dict(ids)
+    for line in account.table("readouts"):
+        key = (line["request"], line["position"])
+        lines[(*key, line["step"], line["hook"])] += 1
+        computed = line["position"] < account.computed(line["request"])
+        known = computed and line["step"] in account.steps and line["hook"] in hooks_of[""]
+        found.check(known, "E416", place, line)
+        same = line["token_id"] == ids.setdefault(key, line["token_id"])
+        found.check(same, "E417", f"{place} {line['hook']} request {key[0]}", line)
+        lengths = (len(line["projections"]), len(line["probes"]))
+        whole = lengths == (said["n_projections"], said["n_probes"])
+        found.check(whole, "E416", place, f"{lengths} numbers in {line}")
+    for name, count in lines.items():
+        found.check(count == 1, "E416", place, f"{name} {count} times")
+    wanted = [
+        (row["request"], row["position"], row["step"], hook)
+        for hook, rows in account.rows.items()
+        for row in rows
+    ]
+    for drop in account.table("drops"):
+        for position in range(drop["start"], drop["stop"]):
+            for hook in hooks_of[""]:
+                wanted.append((drop["request"], position, drop["step"], hook))
+    for name in wanted:
+        found.check(name in lines, "E416", place, f"{name} has no line")
+    for request in account.requests.values():
+        number, digest = request["request"], account.digest(request, ids)
+        from_rows = account.digest(request, stored) is not None  # judged there, E414
+        same = digest in (None, request["token_digest"]) or request["token_digest"] is None
+        found.check(same or from_rows, "E417", f"{place} request {number}", "token ids")
+
+
+def read_probes(folder: Folder, run: str, said: Json, hooks: list[Json]) -> Floats | None:
+    """Return the user's probes ``(n_hooks, n_probes, d_model)``, None without (E104, E202)."""
+    if said["probes_sha256"] is None:
+        return None
+    path = f"readouts/{run}/probes.npy"
+    nbytes = 128 + 4 * len(hooks) * said["n_probes"] * hooks[0]["d_model"]
+    need(len({hook["d_model"] for hook in hooks}) == 1, "E103", path, "hooks of several widths")
+    folder.reach(path, nbytes)
+    data = folder.read(path)
+    need(sha256(data) == said["probes_sha256"], "E202", path, "another digest")
+    shape = (len(hooks), said["n_probes"], hooks[0]["d_model"])
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    try:
+        probes = np.load(io.BytesIO(data), allow_pickle=False)
+    except ValueError as error:
+        raise Breach("E206", path, error) from None
+    fits = data[6:8] == b"\1\0" and probes.shape == shape and probes.dtype == header["descr"]
+    need(bool(fits), "E206", path, f"{probes.dtype} {probes.shape}")
+    return np.asarray(probes)
+
+
+def directions(said: Json, d: int) -> Floats:
+    """Return the random directions ``(n_projections, d)``."""
+    k, text = said["n_projections"], f"actds projections {said['seed']} {d}"
+    stream = hashlib.shake_256(text.encode("ascii")).digest(-(-k * d // 8))
+    bits = np.unpackbits(np.frombuffer(stream, np.uint8), bitorder="little")[: k * d]
+    return (1.0 - 2.0 * bits.reshape(k, d)) / math.sqrt(d)
+
+
+def compare(
+    account: Account, said: Json, hook: Json, rows: list[Json], bits: Bits, probes: Floats | None
+) -> None:
+    """Hold readouts against those of the stored rows, within 1e-4 of norms (E417)."""
+    place = rows[0]["shard"] if rows else "shards"
+    lines = {
+        (line["request"], line["position"], line["step"]): line
+        for line in account.table("readouts")
+        if line["hook"] == hook["name"]
+    }
+    random = directions(said, hook["d_model"])
+    for row, x in zip(rows, values(bits, hook["dtype"]), strict=True):
+        line = lines.get((row["request"], row["position"], row["step"]))
+        norm = float(np.linalg.norm(x))
+        if line is None or not np.isfinite(x).all() or norm > np.finfo(np.float32).max:
+            continue
+        pairs = [(line["norm"], norm, norm)]
+        for name, matrix in (("projections", random), ("probes", probes)):
+            if matrix is not None and len(line[name]) == len(matrix):
+                sizes = np.linalg.norm(matrix.astype(np.float64), axis=1) * norm
+                pairs += zip(line[name], matrix.astype(np.float64) @ x, sizes, strict=True)
+        near = all(abs(told - true) <= TOLERANCE * size for told, true, size in pairs)
+        account.found.check(near, "E417", place, f"{hook['name']}: {row}")
+
+
+def values(bits: Bits, dtype: str) -> Floats:
+    """Return the values of rows in float64."""
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return bits.view(np.float16 if dtype == "float16" else np.float32).astype(np.float64)

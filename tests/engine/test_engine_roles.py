@@ -1,0 +1,122 @@
+"""Roles of a harvest's chats: of every position, stored or not, those that the messages say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actds
+from actds.load.dataset import Dataset
+from actds_testing import harvest as h
+from actds_testing.chat_templates import CHATS
+from actds_testing.tiny import byte_tokenizer, make_tiny_model
+from actds_validators.audit.api import audit
+
+pytestmark = pytest.mark.engine
+
+GENERATED = 7
+HOOK = "resid_post.1"
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer() -> Any:
+    return byte_tokenizer(chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats beside texts, twice each, so that a prefix cache has hits in every role."""
+    folder = tmp_path_factory.mktemp("roles")
+    model = make_tiny_model(folder / "model", dtype="float32", tokenizer=True)
+    tokenizer().save_pretrained(model)
+    records: list[dict[str, Any]] = [
+        {"id": f"{name}-{n}", "messages": messages, "tools": tools}
+        for n in range(2)
+        for name, (messages, tools) in CHATS.items()
+    ]
+    records += [{"id": f"text-{n}", "prompt": "user and assistant " * n} for n in range(1, 3)]
+    prompts = h.write_prompts(folder / "prompts.jsonl", records)
+    h.harvest_alone(
+        folder / "acts", model, prompts, "--hooks", "resid_post:1", *h.TINY, *h.EAGER,
+        "--max-tokens", str(GENERATED), "--engine-arg", "max_num_batched_tokens=96",
+        "--engine-arg", "max_num_seqs=4", "--engine-arg", "max_model_len=1024",
+        "--rows-per-shard", "500",
+    )  # fmt: skip
+    return folder / "acts"
+
+
+@pytest.fixture(scope="module")
+def dataset(path: Path) -> Dataset:
+    return actds.open(path)
+
+
+def roles_of(dataset: Dataset) -> dict[int, dict[int, str]]:
+    """Return the role of each position that has one, by request."""
+    found: dict[int, dict[int, str]] = {}
+    for line in dataset.roles().to_pylist():
+        mine = found.setdefault(line["request"], {})
+        for position in range(line["start"], line["stop"]):
+            assert position not in mine
+            mine[position] = line["role"]
+    return found
+
+
+def test_the_tokens_of_each_role_are_the_texts_of_its_messages(dataset: Dataset) -> None:
+    roles, decode = roles_of(dataset), tokenizer().decode
+    requests = dataset.requests().to_pylist()
+    assert len(requests) == 2 * len(CHATS) + 2
+    for line in requests:
+        rows = dataset.request(line["request"])
+        ids = rows.token_id.tolist()
+        name = line["external_id"].rpartition("-")[0]
+        mine = roles.get(line["request"], {})
+        if name == "text":
+            assert mine == {}
+            continue
+        n, prompt = line["prompt_len"] + line["generated_len"] - 1, line["prompt_len"]
+        assert sorted(mine) == list(range(n))
+        assert {mine[position] for position in range(prompt, n)} == {"assistant"}
+        assert rows.role.tolist() == [mine[position] for position in range(n)]
+        messages, _tools = CHATS[name]
+        for role in ("system", "user"):
+            said = [ids[p] for p in range(prompt) if mine[p] == role]
+            assert decode(said) == "".join(m["content"] for m in messages if m["role"] == role)
+        words = decode([ids[p] for p in range(prompt) if mine[p] == "assistant"])
+        for message in messages:
+            assert message["role"] != "assistant" or message["content"] in words
+
+
+def test_loaders_choose_by_role_and_rows_of_the_cache_have_theirs(
+    path: Path, dataset: Dataset
+) -> None:
+    roles = roles_of(dataset)
+    spans = dataset.spans().to_pylist()
+    assert any(s["disposition"] == "cache_ref" for s in spans)
+    tokens = dataset.tokens(columns=["request", "position"]).to_pylist()
+    for role in ("assistant", "user", "tool"):
+        wanted = sum(roles.get(t["request"], {}).get(t["position"]) == role for t in tokens)
+        where = f"role == '{role}'"
+        assert actds.Loader(path, HOOK, where=where, batch=8).n_rows == wanted > 0
+        assert len(actds.load_dataset(path, hooks=HOOK, where=where)) == wanted
+    texts = actds.Loader(path, HOOK, where="role is None", batch=8)
+    assert texts.n_rows == sum(t["request"] not in roles for t in tokens)
+
+
+def test_the_coverage_map_has_the_roles_by_itself_and_the_record_says_how_many(
+    path: Path, dataset: Dataset
+) -> None:
+    coverage = audit(path).result.coverage
+    assert coverage is not None
+    classes = {cell.token_class for cell in coverage.cells}
+    assert {"system", "user", "assistant", "tool", "template", "prompt", "generated"} <= classes
+    (record,) = dataset.catalog.runs.values()
+    assert record.fields["prompts.roles"].value == (
+        f'{{"known":{2 * len(CHATS)},"unknown":{{"a text, no chat":2}}}}'
+    )

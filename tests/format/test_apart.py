@@ -1,0 +1,166 @@
+"""Tables are parsed in a process that may die: its death is a finding."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actds.errors import ActdsError
+from actds.format import apart, tables
+from actds.format.apart import TablesApart
+from actds_testing.places import VECTORS
+
+MINIMAL = VECTORS / "valid" / "minimal"
+TOKENS = next(MINIMAL.glob("shards/*/tokens.parquet"))
+LINUX = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(),
+    reason="no limit of memory where no process says its size",
+)
+pytestmark = pytest.mark.standard
+
+
+@pytest.fixture
+def one() -> Iterator[TablesApart]:
+    yield TablesApart(1 << 16)
+    apart.start()  # with nobody's deaths remembered
+
+
+def stalls(n: int, **columns: Any) -> pa.Table:
+    made = {
+        f.name: pa.array(np.zeros(n), f.type)
+        for f in tables.bare_schema("stalls")
+        if f.name != "stage"
+    }
+    return pa.table({"stage": pa.array(["a"] * n), **made, **columns})
+
+
+def parquet(table: pa.Table, **options: Any) -> bytes:
+    sink = io.BytesIO()
+    options = {"store_schema": False, "write_page_checksum": True, "compression": "zstd", **options}
+    pq.write_table(table, sink, **options)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("columns", [None, ["step", "request"], []])
+def test_a_table_is_the_same_as_read_here(one: TablesApart, columns: list[str] | None) -> None:
+    here = tables.from_parquet("tokens", TOKENS.read_bytes(), "x", columns)
+    assert one.from_parquet("tokens", TOKENS.read_bytes(), "x", columns).equals(here)
+
+
+def test_an_error_is_the_same_as_here(one: TablesApart) -> None:
+    for data in (b"", b"PAR1 no parquet PAR1", TOKENS.read_bytes()):
+        said = []
+        for read in (tables.from_parquet, one.from_parquet):
+            with pytest.raises(ActdsError) as caught:
+                read("stalls", data, "losses/x")
+            said.append(str(caught.value))
+        assert said[0] == said[1]
+
+
+def endless() -> bytes:
+    """Return a table with a row group for each row, whose footer takes seconds."""
+    return parquet(stalls(8_000), row_group_size=1, compression="none")
+
+
+@pytest.fixture
+def roomy() -> Iterator[TablesApart]:
+    """Yield what lets a parser have gigabytes, so that time is what ends it."""
+    yield TablesApart(1 << 27)
+    apart.start()
+
+
+def test_a_file_that_ends_its_parser_is_a_finding_and_the_next_one_is_read(
+    roomy: TablesApart,
+) -> None:
+    one, data = roomy, endless()
+    for _ in range(3):
+        with pytest.raises(ActdsError, match="E206 x: a file that takes too long"):
+            one.from_parquet("stalls", data, "x")
+    with pytest.raises(ActdsError, match="E206 x: a table after 3 others"):
+        one.from_parquet("tokens", TOKENS.read_bytes(), "x")
+    apart.start()
+    assert one.from_parquet("tokens", TOKENS.read_bytes(), "x").num_rows > 0
+
+
+def test_a_parser_that_crashes_is_named_by_its_signal(roomy: TablesApart) -> None:
+    data = endless()
+    crash = threading.Timer(1, os.kill, (apart.pid(), signal.SIGSEGV))
+    crash.start()
+    with pytest.raises(ActdsError, match="E206 x: a file that ends its parser with SIGSEGV"):
+        roomy.from_parquet("stalls", data, "x")
+    crash.join()
+
+
+def test_a_parser_that_is_gone_comes_back(one: TablesApart) -> None:
+    """As after its idle minute, or when somebody ends it who does not know what it is."""
+    before = apart.pid()
+    os.kill(before, signal.SIGTERM)
+    assert one.from_parquet("tokens", TOKENS.read_bytes(), "x").num_rows > 0
+    assert apart.pid() != before
+
+
+@LINUX
+def test_a_word_that_many_rows_name_does_not_fill_the_memory(one: TablesApart) -> None:
+    """200 GB of text in a file of some kilobytes, of which no size in the file tells."""
+    n = 200_000
+    words = pa.DictionaryArray.from_arrays(
+        pa.array(np.zeros(n, np.int32)), pa.array(["a" * 1_000_000])
+    )
+    data = parquet(stalls(n, stage=words))
+    assert len(data) < 20_000
+    with pytest.raises(ActdsError, match="E206"):
+        one.from_parquet("stalls", data, "x")
+    assert one.from_parquet("tokens", TOKENS.read_bytes(), "x").num_rows > 0
+
+
+def test_all_tables_of_a_dataset_share_one_bound(one: TablesApart) -> None:
+    data = parquet(stalls(400_000))  # 15 MB of columns
+    for place in ("a", "b", "a", "a"):  # one that is read again takes no more
+        assert one.from_parquet("stalls", data, place).num_rows == 400_000
+    with pytest.raises(ActdsError, match="E206 c: 400000 rows"):
+        one.from_parquet("stalls", data, "c")
+
+
+def _read(path: str) -> int:
+    return int(TablesApart(1 << 16).from_parquet("tokens", Path(path).read_bytes(), "x").num_rows)
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_works_in_worker_processes(one: TablesApart, how: str) -> None:
+    """Daemons, which may have no children of multiprocessing's; a fork has its parent's process."""
+    if how == "fork" and sys.version_info >= (3, 12):
+        pytest.skip("forking a process with threads warns")
+    here = one.from_parquet("tokens", TOKENS.read_bytes(), "x").num_rows
+    with multiprocessing.get_context(how).Pool(2) as pool:
+        assert pool.map(_read, [str(TOKENS)] * 4) == [here] * 4
+    assert one.from_parquet("tokens", TOKENS.read_bytes(), "x").num_rows == here
+
+
+def test_the_folder_that_one_is_in_is_not_imported_from(tmp_path: Path) -> None:
+    """``cd dataset; actds validate .``: a stranger's ``json.py`` there must never run."""
+    ran = tmp_path / "ran"
+    for name in ("json", "pyarrow", "select", "resource"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(ran)!r}, 'w')\nraise SystemExit\n")
+    code = f"""
+import os, sys
+from actds.format.apart import TablesApart
+os.chdir(sys.argv[1])
+TablesApart(1).from_parquet("tokens", open({str(TOKENS)!r}, "rb").read(), "x")
+"""
+    command = [sys.executable, "-P", "-c", code, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert not ran.exists()

@@ -1,0 +1,245 @@
+"""The doctor: it names what foreign sets hold and lack, runs nothing of them and writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shlex
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+import actds
+from actds.cli import cli
+from actds.errors import ActdsError
+from actds_testing.synthetic import make_dataset
+
+datasets = pytest.importorskip("datasets")
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args], prog_name="actds")
+
+
+def lacks(path: Path) -> dict[str, str]:
+    [found] = actds.doctor(path).sets
+    return {one.missing: one.unknowable for one in found.lacks}
+
+
+def hidden_states(folder: Path) -> Path:
+    """As vLLM's ``ExampleHiddenStatesConnector`` and speculators write them."""
+    folder.mkdir()
+    for n, length in enumerate((5, 3, 9)):
+        ids = torch.arange(length)
+        states = torch.randn(length, 2, 8).bfloat16()
+        save_file({"hidden_states": states, "token_ids": ids}, folder / f"hs_{n}.safetensors")
+    return folder
+
+
+def samples(folder: Path) -> Path:
+    """As speculators' offline data generation saves them."""
+    folder.mkdir()
+    for n, length in enumerate((5, 3)):
+        states = [torch.randn(length, 8) for _ in range(3)]
+        mask = torch.ones(length)
+        one = {"input_ids": torch.arange(length), "hidden_states": states, "loss_mask": mask}
+        torch.save(one, folder / f"data_{n}.pt")
+    return folder
+
+
+def windows(folder: Path) -> Path:
+    """As SAELens' cached activations."""
+    features = datasets.Features(
+        {
+            "blocks.3.hook_resid_post": datasets.Array2D((4, 8), "float32"),
+            "token_ids": datasets.List(datasets.Value("int32"), 4),
+        }
+    )
+    values = {
+        "blocks.3.hook_resid_post": np.random.default_rng(0).normal(size=(6, 4, 8)).astype("f4"),
+        "token_ids": np.zeros((6, 4), "i4"),
+    }
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(values, features=features).save_to_disk(str(folder))
+    return folder
+
+
+def arrays(folder: Path) -> Path:
+    folder.mkdir()
+    for layer in (10, 20):
+        np.save(folder / f"layer{layer}.npy", np.ones((7, 8), np.float16))
+    return folder
+
+
+SETS = {
+    # What makes it; its form, rows of a hook, hooks, what it lacks, what it does not.
+    "vllm": (hidden_states, "safetensors", 17, 2, {"names of hooks"}, {"token ids", "positions"}),
+    "speculators": (samples, "pt", 8, 3, {"names of hooks"}, {"token ids", "request ids"}),
+    "sae_lens": (windows, "sae-lens", 24, 1, {"positions"}, {"token ids", "names of hooks"}),
+    "npy": (arrays, "npy", 7, 2, {"token ids", "positions", "request ids"}, set()),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_is_described_and_the_command_imports_it(name: str, tmp_path: Path) -> None:
+    make, kind, n_rows, n_hooks, missing, said = SETS[name]
+    path = make(tmp_path / "set")
+    before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+    report = actds.doctor(path)
+    [found] = report.sets
+    assert (found.kind, found.n_rows, len(found.hooks)) == (kind, n_rows, n_hooks)
+    assert all(hook["d_model"] == 8 for hook in found.hooks)
+    assert not found.faults and report.can_import
+    assert missing | {"a drop log", "a census", "precision"} <= lacks(path).keys()
+    assert not said & lacks(path).keys()
+    assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
+    # The command is one that runs, once the places of the model are named.
+    words = shlex.split(found.command or "")
+    assert words[:3] == ["actds", "import", str(path)]
+    words[3] = str(tmp_path / "acts")
+    layers = iter(range(9))
+    words = [f"resid_post.{next(layers)}" if word == "KIND.LAYER" else word for word in words]
+    done = run(*words[1:], "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["n_rows"] == found.n_rows
+    assert actds.doctor(tmp_path / "acts").is_dataset
+
+
+def test_what_is_missing_says_what_nobody_can_know(tmp_path: Path) -> None:
+    told = lacks(arrays(tmp_path / "set"))
+    assert "split by request" in told["request ids"] and "mixed" in told["request ids"]
+    assert "BOS" in told["positions"] and "sinks" in told["positions"]
+    assert "MNAR" in told["a drop log"]
+
+
+def test_the_page_ends_with_the_command(tmp_path: Path) -> None:
+    path = windows(tmp_path / "set")
+    done = run("doctor", path)
+    assert done.exit_code == 0 and done.stderr == ""
+    assert "  blocks.3.hook_resid_post  float32 (6, 4, 8)" in done.stdout.splitlines()
+    last = done.stdout.splitlines()[-1]
+    assert last == f"  actds import {path} acts --declare model.name=NAME"
+
+
+def test_a_bfloat16_array_without_a_name_is_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "resid_post.3.npy", np.zeros((4, 8), np.uint16))
+    [found] = actds.doctor(tmp_path).sets
+    assert found.command is not None and "--dtype bfloat16" in found.command
+
+
+def test_other_forms_are_shown_but_not_imported(tmp_path: Path) -> None:
+    datasets.disable_progress_bars()
+    made = datasets.Dataset.from_dict({"text": ["a", "b"], "emb": [[1.0, 2.0], [3.0, 4.0]]})
+    made.save_to_disk(str(tmp_path / "saved"))
+    made.to_parquet(str(tmp_path / "parquet" / "train.parquet"))
+    os.mkdir(tmp_path / "npz")
+    np.savez(tmp_path / "npz" / "rows.npz", a=np.ones((3, 8), np.float32), b=np.ones(3))
+    for name, kind in (("saved", "datasets"), ("parquet", "parquet"), ("npz", "npz")):
+        report = actds.doctor(tmp_path / name)
+        [found] = report.sets
+        assert found.kind == kind and found.command is None and found.refused
+        assert run("doctor", tmp_path / name).exit_code == 1
+    shapes = {a.name: (a.dtype, a.shape) for a in actds.doctor(tmp_path / "npz").sets[0].arrays}
+    assert shapes == {"a": ("float32", [3, 8]), "b": ("float64", [3])}
+    assert actds.doctor(tmp_path).elsewhere == ["npz", "parquet", "saved"]
+
+
+def test_mixed_kinds_get_a_command_each(tmp_path: Path) -> None:
+    path = hidden_states(tmp_path / "set")
+    np.save(path / "resid_post.1.npy", np.ones((3, 4), np.float32))
+    commands = {one.kind: one.command or "" for one in actds.doctor(path).sets}
+    assert set(commands) == {"safetensors", "npy"}
+    assert all(f"--from {kind}" in words for kind, words in commands.items())
+
+
+def test_what_validate_does_not_know_is_for_the_doctor(tmp_path: Path) -> None:
+    told = run("validate", arrays(tmp_path / "set"))
+    assert told.exit_code == 3 and "actds doctor" in told.stdout
+    make_dataset(tmp_path / "acts", n_requests=2)
+    assert "actds validate" in run("doctor", tmp_path / "acts").stdout
+
+
+class Trap:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def _hostile(folder: Path, name: str) -> None:
+    """Write a file of a kind that no honest program writes."""
+    header = {"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}
+    text = json.dumps(header).encode()
+    match name:
+        case "pickle.pt":
+            torch.save({"hidden_states": Trap(folder / "run")}, folder / name)
+        case "bare.pt":
+            (folder / name).write_bytes(pickle.dumps(Trap(folder / "run")))
+        case "object.npy":
+            np.save(folder / name, np.array([Trap(folder / "run")], object), allow_pickle=True)
+        case "object.npz":
+            np.savez(folder / name, a=np.array([Trap(folder / "run")], object))
+        case "long.npy":
+            head = b"{'descr':'<f4','fortran_order':False,'shape':(" + b"9," * 40_000 + b")}"
+            size = len(head).to_bytes(4, "little")
+            (folder / name).write_bytes(b"\x93NUMPY\x02\x00" + size + head)
+        case "cut.npy":
+            np.save(folder / name, np.ones((100, 8)))
+            os.truncate(folder / name, 300)
+        case "cut.safetensors":
+            (folder / name).write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
+        case "huge.safetensors":
+            (folder / name).write_bytes((2**62).to_bytes(8, "little") + text)
+        case "deep.safetensors":
+            deep = b"[" * 50_000
+            (folder / name).write_bytes(len(deep).to_bytes(8, "little") + deep)
+        case "bomb.npz":
+            with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr("a.npy", b"\0" * 50_000_000)
+        case "cut.arrow":
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, pa.schema([("a", pa.int64())])) as stream:
+                stream.write(pa.record_batch({"a": [1, 2]}))
+            (folder / name).write_bytes(sink.getvalue().to_pybytes()[:-60])
+        case _:
+            (folder / name).write_bytes(b"\x00\xff no such thing" * 9)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pickle.pt", "bare.pt", "object.npy", "object.npz", "long.npy", "cut.npy", "cut.safetensors",
+     "huge.safetensors", "deep.safetensors", "bomb.npz", "cut.arrow", "noise.pt", "noise.npy",
+     "noise.npz", "noise.safetensors", "noise.parquet", "noise.arrow"],
+)  # fmt: skip
+def test_hostile_files_are_faults_and_nothing_of_them_runs(name: str, tmp_path: Path) -> None:
+    _hostile(tmp_path, name)
+    done = run("doctor", tmp_path)
+    assert not (tmp_path / "run").exists()
+    assert done.exit_code == 1 and "Traceback" not in done.output and "E901" not in done.output
+    [found] = actds.doctor(tmp_path).sets
+    assert found.faults and found.faults[0].startswith("E019") and name in found.faults[0]
+    assert found.command is None
+
+
+def test_names_of_arrays_cannot_paint_the_terminal(tmp_path: Path) -> None:
+    save_file({"\x1b[31mred": torch.ones(2, 2)}, tmp_path / "a.safetensors")
+    assert "\x1b" not in run("doctor", tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), [("nowhere", "E019 .*no such path"), ("s3://bucket/x", "E009")]
+)
+def test_no_path_is_an_error(path: str, words: str, tmp_path: Path) -> None:
+    where = path if ":" in path else tmp_path / path
+    with pytest.raises(ActdsError, match=words):
+        actds.doctor(where)
+    assert run("doctor", where).exit_code == 2

@@ -1,0 +1,255 @@
+"""Arms of real datasets: which rows belong together, which are left out, which are refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import actds
+from actds.errors import ActdsError
+from actds.load.dataset import Dataset
+from actds_testing.schedules import Schedule, simulate
+from actds_testing.synthetic import make_dataset
+from actds_validators.regimes.arms import Arm, read_arm
+from actds_validators.regimes.contrast import contrast
+from actds_validators.regimes.instruments.moments import Moments
+from actds_validators.regimes.instruments.numerics import Numerics
+from actds_validators.regimes.result import Limits, Regimes
+from actds_validators.regimes.run import Asked, compare
+from actds_validators.regimes.strata import fine_bands, quintiles, strata_of
+
+HOOK = "resid_post.1"
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Prompts of few prefixes, some of them served from the cache."""
+    path = tmp_path_factory.mktemp("cached")
+    return actds.open(make_dataset(path / "d", n_requests=30, roles=True, dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def uncached(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """The same prompts, every position computed; rows in bfloat16."""
+    path = tmp_path_factory.mktemp("uncached")
+    return actds.open(make_dataset(path / "d", n_requests=30, cache=False, roles=True))
+
+
+def prefixes(dataset: Dataset) -> dict[int, tuple[int, ...]]:
+    """Return the tokens up to each row of the hook, by row number."""
+    found = {}
+    for request in dataset.requests()["request"].to_pylist():
+        told = dataset.request(request, hook=HOOK)
+        for position in range(len(told)):
+            if told.row[position] >= 0 and told.owner[position] == request:
+                found[int(told.row[position])] = tuple(told.token_id[: position + 1].tolist())
+    return found
+
+
+def test_an_arm_has_each_prefix_once_and_no_first_position(uncached: Dataset) -> None:
+    rows = read_arm(Arm("A", uncached), HOOK)
+    known = prefixes(uncached)
+    assert Counter(known.values()).most_common(1)[0][1] > 1
+    kept = [known[row] for row in rows.row.tolist()]
+    assert len(set(kept)) == len(kept)
+    assert set(kept) == {prefix for prefix in known.values() if len(prefix) > 1}
+    assert rows.n_apart["first_position"] == sum(len(prefix) == 1 for prefix in known.values())
+    assert (np.diff(rows.row) > 0).all()
+
+
+def test_pairs_by_token_have_the_same_prefix(cached: Dataset, uncached: Dataset) -> None:
+    told, known, _ = contrast(Arm("A", cached), Arm("B", uncached), HOOK)
+    assert told.pairing == "token"
+    first, second = prefixes(cached), prefixes(uncached)
+    one, other = told.pairs
+    pairs = zip(told.first.row[one].tolist(), told.second.row[other].tolist(), strict=True)
+    for mine, theirs in pairs:
+        assert first[mine] == second[theirs]
+    hashed = known.row[known.prefix != 0].tolist()  # the loader knows nearly all prefixes
+    assert len(hashed) > 0.9 * len(known)
+    common = {first[row] for row in hashed} & set(second.values())
+    assert len(one) == len(common)
+    # A pair stands in one group on both sides.
+    assert (told.first.group[one] == told.second.group[other]).all()
+
+
+def other_continuations(schedule: Schedule) -> Schedule:
+    """Return a schedule whose sampled tokens are other ones."""
+    prompt = dict(
+        zip(*(schedule.requests[n].to_pylist() for n in ("request", "prompt_len")), strict=True)
+    )
+    rows = schedule.rows.to_pylist()
+    for row in rows:
+        row["token_id"] += 7 * (row["position"] >= prompt[row["request"]])
+    ids = [
+        [t + 7 * (p >= prompt.get(r, 0)) for p, t in enumerate(tokens)]
+        for r, tokens in enumerate(schedule.token_ids)
+    ]
+    requests = schedule.requests.to_pylist()
+    for line in requests:
+        line["token_digest"] = None
+    return replace(
+        schedule,
+        rows=pa.Table.from_pylist(rows, schema=schedule.rows.schema),
+        requests=pa.Table.from_pylist(requests, schema=schedule.requests.schema),
+        token_ids=ids,
+    )
+
+
+def test_other_tokens_of_one_prompt_are_paired_by_position(tmp_path: Path) -> None:
+    schedule = simulate(30, 0, cache=False)
+    changed = other_continuations(schedule)
+    one = actds.open(make_dataset(tmp_path / "a", schedule=schedule))
+    other = actds.open(make_dataset(tmp_path / "b", schedule=changed))
+    decode = "position >= request.prompt_len"
+    told, first, second = contrast(Arm("A", one, where=decode), Arm("B", other, where=decode), HOOK)
+    assert told.pairing == "position"
+    at = {int(row): k for k, row in enumerate(first.row)}
+    to = {int(row): k for k, row in enumerate(second.row)}
+    for mine, theirs in zip(*told.pairs, strict=True):
+        i, j = at[int(told.first.row[mine])], to[int(told.second.row[theirs])]
+        assert first.position[i] == second.position[j]
+        names = first.requests.external_id[first.request[i]]
+        assert names == second.requests.external_id[second.request[j]]
+        assert first.token_id[i] != second.token_id[j]
+    assert len(told.pairs[0]) == len(first)
+
+
+def test_an_unpaired_reference_is_weighted_to_tokens_and_positions(uncached: Dataset) -> None:
+    # Requests of even and of odd numbers share prompts, and so tokens and positions.
+    even, odd = (
+        Arm(name, uncached, where=f"request % 2 == {k}") for k, name in enumerate(("even", "odd"))
+    )
+    told, first, second = contrast(even, odd, HOOK, pairing="unpaired")
+    assert told.adjusted and told.pairing == "unpaired"
+    sums = []
+    for rows, own in ((first, told.first), (second, told.second)):
+        layer = own.layers[0]
+        assert layer.weight is not None
+        cells: Counter[tuple[int, int]] = Counter()
+        bands = fine_bands(rows.position)
+        for token, band, weight in zip(rows.token_id, bands, layer.weight, strict=True):
+            cells[int(token), int(band)] += float(weight)
+        sums.append({cell: round(n, 4) for cell, n in cells.items() if n})
+    assert sums[0] == sums[1]
+    assert 0 < told.coverage < 1
+
+
+def test_decode_steps_count_from_the_first_sampled_token(cached: Dataset) -> None:
+    rows = read_arm(Arm("A", cached, phase="decode"), HOOK)
+    lengths = dict(
+        zip(*(cached.requests()[n].to_pylist() for n in ("request", "prompt_len")), strict=True)
+    )
+    tokens = cached.tokens(HOOK).take(rows.row)
+    expected = [
+        position - lengths[request] + 1
+        for request, position in zip(
+            tokens["request"].to_pylist(), tokens["position"].to_pylist(), strict=True
+        )
+    ]
+    assert rows.decode_step.tolist() == expected
+    told = strata_of(rows)
+    names = [told.strata[k].name if k >= 0 else None for k in told.codes["decode step"]]
+    assert all((n == "1") == (s == 1) for n, s in zip(names, expected, strict=True))
+    roles = {told.strata[k].name for k in told.codes["role"] if k >= 0}
+    assert roles == {"assistant"}
+    assert {told.strata[k].name for k in told.codes["kernel mode"]} == {"eager"}
+
+
+def test_quintiles_hold_a_fifth_each() -> None:
+    values = np.random.default_rng(0).normal(size=1000)
+    values[0] = np.nan
+    place, edges = quintiles(values)
+    assert place[0] == -1
+    assert np.abs(np.bincount(place[1:]) - 200).max() <= 1
+    assert (quintiles(np.array([edges[-1] + 1]), edges)[0] == 4).all()
+
+
+def test_a_covariate_divides_by_the_quintiles_of_the_reference(
+    cached: Dataset, uncached: Dataset
+) -> None:
+    lengths = len(cached.array(HOOK)), len(uncached.array(HOOK))
+    entropy = tuple(np.arange(n) / 10 for n in lengths)
+    covariate = entropy[0], entropy[1]
+    told, rows, _ = contrast(
+        Arm("A", cached), Arm("B", uncached), HOOK, pairing="unpaired", adjust=False,
+        covariate=covariate,
+    )  # fmt: skip
+    layer = next(
+        one for one in told.first.layers if told.strata[one.stratum.max()].axis == "entropy"
+    )
+    counts = Counter(told.strata[k].name for k in layer.stratum)
+    assert sorted(counts) == [f"quintile {k}" for k in range(1, 6)]
+    assert max(counts.values()) - min(counts.values()) <= 1
+    assert sum(counts.values()) == len(rows)
+
+
+def test_equal_tokens_in_another_type_carry_over(cached: Dataset, uncached: Dataset) -> None:
+    limits = Limits(outliers=0.5)  # of a few dozen rows, no small rate can be excluded
+    asked = Asked("b-a", Arm("A", cached), Arm("B", uncached), HOOK, [Moments(), Numerics()])
+    found = compare([asked], limits)
+    told = found.contrasts[0]
+    assert {v.instrument: v.outcome for v in told.verdicts} == {
+        "moments": "carries over",
+        "numerics": "carries over",
+    }
+    everything = next(q for q in told.quantiles if q.axis == "all" and q.measure == "relative L2")
+    a, b = cached.array(HOOK), uncached.array(HOOK)
+    first, second = prefixes(cached), {p: row for row, p in prefixes(uncached).items()}
+    pairs = [(row, second[p]) for row, p in first.items() if len(p) > 1 and p in second]
+    x, y = (
+        array[np.array(rows)] for array, rows in zip((a, b), zip(*pairs, strict=True), strict=True)
+    )
+    away = np.linalg.norm(y - x, axis=1) / np.linalg.norm(x, axis=1)
+    assert everything.p100 == pytest.approx(away.max(), rel=1e-5)
+    assert everything.p50 == pytest.approx(np.median(away), rel=0.02)
+    assert everything.n_pairs == told.n_pairs
+
+
+def test_the_same_rows_are_equal_to_the_bit(cached: Dataset) -> None:
+    again = actds.open(cached.path)
+    asked = Asked("a-a", Arm("A", cached), Arm("B", again), HOOK, [Numerics()])
+    values = compare([asked]).contrasts[0].values
+    equal = next(v for v in values if v.measure == "equal to the bit" and v.axis == "all")
+    assert equal.value == 1
+    far = next(v for v in values if v.measure == "relative L2" and v.axis == "all")
+    assert far.value == 0 and far.outcome == "carries over"
+
+
+def test_a_result_survives_json(cached: Dataset, uncached: Dataset) -> None:
+    asked = Asked("b-a", Arm("A", cached), Arm("B", uncached), HOOK, [Moments()])
+    found = compare([asked])
+    text = found.to_json()
+    assert '"schema": "actds.regimes/1"' in text
+    assert Regimes.from_json(text) == found
+    # The same question has the same answer to the bit.
+    again = Asked("b-a", Arm("A", cached), Arm("B", uncached), HOOK, [Moments()])
+    assert compare([again]).to_json() == text
+
+
+def test_arms_without_tokens_in_common_are_undecided(uncached: Dataset) -> None:
+    arms = Arm("H", uncached, phase="prefill"), Arm("G", uncached, phase="decode")
+    told = compare([Asked("G-H", *arms, HOOK, [Moments()])]).contrasts[0]
+    assert told.pairing == "unpaired" and told.coverage == 0
+    assert [v.outcome for v in told.verdicts] == ["undecided"]
+    assert "0 requests" in told.verdicts[0].short[0]
+
+
+def test_refuses_what_cannot_be_compared(cached: Dataset, tmp_path: Path) -> None:
+    whole = Arm("A", cached)
+    with pytest.raises(ActdsError, match=r"E014 arm A.*resid_post.9"):
+        contrast(whole, whole, "resid_post.9")
+    few = Arm("few", cached, where="request < 5")
+    with pytest.raises(ActdsError, match=r"E014 arm few.*requests"):
+        contrast(whole, few, HOOK)
+    wide = actds.open(make_dataset(tmp_path / "wide", d_model=8))
+    with pytest.raises(ActdsError, match=r"E014 arm W.*8 channels"):
+        contrast(whole, Arm("W", wide), HOOK)
+    other = actds.open(make_dataset(tmp_path / "other", n_requests=20, seed=5))
+    with pytest.raises(ActdsError, match=r"E014 arms A and O.*pair by token"):
+        contrast(whole, Arm("O", other), HOOK, pairing="token")

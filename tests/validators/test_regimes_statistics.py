@@ -1,0 +1,400 @@
+"""What the instruments of regimes measure equals numpy, scipy, sklearn and statsmodels."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.stats
+from sklearn.metrics import jaccard_score, r2_score, roc_auc_score
+from statsmodels.stats.multitest import multipletests
+
+from actds.errors import ActdsError
+from actds_testing.calibration.regimes import Orthonormal
+from actds_validators.regimes import inference
+from actds_validators.regimes.contrast import Layer, Side
+from actds_validators.regimes.instruments import overlap, probes
+from actds_validators.regimes.instruments.base import Remembered
+from actds_validators.regimes.instruments.moments import (
+    Moments,
+    central_moments,
+    kurtosis,
+    normal_divergence,
+)
+from actds_validators.regimes.instruments.numerics import Numerics
+from actds_validators.regimes.instruments.reconstruction import Reconstruction, log_rates
+from actds_validators.regimes.quantiles import Histogram
+from actds_validators.regimes.result import Limits
+from actds_validators.regimes.strata import Stratum
+from actds_validators.regimes.sums import COUNT, Part, Sums, Totals
+
+N, D, N_GROUPS = 600, 5, 12
+EVERYTHING = Stratum("all", "all")
+
+
+def side(stratum: np.ndarray, group: np.ndarray, weight: np.ndarray | None = None) -> Side:
+    layers = (Layer(np.zeros(len(group), np.int64)), Layer(stratum, weight))
+    return Side(np.arange(len(group)), group, group, layers)
+
+
+def summed(rows: np.ndarray, group: np.ndarray, *instruments: object) -> Totals:
+    """Return the sums of instruments over rows, all in one stratum."""
+    told = Side(np.arange(len(rows)), group, group, (Layer(np.zeros(len(rows), np.int64)),))
+    sums = Sums(told, 1, int(group.max()) + 1, np.array([0]))
+    which = slice(0, len(rows))
+    sums.add(which, [Part(COUNT, np.ones(len(rows)))])
+    for one in instruments:
+        sums.add(which, one.parts(rows, 0, np.arange(len(rows))))  # type: ignore[attr-defined]
+    return sums.totals(0)
+
+
+@pytest.fixture
+def data() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    rows = (rng.gamma(2, size=(N, D)) * [1, 2, 3, 4, 5] + 100).astype(np.float32)
+    return rows, rng.integers(0, N_GROUPS, N)
+
+
+def test_sums_are_those_of_numpy_by_stratum_and_group(data: tuple[np.ndarray, np.ndarray]) -> None:
+    rows, group = data
+    rng = np.random.default_rng(4)
+    stratum = rng.integers(-1, 3, N)
+    weight = rng.random(N).astype(np.float32)
+    sums = Sums(side(stratum, group, weight), 3, N_GROUPS, np.array([2]))
+    for which in (slice(0, 250), slice(250, N)):
+        left = rows[which] * (rng.random((which.stop - which.start, D)) < 0.3)
+        parts = [
+            Part(COUNT, np.ones(len(left))),
+            Part("x", rows[which]),
+            Part("coarse", rows[which], coarse=True),
+            Part("products", rows[which, :2], right=rows[which].astype(np.float64)),
+        ]
+        sums.add(which, parts)
+    for s in (1, 2):
+        found = sums.totals(s)
+        for g in range(N_GROUPS):
+            mine = (stratum == s) & (group == g)
+            own = weight[mine, None].astype(float)
+            assert np.allclose(found.groups["x"][g], (own * rows[mine]).sum(axis=0))
+            expected = (own * rows[mine, :2]).T @ rows[mine]
+            assert np.allclose(found.groups["products"][g], expected.ravel())
+        assert ("coarse" in found.groups) == (s == 2)
+        assert found.n_requests == len(np.unique(group[stratum == s]))
+        w = weight[stratum == s].astype(float)
+        assert found.n_effective == pytest.approx(w.sum() ** 2 / (w**2).sum())
+    assert np.allclose(
+        sums.totals(2).without()["x"][3],
+        (weight[:, None] * rows)[(stratum == 2) & (group != 3)].sum(axis=0),
+        rtol=1e-5,
+    )
+
+
+def test_rows_that_are_left_out_count_for_nothing(data: tuple[np.ndarray, np.ndarray]) -> None:
+    rows, group = data
+    bad = rows.copy()
+    bad[7] = np.nan
+    sums = Sums(side(np.zeros(N, np.int64), group), 1, N_GROUPS, np.array([0]))
+    fine = np.isfinite(bad).all(axis=1)
+    sums.leave_out(slice(0, N), fine)
+    sums.add(slice(0, N), [Part(COUNT, np.ones(N)), Part("x", bad)])
+    # Both layers of the side are stratum 0: each row counts twice.
+    assert np.allclose(sums.totals(0).total()["x"], 2 * rows[fine].sum(axis=0, dtype=float))
+    assert sums.totals(0).n_rows == N - 1
+
+
+def test_moments_are_those_of_numpy_and_scipy(data: tuple[np.ndarray, np.ndarray]) -> None:
+    rows, group = data
+    instrument = Moments()
+    instrument.prepare(rows[:50])
+    total = summed(rows, group, instrument).total()
+    scale = rows[:50].astype(float).std(axis=0)
+    mean, variance, third, _ = central_moments(total)
+    assert np.allclose(mean * scale + rows[:50].astype(float).mean(axis=0), rows.mean(axis=0))
+    assert np.allclose(variance * scale**2, rows.astype(float).var(axis=0))
+    assert np.allclose(third / variance**1.5, scipy.stats.skew(rows.astype(float)))
+    assert np.allclose(kurtosis(total), scipy.stats.kurtosis(rows.astype(float), fisher=False))
+
+
+def test_divergence_is_the_integral_over_two_normal_densities() -> None:
+    sums = [
+        {COUNT: np.ones(1), "x1": np.array([m]), "x2": np.array([m * m + v]),
+         "x3": np.zeros(1), "x4": np.zeros(1)}
+        for m, v in ((0.3, 2.0), (-0.2, 0.7))
+    ]  # fmt: skip
+    p, q = scipy.stats.norm(0.3, 2**0.5), scipy.stats.norm(-0.2, 0.7**0.5)
+    expected, _ = scipy.integrate.quad(
+        lambda x: p.pdf(x) * (p.logpdf(x) - q.logpdf(x)), -15, 15, limit=200
+    )
+    assert normal_divergence(*sums)[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_jackknife_of_a_mean_is_the_standard_error_of_scipy() -> None:
+    values = np.random.default_rng(0).normal(size=(20, 3))
+    total = values.sum(axis=0)
+    pseudo, error = inference.pseudo_values(total / 20, (total - values) / 19)
+    assert np.allclose(pseudo, values)
+    assert np.allclose(error, scipy.stats.sem(values))
+
+
+def test_flips_of_few_groups_are_the_exact_test_of_scipy() -> None:
+    values = np.random.default_rng(1).normal(0.4, 1, (9, 1))
+    found = inference.flip_p(inference.largest_t(values), 9, 0)
+    flipped = values * np.array(list(product([1, -1], repeat=9))).T
+    stats = np.abs(scipy.stats.ttest_1samp(flipped, 0).statistic)
+    assert found == pytest.approx(np.mean(stats >= stats[0] - 1e-9))
+
+
+def test_p_of_random_flips_holds_its_level() -> None:
+    rng = np.random.default_rng(2)
+    p = [
+        inference.flip_p(inference.largest_t(rng.standard_t(4, (24, 6))), 24, seed, 999)
+        for seed in range(400)
+    ]
+    assert scipy.stats.binomtest(int(np.sum(np.array(p) <= 0.05)), 400, 0.05).pvalue > 0.001
+    assert scipy.stats.binomtest(int(np.sum(np.array(p) <= 0.5)), 400, 0.5).pvalue > 0.001
+
+
+def test_an_exchange_of_a_group_turns_the_sign_of_what_it_adds(
+    data: tuple[np.ndarray, np.ndarray],
+) -> None:
+    rows, _ = data
+    instrument = Moments()
+    instrument.prepare(rows)
+    group = np.arange(300) % N_GROUPS
+    arms = [summed(own, group, instrument) for own in (rows[:300], rows[300:])]
+    fourth = (np.arange(N_GROUPS) == 4)[:, None]
+    swapped = [
+        Totals(
+            {n: np.where(fourth, other.groups[n], own) for n, own in one.groups.items()}, 1, 1, 1.0
+        )
+        for one, other in (arms, arms[::-1])
+    ]
+    before = inference.influences(kurtosis, *arms)
+    after = inference.influences(kurtosis, *swapped)
+    assert np.abs(before).max() > 0.1
+    assert np.allclose(after[4], -before[4], atol=1e-6)
+    assert np.allclose(np.delete(after, 4, 0), np.delete(before, 4, 0), atol=1e-6)
+
+    # Pseudo-values of each arm by itself do not do that.
+    def gap(first: Totals, second: Totals) -> np.ndarray:
+        value = kurtosis(second.total()) - kurtosis(first.total())
+        without = kurtosis(second.without()) - kurtosis(first.without())
+        return inference.pseudo_values(value, without)[0]
+
+    assert np.abs(gap(*swapped)[4] + gap(*arms)[4]).max() > 0.1
+
+
+def test_influences_add_up_to_the_difference_of_means(
+    data: tuple[np.ndarray, np.ndarray],
+) -> None:
+    rows, group = data
+    instrument = Moments()
+    instrument.prepare(rows)
+    arms = [summed(rows[half], group[half], instrument) for half in (slice(0, 200), slice(200, N))]
+    found = inference.influences(lambda sums: sums["x1"] / sums[COUNT], *arms)
+    difference = rows[200:].mean(axis=0, dtype=float) - rows[:200].mean(axis=0, dtype=float)
+    assert np.allclose(found.sum(axis=0) * rows.astype(float).std(axis=0), difference, rtol=1e-5)
+
+
+def test_adjusted_p_are_those_of_statsmodels() -> None:
+    rng = np.random.default_rng(5)
+    judged = []
+    for k in range(12):
+        rows = rng.normal(0.15 * k, 1, (240, 1)).astype(np.float32)
+        instrument = Moments()
+        instrument.prepare(rows)
+        group = np.repeat(np.arange(24), 10)
+        arms = [summed(own, group, instrument) for own in (rows - 0.15 * np.float32(k), rows)]
+        limits = Limits(mean=0.01)
+        mean = instrument.measures(with_sinks(arms[0]).total(), limits)[0]
+        judged.append(inference.judge("moments", "h", EVERYTHING, mean, tuple(arms), limits))
+    values = inference.decide(judged, Limits())
+    p = [value.p for value in values]
+    assert np.allclose([value.adjusted_p for value in values], multipletests(p, method="fdr_bh")[1])
+    assert {value.outcome for value in values} >= {"shifts"}
+
+
+def with_sinks(totals: Totals) -> Totals:
+    more = {name: np.zeros_like(totals.groups[COUNT]) for name in ("sinks", "all rows")}
+    return Totals({**totals.groups, **more}, totals.n_rows, totals.n_requests, totals.n_effective)
+
+
+def test_nothing_is_estimated_from_seven_requests() -> None:
+    rows = np.random.default_rng(0).normal(size=(70, 2)).astype(np.float32)
+    instrument = Moments()
+    instrument.prepare(rows)
+    for n, known in ((7, False), (8, True)):
+        arm = summed(rows, np.arange(70) % n, instrument)
+        mean = instrument.measures(with_sinks(arm).total(), Limits())[0]
+        value = inference.judge("moments", "h", EVERYTHING, mean, (arm, arm), Limits()).value
+        assert (value.value is not None) == known
+        assert known or (value.short is not None and "7 requests" in value.short)
+
+
+def test_overlap_is_that_of_sklearn_and_scipy() -> None:
+    rng = np.random.default_rng(7)
+    active, other = rng.random((2, 40, 30)) < 0.3
+    expected = [jaccard_score(a, b) for a, b in zip(active, other, strict=True)]
+    assert np.allclose(overlap.jaccard_of_rows(active, other), expected)
+    one, two = rng.integers(0, 20, (2, 200)) / 20
+    assert overlap.spearman(one, two) == pytest.approx(scipy.stats.spearmanr(one, two).statistic)
+    assert overlap.kendall(one, two) == pytest.approx(scipy.stats.kendalltau(one, two).statistic)
+    first, second = rng.random((2, 100))
+    top = [(v >= np.sort(v)[-25]).astype(int) for v in (first, second)]
+    assert overlap.top_jaccard(first, second, 25) == pytest.approx(jaccard_score(*top))
+    assert overlap.top_jaccard(first, first, 25) == 1
+
+
+def test_roc_area_is_that_of_sklearn() -> None:
+    rng = np.random.default_rng(8)
+    rows = rng.normal(size=(4000, 3)).astype(np.float32)
+    label = (rows[:, 0] + rng.normal(size=4000) > 0).astype(np.int8)
+    label[:100] = -1
+    probe = probes.Probes([[1.0, 0, 0], [0.2, 1, 0]], [0.5, 0], labels=(label, label))
+    probe.prepare(rows)
+    group = np.arange(4000) % 10
+    total = summed(rows, group, probe).total()
+    shape = (2, probes.N_BINS)
+    found = probes.area(total["label 0"].reshape(shape), total["label 1"].reshape(shape))
+    scores = rows.astype(float) @ [[1.0, 0.2], [0, 1], [0, 0]]
+    known = label >= 0
+    expected = [roc_auc_score(label[known], scores[known, k]) for k in range(2)]
+    assert np.allclose(found, expected, atol=1e-3)
+    assert probes.area(np.ones((1, 4)), np.ones((1, 4)) * 50).tolist() != [0.5]  # too few
+
+
+def test_probes_of_another_width_are_refused() -> None:
+    probe = probes.Probes(np.ones((1, 4)))
+    with pytest.raises(ActdsError, match=r"E014.*4 channels"):
+        probe.prepare(np.ones((3, 5), np.float32))
+    with pytest.raises(ActdsError, match="E014"):
+        probes.Probes([[np.nan]])
+
+
+def test_unexplained_variance_is_one_minus_that_of_sklearn() -> None:
+    rng = np.random.default_rng(9)
+    dictionary = Orthonormal(np.linalg.qr(rng.normal(size=(8, 8)))[0][:5])
+    rows = (2 * rng.normal(size=(900, 8)) + 1).astype(np.float32)
+    instrument = Reconstruction(dictionary, turned=np.array([0]))
+    instrument.prepare(rows[:100])
+    group = np.arange(900) % 9
+    arms = [summed(own, group, instrument) for own in (rows, 1.5 * rows)]
+    reference = arms[0].total()
+    over_reference, over_own, active, *_ = instrument.measures(reference, Limits())
+    fitted = dictionary.decode(dictionary.encode(1.5 * rows))
+    expected = 1 - r2_score(1.5 * rows, fitted, multioutput="variance_weighted")
+    assert over_own.of_arm is not None and over_reference.of_arm is not None
+    second = arms[1].total()
+    assert over_own.of_arm(second)[0] == pytest.approx(expected, rel=1e-4)
+    ratio = over_reference.of_arm(second)[0] / over_own.of_arm(second)[0]
+    assert ratio == pytest.approx(1.5**2, rel=1e-4)
+    features = dictionary.encode(rows) > 0
+    assert active.arm_value is not None
+    assert active.arm_value(reference)[0] == pytest.approx(features.sum(axis=1).mean())
+    counts = [(dictionary.encode(own) > 0).sum(axis=0) for own in (rows, 1.5 * rows)]
+    logs = [np.log((count + 0.5) / 901) for count in counts]
+    assert np.allclose(log_rates(reference, second), logs[1] - logs[0])
+
+
+@pytest.mark.parametrize("degrees", [0.0, 10.0])
+def test_a_turned_direction_is_found_at_its_angle(degrees: float) -> None:
+    rng = np.random.default_rng(10)
+    basis = np.linalg.qr(rng.normal(size=(8, 8)))[0]
+    dictionary = Orthonormal(basis[:3])
+    turned = basis[0] * np.cos(np.radians(degrees)) + basis[7] * np.sin(np.radians(degrees))
+    arms = []
+    instrument = Reconstruction(dictionary)
+    for direction in (basis[0], turned):
+        amount = np.where(rng.random((2400, 3)) < 0.4, rng.uniform(2, 4, (2400, 3)), 0)
+        rows = amount @ np.stack([direction, basis[1], basis[2]])
+        rows = (rows + 0.2 * rng.normal(size=(2400, 8))).astype(np.float32)
+        if not arms:
+            instrument.prepare(rows)
+        arms.append(summed(rows, np.arange(2400) % 16, instrument))
+    limits = Limits()
+    turn = instrument.measures(arms[0].total(), limits)[-1]
+    value = inference.judge("dictionary", "h", EVERYTHING, turn, (arms[0], arms[1]), limits).value
+    assert value.value is not None and value.p is not None
+    if degrees:
+        assert value.element == "0"
+        assert value.value == pytest.approx(degrees, abs=1)
+        assert value.p < 0.001 and not value.equivalent
+    else:
+        assert value.p > 0.01 and value.equivalent
+
+
+def test_numerics_are_distances_and_switches_of_pairs() -> None:
+    rng = np.random.default_rng(11)
+    dictionary = Orthonormal(np.eye(6)[:4])
+    first = rng.normal(size=(500, 6)).astype(np.float32)
+    second = first + np.float32(0.1) * rng.normal(size=(500, 6)).astype(np.float32)
+    second[:100] = first[:100]
+    instrument = Numerics(dictionary)
+    told = Side(np.arange(500), np.arange(500) % 10, np.arange(500) % 10,
+                (Layer(np.zeros(500, np.int64)),))  # fmt: skip
+    sums = Sums(told, 1, 10, np.array([0]))
+    sums.add(slice(0, 500), [Part(COUNT, np.ones(500))])
+    sums.add(slice(0, 500), instrument.pair_parts(first, second))
+    total = sums.totals(0).total()
+    found = {
+        m.name: float(m.statistic(total, total)[0]) for m in instrument.pair_measures(Limits())
+    }
+    assert found["equal to the bit"] == pytest.approx(0.2)
+    away = np.linalg.norm(second - first, axis=1) / np.linalg.norm(first, axis=1)
+    assert found["relative L2"] == pytest.approx(away.mean(), rel=1e-5)
+    rest = first - dictionary.decode(dictionary.encode(first))
+    drift = np.square(second - first).sum() / np.square(rest).sum()
+    assert found["drift over the dictionary's error"] == pytest.approx(drift, rel=1e-5)
+    a, b = dictionary.encode(first) > 0, dictionary.encode(second) > 0
+    assert found["features that switch"] == pytest.approx((a ^ b).sum() / (a | b).sum())
+
+
+def test_quantiles_of_counts_are_those_of_numpy() -> None:
+    values = np.random.default_rng(12).lognormal(-8, 2, 20_000)
+    values[:50] = 0
+    histogram = Histogram(2)
+    stratum = np.arange(20_000) % 2
+    for start in range(0, 20_000, 6000):
+        which = slice(start, min(start + 6000, 20_000))
+        histogram.add("x", values[which], [stratum[which]])
+    mine = values[1::2]
+    for share in (0.5, 0.9, 0.99):
+        assert histogram.quantile("x", 1, share) == pytest.approx(
+            np.quantile(mine, share), rel=0.02
+        )
+    assert histogram.quantile("x", 1, 1.0) == mine.max()
+    assert histogram.quantile("x", 1, 0.001) == 0
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_overlap_is_lost_when_other_features_are_used(changed: bool) -> None:
+    rng = np.random.default_rng(13)
+    rates = 0.02 + 0.3 * rng.random(40) ** 3
+    dictionary = Remembered(Orthonormal(np.eye(40)))
+    instrument = overlap.Overlap(dictionary, tops=(10,))
+    arms = []
+    for n in (0, 1):
+        own = rates[::-1] if changed and n else rates
+        rows = 2 * (rng.random((1200, 40)) < own).astype(np.float32)
+        instrument.prepare(rows)
+        arms.append(summed(rows, np.arange(1200) % 12, instrument))
+    limits = Limits(overlap=0.2)
+    found = instrument.measures(arms[0].total(), limits)
+    assert [one.kind for one in found] == ["overlap", "overlap", "described"]
+    for one in found[:2]:
+        value = inference.judge("overlap", "h", EVERYTHING, one, (arms[0], arms[1]), limits).value
+        assert value.value is not None and value.floor is not None and value.p is not None
+        if changed:
+            assert value.value < value.floor - 0.2 and value.p <= 0.01
+        else:
+            assert abs(value.value - value.floor) < 0.15 and value.p > 0.01
+
+
+def test_features_that_are_remembered_are_those_of_the_dictionary() -> None:
+    dictionary = Orthonormal(np.eye(4))
+    remembered = Remembered(dictionary)
+    first, second, third = np.random.default_rng(14).normal(size=(3, 5, 4)).astype(np.float32)
+    for rows in (first, second, first, third, second, first):
+        assert np.array_equal(remembered.encode(rows), dictionary.encode(rows))

@@ -1,0 +1,218 @@
+"""The scheduler side when results come late: what is cut, what is reported, in which order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actds_writers.engines.account import SchedulerSide
+from actds_writers.engines.vllm.scheduler import Settled, VllmSchedulerSide
+from actds_writers.ipc.messages import RequestFinished, StepScheduled
+
+P = 4
+
+
+class Told(list[Any]):
+    """What the census was told."""
+
+    send = list.append
+
+    def close(self) -> None: ...
+
+    @property
+    def steps(self) -> list[StepScheduled]:
+        return [m for m in self if isinstance(m, StepScheduled)]
+
+
+class Request:
+    """A request of four prompt tokens, as a scheduler holds it."""
+
+    def __init__(self, name: str = "a-00000000") -> None:
+        self.request_id, self.num_prompt_tokens, self.arrival_time = name, P, 1.0
+        self.block_hashes: list[bytes] = []
+        self.sampling_params = None
+        self.num_computed_tokens = self.num_stale_output_tokens = 0
+        self.drop_stale_output = self.over = False
+        self.all_token_ids = list(range(P))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - P
+
+    def is_finished(self) -> bool:
+        return self.over
+
+    def get_finished_reason(self) -> str:
+        return "stop"
+
+
+class Engine:
+    """A scheduler whose steps are scheduled and taken when the test says so."""
+
+    def __init__(self, n_drafts: int = 0) -> None:
+        self.told = Told()
+        self.side = VllmSchedulerSide(self.told, 32, 8)
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_spec_tokens = n_drafts
+        self.kv_cache_manager = SimpleNamespace(usage=0.0)
+
+    def arrive(self, request: Request) -> Request:
+        self.requests[request.request_id] = request
+        self.side.arrived(request)
+        return request
+
+    def schedule(self, n_tokens: dict[str, int], drafts: dict[str, int] | None = None) -> Any:
+        for name, n in n_tokens.items():
+            self.requests[name].num_computed_tokens += n
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=n_tokens, num_invalid_spec_tokens=None,
+            scheduled_spec_decode_tokens={name: [7] * n for name, n in (drafts or {}).items()},
+        )  # fmt: skip
+        output._actds = self.side.scheduled(self, output, ())  # noqa: SLF001
+        return output
+
+    def take(self, output: Any, sampled: dict[str, list[int]], stops: bool = False) -> None:
+        results = SimpleNamespace(
+            sampled_token_ids=list(sampled.values()),
+            req_id_to_index={name: i for i, name in enumerate(sampled)},
+        )
+        self.side.taking(output, results)
+        for name, ids in sampled.items():
+            request = self.requests[name]
+            if not request.over:
+                request.all_token_ids += ids
+                if stops:
+                    self.end(request)
+        self.side.taken(output)
+
+    def end(self, request: Request) -> None:
+        request.over = True
+        self.side.finished(request)
+
+
+A = "a-00000000"
+
+
+def test_a_row_fed_with_the_token_that_ended_its_request_is_cut() -> None:
+    engine = Engine()
+    engine.arrive(Request())
+    first = engine.schedule({A: 4})
+    ahead = engine.schedule({A: 1})  # before the result of the first is known
+    assert engine.told.steps == []
+    engine.take(first, {A: [2]}, stops=True)
+    engine.take(ahead, {A: [9]})
+    one, two = engine.told.steps
+    assert one.n_undelivered is None and two.n_undelivered is not None
+    assert two.n_undelivered.tolist() == [1] and two.starts.tolist() == [4]
+    last = engine.schedule({})
+    assert vars(last)["_actds"].settled == (Settled(0, {}), Settled(1, {0: 1}))
+    assert not engine.side.has_news
+
+
+def test_the_end_of_a_request_is_told_behind_its_steps_in_flight() -> None:
+    engine = Engine()
+    engine.arrive(Request())
+    first = engine.schedule({A: 4})
+    ahead = engine.schedule({A: 1})
+    engine.take(first, {A: [2]}, stops=True)
+    engine.take(ahead, {A: [9]})
+    assert [type(m) for m in engine.told[1:]] == [StepScheduled, StepScheduled, RequestFinished]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "stops", "undelivered", "rejected"),
+    [
+        ([5], False, 0, 3),  # no draft stands
+        ([5, 6], False, 0, 2),
+        ([5, 6, 7, 8], False, 0, 0),
+        ([2], True, 0, 3),  # ended: rejected ones behind the end are still rejected
+    ],
+)
+def test_rejected_drafts_are_cut_and_the_mark_falls_back(
+    sampled: list[int], stops: bool, undelivered: int, rejected: int
+) -> None:
+    engine = Engine(n_drafts=3)
+    request = engine.arrive(Request())
+    engine.take(engine.schedule({A: 4}), {A: [1]})
+    step = engine.schedule({A: 4}, {A: 3})
+    engine.take(step, {A: sampled}, stops=stops)
+    told = engine.told.steps[-1]
+    assert int((told.n_rejected if told.n_rejected is not None else [0])[0]) == rejected
+    assert told.n_undelivered is None or told.n_undelivered.tolist() == [undelivered]
+    assert (told.drafted_tokens, told.accepted_tokens) == (3, len(sampled) - 1)
+    if not stops:
+        request.num_computed_tokens -= rejected  # as the scheduler does
+        again = engine.schedule({A: 1})
+        engine.take(again, {A: [4]})
+        assert engine.told.steps[-1].starts.tolist() == [4 + 4 - rejected]
+        assert engine.told.steps[-1].references == ()
+
+
+def test_drafts_accepted_behind_the_last_token_are_undelivered() -> None:
+    engine = Engine(n_drafts=3)
+    request = engine.arrive(Request())
+    engine.take(engine.schedule({A: 4}), {A: [1]})
+    step = engine.schedule({A: 4}, {A: 3})
+    results = SimpleNamespace(sampled_token_ids=[[2, 6, 7]], req_id_to_index={A: 0})
+    engine.side.taking(step, results)
+    request.all_token_ids += [2]  # the scheduler cuts the list at the stop token
+    engine.end(request)
+    engine.side.taken(step)
+    told = engine.told.steps[-1]
+    assert told.n_undelivered is not None and told.n_rejected is not None
+    assert (told.n_undelivered.tolist(), told.n_rejected.tolist()) == ([2], [1])
+    assert (told.drafted_tokens, told.accepted_tokens) == (3, 2)
+
+
+def test_a_step_scheduled_on_drafts_that_fell_is_moved_back() -> None:
+    engine = Engine(n_drafts=3)
+    engine.arrive(Request())
+    engine.take(engine.schedule({A: 4}), {A: [1]})
+    step = engine.schedule({A: 4}, {A: 3})
+    ahead = engine.schedule({A: 4}, {A: 3})  # as if all three stood: from position 8
+    engine.take(step, {A: [5, 6]})
+    engine.take(ahead, {A: [7]})
+    assert engine.told.steps[-1].starts.tolist() == [6]
+
+
+def test_results_that_the_engine_discards_leave_no_row() -> None:
+    engine = Engine()
+    request = engine.arrive(Request())
+    engine.take(engine.schedule({A: 4}), {A: [1]})
+    step = engine.schedule({A: 1})
+    request.num_computed_tokens = 0  # preempted, and what is in flight is sampled again
+    request.num_stale_output_tokens, request.drop_stale_output = 1, True
+    engine.side.taking(step, SimpleNamespace(sampled_token_ids=[[3]], req_id_to_index={A: 0}))
+    engine.side.taken(step)
+    told = engine.told.steps[-1]
+    assert told.n_rejected is not None and told.n_rejected.tolist() == [1]
+
+
+def test_steps_in_flight_at_the_end_of_the_engine_are_told_whole() -> None:
+    engine = Engine()
+    request = engine.arrive(Request())
+    engine.schedule({A: 4})
+    engine.end(request)
+    engine.side.close()
+    assert [type(m) for m in engine.told[1:]] == [StepScheduled, RequestFinished]
+    assert engine.told.steps[0].n_undelivered is None
+
+
+def test_whom_an_empty_step_preempted_the_next_one_tells() -> None:
+    """With stages a schedule can preempt and have nothing else to do."""
+    told = Told()
+    side = SchedulerSide(told)
+    one = side.number_request("a", P, None)
+    side.number_step([one], [0], [2], waiting=0, running=1)
+    side.number_step([], [], [], waiting=1, running=0, preempted=(one,))
+    side.number_step([one], [0], [P], waiting=0, running=1)
+    side.number_step([one], [P], [1], waiting=0, running=1)
+    assert [(step.step, step.preempted) for step in told.steps] == [(0, ()), (2, (one,)), (3, ())]

@@ -1,0 +1,56 @@
+"""A vLLM that the tests never ran with starts with a warning, and never without the check."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from actds.errors import ActdsError
+from actds_testing.places import ROOT
+from actds_writers.engines.vllm import versions
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(versions, "installed", lambda: "0.99.1+cpu")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [("0.32.0", True), ("0.31.2+cpu", True), ("0.32", True), ("0.3.2", False), ("1.32.0", False),
+     ("0.320.0", False), ("dev", False)],
+)  # fmt: skip
+def test_a_version_is_known_by_its_minor_number(version: str, tested: bool) -> None:
+    assert versions.is_tested(version) is tested
+
+
+def test_an_unknown_version_starts_with_a_warning(
+    pretend: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        versions.admit(check=True)
+    assert "never ran with vLLM 0.99.1+cpu, but with 0.31, 0.32" in caplog.text
+
+
+def test_an_unknown_version_is_refused_without_the_check(pretend: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ActdsError) as caught:
+        versions.admit(check=False)
+    assert (caught.value.code, caught.value.place) == ("E012", "vLLM 0.99.1+cpu")
+
+
+def test_a_tested_version_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: "0.32.0")
+    versions.admit(check=False)
+    assert not caplog.records
+
+
+def test_the_table_of_the_docs_has_every_tested_version() -> None:
+    text = (Path(ROOT) / "docs" / "versions.md").read_text()
+    listed = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| 0.")]
+    minors = dict.fromkeys(version.rpartition(".")[0] for version in listed)
+    assert tuple(minors) == versions.TESTED

@@ -1,0 +1,55 @@
+"""What ``actds.Loader.config`` left beside a dictionary that was trained on its batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from actds_validators.dictionaries.refusal import refused
+
+__all__ = ["Recorded", "recorded"]
+
+NEXT_STEP = (
+    "Fold the normalization into the weights, set `normalize` and `normalization` of the recorded "
+    "configuration to null, and save again."
+)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Which rows a dictionary was trained on.
+
+    Args:
+        digests: of the datasets.
+        hook: their hook; None where batches had several.
+    """
+
+    digests: tuple[str, ...] = ()
+    hook: str | None = None
+
+
+def recorded(place: object, config: Any) -> Recorded:
+    """Return what a loader recorded; nothing where the value is not of one.
+
+    Args:
+        place: file, for the error.
+        config: any JSON value.
+
+    Raises:
+        ActdsError: E015 rows that the loader normalized: the weights are not for rows as they are.
+    """
+    if not isinstance(config, dict) or config.get("format") != "actds.loader":
+        return Recorded()
+    if config.get("normalization") or config.get("normalize"):
+        how = config.get("normalize")
+        got = f"trained on rows that the loader normalized ({how})"
+        raise refused(place, got, "weights for rows as they are", NEXT_STEP)
+    sets = [one for one in _list(config.get("datasets")) if isinstance(one, dict)]
+    digests = dict.fromkeys([config.get("digest"), *(one.get("digest") for one in sets)])
+    hooks = [one for one in _list(config.get("hooks")) if isinstance(one, str)]
+    only = hooks[0] if len(hooks) == 1 else None
+    return Recorded(tuple(d for d in digests if isinstance(d, str)), only)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,197 @@
+"""Rules: what of a policy a valid dataset does not comply with.
+
+What is not known is never taken for compliance: a rule that cannot be judged refuses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from actds.errors import Finding
+from actds.reading import Catalog
+from actds.schema import OpenBody, ProvenanceField, RunRecord
+from actds_validators.gate.policy import LossRules, Policy
+from actds_validators.gate.signature import check_signature
+
+__all__ = ["refusals"]
+
+VERDICTS = ("PASS", "WARN", "INCONCLUSIVE", "FAIL")
+"""Verdicts of the audit, from the best to the worst."""
+_NS_PER_DAY = 86_400_000_000_000
+_COMPUTED = ("captured", "dropped", "aborted", "filtered", "undelivered")
+_UNKNOWN = ProvenanceField(value=None, origin="unknown", reason="the run record lacks the field")
+
+
+def refusals(
+    policy: Policy,
+    catalog: Catalog,
+    runs: dict[str, dict[str, int]],
+    verdict: str | None = None,
+    now_ns: int | None = None,
+) -> list[Finding]:
+    """Return the rules that a dataset does not comply with, each as a finding E701.
+
+    Args:
+        policy: the policy.
+        catalog: the dataset's ledger and documents.
+        runs: totals by run, from the accounting; empty where it was not done.
+        verdict: what the audit says; None where it was not asked.
+        now_ns: the wall clock; that of this machine when None.
+
+    Returns:
+        The findings; ``place`` is the rule, and the run that it is about.
+    """
+    now = time.time_ns() if now_ns is None else now_ns
+    found = [
+        *_hooks(policy, catalog),
+        *_writers(policy, catalog),
+        *check_signature(policy.signature, catalog),
+    ]
+    for run in catalog.runs_with_data:
+        record = catalog.runs.get(run)
+        if record is None:
+            continue  # E401, a finding of the validation
+        found += _provenance(policy, run, record)
+        found += _numerics(policy, run, record)
+        found += _harvest(policy, catalog, run, record, now)
+        found += _prefix_cache(policy, run, record, runs.get(run))
+        found += _losses(policy.losses, run, runs.get(run))
+    worst = policy.audit.worst
+    if worst is not None and (verdict is None or VERDICTS.index(verdict) > VERDICTS.index(worst)):
+        got = "no verdict: only a valid dataset is audited" if verdict is None else verdict
+        found.append(_refused("audit.worst", got, f"{worst} or better"))
+    return found
+
+
+def _refused(rule: str, got: str, expected: str, run: str | None = None) -> Finding:
+    place = rule if run is None else f"{rule} (run {run})"
+    return Finding("E701", place, got[:400], expected[:400])
+
+
+def _provenance(policy: Policy, run: str, record: RunRecord) -> Iterator[Finding]:
+    for rule in ("known", "observed"):
+        for pattern in getattr(policy.provenance, rule):
+            for name in sorted(n for n in record.fields if fnmatchcase(n, pattern)):
+                field = record.fields[name]
+                if field.origin == "unknown" or (rule == "observed" and field.origin != rule):
+                    got = f"{name} {_said(field)}"
+                    expected = "a known value" if rule == "known" else "an observed value"
+                    yield _refused(f"provenance.{rule}", got, expected, run)
+
+
+def _said(field: ProvenanceField) -> str:
+    if field.origin == "unknown":
+        return f"unknown: {field.reason}"
+    return f"{str(field.value)[:120]}, {field.origin}"
+
+
+def _numerics(policy: Policy, run: str, record: RunRecord) -> Iterator[Finding]:
+    rules = policy.numerics
+    for name in ("dtype", "quantization"):
+        allowed: list[str] | None = getattr(rules, name)
+        field = record.fields.get(f"{'model' if name == 'quantization' else 'numerics'}.{name}")
+        if allowed is not None:
+            yield from _listed(f"numerics.{name}", field or _UNKNOWN, allowed, run)
+    if rules.deterministic is not None:
+        field = record.fields.get("numerics.deterministic", _UNKNOWN)
+        if field.value is not rules.deterministic:
+            wanted = "true" if rules.deterministic else "false"
+            yield _refused("numerics.deterministic", _said(field), wanted, run)
+
+
+def _listed(rule: str, field: ProvenanceField, allowed: list[str], run: str) -> Iterator[Finding]:
+    # One value may name several: hooks of different types.
+    known = field.value is not None and any(fnmatchcase(str(field.value), p) for p in allowed)
+    if not known:
+        yield _refused(rule, _said(field), f"one of {', '.join(allowed)}", run)
+
+
+def _hooks(policy: Policy, catalog: Catalog) -> Iterator[Finding]:
+    stored = policy.numerics.stored
+    for hook in catalog.genesis.hooks if stored is not None else []:
+        if hook.dtype not in (stored or []):
+            got = f"hook {hook.name} of {hook.dtype}"
+            yield _refused("numerics.stored", got, f"one of {', '.join(stored or [])}")
+
+
+def _harvest(
+    policy: Policy, catalog: Catalog, run: str, record: RunRecord, now_ns: int
+) -> Iterator[Finding]:
+    rules = policy.harvest
+    fields = record.fields
+    check = fields.get("capture.check", _UNKNOWN)
+    if rules.check and check.value in (None, "none"):
+        yield _refused("harvest.check", _said(check), "rows compared with the model's own", run)
+    if rules.canary and not sum(part.n_rows for part in catalog.parts.get((run, "canary"), [])):
+        yield _refused("harvest.canary", "no replayed row", "a table canary with rows", run)
+    if rules.max_age_days is not None:
+        days = (now_ns - record.started_ns) / _NS_PER_DAY
+        if days > rules.max_age_days:
+            expected = f"at most {rules.max_age_days:g} days"
+            yield _refused("harvest.max_age_days", f"{days:.1f} days", expected, run)
+    if rules.models is not None:
+        yield from _listed("harvest.models", fields.get("model.name", _UNKNOWN), rules.models, run)
+    if rules.engines is not None:
+        name, version = (fields.get(f"engine.{n}", _UNKNOWN).value for n in ("name", "version"))
+        engine = f"{name or 'unknown'} {version or 'unknown'}"
+        if not any(fnmatchcase(engine, pattern) for pattern in rules.engines):
+            yield _refused("harvest.engines", engine, f"one of {', '.join(rules.engines)}", run)
+
+
+def _writers(policy: Policy, catalog: Catalog) -> Iterator[Finding]:
+    """Yield the programs that wrote a chain of a run and are not among those that may."""
+    allowed = policy.harvest.writers
+    if allowed is None:
+        return
+    wrote = {catalog.genesis.writer}
+    for chain in catalog.chains.values():
+        opening = chain.records[0].typed_body() if chain.records else None
+        if isinstance(opening, OpenBody) and opening.kind != "tool":
+            wrote.add(opening.software)
+    for program in sorted(wrote):
+        if not any(fnmatchcase(program, pattern) for pattern in allowed):
+            yield _refused("harvest.writers", program, f"one of {', '.join(allowed)}")
+
+
+def _prefix_cache(
+    policy: Policy, run: str, record: RunRecord, totals: dict[str, int] | None
+) -> Iterator[Finding]:
+    rules = policy.prefix_cache
+    on = record.fields.get("serving.prefix_caching", _UNKNOWN)
+    if not rules.allowed and on.value is not False:
+        yield _refused("prefix_cache.allowed", _said(on), "the prefix cache off", run)
+    if rules.max_unresolved is not None:
+        rule = "prefix_cache.max_unresolved"
+        if totals is None:
+            yield _not_accounted(rule, run)
+        elif totals["cache_ref"]:
+            share = totals["unresolved"] / totals["cache_ref"]
+            got = f"{share:.4%} of {totals['cache_ref']:,} prefix-cache hits without a stored row"
+            yield from _at_most(rule, share, rules.max_unresolved, got, run)
+
+
+def _losses(rules: LossRules, run: str, totals: dict[str, int] | None) -> Iterator[Finding]:
+    for name in ("dropped", "aborted", "filtered"):
+        limit: float | None = getattr(rules, f"max_{name}")
+        if limit is None:
+            continue
+        rule = f"losses.max_{name}"
+        if totals is None:
+            yield _not_accounted(rule, run)
+            continue
+        computed = sum(totals[one] for one in _COMPUTED)
+        share = totals[name] / computed if computed else 0.0
+        got = f"{share:.4%} of {computed:,} computed positions {name}"
+        yield from _at_most(rule, share, limit, got, run)
+
+
+def _at_most(rule: str, share: float, limit: float, got: str, run: str) -> Iterator[Finding]:
+    if share > limit:
+        yield _refused(rule, got, f"at most {limit:.4%}", run)
+
+
+def _not_accounted(rule: str, run: str) -> Finding:
+    expected = "level standard or above, and tables that can be read"
+    return _refused(rule, "positions that are not accounted for", expected, run)

@@ -1,0 +1,1 @@
+"""Regimes: whether the way a dataset was served changes what is measured on it."""

@@ -1,0 +1,230 @@
+"""An arm: rows of one dataset that were made in one way, and what the tables say of each.
+
+Token, request and step tables are read, shard by shard, and no activation. Position 0 and BOS are
+left out: their rows are sinks, hundreds of times longer than the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+
+from actds.errors import ActdsError
+from actds.format.positions import Keys
+from actds.format.tables import ROLES
+from actds.load.dataset import Dataset
+from actds.load.filters import need_known
+from actds.load.pairs import prefix_hashes
+from actds.load.selection import select
+from actds_validators.audit.drift.rows import Requests
+from actds_validators.statistics.events import Bools, Ints
+
+__all__ = ["APART", "Arm", "ArmRows", "read_arm"]
+
+APART = ("bos", "first_position")
+"""Filters whose rows are counted and left out of every estimate."""
+_COLUMNS = (
+    "request",
+    "position",
+    "token_id",
+    "chunk",
+    "phase",
+    "request.prompt_len",
+    "step.kernel_mode",
+    "role",
+)
+KERNEL_MODES = ("eager", "compiled", "cudagraph")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Rows of one dataset.
+
+    Args:
+        name: what a reader calls it, as ``G``.
+        dataset: the dataset.
+        phase: ``prefill``, ``decode`` or None for both.
+        where: expression that keeps rows, as of the loader; None for all.
+        exclude: filters of the loader that leave out more than `APART`.
+        split: ``train`` or ``held_out``, to score a dictionary on other requests than it was
+            fitted on; None for all requests.
+        held_out: share of the requests that are held out.
+    """
+
+    name: str
+    dataset: Dataset
+    phase: str | None = None
+    where: str | None = None
+    exclude: tuple[str, ...] = ()
+    split: Literal["train", "held_out"] | None = None
+    held_out: float = 0.0
+
+    @property
+    def words(self) -> str:
+        """Return what selects its rows, in words."""
+        said = [self.dataset.path]
+        said += [f"phase {self.phase}"] if self.phase else []
+        said += [self.where] if self.where else []
+        said += [f"{self.split} ({self.held_out:g} held out)"] if self.split else []
+        return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class ArmRows:
+    """The rows of an arm at a hook, each prefix once.
+
+    Args:
+        row: number in ``Dataset.array(hook)`` ``(n,)``, ascending.
+        request: index in ``requests`` ``(n,)``.
+        position: position in the request ``(n,)``.
+        token_id: token fed there ``(n,)``.
+        prefix: hash of the tokens up to the row, uint64 ``(n,)``; 0 where one is not known.
+        decode_step: 1 for the first sampled token that was fed ``(n,)``; 0 or less in a prompt, and
+            very negative where the length of the prompt is not known.
+        chunk: steps of the request before this one ``(n,)``, -1 unknown.
+        kernel_mode: place in `KERNEL_MODES` ``(n,)``, -1 unknown.
+        role: place in ``ROLES`` ``(n,)``, -1 unknown.
+        requests: the requests of the dataset.
+        n_apart: rows left out, by filter.
+        n_repeats: rows left out because an earlier one has the same prefix.
+    """
+
+    row: Ints
+    request: Ints
+    position: Ints
+    token_id: Ints
+    prefix: Keys
+    decode_step: Ints
+    chunk: Ints
+    kernel_mode: Ints
+    role: Ints
+    requests: Requests
+    n_apart: dict[str, int] = field(default_factory=dict)
+    n_repeats: int = 0
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def n_requests(self) -> int:
+        """Return how many requests have a row."""
+        return len(np.unique(self.request))
+
+
+def read_arm(arm: Arm, hook: str) -> ArmRows:
+    """Return the rows of an arm at a hook; no activation is read.
+
+    A prefix that several requests computed counts once, by its first row: as units of a test they
+    would not be independent. Positions that the prefix cache served have no row at all.
+
+    Raises:
+        ActdsError: E014 no such hook, an expression that keeps no row, or a run that does not say
+            which request and token a row is; E405 a row of an unknown request.
+    """
+    dataset = arm.dataset
+    exclude = tuple(dict.fromkeys((*APART, *arm.exclude)))
+    chosen = select(
+        dataset,
+        hook,
+        arm.phase,
+        exclude=exclude,
+        where=arm.where,
+        split=arm.split,
+        held_out=arm.held_out,
+    )
+    requests = Requests(dataset)
+    place, start = {}, 0
+    for shard in dataset.shards_of(hook):
+        place[shard.name] = start
+        start += shard.n_rows
+    hashes = prefix_hashes(dataset, chosen.shards)
+    parts: list[list[Ints]] = []
+    prefix = []
+    at = 0
+    for shard, count in zip(chosen.shards, chosen.counts, strict=True):
+        need_known(shard, ("request", "position", "token_id"), f"arm {arm.name}")
+        kept = np.arange(shard.n_rows) if count is None else np.flatnonzero(count)
+        table = chosen.filter.values.of(shard, _COLUMNS)
+        told = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
+        decode_step = np.where(
+            told["request.prompt_len"] >= 0,
+            told["position"] - told["request.prompt_len"] + 1,
+            -(2**40),
+        )
+        parts.append(
+            [
+                place[shard.name] + kept,
+                requests.index(shard.run, told["request"]),
+                told["position"],
+                told["token_id"],
+                decode_step,
+                told["chunk"],
+                told["step.kernel_mode"],
+                told["role"],
+            ]
+        )
+        prefix.append(hashes[at : at + shard.n_rows][kept])
+        at += shard.n_rows
+    row, request, position, token, step, chunk, mode, role = (
+        np.concatenate(columns) for columns in zip(*parts, strict=True)
+    )
+    known: Keys = np.concatenate(prefix)
+    once = _first_of_each(known)
+    kept = np.flatnonzero(once)
+    kept = kept[np.argsort(row[kept], kind="stable")]
+    return ArmRows(
+        row=row[kept],
+        request=request[kept],
+        position=position[kept],
+        token_id=token[kept],
+        prefix=known[kept],
+        decode_step=step[kept],
+        chunk=chunk[kept],
+        kernel_mode=mode[kept],
+        role=role[kept],
+        requests=requests,
+        n_apart=dict(chosen.excluded),
+        n_repeats=int((~once).sum()),
+    )
+
+
+def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
+    """Refuse an arm of too few requests.
+
+    Raises:
+        ActdsError: E014 fewer than ``least``.
+    """
+    if rows.n_requests < least:
+        raise ActdsError(
+            "E014",
+            f"arm {arm.name} at {hook}",
+            got=f"rows of {rows.n_requests} requests",
+            expected=f"{least} at least: nothing is estimated from fewer",
+        )
+
+
+def _first_of_each(prefix: Keys) -> Bools:
+    """Return which rows are the first of their prefix; one whose prefix is not known is kept."""
+    kept: Bools = np.asarray(prefix == 0)
+    known = np.flatnonzero(~kept)
+    kept[known[np.unique(prefix[known], return_index=True)[1]]] = True
+    return kept
+
+
+def _whole(column: pa.Array, name: str) -> Ints:
+    """Return a column as whole numbers, -1 where it is not known; strings as their places."""
+    if name in ("step.kernel_mode", "role", "phase"):
+        words = {"step.kernel_mode": KERNEL_MODES, "role": ROLES}.get(name, ())
+        code = {word: n for n, word in enumerate(words)}
+        if isinstance(column, pa.ChunkedArray):
+            column = column.combine_chunks()
+        coded = column.dictionary_encode()
+        known = [code.get(word, -1) for word in coded.dictionary.to_pylist()]
+        indices = coded.indices.fill_null(len(known)).to_numpy(zero_copy_only=False)
+        coded_rows: Ints = np.array([*known, -1], np.int64)[indices]
+        return coded_rows
+    found: Ints = column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return found

@@ -1,0 +1,413 @@
+"""A contrast: two arms row by row, paired by token, else by request and position, else unpaired.
+
+What comes out is a plan for one pass over each arm: which rows, in which strata, of which group of
+requests, and how much each counts. Groups of requests are what a jackknife leaves out and what a
+test exchanges; the two arms share them, matched requests in the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import coo_array  # type: ignore[import-untyped]
+from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
+
+from actds.errors import ActdsError
+from actds.format.positions import position_key
+from actds_validators.audit.drift.rows import match
+from actds_validators.regimes.arms import Arm, ArmRows, need_requests, read_arm
+from actds_validators.regimes.strata import (
+    ALL,
+    MIN_REQUESTS,
+    Strata,
+    Stratum,
+    fine_bands,
+    quintiles,
+    strata_of,
+)
+from actds_validators.statistics.events import Bools, Floats, Ints
+
+__all__ = ["MAX_GROUPS", "Contrast", "Layer", "Pairing", "Side", "contrast", "plan"]
+
+Pairing = Literal["token", "position", "unpaired"]
+MAX_GROUPS = 32
+_ENOUGH = 0.5  # of the pairs by request and position must be the same token, to pair by token
+_UNION_AXES = ("decode step", "role", "entropy")  # what a partner may tell of a row
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Where rows stand in the strata of an axis, and how much each counts there.
+
+    Args:
+        stratum: index of the stratum of each row ``(n,)``, -1 for none.
+        weight: weight of each row ``(n,)``; None where each counts once.
+    """
+
+    stratum: Ints
+    weight: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one arm gives to a contrast; ``n`` rows.
+
+    Args:
+        row: number of each row in the arm's array ``(n,)``, ascending.
+        cluster: request of each row, the same number for matched ones ``(n,)``.
+        group: group of requests of each row ``(n,)``, from 0.
+        layers: where the rows stand.
+    """
+
+    row: Ints
+    cluster: Ints
+    group: Ints
+    layers: tuple[Layer, ...]
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Two arms at a hook.
+
+    Args:
+        pairing: how rows were paired.
+        first: the reference.
+        second: what is compared with it.
+        strata: all strata; layers name them by index.
+        n_groups: groups of requests.
+        pairs: indices ``(n_pairs,)`` into the two sides, of rows that belong together; empty where
+            the arms are unpaired.
+        coverage: share of the second arm's rows that have something to be compared with.
+        adjusted: whether the reference is weighted to the second arm's tokens and positions:
+            adjusted, not matched.
+    """
+
+    pairing: Pairing
+    first: Side
+    second: Side
+    strata: tuple[Stratum, ...]
+    n_groups: int
+    pairs: tuple[Ints, Ints]
+    coverage: float
+    adjusted: bool = False
+
+
+def contrast(
+    first: Arm,
+    second: Arm,
+    hook: str,
+    *,
+    pairing: Pairing | None = None,
+    adjust: bool = True,
+    covariate: tuple[Floats, Floats] | None = None,
+    seed: int = 0,
+) -> tuple[Contrast, ArmRows, ArmRows]:
+    """Return two arms at a hook, and their rows; no activation is read.
+
+    Args:
+        first: the reference.
+        second: what is compared with it.
+        hook: the hook.
+        pairing: how to pair; None pairs by token where at least half of the rows of a common
+            request and position are the same token with the same prefix, else by request and
+            position, else not.
+        adjust: weight an unpaired reference to the second arm's token ids and positions.
+        covariate: entropy, or another number, of each row of either arm's array ``(n_rows,)``, NaN
+            where it is not known; its quintiles over the reference are strata. None without.
+        seed: of the groups of requests.
+
+    Raises:
+        ActdsError: E014 a hook that one of them lacks or that differs in width; too few requests;
+            or no pair of the kind that was asked for.
+    """
+    widths = [arm.dataset.hooks[hook].d_model for arm in (first, second) if _has(arm, hook)]
+    if widths[0] != widths[1]:
+        raise ActdsError(
+            "E014",
+            f"arm {second.name} at {hook}",
+            got=f"rows of {widths[1]} channels",
+            expected=f"{widths[0]}, as arm {first.name} has",
+        )
+    rows = read_arm(first, hook), read_arm(second, hook)
+    for arm, own in zip((first, second), rows, strict=True):
+        need_requests(arm, hook, own, MIN_REQUESTS)
+    quintile = None
+    if covariate is not None:
+        place, edges = quintiles(covariate[0][rows[0].row])
+        quintile = place, quintiles(covariate[1][rows[1].row], edges)[0]
+    told = plan(
+        *rows,
+        same_dataset=first.dataset is second.dataset,
+        pairing=pairing,
+        adjust=adjust,
+        seed=seed,
+        place=f"arms {first.name} and {second.name} at {hook}",
+        quintile=quintile,
+    )
+    return told, rows[0], rows[1]
+
+
+def plan(
+    first: ArmRows,
+    second: ArmRows,
+    *,
+    same_dataset: bool = False,
+    pairing: Pairing | None = None,
+    adjust: bool = True,
+    seed: int = 0,
+    place: str = "arms",
+    quintile: tuple[Ints, Ints] | None = None,
+) -> Contrast:
+    """Return the contrast of rows that are known.
+
+    Args:
+        first: rows of the reference.
+        second: rows of the other arm.
+        same_dataset: whether both number the same requests.
+        pairing: see `contrast`.
+        adjust: see `contrast`.
+        seed: of the groups.
+        place: of errors.
+        quintile: of a covariate, by row of either arm.
+
+    Raises:
+        ActdsError: E014 no pair of the kind that was asked for.
+    """
+    matched = _matched(first, second, same_dataset)
+    by_token = _pairs_by_token(first, second)
+    by_position = _pairs_by_position(first, second, matched, same_dataset)
+    chosen = pairing or _chosen(len(by_token[0]), len(by_position[0]))
+    pairs = {"token": by_token, "position": by_position}.get(chosen, _NO_PAIRS)
+    if chosen != "unpaired" and not len(pairs[0]):
+        raise ActdsError(
+            "E014", place, got=f"no rows in common to pair by {chosen}", expected="some"
+        )
+    strata = (
+        strata_of(first, quintile[0] if quintile else None),
+        strata_of(second, quintile[1] if quintile else None),
+    )
+    clusters = _clusters(first, second, matched, by_token if chosen == "token" else _NO_PAIRS)
+    if chosen == "unpaired":
+        return _unpaired(first, second, strata, clusters, adjust, seed)
+    return _paired(chosen, first, second, strata, clusters, pairs, seed)
+
+
+_NO_PAIRS: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+def _has(arm: Arm, hook: str) -> bool:
+    if hook not in arm.dataset.hooks:
+        raise ActdsError(
+            "E014",
+            f"arm {arm.name}",
+            got=f"hook {hook!r}",
+            expected=f"one of {', '.join(arm.dataset.hooks)}",
+        )
+    return True
+
+
+def _chosen(n_by_token: int, n_by_position: int) -> Pairing:
+    if n_by_token and n_by_token >= _ENOUGH * n_by_position:
+        return "token"
+    return "position" if n_by_position else "unpaired"
+
+
+def _matched(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:
+    """Return for each request of the second arm the first's of the same origin, -1 if none."""
+    if same_dataset:
+        return np.arange(len(second.requests))
+    eligible: list[Bools] = []
+    for rows in (first, second):
+        there = np.zeros(len(rows.requests), np.bool_)
+        there[rows.request] = True
+        eligible.append(there)
+    return match(first.requests, second.requests, (eligible[0], eligible[1]))
+
+
+def _pairs_by_token(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
+    """Return rows that have the same tokens up to the same position."""
+    here, there = np.flatnonzero(first.prefix), np.flatnonzero(second.prefix)
+    _, one, other = np.intersect1d(
+        first.prefix[here], second.prefix[there], assume_unique=True, return_indices=True
+    )
+    one, other = here[one], there[other]
+    same = first.position[one] == second.position[other]
+    same &= first.token_id[one] == second.token_id[other]
+    return _in_order(one[same], other[same])
+
+
+def _pairs_by_position(
+    first: ArmRows, second: ArmRows, matched: Ints, same_dataset: bool
+) -> tuple[Ints, Ints]:
+    """Return rows of one origin at the same position."""
+    if same_dataset:  # one request has one row at a position
+        return _NO_PAIRS
+    common = matched[second.request]
+    there = np.flatnonzero(common >= 0)
+    _, one, other = np.intersect1d(
+        position_key(first.request, first.position),
+        position_key(common[there], second.position[there]),
+        return_indices=True,
+    )
+    return _in_order(one, there[other])
+
+
+def _in_order(one: Ints, other: Ints) -> tuple[Ints, Ints]:
+    order = np.argsort(one, kind="stable")
+    return one[order], other[order]
+
+
+def _clusters(
+    first: ArmRows, second: ArmRows, matched: Ints, pairs: tuple[Ints, Ints]
+) -> tuple[Ints, Ints]:
+    """Return the cluster of each request of either arm: what is matched or paired shares one."""
+    n = len(first.requests)
+    with_origin = np.flatnonzero(matched >= 0)
+    edges = [
+        np.stack([matched[with_origin], n + with_origin]),
+        np.stack([first.request[pairs[0]], n + second.request[pairs[1]]]),
+    ]
+    one, other = np.concatenate(edges, axis=1)
+    size = n + len(second.requests)
+    graph = coo_array((np.ones(len(one), np.int8), (one, other)), shape=(size, size))
+    label = connected_components(graph, directed=False)[1].astype(np.int64)
+    return label[:n], label[n:]
+
+
+def _groups(clusters: tuple[Ints, Ints], seed: int) -> tuple[int, Ints]:
+    """Return how many groups there are, and the group of each cluster.
+
+    Args:
+        clusters: those of the rows of either arm.
+        seed: of the draw.
+    """
+    one, other = (np.unique(own) for own in clusters)
+    both = np.intersect1d(one, other)
+    alone = [np.setdiff1d(own, both) for own in (one, other)]
+    n = min(MAX_GROUPS, len(one), len(other))
+    group = np.full(int(max(one.max(), other.max())) + 1, -1, np.int64)
+    rng = np.random.Generator(np.random.Philox(seed))
+    for part in (both, *alone):
+        group[part[rng.permutation(len(part))]] = np.arange(len(part)) % n
+    return n, group
+
+
+def _paired(
+    pairing: Pairing,
+    first: ArmRows,
+    second: ArmRows,
+    strata: tuple[Strata, Strata],
+    clusters: tuple[Ints, Ints],
+    pairs: tuple[Ints, Ints],
+    seed: int,
+) -> Contrast:
+    """Return the contrast of pairs: both rows of one stand in the same strata."""
+    one, other = pairs
+    if pairing == "position":
+        # The same token behind the same prefix tells of the computation, not of who wrote it.
+        known = first.prefix[one] != 0
+        unlike = ~(known & (first.prefix[one] == second.prefix[other]))
+        one, other = (one[unlike], other[unlike]) if unlike.any() else (one, other)
+    cluster = clusters[0][first.request[one]]
+    n_groups, group_of = _groups((cluster, cluster), seed)
+    codes = []
+    for axis, told in strata[1].codes.items():
+        code = told[other]
+        if axis in _UNION_AXES:
+            code = np.where(code >= 0, code, strata[0].codes[axis][one])
+        codes.append(code)
+    sides = []
+    place = []
+    for rows, which in ((first, one), (second, other)):
+        order = np.argsort(rows.row[which], kind="stable")
+        layers = tuple(Layer(code[order]) for code in codes)
+        mine = cluster[order]
+        sides.append(Side(rows.row[which][order], mine, group_of[mine], layers))
+        inverse = np.empty(len(order), np.int64)
+        inverse[order] = np.arange(len(order))
+        place.append(inverse)
+    coverage = len(other) / max(len(second), 1)
+    return Contrast(
+        pairing, sides[0], sides[1], strata[0].strata, n_groups, (place[0], place[1]), coverage
+    )
+
+
+def _unpaired(
+    first: ArmRows,
+    second: ArmRows,
+    strata: tuple[Strata, Strata],
+    clusters: tuple[Ints, Ints],
+    adjust: bool,
+    seed: int,
+) -> Contrast:
+    """Return the contrast of arms that have no rows in common."""
+    own = clusters[0][first.request], clusters[1][second.request]
+    n_groups, group_of = _groups(own, seed)
+    cells = _cells(first, second)
+    layers: tuple[list[Layer], list[Layer]] = ([], [])
+    coverage = 1.0
+    for axis, code in strata[1].codes.items():
+        reference = strata[0].codes[axis]
+        spread = axis == "decode step" and not (reference >= 0).any()
+        # A prompt has no decode steps: all of it is weighted to the rows of each of them.
+        for one in np.unique(code[code >= 0]).tolist() if spread else [None]:
+            mine = np.full(len(first), one) if one is not None else reference
+            other = code if one is None else np.where(code == one, code, -1)
+            told = (Layer(mine), Layer(other))
+            if adjust:
+                told = _balanced((mine, other), cells)
+            for side, layer in zip(layers, told, strict=True):
+                side.append(layer)
+            if axis == ALL and adjust:
+                weight = told[1].weight
+                assert weight is not None
+                coverage = float(weight.mean())
+    sides = [
+        Side(rows.row, mine, group_of[mine], tuple(told))
+        for rows, mine, told in zip((first, second), own, layers, strict=True)
+    ]
+    contrast = Contrast(
+        "unpaired", sides[0], sides[1], strata[0].strata, n_groups, _NO_PAIRS, coverage
+    )
+    return replace(contrast, adjusted=adjust)
+
+
+def _cells(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
+    """Return for the rows of either arm a number of token id and fine band of positions."""
+    keys = [
+        position_key(rows.token_id, fine_bands(rows.position)).astype(np.uint64)
+        for rows in (first, second)
+    ]
+    _, place = np.unique(np.concatenate(keys), return_inverse=True)
+    place = place.reshape(-1).astype(np.int64)
+    return place[: len(first)], place[len(first) :]
+
+
+def _balanced(codes: tuple[Ints, Ints], cells: tuple[Ints, Ints]) -> tuple[Layer, Layer]:
+    """Return layers in which both arms have the same tokens at the same positions.
+
+    A row of the reference weighs (rows of the second arm in its cell) / (rows of the reference in
+    it); rows in cells that one arm lacks weigh 0.
+    """
+    n_cells = 1 + max(int(cell.max(initial=0)) for cell in cells)
+    keys = [
+        np.where(code >= 0, code * n_cells + cell, -1)
+        for code, cell in zip(codes, cells, strict=True)
+    ]
+    known, place = np.unique(np.concatenate(keys), return_inverse=True)
+    place = place.reshape(-1)
+    places = place[: len(codes[0])], place[len(codes[0]) :]
+    counts = [np.bincount(own, minlength=len(known)).astype(np.float64) for own in places]
+    shared = (counts[0] > 0) & (counts[1] > 0) & (known >= 0)
+    ratio = np.divide(counts[1], counts[0], out=np.zeros(len(known)), where=shared)
+    weights: list[Floats] = [ratio[places[0]], shared[places[1]].astype(np.float64)]
+    return tuple(  # type: ignore[return-value]
+        Layer(np.where(weight > 0, code, -1), weight.astype(np.float32))
+        for code, weight in zip(codes, weights, strict=True)
+    )

@@ -1,0 +1,503 @@
+"""Inference: intervals that leave out groups of requests, tests that exchange them, verdicts.
+
+Every statistic is a function of sums over groups of requests that the two arms share. Its values
+without each group give a standard error. What each group adds to the difference of the arms, taken
+about the two arms pooled, changes its sign when the group's requests are exchanged: the test flips
+these signs as coins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from scipy import special  # type: ignore[import-untyped]
+
+from actds_validators.regimes.result import Limits, Outcome, Value
+from actds_validators.regimes.strata import MIN_REQUESTS, Stratum
+from actds_validators.regimes.sums import COUNT, Made, Totals
+from actds_validators.statistics.events import Bools, Floats
+from actds_validators.statistics.intervals import (
+    benjamini_hochberg,
+    detectable,
+    from_replicates,
+)
+from actds_validators.statistics.samples import halves
+
+__all__ = ["Judged", "Measure", "decide", "flip_p", "judge", "pseudo_values"]
+
+Sums = Mapping[str, Floats]
+Statistic = Callable[[Sums, Sums], Floats]
+Kind = Literal["difference", "size", "direction", "overlap", "described"]
+
+N_FLIPS = 9_999
+N_HALVES = 60
+_EXCEEDANCES = 20
+_BATCH = 250
+_STEP = 1e-3  # of a group's sums, for a derivative
+_ALL_FLIPS = 12  # groups up to which every flip is made
+_EQUIVALENCE = 0.05  # level of each of the two one-sided tests
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One thing that is measured in every stratum.
+
+    Args:
+        name: what it is, in words.
+        statistic: of the sums ``(..., k)`` of the two arms, to ``(..., m)``; NaN where an element
+            is not estimated. A direction gives ``(..., m, d)``.
+        unit: of the value, in words.
+        kind: ``difference``: 0 when the arms are alike, and either sign else. ``size``: of one
+            set of pairs, never negative, compared with its limit. ``direction``: m differences of
+            unit vectors, told as angles in degrees. ``overlap``: 1 when the arms are alike and
+            less else. ``described``: neither tested nor judged.
+        limit: largest value that still counts as none.
+        of_arm: of a difference, what it is a difference of: of the sums of one arm ``(..., k)`` to
+            ``(..., m)``, unchanged when all sums are multiplied. It makes the test exact.
+        arm_value: the same of one arm, ``(..., k)`` to ``(..., m)``, to be shown.
+        labels: names of the m elements, None for their numbers.
+        coarse: whether it needs coarse parts.
+        rare: whether it is a share of rows: with no event in n of them, 3 / n cannot be excluded
+            (Hanley & Lippman-Hand 1983).
+        note: words for a reader.
+    """
+
+    name: str
+    statistic: Statistic
+    unit: str
+    kind: Kind
+    limit: float | None = None
+    of_arm: Callable[[Sums], Floats] | None = None
+    arm_value: Callable[[Sums], Floats] | None = None
+    labels: Sequence[str] | None = None
+    coarse: bool = False
+    rare: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A value before the family of tests is known: ``tested`` names what its p is of."""
+
+    value: Value
+    tested: bool
+
+
+def judge(
+    instrument: str,
+    hook: str,
+    stratum: Stratum,
+    measure: Measure,
+    sums: tuple[Totals, Totals],
+    limits: Limits,
+) -> Judged:
+    """Return what a measure finds in a stratum.
+
+    Args:
+        instrument: its name.
+        hook: the hook.
+        stratum: the stratum.
+        measure: the measure.
+        sums: of the reference and of the other arm, of the same groups.
+        limits: level, seed and limits.
+    """
+    first, second = sums
+    least = min(t.n_requests for t in sums)
+    n = 0
+    if least >= MIN_REQUESTS:
+        first, second = _with_rows(sums)
+        n = len(first.groups[COUNT])
+    value = Value(
+        instrument=instrument,
+        hook=hook,
+        axis=stratum.axis,
+        stratum=stratum.name,
+        measure=measure.name,
+        unit=measure.unit,
+        kind=measure.kind,
+        limit=measure.limit,
+        n_rows=(first.n_rows, second.n_rows),
+        n_requests=(first.n_requests, second.n_requests),
+        n_effective=(first.n_effective, second.n_effective),
+        n_groups=n,
+        note=measure.note,
+    )
+    if least < MIN_REQUESTS or n < 2:
+        short = f"{least} requests; {MIN_REQUESTS} are needed for an estimate"
+        return Judged(value.model_copy(update={"short": short}), False)
+    work = {"direction": _direction, "overlap": _overlap}.get(measure.kind, _elements)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        changes = work(measure, first, second, limits)
+    told = value.model_copy(update=changes)
+    return Judged(told, told.p is not None)
+
+
+def _with_rows(sums: tuple[Totals, Totals]) -> tuple[Totals, Totals]:
+    """Return the sums of those groups that have rows in either arm."""
+    there = sums[0].groups[COUNT][:, 0] + sums[1].groups[COUNT][:, 0] > 0
+    one, other = (
+        replace(total, groups={name: values[there] for name, values in total.groups.items()})
+        for total in sums
+    )
+    return one, other
+
+
+def pseudo_values(value: Floats, without: Floats) -> tuple[Floats, Floats]:
+    """Return the jackknife's pseudo-values ``(n, ...)`` and the standard error ``(...)``.
+
+    ``n value - (n - 1) without`` (Tukey 1958); their standard error is that of
+    ``intervals.from_replicates``.
+
+    Args:
+        value: ``(...)``.
+        without: the values without each of n groups ``(n, ...)``.
+    """
+    n = len(without)
+    away = without - without.mean(axis=0)
+    error = np.sqrt((n - 1) / n * np.square(away).sum(axis=0))
+    # What is rounding only is no spread.
+    error = np.where(error <= 1e-12 * np.abs(value), 0.0, error)
+    return n * value - (n - 1) * without, np.asarray(error)
+
+
+def influences(of_arm: Callable[[Sums], Floats], first: Totals, second: Totals) -> Floats:
+    """Return what each group adds to the difference of two arms ``(n_groups, m)``.
+
+    The derivative of the arm's function at the sums of both arms pooled, towards the group's own
+    sums of the second arm less those of the first (the infinitesimal jackknife, Jaeckel 1972). An
+    exchange of the group's two sides leaves the pool as it is and turns the sign, whatever the
+    function: pseudo-values, which are taken about each arm by itself, do so for means only.
+
+    Args:
+        of_arm: function of the sums of an arm, unchanged when all are multiplied.
+        first: sums of the reference.
+        second: sums of the other arm.
+    """
+    one, other = first.total(), second.total()
+    pool = Made(one, lambda name: one[name] + other[name])
+    n_rows = [np.maximum(total[COUNT], 1e-300) for total in (one, other)]
+    found = []
+    for totals, n in zip((first, second), n_rows, strict=True):
+        up, down = (of_arm(_toward(pool, totals.groups, step)) for step in (_STEP, -_STEP))
+        found.append((up - down) / (2 * _STEP) * (pool[COUNT] / n))
+    return np.asarray(np.nan_to_num(found[1] - found[0]), np.float64)
+
+
+def _toward(pool: Sums, groups: Sums, step: float) -> Made:
+    return Made(pool, lambda name: pool[name] + step * groups[name])
+
+
+def flip_p(
+    statistic: Callable[[Floats], Floats], n_groups: int, seed: int, n_flips: int = N_FLIPS
+) -> float:
+    """Return how likely a statistic as large is when every group's sign is a coin.
+
+    All flips of up to 12 groups; else random ones, which end when 20 reached the observed value:
+    ``p = 20 / flips``, or ``(1 + reached) / (1 + n_flips)``. Either is a valid p (Besag & Clifford
+    1991), and a null hypothesis that holds costs few flips.
+
+    Args:
+        statistic: of signs ``(n, n_groups)`` to ``(n,)``; large is evidence.
+        n_groups: groups.
+        seed: of the coins.
+        n_flips: random flips at most.
+    """
+    observed = float(statistic(np.ones((1, n_groups)))[0])
+    edge = observed - 1e-9 * abs(observed)
+    if n_groups <= _ALL_FLIPS:
+        # One sign may stay: a flip and its opposite are as large.
+        bits = np.arange(1 << n_groups)[:, np.newaxis] >> np.arange(n_groups) & 1
+        return float(np.mean(statistic(np.asarray(1.0 - 2.0 * bits, np.float64)) >= edge))
+    rng = np.random.Generator(np.random.Philox(seed))
+    done = reached = 0
+    while done < n_flips:
+        size = min(_BATCH, n_flips - done)
+        signs = np.asarray(1.0 - 2.0 * rng.integers(0, 2, (size, n_groups)), np.float64)
+        over = statistic(signs) >= edge
+        hits = np.flatnonzero(over)
+        if reached + len(hits) >= _EXCEEDANCES:
+            last = int(hits[_EXCEEDANCES - reached - 1])
+            return _EXCEEDANCES / (done + last + 1)
+        reached += len(hits)
+        done += size
+    return (1 + reached) / (1 + n_flips)
+
+
+def largest_t(pseudo: Floats) -> Callable[[Floats], Floats]:
+    """Return the largest absolute t of the elements of pseudo-values ``(n, m)``, by signs.
+
+    The maximum over elements is one test of them all (Westfall & Young 1993).
+    """
+    n = len(pseudo)
+    squares = np.square(pseudo).sum(axis=0)
+
+    def statistic(signs: Floats) -> Floats:
+        mean = signs @ pseudo / n
+        variance = np.maximum((squares - n * mean**2) / (n - 1), 1e-14 * squares / n + 1e-300)
+        return np.asarray(np.abs(mean / np.sqrt(variance / n)).max(axis=1, initial=0.0))
+
+    return statistic
+
+
+def largest_length(gram: Floats) -> Callable[[Floats], Floats]:
+    """Return the largest length of a mean of vectors, by signs; their products ``(m, n, n)``.
+
+    Lengths count against those that random signs give on average, the root of the trace.
+    """
+    trace = np.maximum(np.trace(gram, axis1=1, axis2=2), 1e-300)
+
+    def statistic(signs: Floats) -> Floats:
+        lengths = np.einsum("sg,mgh,sh->sm", signs, gram, signs, optimize=True) / trace
+        return np.asarray(lengths.max(axis=1, initial=0.0))
+
+    return statistic
+
+
+def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -> dict[str, object]:
+    """Return the fields of a difference, of a size or of what is only described."""
+    value = np.atleast_1d(measure.statistic(first.total(), second.total()))
+    without = np.atleast_2d(measure.statistic(first.without(), second.without()))
+    if without.shape[1:] != value.shape:
+        without = without.reshape(-1, *value.shape)
+    good: Bools = np.asarray(np.isfinite(value) & np.isfinite(without).all(axis=0))
+    changes: dict[str, object] = {
+        "n_elements": int(good.sum()),
+        "n_untested": int((~good).sum()),
+    }
+    if not good.any():
+        return changes
+    where = np.flatnonzero(good)
+    value, without = value[good], without[:, good]
+    pseudo, error = pseudo_values(value, without)
+    if measure.kind == "difference" and measure.of_arm is not None:
+        pseudo = influences(measure.of_arm, first, second)[:, good]
+    score = np.abs(value) / np.maximum(error, 1e-300) if len(value) > 1 else np.abs(value)
+    if measure.kind == "described" and len(value) > 1:
+        score = np.abs(value)
+    worst = int(np.argmax(np.where(value == 0, 0.0, score)))
+    interval = from_replicates(value[worst : worst + 1], without[:, worst].reshape(1, -1))[0]
+    assert interval is not None
+    element = int(where[worst])
+    changes |= {
+        "value": interval.value,
+        "low": interval.low,
+        "high": interval.high,
+        "error": interval.error,
+        "element": _label(measure, element, len(good)),
+    }
+    if measure.arm_value is not None:
+        changes["arms"] = tuple(
+            _finite(np.atleast_1d(measure.arm_value(t.total()))[element]) for t in (first, second)
+        )
+    if measure.kind in ("difference", "described"):
+        changes["floor"] = _floor(measure, first, element, limits)
+    if measure.kind == "described":
+        return changes
+    n, m = len(without), len(value)
+    one_sided = float(special.stdtrit(n - 1, 1 - _EQUIVALENCE / m))
+    if measure.kind == "size":
+        assert measure.limit is not None
+        far = value + one_sided * error
+        distance = float((value - measure.limit).max())
+        t = distance / max(float(error[int(np.argmax(value - measure.limit))]), 1e-300)
+        changes["p"] = float(special.stdtr(n - 1, -t)) if distance > 0 or error.any() else 1.0
+        needed = float(value.max())
+    else:
+        far = np.abs(value) + one_sided * error
+        changes["p"] = flip_p(largest_t(pseudo), n, limits.seed)
+        needed = float(np.abs(value).max())
+    if measure.rare:
+        far = np.where(error > 0, far, far + 3 / min(first.n_rows, second.n_rows))
+    changes["farthest"] = float(far.max())
+    changes["detectable"] = detectable(float(np.median(error)), alpha=min(0.05 / m, 0.5))
+    if measure.limit is not None:
+        changes["equivalent"] = bool(far.max() <= measure.limit)
+        half = one_sided * float(error[int(np.argmax(far))])
+        changes["short"] = _short(
+            bool(changes["equivalent"]), half, needed, measure.limit, first, second
+        )
+    return changes
+
+
+def _direction(
+    measure: Measure, first: Totals, second: Totals, limits: Limits
+) -> dict[str, object]:
+    """Return the fields of turned directions.
+
+    The squared chord between two unit vectors is estimated without the noise's own length: the
+    mean of products of pseudo-values of different groups.
+    """
+    value = measure.statistic(first.total(), second.total())
+    without = measure.statistic(first.without(), second.without())
+    good: Bools = np.asarray(
+        np.isfinite(value).all(axis=-1) & np.isfinite(without).all(axis=(0, -1))
+    )
+    changes: dict[str, object] = {"n_elements": int(good.sum()), "n_untested": int((~good).sum())}
+    if not good.any():
+        return changes
+    where = np.flatnonzero(good)
+    n = len(without)
+    pseudo = n * value[good] - (n - 1) * without[:, good]  # (n, m, d)
+    gram = np.einsum("gmd,hmd->mgh", pseudo, pseudo, optimize=True)
+    total, own = gram.sum(axis=(1, 2)), np.trace(gram, axis1=1, axis2=2)
+    chord = (total - own) / (n * (n - 1))
+    less = (total[:, None] - 2 * gram.sum(axis=2)) - (own[:, None] - 2 * _diagonal(gram))
+    leave_one = less / ((n - 1) * (n - 2)) if n > 2 else np.repeat(chord[:, None], n, axis=1)
+    error = np.sqrt((n - 1) / n * np.square(leave_one - leave_one.mean(axis=1)[:, None]).sum(1))
+    m = len(chord)
+    quantile = float(special.stdtrit(n - 1, 1 - _EQUIVALENCE / m))
+    far = _angle(chord + quantile * error)
+    size = total / np.maximum(own, 1e-300)
+    worst = int(np.argmax(size))
+    two_sided = float(special.stdtrit(n - 1, 0.975))
+    split = halves(n, N_HALVES, limits.seed)
+    turned = measure.statistic(first.of(split), first.of(~split))[:, where[worst]]
+    between = _angle(np.square(turned).sum(axis=-1))
+    changes |= {
+        "value": float(_angle(chord[worst : worst + 1])[0]),
+        "low": float(_angle(chord[worst : worst + 1] - two_sided * error[worst])[0]),
+        "high": float(_angle(chord[worst : worst + 1] + two_sided * error[worst])[0]),
+        "element": _label(measure, int(where[worst]), len(good)),
+        "floor": _finite(float(np.quantile(between, 0.95))),
+        "farthest": float(far.max()),
+        "p": flip_p(largest_length(gram), n, limits.seed),
+    }
+    if measure.limit is not None:
+        changes["equivalent"] = bool(far.max() <= measure.limit)
+        if not changes["equivalent"]:
+            changes["short"] = (
+                f"an angle of up to {far.max():.2g} degrees cannot be excluded; "
+                f"the limit is {measure.limit:g}"
+            )
+    return changes
+
+
+def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) -> dict[str, object]:
+    """Return the fields of an overlap: at equal n beside its floor, tested by exchange.
+
+    An overlap of two samples falls with their size by itself. So half of the first arm's groups
+    is compared with the other half of the second's, and with the other half of its own.
+    """
+    n = len(next(iter(first.groups.values())))
+    split = halves(n, N_HALVES, limits.seed)
+    own = measure.statistic(first.of(split), first.of(~split))[:, 0]
+    across = measure.statistic(first.of(split), second.of(~split))[:, 0]
+    if not (np.isfinite(own).all() and np.isfinite(across).all()):
+        return {}
+    lost = own - across
+    value, floor = float(across.mean()), float(own.mean())
+
+    def statistic(signs: Floats) -> Floats:
+        kept: Bools = signs > 0
+        one, other = first.of(kept), second.of(~kept)
+        swapped, back = second.of(kept), first.of(~kept)
+        mixed = measure.statistic(
+            Made(one, lambda name: one[name] + other[name]),
+            Made(one, lambda name: swapped[name] + back[name]),
+        )[:, 0]
+        return np.asarray(1 - mixed)
+
+    low, high = np.quantile(across, [0.025, 0.975])
+    changes: dict[str, object] = {
+        "value": value,
+        "low": float(low),
+        "high": float(high),
+        "floor": floor,
+        "n_elements": 1,
+        "farthest": float(np.quantile(lost, 0.95)),
+        "p": flip_p(statistic, n, limits.seed, n_flips=1_999),
+    }
+    if measure.limit is not None:
+        changes["equivalent"] = bool(changes["farthest"] <= measure.limit)  # type: ignore[operator]
+        if not changes["equivalent"]:
+            changes["short"] = (
+                f"it may have lost {changes['farthest']:.2g} against halves of the reference; "
+                f"the limit is {measure.limit:g}"
+            )
+    return changes
+
+
+def _floor(measure: Measure, first: Totals, element: int, limits: Limits) -> float | None:
+    """Return the 95 % quantile of the measure's size between halves of the reference."""
+    n = len(next(iter(first.groups.values())))
+    if n < 4:
+        return None
+    split = halves(n, N_HALVES, limits.seed)
+    found = np.abs(measure.statistic(first.of(split), first.of(~split)).reshape(N_HALVES, -1))
+    return _finite(float(np.quantile(found[:, element], 0.95)))
+
+
+def _short(
+    equivalent: bool, half: float, size: float, limit: float, first: Totals, second: Totals
+) -> str | None:
+    """Return what is missing for equivalence, None when nothing is.
+
+    Args:
+        equivalent: whether it is shown.
+        half: half of the widest interval, which falls with the root of the requests.
+        size: largest estimate.
+        limit: what it is compared with.
+        first: sums of the reference.
+        second: sums of the other arm.
+    """
+    if equivalent:
+        return None
+    n = min(first.n_requests, second.n_requests)
+    beyond = size >= limit
+    room = limit if beyond else limit - size
+    times = (half / room) ** 2
+    if not 0 < times < 1e6:
+        return f"the estimate lies at the limit, {limit:g}"
+    why = "to tell the estimate from the limit" if beyond else "to stay within the limit"
+    return f"about {math.ceil(n * max(times, 1.0)):,} requests are needed {why}, {n} are there"
+
+
+def decide(judged: Sequence[Judged], limits: Limits) -> list[Value]:
+    """Return the values with adjusted p and verdict: one family of tests over all of them.
+
+    A value shifts when its adjusted p is at most the false discovery rate and it is not shown to
+    lie within its limit; it carries over when it is; else it is undecided.
+    """
+    p = np.array([one.value.p for one in judged if one.tested], np.float64)
+    adjusted = iter(benjamini_hochberg(p).tolist())
+    values = []
+    for one in judged:
+        value = one.value
+        if not one.tested:
+            values.append(value)
+            continue
+        q = float(next(adjusted))
+        outcome: Outcome = "undecided"
+        if value.equivalent:
+            outcome = "carries over"
+        elif q <= limits.fdr:
+            outcome = "shifts"
+        short = value.short if outcome == "undecided" else None
+        values.append(
+            value.model_copy(update={"adjusted_p": q, "outcome": outcome, "short": short})
+        )
+    return values
+
+
+def _angle(chord: Floats) -> Floats:
+    """Return the angle in degrees of squared chords of the unit sphere."""
+    half = np.sqrt(np.clip(chord, 0.0, 4.0)) / 2
+    return np.asarray(np.degrees(2 * np.arcsin(np.minimum(half, 1.0))))
+
+
+def _diagonal(gram: Floats) -> Floats:
+    return np.asarray(np.diagonal(gram, axis1=1, axis2=2))
+
+
+def _label(measure: Measure, element: int, n: int) -> str | None:
+    if measure.labels is not None:
+        return measure.labels[element]
+    return str(element) if n > 1 else None
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

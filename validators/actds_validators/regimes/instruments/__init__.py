@@ -1,0 +1,1 @@
+"""Instruments: what is measured on the rows of two arms, one module each."""

@@ -1,0 +1,159 @@
+"""What an instrument is: what it adds up of each row, and what it makes of the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+from actds_validators.regimes.inference import Measure
+from actds_validators.regimes.result import Limits
+from actds_validators.regimes.sums import COUNT, Part
+from actds_validators.statistics.events import Floats, Ints
+
+__all__ = [
+    "Dictionary",
+    "Instrument",
+    "PairInstrument",
+    "Remembered",
+    "Rows",
+    "Sums",
+    "difference",
+    "events",
+    "mean_of",
+]
+
+Rows = npt.NDArray[np.float32]
+Sums = Mapping[str, Floats]
+
+
+class Dictionary(Protocol):
+    """A dictionary of features, as a sparse autoencoder."""
+
+    def encode(self, rows: Rows) -> Rows:
+        """Return the features ``(n, n_features)`` of rows ``(n, d_model)``."""
+        ...
+
+    def decode(self, features: Rows) -> Rows:
+        """Return the rows ``(n, d_model)`` of features ``(n, n_features)``."""
+        ...
+
+
+class Remembered:
+    """A dictionary that remembers the features of the last rows: several instruments ask for them.
+
+    Args:
+        dictionary: the dictionary.
+    """
+
+    def __init__(self, dictionary: Dictionary) -> None:
+        self._dictionary = dictionary
+        self._last: list[tuple[Rows, Rows]] = []
+
+    def encode(self, rows: Rows) -> Rows:
+        """Return the features ``(n, n_features)`` of rows, which nobody changes meanwhile."""
+        for known, features in self._last:
+            if known is rows:
+                return features
+        features = self._dictionary.encode(rows)
+        self._last = [*self._last[-1:], (rows, features)]  # the two rows of pairs
+        return features
+
+    def decode(self, features: Rows) -> Rows:
+        """Return the rows ``(n, d_model)`` of features."""
+        return self._dictionary.decode(features)
+
+
+def events(features: Rows) -> csr_array:
+    """Return where features ``(n, n_features)`` are active, as a sparse matrix of ones."""
+    active = features > 0
+    row, column = np.nonzero(active)
+    return csr_array((np.ones(len(row)), (row, column)), shape=active.shape)
+
+
+@runtime_checkable
+class Instrument(Protocol):
+    """What measures the rows of each arm."""
+
+    name: str
+
+    def prepare(self, sample: Rows) -> None:
+        """Take what depends on the reference, as its centre, from some of its rows ``(n, d)``."""
+        ...
+
+    def parts(self, rows: Rows, side: int, row: Ints) -> Iterator[Part]:
+        """Yield what is added up of rows.
+
+        Args:
+            rows: ``(n, d_model)``, some perhaps not finite: what they give is not used.
+            side: 0 for the reference, 1 for the other arm.
+            row: their numbers in the arm's array ``(n,)``.
+        """
+        ...
+
+    def measures(self, reference: Sums, limits: Limits) -> list[Measure]:
+        """Return what is measured.
+
+        Args:
+            reference: sums ``(k,)`` over all rows of the reference.
+            limits: what counts as none.
+        """
+        ...
+
+
+@runtime_checkable
+class PairInstrument(Protocol):
+    """What measures pairs of rows of the same token."""
+
+    name: str
+
+    def pair_parts(self, first: Rows, second: Rows) -> Iterator[Part]:
+        """Yield what is added up of pairs of rows, ``(n, d_model)`` each."""
+        ...
+
+    def pair_values(self, first: Rows, second: Rows) -> dict[str, Floats]:
+        """Return by name what quantiles are told of, ``(n,)`` each."""
+        ...
+
+    def pair_measures(self, limits: Limits) -> list[Measure]:
+        """Return what is measured of the pairs; statistics get the same sums twice."""
+        ...
+
+
+def mean_of(sums: Sums, name: str) -> Floats:
+    """Return a sum over the count of the rows, ``(..., k)``; NaN without a row."""
+    return np.asarray(sums[name] / np.where(sums[COUNT] > 0, sums[COUNT], np.nan))
+
+
+def difference(
+    name: str,
+    of_arm: Callable[[Sums], Floats],
+    unit: str,
+    limit: float,
+    *,
+    arm_value: Callable[[Sums], Floats] | None = None,
+    labels: Sequence[str] | None = None,
+) -> Measure:
+    """Return the measure of how a function of an arm differs between the two.
+
+    Args:
+        name: what it is, in words.
+        of_arm: of the sums of one arm ``(..., k)``, unchanged when all are multiplied.
+        unit: of the value.
+        limit: largest value that still counts as none.
+        arm_value: what is shown of either arm, None for nothing.
+        labels: names of the elements, None for their numbers.
+    """
+    return Measure(
+        name,
+        lambda first, second: of_arm(second) - of_arm(first),
+        unit,
+        "difference",
+        limit,
+        of_arm,
+        arm_value,
+        labels,
+    )

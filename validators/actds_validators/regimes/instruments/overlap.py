@@ -1,0 +1,154 @@
+"""Overlap: whether the arms use the same features, by token and among the most frequent ones.
+
+The overlap of two samples of one distribution is below 1 and falls with their size. So each value
+is that of halves of the requests, beside the same number of the reference with itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
+
+from actds_validators.regimes.inference import Measure
+from actds_validators.regimes.instruments.base import Dictionary, Rows, Sums, events, mean_of
+from actds_validators.regimes.result import Limits
+from actds_validators.regimes.sums import COUNT, Part
+from actds_validators.statistics.events import Floats, Ints
+
+__all__ = ["Overlap", "jaccard_of_rows", "kendall", "spearman", "top_jaccard"]
+
+TOPS = (50, 200, 1000)
+_EVENTS = "overlap events"
+_MAX_KENDALL = 4096  # features: its time grows with n log n for each exchange
+
+
+class Overlap:
+    """Overlap of the active features of the arms.
+
+    Args:
+        dictionary: a dictionary of the hook.
+        tops: numbers of most frequent features; those above half of all features are left out.
+    """
+
+    name = "overlap"
+
+    def __init__(self, dictionary: Dictionary, tops: tuple[int, ...] = TOPS) -> None:
+        self._dictionary = dictionary
+        self._tops = tops
+        self.width = 0
+
+    def prepare(self, sample: Rows) -> None:
+        """Take the number of features."""
+        self.width = self._dictionary.encode(sample[:1]).shape[1]
+
+    def parts(self, rows: Rows, side: int, row: Ints) -> Iterator[Part]:
+        """Yield which features are active."""
+        yield Part(_EVENTS, events(self._dictionary.encode(rows)), coarse=True)
+
+    def measures(self, reference: Sums, limits: Limits) -> list[Measure]:
+        """Return the overlaps of the most frequent features, and of the order of all of them."""
+        n_features = reference[_EVENTS].shape[-1]
+        found = [
+            Measure(
+                f"top {k} features, Jaccard",
+                partial(_of_rates, function=partial(top_jaccard, k=k)),
+                "Jaccard at equal n",
+                "overlap",
+                limits.overlap,
+                coarse=True,
+            )
+            for k in self._tops
+            if 2 * k <= n_features
+        ]
+        for name, function in (("Spearman", spearman), ("Kendall", kendall)):
+            if name == "Spearman" or n_features <= _MAX_KENDALL:
+                measure = partial(_of_rates, function=function)
+                found.append(
+                    Measure(
+                        f"order of features by rate, {name}",
+                        measure,
+                        "correlation at equal n",
+                        "overlap" if name == "Spearman" else "described",
+                        limits.overlap,
+                        coarse=True,
+                    )
+                )
+        return found
+
+    def pair_parts(self, first: Rows, second: Rows) -> Iterator[Part]:
+        """Yield the overlap of the active features of pairs of rows."""
+        yield Part("jaccard", self.pair_values(first, second)["Jaccard of a token's features"])
+
+    def pair_values(self, first: Rows, second: Rows) -> dict[str, Floats]:
+        """Return the Jaccard index of the active features of pairs of rows ``(n,)``."""
+        active, other = (self._dictionary.encode(rows) > 0 for rows in (first, second))
+        return {"Jaccard of a token's features": jaccard_of_rows(active, other)}
+
+    def pair_measures(self, limits: Limits) -> list[Measure]:
+        """Return how much of a token's features is lost on average: 1 less their Jaccard index."""
+
+        def lost(pairs: Sums, _: Sums) -> Floats:
+            return 1 - mean_of(pairs, "jaccard")
+
+        return [
+            Measure(
+                "features of a token that differ",
+                lost,
+                "1 - Jaccard, mean over pairs",
+                "size",
+                limits.overlap,
+            )
+        ]
+
+
+def jaccard_of_rows(
+    active: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+    other: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+) -> Floats:
+    """Return the Jaccard index of each row's two sets ``(n,)``, 1 where both are empty."""
+    both, either = (active & other).sum(axis=1), (active | other).sum(axis=1)
+    return np.where(either > 0, both / np.maximum(either, 1), 1.0)
+
+
+def top_jaccard(one: Floats, other: Floats, k: int) -> float:
+    """Return the Jaccard index of the k most frequent of either ``(n_features,)``.
+
+    Of equal rates the feature with the lower number comes first, on both sides.
+    """
+    first, second = (set(np.argsort(-v, kind="stable")[:k].tolist()) for v in (one, other))
+    return len(first & second) / len(first | second)
+
+
+def spearman(one: Floats, other: Floats) -> float:
+    """Return the rank correlation of rates ``(n_features,)``, equal rates at their mean rank."""
+    left, right = (stats.rankdata(v) for v in (one, other))
+    left, right = left - left.mean(), right - right.mean()
+    size = float(np.sqrt((left @ left) * (right @ right)))
+    return float(left @ right) / size if size > 0 else float("nan")
+
+
+def kendall(one: Floats, other: Floats) -> float:
+    """Return Kendall's tau-b of rates ``(n_features,)``."""
+    return float(stats.kendalltau(one, other).statistic)
+
+
+def _of_rates(first: Sums, second: Sums, function: object) -> Floats:
+    """Return a function of the rates of features ``(..., 1)``; those that no arm has are left out.
+
+    NaN where an arm has no row.
+    """
+    assert callable(function)
+    rates = [
+        np.atleast_2d(mean_of(sums, _EVENTS) if COUNT in sums else sums[_EVENTS])
+        for sums in (first, second)
+    ]
+    found = []
+    for one, other in zip(*rates, strict=True):
+        good = np.isfinite(one).all() and np.isfinite(other).all()
+        some = (one > 0) | (other > 0)
+        found.append(function(one[some], other[some]) if good and some.sum() > 1 else np.nan)
+    values = np.array(found, np.float64)[:, np.newaxis]
+    return values[0] if np.ndim(first[_EVENTS]) == 1 else values

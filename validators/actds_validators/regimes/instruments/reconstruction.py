@@ -1,0 +1,178 @@
+"""Reconstruction: how well a dictionary fits the rows of either arm, and with which features.
+
+``FVU = sum |x - x̂|² / sum |x - μ|²`` has a denominator: over the reference's variance and over the
+arm's own, always both, because the second alone can turn the sign of a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from actds_validators.regimes.inference import Measure
+from actds_validators.regimes.instruments.base import (
+    Dictionary,
+    Rows,
+    Sums,
+    difference,
+    events,
+    mean_of,
+)
+from actds_validators.regimes.result import Limits
+from actds_validators.regimes.sums import COUNT, Part
+from actds_validators.statistics.events import Floats, Ints
+
+__all__ = ["ACTIVE", "Reconstruction"]
+
+MIN_EVENTS = 20
+"""Rows on which a feature must be active, in both arms together, to be tested."""
+N_TURNED = 64
+"""Features of which the direction is followed: the ones most often active in the reference."""
+MIN_TURN_EVENTS = 25
+"""Rows on which a followed feature must be active in both arms."""
+ACTIVE = "active"
+
+
+class Reconstruction:
+    """A dictionary on the rows of either arm.
+
+    Args:
+        dictionary: a dictionary of the hook.
+        turned: features of which the direction is followed; None takes those that are most often
+            active in a sample of the reference.
+    """
+
+    name = "dictionary"
+
+    def __init__(self, dictionary: Dictionary, turned: Ints | None = None) -> None:
+        self._dictionary = dictionary
+        self._turned = turned
+        self.width = 0
+        self._directions: Rows = np.empty((0, 0), np.float32)
+        self._centre: Floats = np.zeros(0)
+
+    def prepare(self, sample: Rows) -> None:
+        """Choose the features that are followed, from rows of the reference ``(n, d)``."""
+        self._centre = sample.astype(np.float64).mean(axis=0)
+        features = self._dictionary.encode(sample)
+        self.width = features.shape[1]
+        if self._turned is None:
+            rate = (features > 0).sum(axis=0)
+            order = np.argsort(-rate, kind="stable")[:N_TURNED]
+            self._turned = np.sort(order[rate[order] > 0])
+        basis = np.zeros((len(self._turned) + 1, features.shape[1]), np.float32)
+        basis[np.arange(len(self._turned)), self._turned] = 1.0
+        decoded = self._dictionary.decode(basis)
+        self._directions = decoded[:-1] - decoded[-1]
+
+    def parts(self, rows: Rows, side: int, row: Ints) -> Iterator[Part]:
+        """Yield errors, squares, active features and the followed features' directions."""
+        assert self._turned is not None
+        features = self._dictionary.encode(rows)
+        rest = rows.astype(np.float64) - self._dictionary.decode(features)
+        centred = rows.astype(np.float64) - self._centre
+        yield Part("error", np.square(rest).sum(axis=1))
+        yield Part("x", centred)
+        yield Part("xx", np.square(centred).sum(axis=1))
+        active = events(features)
+        yield Part("l0", active.sum(axis=1))
+        yield Part(ACTIVE, active, coarse=True)
+        mine = features[:, self._turned].astype(np.float64)
+        yield Part("turned n", (mine > 0).astype(np.float32), coarse=True)
+        yield Part("turned aa", mine**2, coarse=True)
+        yield Part("turned", mine, coarse=True, right=rest)
+
+    def measures(self, reference: Sums, limits: Limits) -> list[Measure]:
+        """Return the differences of fit, of the features' rates and of their directions."""
+        assert self._turned is not None
+        n_turned, labels = len(self._turned), [str(n) for n in self._turned.tolist()]
+        whole = float(variance_of(reference)[..., 0])
+
+        def over_reference(sums: Sums) -> Floats:
+            return np.asarray(mean_of(sums, "error") / (whole if whole > 0 else np.nan))
+
+        def over_own(sums: Sums) -> Floats:
+            own = variance_of(sums)
+            return np.asarray(mean_of(sums, "error") / np.where(own > 0, own, np.nan))
+
+        def log_l0(sums: Sums) -> Floats:
+            return _log(mean_of(sums, "l0"))
+
+        def turn(first: Sums, second: Sums) -> Floats:
+            # sum of a (x - x̂ + a d): the row as this feature alone should explain it, times it.
+            units = []
+            for sums in (first, second):
+                vector = sums["turned"].reshape(*sums["turned"].shape[:-1], n_turned, -1)
+                vector = vector + sums["turned aa"][..., None] * self._directions
+                length = np.linalg.norm(vector, axis=-1, keepdims=True)
+                units.append(vector / np.where(length > 0, length, np.nan))
+            enough = np.minimum(first["turned n"], second["turned n"]) >= MIN_TURN_EVENTS
+            return np.where(enough[..., None], units[1] - units[0], np.nan)
+
+        ratio, gap = "ln of the ratio", "difference"
+        found = [
+            difference(
+                "FVU over the reference's variance",
+                over_reference,
+                gap,
+                limits.fvu,
+                arm_value=over_reference,
+            ),
+            difference(
+                "FVU over the arm's own variance", over_own, gap, limits.fvu, arm_value=over_own
+            ),
+            difference(
+                "active features of a row", log_l0, ratio, limits.log_l0, arm_value=_active_features
+            ),
+            Measure(
+                "rates of features",
+                log_rates,
+                ratio,
+                "difference",
+                limits.log_rate,
+                of_arm=lambda sums: _log(mean_of(sums, ACTIVE)),
+                arm_value=lambda sums: mean_of(sums, ACTIVE),
+                coarse=True,
+                note=f"features with under {MIN_EVENTS} events are counted, not tested",
+            ),
+        ]
+        if n_turned:
+            found.append(
+                Measure(
+                    "turn of features",
+                    turn,
+                    "degrees",
+                    "direction",
+                    limits.angle,
+                    labels=labels,
+                    coarse=True,
+                    note="the noise's own angle is taken off the value, not off the floor",
+                )
+            )
+        return found
+
+
+def variance_of(sums: Sums) -> Floats:
+    """Return the mean squared distance of rows from their mean ``(..., 1)``."""
+    mean = mean_of(sums, "x")
+    found = mean_of(sums, "xx") - np.square(mean).sum(axis=-1, keepdims=True)
+    return np.asarray(np.maximum(found, 0.0))
+
+
+def log_rates(first: Sums, second: Sums) -> Floats:
+    """Return the ln of the ratio of each feature's rates ``(..., n_features)``.
+
+    ``(events + 0.5) / (n + 1)`` in either arm; NaN where both together have too few events.
+    """
+    rates = [np.log((sums[ACTIVE] + 0.5) / (sums[COUNT] + 1)) for sums in (first, second)]
+    enough = first[ACTIVE] + second[ACTIVE] >= MIN_EVENTS
+    return np.where(enough, rates[1] - rates[0], np.nan)
+
+
+def _active_features(sums: Sums) -> Floats:
+    return mean_of(sums, "l0")
+
+
+def _log(value: Floats) -> Floats:
+    return np.asarray(np.log(np.where(value > 0, value, np.nan)))

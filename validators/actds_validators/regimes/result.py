@@ -1,0 +1,163 @@
+"""The result of a comparison of regimes, ``actds.regimes/1``: every number that decided."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from actds_validators.audit.result import Section, Share
+
+__all__ = ["ArmResult", "ContrastResult", "Limits", "Outcome", "Regimes", "Value", "Verdict"]
+
+Outcome = Literal["carries over", "shifts", "undecided"]
+
+
+class Limits(Section):
+    """The settings: up to where a difference counts as none, and how it is tested."""
+
+    fdr: float = Field(default=0.05, gt=0, lt=1, description="false discovery rate of all tests")
+    seed: int = Field(default=0, ge=0, description="of groups, exchanges and halves")
+    mean: float = Field(
+        default=0.25, gt=0, description="of a channel, in standard deviations of the reference"
+    )
+    log_variance: float = Field(default=0.25, gt=0, description="ln of the ratio of variances")
+    log_kurtosis: float = Field(default=0.5, gt=0, description="ln of the ratio of kurtoses")
+    outliers: float = Field(default=0.005, gt=0, description="difference of shares")
+    relative_l2: float = Field(default=0.01, gt=0, description="mean distance over the norm")
+    drift: float = Field(
+        default=0.05, gt=0, description="drift over the dictionary's squared error"
+    )
+    switched: float = Field(default=0.02, gt=0, description="share of features that switch")
+    fvu: float = Field(default=0.02, gt=0, description="difference of fractions unexplained")
+    log_l0: float = Field(default=0.1, gt=0, description="ln of the ratio of active features")
+    log_rate: float = Field(default=0.5, gt=0, description="ln of the ratio of a feature's rates")
+    angle: float = Field(default=3.0, gt=0, description="turn of a feature's direction, degrees")
+    overlap: float = Field(
+        default=0.1, gt=0, description="Jaccard or correlation lost to the floor"
+    )
+    score: float = Field(
+        default=0.2, gt=0, description="of a probe, in standard deviations of the reference"
+    )
+    auc: float = Field(default=0.03, gt=0, description="difference of areas under the ROC curve")
+
+
+class ArmResult(Section):
+    """The rows of an arm at a hook."""
+
+    name: str
+    words: str = Field(description="dataset and what selects its rows")
+    digest: str = Field(description="of the dataset's seal")
+    n_rows: int = Field(ge=0, description="each prefix once")
+    n_requests: int = Field(ge=0)
+    n_compared: int = Field(ge=0, description="rows that the contrast reads")
+    n_apart: dict[str, int] = Field(description="rows left out, by filter: BOS and position 0")
+    n_repeats: int = Field(ge=0, description="rows left out because their prefix counts already")
+    n_sinks: int = Field(default=0, ge=0, description="rows above 10 median norms, left out")
+    n_broken: int = Field(default=0, ge=0, description="rows not finite or zero, left out")
+
+
+class Value(Section):
+    """A measure in a stratum; of many elements, as channels, the farthest in standard errors."""
+
+    instrument: str
+    hook: str
+    axis: str
+    stratum: str
+    measure: str
+    unit: str
+    kind: Literal["difference", "size", "direction", "overlap", "described"]
+    n_rows: tuple[int, int] = Field(description="of the reference and of the other arm")
+    n_requests: tuple[int, int]
+    n_effective: tuple[float, float] = Field(description="rows, after weighting")
+    n_groups: int = Field(description="groups of requests that were left out one by one")
+    value: float | None = Field(default=None, description="null when nothing is estimated")
+    low: float | None = Field(default=None, description="of the 95 % interval")
+    high: float | None = None
+    error: float | None = Field(default=None, description="standard error")
+    arms: tuple[float | None, float | None] | None = Field(
+        default=None, description="the same of either arm alone"
+    )
+    element: str | None = Field(default=None, description="which of many, as a channel")
+    n_elements: int = Field(default=0, description="elements tested together")
+    n_untested: int = Field(default=0, description="elements without enough events or spread")
+    floor: float | None = Field(
+        default=None,
+        description="95 % quantile between halves of the reference; mean of an overlap",
+    )
+    limit: float | None = None
+    farthest: float | None = Field(
+        default=None, description="largest end of the 90 % intervals of all elements together"
+    )
+    equivalent: bool | None = Field(default=None, description="whether that is within the limit")
+    detectable: float | None = Field(default=None, description="found with a power of 80 %")
+    p: float | None = Field(default=None, description="by exchange of groups of requests")
+    adjusted_p: float | None = Field(default=None, description="by Benjamini and Hochberg")
+    outcome: Outcome | None = None
+    short: str | None = Field(default=None, description="what is missing for a decision")
+    note: str = ""
+
+
+class Quantiles(Section):
+    """Quantiles over pairs of rows of equal tokens."""
+
+    hook: str
+    axis: str
+    stratum: str
+    measure: str
+    n_pairs: int
+    p50: float
+    p90: float
+    p99: float
+    p100: float
+
+
+class Verdict(Section):
+    """What an instrument finds at a hook, over all strata and measures."""
+
+    instrument: str
+    hook: str
+    outcome: Outcome
+    sentence: str
+    short: list[str] = Field(description="what is missing where it is undecided")
+
+
+class ContrastResult(Section):
+    """Two arms at a hook."""
+
+    name: str
+    hook: str
+    pairing: Literal["token", "position", "unpaired"]
+    adjusted: bool = Field(
+        description="weighted to the other arm's tokens and positions: adjusted, not matched"
+    )
+    n_pairs: int = Field(ge=0)
+    n_groups: int = Field(ge=0)
+    coverage: Share = Field(description="share of the second arm's rows that are compared")
+    first: ArmResult
+    second: ArmResult
+    values: list[Value]
+    quantiles: list[Quantiles]
+    verdicts: list[Verdict]
+
+
+class Regimes(Section):
+    """The result of ``actds regimes``."""
+
+    schema_: Literal["actds.regimes/1"] = Field(default="actds.regimes/1", alias="schema")
+    limits: Limits
+    n_tests: int = Field(ge=0, description="in one family")
+    contrasts: list[ContrastResult]
+
+    def to_json(self) -> str:
+        """Return the result as JSON."""
+        return self.model_dump_json(by_alias=True, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Regimes:
+        """Return the result of a JSON text.
+
+        Raises:
+            pydantic.ValidationError: it is no result of this version.
+        """
+        return cls.model_validate_json(text)

@@ -1,0 +1,320 @@
+"""One engine for everything: contrasts, instruments and strata, in one pass over each arm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from actds.load.filters import SINK_NORM
+from actds_validators.regimes.arms import Arm, ArmRows
+from actds_validators.regimes.contrast import Contrast, Pairing, Side, contrast
+from actds_validators.regimes.inference import Judged, Measure, decide, judge
+from actds_validators.regimes.instruments.base import Instrument, PairInstrument, Rows
+from actds_validators.regimes.instruments.moments import ALL_ROWS, SINKS
+from actds_validators.regimes.quantiles import Histogram, quantile_lines
+from actds_validators.regimes.result import (
+    ArmResult,
+    ContrastResult,
+    Limits,
+    Quantiles,
+    Regimes,
+    Value,
+)
+from actds_validators.regimes.strata import ALL
+from actds_validators.regimes.sums import COUNT, Array, Part, Sums, blocks_of
+from actds_validators.regimes.wording import verdicts
+from actds_validators.statistics.events import Bools, Floats, Ints
+
+__all__ = ["Asked", "Measured", "compare", "conclude", "measure"]
+
+N_SAMPLE = 4096
+MAX_PAIRS = 50_000
+"""Pairs of which both rows are read together at most: whole groups of requests."""
+COARSE = (ALL, "decode step")
+"""Axes in which sums over every feature are kept."""
+AnyInstrument = Instrument | PairInstrument
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A contrast that is asked for.
+
+    Args:
+        name: what a reader calls it, as ``G-R``.
+        first: the reference.
+        second: what is compared with it.
+        hook: the hook.
+        instruments: what measures it.
+        pairing: how to pair the rows; None for the closest way there is.
+        covariate: entropy of each row of either arm's array, NaN unknown; None without.
+    """
+
+    name: str
+    first: Arm
+    second: Arm
+    hook: str
+    instruments: Sequence[AnyInstrument]
+    pairing: Pairing | None = None
+    covariate: tuple[Floats, Floats] | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on two arms, before the family of tests is known.
+
+    Args:
+        judged: values of all measures and strata.
+        quantiles: over pairs of equal tokens.
+        n_sinks: rows of either arm left out because their norm is a sink's.
+        n_broken: rows left out because they are not finite, or zero.
+    """
+
+    judged: list[Judged]
+    quantiles: list[Quantiles]
+    n_sinks: tuple[int, int]
+    n_broken: tuple[int, int]
+
+
+def compare(asked: Sequence[Asked], limits: Limits | None = None) -> Regimes:
+    """Return what contrasts find; all their tests are one family.
+
+    Args:
+        asked: the contrasts; each has instruments of its own, which keep what they learnt of its
+            reference.
+        limits: what counts as none, level and seed; None for the defaults.
+
+    Raises:
+        ActdsError: E014 arms that cannot be compared; what reading raises.
+    """
+    limits = limits or Limits()
+    plans = [
+        contrast(
+            one.first,
+            one.second,
+            one.hook,
+            pairing=one.pairing,
+            covariate=one.covariate,
+            seed=limits.seed,
+        )
+        for one in asked
+    ]
+    found = []
+    for one, (plan, *_) in zip(asked, plans, strict=True):
+        arrays = one.first.dataset.array(one.hook), one.second.dataset.array(one.hook)
+        found.append(measure(plan, arrays, one.instruments, limits, one.hook))
+    results = []
+    for one, (plan, *rows), measured, values in zip(
+        asked, plans, found, conclude(found, limits), strict=True
+    ):
+        arms = [
+            _arm_result(arm, own, side, measured, n)
+            for n, (arm, own, side) in enumerate(
+                zip((one.first, one.second), rows, (plan.first, plan.second), strict=True)
+            )
+        ]
+        results.append(
+            ContrastResult(
+                name=one.name,
+                hook=one.hook,
+                pairing=plan.pairing,
+                adjusted=plan.adjusted,
+                n_pairs=len(plan.pairs[0]),
+                n_groups=plan.n_groups,
+                coverage=min(1.0, plan.coverage),
+                first=arms[0],
+                second=arms[1],
+                values=values,
+                quantiles=measured.quantiles,
+                verdicts=verdicts(values),
+            )
+        )
+    n_tests = sum(value.p is not None for result in results for value in result.values)
+    return Regimes(limits=limits, n_tests=n_tests, contrasts=results)
+
+
+def conclude(measured: Sequence[Measured], limits: Limits) -> list[list[Value]]:
+    """Return the values of each contrast with their outcomes, one family over all."""
+    values = decide([one for found in measured for one in found.judged], limits)
+    told, start = [], 0
+    for found in measured:
+        told.append(values[start : start + len(found.judged)])
+        start += len(found.judged)
+    return told
+
+
+def measure(
+    plan: Contrast,
+    arrays: tuple[Array, Array],
+    instruments: Sequence[AnyInstrument],
+    limits: Limits,
+    hook: str,
+) -> Measured:
+    """Measure two arms: one pass over each, one over the pairs where an instrument asks for them.
+
+    Args:
+        plan: which rows, in which strata.
+        arrays: the rows of either arm, by number.
+        instruments: what measures.
+        limits: what counts as none.
+        hook: name of the hook.
+    """
+    single = [one for one in instruments if isinstance(one, Instrument)]
+    double = [one for one in instruments if isinstance(one, PairInstrument)]
+    coarse = np.array([n for n, s in enumerate(plan.strata) if s.axis in COARSE], np.int64)
+    sample = _sample(arrays[0], plan.first)
+    for one in single:
+        one.prepare(sample)
+    sink = SINK_NORM * float(np.median(np.linalg.norm(sample, axis=1)))
+    judged: list[Judged] = []
+    passes = [
+        _pass(arrays[n], side, n, single, plan, coarse, sink)
+        for n, side in enumerate((plan.first, plan.second))
+    ]
+    sums = passes[0][0], passes[1][0]
+    if single:
+        reference = sums[0].totals(0).total()
+        for one in single:
+            judged += _judged(one.name, one.measures(reference, limits), plan, sums, limits, hook)
+    quantiles: list[Quantiles] = []
+    if plan.pairing == "token" and double:
+        pair_sums, lines = _pair_pass(plan, arrays, double, coarse, hook)
+        quantiles = lines
+        for told in double:
+            measures = told.pair_measures(limits)
+            judged += _judged(told.name, measures, plan, (pair_sums, pair_sums), limits, hook)
+    return Measured(
+        judged,
+        quantiles,
+        (passes[0][1], passes[1][1]),
+        (passes[0][2], passes[1][2]),
+    )
+
+
+def _sample(array: Array, side: Side) -> Rows:
+    """Return some rows of the reference, spread evenly, without those that are not usable."""
+    step = max(1, len(side) // N_SAMPLE)
+    rows = array[side.row[::step][:N_SAMPLE]]
+    return rows[_usable(rows)]
+
+
+def _width(instruments: Sequence[object]) -> int:
+    """Return the most numbers that an instrument makes of a row."""
+    return max((int(getattr(one, "width", 0)) for one in instruments), default=0)
+
+
+def _usable(rows: Rows) -> Bools:
+    return np.asarray(np.isfinite(rows).all(axis=1) & (rows != 0).any(axis=1))
+
+
+def _pass(
+    array: Array,
+    side: Side,
+    number: int,
+    instruments: Sequence[Instrument],
+    plan: Contrast,
+    coarse: Ints,
+    sink: float,
+) -> tuple[Sums, int, int]:
+    """Return the sums of an arm, and how many rows were sinks and how many broken."""
+    sums = Sums(side, len(plan.strata), plan.n_groups, coarse)
+    n_sinks = n_broken = 0
+    if not instruments:
+        return sums, 0, 0
+    for which, rows in blocks_of(array, side.row, _width(instruments)):
+        fine = _usable(rows)
+        norms = np.linalg.norm(np.where(fine[:, None], rows, 0).astype(np.float64), axis=1)
+        is_sink = norms > sink
+        n_sinks, n_broken = n_sinks + int(is_sink.sum()), n_broken + int((~fine).sum())
+        sums.leave_out(which, fine)
+        ones = np.ones(len(rows))
+        sums.add(which, [Part(ALL_ROWS, ones), Part(SINKS, is_sink.astype(np.float64))])
+        sums.leave_out(which, fine & ~is_sink)
+        sums.add(which, [Part(COUNT, ones)])
+        for instrument in instruments:
+            with np.errstate(invalid="ignore", over="ignore"):
+                sums.add(which, instrument.parts(rows, number, side.row[which]))
+    return sums, n_sinks, n_broken
+
+
+def _pair_pass(
+    plan: Contrast,
+    arrays: tuple[Array, Array],
+    instruments: Sequence[PairInstrument],
+    coarse: Ints,
+    hook: str,
+) -> tuple[Sums, list[Quantiles]]:
+    """Return the sums over pairs, and quantiles of their distances."""
+    one, other = _some_pairs(plan)
+    side = plan.first
+    layers = tuple(type(layer)(layer.stratum[one], None) for layer in side.layers)
+    paired = Side(side.row[one], side.cluster[one], side.group[one], layers)
+    partner = plan.second.row[other]
+    sums = Sums(paired, len(plan.strata), plan.n_groups, coarse)
+    histogram = Histogram(len(plan.strata))
+    for which, rows in blocks_of(arrays[0], paired.row, _width(instruments)):
+        others = arrays[1][partner[which]]
+        fine = _usable(rows) & _usable(others)
+        sums.leave_out(which, fine)
+        sums.add(which, [Part(COUNT, np.ones(len(rows)))])
+        strata = [np.where(fine, layer.stratum[which], -1) for layer in layers]
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            for instrument in instruments:
+                sums.add(which, instrument.pair_parts(rows, others))
+                for name, values in instrument.pair_values(rows, others).items():
+                    histogram.add(name, values, strata)
+    return sums, quantile_lines(histogram, plan.strata, hook)
+
+
+def _some_pairs(plan: Contrast) -> tuple[Ints, Ints]:
+    """Return pairs of whole requests, up to `MAX_PAIRS`, in the order of the first's rows."""
+    one, other = plan.pairs
+    if len(one) > MAX_PAIRS:
+        cluster = plan.first.cluster[one]
+        known, place, counts = np.unique(cluster, return_inverse=True, return_counts=True)
+        order = np.random.Generator(np.random.Philox(0)).permutation(len(known))
+        kept = np.zeros(len(known), np.bool_)
+        kept[order[np.cumsum(counts[order]) <= MAX_PAIRS]] = True
+        mine = kept[place.reshape(-1)]
+        one, other = one[mine], other[mine]
+    order = np.argsort(one, kind="stable")
+    return one[order], other[order]
+
+
+def _judged(
+    name: str,
+    measures: Sequence[Measure],
+    plan: Contrast,
+    sums: tuple[Sums, Sums],
+    limits: Limits,
+    hook: str,
+) -> list[Judged]:
+    """Return what measures find in every stratum that both arms have."""
+    found = []
+    for n, stratum in enumerate(plan.strata):
+        totals = sums[0].totals(n), sums[1].totals(n)
+        if stratum.axis != ALL and not all(total.n_rows for total in totals):
+            continue
+        for one in measures:
+            if one.coarse and stratum.axis not in COARSE:
+                continue
+            if one.rare and stratum.axis != ALL:  # too few rows to exclude a small rate
+                one = replace(one, kind="described")
+            found.append(judge(name, hook, stratum, one, totals, limits))
+    return found
+
+
+def _arm_result(arm: Arm, rows: ArmRows, side: Side, found: Measured, n: int) -> ArmResult:
+    return ArmResult(
+        name=arm.name,
+        words=arm.words,
+        digest=arm.dataset.digest,
+        n_rows=len(rows),
+        n_requests=rows.n_requests,
+        n_compared=len(side),
+        n_apart=rows.n_apart,
+        n_repeats=rows.n_repeats,
+        n_sinks=found.n_sinks[n],
+        n_broken=found.n_broken[n],
+    )

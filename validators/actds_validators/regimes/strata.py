@@ -1,0 +1,132 @@
+"""Strata: parts of the rows that are estimated apart, by position, decode step, role and more.
+
+A stratum is one value of one *axis*. A row stands in one stratum of each axis at most, and always
+in ``all``. Axes are not crossed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from actds.format.tables import ROLES
+from actds_validators.regimes.arms import KERNEL_MODES, ArmRows
+from actds_validators.statistics.events import Floats, Ints
+
+__all__ = ["ALL", "DECODE_STEPS", "MIN_REQUESTS", "Strata", "Stratum", "fine_bands", "strata_of"]
+
+MIN_REQUESTS = 8
+"""Requests that an arm must have in a stratum: nothing is estimated from fewer."""
+ALL = "all"
+DECODE_STEPS = ((1, 1), (6, 10), (40, 60), (160, 240))
+"""First and last decode step of each band: around 1, 8, 50 and 200. The token that was sampled
+first is fed at step 1."""
+POSITION_EDGES = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 32)
+N_CHUNKS = 4
+_FINE = 2 ** (1 / 4)
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """One stratum.
+
+    Args:
+        axis: what it divides by.
+        name: its value, in words.
+    """
+
+    axis: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Strata:
+    """The strata and where rows stand in them.
+
+    Args:
+        strata: all of them, ``all`` first.
+        codes: by axis the index in ``strata`` of each row ``(n,)``, -1 for none.
+    """
+
+    strata: tuple[Stratum, ...]
+    codes: dict[str, Ints]
+
+
+def known_strata(n_quintiles: int = 0) -> tuple[Stratum, ...]:
+    """Return every stratum that there may be, ``all`` first, in the order of a report."""
+    found = [Stratum(ALL, ALL)]
+    found += [Stratum("position", _range(low, high - 1)) for low, high in _position_bands()]
+    found += [Stratum("decode step", _range(low, high)) for low, high in DECODE_STEPS]
+    found += [Stratum("role", role) for role in ROLES]
+    chunks = [str(n) for n in range(N_CHUNKS - 1)] + [f"{N_CHUNKS - 1} and later"]
+    found += [Stratum("chunk", chunk) for chunk in chunks]
+    found += [Stratum("kernel mode", mode) for mode in KERNEL_MODES]
+    found += [Stratum("entropy", f"quintile {n + 1}") for n in range(n_quintiles)]
+    return tuple(found)
+
+
+def strata_of(rows: ArmRows, quintile: Ints | None = None) -> Strata:
+    """Return in which strata rows stand.
+
+    Args:
+        rows: the rows of an arm.
+        quintile: 0 to 4 by row ``(n,)``, -1 unknown: of the entropy, or of another covariate that
+            was given; None without.
+    """
+    strata = known_strata(0 if quintile is None else 5)
+    first: dict[str, int] = {}
+    for n, stratum in enumerate(strata):
+        first.setdefault(stratum.axis, n)
+    bands = np.array(POSITION_EDGES)
+    position = np.searchsorted(bands, rows.position, side="right") - 1
+    step = np.full(len(rows), -1, np.int64)
+    for n, (low, high) in enumerate(DECODE_STEPS):
+        step[(rows.decode_step >= low) & (rows.decode_step <= high)] = n
+    own = {
+        ALL: np.zeros(len(rows), np.int64),
+        "position": position,
+        "decode step": step,
+        "role": rows.role,
+        "chunk": np.minimum(rows.chunk, N_CHUNKS - 1),
+        "kernel mode": rows.kernel_mode,
+    }
+    if quintile is not None:
+        own["entropy"] = quintile
+    codes = {
+        axis: np.where(code >= 0, code + first[axis], -1).astype(np.int64)
+        for axis, code in own.items()
+    }
+    return Strata(strata, codes)
+
+
+def quintiles(covariate: Floats, edges: Floats | None = None) -> tuple[Ints, Floats]:
+    """Return the quintile of each value ``(n,)``, -1 for NaN, and the four edges.
+
+    Args:
+        covariate: entropy of the sampled token, or another number, by row.
+        edges: those of the reference; None takes them from these values.
+    """
+    known = np.isfinite(covariate)
+    if edges is None:
+        some = covariate[known] if known.any() else np.zeros(1)
+        edges = np.asarray(np.quantile(some, [0.2, 0.4, 0.6, 0.8]), np.float64)
+    place = np.searchsorted(edges, covariate, side="left")
+    return np.where(known, place, -1).astype(np.int64), edges
+
+
+def fine_bands(position: Ints) -> Ints:
+    """Return a band of each position that is 19 % wide, to compare like with like."""
+    band: Ints = np.floor(np.log(np.maximum(position, 1)) / np.log(_FINE) + 1e-9).astype(np.int64)
+    return band
+
+
+def _position_bands() -> list[tuple[int, int]]:
+    return list(pairwise(POSITION_EDGES))
+
+
+def _range(low: int, high: int) -> str:
+    if low == high:
+        return f"{low}"
+    return f"{low} and later" if high > 1 << 31 else f"{low} to {high}"

@@ -1,0 +1,442 @@
+"""Readouts: that every computed row has them, no other has, and they are those of the row.
+
+Row set and tokens are compared with census and shards at every level that reads tables; the values
+with those computed again from the rows, where the rows are decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actds import layout
+from actds.accounting.columns import MAX_FINDINGS_PER_CODE
+from actds.errors import ActdsError, Findings
+from actds.format import arrays
+from actds.format.positions import Index, Keys, position_key, split_key
+from actds.format.readouts import Readouts, compute, load_probes, matrix, readouts_of
+from actds.format.shard import TOKENS
+from actds.reading import Catalog
+from actds.schema import Hook
+from actds_validators.validate.accounting import read_parts
+
+Ints = npt.NDArray[np.int64]
+TOLERANCE = 1e-4
+"""Of the row's norm times the direction's: far above rounding in float32, far below what another
+row would give."""
+
+_MAX_MATRIX = 1 << 24
+_Tokens = tuple[Keys, Ints]
+"""Keys of positions, and the token of each."""
+KEYS = ["request", "position", "step"]
+TOKEN = "token_id"
+VALUES = ["norm", "projections", "probes"]
+
+
+class HookReadouts:
+    """The readouts of one hook of a run, found by request, position and step.
+
+    Args:
+        table: their rows, at least the key columns and the tokens.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        key = keys_of(table)
+        step = table["step"].to_numpy().astype(np.int64)
+        self._order = np.lexsort((step, key))
+        self._key, self._step = key[self._order], step[self._order]
+
+    @property
+    def first_twin(self) -> dict[str, int] | None:
+        """Return the key of a row that stands twice, ``None`` when all are different."""
+        twin = (self._key[1:] == self._key[:-1]) & (self._step[1:] == self._step[:-1])
+        found = np.flatnonzero(twin)
+        return self.key_at(int(self._order[found[0]])) if len(found) else None
+
+    def key_at(self, row: int) -> dict[str, int]:
+        """Return request, position and step of a row."""
+        return {name: int(self.table[name][row].as_py()) for name in KEYS}
+
+    def find(self, table: pa.Table) -> Ints:
+        """Return the row of each key, -1 where there is none.
+
+        Args:
+            table: columns request, position and step.
+        """
+        key = keys_of(table)
+        step = table["step"].to_numpy().astype(np.int64)
+        first = np.searchsorted(self._key, key, "left")
+        last = np.searchsorted(self._key, key, "right")
+        found = np.full(len(key), -1, np.int64)
+        # A position was computed more than once only after a preemption.
+        for attempt in range(int((last - first).max(initial=0))):
+            at = np.minimum(first + attempt, len(self._key) - 1)
+            hit = (first + attempt < last) & (self._step[at] == step)
+            found[hit] = self._order[at[hit]]
+        return found
+
+    def of_rows(self, tokens: pa.Table) -> HookReadouts:
+        """Return those of some rows; of a row without any there is none."""
+        found = self.find(tokens)
+        return HookReadouts(self.table.take(pa.array(found[found >= 0])))
+
+    def values(self, rows: Ints) -> npt.NDArray[np.float32]:
+        """Return the readouts of rows, float32 ``(n, width)``."""
+        taken = self.table.take(pa.array(rows))
+        parts = [taken["norm"].to_numpy()[:, None]]
+        for name in VALUES[1:]:
+            flat = taken[name].combine_chunks().flatten().to_numpy()
+            parts.append(flat.reshape(len(rows), -1) if len(rows) else flat.reshape(0, 0))
+        return np.concatenate(parts, axis=1)
+
+
+@dataclass(frozen=True)
+class RunReadouts:
+    """The readouts of a run.
+
+    Args:
+        hooks: by hook.
+        readouts: which they are.
+        probes: the user's probes of each hook, ``(n_probes, d_model)``; empty when there are none,
+            or values are not wanted.
+    """
+
+    hooks: dict[str, HookReadouts]
+    readouts: Readouts
+    probes: dict[str, npt.NDArray[np.float32]]
+
+    def of_rows(self, tokens: pa.Table, hooks: Iterable[str]) -> RunReadouts:
+        """Return those of some rows, given by request, position and step, at some hooks."""
+        return replace(self, hooks={name: self.hooks[name].of_rows(tokens) for name in hooks})
+
+    def packed(self, hook: str, d_model: int) -> npt.NDArray[np.float32]:
+        """Return the matrix of a hook ``(d_model, width - 1)``; the last one is kept."""
+        if hook not in self._packed:
+            self._packed.clear()
+            probes = self.probes.get(hook)
+            one = None if probes is None else probes[None]
+            self._packed[hook] = matrix(self.readouts, one, 1, d_model)[0]
+        return self._packed[hook]
+
+    @cached_property
+    def _packed(self) -> dict[str, npt.NDArray[np.float32]]:
+        return {}
+
+
+def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
+    """Check row set and tokens of the readouts of every run; notes E416, E417.
+
+    Args:
+        catalog: the dataset.
+        values: whether the values will be compared with the rows.
+
+    Returns:
+        The readouts by run, of those runs that have any and whose tables can be read.
+
+    Spec: 0.1 section 7.8.
+    """
+    found: dict[str, RunReadouts] = {}
+    for run, record in sorted(catalog.runs.items()):
+        if run in catalog.incomplete or run not in catalog.runs_with_data:
+            continue
+        place = f"{layout.run_path(run)} capture.readouts"
+        with catalog.findings.noting("accounting"):
+            readouts = readouts_of(record)
+            parts = catalog.parts.get((run, "readouts"), [])
+            if readouts is None:
+                if parts:
+                    catalog.findings.add(
+                        "accounting", "E416", place, "none", "the readouts there are"
+                    )
+                continue
+            found[run] = _read_readouts(catalog, run, readouts, values=values)
+            _check_rows_covered(catalog, run, found[run])
+            _check_losses_covered(catalog, run, found[run])
+            _check_computed(catalog, run, found[run])
+            _check_tokens(catalog, run, found[run].hooks)
+    return found
+
+
+def compare(
+    findings: Findings,
+    mine: RunReadouts,
+    hook: str,
+    tokens: pa.Table,
+    bits: npt.NDArray[Any],
+    dtype: str,
+    place: str,
+) -> None:
+    """Compare the readouts of stored rows with those computed again; notes E417.
+
+    Args:
+        findings: take what differs.
+        mine: the readouts of the rows' run.
+        hook: the rows' hook.
+        tokens: their token rows, in the same order.
+        bits: their bit patterns ``(n, d_model)``.
+        dtype: type of the values.
+        place: what a finding names.
+    """
+    where = mine.hooks[hook].find(tokens)
+    there = np.flatnonzero(where >= 0)  # those without are E416 already
+    rows = arrays.as_ml_dtypes(bits[there], dtype).astype(np.float32)
+    finite = np.isfinite(rows).all(axis=1)
+    there, rows = there[finite], rows[finite]
+    stored = mine.hooks[hook].values(where[there])
+    packed = mine.packed(hook, bits.shape[1])
+    want = compute(rows, packed)
+    scale = np.concatenate([[1.0], np.linalg.norm(packed, axis=0)])
+    allowed = TOLERANCE * want[:, :1] * scale + np.finfo(np.float32).tiny
+    with np.errstate(invalid="ignore"):
+        wrong = np.flatnonzero(~(np.abs(stored - want) <= allowed).all(axis=1))
+    # A row whose squares overflow float32 has no finite norm to compare.
+    wrong = wrong[np.isfinite(want[wrong]).all(axis=1)]
+    if not len(wrong):
+        return
+    row = int(wrong[0])
+    column = int(np.argmax(np.abs(stored[row] - want[row]) / scale))
+    key = {name: tokens[name][int(there[row])].as_py() for name in ("request", "position")}
+    findings.add(
+        "values",
+        "E417",
+        f"{place} request {key['request']} position {key['position']} readout {column} "
+        f"(and {len(wrong) - 1} more rows)",
+        f"{stored[row, column]:.6g}",
+        f"{want[row, column]:.6g}, computed from the row",
+    )
+
+
+def _read_readouts(catalog: Catalog, run: str, readouts: Readouts, *, values: bool) -> RunReadouts:
+    columns = [*KEYS, TOKEN, "hook", *(VALUES if values else [])]
+    table = read_parts(catalog, run, "readouts", columns)
+    hooks = {hook.name: hook for hook in catalog.genesis.hooks}
+    unknown = sorted(set(pc.unique(table["hook"]).to_pylist()) - set(hooks))
+    if unknown:
+        catalog.findings.add(
+            "accounting", "E416", f"readouts/{run}", f"hook {unknown[0]}", "a known hook"
+        )
+    if values:
+        _check_widths(run, readouts, hooks.values(), table)
+    probes = _probes(catalog, run, readouts) if values else {}
+    by_hook = {
+        name: HookReadouts(table.filter(pc.equal(table["hook"], name)).drop(["hook"]))
+        for name in hooks
+    }
+    return RunReadouts(by_hook, readouts, probes)
+
+
+def _check_widths(run: str, readouts: Readouts, hooks: Iterable[Hook], table: pa.Table) -> None:
+    """Check how many numbers a line has, before a matrix of so many columns is made.
+
+    Raises:
+        ActdsError: E103 more than a row is worth; E109 a line with another number.
+    """
+    widest = max(hook.d_model for hook in hooks)
+    if widest * readouts.width > _MAX_MATRIX:
+        got = f"{readouts.width} numbers for rows of {widest} channels"
+        place = f"{layout.run_path(run)} capture.readouts"
+        raise ActdsError("E103", place, got=got, expected=f"a product of at most {_MAX_MATRIX}")
+    for name, n in zip(VALUES[1:], (readouts.n_projections, readouts.n_probes), strict=True):
+        odd = pc.unique(pc.list_value_length(table[name])).to_pylist()
+        if set(odd) - {n}:
+            place, got = f"readouts/{run} {name}", f"{(set(odd) - {n}).pop()} numbers in a line"
+            raise ActdsError("E109", place, got=got, expected=str(n))
+
+
+def _probes(catalog: Catalog, run: str, readouts: Readouts) -> dict[str, npt.NDArray[np.float32]]:
+    if not readouts.n_probes:
+        return {}
+    hooks, path = catalog.genesis.hooks, layout.probes_path(run)
+    shape = (len(hooks), readouts.n_probes, hooks[0].d_model)
+    probes = load_probes(catalog.file(path), path, shape)
+    return {hook.name: probes[n] for n, hook in enumerate(hooks)}
+
+
+def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
+    """Every stored row has its readouts, at every hook, from the step that computed it."""
+    for manifest in catalog.shards:
+        path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
+        if manifest.run != run or path in catalog.unsound:
+            continue
+        tokens = catalog.read_table("tokens", path, KEYS)
+        for hook in manifest.hooks:
+            missing = np.flatnonzero(mine.hooks[hook].find(tokens) < 0)
+            _note_missing(catalog, f"readouts/{run} {hook}", tokens, missing, path)
+
+
+def _check_losses_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
+    """Every row that an overflow policy gave up left its readouts behind."""
+    drops = catalog.sound_table(run, "drops")
+    if drops is None:
+        return
+    start, stop = (drops[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
+    length = stop - start
+    if not len(length) or (length < 0).any():
+        return
+    n_lines = max((readouts.table.num_rows for readouts in mine.hooks.values()), default=0)
+    if int(length.sum()) > n_lines:  # before as many keys are made, of which a drop can claim 2^32
+        got, expected = f"{n_lines} lines of a hook", f"one for each of {length.sum()} positions"
+        catalog.findings.add("accounting", "E416", f"readouts/{run}", got, expected)
+        return
+    within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    lost = pa.table(
+        {
+            "request": np.repeat(drops["request"].to_numpy(), length),
+            "position": np.repeat(start, length) + within,
+            "step": np.repeat(drops["step"].to_numpy(), length),
+        }
+    )
+    for hook, readouts in mine.hooks.items():
+        missing = np.flatnonzero(readouts.find(lost) < 0)
+        _note_missing(catalog, f"readouts/{run} {hook}", lost, missing, f"losses/{run}")
+
+
+def _check_computed(catalog: Catalog, run: str, mine: RunReadouts) -> None:
+    """No readout stands twice, or belongs to a step or a position that nobody computed."""
+    steps_read = catalog.sound_table(run, "steps")
+    spans_read = catalog.sound_table(run, "spans")
+    if steps_read is None or spans_read is None:
+        return
+    steps = steps_read["step"].to_numpy()
+    spans = spans_read.filter(pc.is_valid(spans_read["step"]))
+    request, number = np.unique(spans["request"].to_numpy(), return_inverse=True)
+    computed = np.zeros(len(request) + 1, np.int64)  # the last is of requests that it does not have
+    np.maximum.at(computed, number, spans["stop"].to_numpy().astype(np.int64))
+    requests = Index(request)
+    for hook, readouts in mine.hooks.items():
+        place = f"readouts/{run} {hook}"
+        twin = readouts.first_twin
+        if twin is not None:
+            catalog.findings.add("accounting", "E416", place, f"{_words(twin)} twice", "it once")
+        table = readouts.table
+        limit = computed[requests.of(table["request"].to_numpy())]
+        odd = table["position"].to_numpy() >= limit
+        odd |= ~np.isin(table["step"].to_numpy(), steps)
+        where = np.flatnonzero(odd)
+        if len(where):
+            key = _words(readouts.key_at(int(where[0])))
+            got = f"{key} and {len(where) - 1} more"
+            catalog.findings.add(
+                "accounting", "E416", place, got, "rows that the census says were computed"
+            )
+
+
+def _note_missing(
+    catalog: Catalog, place: str, wanted: pa.Table, missing: Ints, whose: str
+) -> None:
+    if not len(missing):
+        return
+    key = {name: wanted[name][int(missing[0])].as_py() for name in KEYS}
+    got = f"none for {_words(key)} and {len(missing) - 1} more"
+    catalog.findings.add("accounting", "E416", place, got, f"one for every row of {whose}")
+
+
+def _words(key: dict[str, int]) -> str:
+    return f"request {key['request']} position {key['position']} step {key['step']}"
+
+
+def _check_tokens(catalog: Catalog, run: str, hooks: Mapping[str, HookReadouts]) -> None:
+    """Check the tokens that the readouts of a run name; notes E417.
+
+    Args:
+        catalog: the dataset.
+        run: whose readouts.
+        hooks: the readouts by hook.
+
+    Spec: 0.1 section 7.8.
+    """
+    known: _Tokens = (np.empty(0, np.uint64), np.empty(0, np.int64))
+    for manifest in catalog.shards:
+        path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
+        if manifest.run == run and path not in catalog.unsound:
+            columns = [*KEYS[:2], TOKEN]
+            rows = catalog.read_table("tokens", path, columns)
+            known = _joined(known, _tokens(rows))
+    wrong = 0
+    for hook, lines in hooks.items():
+        keys, ids = _tokens(lines.table)
+        both = _joined(known, (keys, ids))
+        at = np.searchsorted(both[0], keys)
+        differ = np.flatnonzero(both[1][at] != ids)
+        if len(differ):
+            wrong += 1
+            request, position = split_key(keys[differ[0]])
+            catalog.findings.add(
+                "accounting",
+                "E417",
+                f"readouts/{run} {hook} request {request} position {position} token_id "
+                f"(and {len(differ) - 1} more lines)",
+                str(int(ids[differ[0]])),
+                f"{int(both[1][at[differ[0]]])}, as its row or another line says",
+            )
+        known = both
+    if not wrong:
+        _check_digests(catalog, run, known)
+
+
+def keys_of(table: pa.Table) -> Keys:
+    """Return the key of the position of each line."""
+    return position_key(*(table[name].to_numpy() for name in KEYS[:2]))
+
+
+def _check_digests(catalog: Catalog, run: str, known: _Tokens) -> None:
+    """Compare the tokens of every request of which all are known with the census' digest."""
+    requests_read = catalog.sound_table(run, "requests")
+    spans_read = catalog.sound_table(run, "spans")
+    if requests_read is None or spans_read is None:
+        return
+    keys, ids = known
+    spans = spans_read.filter(pc.is_valid(spans_read["ref_request"]))
+    references: dict[int, list[tuple[int, int, int]]] = {}
+    names = ("request", "start", "stop", "ref_request")
+    for request, *span in zip(*(spans[name].to_pylist() for name in names), strict=True):
+        references.setdefault(request, []).append((span[0], span[1], span[2]))
+    names = ("request", "prompt_len", "generated_len", "token_digest")
+    columns = (requests_read[name].to_pylist() for name in names)
+    wrong = 0
+    for request, prompt_len, generated_len, digest in zip(*columns, strict=True):
+        length = prompt_len + max(generated_len - 1, 0)
+        if digest is None or not 0 < length <= len(keys):
+            continue
+        first, last = np.searchsorted(keys, position_key(request, [0, length]))
+        mine = references.get(request, [])
+        if last - first + sum(stop - start for start, stop, _ in mine) < length:
+            continue  # some are not known
+        whose = np.full(length, request, np.int64)
+        for start, stop, of in mine:
+            whose[start:stop] = of
+        wanted = position_key(whose, np.arange(length))
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        if not (keys[at] == wanted).all():
+            continue
+        got = hashlib.sha256(ids[at].astype("<u4").tobytes()).hexdigest()
+        if got != digest:
+            catalog.findings.add(
+                "accounting",
+                "E417",
+                f"readouts/{run} request {request} token_id",
+                f"ids of digest {got[:16]}...",
+                f"{digest[:16]}..., the census' token_digest",
+            )
+            wrong += 1
+            if wrong == MAX_FINDINGS_PER_CODE:
+                return
+
+
+def _tokens(table: pa.Table) -> _Tokens:
+    return keys_of(table), table["token_id"].to_numpy().astype(np.int64)
+
+
+def _joined(known: _Tokens, more: _Tokens) -> _Tokens:
+    """Return the keys of both, each once and sorted, with the token that was known first."""
+    keys, first = np.unique(np.concatenate([known[0], more[0]]), return_index=True)
+    return keys, np.concatenate([known[1], more[1]])[first]

@@ -1,0 +1,358 @@
+"""One engine of a harvest at work: its processes, its requests, and the end of its run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from actds.errors import ActdsError
+from actds.schema import CloseReason
+from actds.text import one_line
+from actds_writers.config import WriterSettings, WriteSettings
+from actds_writers.engine_protocol import Engine, Finished, find_engine
+from actds_writers.harvest.canary import Canary, Outcome
+from actds_writers.harvest.prepare import (
+    Plan,
+    has_dataset,
+    request_key,
+)
+from actds_writers.harvest.processes import Pipeline
+from actds_writers.ipc.messages import ClientFacts, PromptFact
+from actds_writers.monitor.progress import (
+    Observer,
+    Snapshot,
+    take_snapshot,
+)
+from actds_writers.prompts.encoding import Encoded
+from actds_writers.prompts.roles import sampled_labels
+from actds_writers.roles import packed
+from actds_writers.sizing.machine import usual_threads
+
+CONNECT_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S = 300.0
+CAUSE_TIMEOUT_S = 5.0
+"""How long to wait for the cause, from the writer, when the engine has died."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Args:
+        failure: what stopped it.
+        totals: of writer and census, ``None`` when they could not be had.
+        outcome: of the canary replay, ``None`` without one.
+        replay_failure: what stopped the replay.
+    """
+
+    run: str | None
+    interrupted: bool
+    failure: ActdsError | None
+    totals: dict[str, dict[str, int]] | None = None
+    outcome: Outcome | None = None
+    replay_failure: ActdsError | None = None
+
+    @classmethod
+    def failed(cls, failure: ActdsError) -> Ended:
+        """Return the end of a run of which nothing else is known."""
+        return cls(None, False, failure)
+
+
+class Feed:
+    """Hands the requests of a plan to an engine, and keeps the outcome of each.
+
+    A subclass may override ``serve`` to hand them over at other times.
+
+    Args:
+        poll: called between steps; raises the failure of a process of the harvest.
+    """
+
+    def __init__(self, plan: Plan, poll: Callable[[], None]) -> None:
+        self.poll = poll
+        self.heard: Callable[[Finished], None] = lambda finished: None
+        self.queue = [e for e in plan.encoded if e.skip is None]
+        self.n_requests = len(self.queue)
+        self.queue.reverse()
+        self.live: set[str] = set()
+        self.n_finished = 0
+        self.interrupted = False
+        self._client = plan.client
+        self._encoded = {request_key(e.prompt.index): e for e in self.queue if e.roles}
+        self._thinking = plan.thinking
+        self._roles: dict[str, str] = {}
+        self._cached: dict[str, int] = {}
+        self.refused: dict[str, str] = {}
+
+    def serve(self, engine: Engine) -> None:
+        """Add every prompt and step the engine until all requests have ended."""
+        window = 2 * engine.max_num_seqs
+        while self.queue or self.live:
+            while self.queue and len(self.live) < window and not self.interrupted:
+                self.add(engine, self.queue.pop())
+            if self.interrupted:
+                self.abort(engine, self.live)
+                break
+            self.step(engine)
+
+    def add(self, engine: Engine, encoded: Encoded) -> None:
+        """Add a prompt, or note why the engine refuses it."""
+        key, limit = request_key(encoded.prompt.index), engine.max_model_len
+        room = limit - len(encoded.token_ids)
+        if room < 1:
+            length = len(encoded.token_ids)
+            self.refused[key] = (
+                f"E004 row {encoded.prompt.row}: {length} prompt tokens; "
+                f"the engine takes {limit - 1}"
+            )
+            return
+        try:
+            engine.add(key, encoded.token_ids, min(encoded.max_tokens, room))
+        except ValueError as error:
+            self.refused[key] = (
+                f"E002 row {encoded.prompt.row}: the engine says: {one_line(error, 300)}"
+            )
+            return
+        self.live.add(key)
+
+    def step(self, engine: Engine) -> None:
+        """Run one step of the engine, if a request is running."""
+        for finished in engine.step() if self.live else []:
+            self.live.discard(finished.key)
+            self.n_finished += 1
+            self.heard(finished)
+            self._note_roles(finished)
+            if finished.cached_tokens is not None:
+                self._cached[finished.key] = finished.cached_tokens
+        self.poll()
+
+    def _note_roles(self, finished: Finished) -> None:
+        """Note the roles of prompt and sampled tokens; the last of these is never fed."""
+        encoded = self._encoded.pop(finished.key, None)
+        if encoded is not None:
+            fed = finished.token_ids[:-1]
+            labels = sampled_labels(fed, self._thinking, thinks=encoded.thinks)
+            self._roles[finished.key] = encoded.roles + packed(labels)
+
+    def abort(self, engine: Engine, keys: set[str]) -> None:
+        """Abort running requests."""
+        engine.abort(sorted(keys))
+        self.n_finished += len(keys)
+        self.live = self.live - keys
+
+    def facts(self) -> ClientFacts:
+        """Return the facts of every prompt that was handed over."""
+        unfed = {request_key(e.prompt.index) for e in self.queue}
+
+        def outcome(prompt: PromptFact) -> PromptFact:
+            words = self.refused.get(prompt.key, prompt.skip)
+            return replace(prompt, skip=words, roles=self._roles.get(prompt.key, prompt.roles))
+
+        prompts = tuple(outcome(prompt) for prompt in self._client if prompt.key not in unfed)
+        return ClientFacts(prompts, self._cached)
+
+
+class Run:
+    """One run, from its processes to their end.
+
+    Args:
+        feed: the class that hands requests to the engine.
+        replica: number of the engine among data-parallel replicas, and how many there are.
+    """
+
+    def __init__(
+        self,
+        settings: WriteSettings,
+        plan: Plan,
+        lock: int,
+        began: float,
+        observer: Observer,
+        feed: type[Feed] = Feed,
+        replica: tuple[int, int] = (0, 1),
+    ) -> None:
+        self._settings, self._plan, self._began = settings, plan, began
+        self._observer = observer
+        self._canary = Canary(settings, plan) if settings.canary else None
+        self._interrupts = 0
+        self._writer = WriterSettings(
+            harvest=settings,
+            facts=plan.facts,
+            tokens=plan.tokens,
+            rows_per_shard=plan.rows_per_shard,
+            n_threads=max(1, usual_threads() // replica[1]),
+            readouts=plan.readouts,
+            resume=settings.resume,
+            replica=replica,
+        )
+        self._pipeline = Pipeline(self._writer, plan.hooks, os.getpid(), lock, probes=plan.probes)
+        self.feed = feed(plan, self._pipeline.poll)
+        if self._canary is not None:
+            self.feed.heard = self._canary.finished
+
+    def run(self) -> Ended:
+        """Run to the end, canaries included; the dataset is not sealed yet."""
+        ended: dict[str, dict[str, int]] | None = None
+        with self._pipeline, self._interruptible(), ExitStack() as watch:
+            failure, reason = self._serve(watch)
+            self._pipeline.send_client_facts(self.feed.facts())
+            try:
+                ended = self._pipeline.finish(reason)
+                self._pipeline.poll()
+            except ActdsError as error:
+                failure = failure or error
+        outcome, wrong = None, None
+        done = failure is None and has_dataset(self._settings.out)
+        if self._canary is not None and reason == "finished" and done:
+            with self._interruptible():
+                try:
+                    outcome = self._replay(self._canary)
+                except ActdsError as error:
+                    wrong = error
+        interrupted = bool(self._interrupts)
+        return Ended(self._writer.run, interrupted, failure, ended, outcome, wrong)
+
+    def _serve(self, watch: ExitStack) -> tuple[ActdsError | None, CloseReason]:
+        """Start the engine, serve and drain; return the failure, and how the run ends.
+
+        Args:
+            watch: ends the metrics, after the last commit.
+        """
+        engine: Engine | None = None
+        failure: ActdsError | None = None
+        self._pipeline.connect()
+        # Sent early, so that the journal of a killed census has the prompts of the requests.
+        self._pipeline.send_client_facts(ClientFacts(self._plan.client))
+        try:
+            engine = self._start()
+            self._serve_metrics(watch)
+            with self._observer.harvesting(self._snapshot):
+                self.feed.serve(engine)
+                self._require_served()
+                self._drain()
+        except ActdsError as error:
+            failure = self._cause(error)
+        finally:
+            # Also after a second Ctrl-C: writer and census end only when the engine has.
+            if engine is not None:
+                engine.shutdown()
+        return failure, "failed" if failure else "interrupted" if self._interrupts else "finished"
+
+    def _replay(self, canary: Canary) -> Outcome | None:
+        """Replay the canaries and commit their table, before the seal."""
+        run, software = self._writer.run, self._writer.software
+        outcome = canary.replay(run, software, lambda: self._interrupts, self._observer.said)
+        if outcome is None:
+            self._observer.said("The canary replay was interrupted; nothing was compared.")
+        return outcome
+
+    def _start(self) -> Engine:
+        with self._observer.starting(f"Starting the engine for {self._settings.model}"):
+            return self._connected_engine()
+
+    def _connected_engine(self) -> Engine:
+        settings = self._settings
+        engine = find_engine(settings.engine).start(
+            settings.model,
+            self._plan.engine,
+            self._pipeline.link,
+            temperature=settings.temperature,
+            seed=settings.seed,
+        )
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while not (self._pipeline.counted and self._pipeline.counted.connected):
+            self._pipeline.poll()
+            if time.monotonic() > deadline:
+                engine.shutdown()
+                raise ActdsError(
+                    "E501",
+                    "engine",
+                    got="no message from the plugin inside it",
+                    expected="the vllm plugin of actds to be loaded",
+                    next_step="Install actds where vllm is installed; see VLLM_PLUGINS.",
+                )
+            time.sleep(0.02)
+        return engine
+
+    def _require_served(self) -> None:
+        if not self.feed.n_finished and not self._interrupts:
+            first = next(iter(self.feed.refused.values()), "none")
+            raise ActdsError(
+                "E006", self._settings.prompts, got=first, expected="a prompt the engine takes"
+            )
+
+    def _drain(self) -> None:
+        """Wait until every request has left the scheduler and the writer has every step.
+
+        Raises:
+            ActdsError: the failure of a process.
+        """
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._pipeline.poll()
+            counted = self._pipeline.counted
+            ended = counted is not None and counted.n_finished >= self.feed.n_finished
+            if counted and ended and self._pipeline.has_reached(counted.last_step):
+                return
+            time.sleep(0.02)
+        self._observer.said(
+            f"The writer is still behind after {DRAIN_TIMEOUT_S:.0f} s; the rest counts as aborted."
+        )
+
+    def _cause(self, error: ActdsError) -> ActdsError:
+        """Return the cause of an engine failure, which writer or census may report."""
+        deadline = time.monotonic() + CAUSE_TIMEOUT_S
+        while error.code == "E504" and time.monotonic() < deadline:
+            try:
+                self._pipeline.poll()
+            except ActdsError as cause:
+                return cause
+            time.sleep(0.05)
+        return error
+
+    def _snapshot(self) -> Snapshot:
+        return take_snapshot(
+            self._pipeline.written,
+            self._pipeline.counted,
+            elapsed_s=time.monotonic() - self._began,
+            requests_done=self.feed.n_finished,
+            requests_total=self.feed.n_requests,
+        )
+
+    def _serve_metrics(self, watch: ExitStack) -> None:
+        """Serve metrics until the end of the run; not earlier, because the engine may fork."""
+        port, host = self._settings.metrics_port, self._settings.metrics_host
+        if port is None:
+            return
+        from actds_writers.monitor.metrics import serve_metrics
+
+        server = watch.enter_context(serve_metrics(host, port, self._snapshot))
+        self._observer.said(f"Metrics at http://{host}:{server.port}/metrics")
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let the first Ctrl-C or SIGTERM end the run in order, the second one at once.
+
+        Only the main thread can set signal handlers; on another one they are unchanged.
+        """
+
+        def note(signum: int, _frame: FrameType | None) -> None:
+            self._interrupts += 1
+            self.feed.interrupted = True
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+            name = signal.Signals(signum).name
+            self._observer.said(f"\n{name}: draining; repeat to stop at once.")
+
+        ours = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM) if ours else ()
+        before = {s: signal.signal(s, note) for s in signals}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)

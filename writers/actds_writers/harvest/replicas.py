@@ -1,0 +1,271 @@
+"""Data-parallel replicas: several engines harvest one dataset, each in a process of its own.
+
+vLLM runs the replicas of a dense model as independent engines that share only the requests. So each
+gets a share of the prompts and is a run with writer, census and chains of its own:
+``python -m actds_writers.harvest.replicas FD``, which takes its work from a connection and tells
+its progress there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from types import FrameType
+
+from actds.errors import ActdsError
+from actds_writers.config import WriteSettings
+from actds_writers.engine_protocol import find_engine
+from actds_writers.harvest.one_engine import Ended, Run
+from actds_writers.harvest.prepare import Plan, request_key
+from actds_writers.monitor.progress import Observer, Snapshot, summed
+
+MODULE = "actds_writers.harvest.replicas"
+POLL_S = 0.2
+SNAPSHOT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a replica is started with.
+
+    Args:
+        lock: open descriptor of the dataset's lock.
+        number: of the replica, from 0.
+    """
+
+    settings: WriteSettings
+    plan: Plan
+    lock: int
+    number: int
+    n_replicas: int
+
+
+def shares(settings: WriteSettings, plan: Plan, n_replicas: int) -> list[Plan]:
+    """Return the plan of each replica: every ``n_replicas``-th prompt; never more than prompts.
+
+    Prompts that are skipped before the engine starts belong to the first.
+    """
+    servable = [encoded.prompt.index for encoded in plan.encoded if encoded.skip is None]
+    n_replicas = max(1, min(n_replicas, len(servable)))
+    owner = {index: number % n_replicas for number, index in enumerate(servable)}
+    owners = {request_key(index): number for index, number in owner.items()}
+    kind = find_engine(settings.engine)
+    return [
+        replace(
+            plan,
+            engine=kind.of_replica(plan.engine, number),
+            encoded=tuple(e for e in plan.encoded if owner.get(e.prompt.index, 0) == number),
+            client=tuple(p for p in plan.client if owners.get(p.key, 0) == number),
+        )
+        for number in range(n_replicas)
+    ]
+
+
+def harvest_replicas(
+    settings: WriteSettings, plans: Sequence[Plan], lock: int, observer: Observer
+) -> list[Ended]:
+    """Harvest every plan with an engine of its own; return how each run ended.
+
+    A replica that fails ends the others in order. Ctrl-C or SIGTERM ends all in order, a second one
+    at once.
+    """
+    with ExitStack() as stack:
+        replicas = [
+            _Replica(Work(settings, plan, lock, number, len(plans)))
+            for number, plan in enumerate(plans)
+        ]
+        for replica in replicas:
+            stack.callback(replica.end)
+        with _interrupts_passed_on(replicas, observer) as n_interrupts:
+            _await_all(replicas, settings, observer)
+    if n_interrupts() > 1:
+        raise KeyboardInterrupt
+    return [replica.ended for replica in replicas if replica.ended is not None]
+
+
+def _await_all(replicas: Sequence[_Replica], settings: WriteSettings, observer: Observer) -> None:
+    pending, told = set(replicas), False
+    words = f"Starting {len(replicas)} engines for {settings.model}"
+    with ExitStack() as starting, ExitStack() as harvesting:
+        starting.enter_context(observer.starting(words))
+        serving = False
+        while pending:
+            by_connection = {replica.connection: replica for replica in pending}
+            for ready in wait(list(by_connection), POLL_S):
+                assert isinstance(ready, Connection)
+                by_connection[ready].take(observer)
+            pending = {replica for replica in pending if replica.ended is None}
+            if not told and any(r.ended is not None and r.ended.failure for r in replicas):
+                told = True
+                for replica in pending:
+                    replica.interrupt()
+            if not serving and all(r.snapshot is not None or r.ended for r in replicas):
+                serving = True
+                starting.close()
+                harvesting.enter_context(observer.harvesting(lambda: _total(replicas)))
+
+
+def _total(replicas: Sequence[_Replica]) -> Snapshot:
+    return summed([replica.snapshot for replica in replicas if replica.snapshot is not None])
+
+
+class _Replica:
+    """The process of a replica, from outside."""
+
+    def __init__(self, work: Work) -> None:
+        self.number = work.number
+        self.connection, theirs = Pipe()
+        self.snapshot: Snapshot | None = None
+        self.ended: Ended | None = None
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),  # what the engine prints; stdout is for the result
+            start_new_session=True,  # a Ctrl-C is for the command, which passes it on
+            pass_fds=(work.lock, theirs.fileno()),
+        )
+        theirs.close()
+        with suppress(OSError):  # it has died; its end is noticed when it is read
+            self.connection.send(work)
+
+    def take(self, observer: Observer) -> None:
+        """Take the next message, or note that the process is gone."""
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            code = self._process.wait()
+            message = Ended.failed(
+                ActdsError(
+                    "E504",
+                    f"replica {self.number}",
+                    got=f"its process ended with code {code}",
+                    expected="a process until the end of its run",
+                )
+            )
+        if isinstance(message, Ended):
+            self.ended = message
+        elif isinstance(message, Snapshot):
+            self.snapshot = message
+        else:
+            observer.said(f"replica {self.number}: {message}")
+
+    def interrupt(self) -> None:
+        """End its run in order, or at once the second time."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Wait for the end of the process, or bring it about."""
+        self.connection.close()  # at which it ends its run
+        try:
+            self._process.wait(60 if self.ended is not None else 600)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def _interrupts_passed_on(
+    replicas: Sequence[_Replica], observer: Observer
+) -> Iterator[Callable[[], int]]:
+    """Pass Ctrl-C and SIGTERM on to all replicas; yields the number of both so far."""
+    n_interrupts = 0
+
+    def note(signum: int, _frame: FrameType | None) -> None:
+        nonlocal n_interrupts
+        n_interrupts += 1
+        for replica in replicas:
+            replica.interrupt()
+        if n_interrupts == 1:
+            observer.said(f"\n{signal.Signals(signum).name}: draining; repeat to stop at once.")
+
+    ours = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM) if ours else ()
+    before = {s: signal.signal(s, note) for s in signals}
+    try:
+        yield lambda: n_interrupts
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+class _Relay(Observer):
+    """Tells the command what the run of this replica has to say."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._sending = connection, threading.Lock()
+
+    def send(self, message: object) -> None:
+        """Send a message; a command that is gone learns nothing more."""
+        with self._sending, suppress(OSError):
+            self._connection.send(message)
+
+    def said(self, line: str) -> None:
+        """Pass a message on, but not what the command has said itself."""
+        if "draining; repeat" not in line:
+            self.send(line.strip())
+
+    @contextmanager
+    def harvesting(self, snapshot: Callable[[], Snapshot]) -> Iterator[None]:
+        """Send the counters while requests are served."""
+        ended = threading.Event()
+
+        def work() -> None:
+            while True:
+                self.send(snapshot())
+                if ended.wait(SNAPSHOT_S):
+                    return
+
+        thread = threading.Thread(target=work, name="actds-relay", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.send(snapshot())
+
+
+def _end_with(connection: Connection) -> None:
+    """End the run in order when the command is gone."""
+    with suppress(EOFError, OSError):
+        connection.recv()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> int:
+    """Run one replica; return the exit code."""
+    connection = Connection(int(sys.argv[1]))
+    work: Work = connection.recv()
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    relay = _Relay(connection)
+    settings = work.settings
+    if settings.metrics_port:
+        port = settings.metrics_port + work.number
+        settings = settings.model_copy(update={"metrics_port": port})
+    replica = (work.number, work.n_replicas)
+    try:
+        run = Run(settings, work.plan, work.lock, time.monotonic(), relay, replica=replica)
+        ended = run.run()
+    except ActdsError as error:
+        ended = Ended.failed(error)
+    # From here on a late interrupt has nothing to end.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    relay.send(ended)
+    return 0
+
+
+if __name__ == "__main__":
+    # Under its own name, so that what is sent can be read by the command.
+    from actds_writers.harvest import replicas
+
+    sys.exit(replicas.main())

@@ -1,0 +1,37 @@
+"""Roles of the positions of a request as one string: a letter each, or packed by their runs."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+
+LETTERS = {
+    "system": "s",
+    "user": "u",
+    "assistant": "a",
+    "thinking": "k",
+    "tool": "o",
+    "template": "t",
+}
+"""The letter of each role of spec 6.3."""
+UNKNOWN = "-"
+_NAMES = {letter: role for role, letter in LETTERS.items()}
+
+
+def packed(labels: str) -> str:
+    """Return labels by their runs: ``t3u5t2`` for ``tttuuuuutt``."""
+    return "".join(f"{label}{sum(1 for _ in run)}" for label, run in groupby(labels))
+
+
+def intervals(runs: str) -> list[tuple[int, int, str]]:
+    """Return first position, position after the last and role of packed labels that are known."""
+    found: list[tuple[int, int, str]] = []
+    start = 0
+    for label, length in re.findall(r"(\D)(\d+)", runs):
+        stop = start + int(length)
+        if found and found[-1][1:] == (start, _NAMES.get(label)):
+            found[-1] = (found[-1][0], stop, found[-1][2])
+        elif label != UNKNOWN:
+            found.append((start, stop, _NAMES[label]))
+        start = stop
+    return found
