@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
+from actds.format import tables
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.taps import StreamForm
 from actds_writers.engines.account import (
