@@ -26,6 +26,7 @@ from actds.load.filters import bad, need_known
 from actds.load.lazy import open_array, rows_at_a_time
 from actds.load.selection import (
     PROVENANCE_COLUMNS,
+    ROLE,
     WEIGHT,
     RowFilter,
     Selection,
@@ -75,8 +76,8 @@ def load_dataset(
         streaming: return an ``IterableDataset`` and write nothing.
         hooks: names of hooks; None takes all.
         phase: ``prefill`` or ``decode``; None takes both.
-        columns: columns of the token table, and ``run``; None takes run, request, position,
-            token_id, phase and step.
+        columns: columns of the token table, ``run``, and ``role``, who wrote the position, None
+            where that is not known; None takes run, request, position, token_id, phase and step.
         batched_chunks: streaming only: one example per chunk, with tensors ``(n, d_model)`` and
             numpy columns ``(n,)``. Many times faster.
         weights: path of a weights file (section 10.4); each example has a float32 ``weight``.
@@ -151,32 +152,31 @@ def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tupl
     unknown = {name for shard in selection.shards for name in shard.unknown}
     usual = tuple(name for name in PROVENANCE_COLUMNS if name not in unknown)
     names = usual if columns is None else tuple(columns)
-    known = ("run", *SCHEMAS["tokens"].names)
+    known = ("run", *SCHEMAS["tokens"].names, ROLE)
+    needed = [n for n in names if n != ROLE] + (["request", "position"] if ROLE in names else [])
     for shard in selection.shards:
-        need_known(shard, names, "columns")
+        need_known(shard, needed, "columns")
     taken = {hook.name for hook in selection.hooks}
     for name in names:
         if name not in known or names.count(name) > 1:
             raise bad("columns", repr(name), f"different ones of {', '.join(known)}")
         if name in taken:
             raise bad("columns", f"{name!r}, a hook's name", "columns without it")
+    if ROLE in names and not selection.dataset.roles(run=False).num_rows:
+        raise bad("columns", "'role', and no run has roles", "a harvest of chats")
     if selection.row_weights is not None and WEIGHT in (*names, *taken):
         raise bad("hooks", repr(WEIGHT), "hooks without it")
     return names
 
 
-def _shard_columns(shard: Shard, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+def _shard_columns(
+    shard: Shard, names: Sequence[str], row_filter: RowFilter
+) -> dict[str, np.ndarray[Any, Any]]:
     """Return provenance columns of a shard as numpy arrays, each of shape (n_rows,)."""
-    stored = [name for name in names if name != "run"]
-    table = shard.tokens(stored) if stored else None
-    columns: dict[str, np.ndarray[Any, Any]] = {}
-    for name in names:
-        if name == "run":
-            columns[name] = np.full(shard.n_rows, shard.run)
-        elif table is not None:
-            column = table[name].to_numpy()
-            columns[name] = column.astype(str) if name == "phase" else column
-    return columns
+    table = row_filter.values.provenance(shard, names)
+    columns = {name: table[name].to_numpy() for name in names}
+    # Words of numpy where every row has one; a role can be None.
+    return {n: c.astype(str) if n in ("run", "phase") else c for n, c in columns.items()}
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _chunks(
     """Yield fresh tensors ``(n, d_model)`` and columns ``(n,)``, a chunk of rows at a time."""
     readers = {hook.name: open_array(shard, hook) for hook in hooks}
     try:
-        tokens = _shard_columns(shard, columns)
+        tokens = _shard_columns(shard, columns, row_filter)
         if weights:
             tokens[WEIGHT] = weights.of_shards([shard.name])[shard.name]
         kept = row_filter.kept(shard)

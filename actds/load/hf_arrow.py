@@ -29,7 +29,7 @@ from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
 from actds.load.lazy import open_array, rows_at_a_time
-from actds.load.selection import WEIGHT, Selection
+from actds.load.selection import ROLE, WEIGHT, Selection
 from actds.schema import Hook
 
 if TYPE_CHECKING:
@@ -175,7 +175,9 @@ def map_style(
 
 def _schema(hooks: Sequence[Hook], columns: Sequence[str], weights: RowWeights | None) -> pa.Schema:
     fields = [pa.field(h.name, pa.list_(_ITEM_TYPES[h.dtype], h.d_model)) for h in hooks]
-    types = {"run": pa.string()} | {f.name: f.type for f in SCHEMAS["tokens"]}
+    types = {name: pa.string() for name in ("run", ROLE)} | {
+        f.name: f.type for f in SCHEMAS["tokens"]
+    }
     fields += [pa.field(name, types[name]) for name in columns]
     return pa.schema([*fields, pa.field(WEIGHT, pa.float32())] if weights else fields)
 
@@ -187,8 +189,7 @@ def _write(file: Path, shard: Shard, selection: Selection, columns: Sequence[str
     weight = weights.of_shards([shard.name])[shard.name] if weights else None
     readers = {hook.name: open_array(shard, hook) for hook in hooks}
     kept = selection.filter.kept(shard)
-    stored = [name for name in columns if name != "run"]
-    tokens = shard.tokens(stored) if stored else None
+    tokens = selection.filter.values.provenance(shard, columns)
     step = rows_at_a_time(readers)
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
@@ -197,10 +198,7 @@ def _write(file: Path, shard: Shard, selection: Selection, columns: Sequence[str
                 n = min(step, shard.n_rows - start)
                 values = [_values(readers[h.name], h, start, start + n) for h in hooks]
                 for name in columns:
-                    if name == "run" or tokens is None:
-                        values.append(pa.repeat(pa.scalar(shard.run, pa.string()), n))
-                    else:
-                        values.append(tokens[name].slice(start, n).combine_chunks())
+                    values.append(tokens[name].slice(start, n).combine_chunks())
                 if weight is not None:
                     values.append(pa.array(weight[start : start + n]))
                 table = pa.table(values, schema=schema)

@@ -97,6 +97,23 @@ class RowValues:
                 found[one.name] = self._column(one.name, one.table, one.flag, shard, tokens)
         return found
 
+    def provenance(self, shard: Shard, names: Sequence[str]) -> pa.Table:
+        """Return columns of the token table as they are stored, ``run`` and ``role``: ``n_rows``.
+
+        Raises:
+            ActdsError: as ``Shard.tokens``.
+        """
+        stored = [name for name in names if name not in ("run", ROLE)]
+        wanted = {*stored, *(("request", "position") if ROLE in names else ())}
+        tokens = shard.tokens(sorted(wanted)) if wanted else None
+        found: dict[str, Any] = {}
+        for name in names:
+            if name == "run":
+                found[name] = pa.repeat(pa.scalar(shard.run), shard.n_rows)
+            elif tokens is not None:
+                found[name] = self._role(shard, tokens) if name == ROLE else tokens[name]
+        return pa.table(found)
+
     def _column(self, name: str, table: str, flag: int, shard: Shard, tokens: pa.Table) -> pa.Array:
         source = "flags" if flag else name.partition(".")[0]
         if source in shard.unknown:

@@ -52,6 +52,26 @@ def test_a_batch_says_the_role_of_each_row(path: Path, truth: Rows) -> None:
     assert {None, "user", "assistant", "template"} <= set(seen.values())
 
 
+@pytest.mark.parametrize("kind", ["stream", "chunks", "map-style"])
+def test_an_example_of_datasets_says_the_role_of_its_row(
+    path: Path, truth: Rows, tmp_path: Path, kind: str
+) -> None:
+    names = ["run", "request", "position", "role"]
+    loaded = actds.load_dataset(
+        path, streaming=kind != "map-style", batched_chunks=kind == "chunks", columns=names,
+        hooks="resid_post.0", cache_dir=tmp_path,
+    )  # fmt: skip
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for example in loaded:
+        assert list(example) == ["resid_post.0", *names]
+        for name in names:
+            value = example[name]
+            found = value.tolist() if hasattr(value, "tolist") else value
+            columns[name] += found if kind == "chunks" else [found]
+    rows = zip(*columns.values(), strict=True)
+    assert {(run, request, at): role for run, request, at, role in rows} == truth
+
+
 def test_the_role_alone_can_be_asked_for(path: Path, truth: Rows) -> None:
     with actds.Loader(path, batch=32, provenance=["role"], drop_last=False) as loader:
         found = [role for _, rows in loader for role in rows["role"].tolist()]
@@ -94,6 +114,9 @@ def test_refuses_the_role_where_no_run_has_any(path: Path, tmp_path: Path) -> No
     without = make_dataset(tmp_path / "acts", n_requests=4, seed=3)
     with pytest.raises(ActdsError, match="E014 provenance: 'role', and no run has roles"):
         actds.Loader(without, batch=4, provenance=["request", "role"])
+    for streaming in (True, False):
+        with pytest.raises(ActdsError, match="E014 columns: 'role', and no run has roles"):
+            actds.load_dataset(without, streaming=streaming, columns=["role"])
     actds.export(without, tmp_path / "out", to="parquet", hooks="resid_post.0")
     (file,) = (tmp_path / "out").rglob("*.parquet")
     assert "role" not in pq.read_schema(file).names
