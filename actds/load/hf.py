@@ -20,9 +20,10 @@ from actds.format.arrays import to_torch
 from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
+from actds.load.arguments import provenance_columns
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
-from actds.load.filters import bad, need_known
+from actds.load.filters import bad
 from actds.load.lazy import open_array, rows_at_a_time
 from actds.load.selection import (
     PROVENANCE_COLUMNS,
@@ -152,14 +153,11 @@ def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tupl
     unknown = {name for shard in selection.shards for name in shard.unknown}
     usual = tuple(name for name in PROVENANCE_COLUMNS if name not in unknown)
     names = usual if columns is None else tuple(columns)
-    known = ("run", *SCHEMAS["tokens"].names, ROLE)
-    needed = [n for n in names if n != ROLE] + (["request", "position"] if ROLE in names else [])
-    for shard in selection.shards:
-        need_known(shard, needed, "columns")
+    names = provenance_columns(
+        "columns", names, ("run", *SCHEMAS["tokens"].names), selection.shards
+    )
     taken = {hook.name for hook in selection.hooks}
     for name in names:
-        if name not in known or names.count(name) > 1:
-            raise bad("columns", repr(name), f"different ones of {', '.join(known)}")
         if name in taken:
             raise bad("columns", f"{name!r}, a hook's name", "columns without it")
     if ROLE in names and not selection.dataset.roles(run=False).num_rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +18,18 @@ from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.roles import Roles
 from actds.format.shard import Shard
 from actds.load import show
+from actds.load.arguments import (
+    MULTIPLICITY,
+    check_int,
+    check_lanes,
+    check_numbers,
+    check_worker,
+    provenance_columns,
+    split_weights,
+)
 from actds.load.batches import Batch, BatchSpec, Part, n_batches
 from actds.load.dataset import Dataset
-from actds.load.filters import bad, need_known
+from actds.load.filters import bad
 from actds.load.lazy import rows_together
 from actds.load.mixture import (
     Choice,
@@ -46,8 +54,6 @@ if TYPE_CHECKING:
 __all__ = ["Loader"]
 
 _LANES = 8
-MULTIPLICITY = "multiplicity"
-_WEIGHTS = "'multiplicity', the path of a weights file or an expression, or one of each"
 _STATE_VERSION = 2
 _MIN_WINDOW_ROWS = 1 << 16
 _WINDOW_NBYTES = 1 << 27  # of the widest hook, unless that is fewer rows than the least
@@ -188,13 +194,13 @@ class Loader:
         i_accept_unsealed: bool = False,
         i_accept_unprovenanced: bool = False,
     ) -> None:
-        _check_numbers(
+        check_numbers(
             batch=batch, window_rows=window_rows, seed=seed, world=world, rank=rank,
             epochs=epochs, threads=threads, lanes=lanes,
         )  # fmt: skip
         lanes = gcd(batch, _LANES) if lanes is None else lanes
-        _check_lanes(batch, lanes, rank, world)
-        served, weight = _split_weights(weights)
+        check_lanes(batch, lanes, rank, world)
+        served, weight = split_weights(weights)
         unsealed, unprovenanced = i_accept_unsealed, i_accept_unprovenanced
         datasets, shares = open_sources(source, unsealed, unprovenanced, seal)
         others = open_partners(paired, unsealed, unprovenanced)
@@ -207,7 +213,8 @@ class Loader:
         if len(self._rows.parts) > 1 and not drop_last:
             raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
         warn_where_none(self._rows.excluded, stacklevel=2)
-        columns = _provenance(provenance, self._rows)
+        shards = [shard for one in self._rows.selections for shard in one.shards]
+        columns = _columns(provenance, shards)
         if isinstance(normalize, str):
             # Both sides of a split are scaled alike, and neither by rows that are left out.
             both = choice.of_both_sides().rows(datasets, shares, others) if split else self._rows
@@ -436,7 +443,7 @@ class Loader:
         return acts if batch.rows is None else (acts, batch.rows)
 
     def _start(self) -> None:
-        _check_worker(self._rank, self._world)
+        check_worker(self._rank, self._world)
         self._pid = os.getpid()
         self._pipeline = Pipeline(
             self._spec,
@@ -495,10 +502,10 @@ class Loader:
             if state.get(key) != value:
                 raise bad(f"state {key}", repr(state.get(key))[:200], repr(value)[:200])
         epoch, step = state.get("epoch"), state.get("step")
-        _check_int("state epoch", epoch, 0)
-        _check_int("state step", step, 0)
+        check_int("state epoch", epoch, 0)
+        check_int("state step", step, 0)
         start = state.get("pass_start", 0)  # a state from before there were passes: its only one
-        _check_int("state pass_start", start, 0)
+        check_int("state pass_start", start, 0)
         assert isinstance(epoch, int) and isinstance(step, int)
         if step >= self._n_batches:
             # A state of drop_last=False may be that before the short batch that is left out here.
@@ -623,25 +630,12 @@ def _batch_spec(
     )  # fmt: skip
 
 
-def _provenance(asked: bool | Sequence[str], rows: Mixture) -> tuple[str, ...]:
-    """Return the columns that are asked for.
-
-    Raises:
-        ActdsError: E014 for a column that there is not, or of which a run says nothing.
-    """
-    names: tuple[str, ...]
+def _columns(asked: bool | Sequence[str], shards: Sequence[Shard]) -> tuple[str, ...]:
+    """Return the columns that come beside a batch."""
     if isinstance(asked, bool):
-        names = PROVENANCE_COLUMNS if asked else ()
-    else:
-        names = (asked,) if isinstance(asked, str) else tuple(asked)
-    known = (*PROVENANCE_COLUMNS, ROLE)
-    for name in names:
-        if name not in known or names.count(name) > 1:
-            raise bad("provenance", repr(name), f"different ones of {', '.join(known)}")
-    needed = [n for n in names if n != ROLE] + (["request", "position"] if ROLE in names else [])
-    for shard in (shard for one in rows.selections for shard in one.shards):
-        need_known(shard, needed, "provenance")
-    return names
+        asked = PROVENANCE_COLUMNS if asked else ()
+    names = (asked,) if isinstance(asked, str) else tuple(asked)
+    return provenance_columns("provenance", names, PROVENANCE_COLUMNS, shards)
 
 
 def _roles(rows: Mixture) -> dict[str, Roles]:
@@ -655,52 +649,3 @@ def _roles(rows: Mixture) -> dict[str, Roles]:
     if not any(table.num_rows for table in tables.values()):
         raise bad("provenance", "'role', and no run has roles", "a harvest of chats")
     return {run: Roles(table) for run, table in tables.items()}
-
-
-def _split_weights(
-    weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
-) -> tuple[bool, str | os.PathLike[str] | None]:
-    """Return whether ``multiplicity`` is asked for, and the weights file or expression."""
-    if weights is None:
-        return False, None
-    given = list(weights) if isinstance(weights, list | tuple) else [weights]
-    others = [one for one in given if isinstance(one, str | os.PathLike) and one != MULTIPLICITY]
-    if not given or len(others) > 1 or len(given) != len(others) + (MULTIPLICITY in given):
-        raise bad("weights", repr(weights)[:200], _WEIGHTS)
-    return MULTIPLICITY in given, others[0] if others else None
-
-
-def _check_numbers(**values: int | None) -> None:
-    """Refuse arguments that are no numbers, or too small ones; some may be None."""
-    for name, value in values.items():
-        if value is not None or name not in ("epochs", "lanes", "window_rows"):
-            _check_int(name, value, 0 if name in ("seed", "rank") else 1)
-
-
-def _check_int(name: str, value: object, low: int) -> None:
-    """Refuse what is no integer from ``low`` on."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
-        raise bad(name, repr(value)[:80], f"an integer from {low}")
-
-
-def _check_worker(rank: int, world: int) -> None:
-    """Refuse to serve the same batches in several workers of a torch DataLoader."""
-    data = sys.modules.get("torch.utils.data")
-    info = data.get_worker_info() if data is not None else None
-    if info is None or (world % info.num_workers == 0 and rank % info.num_workers == info.id):
-        return
-    raise bad(
-        "world",
-        f"rank {rank} of {world} in worker {info.id} of {info.num_workers}",
-        f"num_workers=0, or rank {info.id} of {info.num_workers}: each worker would give all rows",
-    )
-
-
-def _check_lanes(batch: int, lanes: int, rank: int, world: int) -> None:
-    """Refuse numbers that do not divide a batch in equal parts."""
-    if batch % lanes:
-        raise bad("lanes", str(lanes), f"a divisor of batch {batch}")
-    if lanes % world:
-        raise bad("world", str(world), f"a divisor of lanes {lanes}; give lanes=")
-    if rank >= world:
-        raise bad("rank", str(rank), f"less than world {world}")
