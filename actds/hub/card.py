@@ -16,8 +16,10 @@ from actds import layout
 from actds.errors import ActdsError, Finding
 from actds.format.tables import DISPOSITIONS
 from actds.hub.croissant import croissant
+from actds.hub.methods import methods
 from actds.info import Facts, describe, missing
 from actds.reading import Catalog
+from actds.schema import REQUIRED_PROVENANCE
 from actds.store import open_store
 from actds.text import counted, format_nbytes, printable, share
 
@@ -59,6 +61,12 @@ _NUMERICS = (
     "numerics.device",
     "numerics.matmul_precision",
     "numerics.deterministic",
+    "numerics.batch_invariant",
+    "numerics.tf32",
+    "numerics.reduced_precision_reduction",
+    "numerics.threads",
+    "numerics.split_kv",
+    "numerics.all_reduce",
     "serving.enforce_eager",
     "serving.tensor_parallel",
     "sampling.temperature",
@@ -329,7 +337,11 @@ def _precision(facts: Facts) -> Iterator[str]:
         "here. They are those of the batches that the engine formed: another batch, engine or "
         "device gives other last bits unless the run was deterministic."
     )
-    yield from _facts_table(facts, _NUMERICS)
+    there = {name for run in facts.runs for name in run.provenance}
+    yield from _facts_table(
+        facts, tuple(n for n in _NUMERICS if n in there or n in REQUIRED_PROVENANCE)
+    )
+    yield from ("", "In a methods section:", "", f"> {_escaped(methods(facts))}")
 
 
 def _provenance(facts: Facts) -> Iterator[str]:

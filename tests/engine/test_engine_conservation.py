@@ -87,6 +87,17 @@ def test_the_run_record_says_whose_process_the_engine_was(
     assert apart["engine.own_process"].value is True
 
 
+def test_the_run_record_says_what_the_last_bits_depend_on(eager: Dataset) -> None:
+    fields = next(iter(eager.runs.values())).fields
+    found = {name: fields[f"numerics.{name}"] for name in
+             ("batch_invariant", "tf32", "threads", "split_kv", "all_reduce")}  # fmt: skip
+    assert {field.origin for field in found.values()} == {"observed"}
+    assert {name: field.value for name, field in found.items()} == {
+        "batch_invariant": False, "tf32": False, "threads": 1, "split_kv": True,
+        "all_reduce": "none",
+    }  # fmt: skip
+
+
 @pytest.mark.full
 def test_requests_that_hit_blocks_of_the_same_step_are_references(
     model: Path, tmp_path: Path

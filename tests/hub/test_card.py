@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from click.testing import CliRunner
 import actds
 from actds.cli import cli
 from actds.format.readouts import Readouts
+from actds.hub.methods import methods
+from actds.info import describe
 from actds.reading import Catalog
 from actds.store.local import LocalStore
 from actds_testing.synthetic import make_dataset
@@ -90,6 +93,28 @@ def test_the_card_says_size_licence_precision_gaps_and_verdict(path: Path, tmp_p
     assert (path / "seal/0001.json").read_bytes() == seal
     result = actds.validate(path)
     assert not [f for f in result.findings if f.code == "E105"] and not result.errors
+
+
+def test_the_card_has_a_paragraph_for_a_paper(path: Path) -> None:
+    facts = describe(Catalog.read(LocalStore(path)))
+    text = methods(facts)
+    for run in facts.runs:
+        run.provenance["numerics.batch_invariant"] = {"value": True}
+        run.provenance["numerics.tf32"] = {"value": False}
+    assert facts.digest in text and facts.dataset in text and "computed in bfloat16" in text
+    of_all = f"Of {sum(run.n_positions or 0 for run in facts.runs):,} positions "
+    assert of_all in text and f"{facts.totals['captured']:,} (" in text
+    # Only who knows that the kernels do not look at the batch is spared the sentence.
+    assert "Batch-invariant kernels were not on record" in text and "last bits of a row" in text
+    invariant = methods(facts)
+    assert "kernels were on" in invariant and "TF32 off." in invariant
+    assert "last bits" not in invariant
+    facts.runs[0].provenance["numerics.dtype"] = {"value": "float32"}
+    facts.runs[0].provenance["numerics.tf32"] = {"value": True}
+    other = replace(facts.runs[0], provenance={"numerics.dtype": {"value": "float16"}})
+    both = methods(replace(facts, runs=[facts.runs[0], other]))
+    assert "computed in float32 / float16" in both and "TF32 on / not on record" in both
+    assert "> Activations of " in (path / "README.md").read_text()
 
 
 def test_refuses_a_licence_or_an_audit_that_does_not_fit(path: Path, tmp_path: Path) -> None:

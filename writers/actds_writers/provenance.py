@@ -16,6 +16,7 @@ from typing import Any
 from actds_writers.config import HarvestSettings
 from actds_writers.ipc.messages import Fact
 from actds_writers.model_folder import file_sha256, weights_sha256
+from actds_writers.numerics import torch_numerics
 
 Value = bool | int | str | None
 Readers = Mapping[str, Callable[[], Value]]
@@ -41,9 +42,7 @@ def engine_facts(
         "model.architecture": lambda: type(model).__name__,
         "model.config_sha256": lambda: file_sha256(folder / "config.json"),
         "model.n_layers": lambda: len(decoder_layers(model)),
-        "numerics.device": lambda: str(device.type),
-        "numerics.matmul_precision": torch.get_float32_matmul_precision,
-        "numerics.deterministic": torch.are_deterministic_algorithms_enabled,
+        **torch_numerics(str(device.type)),
         "machine.platform": lambda: f"{platform.system()} {platform.machine()}",
         "machine.processor": lambda: _processor(device),
         "machine.python": lambda: sys.version.split()[0],

@@ -28,6 +28,7 @@ from actds_writers.engines.vllm.ranks import stage_layers, stage_of
 from actds_writers.engines.vllm.verified import VERIFIED, is_verified
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, IntArray
+from actds_writers.numerics import batch_invariant
 from actds_writers.provenance import Readers, engine_facts
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
@@ -309,11 +310,30 @@ def _numerics(runner: Any, config: Any) -> Readers:
         declared = str(config.cache_config.cache_dtype)
         return str(runner.kv_cache_dtype) if declared == "auto" else declared
 
-    return {
+    def all_reduce() -> str:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        ranks = get_tp_group()
+        if ranks.world_size == 1:
+            return "none"
+        communicator = ranks.device_communicator
+        custom = getattr(communicator, "ca_comm", None)
+        kind = "custom kernel" if custom is not None and not custom.disabled else "library"
+        return f"{kind} ({type(communicator).__name__})"
+
+    def split_kv() -> bool:
+        from vllm import envs
+
+        return bool(envs.VLLM_CPU_ATTN_SPLIT_KV)
+
+    readers: Readers = {
         "numerics.dtype": lambda: str(runner.model_config.dtype).removeprefix("torch."),
         "numerics.kv_cache_dtype": lambda: kv_dtype().removeprefix("torch."),
         "numerics.attention_backend": attention,
+        "numerics.batch_invariant": batch_invariant,
+        "numerics.all_reduce": all_reduce,
     }
+    return {**readers, "numerics.split_kv": split_kv} if runner.device.type == "cpu" else readers
 
 
 def _serving(config: Any, replica: tuple[int, int]) -> Readers:
