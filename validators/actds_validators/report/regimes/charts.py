@@ -36,26 +36,32 @@ def step_gaps(result: Regimes) -> Picture | None:
     )
     legend(p, 150, 20, [("lost", "shifts"), ("stored", "within"), ("floor", "not decided"),
                         ("band", "floor")])  # fmt: skip
+    names = list(dict.fromkeys(v.stratum for _, values in shown for v in values))
     for (contrast, values), top in zip(shown, tops, strict=True):
-        names = list(dict.fromkeys(v.stratum for _, own in shown for v in own))
-        _panel(p, contrast, values, names, Frame(150, top, 600, height, (0, 1), (0, 1)))
+        # One scale for a hook: its contrasts are parts of one another.
+        alike = [own for c, own in shown if (c.hook, lead(c)) == (contrast.hook, lead(contrast))]
+        around = _range([value for own in alike for value in own])
+        _panel(p, contrast, values, names, Frame(150, top, 600, height, (0, 1), around))
     return p
+
+
+def _range(values: Sequence[Value]) -> tuple[float, float]:
+    ends = [
+        v
+        for one in values
+        for v in (one.value, one.low, one.high, one.floor, one.limit)
+        if v is not None
+    ]
+    ends += [-v for one in values for v in (one.floor, one.limit) if v is not None]
+    return span(ends)
 
 
 def _panel(
     p: Picture, contrast: ContrastResult, values: Sequence[Value], names: list[str], f: Frame
 ) -> None:
-    ends = [
-        v
-        for one in values
-        for v in (one.value, one.low, one.high, one.floor, -(one.floor or 0), one.limit)
-        if v is not None
-    ]
-    low, high = span([*ends, -(values[0].limit or 0)])
-    f = Frame(f.left, f.top, f.width, f.height, (-0.5, len(names) - 0.5), (low, high))
-    p.text(
-        f.left, f.top - 12, f"{contrast.name} at {contrast.hook}: {lead(contrast)[1]}", kind="bold"
-    )
+    f = Frame(f.left, f.top, f.width, f.height, (-0.5, len(names) - 0.5), f.y_range)
+    title = f"{contrast.name} at {contrast.hook}: {lead(contrast)[1]}"
+    p.text(f.left, f.top - 12, title, kind="bold")
     for one in values:
         at = names.index(one.stratum)
         if one.floor is not None:
