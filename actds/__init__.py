@@ -2,9 +2,9 @@
 
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
-``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.view``, ``actds.seal``,
-``actds.recover``, ``actds.export``, ``actds.push``, ``actds.doctor``. ``actds.require`` opens a
-dataset only if it passes the gate. Each name is imported when it is first
+``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.regimes``, ``actds.view``,
+``actds.seal``, ``actds.recover``, ``actds.export``, ``actds.push``, ``actds.doctor``.
+``actds.require`` opens a dataset only if it passes the gate. Each name is imported when it is first
 used; errors are those of ``actds.errors``.
 """
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from actds_validators.audit.api import audit as audit
     from actds_validators.check import check as check
     from actds_validators.gate.gate import require as require
+    from actds_validators.regimes.api import regimes as regimes
     from actds_validators.validate.validation import validate as validate
     from actds_validators.view.api import view as view
     from actds_writers.harvest.plan import plan as plan
@@ -61,6 +62,7 @@ _LAZY = {
     "push": "actds.hub.transfer",
     "recompress": "actds.recompression",
     "recover": "actds_writers.harvest.recover",
+    "regimes": "actds_validators.regimes.api",
     "require": "actds_validators.gate.gate",
     "seal": "actds.sealing",
     "shuffle": "actds.shuffling",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 import actds
 from actds.errors import ActdsError
 from actds.load.dataset import Dataset
-from actds_testing.schedules import Schedule, simulate
+from actds_testing.regime_datasets import other_continuations
+from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.regimes.arms import Arm, read_arm
 from actds_validators.regimes.contrast import contrast
@@ -76,29 +75,6 @@ def test_pairs_by_token_have_the_same_prefix(cached: Dataset, uncached: Dataset)
     assert len(one) == len(common)
     # A pair stands in one group on both sides.
     assert (told.first.group[one] == told.second.group[other]).all()
-
-
-def other_continuations(schedule: Schedule) -> Schedule:
-    """Return a schedule whose sampled tokens are other ones."""
-    prompt = dict(
-        zip(*(schedule.requests[n].to_pylist() for n in ("request", "prompt_len")), strict=True)
-    )
-    rows = schedule.rows.to_pylist()
-    for row in rows:
-        row["token_id"] += 7 * (row["position"] >= prompt[row["request"]])
-    ids = [
-        [t + 7 * (p >= prompt.get(r, 0)) for p, t in enumerate(tokens)]
-        for r, tokens in enumerate(schedule.token_ids)
-    ]
-    requests = schedule.requests.to_pylist()
-    for line in requests:
-        line["token_digest"] = None
-    return replace(
-        schedule,
-        rows=pa.Table.from_pylist(rows, schema=schedule.rows.schema),
-        requests=pa.Table.from_pylist(requests, schema=schedule.requests.schema),
-        token_ids=ids,
-    )
 
 
 def test_other_tokens_of_one_prompt_are_paired_by_position(tmp_path: Path) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actds_testing.audit_results import CASES, audit, enormous, hostile, wide
 from actds_testing.browser import Browser, chromium
+from actds_testing.regime_results import hostile as hostile_regimes
+from actds_testing.regime_results import made as regimes
+from actds_testing.regime_results import many as many_regimes
 from actds_validators.audit.result import Audit
 from actds_validators.report.html import render
+from actds_validators.report.regimes.page import render as render_regimes
 from actds_validators.report.summary import About
 
 pytestmark = [
@@ -220,3 +225,26 @@ def test_every_figure_fits_on_a_printed_page(
     assert max(heights) < 979  # A4 in width, Letter in height, with the margins of a browser
     if make is wide:
         assert browser.evaluate(WIDER) == 0
+
+
+@pytest.mark.parametrize("make", [regimes, many_regimes, hostile_regimes])
+@pytest.mark.parametrize("width", [390, 940, 1280])
+def test_the_report_of_regimes_fits_and_asks_nothing(
+    browser: Browser, tmp_path: Path, make: Callable[[], Any], width: int
+) -> None:
+    page = write(tmp_path / "page.html", render_regimes(make(), f"actds regimes {'x' * 90}"))
+    for scheme in ("light", "dark"):
+        browser.open(page, width=width, media=[("prefers-color-scheme", scheme)])
+        assert browser.console == []
+        assert browser.requests == [page.as_uri()]
+    assert browser.evaluate(WIDER) == 0
+    assert browser.evaluate(OUTSIDE) == []
+    if make is not hostile_regimes:
+        assert browser.evaluate(UNSAID) == []
+        assert browser.evaluate(COVERED) == []
+    if make is regimes:
+        # How large, of what and the first step stand on the first screen of a desk.
+        first = browser.evaluate(
+            "document.querySelector('#next li').getBoundingClientRect().bottom"
+        )
+        assert width < 900 or first < 700

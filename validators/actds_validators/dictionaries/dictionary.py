@@ -46,6 +46,7 @@ class Source:
         model: model that it was trained on; None where nothing says it.
         prepend_bos: whether its sequences began with BOS; None where nothing says it.
         trained_on: digests of the datasets of actds that it was fitted on, as its loader recorded.
+        held_out: share of the requests of these that the loader held out; None for none.
     """
 
     format: Format
@@ -56,6 +57,7 @@ class Source:
     model: str | None = None
     prepend_bos: bool | None = None
     trained_on: tuple[str, ...] = ()
+    held_out: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,7 +127,7 @@ def read_dictionary_learning(path: Path, wanted: Wanted) -> Dictionary:
     name = _class_name(path, said, tensors)
     source = Source(
         "dictionary_learning", str(path), file_sha256(path), hook, hook_from, said.lm_name,
-        trained_on=of_loader.digests,
+        trained_on=of_loader.digests, held_out=of_loader.held_out,
     )  # fmt: skip
     found = _dictionary(path, name, said.k, tensors, source)
     wanted.refuse_other_width(path, found.d_model)

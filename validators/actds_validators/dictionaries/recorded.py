@@ -22,10 +22,12 @@ class Recorded:
     Args:
         digests: of the datasets.
         hook: their hook; None where batches had several.
+        held_out: share of the requests that the loader held out; None where it read all.
     """
 
     digests: tuple[str, ...] = ()
     hook: str | None = None
+    held_out: float | None = None
 
 
 def recorded(place: object, config: Any) -> Recorded:
@@ -48,7 +50,14 @@ def recorded(place: object, config: Any) -> Recorded:
     digests = dict.fromkeys([config.get("digest"), *(one.get("digest") for one in sets)])
     hooks = [one for one in _list(config.get("hooks")) if isinstance(one, str)]
     only = hooks[0] if len(hooks) == 1 else None
-    return Recorded(tuple(d for d in digests if isinstance(d, str)), only)
+    return Recorded(tuple(d for d in digests if isinstance(d, str)), only, _held_out(config))
+
+
+def _held_out(config: dict[str, Any]) -> float | None:
+    split = config.get("split")
+    if not isinstance(split, list) or len(split) != 2 or split[0] != "train":
+        return None
+    return float(split[1]) if isinstance(split[1], float) and 0 < split[1] < 1 else None
 
 
 def _list(value: Any) -> list[Any]:

@@ -144,7 +144,7 @@ def read_saelens(folder: Path, wanted: Wanted) -> Dictionary:
     tensors = _tensors(path, kind)
     source = Source(
         "saelens", str(path), file_sha256(path), hook, hook_from, said.model_name,
-        said.prepend_bos, of_loader.digests,
+        said.prepend_bos, of_loader.digests, of_loader.held_out,
     )  # fmt: skip
     return _dictionary(path, config, kind, k, normalization, tensors, source)
 

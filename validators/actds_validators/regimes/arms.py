@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from actds.errors import ActdsError
 from actds.format.positions import Keys
-from actds.format.tables import ROLES
+from actds.format.tables import PHASES, ROLES
 from actds.load.dataset import Dataset
 from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
@@ -90,6 +90,7 @@ class ArmRows:
         requests: the requests of the dataset.
         n_apart: rows left out, by filter.
         n_repeats: rows left out because an earlier one has the same prefix.
+        n_decode: rows that decode steps computed; None where the phase of one is not known.
     """
 
     row: Ints
@@ -104,6 +105,7 @@ class ArmRows:
     requests: Requests
     n_apart: dict[str, int] = field(default_factory=dict)
     n_repeats: int = 0
+    n_decode: int | None = None
 
     def __len__(self) -> int:
         return len(self.row)
@@ -117,8 +119,8 @@ class ArmRows:
 def read_arm(arm: Arm, hook: str) -> ArmRows:
     """Return the rows of an arm at a hook; no activation is read.
 
-    A prefix that several requests computed counts once, by its first row: as units of a test they
-    would not be independent. Positions that the prefix cache served have no row at all.
+    A prefix that several requests computed counts once, for the first of them: as units of a test
+    they would not be independent. Positions that the prefix cache served have no row at all.
 
     Raises:
         ActdsError: E014 no such hook, an expression that keeps no row, or a run that does not say
@@ -164,15 +166,16 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
                 told["chunk"],
                 told["step.kernel_mode"],
                 told["role"],
+                told["phase"],
             ]
         )
         prefix.append(hashes[at : at + shard.n_rows][kept])
         at += shard.n_rows
-    row, request, position, token, step, chunk, mode, role = (
+    row, request, position, token, step, chunk, mode, role, phase = (
         np.concatenate(columns) for columns in zip(*parts, strict=True)
     )
     known: Keys = np.concatenate(prefix)
-    once = _first_of_each(known)
+    once = _once(known, request)
     kept = np.flatnonzero(once)
     kept = kept[np.argsort(row[kept], kind="stable")]
     return ArmRows(
@@ -188,6 +191,7 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         requests=requests,
         n_apart=dict(chosen.excluded),
         n_repeats=int((~once).sum()),
+        n_decode=_n_decode(phase[kept]),
     )
 
 
@@ -206,10 +210,20 @@ def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
         )
 
 
-def _first_of_each(prefix: Keys) -> Bools:
-    """Return which rows are the first of their prefix; one whose prefix is not known is kept."""
+def _n_decode(phase: Ints) -> int | None:
+    """Return how many rows decode steps computed; None where it is not known of each."""
+    return None if (phase < 0).any() else int((phase == PHASES.index("decode")).sum())
+
+
+def _once(prefix: Keys, request: Ints) -> Bools:
+    """Return which rows count for their prefix: those of its first request.
+
+    By row number it would be any request that shares a system prompt: another one in each harvest,
+    and pairs of them would tie all requests to one another. One whose prefix is not known is kept.
+    """
     kept: Bools = np.asarray(prefix == 0)
     known = np.flatnonzero(~kept)
+    known = known[np.lexsort((request[known], prefix[known]))]
     kept[known[np.unique(prefix[known], return_index=True)[1]]] = True
     return kept
 
@@ -217,7 +231,7 @@ def _first_of_each(prefix: Keys) -> Bools:
 def _whole(column: pa.Array, name: str) -> Ints:
     """Return a column as whole numbers, -1 where it is not known; strings as their places."""
     if name in ("step.kernel_mode", "role", "phase"):
-        words = {"step.kernel_mode": KERNEL_MODES, "role": ROLES}.get(name, ())
+        words = {"step.kernel_mode": KERNEL_MODES, "role": ROLES, "phase": PHASES}[name]
         code = {word: n for n, word in enumerate(words)}
         if isinstance(column, pa.ChunkedArray):
             column = column.combine_chunks()

@@ -16,8 +16,9 @@ from typing import Literal
 import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
-from actds_validators.regimes.result import Limits, Outcome, Value
-from actds_validators.regimes.strata import MIN_REQUESTS, Stratum
+from actds.text import counted
+from actds_validators.regimes.result import Element, Limits, Outcome, Value
+from actds_validators.regimes.strata import ALL, MIN_REQUESTS, Stratum
 from actds_validators.regimes.sums import COUNT, Made, Totals
 from actds_validators.statistics.events import Bools, Floats
 from actds_validators.statistics.intervals import (
@@ -64,6 +65,7 @@ class Measure:
         rare: whether it is a share of rows: with no event in n of them, 3 / n cannot be excluded
             (Hanley & Lippman-Hand 1983).
         note: words for a reader.
+        keep: elements that are told one by one over all rows: half of them the farthest.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Measure:
     coarse: bool = False
     rare: bool = False
     note: str = ""
+    keep: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,13 @@ def judge(
         note=measure.note,
     )
     if least < MIN_REQUESTS or n < 2:
-        short = f"{least} requests; {MIN_REQUESTS} are needed for an estimate"
+        short = f"{counted(least, 'request')}; {MIN_REQUESTS} are needed for an estimate"
         return Judged(value.model_copy(update={"short": short}), False)
     work = {"direction": _direction, "overlap": _overlap}.get(measure.kind, _elements)
     with np.errstate(invalid="ignore", divide="ignore"):
         changes = work(measure, first, second, limits)
+        if measure.keep and stratum.axis == ALL:
+            changes["elements"] = _kept(measure, first, second)
     told = value.model_copy(update=changes)
     return Judged(told, told.p is not None)
 
@@ -323,6 +328,31 @@ def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -
     return changes
 
 
+def _kept(measure: Measure, first: Totals, second: Totals) -> list[Element]:
+    """Return some elements of a difference, in their order: half are the farthest."""
+    value = np.atleast_1d(measure.statistic(first.total(), second.total()))
+    without = measure.statistic(first.without(), second.without()).reshape(-1, len(value))
+    good = np.flatnonzero(np.isfinite(value) & np.isfinite(without).all(axis=0))
+    error = pseudo_values(value[good], without[:, good])[1]
+    far = np.argsort(-np.abs(value[good]) / np.maximum(error, 1e-300), kind="stable")
+    rest = np.sort(far[measure.keep // 2 :])
+    step = max(1, math.ceil(len(rest) / max(1, measure.keep - measure.keep // 2)))
+    chosen = np.sort(np.concatenate([far[: measure.keep // 2], rest[::step]])).astype(np.int64)
+    arms = None
+    if measure.arm_value is not None:
+        arms = [np.atleast_1d(measure.arm_value(t.total()))[good] for t in (first, second)]
+    names = [_label(measure, int(k), 2) or str(k) for k in good[chosen]]
+    return [
+        Element(
+            name=name,
+            value=float(value[good[k]]),
+            error=float(error[k]),
+            arms=None if arms is None else (_finite(arms[0][k]), _finite(arms[1][k])),
+        )
+        for name, k in zip(names, chosen.tolist(), strict=True)
+    ]
+
+
 def _direction(
     measure: Measure, first: Totals, second: Totals, limits: Limits
 ) -> dict[str, object]:
@@ -409,7 +439,8 @@ def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) ->
         "floor": floor,
         "n_elements": 1,
         "farthest": float(np.quantile(lost, 0.95)),
-        "p": flip_p(statistic, n, limits.seed, n_flips=1_999),
+        # No overlap is lost where it is as large as within the reference.
+        "p": flip_p(statistic, n, limits.seed, n_flips=1_999) if value < floor else 1.0,
     }
     if measure.limit is not None:
         changes["equivalent"] = bool(changes["farthest"] <= measure.limit)  # type: ignore[operator]

@@ -8,9 +8,24 @@ from pydantic import Field
 
 from actds_validators.audit.result import Section, Share
 
-__all__ = ["ArmResult", "ContrastResult", "Limits", "Outcome", "Regimes", "Value", "Verdict"]
+__all__ = [
+    "About",
+    "ArmResult",
+    "ContrastResult",
+    "Element",
+    "Limits",
+    "Outcome",
+    "Quantiles",
+    "Regimes",
+    "Used",
+    "Value",
+    "Verdict",
+]
 
 Outcome = Literal["carries over", "shifts", "undecided"]
+About = Literal["computation", "authorship", "both", "text"]
+"""What differs between two arms: how equal tokens were computed; who wrote the tokens behind equal
+prompts, computed alike; both of these; or the text itself, computed alike."""
 
 
 class Limits(Section):
@@ -53,8 +68,20 @@ class ArmResult(Section):
     n_compared: int = Field(ge=0, description="rows that the contrast reads")
     n_apart: dict[str, int] = Field(description="rows left out, by filter: BOS and position 0")
     n_repeats: int = Field(ge=0, description="rows left out because their prefix counts already")
+    n_decode: int | None = Field(
+        default=None, ge=0, description="rows that decode steps computed; null unknown"
+    )
     n_sinks: int = Field(default=0, ge=0, description="rows above 10 median norms, left out")
     n_broken: int = Field(default=0, ge=0, description="rows not finite or zero, left out")
+
+
+class Element(Section):
+    """One of many elements of a measure, as a feature."""
+
+    name: str
+    value: float
+    error: float = Field(description="standard error")
+    arms: tuple[float | None, float | None] | None = None
 
 
 class Value(Section):
@@ -96,6 +123,10 @@ class Value(Section):
     outcome: Outcome | None = None
     short: str | None = Field(default=None, description="what is missing for a decision")
     note: str = ""
+    elements: list[Element] = Field(
+        default_factory=list,
+        description="some of many: the farthest in standard errors, and as many spread evenly",
+    )
 
 
 class Quantiles(Section):
@@ -128,6 +159,7 @@ class ContrastResult(Section):
     name: str
     hook: str
     pairing: Literal["token", "position", "unpaired"]
+    about: About = Field(description="what differs between the arms, as far as they show it")
     adjusted: bool = Field(
         description="weighted to the other arm's tokens and positions: adjusted, not matched"
     )
@@ -141,12 +173,23 @@ class ContrastResult(Section):
     verdicts: list[Verdict]
 
 
+class Used(Section):
+    """A dictionary or a file of probes that was applied to a hook."""
+
+    hook: str
+    kind: Literal["dictionary", "probes"]
+    path: str
+    sha256: str
+    words: str = Field(description="what it is: kind, size, format, and what to keep in mind")
+
+
 class Regimes(Section):
-    """The result of ``actds regimes``."""
+    """What contrasts of arms find: verdicts, values with intervals and floors, what is short."""
 
     schema_: Literal["actds.regimes/1"] = Field(default="actds.regimes/1", alias="schema")
     limits: Limits
     n_tests: int = Field(ge=0, description="in one family")
+    used: list[Used] = Field(default_factory=list)
     contrasts: list[ContrastResult]
 
     def to_json(self) -> str:

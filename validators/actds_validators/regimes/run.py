@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from actds_validators.regimes.result import (
 )
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import COUNT, Array, Part, Sums, blocks_of
-from actds_validators.regimes.wording import verdicts
+from actds_validators.regimes.wording import about, verdicts
 from actds_validators.statistics.events import Bools, Floats, Ints
 
 __all__ = ["Asked", "Measured", "compare", "conclude", "measure"]
@@ -77,13 +77,18 @@ class Measured:
     n_broken: tuple[int, int]
 
 
-def compare(asked: Sequence[Asked], limits: Limits | None = None) -> Regimes:
+def compare(
+    asked: Sequence[Asked],
+    limits: Limits | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Regimes:
     """Return what contrasts find; all their tests are one family.
 
     Args:
         asked: the contrasts; each has instruments of its own, which keep what they learnt of its
             reference.
         limits: what counts as none, level and seed; None for the defaults.
+        progress: receives what is being done.
 
     Raises:
         ActdsError: E014 arms that cannot be compared; what reading raises.
@@ -102,6 +107,7 @@ def compare(asked: Sequence[Asked], limits: Limits | None = None) -> Regimes:
     ]
     found = []
     for one, (plan, *_) in zip(asked, plans, strict=True):
+        progress(f"{one.name} at {one.hook}")
         arrays = one.first.dataset.array(one.hook), one.second.dataset.array(one.hook)
         found.append(measure(plan, arrays, one.instruments, limits, one.hook))
     results = []
@@ -119,6 +125,7 @@ def compare(asked: Sequence[Asked], limits: Limits | None = None) -> Regimes:
                 name=one.name,
                 hook=one.hook,
                 pairing=plan.pairing,
+                about=about(plan.pairing, (_decode_share(rows[0]), _decode_share(rows[1]))),
                 adjusted=plan.adjusted,
                 n_pairs=len(plan.pairs[0]),
                 n_groups=plan.n_groups,
@@ -305,6 +312,10 @@ def _judged(
     return found
 
 
+def _decode_share(rows: ArmRows) -> float | None:
+    return None if rows.n_decode is None else rows.n_decode / max(len(rows), 1)
+
+
 def _arm_result(arm: Arm, rows: ArmRows, side: Side, found: Measured, n: int) -> ArmResult:
     return ArmResult(
         name=arm.name,
@@ -315,6 +326,7 @@ def _arm_result(arm: Arm, rows: ArmRows, side: Side, found: Measured, n: int) ->
         n_compared=len(side),
         n_apart=rows.n_apart,
         n_repeats=rows.n_repeats,
+        n_decode=rows.n_decode,
         n_sinks=found.n_sinks[n],
         n_broken=found.n_broken[n],
     )

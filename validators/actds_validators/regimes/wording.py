@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actds_validators.regimes.result import Outcome, Value, Verdict
+from actds_validators.regimes.result import About, Outcome, Value, Verdict
 
-__all__ = ["verdicts"]
+__all__ = ["about", "beyond", "element_of", "verdicts"]
 
 _MAX_SHORT = 5
+_NOUNS = {"moments": "channel ", "dictionary": "feature ", "probes": "probe "}
+_ALIKE = 0.02
+"""Difference of the shares of decode rows up to which two arms were computed alike."""
+
+
+def about(pairing: str, decode: tuple[float | None, float | None]) -> About:
+    """Return what differs between two arms.
+
+    Args:
+        pairing: how their rows were paired: pairs by token are equal tokens behind equal prefixes.
+        decode: share of the rows of either arm that decode steps computed; None unknown.
+    """
+    if pairing == "token":
+        return "computation"
+    one, other = decode
+    if one is None or other is None or abs(one - other) > _ALIKE:
+        return "both"
+    return "authorship" if pairing == "position" else "text"
 
 
 def verdicts(values: Sequence[Value]) -> list[Verdict]:
@@ -28,12 +46,14 @@ def _verdict(instrument: str, hook: str, values: list[Value]) -> Verdict:
     shifted = [value for value in judged if value.outcome == "shifts"]
     open_ = [value for value in judged if value.outcome == "undecided"]
     silent = [value for value in values if value.value is None and value.short]
-    short = [f"{_place(value)}: {value.short}" for value in (*open_, *silent) if value.short]
+    short = [f"{_place(value)}: {value.short}" for value in open_ if value.short]
+    short += [f"{_stratum(value)}: {value.short}" for value in silent]
+    short = list(dict.fromkeys(short))
     outcome: Outcome
     if shifted:
         outcome = "shifts"
-        worst = min(shifted, key=lambda value: (value.adjusted_p or 0.0, -_relative(value)))
-        said = f"{worst.measure} {_number(worst)} ({_place(worst)}; "
+        worst = min(shifted, key=lambda value: (value.adjusted_p or 0.0, -beyond(value)))
+        said = f"{worst.measure} {_number(worst)} ({_stratum(worst)}; "
         floor = "no floor" if worst.floor is None else f"floor {worst.floor:.2g}"
         said += f"{floor}, adjusted p {worst.adjusted_p:.2g})"
         sentence = f"{instrument} shifts at {hook}: {said}; {len(shifted)} of {len(judged)} values."
@@ -54,15 +74,26 @@ def _verdict(instrument: str, hook: str, values: list[Value]) -> Verdict:
     )
 
 
-def _relative(value: Value) -> float:
-    """Return a value over its limit."""
-    return abs(value.value or 0.0) / (value.limit or 1.0)
+def beyond(value: Value) -> float:
+    """Return the size of a value over its limit; of an overlap, what is lost to its floor."""
+    found = value.value or 0.0
+    size = (value.floor or 0.0) - found if value.kind == "overlap" else abs(found)
+    return size / (value.limit or 1.0)
 
 
 def _number(value: Value) -> str:
-    element = f" of {value.element}" if value.element else ""
-    return f"{element} {value.value:+.2g} {value.unit}".strip()
+    element = f"of {element_of(value)} " if value.element else ""
+    return f"{element}{value.value:+.2g} {value.unit}"
+
+
+def element_of(value: Value) -> str:
+    """Return which element a value is of, with its noun: ``channel 12``; empty for none."""
+    return f"{_NOUNS.get(value.instrument, '')}{value.element}" if value.element else ""
 
 
 def _place(value: Value) -> str:
-    return value.measure if value.axis == "all" else f"{value.axis} {value.stratum}"
+    return value.measure if value.axis == "all" else f"{value.measure}, {_stratum(value)}"
+
+
+def _stratum(value: Value) -> str:
+    return value.axis + (" rows" if value.axis == "all" else f" {value.stratum}")

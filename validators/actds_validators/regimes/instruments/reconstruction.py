@@ -31,6 +31,8 @@ N_TURNED = 64
 """Features of which the direction is followed: the ones most often active in the reference."""
 MIN_TURN_EVENTS = 25
 """Rows on which a followed feature must be active in both arms."""
+N_SHOWN = 240
+"""Features of which the result has the rates."""
 ACTIVE = "active"
 
 
@@ -135,6 +137,7 @@ class Reconstruction:
                 arm_value=lambda sums: mean_of(sums, ACTIVE),
                 coarse=True,
                 note=f"features with under {MIN_EVENTS} events are counted, not tested",
+                keep=N_SHOWN,
             ),
         ]
         if n_turned:

@@ -1,0 +1,171 @@
+"""The report of regimes: what it answers, that it says what the result says, and is safe."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from actds_testing.regime_results import contrast, hostile, made, many, nothing, value
+from actds_validators.regimes.result import Limits, Regimes
+from actds_validators.regimes.wording import about, verdicts
+from actds_validators.report.regimes import charts, said
+from actds_validators.report.regimes.page import render
+from actds_validators.report.regimes.terminal import render as render_lines
+
+ALL = {"made": made, "nothing": nothing, "many": many, "hostile": hostile}
+
+
+class Page(HTMLParser):
+    """The text of a page, and whether its tags are closed in order."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [v for k, v in attrs if k == "id" and v]
+        if tag not in ("meta", "rect", "circle"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("rect", "circle"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style",):
+            self.text.append(data)
+
+
+def text_of(page: Page) -> str:
+    return " ".join(" ".join(page.text).split())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_page_is_whole_small_and_without_script(name: str) -> None:
+    source = render(ALL[name](), "actds regimes acts")
+    page = Page(source)
+    assert "script" not in page.tags and "<script" not in source
+    assert len(page.ids) == len(set(page.ids))
+    assert len(source.encode()) < 1_000_000
+    assert "\x1b" not in source and "default-src 'none'" in source.replace("&#39;", "'")
+    for svg in re.findall(r"<svg viewBox.*?</svg>", source, re.DOTALL):
+        ElementTree.fromstring(svg)
+    for line in render_lines(ALL[name](), "actds regimes acts"):
+        assert line.text.isprintable() or not line.text
+
+
+def test_the_first_screen_says_how_large_of_what_and_what_to_do() -> None:
+    text = text_of(Page(render(made(), "actds regimes H=a R=b G=c")))
+    head = text[: text.index("Verdicts")]
+    for words in (
+        "Yes: 4 of 12 verdicts shift",
+        "How large +0.073",
+        "3.6 × the limit",
+        "Authorship or computation authorship",
+        "computation carries over; authorship shifts",
+        "resid_post.10: FVU +0.07 authorship (R-H, 0.06 to 0.08) and +0.003 computation (G-R",
+        "What to do Fit the dictionary on rows of both H and R",
+        "actds regimes H=a R=b G=c",
+    ):
+        assert words in head, words
+
+
+def test_every_verdict_of_the_result_has_its_sentence_on_both_pages() -> None:
+    result = made()
+    page = text_of(Page(render(result, "x")))
+    lines = "\n".join(line.text for line in render_lines(result, "x"))
+    for one in result.contrasts:
+        for verdict in one.verdicts:
+            assert verdict.sentence in page and verdict.sentence in lines
+
+
+@pytest.mark.parametrize(
+    ("computation", "authorship", "both", "expected"),
+    [
+        ("shifts", "shifts", None, "both"),
+        ("shifts", "carries over", None, "computation"),
+        ("carries over", "shifts", None, "authorship"),
+        ("carries over", "carries over", None, "neither"),
+        ("carries over", None, None, "not computation"),
+        ("carries over", None, "shifts", "authorship, or the text"),
+        ("undecided", None, "shifts", "not separated"),
+        (None, None, "shifts", "not separated"),
+        ("undecided", "carries over", None, "undecided"),
+        (None, None, "undecided", "undecided"),
+    ],
+)
+def test_what_shifts_is_named_only_where_the_contrasts_separate_it(
+    computation: str | None, authorship: str | None, both: str | None, expected: str
+) -> None:
+    asked = (("G-R", "computation", computation), ("R-H", "authorship", authorship),
+             ("G-H", "both", both))  # fmt: skip
+    found = []
+    for name, what, outcome in asked:
+        if outcome is None:
+            continue
+        values = [value("q.1", 0.5, outcome)]  # type: ignore[arg-type]
+        one = contrast(name, "q.1", what, 0.5, outcome)  # type: ignore[arg-type]
+        found.append(one.model_copy(update={"values": values, "verdicts": verdicts(values)}))
+    result = Regimes(limits=Limits(), n_tests=1, contrasts=found)
+    assert said.separated(result).value == expected
+
+
+def test_what_differs_follows_from_pairs_and_phases() -> None:
+    assert about("token", (0.0, 1.0)) == "computation"
+    assert about("position", (0.0, 0.0)) == "authorship"
+    assert about("position", (0.0, 1.0)) == "both"
+    assert about("position", (None, 0.0)) == "both"
+    assert about("unpaired", (0.0, 1.0)) == "both"
+    assert about("unpaired", (1.0, 1.0)) == "text"
+
+
+def test_an_overlap_is_worst_where_most_is_lost_to_its_floor() -> None:
+    def overlap(found: float, floor: float, step: str) -> object:
+        return value("q.1", found, "shifts", instrument="overlap", measure="Spearman",
+                     kind="overlap", axis="decode step", stratum=step, floor=floor)  # fmt: skip
+
+    (verdict,) = verdicts([overlap(0.9, 0.95, "1"), overlap(0.3, 0.9, "6 to 10")])  # type: ignore[list-item]
+    assert "Spearman +0.3" in verdict.sentence and "decode step 6 to 10" in verdict.sentence
+
+
+def test_nothing_that_shifts_says_so_and_undecided_is_no_agreement() -> None:
+    lines = [line.text for line in render_lines(nothing(), "x")]
+    assert lines[0] == "✓ No: 1 verdict, and all carry over"
+    assert any("Nothing: what was measured on one arm holds" in line for line in lines)
+    lines = [line.text for line in render_lines(nothing("undecided"), "x")]
+    assert lines[0] == "? Undecided: 1 of 1 verdict"
+    assert any("Do not take 1 undecided verdict for agreement" in line for line in lines)
+    assert "What is short" in lines and "equal to the bit" in render(nothing(), "x")
+
+
+def test_charts_are_drawn_where_the_result_has_their_numbers() -> None:
+    result = made()
+    steps = charts.step_gaps(result)
+    assert steps is not None
+    titles = [s.title for s in steps.shapes if s.tag == "circle"]
+    assert len(titles) == 6 * 4 and titles[0].startswith("step 1: 0.035, shifts")
+    cells = charts.positions(result)
+    assert cells is not None and cells.height > 100
+    shown = [s for s in cells.shapes if s.title.startswith("positions")]
+    assert len(shown) == 6 * 7
+    scatter = charts.rates(result)
+    assert len(scatter) == 3  # at most
+    dots = [s for s in scatter[0].shapes if s.tag == "circle"]
+    far = [s for s in dots if dict(s.attributes)["class"] == "lost-mark mark"]
+    # |ln of the ratio| - 1.96 * 0.1 > 0.5, of n / 60 - 1 for n below 120.
+    assert (len(dots), len(far)) == (120, sum(abs(n / 60 - 1) > 0.696 for n in range(120)))
+    rungs = charts.ladder(result)
+    assert rungs is not None and len([s for s in rungs.shapes if s.tag == "circle"]) == 2
+    empty = Regimes(limits=Limits(), n_tests=0, contrasts=[])
+    assert charts.step_gaps(empty) is charts.positions(empty) is charts.ladder(empty) is None
+    assert charts.rates(empty) == []

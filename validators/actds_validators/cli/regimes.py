@@ -1,0 +1,180 @@
+"""The command ``actds regimes``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from actds.cli.options import model_options
+from actds.cli.output import ResultCommand, print_lines
+from actds_validators.cli.audit import keep_little, need_folders, no_dash, told, write_text
+
+if TYPE_CHECKING:
+    from actds_validators.regimes.contrast import Pairing
+    from actds_validators.regimes.result import Regimes
+
+FAIL_ON = ("shifts", "undecided", "never")
+_FAILING = {"shifts": {"shifts"}, "undecided": {"shifts", "undecided"}, "never": set[str]()}
+PAIRINGS = ("token", "position", "unpaired")
+_COMMAND = "actds.regimes.command"
+
+
+class _Regimes(ResultCommand):
+    """The command with an option for each limit, made from the model when somebody asks."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters: those of the command, the limits, --help."""
+        params, n = super().get_params(ctx), len(self.params)
+        return [*params[:n], *_limit_options(), *params[n:]]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, and remember them as they were typed: the report names them."""
+        ctx.meta[_COMMAND] = shlex.join([*ctx.command_path.split(), *args])
+        return super().parse_args(ctx, args)
+
+
+@cache
+def _limit_options() -> list[click.Option]:
+    from actds_validators.regimes.result import Limits
+
+    return list(model_options(Limits))
+
+
+def _result() -> type[Regimes]:
+    from actds_validators.regimes.result import Regimes
+
+    return Regimes
+
+
+@click.command(cls=_Regimes, result=_result)
+@click.argument("arms", metavar="A [B ...]", nargs=-1, required=True)
+@click.option(
+    "--contrast",
+    "contrasts",
+    multiple=True,
+    metavar="G-R",
+    help="Compare arm G with the reference R; repeatable. Every later arm with the first if none.",
+)
+@click.option(
+    "--hook",
+    "hooks",
+    multiple=True,
+    metavar="NAME",
+    help="Hook to compare; repeatable. All that the arms share if none.",
+)
+@click.option(
+    "--sae",
+    multiple=True,
+    metavar="[HOOK=]PATH",
+    help="Dictionary of a hook: SAELens folder, Gemma Scope params.npz, ae.pt; repeatable.",
+)
+@click.option(
+    "--probes",
+    multiple=True,
+    metavar="[HOOK=]FILE",
+    help="Linear probes of a hook: .safetensors or .npz with weights and bias; repeatable.",
+)
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="What dictionaries call the rows' model. That of the run record if not given.",
+)
+@click.option(
+    "--held-out",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="SHARE",
+    help='Compare what a loader with split="train" and this share leaves out.',
+)
+@click.option(
+    "--pairing",
+    type=click.Choice(PAIRINGS),
+    help="How rows belong together. The closest that there is if not given.",
+)
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=no_dash,
+    help="Write the decode-regime calibration report.",
+)
+@click.option(
+    "--json",
+    "json_out",
+    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    help="Write the result as JSON; - prints it instead of the page.",
+)
+@click.option(
+    "--fail-on", type=click.Choice(FAIL_ON), default="shifts", show_default=True,
+    help="Exit 1 when an instrument ends so, or worse.",
+)  # fmt: skip
+@click.pass_context
+def regimes(
+    ctx: click.Context,
+    /,
+    arms: tuple[str, ...],
+    contrasts: tuple[str, ...],
+    hooks: tuple[str, ...],
+    sae: tuple[str, ...],
+    probes: tuple[str, ...],
+    model: str | None,
+    held_out: float | None,
+    pairing: Pairing | None,
+    html: Path | None,
+    json_out: Path | None,
+    fail_on: str,
+    **limits: Any,
+) -> None:
+    """Say whether the way it was served changes what is measured.
+
+    Each of A, B, ... is an arm: [NAME=]PATH[:KEY=VALUE,...], a sealed and valid dataset and, after
+    a colon, which of its rows: phase=prefill or decode, where=EXPRESSION, exclude=FILTER (again for
+    more). One dataset alone is its prefill rows (H) against its decode rows (G). The hook's rows,
+    a dictionary and probes are compared; each ends in carries over, shifts or undecided, with what
+    is short. Exit codes: 0, or 1 by --fail-on; 2 usage; 3 not readable; 4 not writable.
+
+    \b
+    Examples:
+      actds regimes acts --html regimes.html
+      actds regimes cached uncached --hook resid_post.10
+      actds regimes H=docs:phase=prefill R=replayed G=acts:phase=decode \\
+        --contrast R-H --contrast G-R --contrast G-H --sae sae/ --held-out 0.5
+    """
+    from actds_validators.audit.api import need_extra
+    from actds_validators.audit.outputs import refuse_outputs
+
+    need_extra(*(["jinja2"] if html else []))
+    to_stdout = json_out is not None and str(json_out) == "-"
+    json_file = None if to_stdout else json_out
+    refuse_outputs({"--html": html, "--json": json_file}, {})
+    need_folders(html, json_file)
+    keep_little()
+    from actds_validators.regimes.api import regimes as run
+    from actds_validators.report.regimes import page, terminal
+
+    result = run(
+        *arms, contrasts=contrasts, hooks=hooks, sae=sae, probes=probes, model=model,
+        held_out=held_out, pairing=pairing, limits=limits, progress=told(),
+    )  # fmt: skip
+    text = result.to_json()
+    if json_file is not None:
+        write_text(json_file, text + "\n")
+    if html is not None:
+        write_text(html, page.render(result, ctx.meta[_COMMAND]))
+    if to_stdout:
+        click.echo(text)
+    else:
+        print_lines(terminal.render(result, ctx.meta[_COMMAND]))
+        for what, out in (("report", html), ("result", json_out)):
+            if out is not None:
+                click.echo(f"{what}: {out}")
+    sys.exit(exit_code(result, fail_on))
+
+
+def exit_code(result: Regimes, fail_on: str) -> int:
+    """Return 1 when a verdict is among those that fail, else 0."""
+    found = {verdict.outcome for contrast in result.contrasts for verdict in contrast.verdicts}
+    return int(not found.isdisjoint(_FAILING[fail_on]))

@@ -1,0 +1,324 @@
+"""Regimes from Python: `regimes`, which the command calls as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import ValidationError
+
+from actds.errors import ActdsError
+from actds.load.dataset import Dataset
+from actds.load.dataset import open as open_dataset
+from actds_validators.audit.api import need_extra
+from actds_validators.dictionaries import load_dictionary
+from actds_validators.dictionaries.places import same_place
+from actds_validators.dictionaries.refusal import refused
+from actds_validators.regimes.arms import Arm
+from actds_validators.regimes.asking import parse_arms, parse_contrasts
+from actds_validators.regimes.probe_file import ProbeFile, read_probes
+from actds_validators.regimes.result import Limits, Regimes, Used
+from actds_validators.statistics.events import Bools
+
+if TYPE_CHECKING:
+    from actds_validators.dictionaries import Dictionary
+    from actds_validators.regimes.contrast import Pairing
+    from actds_validators.regimes.instruments.base import Rows
+    from actds_validators.regimes.run import AnyInstrument
+
+__all__ = ["regimes"]
+
+
+def regimes(
+    *arms: str,
+    contrasts: Sequence[str] = (),
+    hooks: Sequence[str] = (),
+    sae: Sequence[str] = (),
+    probes: Sequence[str] = (),
+    model: str | None = None,
+    held_out: float | None = None,
+    pairing: Pairing | None = None,
+    limits: Limits | Mapping[str, float] | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Regimes:
+    """Say whether the way it was served changes what is measured on the rows.
+
+    Args:
+        arms: each ``[NAME=]PATH[:KEY=VALUE,...]``, with the keys ``phase``, ``where`` and
+            ``exclude``; one alone is its prefill rows, H, against its decode rows, G.
+        contrasts: which to compare, as ``G-R``: G with the reference R; every later arm with the
+            first by default.
+        hooks: hooks to compare; those that all arms have by default.
+        sae: dictionaries, each ``[HOOK=]PATH``; one to a hook.
+        probes: files of linear probes, each ``[HOOK=]FILE``; one to a hook.
+        model: what dictionaries call the model of the rows; the name in the run record by default.
+        held_out: compare the requests alone that a loader with ``split="train"`` and this share
+            leaves out.
+        pairing: ``token``, ``position`` or ``unpaired``; the closest that there is by default.
+        limits: settings by name, or as the result has them.
+        progress: receives what is being done.
+
+    Returns:
+        The result: verdicts, every value with its interval and floor, and what is short.
+
+    Raises:
+        ActdsError: E009 an argument that cannot be used; E011 a package that is not installed;
+            E014 arms that cannot be compared: no such hook, no row, too few requests, no pair; E015
+            a dictionary or probes that do not fit the rows, or were fitted on them; and as
+            ``actds.open``.
+    """
+    need_extra()
+    from actds_validators.regimes.run import Asked, compare
+
+    chosen = _limits_of(limits)
+    if held_out is not None and not 0 < held_out < 1:
+        raise ActdsError("E009", "--held-out", got=f"{held_out}", expected="a share from 0 to 1")
+    opened = _open_arms(arms, held_out)
+    pairs = parse_contrasts(list(opened), contrasts)
+    compared = {name: opened[name] for name in opened if any(name in pair for pair in pairs)}
+    shared = _shared_hooks(list(compared.values()), hooks)
+    dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
+    linear = _probes(probes, shared)
+    asked = [
+        Asked(
+            f"{other}-{first}",
+            opened[first],
+            opened[other],
+            hook,
+            _instruments(dictionaries.get(hook), linear.get(hook)),
+            pairing,
+        )
+        for first, other in pairs
+        for hook in shared
+    ]
+    found = compare(asked, chosen, progress)
+    used = [_dictionary_used(hook, one, compared, found) for hook, one in dictionaries.items()]
+    used += [_probes_used(hook, one) for hook, one in linear.items()]
+    return found.model_copy(update={"used": used})
+
+
+def _limits_of(given: Limits | Mapping[str, float] | None) -> Limits:
+    if isinstance(given, Limits):
+        return given
+    try:
+        return Limits.model_validate(dict(given or {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]).replace("_", "-")
+        expected = str(first["msg"]).lower().removeprefix("input should be ")
+        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None
+
+
+def _open_arms(words: Sequence[str], held_out: float | None) -> dict[str, Arm]:
+    """Return the arms by name; a dataset that several name is opened once."""
+    asked = parse_arms(words)
+    paths: dict[str, Dataset] = {}
+    datasets: dict[str, Dataset] = {}
+    for one in asked:
+        if one.path not in paths:
+            dataset = open_dataset(one.path)
+            paths[one.path] = datasets.setdefault(dataset.digest, dataset)
+    return {
+        one.name: Arm(
+            one.name,
+            paths[one.path],
+            one.phase,
+            one.where,
+            one.exclude,
+            None if held_out is None else "held_out",
+            held_out or 0.0,
+        )
+        for one in asked
+    }
+
+
+def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
+    """Return the hooks to compare, in the order of the first arm's dataset.
+
+    Raises:
+        ActdsError: E014 a hook that an arm lacks, or none that all have.
+    """
+    shared = [
+        hook for hook in arms[0].dataset.hooks if all(hook in arm.dataset.hooks for arm in arms)
+    ]
+    for hook in hooks:
+        if hook not in shared:
+            expected = f"one of {', '.join(shared)}" if shared else "a hook that all arms have"
+            raise ActdsError("E014", "--hook", got=hook[:80], expected=expected)
+    if not shared:
+        names = "; ".join(f"{arm.name}: {', '.join(arm.dataset.hooks)}" for arm in arms)
+        raise ActdsError("E014", "hooks", got=names[:200], expected="a hook that all arms have")
+    return [hook for hook in shared if not hooks or hook in hooks]
+
+
+def _hook_and_path(text: str, hooks: Sequence[str], option: str) -> tuple[str | None, str]:
+    """Return the hook that ``HOOK=PATH`` names, None for a path alone."""
+    head, is_named, path = text.partition("=")
+    if not is_named or "/" in head:
+        return None, text
+    if head not in hooks:
+        expected = f"one of the hooks that are compared: {', '.join(hooks)}"
+        raise ActdsError("E009", option, got=head[:80], expected=expected)
+    return head, path
+
+
+def _of_hook(option: str, place: str, hook: str | None, hooks: Sequence[str]) -> str:
+    """Return which of the hooks a file is for: its own word, or the only hook there is.
+
+    Raises:
+        ActdsError: E015 it is for another hook, or it cannot be known for which.
+    """
+    if hook is None and len(hooks) == 1:
+        return hooks[0]
+    if hook is None:
+        next_step = f"Name the hook: {option} {hooks[0]}={place}"
+        raise refused(place, "no word of its hook", "a hook", next_step)
+    found = next((one for one in hooks if same_place(one, hook)), None)
+    if found is None:
+        raise refused(place, f"of {hook}", f"one of {', '.join(hooks)}")
+    return found
+
+
+def _dictionaries(
+    words: Sequence[str], hooks: Sequence[str], arms: Sequence[Arm], model: str | None
+) -> dict[str, Dictionary]:
+    """Return the dictionaries by hook.
+
+    Raises:
+        ActdsError: E009 two of one hook; E015 one that does not fit, normalizes rows when it is
+            applied, or was fitted on the rows that it would be scored on.
+    """
+    name = model or _model_of(arms)
+    found: dict[str, Dictionary] = {}
+    for text in words:
+        hook, path = _hook_and_path(text, hooks, "--sae")
+        width = None if hook is None else arms[0].dataset.hooks[hook].d_model
+        one = load_dictionary(path, hook, width, model=name)
+        if hook is None:
+            hook = _of_hook("--sae", path, one.hook, hooks)
+            width = arms[0].dataset.hooks[hook].d_model
+        if one.d_model != width:
+            expected = f"{width:,}, as {hook} has"
+            raise refused(path, f"a dictionary of {one.d_model:,} channels", expected)
+        if one.normalization != "none":
+            got = f"{one.normalization}, which it does to each row by that row's own numbers"
+            next_step = (
+                "Fold it into the weights; actds regimes applies dictionaries to rows as they are."
+            )
+            raise refused(path, got, "weights for rows as they are", next_step)
+        if hook in found:
+            raise ActdsError("E009", "--sae", got=f"two for {hook}", expected="one to a hook")
+        _refuse_fitted(path, one, arms)
+        found[hook] = one
+    return found
+
+
+def _model_of(arms: Sequence[Arm]) -> str | None:
+    """Return the model of the arms' runs; None where they name none, or several."""
+    names = {
+        str(field.value)
+        for arm in arms
+        for run in arm.dataset.runs.values()
+        if (field := run.fields.get("model.name")) is not None and field.value is not None
+    }
+    return names.pop() if len(names) == 1 else None
+
+
+def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:
+    """Refuse a dictionary that was fitted on requests that it would be scored on.
+
+    Raises:
+        ActdsError: E015.
+    """
+    for arm in arms:
+        if arm.dataset.digest not in one.source.trained_on:
+            continue
+        kept = one.source.held_out
+        if kept is not None and arm.split == "held_out" and arm.held_out <= kept:
+            continue
+        if kept is None:
+            next_step = 'Fit it with actds.Loader(split="train", held_out=0.5), then --held-out 0.5'
+        else:
+            next_step = f"Score it on what its loader held out: --held-out {kept:g}"
+        got = f"fitted on rows of arm {arm.name}, as its loader recorded"
+        raise refused(path, got, "rows that it was not fitted on", next_step)
+
+
+def _probes(words: Sequence[str], hooks: Sequence[str]) -> dict[str, ProbeFile]:
+    found: dict[str, ProbeFile] = {}
+    for text in words:
+        hook, path = _hook_and_path(text, hooks, "--probes")
+        one = read_probes(path)
+        if hook is not None and one.hook is not None and not same_place(hook, one.hook):
+            raise refused(path, f"probes of {one.hook}", hook)
+        hook = hook or _of_hook("--probes", path, one.hook, hooks)
+        if hook in found:
+            raise ActdsError("E009", "--probes", got=f"two for {hook}", expected="one to a hook")
+        found[hook] = one
+    return found
+
+
+class _Finite:
+    """A dictionary on rows of which some may not be finite: those count as zeros, and are unused.
+
+    Args:
+        dictionary: the dictionary.
+    """
+
+    def __init__(self, dictionary: Dictionary) -> None:
+        self._dictionary = dictionary
+
+    def encode(self, rows: Rows) -> Rows:
+        """Return the features ``(n, n_features)`` of rows ``(n, d_model)``."""
+        fine: Bools = np.asarray(np.isfinite(rows).all(axis=1))
+        kept = rows if fine.all() else np.where(fine[:, np.newaxis], rows, np.float32(0))
+        return self._dictionary.encode(kept)
+
+    def decode(self, features: Rows) -> Rows:
+        """Return the rows ``(n, d_model)`` of features ``(n, n_features)``."""
+        return self._dictionary.decode(features)
+
+
+def _instruments(dictionary: Dictionary | None, probes: ProbeFile | None) -> list[AnyInstrument]:
+    """Return instruments that nothing else uses: they keep what they learn of a reference."""
+    from actds_validators.regimes.instruments.base import Remembered
+    from actds_validators.regimes.instruments.moments import Moments
+    from actds_validators.regimes.instruments.numerics import Numerics
+    from actds_validators.regimes.instruments.overlap import Overlap
+    from actds_validators.regimes.instruments.probes import Probes
+    from actds_validators.regimes.instruments.reconstruction import Reconstruction
+
+    found: list[AnyInstrument] = []
+    if dictionary is None:
+        found += [Moments(), Numerics()]
+    else:
+        one = Remembered(_Finite(dictionary))
+        found += [Reconstruction(one), Overlap(one), Moments(), Numerics(one)]
+    if probes is not None:
+        found.append(Probes(probes.weights, probes.bias, probes.names))
+    return found
+
+
+def _dictionary_used(hook: str, one: Dictionary, arms: Mapping[str, Arm], found: Regimes) -> Used:
+    source = one.source
+    words = [f"{one.kind}, {one.n_features:,} features, {source.format}"]
+    if source.hook_from != "file":
+        who = {"path": "the names of its folders say", "caller": "only the command says"}
+        words.append(f"that it is for this hook {who.get(source.hook_from or '', 'nothing says')}")
+    if source.model is None:
+        words.append("it does not say which model it was trained on")
+    if source.prepend_bos and not any(
+        arm.n_apart.get("bos") for c in found.contrasts for arm in (c.first, c.second)
+    ):
+        words.append("it was trained on sequences with BOS, and no request has one")
+    return Used(
+        hook=hook, kind="dictionary", path=source.path, sha256=source.sha256, words="; ".join(words)
+    )
+
+
+def _probes_used(hook: str, one: ProbeFile) -> Used:
+    words = f"{len(one.names):,} probes"
+    if one.hook is None:
+        words += "; that they are for this hook only the command says"
+    return Used(hook=hook, kind="probes", path=one.path, sha256=one.sha256, words=words)

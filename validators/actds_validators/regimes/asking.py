@@ -1,0 +1,111 @@
+"""What is asked for, in words: arms as ``G=acts:phase=decode``, contrasts as ``G-R``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actds.errors import ActdsError
+
+__all__ = ["ArmWords", "parse_arms", "parse_contrasts"]
+
+_KEYS = ("phase", "where", "exclude")
+_KEY = f"(?=(?:{'|'.join(_KEYS)})=(?!=))"
+# A URI has colons and an expression has commas: both divide before a key only.
+_SELECTIONS = re.compile(":" + _KEY)
+_NEXT = re.compile("," + _KEY)
+_OTHER_KEY = re.compile(r":([a-z_]+)=(?!=)")
+_NAMED = re.compile(r"([A-Za-z][A-Za-z0-9_]{0,31})=(.*)", re.DOTALL)
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class ArmWords:
+    """An arm as it was asked for.
+
+    Args:
+        name: what it is called.
+        path: path or URI of its dataset.
+        phase: ``prefill``, ``decode`` or None for both.
+        where: expression that keeps rows; None for all.
+        exclude: names of filters of the loader.
+    """
+
+    name: str
+    path: str
+    phase: str | None = None
+    where: str | None = None
+    exclude: tuple[str, ...] = ()
+
+
+def parse_arms(words: Sequence[str]) -> list[ArmWords]:
+    """Return the arms that are asked for; one alone is its prefill rows, H, and decode rows, G.
+
+    Each is ``[NAME=]PATH[:KEY=VALUE,...]`` with the keys ``phase``, ``where`` and ``exclude``,
+    which may come again. Arms without a name are called A, B, C in their order.
+
+    Raises:
+        ActdsError: E009 an unknown key, one that comes twice, no path, or a name that comes twice.
+    """
+    if not words or len(words) > len(_LETTERS):
+        expected = f"1 to {len(_LETTERS)} arms"
+        raise ActdsError("E009", "arms", got=f"{len(words)} of them", expected=expected)
+    arms = [_parse(text, letter) for text, letter in zip(words, _LETTERS, strict=False)]
+    if len(arms) == 1:
+        only, named = arms[0], _NAMED.fullmatch(words[0])
+        if only.phase is not None or named:
+            got = "a name or a phase of the only arm"
+            expected = "a dataset, whose prefill and decode rows are compared, or two arms"
+            raise ActdsError("E009", words[0][:200], got=got, expected=expected)
+        return [
+            ArmWords(name, only.path, phase, only.where, only.exclude)
+            for name, phase in (("H", "prefill"), ("G", "decode"))
+        ]
+    names = [arm.name for arm in arms]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ActdsError("E009", "arms", got=f"{twice} twice", expected="names of their own")
+    return arms
+
+
+def parse_contrasts(names: Sequence[str], asked: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the contrasts as (reference, other): ``G-R`` compares G with the reference R.
+
+    Args:
+        names: names of the arms.
+        asked: contrasts; with none every later arm is compared with the first.
+
+    Raises:
+        ActdsError: E009 no such arm, or not two of them.
+    """
+    if not asked:
+        return [(names[0], other) for other in names[1:]]
+    found = []
+    for words in dict.fromkeys(asked):
+        parts = words.split("-")
+        if len(parts) != 2 or parts[0] == parts[1] or not set(parts) <= set(names):
+            expected = f"two of {', '.join(names)}, as {names[1]}-{names[0]}"
+            raise ActdsError("E009", "--contrast", got=words[:80], expected=expected)
+        found.append((parts[1], parts[0]))
+    return found
+
+
+def _parse(text: str, letter: str) -> ArmWords:
+    named = _NAMED.fullmatch(text)
+    name, rest = (named[1], named[2]) if named else (letter, text)
+    path, *selections = _SELECTIONS.split(rest, maxsplit=1)
+    other = _OTHER_KEY.search(path)
+    if other or not path:
+        got = f"the key {other[1]}" if other else "no path"
+        expected = f"[NAME=]PATH[:KEY=VALUE,...] with the keys {', '.join(_KEYS)}"
+        raise ActdsError("E009", text[:200], got=got, expected=expected)
+    values: dict[str, list[str]] = {key: [] for key in _KEYS}
+    for selection in _NEXT.split(selections[0]) if selections else []:
+        key, _, value = selection.partition("=")
+        values[key].append(value.strip())
+    for key in ("phase", "where"):
+        if len(values[key]) > 1:
+            raise ActdsError("E009", text[:200], got=f"{key} twice", expected="each key once")
+    phase, where = (values[key][0] if values[key] else None for key in ("phase", "where"))
+    return ArmWords(name, path, phase, where, tuple(values["exclude"]))

@@ -1,0 +1,1 @@
+"""The decode-regime calibration report: verdicts first, then every number behind them."""
