@@ -115,7 +115,16 @@ CloseReason = Literal["finished", "interrupted", "failed"]
 ChainKind = Literal["writer", "census", "tool"]
 """Who writes a chain: a harvest's writer or census, or a tool that worked on the run later."""
 PartTable = Literal[
-    "requests", "steps", "spans", "roles", "drops", "stalls", "occupancy", "readouts", "canary"
+    "requests",
+    "steps",
+    "spans",
+    "roles",
+    "origins",
+    "drops",
+    "stalls",
+    "occupancy",
+    "readouts",
+    "canary",
 ]
 """Tables that are committed in parts, a run at a time."""
 Scalar = bool | int | str
