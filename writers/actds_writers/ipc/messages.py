@@ -385,6 +385,7 @@ class PromptFact:
     """The prompt of a request, as the client knows it.
 
     Args:
+        source: where it was read; of a replay, what its source says, which may not know it.
         roles: of the positions from 0, by runs as ``roles.packed`` writes them; empty when none
             is known.
         origin: of a replay, the request that it replays.
@@ -392,8 +393,8 @@ class PromptFact:
 
     key: str
     external_id: str
-    source: str
-    source_row: int
+    source: str | None
+    source_row: int | None
     skip: str | None = None
     roles: str = ""
     origin: Replayed | None = None
