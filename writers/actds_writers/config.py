@@ -223,6 +223,11 @@ class ReplaySettings(HarvestSettings):
     alone: bool = Field(
         default=False, description="Serve one request at a time, without a prefix cache"
     )
+    only: Literal["missing"] | None = Field(
+        default=None,
+        description="missing: serve the requests of SOURCE that lack a row, and compare the rows "
+        "that both have",
+    )
     max_requests: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
         description="Serve the first N requests of SOURCE only",

@@ -15,6 +15,7 @@ EXAMPLES = """\b
 Examples:
   actds replay acts alone --model models/small --alone
   actds replay acts other --model models/small --neighbours 7
+  actds replay acts missing --model models/small --only missing
   actds replay acts exact --model models/small --engine-arg dtype=float32 --max-requests 64
 """
 

@@ -23,6 +23,7 @@ from actds.schema import Hook
 from actds.text import counted
 from actds_writers.config import ReplaySettings, WriteSettings, keywords_of
 from actds_writers.engine_protocol import OPTION, EngineOptions, find_engine
+from actds_writers.harvest.backfill import compare, lacking
 from actds_writers.harvest.prepare import Served, files_facts, request_key, roles_field
 from actds_writers.harvest.run import HarvestResult, harvest
 from actds_writers.ipc.messages import Fact, PromptFact, Replayed
@@ -56,7 +57,8 @@ def replay(*, observer: Observer | None = None, **settings: Any) -> HarvestResul
 
     Raises:
         ActdsError: E022 another model or tokenizer than the source's; E006 no request whose tokens
-            are known; as ``open`` of the source, and as ``write``.
+            are known, or that lacks a row; E418 rows of a backfill that are not the source's; as
+            ``open`` of the source, and as ``write``.
 
     Example:
         >>> actds.replay(
@@ -69,7 +71,12 @@ def replay(*, observer: Observer | None = None, **settings: Any) -> HarvestResul
     source = reading.open(given.source)
     hooks = given.hooks or hooks_of(source.hooks.values())
     requests = Replays(given, source, observer or Observer())
-    return harvest(given.as_write(hooks), observer, served_by=requests.served, alone=given.alone)
+    result = harvest(given.as_write(hooks), observer, served_by=requests.served, alone=given.alone)
+    if given.only == "missing" and result.reason == "finished":
+        shared = compare(source, reading.open(given.out))
+        requests.observer.said(shared.line())
+        shared.require_same(given.out)
+    return result
 
 
 def hooks_of(hooks: Iterable[Hook]) -> str:
@@ -123,10 +130,15 @@ class Replays:
     def _chosen(self) -> list[TokenSequence]:
         """Return the sequences that were asked for, in the order of the source."""
         found: list[TokenSequence] = []
+        wanted = lacking(self.source) if self.settings.only == "missing" else None
         for sequence in token_sequences(self.source):
             if len(found) == self.settings.max_requests:
                 break
-            found.append(sequence)
+            if wanted is None or (sequence.run, sequence.request) in wanted:
+                found.append(sequence)
+        if wanted is not None and not found:
+            got = "no request that lacks a row"
+            raise ActdsError("E006", self.settings.source, got=got, expected="one to serve again")
         return found
 
     def _order(self, n: int) -> Sequence[int]:
@@ -172,6 +184,7 @@ class Replays:
         return [
             Fact("prompts.source", PurePosixPath(self.source.path).name, "declared"),
             Fact("prompts.kind", KIND, "declared"),
+            Fact("replay.only", settings.only or "all", "declared"),
             Fact("replay.alone", settings.alone, "declared"),
             Fact(
                 "replay.neighbours",
