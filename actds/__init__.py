@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from actds_validators.view.api import view as view
     from actds_writers.harvest.plan import plan as plan
     from actds_writers.harvest.recover import recover as recover
+    from actds_writers.harvest.replay import replay as replay
     from actds_writers.harvest.run import write as write
 
 __version__ = "0.1.0"
@@ -63,6 +64,7 @@ _LAZY = {
     "recompress": "actds.recompression",
     "recover": "actds_writers.harvest.recover",
     "regimes": "actds_validators.regimes.api",
+    "replay": "actds_writers.harvest.replay",
     "require": "actds_validators.gate.gate",
     "seal": "actds.sealing",
     "shuffle": "actds.shuffling",

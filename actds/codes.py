@@ -194,6 +194,19 @@ CODES: dict[str, Code] = {
         "Make a pair with openssl genpkey -algorithm ed25519; docs/trust.md shows how.",
         clause="15.4",
     ),
+    "E022": Code(
+        "usage",
+        "cannot replay",
+        "The model is not the one that the source was made with, or the tokens of a request are "
+        "not all known.",
+        "Give the model folder of the source; replay what is known with readouts.",
+    ),
+    "E023": Code(
+        "usage",
+        "document too short",
+        "A document has no token after the first P that are its prompt; it is skipped.",
+        "Use longer documents or a smaller --continue.",
+    ),
     "E101": Code(
         "structure",
         "not a dataset",
@@ -503,6 +516,14 @@ CODES: dict[str, Code] = {
         "The writer of a run ended before it could close its log of losses.",
         "Losses that it had not logged count as aborted; do not take what is not logged for zero.",
         clause="8.3",
+    ),
+    "E422": Code(
+        "accounting",
+        "origin without a request",
+        "A line of the origins names no request of its run, one that has an origin already, or "
+        "more given positions than the request has prompt tokens.",
+        "Do not tell sampled from given tokens by it; replay the source again.",
+        clause="6.3",
     ),
     "E501": Code(
         "writer",

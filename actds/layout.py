@@ -60,7 +60,7 @@ def array_dir(hook: str) -> str:
 
 
 _TABLES = {
-    **dict.fromkeys(("requests", "steps", "spans", "roles"), ("census", "census")),
+    **dict.fromkeys(("requests", "steps", "spans", "roles", "origins"), ("census", "census")),
     **dict.fromkeys(("drops", "stalls", "occupancy"), ("losses", "writer")),
     "readouts": ("readouts", "writer"),
     "canary": ("canary", "tool"),

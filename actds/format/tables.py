@@ -24,6 +24,7 @@ TableName = Literal[
     "readouts",
     "canary",
     "roles",
+    "origins",
     "multiplicity",
 ]
 
@@ -203,6 +204,14 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _START,
         _STOP,
         _column("role", _S, "system, user, assistant, thinking, tool or template"),
+    ],
+    "origins": [
+        _REQUEST,
+        _column("source_dataset", _S, "id of the dataset that the tokens were taken from"),
+        _column("source_seal", _S, "digest of that dataset, as it was read"),
+        _column("source_run", _S, "run of the source request"),
+        _column("source_request", _U32, "request of that run"),
+        _column("n_given", _U32, "positions from 0 that were given; the others were sampled"),
     ],
     "multiplicity": [
         _column("run", _S, "run of the request"),

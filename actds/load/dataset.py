@@ -317,6 +317,16 @@ class Dataset:
         """
         return self._table("roles", run)
 
+    def origins(self, *, run: bool | None = None) -> pa.Table:
+        """Return where the tokens of replayed requests came from, one line per request.
+
+        Positions before ``n_given`` were given to the model there, the others it sampled. A request
+        in no line was no replay.
+
+        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
+        """
+        return self._table("origins", run)
+
     def drops(self, *, run: bool | None = None) -> pa.Table:
         """Return one line per range of rows that the writer dropped, with the reason.
 

@@ -115,7 +115,16 @@ CloseReason = Literal["finished", "interrupted", "failed"]
 ChainKind = Literal["writer", "census", "tool"]
 """Who writes a chain: a harvest's writer or census, or a tool that worked on the run later."""
 PartTable = Literal[
-    "requests", "steps", "spans", "roles", "drops", "stalls", "occupancy", "readouts", "canary"
+    "requests",
+    "steps",
+    "spans",
+    "roles",
+    "origins",
+    "drops",
+    "stalls",
+    "occupancy",
+    "readouts",
+    "canary",
 ]
 """Tables that are committed in parts, a run at a time."""
 Scalar = bool | int | str
@@ -194,7 +203,7 @@ REQUIRED_PROVENANCE: dict[str, str] = {
     "capture.readouts": "none, or canonical JSON: norm, projections, seed, probes and their digest",
     "capture.check": "none, or canonical JSON: what the rows were compared with, and distances",
     "prompts.source": "what the prompts were read from, last path segment",
-    "prompts.sha256": "SHA-256 of the source file; for a folder see the reason",
+    "prompts.sha256": "SHA-256 of the source file; digest of a source dataset; or the reason",
     "prompts.n_records": "records read",
     "prompts.n_skipped": "records skipped, each with a reason in the requests table",
     "machine.platform": "operating system and architecture",

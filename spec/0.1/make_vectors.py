@@ -39,6 +39,7 @@ def write(root: Path) -> None:
     _write_minimal(root / "valid" / "readouts", readouts=Readouts(2, seed=4))
     _write_minimal(root / "valid" / "external", external=True)
     _write_minimal(root / "valid" / "roles", roles=True)
+    _write_minimal(root / "valid" / "origins", origins=True)
     _write_replaced(root / "valid" / "replaced")
     for one in FAULTS:
         valid = root / "valid" / one.base
@@ -64,7 +65,12 @@ def write(root: Path) -> None:
 
 
 def _write_minimal(
-    path: Path, readouts: Readouts | None = None, *, external: bool = False, roles: bool = False
+    path: Path,
+    readouts: Readouts | None = None,
+    *,
+    external: bool = False,
+    roles: bool = False,
+    origins: bool = False,
 ) -> None:
     """Write the minimal dataset.
 
@@ -88,6 +94,7 @@ def _write_minimal(
             span_parts=1,
             readouts=readouts,
             roles=roles,
+            origins=origins,
         )
 
 

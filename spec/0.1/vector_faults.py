@@ -694,6 +694,35 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+ORIGINS = f"census/{RUN}/origins"
+
+
+@fault("E103", "no-source-seal", ORIGINS, "The digest of the source is none.", base="origins")
+def _(v: Vector) -> None:
+    v.edit_table("origins", lambda rows: rows[0].update(source_seal="CD" * 32))
+    v.relink()
+
+
+@fault("E422", "two-origins", ORIGINS, "A request has two origins.", base="origins")
+def _(v: Vector) -> None:
+    v.edit_table("origins", lambda rows: rows[1].update(request=rows[0]["request"]))
+    v.relink()
+
+
+@fault("E422", "origin-of-no-request", ORIGINS, "A request that the run does not have has an "
+       "origin.", base="origins")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("origins", lambda rows: rows[-1].update(request=99))
+    v.relink()
+
+
+@fault("E422", "given-beyond-prompt", ORIGINS, "More positions were given than the request has "
+       "prompt tokens.", base="origins")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("origins", lambda rows: rows[0].update(n_given=10_000))
+    v.relink()
+
+
 # ---- values
 
 

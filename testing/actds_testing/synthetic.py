@@ -71,6 +71,7 @@ def make_dataset(
     readouts: Readouts | None = None,
     sinks: bool = False,
     roles: bool = False,
+    origins: bool = False,
 ) -> Path:
     """Write a dataset of one run and return its path.
 
@@ -93,6 +94,7 @@ def make_dataset(
         readouts: which readouts every computed row leaves.
         sinks: flag first positions as special and BOS, and give them 256 times the norm.
         roles: call the prompts chats: template, user, template, and what is sampled assistant.
+        origins: call the requests replays of one run of a made-up dataset, the last of them aside.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
     if sinks:
@@ -121,6 +123,8 @@ def make_dataset(
         commit_part(store, census, "spans", run, n, told.spans.slice(n * step, step))
     if roles:
         commit_part(store, census, "roles", run, 0, _role_table(told))
+    if origins:
+        commit_part(store, census, "origins", run, 0, _origin_table(told))
     writer.close("finished", _writer_totals(told))
     census.close("finished", _census_totals(told))
     assert n_shards or not len(told.rows)
@@ -235,6 +239,20 @@ def _role_table(told: Schedule) -> pa.Table:
                 lines.append((one["request"], start, min(end, stop), role))
     names = tables.SCHEMAS["roles"].names
     return tables.build("roles", dict(zip(names, zip(*lines, strict=True), strict=True)))
+
+
+def _origin_table(told: Schedule) -> pa.Table:
+    """Return origins of all requests but the last, of which half of the prompt was given."""
+    lines = told.requests.to_pylist()[:-1]
+    columns: dict[str, object] = {
+        "request": [line["request"] for line in lines],
+        "source_dataset": ["ab" * 16] * len(lines),
+        "source_seal": ["cd" * 32] * len(lines),
+        "source_run": ["r-source"] * len(lines),
+        "source_request": [10 + line["request"] for line in lines],
+        "n_given": [line["prompt_len"] // 2 for line in lines],
+    }
+    return tables.build("origins", columns)
 
 
 def _readout_table(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from actds_writers.census.census import Census
+from actds_writers.census.journal import from_line, to_line
 from actds_writers.ipc.messages import (
     ClientFacts,
     PromptFact,
     Reference,
+    Replayed,
     RequestArrived,
     RequestFinished,
     StepExecuted,
@@ -159,3 +161,26 @@ def test_skipped_prompts_stand_in_the_requests_table() -> None:
         ("a", "unfinished"), ("b", "skipped"),
     ]  # fmt: skip
     assert requests[1]["reason"] == "E004 too long"
+
+
+def test_replays_lead_to_their_source_by_number_the_skipped_ones_too() -> None:
+    census = Census()
+    census.observe(arrived(1, 3))
+    census.observe(arrived(0, 2))
+    prompts = tuple(
+        PromptFact(f"p{n}", f"e{n}", "s", n, skip, "", origin)
+        for n, (skip, origin) in enumerate([
+            (None, None),
+            (None, Replayed("d" * 32, "e" * 64, "r-1", 7, 2)),
+            ("E022 unknown tokens", Replayed("d" * 32, "e" * 64, "r-1", 9, 4)),
+        ])
+    )  # fmt: skip
+    found = census.tables(ALL, ClientFacts(prompts), "x")
+    assert [tuple(line.values()) for line in found.origins.to_pylist()] == [
+        (1, "d" * 32, "e" * 64, "r-1", 7, 2),
+        (2, "d" * 32, "e" * 64, "r-1", 9, 4),
+    ]
+    assert found.requests["finish_reason"].to_pylist() == ["unfinished", "unfinished", "skipped"]
+    line = to_line(ClientFacts(prompts))  # a killed census has them from its journal
+    assert from_line(line) == ClientFacts(prompts)
+    assert not census.tables(ALL, ClientFacts(prompts[:1]), "x").origins.num_rows

@@ -9,6 +9,7 @@ import pytest
 from actds.errors import ActdsError
 from actds_testing.tiny import CHAT_TEMPLATE, byte_tokenizer, make_tiny_model
 from actds_writers.prompts.encoding import (
+    Continuation,
     chat_template_sha256,
     encode,
     load_tokenizer,
@@ -114,3 +115,40 @@ def test_no_generated_token_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ActdsError) as caught:
         encode([text(0, "hi")], tokenizer, 100, 0)
     assert caught.value.code == "E009"
+
+
+def test_documents_are_continued_by_the_model_or_themselves_at_the_same_positions(
+    tokenizer: Any,
+) -> None:
+    words = ("a" * 30, "b" * 11, "c" * 10, "d" * 9)
+    documents = [text(i, word) for i, word in enumerate(words)]
+    by_model = encode(documents, tokenizer, 100, 8, continuation=Continuation(10, "model"))
+    by_itself = encode(documents, tokenizer, 100, 8, continuation=Continuation(10, "document"))
+    for sampled, given in zip(by_model[:2], by_itself[:2], strict=True):
+        assert len(sampled.token_ids) == 10 and sampled.max_tokens == 8
+        assert given.token_ids[:10] == sampled.token_ids and given.max_tokens == 1
+    # The last sampled token is never fed: 10 + 8 - 1 positions; the document's end may come before.
+    assert [len(given.token_ids) for given in by_itself[:2]] == [17, 11]
+    # The same documents are served by both, and those that end with the prompt by none.
+    skips = [[one.skip for one in arm[2:]] for arm in (by_model, by_itself)]
+    assert skips[0] == skips[1]
+    assert skips[0][0] == "E023 p.jsonl row 2: 10 tokens; expected more than the 10 of --continue"
+
+
+def test_a_long_document_is_cut_where_a_prompt_of_its_length_is_skipped(tokenizer: Any) -> None:
+    long = [text(0, "a" * 500)]
+    assert "E004" in (encode(long, tokenizer, 20, 8)[0].skip or "")
+    (sampled,) = encode(long, tokenizer, 20, 99, continuation=Continuation(12, "model"))
+    (given,) = encode(long, tokenizer, 20, 99, continuation=Continuation(12, "document"))
+    assert (len(sampled.token_ids), sampled.max_tokens) == (12, 8)
+    assert (len(given.token_ids), given.max_tokens) == (19, 1)
+    (beyond,) = encode(long, tokenizer, 20, 8, continuation=Continuation(20, "model"))
+    assert "E004 p.jsonl row 0: 20 prompt tokens leave no room" in (beyond.skip or "")
+
+
+def test_chats_are_no_documents(tokenizer: Any) -> None:
+    arguments = ([chat(0, "hi")], tokenizer, 100, 8)
+    with pytest.raises(ActdsError, match=r"E002 .* a chat, and --continue cuts texts"):
+        encode(*arguments, continuation=Continuation(1, "model"))
+    (one,) = encode(*arguments, "skip", Continuation(1, "model"))
+    assert (one.skip or "").startswith("E002 p.jsonl row 0: a chat")

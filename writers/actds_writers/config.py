@@ -175,6 +175,17 @@ class WriteSettings(HarvestSettings):
     temperature: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="Sampling temperature"
     )
+    continue_at: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Take prompts for documents: the first P tokens of each are its prompt, and "
+        "those without a further token are skipped",
+        json_schema_extra={"option": "--continue", "metavar": "P"},
+    )
+    continued_by: Literal["model", "document"] = Field(
+        default="model",
+        description="With --continue, who writes the following --max-tokens tokens: the model, or "
+        "the document, whose own tokens are then given with the prompt",
+    )
     canary: str | None = Field(
         default=None,
         description="Replay this share of the requests alone after the harvest and compare their "
@@ -185,6 +196,53 @@ class WriteSettings(HarvestSettings):
     skip_broken: bool = Field(
         default=False, description="Skip prompt records that cannot be read, and record them"
     )
+
+
+class ReplaySettings(HarvestSettings):
+    """Settings of a replay: the options of ``actds replay``."""
+
+    source: Location = Field(description="Sealed dataset whose requests are served again")
+    hooks: str | None = Field(  # type: ignore[assignment]
+        default=None, description="Activations to capture. Default: those of SOURCE"
+    )
+    model: Folder = Field(description="Model folder, with the weights and tokenizer of SOURCE")
+    engine: str = Field(
+        default="vllm", description=WriteSettings.model_fields["engine"].description
+    )
+    engine_args: dict[str, Any] = Field(
+        default={},
+        description=WriteSettings.model_fields["engine_args"].description,
+        json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
+    )
+    neighbours: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Serve the requests in another order, of this seed, and so in other company. "
+        "Default: the order of SOURCE",
+        json_schema_extra={"metavar": "SEED"},
+    )
+    alone: bool = Field(
+        default=False, description="Serve one request at a time, without a prefix cache"
+    )
+    only: Literal["missing"] | None = Field(
+        default=None,
+        description="missing: serve the requests of SOURCE that lack a row, and compare the rows "
+        "that both have",
+    )
+    max_requests: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Serve the first N requests of SOURCE only",
+        json_schema_extra={"metavar": "N"},
+    )
+    resume: bool = Field(default=False, description="Resume OUT; skip finished requests")
+
+    def as_write(self, hooks: str) -> WriteSettings:
+        """Return the settings of the harvest: one token is sampled, which is never fed."""
+        shared = {name: getattr(self, name) for name in HarvestSettings.model_fields}
+        shared |= {name: getattr(self, name) for name in ("model", "engine", "engine_args")}
+        return WriteSettings.of(
+            {**shared, "hooks": hooks, "prompts": self.source, "resume": self.resume,
+             "max_tokens": 1, "temperature": 0.0}
+        )  # fmt: skip
 
 
 class LiveSettings(SamplingRules, HarvestSettings):

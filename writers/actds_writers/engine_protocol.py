@@ -190,6 +190,10 @@ class EngineKind(ABC):
         """Return the options of the same engine with one request at a time and no prefix cache."""
         return options.model_copy(update={"max_num_seqs": 1})
 
+    def adapter_sha256(self, options: EngineOptions) -> str | None:
+        """Return the digest of the adapter that every request has, ``None`` without one."""
+        return None
+
 
 def engine_names() -> list[str]:
     """Return the names of all registered engines."""

@@ -85,6 +85,7 @@ TABLES = [
     "steps",
     "spans",
     "roles",
+    "origins",
     "drops",
     "stalls",
     "occupancy",

@@ -26,6 +26,7 @@ PLACES = {  # 2, 8.2: folder of a table, and the kind of chain that commits it
     "steps": ("census", "census"),
     "spans": ("census", "census"),
     "roles": ("census", "census"),
+    "origins": ("census", "census"),
     "drops": ("losses", "writer"),
     "stalls": ("losses", "writer"),
     "occupancy": ("losses", "writer"),

@@ -1,4 +1,4 @@
-"""Sections 6.3 (roles), 7.8 and 7.9: tables that name positions and rows of the others."""
+"""Sections 6.3 (roles, origins), 7.8 and 7.9: tables that name positions and rows of the others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ import numpy as np
 
 from actds_testing.independent.arrays import Bits
 from actds_testing.independent.conservation import Account
-from actds_testing.independent.documents import COUNT, DIGEST, document, either, null
+from actds_testing.independent.documents import COUNT, DATASET, DIGEST, document, either, null
 from actds_testing.independent.findings import Breach, need
-from actds_testing.independent.layout import Folder, Json, parse, sha256
+from actds_testing.independent.layout import Folder, Json, is_segment, parse, sha256
 
 SETTINGS = document(
     n_probes=COUNT, n_projections=COUNT, probes_sha256=either(DIGEST, null), seed=COUNT
+)
+ORIGIN = document(
+    source_dataset=DATASET,
+    source_seal=DIGEST,
+    source_run=is_segment,
+    source_request=COUNT,
 )
 TOLERANCE = 1e-4
 Floats = np.ndarray[Any, Any]
@@ -32,6 +38,20 @@ def judge_roles(account: Account) -> None:  # 6.3
         fits = ends.get(line["request"], 0) <= line["start"] < line["stop"] <= stop
         account.found.check(fits, "E420", place, line)
         ends[line["request"]] = line["stop"]
+
+
+def judge_origins(account: Account) -> None:  # 6.3
+    """Note names that are none (E103), and origins of no request or a second one (E422)."""
+    place, seen = f"census/{account.run}/origins", set[int]()
+    for line in account.table("origins"):
+        named = ORIGIN({name: line[name] for name in line if name.startswith("source_")})
+        account.found.check(named, "E103", place, line)
+        request = account.requests.get(line["request"])
+        fits = request is not None and line["request"] not in seen
+        if request is not None and request["finish_reason"] != "skipped":
+            fits &= line["n_given"] <= request["prompt_len"]
+        account.found.check(fits, "E422", place, line)
+        seen.add(line["request"])
 
 
 def judge_canary(account: Account, hooks: dict[str, Json]) -> None:  # 7.9

@@ -136,6 +136,7 @@ class Validator:
         account = self.accounts[name] = Account(name, tables, rows, self.found)
         account.settle()
         readouts.judge_roles(account)
+        readouts.judge_origins(account)
         readouts.judge_canary(account, self.hooks)
         with self.found.catching():
             self._judge_readouts(name, run, account)

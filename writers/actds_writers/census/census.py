@@ -5,9 +5,10 @@ The scheduler side of the account: messages in, tables out; no thread, no file, 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import ClassVar
 
 import numpy as np
@@ -68,12 +69,13 @@ class _Growing:
 
 @dataclass(frozen=True)
 class CensusTables:
-    """The census of a run and its totals; ``roles`` are what the client said of the prompts."""
+    """The census of a run and its totals; ``roles`` and ``origins`` are what the client said."""
 
     requests: pa.Table
     steps: pa.Table
     spans: pa.Table
     roles: pa.Table
+    origins: pa.Table
     totals: dict[str, int]
 
 
@@ -275,7 +277,8 @@ class Census:
             "rejected": int(np.sum(steps["rejected_tokens"].to_numpy())),
             **pieces.totals(),
         }
-        return CensusTables(requests, steps, spans, self._role_table(client), totals)
+        roles, origins = self._role_table(client), self._origin_table(client)
+        return CensusTables(requests, steps, spans, roles, origins, totals)
 
     def _add_uncomputed(self, pieces: StepPieces) -> None:
         """Add the positions that belong to requests and were never computed, as aborted."""
@@ -314,9 +317,31 @@ class Census:
             ]
             parts.append(_rows_table(rows))
         served = pa.concat_tables(parts).sort_by("request")
-        skipped = [prompt for prompt in client.prompts if prompt.skip is not None]
-        rows = [_skipped_row(served.num_rows + i, prompt) for i, prompt in enumerate(skipped)]
+        rows = [_skipped_row(number, prompt) for number, prompt in self._skipped(client)]
         return pa.concat_tables([served, _rows_table(rows)]).combine_chunks()
+
+    def _skipped(self, client: ClientFacts) -> Iterator[tuple[int, PromptFact]]:
+        """Yield the prompts that were never given to the engine, and their numbers, the last."""
+        skipped = [prompt for prompt in client.prompts if prompt.skip is not None]
+        if skipped:
+            yield from enumerate(skipped, sum(len(batch) for batch in self._requests.batches()))
+
+    def _origin_table(self, client: ClientFacts) -> pa.Table:
+        prompts = {prompt.key: prompt for prompt in client.prompts if prompt.origin is not None}
+        columns: dict[str, list[object]] = {name: [] for name in tables.SCHEMAS["origins"].names}
+        if not prompts:
+            return tables.empty("origins")
+        served = (
+            (one.arrived.request, _prompt_of(one.arrived.external_id, prompts))
+            for batch in self._requests.batches()
+            for one in batch
+        )
+        for request, prompt in itertools.chain(served, self._skipped(client)):
+            if prompt is not None and prompt.origin is not None:
+                line = (request, *astuple(prompt.origin))
+                for column, value in zip(columns.values(), line, strict=True):
+                    column.append(value)
+        return tables.build("origins", dict(columns)).sort_by("request")
 
     def _role_table(self, client: ClientFacts) -> pa.Table:
         known = {prompt.key: prompt.roles for prompt in client.prompts if prompt.roles}

@@ -384,6 +384,8 @@ def commit_census(
     ]
     if found.roles.num_rows:
         named.append(("roles", found.roles))
+    if found.origins.num_rows:
+        named.append(("origins", found.origins))
     for name, table in named:
         for n, piece in in_parts(table):
             path = layout.part_path(name, run, n)

@@ -345,7 +345,7 @@ def _compare(
             )
     request, position, owner, replayed_as, fed, same = np.concatenate(columns, axis=1)
     pieces = []
-    computed = coarser(_types(catalog, run))
+    computed = coarser(types_of(catalog, run))
     for hooks, shards in catalog.row_sets(run):
         stored_at = locate(shards, position_key(owner, position))
         there = stored_at.shard >= 0  # a prefix-cache hit may name a row that was lost
@@ -426,7 +426,7 @@ def _shards_with(catalog: Catalog, hook: str) -> list[Shard]:
     return [shard for shard in catalog.shards_of(catalog.run_ids[0]) if hook in shard.hooks]
 
 
-def _types(catalog: Catalog, run: str) -> list[DType]:
+def types_of(catalog: Catalog, run: str) -> list[DType]:
     """Return the types that rows were computed and stored in."""
     fields = catalog.runs[run].fields
     computed, precision = fields["numerics.dtype"].value, fields["numerics.matmul_precision"].value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.ipc.messages import Fact, PromptFact
 from actds_writers.model_folder import generation_eos, model_config
 from actds_writers.prompts.encoding import (
+    Continuation,
     Encoded,
+    Tokenizer,
     chat_template_sha256,
     encode,
     load_tokenizer,
@@ -51,6 +54,7 @@ MUST_AGREE = (
     "prompts.source",
     "prompts.n_records",
     "prompts.sha256",
+    "prompts.continue",
     "sampling.temperature",
     "sampling.max_tokens",
 )
@@ -82,22 +86,46 @@ class Plan:
     thinking: ThinkingMarks
 
 
-def make_plan(settings: WriteSettings, engine: EngineOptions, n_replicas: int = 1) -> Plan:
+@dataclass(frozen=True)
+class Served:
+    """What a run serves, whatever it was read from.
+
+    Args:
+        tokenizer: the model's.
+        encoded: every prompt with its tokens, or the reason to skip it.
+        client: what the tables say of each request.
+        facts: of the prompts and of the model's files.
+    """
+
+    tokenizer: Tokenizer
+    encoded: Sequence[Encoded]
+    client: Sequence[PromptFact]
+    facts: Sequence[Fact]
+
+
+ServedBy = Callable[[WriteSettings, EngineOptions, int], Served]
+"""Returns what a run serves; takes also the positions of a request at most, as far as known."""
+
+
+def make_plan(
+    settings: WriteSettings,
+    engine: EngineOptions,
+    n_replicas: int = 1,
+    served_by: ServedBy | None = None,
+) -> Plan:
     """Return the plan of a run; nothing is written and no engine started.
 
     Args:
         n_replicas: engines that share the machine's memory.
+        served_by: where the requests come from, by default the prompts of the settings.
 
     Raises:
-        ActdsError: E001 to E003, E005, E007, E009, E015.
+        ActdsError: E001 to E003, E005, E007, E009, E015; and as ``served_by``.
     """
     config = model_config(settings.model)
     places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
-    on_broken: OnBroken = "skip" if settings.skip_broken else "error"
-    prompts = read_prompts(settings.prompts, on_broken)
-    tokenizer = load_tokenizer(settings.model)
     limit = _known_limit(engine.max_model_len, config)
-    encoded = encode(prompts.prompts, tokenizer, limit, settings.max_tokens, on_broken)
+    served = (served_by or serve_prompts)(settings, engine, limit)
     # The widest type: the one that the engine will compute in is not known yet.
     hooks = hook_specs(places, config, "float32")
     rows = settings.rows_per_shard or rows_per_shard(n_replicas * Geometry.of(hooks).row_nbytes)
@@ -105,21 +133,56 @@ def make_plan(settings: WriteSettings, engine: EngineOptions, n_replicas: int = 
     if settings.readouts:
         planned, probes = plan_readouts(settings.seed, settings.probes, hooks)
         readouts = planned.as_field()
-    template = chat_template_sha256(prompts.prompts, tokenizer)
     return Plan(
         engine=engine,
         hooks=tuple(places),
-        encoded=tuple(encoded),
-        client=_client(prompts, encoded),
-        tokens=special_tokens(tokenizer, generation_eos(settings.model)),
+        encoded=tuple(served.encoded),
+        client=tuple(served.client),
+        tokens=special_tokens(served.tokenizer, generation_eos(settings.model)),
         facts=(
-            *_facts(settings, prompts, encoded, template),
+            *_serving_facts(settings),
+            *served.facts,
             *capture_facts(settings, rows, readouts, "all"),
         ),
         rows_per_shard=rows,
         readouts=readouts,
         probes=probes,
-        thinking=ThinkingMarks.of(tokenizer.get_added_vocab()),
+        thinking=ThinkingMarks.of(served.tokenizer.get_added_vocab()),
+    )
+
+
+def serve_prompts(settings: WriteSettings, _engine: EngineOptions, limit: int) -> Served:
+    """Return the prompts of the settings, encoded.
+
+    Args:
+        limit: positions of a request at most, as far as known before the engine starts.
+
+    Raises:
+        ActdsError: E001 to E003, E005, E009.
+    """
+    on_broken: OnBroken = "skip" if settings.skip_broken else "error"
+    prompts = read_prompts(settings.prompts, on_broken)
+    tokenizer = load_tokenizer(settings.model)
+    continuation = None
+    if settings.continue_at is not None:
+        continuation = Continuation(settings.continue_at, settings.continued_by)
+    elif settings.continued_by != "model":
+        got = f"{settings.continued_by} without --continue"
+        raise ActdsError("E009", "--continued-by", got=got, expected="--continue P beside it")
+    encoded = encode(
+        prompts.prompts, tokenizer, limit, settings.max_tokens, on_broken, continuation
+    )
+    template = chat_template_sha256(prompts.prompts, tokenizer)
+    return Served(
+        tokenizer,
+        encoded,
+        _client(prompts, encoded),
+        (
+            *_prompt_facts(prompts, encoded),
+            Fact("prompts.continue", _continue_field(settings), "declared"),
+            observed("tokenizer.chat_template_sha256", template),
+            *files_facts(settings.model),
+        ),
     )
 
 
@@ -154,35 +217,53 @@ def _client(prompts: PromptSet, encoded: list[Encoded]) -> tuple[PromptFact, ...
         PromptFact(request_key(s.index), s.external_id, s.source, s.row, s.reason)
         for s in prompts.skips
     ]
-    return tuple(sorted([*served, *broken], key=lambda prompt: prompt.source_row))
+    return tuple(sorted([*served, *broken], key=lambda prompt: prompt.source_row or 0))
 
 
-def _facts(
-    settings: WriteSettings, prompts: PromptSet, encoded: list[Encoded], template: str
-) -> list[Fact]:
-    """Return the provenance of a harvest that serves prompts."""
-    source, model = prompts.source, settings.model
+def _serving_facts(settings: WriteSettings) -> list[Fact]:
+    """Return what the settings say of an offline harvest."""
+    given = settings.continue_at is not None and settings.continued_by == "document"
     declared: dict[str, bool | int | str] = {
         "sampling.temperature": str(settings.temperature),
-        "sampling.max_tokens": settings.max_tokens,
+        "sampling.max_tokens": 1 if given else settings.max_tokens,
         "sampling.seed": settings.seed,
         "serving.mode": "offline",
-        "prompts.source": source.name,
-        "prompts.kind": source.kind,
     }
+    return [Fact(name, value, "declared") for name, value in declared.items()]
+
+
+def _continue_field(settings: WriteSettings) -> str:
+    """Return how documents were continued as JSON, ``none`` for prompts."""
+    if settings.continue_at is None:
+        return NONE
+    said = {
+        "by": settings.continued_by,
+        "max_tokens": settings.max_tokens,
+        "n_prompt": settings.continue_at,
+    }
+    return canonical.dump(said).decode().strip()
+
+
+def _prompt_facts(prompts: PromptSet, encoded: list[Encoded]) -> list[Fact]:
+    """Return the provenance of prompts."""
+    source = prompts.source
     n_skipped = len(prompts.skips) + sum(e.skip is not None for e in encoded)
     return [
-        *(Fact(name, value, "declared") for name, value in declared.items()),
-        observed("tokenizer.chat_template_sha256", template),
+        Fact("prompts.source", source.name, "declared"),
+        Fact("prompts.kind", source.kind, "declared"),
         observed("prompts.n_records", source.n_records),
         observed("prompts.n_skipped", n_skipped),
         observed("prompts.sha256", source.sha256, source.sha256_reason),
-        observed("prompts.roles", _roles_field(encoded)),
-        *model_facts(model, model, no_tokenizer="the folder has no tokenizer.json"),
+        observed("prompts.roles", roles_field(encoded)),
     ]
 
 
-def _roles_field(encoded: list[Encoded]) -> str:
+def files_facts(model: Path) -> list[Fact]:
+    """Return the digests of a model folder's files."""
+    return model_facts(model, model, no_tokenizer="the folder has no tokenizer.json")
+
+
+def roles_field(encoded: Sequence[Encoded]) -> str:
     """Return of how many prompts the roles are known, and why not of the others, as JSON."""
     served = [e for e in encoded if e.skip is None]
     unknown = Counter(e.roles_unknown for e in served if e.roles_unknown is not None)
@@ -237,8 +318,20 @@ def discard_empty(out: str | Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def finished_rows(folder: str | Path, plan: Plan) -> set[int]:
-    """Return the source rows whose requests an earlier run finished; recovers killed runs first.
+Identity = int | tuple[str, int] | None
+"""What is served, over the runs of a dataset: a record of the source, or a request that is
+replayed, by run and number."""
+
+
+def identity(prompt: PromptFact) -> Identity:
+    """Return what a prompt is, over the runs of a dataset."""
+    if prompt.origin is not None:
+        return prompt.origin.run, prompt.origin.request
+    return prompt.source_row
+
+
+def finished_rows(folder: str | Path, plan: Plan) -> set[Identity]:
+    """Return the prompts whose requests an earlier run finished; recovers killed runs first.
 
     A request counts as finished when it ended by itself and none of its positions is aborted;
     dropped positions stay dropped. The caller holds the dataset's lock, so no process of an
@@ -253,7 +346,7 @@ def finished_rows(folder: str | Path, plan: Plan) -> set[int]:
     store.remove_temporary()
     catalog = Catalog.read(store)
     declared = {fact.name: fact.value for fact in plan.facts}
-    finished: set[int] = set()
+    finished: set[Identity] = set()
     for run in catalog.runs_with_data:
         if run in catalog.runs:
             _compare(catalog.runs[run], declared)
@@ -261,21 +354,28 @@ def finished_rows(folder: str | Path, plan: Plan) -> set[int]:
     return finished
 
 
-def _finished_of(catalog: Catalog, run: str) -> set[int]:
+def _finished_of(catalog: Catalog, run: str) -> set[Identity]:
     spans = catalog.table("spans", run)
     aborted = spans.filter(pc.equal(spans["disposition"], "aborted"))
     incomplete = set(aborted["request"].to_pylist())
     requests = catalog.table("requests", run).select(["request", "source_row", "finish_reason"])
-    ended: dict[int, bool] = {}
+    origins: dict[int, Identity] = {
+        line["request"]: (line["source_run"], line["source_request"])
+        for line in catalog.table("origins", run).to_pylist()
+    }
+    ended: dict[Identity, bool] = {}
     for row in requests.to_pylist():  # a prompt may have been sampled several times
         is_whole = row["finish_reason"] in ("stop", "length") and row["request"] not in incomplete
-        ended[row["source_row"]] = ended.get(row["source_row"], True) and is_whole
-    return {source_row for source_row, is_whole in ended.items() if is_whole}
+        name = origins.get(row["request"], row["source_row"])
+        ended[name] = ended.get(name, True) and is_whole
+    return {name for name, is_whole in ended.items() if is_whole}
 
 
 def _compare(record: RunRecord, declared: dict[str, bool | int | str | None]) -> None:
     for name in MUST_AGREE:
-        before = record.fields[name].value if name in record.fields else None
+        # A run from before --continue served its prompts as they were.
+        absent = NONE if name == "prompts.continue" else None
+        before = record.fields[name].value if name in record.fields else absent
         if name in declared and before != declared[name]:
             raise ActdsError(
                 "E010", name, got=repr(declared[name]), expected=f"{before!r} as in {record.run}"

@@ -21,13 +21,17 @@ from actds_writers.engine_protocol import Finished, find_engine
 from actds_writers.harvest.canary import Outcome, Share
 from actds_writers.harvest.one_engine import Ended, Feed, Run
 from actds_writers.harvest.prepare import (
+    Identity,
     Plan,
+    ServedBy,
     discard_empty,
     finished_rows,
     has_dataset,
     hold,
+    identity,
     is_taken,
     make_plan,
+    request_key,
 )
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.harvest.replicas import harvest_replicas, shares
@@ -100,16 +104,24 @@ def write(*, observer: Observer | None = None, **settings: Any) -> HarvestResult
 
 
 def harvest(
-    settings: WriteSettings, observer: Observer | None = None, feed: type[Feed] | None = None
+    settings: WriteSettings,
+    observer: Observer | None = None,
+    feed: type[Feed] | None = None,
+    *,
+    served_by: ServedBy | None = None,
+    alone: bool = False,
 ) -> HarvestResult:
     """Harvest into a new or a resumed dataset, with one run for each engine; raises as ``write``.
 
     Args:
         feed: the class that hands requests to the engine, ``Feed`` by default.
+        served_by: where the requests come from, by default the prompts of the settings.
+        alone: serve one request at a time, without a prefix cache.
     """
     began, observer = time.monotonic(), observer or Observer()
     kind = find_engine(settings.engine)
     engine = kind.checked(settings.engine_args)
+    engine = kind.alone(engine) if alone else engine
     n_replicas = kind.replicas(engine)
     if settings.canary is not None:
         Share.parse(settings.canary)
@@ -122,7 +134,7 @@ def harvest(
             )
     _check_out(settings)
     _check_metrics(settings)
-    plan = make_plan(settings, engine, n_replicas)
+    plan = make_plan(settings, engine, n_replicas, served_by)
     created = not is_taken(settings.out)
     if created:
         _require_prompt(settings, plan)
@@ -206,13 +218,12 @@ def _check_metrics(settings: WriteSettings) -> None:
         serve_metrics(settings.metrics_host, settings.metrics_port, lambda: idle).close()
 
 
-def _without(plan: Plan, done: set[int]) -> Plan:
+def _without(plan: Plan, done: set[Identity]) -> Plan:
     """Return the plan without the prompts that an earlier run finished."""
-    return replace(
-        plan,
-        encoded=tuple(e for e in plan.encoded if e.prompt.row not in done),
-        client=tuple(prompt for prompt in plan.client if prompt.source_row not in done),
-    )
+    client = tuple(prompt for prompt in plan.client if identity(prompt) not in done)
+    keys = {prompt.key for prompt in client}
+    encoded = tuple(e for e in plan.encoded if request_key(e.prompt.index) in keys)
+    return replace(plan, encoded=encoded, client=client)
 
 
 def _result(

@@ -364,20 +364,40 @@ class StepLost:
 
 
 @dataclass(frozen=True)
+class Replayed:
+    """The request of another dataset whose tokens are served again.
+
+    Args:
+        dataset: id of that dataset.
+        seal: digest of its seal.
+        n_given: positions that were given there; the others were sampled.
+    """
+
+    dataset: str
+    seal: str
+    run: str
+    request: int
+    n_given: int
+
+
+@dataclass(frozen=True)
 class PromptFact:
     """The prompt of a request, as the client knows it.
 
     Args:
+        source: where it was read; of a replay, what its source says, which may not know it.
         roles: of the positions from 0, by runs as ``roles.packed`` writes them; empty when none
             is known.
+        origin: of a replay, the request that it replays.
     """
 
     key: str
     external_id: str
-    source: str
-    source_row: int
+    source: str | None
+    source_row: int | None
     skip: str | None = None
     roles: str = ""
+    origin: Replayed | None = None
 
 
 @dataclass(frozen=True)

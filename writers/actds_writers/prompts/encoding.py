@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from actds.errors import ActdsError
 from actds_writers.prompts.records import Message, OnBroken, Prompt, first_line
@@ -26,6 +26,29 @@ BATCH_PROMPTS = 1024
 NO_CHAT = "a text, no chat"
 NO_OFFSETS = "a tokenizer that does not say which part of the text a token is"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Documents instead of prompts: their first tokens, and who writes what follows.
+
+    Both authors fill the same positions, so that two harvests of the same documents differ in
+    nothing else: the model samples at most ``max_tokens``, the last of which is never fed, or the
+    document's own next ``max_tokens - 1`` tokens are given with the prompt.
+
+    Args:
+        n_prompt: tokens of each document that are the prompt.
+        by: ``model`` or ``document``.
+    """
+
+    n_prompt: int
+    by: Literal["model", "document"]
+
+    def cut(self, ids: list[int], max_tokens: int) -> tuple[list[int], int]:
+        """Return the tokens of a document to serve, and how many to generate at most."""
+        if self.by == "model":
+            return ids[: self.n_prompt], max_tokens
+        return ids[: self.n_prompt + max_tokens - 1], 1
 
 
 class Tokenizer(Protocol):
@@ -106,6 +129,7 @@ def encode(
     max_model_len: int,
     max_tokens: int,
     on_broken: OnBroken = "error",
+    continuation: Continuation | None = None,
 ) -> list[Encoded]:
     """Return every prompt as token ids, in order, with a reason for each that is skipped.
 
@@ -117,7 +141,8 @@ def encode(
         max_tokens: generated tokens asked for, at least 1.
         on_broken: ``error`` raises for the first prompt that the template or the tokenizer
             refuses; ``skip`` skips it with E002. A prompt that leaves no room for one generated
-            token is always skipped, with E004.
+            token is always skipped, with E004, and a document that ends with its prompt with E023.
+        continuation: take prompts for documents; None takes them as they are.
 
     Raises:
         ActdsError: E002 for a prompt that cannot be encoded, and for messages when the model
@@ -134,25 +159,45 @@ def encode(
         for number, (ids, offsets) in enumerate(_ids(batch, texts, tokenizer)):
             prompt = batch[number]
             broken = failures.get(number)
+            if continuation is not None and prompt.messages is not None:
+                broken = "a chat, and --continue cuts texts"
             if broken is None and not ids:
                 broken = "text that encodes to no token"
             if broken is not None and on_broken == "error":
                 expected = "a prompt that the model can take"
                 raise ActdsError("E002", _place(prompt), got=broken, expected=expected)
-            room = max_model_len - len(ids)
-            skip = None
-            if broken is not None:
-                skip = f"E002 {_place(prompt)}: {broken}"
-            elif room < 1:
-                skip = (
-                    f"E004 {_place(prompt)}: {len(ids)} prompt tokens leave no room for a "
-                    f"generated one; expected at most {max_model_len - 1}"
-                )
-            one = Encoded(prompt, ids, max(0, min(max_tokens, room)), skip)
+            if broken is None:
+                one = _fitted(prompt, ids, max_model_len, max_tokens, continuation)
+            else:
+                one = Encoded(prompt, ids, 0, f"E002 {_place(prompt)}: {broken}")
+            skip = one.skip
             if prompt.messages is not None and skip is None:
                 one = _with_roles(one, texts[number], offsets, tokenizer, marks)
             encoded.append(one)
     return encoded
+
+
+def _fitted(
+    prompt: Prompt,
+    ids: list[int],
+    max_model_len: int,
+    max_tokens: int,
+    continuation: Continuation | None,
+) -> Encoded:
+    """Return a prompt, or the beginning of a document, that fits the model, or why it does not."""
+    n_prompt = len(ids) if continuation is None else continuation.n_prompt
+    room = max_model_len - n_prompt
+    if continuation is not None and len(ids) <= n_prompt:
+        words = f"{len(ids)} tokens; expected more than the {n_prompt} of --continue"
+        return Encoded(prompt, ids, 0, f"E023 {_place(prompt)}: {words}")
+    if room < 1:
+        words = f"{n_prompt} prompt tokens leave no room for a generated one"
+        skip = f"E004 {_place(prompt)}: {words}; expected at most {max_model_len - 1}"
+        return Encoded(prompt, ids, 0, skip)
+    most = min(max_tokens, room)
+    if continuation is not None:
+        ids, most = continuation.cut(ids, most)
+    return Encoded(prompt, ids, most, None)
 
 
 def _with_roles(

@@ -36,7 +36,7 @@ from actds_writers.engine_protocol import (
     bad_option,
 )
 from actds_writers.engines.vllm import versions
-from actds_writers.engines.vllm.adapters import Adapter, read_adapter
+from actds_writers.engines.vllm.adapters import Adapter, adapter_sha256, read_adapter
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 OWNED: Mapping[str, str] = {
@@ -472,6 +472,11 @@ class Vllm(EngineKind):
         given = options.model_fields_set.intersection(_KV_FROM_OUTSIDE)
         changes = {"enable_prefix_caching": False, **dict.fromkeys(given)}
         return super().alone(options).model_copy(update=changes)
+
+    def adapter_sha256(self, options: EngineOptions) -> str | None:
+        """Return the digest of the LoRA adapter that the options name."""
+        assert isinstance(options, VllmOptions)
+        return adapter_sha256(str(read_adapter(options.lora).folder)) if options.lora else None
 
 
 VLLM = Vllm()

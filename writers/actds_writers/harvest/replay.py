@@ -1,0 +1,251 @@
+"""Replay: the exact token sequences of a dataset, prompt and sampled tokens, served again.
+
+A source of requests for the same harvest, not a second one. Each sequence is one prompt; the token
+that an engine has to sample is never fed, so every position has the token that it had in the
+source, and none is generated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from actds.errors import ActdsError
+from actds.load import dataset as reading
+from actds.load.dataset import Dataset
+from actds.load.sequences import TokenSequence, token_sequences
+from actds.schema import Hook
+from actds.text import counted
+from actds_writers.config import ReplaySettings, WriteSettings, keywords_of
+from actds_writers.engine_protocol import OPTION, EngineOptions, find_engine
+from actds_writers.harvest.backfill import compare, lacking
+from actds_writers.harvest.prepare import Served, files_facts, request_key, roles_field
+from actds_writers.harvest.run import HarvestResult, harvest
+from actds_writers.ipc.messages import Fact, PromptFact, Replayed
+from actds_writers.model_folder import file_sha256
+from actds_writers.monitor.progress import Observer
+from actds_writers.prompts.encoding import Encoded, load_tokenizer
+from actds_writers.prompts.records import Prompt
+from actds_writers.provenance import observed
+from actds_writers.roles import LETTERS, UNKNOWN, packed
+
+__all__ = ["replay"]
+
+KIND = "dataset"
+"""Value of ``prompts.kind`` in the run record of a replay."""
+NO_ROLES = "a request without roles in the source"
+
+
+@keywords_of(ReplaySettings)
+def replay(*, observer: Observer | None = None, **settings: Any) -> HarvestResult:
+    """Serve the exact token sequences of a dataset again under other settings, into a new one.
+
+    Each request of the source becomes one prompt, its sampled tokens included, so that every
+    token is computed in prefill. The table ``origins`` leads each request to its source and says
+    which tokens had been sampled there. Requests whose tokens are not all known are skipped, and
+    are in the table ``requests`` with the reason.
+
+    Args:
+        observer: receives progress and result.
+        settings: the fields of ``ReplaySettings``, the options of ``actds replay``: ``source``,
+            ``out`` and ``model`` are required.
+
+    Raises:
+        ActdsError: E022 another model or tokenizer than the source's; E006 no request whose tokens
+            are known, or that lacks a row; E418 rows of a backfill that are not the source's; as
+            ``open`` of the source, and as ``write``.
+
+    Example:
+        >>> actds.replay(
+        ...     source="acts", out="alone", model="models/small", alone=True
+        ... )  # doctest: +SKIP
+
+    Spec: 0.1 section 6.3.
+    """
+    given = ReplaySettings.of(settings)
+    source = reading.open(given.source)
+    hooks = given.hooks or hooks_of(source.hooks.values())
+    requests = Replays(given, source, observer or Observer())
+    result = harvest(given.as_write(hooks), observer, served_by=requests.served, alone=given.alone)
+    if given.only == "missing" and result.reason == "finished":
+        shared = compare(source, reading.open(given.out))
+        requests.observer.said(shared.line())
+        shared.require_same(given.out)
+    return result
+
+
+def hooks_of(hooks: Iterable[Hook]) -> str:
+    """Return hooks as ``--hooks`` names them, for example ``resid_post:10,20;final``."""
+    by_kind: dict[str, list[int | None]] = {}
+    for hook in hooks:
+        by_kind.setdefault(hook.kind, []).append(hook.layer)
+    return ";".join(
+        kind if kind in ("embed", "final") else f"{kind}:{','.join(map(str, layers))}"
+        for kind, layers in by_kind.items()
+    )
+
+
+@dataclass(frozen=True)
+class Replays:
+    """The requests of a source, as a harvest serves them."""
+
+    settings: ReplaySettings
+    source: Dataset
+    observer: Observer
+
+    def served(self, settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:
+        """Return every request of the source with its tokens, or the reason to skip it.
+
+        Args:
+            limit: positions of a request at most, as far as known before the engine starts.
+
+        Raises:
+            ActdsError: E022 another model; E009 several samples of each request.
+        """
+        if engine.n_samples > 1:
+            got = f"{engine.n_samples} samples of each request"
+            raise ActdsError("E009", OPTION, got=got, expected="one: nothing is sampled")
+        files = files_facts(settings.model)
+        self._require_model(settings, files)
+        adapter = find_engine(settings.engine).adapter_sha256(engine)
+        encoded, client = [], []
+        for index, one in enumerate(self._chosen()):
+            skip = _skip(one, adapter, limit)
+            encoded.append(self._encoded(index, one, skip))
+            client.append(self._client(index, one, encoded[-1]))
+        self._say_skipped(encoded)
+        order = self._order(len(encoded))
+        return Served(
+            load_tokenizer(settings.model),
+            [encoded[i] for i in order],
+            client,
+            [*self._facts(encoded), *files],
+        )
+
+    def _chosen(self) -> list[TokenSequence]:
+        """Return the sequences that were asked for, in the order of the source."""
+        found: list[TokenSequence] = []
+        wanted = lacking(self.source) if self.settings.only == "missing" else None
+        for sequence in token_sequences(self.source):
+            if len(found) == self.settings.max_requests:
+                break
+            if wanted is None or (sequence.run, sequence.request) in wanted:
+                found.append(sequence)
+        if wanted is not None and not found:
+            got = "no request that lacks a row"
+            raise ActdsError("E006", self.settings.source, got=got, expected="one to serve again")
+        return found
+
+    def _order(self, n: int) -> Sequence[int]:
+        if self.settings.neighbours is None:
+            return range(n)
+        generator = np.random.Generator(np.random.Philox(key=self.settings.neighbours))
+        order: list[int] = generator.permutation(n).tolist()
+        return order
+
+    def _encoded(self, index: int, one: TokenSequence, skip: str | None) -> Encoded:
+        name = PurePosixPath(self.source.path).name
+        prompt = Prompt(index, name, index, None, None, one.line["external_id"])
+        labels = "".join(LETTERS[role] if role else UNKNOWN for role in one.role)
+        known = bool(labels.strip(UNKNOWN)) and skip is None
+        return Encoded(
+            prompt,
+            [] if skip else one.token_id.tolist(),
+            max_tokens=1,
+            skip=skip,
+            roles=packed(labels) if known else "",
+            roles_unknown=None if known else NO_ROLES,
+        )
+
+    def _client(self, index: int, one: TokenSequence, encoded: Encoded) -> PromptFact:
+        return PromptFact(
+            request_key(index),
+            one.line["external_id"],
+            one.line["source"],
+            one.line["source_row"],
+            encoded.skip,
+            encoded.roles,
+            Replayed(
+                self.source.catalog.genesis.dataset,
+                self.source.digest,
+                one.run,
+                one.request,
+                one.n_given,
+            ),
+        )
+
+    def _facts(self, encoded: Sequence[Encoded]) -> list[Fact]:
+        settings = self.settings
+        return [
+            Fact("prompts.source", PurePosixPath(self.source.path).name, "declared"),
+            Fact("prompts.kind", KIND, "declared"),
+            Fact("replay.only", settings.only or "all", "declared"),
+            Fact("replay.alone", settings.alone, "declared"),
+            Fact(
+                "replay.neighbours",
+                "none" if settings.neighbours is None else settings.neighbours,
+                "declared",
+            ),
+            observed("prompts.n_records", len(encoded)),
+            observed("prompts.n_skipped", sum(e.skip is not None for e in encoded)),
+            observed("prompts.sha256", self.source.digest),
+            observed("prompts.roles", roles_field(encoded)),
+            observed("tokenizer.chat_template_sha256", "none"),
+        ]
+
+    def _say_skipped(self, encoded: Sequence[Encoded]) -> None:
+        skips = [e.skip for e in encoded if e.skip is not None]
+        if skips:
+            words = f"{len(skips)} of {counted(len(encoded), 'request')} are left out"
+            self.observer.said(f"{words}; the first: {skips[0]}")
+
+    def _require_model(self, settings: WriteSettings, files: Sequence[Fact]) -> None:
+        """Refuse another model than that of the source.
+
+        Raises:
+            ActdsError: E022 with the digest that differs.
+        """
+        given = {fact.name: fact.value for fact in files}
+        given["model.config_sha256"] = file_sha256(settings.model / "config.json")
+        unknown: Counter[str] = Counter()
+        for run in self.source.catalog.runs_with_data:
+            record = self.source.runs[run]
+            for name, value in given.items():
+                field = record.fields.get(name)
+                theirs = field.value if field is not None else None
+                if theirs is None or value is None:
+                    unknown[name] += 1
+                elif theirs != value:
+                    raise ActdsError(
+                        "E022",
+                        name,
+                        got=f"{str(value)[:16]}... of {settings.model.name}",
+                        expected=f"{str(theirs)[:16]}..., as in {run} of {self.settings.source}",
+                    )
+        for name in sorted(unknown):
+            self.observer.said(f"{name} is not known on both sides, and was not compared.")
+
+
+def _skip(one: TokenSequence, adapter: str | None, limit: int) -> str | None:
+    """Return why a request cannot be served again, None where it can."""
+    place = f"request {one.request} of {one.run}"
+    if one.unknown is not None:
+        return f"E022 {place}: {one.unknown}"
+    if one.line["adapter"] is not None or adapter is not None:
+        theirs = one.line["adapter_sha256"]
+        if theirs is None or theirs != adapter:
+            name = one.line["adapter"]
+            words = "without an adapter" if name is None else f"with the adapter {name[:80]}"
+            return f"E022 {place}: it was computed {words}, and this engine differs in that"
+    n = len(one.token_id)
+    if n >= limit:
+        return (
+            f"E004 {place}: {n} tokens leave no room for a generated one; expected at most "
+            f"{limit - 1}"
+        )
+    return None
