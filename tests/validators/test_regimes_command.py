@@ -344,6 +344,21 @@ def test_a_dictionary_is_not_scored_on_what_it_was_fitted_on(
     assert "held_out (0.5 held out)" in found.contrasts[0].first.words
 
 
+def test_an_arm_of_other_tokens_than_the_dictionary_saw_is_compared_whole(
+    arms: dict[str, Path], tmp_path: Path
+) -> None:
+    dataset = actds.open(arms["A"])
+    record = {"format": "actds.loader", "digest": dataset.digest, "hooks": [HOOK]}
+    half = dictionary(tmp_path / "half", metadata={"actds": record | {"split": ["train", 0.5]}})
+    other = make_dataset(tmp_path / "other", n_requests=40, seed=5)
+    given = [str(arms["A"]), str(other), str(arms["C"])]
+    found = regimes(*given, hooks=[HOOK], sae=[str(half)], held_out=0.5, pairing="unpaired")
+    n = [arm.n_requests for c in found.contrasts for arm in (c.first, c.second)]
+    assert n[0] == n[2] == n[3] < 30 < n[1]  # C has the tokens of A
+    with_split = regimes(*given[:2], hooks=[HOOK], held_out=0.5, pairing="unpaired")
+    assert with_split.contrasts[0].second.n_requests < 30
+
+
 def test_a_model_may_be_named_as_dictionaries_name_it(
     arms: dict[str, Path], tmp_path: Path
 ) -> None:

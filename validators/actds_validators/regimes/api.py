@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,7 +55,8 @@ def regimes(
         probes: files of linear probes, each ``[HOOK=]FILE``; one to a hook.
         model: what dictionaries call the model of the rows; the name in the run record by default.
         held_out: compare the requests alone that a loader with ``split="train"`` and this share
-            leaves out.
+            leaves out. An arm that has no token sequence in common with what dictionaries were
+            fitted on is compared whole: its pairs are of those requests by themselves.
         pairing: ``token``, ``position`` or ``unpaired``; the closest that there is by default.
         limits: settings by name, or as the result has them.
         progress: receives what is being done.
@@ -79,12 +81,13 @@ def regimes(
     compared = {name: opened[name] for name in opened if any(name in pair for pair in pairs)}
     shared = _shared_hooks(list(compared.values()), hooks)
     dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
+    compared = _whole_where_unseen(compared, list(dictionaries.values()))
     linear = _probes(probes, shared)
     asked = [
         Asked(
             f"{other}-{first}",
-            opened[first],
-            opened[other],
+            compared[first],
+            compared[other],
             hook,
             _instruments(dictionaries.get(hook), linear.get(hook)),
             pairing,
@@ -243,6 +246,32 @@ def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:
             next_step = f"Score it on what its loader held out: --held-out {kept:g}"
         got = f"fitted on rows of arm {arm.name}, as its loader recorded"
         raise refused(path, got, "rows that it was not fitted on", next_step)
+
+
+def _whole_where_unseen(
+    arms: Mapping[str, Arm], dictionaries: Sequence[Dictionary]
+) -> dict[str, Arm]:
+    """Return the arms, whole where no dictionary has seen a token sequence of theirs.
+
+    The split goes by token sequence: of one document that the model and its author continued it
+    would take the two sides apart, and leave a quarter of the pairs.
+    """
+    fitted = {digest for one in dictionaries for digest in one.source.trained_on}
+    seen = [_sequences(arm.dataset) for arm in arms.values() if arm.dataset.digest in fitted]
+    if not seen:
+        return dict(arms)
+    return {
+        name: arm
+        if None in (own := _sequences(arm.dataset)) or not own.isdisjoint(set().union(*seen))
+        else replace(arm, split=None, held_out=0.0)
+        for name, arm in arms.items()
+    }
+
+
+def _sequences(dataset: Dataset) -> set[str | None]:
+    """Return the digests of the token sequences of a dataset, None for one that is not known."""
+    lines = dataset.requests(run=False).select(["token_digest", "finish_reason"]).to_pylist()
+    return {one["token_digest"] for one in lines if one["finish_reason"] != "skipped"}
 
 
 def _probes(words: Sequence[str], hooks: Sequence[str]) -> dict[str, ProbeFile]:
