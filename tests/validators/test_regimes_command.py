@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
+from scipy import stats
 
 import actds
 from actds.cli import cli
@@ -257,6 +258,33 @@ def test_probes_of_a_file_are_scored(arms: dict[str, Path], tmp_path: Path) -> N
     np.savez(tmp_path / "probes.npz", weights=weights)
     again = read_probes(tmp_path / "probes.npz")
     assert again.names == ("0", "1") and again.hook is None and not again.bias.any()
+
+
+def test_probes_are_compared_by_the_area_of_their_labels(
+    arms: dict[str, Path], tmp_path: Path
+) -> None:
+    weights = np.random.default_rng(1).normal(size=(1, D_MODEL))
+    np.savez(tmp_path / "probes.npz", weights=weights)
+    given = [f"{name}={arms[name]}:phase=decode" for name in "AC"]
+    label = "position % 3 == 0 and token_id > 5"
+    found = regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "probes.npz")], label=label)
+    value = next(v for v in found.contrasts[0].values if v.measure == "ROC area"
+                 and v.axis == "all")  # fmt: skip
+    one, other = (Arm(name, actds.open(arms[name]), phase="decode") for name in "AC")
+    row = contrast(one, other, HOOK)[0].first.row
+    tokens = one.dataset.tokens(HOOK).take(row)
+    truth = (tokens["position"].to_numpy() % 3 == 0) & (tokens["token_id"].to_numpy() > 5)
+    score = one.dataset.array(HOOK)[row].astype(np.float64) @ weights[0]
+    expected = stats.mannwhitneyu(score[truth], score[~truth]).statistic
+    expected /= truth.sum() * (~truth).sum()
+    assert value.arms is not None and value.arms[0] == pytest.approx(expected, abs=0.005)
+    with pytest.raises(ActdsError, match=r"E009 --label: no probes"):
+        regimes(*given, hooks=[HOOK], label=label)
+    np.savez(tmp_path / "many.npz", weights=np.ones((33, D_MODEL)))
+    with pytest.raises(ActdsError, match=r"E009 --label: 33 probes"):
+        regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "many.npz")], label=label)
+    with pytest.raises(ActdsError, match=r"E014 .*labl"):
+        regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "probes.npz")], label="labl == 1")
 
 
 @pytest.mark.parametrize(

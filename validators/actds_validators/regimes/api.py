@@ -7,11 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from actds.errors import ActdsError
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
+from actds.load.selection import RowValues
+from actds.load.where import parse_expression
 from actds_validators.audit.api import need_extra
 from actds_validators.dictionaries import load_dictionary
 from actds_validators.dictionaries.places import same_place
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["regimes"]
 
+MAX_LABELLED = 32
+"""Probes of which the area under the ROC curve is compared: counts in bins, by group and stratum."""
+
 
 def regimes(
     *arms: str,
@@ -37,6 +43,7 @@ def regimes(
     hooks: Sequence[str] = (),
     sae: Sequence[str] = (),
     probes: Sequence[str] = (),
+    label: str | None = None,
     model: str | None = None,
     held_out: float | None = None,
     pairing: Pairing | None = None,
@@ -53,6 +60,8 @@ def regimes(
         hooks: hooks to compare; those that all arms have by default.
         sae: dictionaries, each ``[HOOK=]PATH``; one to a hook.
         probes: files of linear probes, each ``[HOOK=]FILE``; one to a hook.
+        label: expression that is true of the rows that the probes should find; a row of which it
+            is not known whether it is true has no label.
         model: what dictionaries call the model of the rows; the name in the run record by default.
         held_out: compare the requests alone that a loader with ``split="train"`` and this share
             leaves out. An arm that has no token sequence in common with what dictionaries were
@@ -83,13 +92,25 @@ def regimes(
     dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
     compared = _whole_where_unseen(compared, list(dictionaries.values()))
     linear = _probes(probes, shared)
+    if label is not None and not linear:
+        raise ActdsError("E009", "--label", got="no probes", expected="--probes FILE as well")
+    most = max((len(one.names) for one in linear.values()), default=0)
+    if label is not None and most > MAX_LABELLED:
+        expected = f"at most {MAX_LABELLED}: each takes 9 MB"
+        raise ActdsError("E009", "--label", got=f"{most:,} probes", expected=expected)
     asked = [
         Asked(
             f"{other}-{first}",
             compared[first],
             compared[other],
             hook,
-            _instruments(dictionaries.get(hook), linear.get(hook)),
+            _instruments(
+                dictionaries.get(hook),
+                linear.get(hook),
+                (_labels(compared[first], hook, label), _labels(compared[other], hook, label))
+                if label is not None and hook in linear
+                else None,
+            ),
             pairing,
         )
         for first, other in pairs
@@ -309,7 +330,29 @@ class _Finite:
         return self._dictionary.decode(features)
 
 
-def _instruments(dictionary: Dictionary | None, probes: ProbeFile | None) -> list[AnyInstrument]:
+def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
+    """Return the label of each row of an arm's array ``(n_rows,)``: 1, 0, or -1 for unknown.
+
+    Raises:
+        ActdsError: E014 no expression, or one of a column that the dataset does not have.
+    """
+    expressions = (
+        parse_expression(label, "--label"),
+        parse_expression(f"not ({label})", "--label"),
+    )
+    values = RowValues(arm.dataset, [arm.dataset.hooks[hook]])
+    parts = [np.empty(0, np.int8)]
+    for shard in arm.dataset.shards_of(hook):
+        true, false = (one.mask(values.of(shard, one.columns), shard.n_rows) for one in expressions)
+        parts.append(np.where(true, 1, np.where(false, 0, -1)).astype(np.int8))
+    return np.concatenate(parts)
+
+
+def _instruments(
+    dictionary: Dictionary | None,
+    probes: ProbeFile | None,
+    labels: tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]] | None,
+) -> list[AnyInstrument]:
     """Return instruments that nothing else uses: they keep what they learn of a reference."""
     from actds_validators.regimes.instruments.base import Remembered
     from actds_validators.regimes.instruments.moments import Moments
@@ -325,7 +368,7 @@ def _instruments(dictionary: Dictionary | None, probes: ProbeFile | None) -> lis
         one = Remembered(_Finite(dictionary))
         found += [Reconstruction(one), Overlap(one), Moments(), Numerics(one)]
     if probes is not None:
-        found.append(Probes(probes.weights, probes.bias, probes.names))
+        found.append(Probes(probes.weights, probes.bias, probes.names, labels))
     return found
 
 
