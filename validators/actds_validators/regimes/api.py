@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["regimes"]
 
 MAX_LABELLED = 32
-"""Probes of which the area under the ROC curve is compared: counts in bins, by group and stratum."""
+"""Probes of which ROC areas are compared: counts in bins, by group and stratum."""
 
 
 def regimes(
@@ -92,12 +92,7 @@ def regimes(
     dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
     compared = _whole_where_unseen(compared, list(dictionaries.values()))
     linear = _probes(probes, shared)
-    if label is not None and not linear:
-        raise ActdsError("E009", "--label", got="no probes", expected="--probes FILE as well")
-    most = max((len(one.names) for one in linear.values()), default=0)
-    if label is not None and most > MAX_LABELLED:
-        expected = f"at most {MAX_LABELLED}: each takes 9 MB"
-        raise ActdsError("E009", "--label", got=f"{most:,} probes", expected=expected)
+    _check_labels(label, linear)
     asked = [
         Asked(
             f"{other}-{first}",
@@ -105,11 +100,7 @@ def regimes(
             compared[other],
             hook,
             _instruments(
-                dictionaries.get(hook),
-                linear.get(hook),
-                (_labels(compared[first], hook, label), _labels(compared[other], hook, label))
-                if label is not None and hook in linear
-                else None,
+                (compared[first], compared[other]), hook, dictionaries, linear.get(hook), label
             ),
             pairing,
         )
@@ -348,10 +339,28 @@ def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
     return np.concatenate(parts)
 
 
+def _check_labels(label: str | None, linear: Mapping[str, ProbeFile]) -> None:
+    """Refuse labels without probes, or of more probes than there is memory for.
+
+    Raises:
+        ActdsError: E009.
+    """
+    if label is None:
+        return
+    if not linear:
+        raise ActdsError("E009", "--label", got="no probes", expected="--probes FILE as well")
+    most = max(len(one.names) for one in linear.values())
+    if most > MAX_LABELLED:
+        expected = f"at most {MAX_LABELLED}: each takes 9 MB"
+        raise ActdsError("E009", "--label", got=f"{most:,} probes", expected=expected)
+
+
 def _instruments(
-    dictionary: Dictionary | None,
+    arms: tuple[Arm, Arm],
+    hook: str,
+    dictionaries: Mapping[str, Dictionary],
     probes: ProbeFile | None,
-    labels: tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]] | None,
+    label: str | None,
 ) -> list[AnyInstrument]:
     """Return instruments that nothing else uses: they keep what they learn of a reference."""
     from actds_validators.regimes.instruments.base import Remembered
@@ -362,12 +371,15 @@ def _instruments(
     from actds_validators.regimes.instruments.reconstruction import Reconstruction
 
     found: list[AnyInstrument] = []
-    if dictionary is None:
+    if hook not in dictionaries:
         found += [Moments(), Numerics()]
     else:
-        one = Remembered(_Finite(dictionary))
+        one = Remembered(_Finite(dictionaries[hook]))
         found += [Reconstruction(one), Overlap(one), Moments(), Numerics(one)]
     if probes is not None:
+        labels = None
+        if label is not None:
+            labels = _labels(arms[0], hook, label), _labels(arms[1], hook, label)
         found.append(Probes(probes.weights, probes.bias, probes.names, labels))
     return found
 
