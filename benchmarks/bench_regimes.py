@@ -134,8 +134,10 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         sae = dictionary(folder, args.features, args.d_model)
         for n in args.rows:
-            results.append(asdict(measure(datasets(folder, n, args.d_model), sae)))
-            print(f"{n:,} rows: {results[-1]['wall_s']:.0f} s", file=sys.stderr, flush=True)
+            found = measure(datasets(folder, n, args.d_model), sae)
+            results.append(asdict(found))
+            said = f"{found.rows:,} rows: {found.wall_s:.0f} s, {found.cpu_s:.0f} CPU s"
+            print(f"{said}, {found.peak_mb:.0f} MB", file=sys.stderr, flush=True)
     if args.json:
         print(json.dumps({"format": "actds.bench_regimes", "version": "1", "results": results}))
     else:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
+from scipy import stats
 
 import actds
 from actds.cli import cli
@@ -259,6 +260,33 @@ def test_probes_of_a_file_are_scored(arms: dict[str, Path], tmp_path: Path) -> N
     assert again.names == ("0", "1") and again.hook is None and not again.bias.any()
 
 
+def test_probes_are_compared_by_the_area_of_their_labels(
+    arms: dict[str, Path], tmp_path: Path
+) -> None:
+    weights = np.random.default_rng(1).normal(size=(1, D_MODEL))
+    np.savez(tmp_path / "probes.npz", weights=weights)
+    given = [f"{name}={arms[name]}:phase=decode" for name in "AC"]
+    label = "position % 3 == 0 and token_id > 5"
+    found = regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "probes.npz")], label=label)
+    value = next(v for v in found.contrasts[0].values if v.measure == "ROC area"
+                 and v.axis == "all")  # fmt: skip
+    one, other = (Arm(name, actds.open(arms[name]), phase="decode") for name in "AC")
+    row = contrast(one, other, HOOK)[0].first.row
+    tokens = one.dataset.tokens(HOOK).take(row)
+    truth = (tokens["position"].to_numpy() % 3 == 0) & (tokens["token_id"].to_numpy() > 5)
+    score = one.dataset.array(HOOK)[row].astype(np.float64) @ weights[0]
+    expected = stats.mannwhitneyu(score[truth], score[~truth]).statistic
+    expected /= truth.sum() * (~truth).sum()
+    assert value.arms is not None and value.arms[0] == pytest.approx(expected, abs=0.005)
+    with pytest.raises(ActdsError, match=r"E009 --label: no probes"):
+        regimes(*given, hooks=[HOOK], label=label)
+    np.savez(tmp_path / "many.npz", weights=np.ones((33, D_MODEL)))
+    with pytest.raises(ActdsError, match=r"E009 --label: 33 probes"):
+        regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "many.npz")], label=label)
+    with pytest.raises(ActdsError, match=r"E014 .*labl"):
+        regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "probes.npz")], label="labl == 1")
+
+
 @pytest.mark.parametrize(
     ("write", "words"),
     [
@@ -342,6 +370,21 @@ def test_a_dictionary_is_not_scored_on_what_it_was_fitted_on(
     found = regimes(*given, hooks=[HOOK], sae=[str(half)], held_out=0.5)
     assert found.contrasts[0].first.n_requests < len(dataset.requests())
     assert "held_out (0.5 held out)" in found.contrasts[0].first.words
+
+
+def test_an_arm_of_other_tokens_than_the_dictionary_saw_is_compared_whole(
+    arms: dict[str, Path], tmp_path: Path
+) -> None:
+    dataset = actds.open(arms["A"])
+    record = {"format": "actds.loader", "digest": dataset.digest, "hooks": [HOOK]}
+    half = dictionary(tmp_path / "half", metadata={"actds": record | {"split": ["train", 0.5]}})
+    other = make_dataset(tmp_path / "other", n_requests=40, seed=5)
+    given = [str(arms["A"]), str(other), str(arms["C"])]
+    found = regimes(*given, hooks=[HOOK], sae=[str(half)], held_out=0.5, pairing="unpaired")
+    n = [arm.n_requests for c in found.contrasts for arm in (c.first, c.second)]
+    assert n[0] == n[2] == n[3] < 30 < n[1]  # C has the tokens of A
+    with_split = regimes(*given[:2], hooks=[HOOK], held_out=0.5, pairing="unpaired")
+    assert with_split.contrasts[0].second.n_requests < 30
 
 
 def test_a_model_may_be_named_as_dictionaries_name_it(

@@ -80,6 +80,16 @@ def test_the_first_screen_says_how_large_of_what_and_what_to_do() -> None:
         assert words in head, words
 
 
+def test_a_sum_of_two_contrasts_needs_no_advice_of_its_own() -> None:
+    steps = said.next_steps(made())
+    assert len(steps) == 1 and "both H and R" in steps[0]
+    alone = made().model_copy(
+        update={"contrasts": [c for c in made().contrasts if c.name == "G-H"]}
+    )
+    assert "both H and G" in said.next_steps(alone)[0]
+    assert "serve the tokens of the sampled arm again" in said.next_steps(alone)[1]
+
+
 def test_every_verdict_of_the_result_has_its_sentence_on_both_pages() -> None:
     result = made()
     page = text_of(Page(render(result, "x")))

@@ -80,6 +80,11 @@ def _result() -> type[Regimes]:
     help="Linear probes of a hook: .safetensors or .npz with weights and bias; repeatable.",
 )
 @click.option(
+    "--label",
+    metavar="EXPRESSION",
+    help="True of the rows that the probes should find: their ROC area in either arm.",
+)
+@click.option(
     "--model",
     metavar="NAME",
     help="What dictionaries call the rows' model. That of the run record if not given.",
@@ -120,6 +125,7 @@ def regimes(
     hooks: tuple[str, ...],
     sae: tuple[str, ...],
     probes: tuple[str, ...],
+    label: str | None,
     model: str | None,
     held_out: float | None,
     pairing: Pairing | None,
@@ -156,7 +162,7 @@ def regimes(
     from actds_validators.report.regimes import page, terminal
 
     result = run(
-        *arms, contrasts=contrasts, hooks=hooks, sae=sae, probes=probes, model=model,
+        *arms, contrasts=contrasts, hooks=hooks, sae=sae, probes=probes, label=label, model=model,
         held_out=held_out, pairing=pairing, limits=limits, progress=told(),
     )  # fmt: skip
     text = result.to_json()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from actds.errors import ActdsError
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
+from actds.load.selection import RowValues
+from actds.load.where import parse_expression
 from actds_validators.audit.api import need_extra
 from actds_validators.dictionaries import load_dictionary
 from actds_validators.dictionaries.places import same_place
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["regimes"]
 
+MAX_LABELLED = 32
+"""Probes of which ROC areas are compared: counts in bins, by group and stratum."""
+
 
 def regimes(
     *arms: str,
@@ -36,6 +43,7 @@ def regimes(
     hooks: Sequence[str] = (),
     sae: Sequence[str] = (),
     probes: Sequence[str] = (),
+    label: str | None = None,
     model: str | None = None,
     held_out: float | None = None,
     pairing: Pairing | None = None,
@@ -52,9 +60,12 @@ def regimes(
         hooks: hooks to compare; those that all arms have by default.
         sae: dictionaries, each ``[HOOK=]PATH``; one to a hook.
         probes: files of linear probes, each ``[HOOK=]FILE``; one to a hook.
+        label: expression that is true of the rows that the probes should find; a row of which it
+            is not known whether it is true has no label.
         model: what dictionaries call the model of the rows; the name in the run record by default.
         held_out: compare the requests alone that a loader with ``split="train"`` and this share
-            leaves out.
+            leaves out. An arm that has no token sequence in common with what dictionaries were
+            fitted on is compared whole: its pairs are of those requests by themselves.
         pairing: ``token``, ``position`` or ``unpaired``; the closest that there is by default.
         limits: settings by name, or as the result has them.
         progress: receives what is being done.
@@ -79,14 +90,18 @@ def regimes(
     compared = {name: opened[name] for name in opened if any(name in pair for pair in pairs)}
     shared = _shared_hooks(list(compared.values()), hooks)
     dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
+    compared = _whole_where_unseen(compared, list(dictionaries.values()))
     linear = _probes(probes, shared)
+    _check_labels(label, linear)
     asked = [
         Asked(
             f"{other}-{first}",
-            opened[first],
-            opened[other],
+            compared[first],
+            compared[other],
             hook,
-            _instruments(dictionaries.get(hook), linear.get(hook)),
+            _instruments(
+                (compared[first], compared[other]), hook, dictionaries, linear.get(hook), label
+            ),
             pairing,
         )
         for first, other in pairs
@@ -245,6 +260,32 @@ def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:
         raise refused(path, got, "rows that it was not fitted on", next_step)
 
 
+def _whole_where_unseen(
+    arms: Mapping[str, Arm], dictionaries: Sequence[Dictionary]
+) -> dict[str, Arm]:
+    """Return the arms, whole where no dictionary has seen a token sequence of theirs.
+
+    The split goes by token sequence: of one document that the model and its author continued it
+    would take the two sides apart, and leave a quarter of the pairs.
+    """
+    fitted = {digest for one in dictionaries for digest in one.source.trained_on}
+    seen = [_sequences(arm.dataset) for arm in arms.values() if arm.dataset.digest in fitted]
+    if not seen:
+        return dict(arms)
+    return {
+        name: arm
+        if None in (own := _sequences(arm.dataset)) or not own.isdisjoint(set().union(*seen))
+        else replace(arm, split=None, held_out=0.0)
+        for name, arm in arms.items()
+    }
+
+
+def _sequences(dataset: Dataset) -> set[str | None]:
+    """Return the digests of the token sequences of a dataset, None for one that is not known."""
+    lines = dataset.requests(run=False).select(["token_digest", "finish_reason"]).to_pylist()
+    return {one["token_digest"] for one in lines if one["finish_reason"] != "skipped"}
+
+
 def _probes(words: Sequence[str], hooks: Sequence[str]) -> dict[str, ProbeFile]:
     found: dict[str, ProbeFile] = {}
     for text in words:
@@ -280,7 +321,47 @@ class _Finite:
         return self._dictionary.decode(features)
 
 
-def _instruments(dictionary: Dictionary | None, probes: ProbeFile | None) -> list[AnyInstrument]:
+def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
+    """Return the label of each row of an arm's array ``(n_rows,)``: 1, 0, or -1 for unknown.
+
+    Raises:
+        ActdsError: E014 no expression, or one of a column that the dataset does not have.
+    """
+    expressions = (
+        parse_expression(label, "--label"),
+        parse_expression(f"not ({label})", "--label"),
+    )
+    values = RowValues(arm.dataset, [arm.dataset.hooks[hook]])
+    parts = [np.empty(0, np.int8)]
+    for shard in arm.dataset.shards_of(hook):
+        true, false = (one.mask(values.of(shard, one.columns), shard.n_rows) for one in expressions)
+        parts.append(np.where(true, 1, np.where(false, 0, -1)).astype(np.int8))
+    return np.concatenate(parts)
+
+
+def _check_labels(label: str | None, linear: Mapping[str, ProbeFile]) -> None:
+    """Refuse labels without probes, or of more probes than there is memory for.
+
+    Raises:
+        ActdsError: E009.
+    """
+    if label is None:
+        return
+    if not linear:
+        raise ActdsError("E009", "--label", got="no probes", expected="--probes FILE as well")
+    most = max(len(one.names) for one in linear.values())
+    if most > MAX_LABELLED:
+        expected = f"at most {MAX_LABELLED}: each takes 9 MB"
+        raise ActdsError("E009", "--label", got=f"{most:,} probes", expected=expected)
+
+
+def _instruments(
+    arms: tuple[Arm, Arm],
+    hook: str,
+    dictionaries: Mapping[str, Dictionary],
+    probes: ProbeFile | None,
+    label: str | None,
+) -> list[AnyInstrument]:
     """Return instruments that nothing else uses: they keep what they learn of a reference."""
     from actds_validators.regimes.instruments.base import Remembered
     from actds_validators.regimes.instruments.moments import Moments
@@ -290,13 +371,16 @@ def _instruments(dictionary: Dictionary | None, probes: ProbeFile | None) -> lis
     from actds_validators.regimes.instruments.reconstruction import Reconstruction
 
     found: list[AnyInstrument] = []
-    if dictionary is None:
+    if hook not in dictionaries:
         found += [Moments(), Numerics()]
     else:
-        one = Remembered(_Finite(dictionary))
+        one = Remembered(_Finite(dictionaries[hook]))
         found += [Reconstruction(one), Overlap(one), Moments(), Numerics(one)]
     if probes is not None:
-        found.append(Probes(probes.weights, probes.bias, probes.names))
+        labels = None
+        if label is not None:
+            labels = _labels(arms[0], hook, label), _labels(arms[1], hook, label)
+        found.append(Probes(probes.weights, probes.bias, probes.names, labels))
     return found
 
 

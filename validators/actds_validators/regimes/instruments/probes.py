@@ -61,6 +61,7 @@ class Probes:
             got = f"bias of {self._bias.shape}, {len(self._names)} names"
             raise ActdsError("E014", "probes", got=got, expected=f"{n} of each")
         self._labels = labels
+        self.width = 0 if labels is None else n * N_BINS
         self._edges: Floats = np.zeros((n, N_BINS - 1))
 
     def prepare(self, sample: Rows) -> None:

@@ -96,7 +96,7 @@ def _point(p: Picture, f: Frame, one: Value, x: float) -> None:
         p.line(x, f.y(one.low), x, f.y(one.high), whisker)
         said += f", {short(one.low)} to {short(one.high)}"
     p.dot(x, f.y(one.value), mark, f"step {one.stratum}: {said}", 5)
-    p.text(x + 9, f.y(one.value) - 6, short(one.value))
+    p.text(x + 9, f.y(one.value) - 6, short(one.value), kind="halo")
 
 
 def positions(result: Regimes) -> Picture | None:

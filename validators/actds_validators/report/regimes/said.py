@@ -230,8 +230,11 @@ def next_steps(result: Regimes) -> list[str]:
     """Return what to do, in the order of how much depends on it."""
     steps: list[str] = []
     pairs = list(judged(result))
+    abouts = {contrast.about for contrast in result.contrasts}
+    # Their sum needs no advice of its own.
+    known = {"both"} if {"computation", "authorship"} <= abouts else set()
     for contrast, verdict in pairs:
-        if verdict.outcome == "shifts":
+        if verdict.outcome == "shifts" and contrast.about not in known:
             words = _WHAT[verdict.instrument].format(
                 first=contrast.first.name, other=contrast.second.name
             )
