@@ -176,6 +176,14 @@ def test_charts_are_drawn_where_the_result_has_their_numbers() -> None:
     assert (len(dots), len(far)) == (120, sum(abs(n / 60 - 1) > 0.696 for n in range(120)))
     rungs = charts.ladder(result)
     assert rungs is not None and len([s for s in rungs.shapes if s.tag == "circle"]) == 2
+    some = result.contrasts[1]
+    zero = some.quantiles[0].model_copy(update={"p50": 0.0})
+    half = some.model_copy(update={"quantiles": [zero]})
+    equal = charts.ladder(result.model_copy(update={"contrasts": [half]}))
+    assert equal is not None
+    (dot,) = [s for s in equal.shapes if s.tag == "circle"]
+    at = {s.text: dict(s.attributes)["x"] for s in equal.shapes if s.tag == "text"}
+    assert dict(dot.attributes)["cx"] == at["0"] < at["1e-3"]
     empty = Regimes(limits=Limits(), n_tests=0, contrasts=[])
     assert charts.step_gaps(empty) is charts.positions(empty) is charts.ladder(empty) is None
     assert charts.rates(empty) == []

@@ -218,17 +218,21 @@ def ladder(result: Regimes) -> Picture | None:
     shown = rungs[:_MAX_RUNGS]
     above = [v for _, q in shown for v in _four(q) if v > 0] or [1e-6]
     low, high = math.floor(math.log10(min(above))), math.ceil(math.log10(max(above)))
-    f = Frame(220, 40, 560, 34.0 * len(shown), (low, max(high, low + 1)), (0, 1))
+    # A logarithmic axis has no 0: equal rows have a place of their own, left of it.
+    left = low - 1 if any(v == 0 for _, q in shown for v in _four(q)) else low
+    f = Frame(220, 40, 560, 34.0 * len(shown), (left, max(high, low + 1)), (0, 1))
     p = Picture(
         "ladder",
         "Ladder of numerics",
         "The same tokens computed in both arms: relative L2 distance of their rows, median (dot), "
-        "90 and 99 % (bars) and the largest (end of the line), on a logarithmic axis. Name a "
-        "contrast for each rung: repeat, restart, batch, chunk, cache, kernels, dtype.",
+        "90 and 99 % (bars) and the largest (end of the line), on a logarithmic axis; 0: equal to "
+        "the bit. Name a contrast for each rung: repeat, restart, batch, chunk, cache, kernels, "
+        "dtype.",
         WIDTH,
         f.bottom + 48,
     )
     marks = [(float(k), f"1e{k}" if k else "1") for k in range(low, int(f.x_range[1]) + 1)]
+    marks += [(float(left), "0")] if left < low else []
     axes(p, f, "relative L2 distance", "", x_marks=marks, y_marks=[])
     for n, (words, one) in enumerate(shown):
         y = f.top + 34 * n + 17
