@@ -137,6 +137,19 @@ def test_decode_steps_count_from_the_first_sampled_token(cached: Dataset) -> Non
     assert {told.strata[k].name for k in told.codes["kernel mode"]} == {"eager"}
 
 
+def test_decode_steps_of_a_replay_are_those_of_its_source(tmp_path: Path) -> None:
+    """All of a replay is prompt: only its origins say what had been sampled."""
+    dataset = actds.open(make_dataset(tmp_path / "d", n_requests=30, cache=False, origins=True))
+    rows = read_arm(Arm("R", dataset), HOOK)
+    lines = {line["request"]: line["prompt_len"] for line in dataset.requests().to_pylist()}
+    given = lines | {
+        line["request"]: line["n_given"] for line in dataset.origins(run=False).to_pylist()
+    }
+    tokens = dataset.tokens(HOOK).take(rows.row).to_pylist()
+    assert rows.decode_step.tolist() == [t["position"] - given[t["request"]] + 1 for t in tokens]
+    assert given != lines and max(lines) not in dataset.origins()["request"].to_pylist()
+
+
 def test_quintiles_hold_a_fifth_each() -> None:
     values = np.random.default_rng(0).normal(size=1000)
     values[0] = np.nan

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.format.positions import Keys
@@ -82,8 +83,8 @@ class ArmRows:
         position: position in the request ``(n,)``.
         token_id: token fed there ``(n,)``.
         prefix: hash of the tokens up to the row, uint64 ``(n,)``; 0 where one is not known.
-        decode_step: 1 for the first sampled token that was fed ``(n,)``; 0 or less in a prompt, and
-            very negative where the length of the prompt is not known.
+        decode_step: 1 for the first sampled token that was fed ``(n,)``, in a replay as its source
+            sampled it; 0 or less in a prompt, and very negative where its length is not known.
         chunk: steps of the request before this one ``(n,)``, -1 unknown.
         kernel_mode: place in `KERNEL_MODES` ``(n,)``, -1 unknown.
         role: place in ``ROLES`` ``(n,)``, -1 unknown.
@@ -138,6 +139,7 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         held_out=arm.held_out,
     )
     requests = Requests(dataset)
+    given = _given_elsewhere(dataset, requests)
     place, start = {}, 0
     for shard in dataset.shards_of(hook):
         place[shard.name] = start
@@ -151,15 +153,13 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         kept = np.arange(shard.n_rows) if count is None else np.flatnonzero(count)
         table = chosen.filter.values.of(shard, _COLUMNS)
         told = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
-        decode_step = np.where(
-            told["request.prompt_len"] >= 0,
-            told["position"] - told["request.prompt_len"] + 1,
-            -(2**40),
-        )
+        request = requests.index(shard.run, told["request"])
+        n_given = np.where(given[request] >= 0, given[request], told["request.prompt_len"])
+        decode_step = np.where(n_given >= 0, told["position"] - n_given + 1, -(2**40))
         parts.append(
             [
                 place[shard.name] + kept,
-                requests.index(shard.run, told["request"]),
+                request,
                 told["position"],
                 told["token_id"],
                 decode_step,
@@ -193,6 +193,19 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         n_repeats=int((~once).sum()),
         n_decode=_n_decode(phase[kept]),
     )
+
+
+def _given_elsewhere(dataset: Dataset, requests: Requests) -> Ints:
+    """Return how many positions of each replayed request its source was given, -1 of others.
+
+    In a replay the whole sequence is the prompt: its own length says nothing of who wrote what.
+    """
+    found = np.full(len(requests), -1, np.int64)
+    lines = dataset.origins(run=True)
+    for run in dataset.catalog.run_ids:
+        own = lines.filter(pc.equal(lines["run"], run))
+        found[requests.index(run, own["request"].to_numpy())] = own["n_given"].to_numpy()
+    return found
 
 
 def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
