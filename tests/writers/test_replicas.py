@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,11 @@ from actds_testing import harvest as h
 from actds_testing import toy
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import find_engine
+from actds_writers.harvest import replicas
 from actds_writers.harvest.prepare import Plan, make_plan
 from actds_writers.harvest.replicas import shares
 from actds_writers.ipc.messages import CommitTotals
-from actds_writers.monitor.progress import Snapshot, Stage, Totals, summed
+from actds_writers.monitor.progress import Observer, Snapshot, Stage, Totals, summed
 
 N_REQUESTS = 13
 PROMPTS = [
@@ -146,13 +148,47 @@ def test_a_replica_that_dies_ends_the_others_in_order_and_no_prompt_is_harvested
     done = h.run(out, model, prompts, *OPTIONS, *two, *slow, "--engine-arg", "dies=1")
     assert done.returncode != 0 and "E504 toy: its time has come" in done.stderr
     first = finished(h.validated(out))
-    assert 0 < len(first) < N_REQUESTS
+    assert len(first) < N_REQUESTS and set(first.values()) <= {1}
     three = ("--engine-arg", "replicas=3")
     done = h.run(out, model, prompts, *OPTIONS, *three, "--resume")
     assert done.returncode == 0, done.stderr
     whole = h.validated(out)
     assert len(whole.runs) == 5
     assert finished(whole) == Counter(range(N_REQUESTS))
+
+
+class NoProcess:
+    """Stands for the process of a replica: keeps its end of the connection, and the signals."""
+
+    def __init__(self, *_: object, pass_fds: tuple[int, int], **__: object) -> None:
+        self.connection = Connection(os.dup(pass_fds[1]))
+        self.signals: list[int] = []
+        made.append(self)
+
+    def send_signal(self, signum: int) -> None:
+        self.signals.append(signum)
+
+
+made: list[NoProcess] = []
+
+
+def test_a_replica_that_starts_hears_of_an_interrupt_when_it_heeds_them(
+    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, plan = plan_of(model, prompts)
+    monkeypatch.setattr(subprocess, "Popen", NoProcess)
+    one, other = (replicas.Replica(replicas.Work(settings, plan, 0, n, 2)) for n in range(2))
+    process, other_process = made[-2:]
+    one.interrupt()
+    assert process.signals == []  # it would end the process, and not the run
+    process.connection.send(replicas.READY)
+    one.take(Observer())
+    assert process.signals == [signal.SIGTERM]
+    one.interrupt()
+    assert process.signals == [signal.SIGTERM] * 2
+    other.interrupt()
+    other.interrupt()
+    assert other_process.signals == [signal.SIGTERM]  # twice is at once, whatever it is doing
 
 
 @pytest.mark.standard
@@ -164,7 +200,7 @@ def test_ctrl_c_ends_every_replica_in_order(model: Path, prompts: Path, tmp_path
     deadline = time.monotonic() + 120
     while not (out / "actds.json").exists():
         assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+        time.sleep(0.01)  # one has just begun, and the other may be far behind
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 1 and said.count("draining") == 1, said

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -29,6 +29,8 @@ from actds_writers.harvest.prepare import Plan, request_key
 from actds_writers.monitor.progress import Observer, Snapshot, summed
 
 MODULE = "actds_writers.harvest.replicas"
+READY = "interrupts are heeded"
+"""What a replica says when a signal ends its run in order; before that it would end the process."""
 POLL_S = 0.2
 SNAPSHOT_S = 0.5
 
@@ -80,7 +82,7 @@ def harvest_replicas(
     """
     with ExitStack() as stack:
         replicas = [
-            _Replica(Work(settings, plan, lock, number, len(plans)))
+            Replica(Work(settings, plan, lock, number, len(plans)))
             for number, plan in enumerate(plans)
         ]
         for replica in replicas:
@@ -92,7 +94,7 @@ def harvest_replicas(
     return [replica.ended for replica in replicas if replica.ended is not None]
 
 
-def _await_all(replicas: Sequence[_Replica], settings: WriteSettings, observer: Observer) -> None:
+def _await_all(replicas: Sequence[Replica], settings: WriteSettings, observer: Observer) -> None:
     pending, told = set(replicas), False
     words = f"Starting {len(replicas)} engines for {settings.model}"
     with ExitStack() as starting, ExitStack() as harvesting:
@@ -114,11 +116,11 @@ def _await_all(replicas: Sequence[_Replica], settings: WriteSettings, observer: 
                 harvesting.enter_context(observer.harvesting(lambda: _total(replicas)))
 
 
-def _total(replicas: Sequence[_Replica]) -> Snapshot:
+def _total(replicas: Sequence[Replica]) -> Snapshot:
     return summed([replica.snapshot for replica in replicas if replica.snapshot is not None])
 
 
-class _Replica:
+class Replica:
     """The process of a replica, from outside."""
 
     def __init__(self, work: Work) -> None:
@@ -126,6 +128,7 @@ class _Replica:
         self.connection, theirs = Pipe()
         self.snapshot: Snapshot | None = None
         self.ended: Ended | None = None
+        self._is_ready, self._n_interrupts = False, 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", MODULE, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
@@ -153,13 +156,22 @@ class _Replica:
             )
         if isinstance(message, Ended):
             self.ended = message
+        elif message == READY:
+            self._is_ready = True
+            if self._n_interrupts:
+                self._signal()
         elif isinstance(message, Snapshot):
             self.snapshot = message
         else:
             observer.said(f"replica {self.number}: {message}")
 
     def interrupt(self) -> None:
-        """End its run in order, or at once the second time."""
+        """End its run in order, or at once the second time; one that starts hears of it later."""
+        self._n_interrupts += 1
+        if self._is_ready or self._n_interrupts > 1:
+            self._signal()
+
+    def _signal(self) -> None:
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
@@ -175,7 +187,7 @@ class _Replica:
 
 @contextmanager
 def _interrupts_passed_on(
-    replicas: Sequence[_Replica], observer: Observer
+    replicas: Sequence[Replica], observer: Observer
 ) -> Iterator[Callable[[], int]]:
     """Pass Ctrl-C and SIGTERM on to all replicas; yields the number of both so far."""
     n_interrupts = 0
@@ -213,6 +225,11 @@ class _Relay(Observer):
         """Pass a message on, but not what the command has said itself."""
         if "draining; repeat" not in line:
             self.send(line.strip())
+
+    def starting(self, words: str) -> AbstractContextManager[object]:
+        """Say that the run has its signal handlers: it sets them before it starts the engine."""
+        self.send(READY)
+        return super().starting(words)
 
     @contextmanager
     def harvesting(self, snapshot: Callable[[], Snapshot]) -> Iterator[None]:
