@@ -137,6 +137,22 @@ def test_decode_steps_count_from_the_first_sampled_token(cached: Dataset) -> Non
     assert {told.strata[k].name for k in told.codes["kernel mode"]} == {"eager"}
 
 
+def test_decode_steps_of_a_replay_count_from_what_its_source_had_sampled(tmp_path: Path) -> None:
+    replay = actds.open(make_dataset(tmp_path / "a", n_requests=12, cache=False, origins=True))
+    rows = read_arm(Arm("R", replay), HOOK)
+    lengths = dict(
+        zip(*(replay.requests()[n].to_pylist() for n in ("request", "prompt_len")), strict=True)
+    )
+    given = dict(
+        zip(*(replay.origins()[n].to_pylist() for n in ("request", "n_given")), strict=True)
+    )
+    assert set(lengths) - set(given) == {max(lengths)}  # one was no replay
+    tokens = replay.tokens(HOOK).take(rows.row).select(["request", "position"]).to_pylist()
+    assert rows.decode_step.tolist() == [
+        row["position"] - given.get(row["request"], lengths[row["request"]]) + 1 for row in tokens
+    ]
+
+
 def test_quintiles_hold_a_fifth_each() -> None:
     values = np.random.default_rng(0).normal(size=1000)
     values[0] = np.nan

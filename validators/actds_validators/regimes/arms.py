@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.format.positions import Keys
@@ -82,8 +83,8 @@ class ArmRows:
         position: position in the request ``(n,)``.
         token_id: token fed there ``(n,)``.
         prefix: hash of the tokens up to the row, uint64 ``(n,)``; 0 where one is not known.
-        decode_step: 1 for the first sampled token that was fed ``(n,)``; 0 or less in a prompt, and
-            very negative where the length of the prompt is not known.
+        decode_step: 1 for the first sampled token that was fed ``(n,)``, also in a replay, where
+            all is prefill; 0 or less in a prompt, and very negative where its length is not known.
         chunk: steps of the request before this one ``(n,)``, -1 unknown.
         kernel_mode: place in `KERNEL_MODES` ``(n,)``, -1 unknown.
         role: place in ``ROLES`` ``(n,)``, -1 unknown.
@@ -174,6 +175,8 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
     row, request, position, token, step, chunk, mode, role, phase = (
         np.concatenate(columns) for columns in zip(*parts, strict=True)
     )
+    given = _given(dataset, requests)[request]
+    step = np.where(given >= 0, position - given + 1, step)
     known: Keys = np.concatenate(prefix)
     once = _once(known, request)
     kept = np.flatnonzero(once)
@@ -193,6 +196,20 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         n_repeats=int((~once).sum()),
         n_decode=_n_decode(phase[kept]),
     )
+
+
+def _given(dataset: Dataset, requests: Requests) -> Ints:
+    """Return how many tokens of each request the source of a replay was given ``(n,)``, else -1.
+
+    Raises:
+        ActdsError: E405 the origin of an unknown request.
+    """
+    found = np.full(len(requests), -1, np.int64)
+    table = dataset.origins(run=True)
+    for run in table["run"].unique().to_pylist():
+        mine = table.filter(pc.equal(table["run"], run))
+        found[requests.index(run, mine["request"].to_numpy())] = mine["n_given"].to_numpy()
+    return found
 
 
 def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
