@@ -91,16 +91,17 @@ demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, valid
 check: lint ## lint, then every test that starts no process (2 minutes)
 	$(BIN)/python -m pytest -m fast --numprocesses=$(TEST_JOBS) --dist=worksteal --durations=10 $(TEST_ARGS)
 
-# By file: what an engine or a server was started for stays with one of the processes.
+# By file: what an engine or a server was started for stays with one of the processes. In the order of
+# the files: engines come first, and no core waits for the last of them at the end.
 test: $(STAMP) $(DEMO)/model/config.json ## and the pipeline's processes, S3, kills, a real engine (10 minutes)
-	$(BIN)/python -m pytest -m "fast or standard" --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "fast or standard" --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder --durations=10 $(TEST_ARGS)
 
 test-all: test test-full ## and everything else that is tested (30 minutes)
 
 test-full: variants families consumers ## what make test-all adds to make test
 
 variants: $(STAMP) $(DEMO)/model/config.json ## other ways to run the engine, the package, a browser, calibration, bad disks
-	$(BIN)/python -m pytest -m "full and not matrix and not attack" --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10 $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "full and not matrix and not attack" --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder --durations=10 $(TEST_ARGS)
 
 families: $(STAMP) ## hooks of 90 model families against transformers, each in a real engine
 	$(BIN)/python -m pytest -m matrix --durations=10 tests/matrix

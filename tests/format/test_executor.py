@@ -77,8 +77,13 @@ def test_statistics_and_findings_are_those_of_threads(
     assert wanted.findings and found.findings == wanted.findings
 
 
-@pytest.mark.standard
-@pytest.mark.parametrize("name", ["processes", "ray"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("processes", marks=pytest.mark.standard),
+        pytest.param("ray", marks=pytest.mark.full),
+    ],
+)
 def test_findings_in_values_are_those_of_threads(
     name: ExecutorName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,8 +204,13 @@ def test_a_file_that_is_not_what_was_committed_does_not_leave(hub: Hub, path: Pa
     assert hub.count("^PUT") == hub.count("/commit/") == 0
 
 
-@pytest.mark.standard
-@pytest.mark.parametrize("name", ["processes", "ray"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("processes", marks=pytest.mark.standard),
+        pytest.param("ray", marks=pytest.mark.full),
+    ],
+)
 def test_digests_are_taken_where_the_executor_is(hub: Hub, path: Path, name: ExecutorName) -> None:
     if name == "ray":
         pytest.importorskip("ray", reason="needs the extra actds[ray]")

@@ -94,7 +94,7 @@ def test_a_changed_bit_is_caught(tmp_path: Path, base: str) -> None:
 @pytest.mark.standard
 @pytest.mark.parametrize("base", BASES)
 def test_hundreds_of_changed_bits_are_caught(tmp_path: Path, base: str) -> None:
-    _flip_all(tmp_path, base, 300, seed=1)
+    _flip_all(tmp_path, base, 150, seed=1)
 
 
 @pytest.mark.attack

@@ -138,7 +138,7 @@ def test_replicas_are_runs_of_one_dataset_with_the_rows_of_one_engine(
     )
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_replica_that_dies_ends_the_others_in_order_and_no_prompt_is_harvested_twice(
     model: Path, prompts: Path, tmp_path: Path
 ) -> None:
