@@ -145,8 +145,9 @@ def _method(figures: Figures) -> str:
             f"{s['sampled']} tokens sampled at temperature {s['temperature']:g}, one a step. "
             "**R**: the tokens of G, read again in prefill. **D**: the tokens of H, one a step.",
             f"- **Dictionaries**: TopK, {features:,} features, {k} active, {steps} batches of "
-            f"{fits[0]['batch']} rows of H, half of the requests held out; FVU of the last batches "
-            f"{fvu}, in sample. They are small, and fitted on few rows, each read many times.",
+            f"{fits[0]['batch']} rows of H, about half of its requests held out; "
+            f"FVU of the last batches {fvu}, in sample. They are small, and fitted on few rows, "
+            "each read many times.",
             f"- **Comparison**: `actds regimes`, held-out requests of H and their continuations; "
             f"{figures['n_tests']:,} tests are one family. The requests are the unit of evidence.",
             f"- **Time**: {engine / 60:.0f} minutes of engine and {rest / 60:.0f} of fitting and "
@@ -288,7 +289,7 @@ def _limits(figures: Figures) -> str:
             "## What this does and does not say",
             "",
             f"- {s['documents']} documents of one kind, which the model may have read in training; "
-            "half of them are held out. The intervals are about such documents, not about text.",
+            "about half are held out. The intervals are about such documents, not about text.",
             f"- R-H is the authorship of this model at temperature {s['temperature']:g}. Greedy "
             "text is another regime, and was not sampled. What a small model writes may drift away "
             "from documentation: *author* here includes that.",
