@@ -123,6 +123,18 @@ def test_computation_and_authorship_are_named_from_the_pairs(arms: dict[str, Pat
     ]
 
 
+def test_no_outlier_in_too_few_rows_is_undecided_for_want_of_rows(arms: dict[str, Path]) -> None:
+    given = [f"{name}={arms[name]}" for name in "AC"]
+    found = regimes(*given, hooks=[HOOK], limits={"outliers": 1 / 8192})
+    (value,) = (
+        v for v in found.contrasts[0].values
+        if (v.axis, v.measure) == ("all", "outlier rate of rows")
+    )  # fmt: skip
+    assert (value.value, value.outcome) == (0.0, "undecided")
+    needed = "about 24,576 rows are needed to rule out such a share, "
+    assert value.short == f"{needed}{min(value.n_rows):,} are there"
+
+
 def test_one_dataset_is_compared_by_phase(arms: dict[str, Path]) -> None:
     found = regimes(str(arms["A"]), hooks=[HOOK])
     (contrast,) = found.contrasts

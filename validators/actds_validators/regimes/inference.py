@@ -480,6 +480,10 @@ def _short(
     n = min(first.n_requests, second.n_requests)
     beyond = size >= limit
     room = limit if beyond else limit - size
+    if half == 0 and not beyond:  # no such row at all: what is short are rows, and not requests
+        n_rows = min(first.n_rows, second.n_rows)
+        needed = math.ceil(3 / room)
+        return f"about {needed:,} rows are needed to rule out such a share, {n_rows:,} are there"
     times = (half / room) ** 2
     if not 0 < times < 1e6:
         return f"the estimate lies at the limit, {limit:g}"
