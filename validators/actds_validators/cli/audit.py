@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from actds.cli.options import model_options
-from actds.cli.output import ResultCommand, print_lines
+from actds.cli.output import print_lines
+from actds_validators.cli.results import (
+    COMMAND,
+    LimitsCommand,
+    keep_little,
+    need_folders,
+    no_dash,
+    told,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from actds_validators.audit.drift.rows import Column
@@ -29,30 +34,7 @@ _FAILING = {
     "never": set[str](),
 }
 EXECUTORS = ("threads", "ray")
-_COMMAND = "actds.audit.command"
 COLUMNS = ("phase", "kernel_mode", "run", "source")
-
-
-class _Audit(ResultCommand):
-    """The command with an option for each limit, made from the model when somebody asks."""
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters: those of the command, the limits, --help."""
-        params, n = super().get_params(ctx), len(self.params)
-        return [*params[:n], *_limit_options(), *params[n:]]
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, and remember them as they were typed: the report names them."""
-        ctx.meta[_COMMAND] = shlex.join([*ctx.command_path.split(), *args])
-        return super().parse_args(ctx, args)
-
-
-@cache
-def _limit_options() -> list[click.Option]:
-    """Return an option for each limit, named, typed and described as in the result."""
-    from actds_validators.audit.result import Limits
-
-    return list(model_options(Limits))
 
 
 def _result() -> type[Audit]:
@@ -61,20 +43,13 @@ def _result() -> type[Audit]:
     return Audit
 
 
-def no_dash(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse ``-``: of all outputs only the result can go to the terminal."""
-    if value is not None and str(value) == "-":
-        raise click.BadParameter("'-' is no file; only --json can print", ctx, param)
-    return value
-
-
 def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
     """Refuse the option that an engine's name once went by here."""
     if value is not None:
         raise click.UsageError("No such option: --engine. Did you mean --executor?", ctx)
 
 
-@click.command(cls=_Audit, result=_result)
+@click.command(cls=LimitsCommand, result=_result)
 @click.argument("path", metavar="PATH")
 @click.option(
     "--html",
@@ -176,7 +151,7 @@ def audit(
     text = json.dumps(result.as_json(), indent=2, sort_keys=True)
     if json_file is not None:
         write_text(json_file, text + "\n")
-    about = summary.about(found.catalog, ctx.meta[_COMMAND])
+    about = summary.about(found.catalog, ctx.meta[COMMAND])
     if html is not None:
         write_text(html, page.render(result, about))
     if to_stdout:
@@ -193,52 +168,10 @@ def audit(
     sys.exit(exit_code(result, "warn" if strict else fail_on))
 
 
-def keep_little() -> None:
-    """Let the C library give memory back that an array of a megabyte or more had.
-
-    By default it raises that size to the largest array it has seen freed, up to 32 MB, and keeps
-    an arena per thread: arrays of 10 MB by the thousand then leave 80 to 120 MB that nobody uses
-    (measured with 11 million readouts). It would also give back and fetch again the few megabytes
-    of every batch.
-    """
-    import ctypes
-
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
-        mallopt(-1, 16 << 20)  # M_TRIM_THRESHOLD
-        mallopt(-8, 2)  # M_ARENA_MAX
-
-
 def _is_given(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
-
-
-def need_folders(*outputs: Path | None) -> None:
-    """Raise E503 for a file that is asked for in a folder that is not there, before the audit."""
-    from actds_validators.audit.outputs import unwritable
-
-    for out in outputs:
-        if out is not None and not out.parent.is_dir():
-            next_step = "Make the folder, or give another path."
-            raise unwritable(out, f"no folder {out.parent}", next_step)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; raises E503 where it cannot be written."""
-    from actds_validators.audit.outputs import replaced
-
-    with replaced(path) as new:
-        new.write_text(text, encoding="utf-8")
 
 
 def exit_code(result: Audit, fail_on: str) -> int:
     """Return 1 when the verdict is among those that fail, else 0."""
     return int(result.verdict.level in _FAILING[fail_on])
-
-
-def told() -> Callable[[str], None]:
-    """Return what says on a terminal what is being done."""
-    if not sys.stderr.isatty():
-        return lambda what: None
-    return lambda what: click.echo(f"{what} …", err=True)

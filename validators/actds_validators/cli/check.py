@@ -12,7 +12,7 @@ import click
 
 from actds.cli.output import envelope, print_json, print_lines
 from actds.text import Line, printable
-from actds_validators.cli.audit import keep_little, need_folders, no_dash, told, write_text
+from actds_validators.cli.results import keep_little, need_folders, no_dash, told, write_text
 from actds_validators.cli.validate import counting, finding_lines, verdict_line
 
 if TYPE_CHECKING:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.options import model_options
-from actds.cli.output import ResultCommand, print_lines
-from actds_validators.cli.audit import keep_little, need_folders, no_dash, told, write_text
+from actds.cli.output import print_lines
+from actds_validators.cli.results import (
+    COMMAND,
+    LimitsCommand,
+    keep_little,
+    need_folders,
+    no_dash,
+    told,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from actds_validators.regimes.contrast import Pairing
@@ -21,28 +26,6 @@ if TYPE_CHECKING:
 FAIL_ON = ("shifts", "undecided", "never")
 _FAILING = {"shifts": {"shifts"}, "undecided": {"shifts", "undecided"}, "never": set[str]()}
 PAIRINGS = ("token", "position", "unpaired")
-_COMMAND = "actds.regimes.command"
-
-
-class _Regimes(ResultCommand):
-    """The command with an option for each limit, made from the model when somebody asks."""
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters: those of the command, the limits, --help."""
-        params, n = super().get_params(ctx), len(self.params)
-        return [*params[:n], *_limit_options(), *params[n:]]
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, and remember them as they were typed: the report names them."""
-        ctx.meta[_COMMAND] = shlex.join([*ctx.command_path.split(), *args])
-        return super().parse_args(ctx, args)
-
-
-@cache
-def _limit_options() -> list[click.Option]:
-    from actds_validators.regimes.result import Limits
-
-    return list(model_options(Limits))
 
 
 def _result() -> type[Regimes]:
@@ -51,7 +34,7 @@ def _result() -> type[Regimes]:
     return Regimes
 
 
-@click.command(cls=_Regimes, result=_result)
+@click.command(cls=LimitsCommand, result=_result)
 @click.argument("arms", metavar="A [B ...]", nargs=-1, required=True)
 @click.option(
     "--contrast",
@@ -169,11 +152,11 @@ def regimes(
     if json_file is not None:
         write_text(json_file, text + "\n")
     if html is not None:
-        write_text(html, page.render(result, ctx.meta[_COMMAND]))
+        write_text(html, page.render(result, ctx.meta[COMMAND]))
     if to_stdout:
         click.echo(text)
     else:
-        print_lines(terminal.render(result, ctx.meta[_COMMAND]))
+        print_lines(terminal.render(result, ctx.meta[COMMAND]))
         for what, out in (("report", html), ("result", json_out)):
             if out is not None:
                 click.echo(f"{what}: {out}")

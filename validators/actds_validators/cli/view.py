@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from actds.text import format_nbytes, printable
-from actds_validators.cli.audit import need_folders, no_dash
+from actds_validators.cli.results import need_folders, no_dash
 
 
 class _Request(click.ParamType[tuple[str, int] | int]):

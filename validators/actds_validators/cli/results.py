@@ -1,0 +1,100 @@
+"""What the commands share that write a result as JSON and a page."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+
+from actds.cli.options import model_options
+from actds.cli.output import ResultCommand
+
+__all__ = [
+    "COMMAND",
+    "LimitsCommand",
+    "keep_little",
+    "need_folders",
+    "no_dash",
+    "told",
+    "write_text",
+]
+
+COMMAND = "actds.command"
+"""Key of a context under which the command stands as it was typed."""
+
+
+class LimitsCommand(ResultCommand):
+    """A command with an option for each limit of its result, made when somebody asks.
+
+    The model of the result has a field ``limits``, whose fields name, type and describe them.
+    """
+
+    @cached_property
+    def _limits(self) -> list[click.Option]:
+        assert self.result is not None
+        limits: Any = self.result().model_fields["limits"].annotation
+        return list(model_options(limits))
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters: those of the command, the limits, --help."""
+        params, n = super().get_params(ctx), len(self.params)
+        return [*params[:n], *self._limits, *params[n:]]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, and remember them as they were typed: the report names them."""
+        ctx.meta[COMMAND] = shlex.join([*ctx.command_path.split(), *args])
+        return super().parse_args(ctx, args)
+
+
+def no_dash(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse ``-``: of all outputs only the result can go to the terminal."""
+    if value is not None and str(value) == "-":
+        raise click.BadParameter("'-' is no file; only --json can print", ctx, param)
+    return value
+
+
+def keep_little() -> None:
+    """Let the C library give memory back that an array of a megabyte or more had.
+
+    By default it raises that size to the largest array it has seen freed, up to 32 MB, and keeps
+    an arena per thread: arrays of 10 MB by the thousand then leave 80 to 120 MB that nobody uses
+    (measured with 11 million readouts). It would also give back and fetch again the few megabytes
+    of every batch.
+    """
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+        mallopt(-1, 16 << 20)  # M_TRIM_THRESHOLD
+        mallopt(-8, 2)  # M_ARENA_MAX
+
+
+def need_folders(*outputs: Path | None) -> None:
+    """Raise E503 for a file that is asked for in a folder that is not there, before the audit."""
+    from actds_validators.audit.outputs import unwritable
+
+    for out in outputs:
+        if out is not None and not out.parent.is_dir():
+            next_step = "Make the folder, or give another path."
+            raise unwritable(out, f"no folder {out.parent}", next_step)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; raises E503 where it cannot be written."""
+    from actds_validators.audit.outputs import replaced
+
+    with replaced(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def told() -> Callable[[str], None]:
+    """Return what says on a terminal what is being done."""
+    if not sys.stderr.isatty():
+        return lambda what: None
+    return lambda what: click.echo(f"{what} …", err=True)
