@@ -88,15 +88,15 @@ demo: $(STAMP) $(DEMO)/model/config.json $(DEMO)/prompts.jsonl ## harvest, valid
 	$(BIN)/python examples/sae.py $(DEMO)/acts
 	$(BIN)/actds audit $(DEMO)/acts --html $(DEMO)/audit.html
 
-check: lint ## lint, then every test that starts no process (2 minutes)
+check: lint ## lint, then every test that starts no process (a few minutes)
 	$(BIN)/python -m pytest -m fast --numprocesses=$(TEST_JOBS) --dist=worksteal --durations=10 $(TEST_ARGS)
 
 # By file: what an engine or a server was started for stays with one of the processes. In the order of
 # the files: engines come first, and no core waits for the last of them at the end.
-test: $(STAMP) $(DEMO)/model/config.json ## and the pipeline's processes, S3, kills, a real engine (10 minutes)
+test: $(STAMP) $(DEMO)/model/config.json ## and the pipeline's processes, S3, kills, a real engine (10 to 15 minutes)
 	$(BIN)/python -m pytest -m "fast or standard" --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder --durations=10 $(TEST_ARGS)
 
-test-all: test test-full ## and everything else that is tested (30 minutes)
+test-all: test test-full ## and everything else that is tested (about an hour more)
 
 test-full: variants families consumers ## what make test-all adds to make test
 
@@ -116,7 +116,7 @@ $(CONSUMERS_STAMP): tests/consumers/requirements.txt pyproject.toml
 	$(CONSUMERS_BIN)/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
-attack: $(STAMP) ## ten thousand flipped bits, files cut at any byte, 300 lies of each kind, two validators compared (half an hour)
+attack: $(STAMP) ## ten thousand flipped bits, files cut at any byte, 300 lies of each kind, two validators compared (20 minutes)
 	$(BIN)/python -m pytest -m attack --numprocesses=$(TEST_JOBS) --dist=worksteal --durations=10 tests/spec tests/format $(TEST_ARGS)
 
 # Each parser in turn; what is found stays in build/fuzz, and is mended and kept as an attack.
