@@ -44,8 +44,8 @@ def check_sampled(catalog: Catalog) -> None:
         if not said and not catalog.parts.get((run, "sampled")):
             continue
         try:
-            names = ("sampled", "requests", "steps")
-            sampled, requests, steps = (catalog.sound_table(run, name) for name in names)
+            sampled = catalog.sound_table(run, "sampled")
+            requests, steps = (catalog.sound_table(run, name) for name in ("requests", "steps"))
         except ActdsError as error:
             catalog.findings.take("integrity", error)
             continue
