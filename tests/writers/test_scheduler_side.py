@@ -11,6 +11,7 @@ from actds.errors import ActdsError
 from actds_writers.engines.account import SchedulerSide
 from actds_writers.engines.vllm.scheduler import Settled, VllmSchedulerSide
 from actds_writers.ipc.messages import RequestFinished, StepScheduled, TokensSampled
+from actds_writers.sampling import EVERYTHING, LeftOut
 
 P = 4
 
@@ -202,7 +203,7 @@ def test_results_that_the_engine_discards_leave_no_row() -> None:
 
 
 def test_tokens_that_requests_got_are_told_with_their_positions() -> None:
-    """Neither that of half a prompt nor that of a request which has ended."""
+    """Neither that of half a prompt, nor of a request which has ended or is left out."""
     engine = Engine(entropy=True)
     engine.arrive(Request())
     engine.take(engine.schedule({A: 3}), {A: []})
@@ -216,14 +217,12 @@ def test_tokens_that_requests_got_are_told_with_their_positions() -> None:
     assert [(m.step, m.positions.tolist(), m.token_ids.tolist()) for m in told] == [
         (1, [4], [21]), (2, [5], [22]),
     ]  # fmt: skip
-    assert not any(isinstance(m, TokensSampled) for m in taken_without_entropy())
-
-
-def taken_without_entropy() -> list[Any]:
-    engine = Engine()
-    engine.arrive(Request())
-    engine.take(engine.schedule({A: 4}), {A: [21]})
-    return engine.told
+    for entropy, left_out in ((False, EVERYTHING), (True, LeftOut(None, "sampling:phase"))):
+        engine = Engine(entropy=entropy)
+        engine.side._left_out = lambda *_, out=left_out: out  # type: ignore[method-assign]  # noqa: SLF001
+        engine.arrive(Request())
+        engine.take(engine.schedule({A: 4}), {A: [21]})
+        assert not any(isinstance(m, TokensSampled) for m in engine.told)
 
 
 def test_a_token_that_is_not_of_the_last_row_is_refused() -> None:

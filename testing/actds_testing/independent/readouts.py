@@ -54,11 +54,12 @@ def judge_origins(account: Account) -> None:  # 6.3
         seen.add(line["request"])
 
 
-def judge_sampled(account: Account, said: object, *, cut: bool) -> None:  # 6.3
+def judge_sampled(account: Account, said: object, rules: object, *, cut: bool) -> None:  # 6.3
     """Note what is wrong with the lines of sampled tokens, or with their number (E423).
 
     Args:
         said: value of ``capture.entropy``.
+        rules: value of ``capture.sampling``.
         cut: whether a process of the run did not end in order.
     """
     place, found, lines = f"census/{account.run}/sampled", account.found, account.table("sampled")
@@ -84,7 +85,9 @@ def judge_sampled(account: Account, said: object, *, cut: bool) -> None:  # 6.3
             continue
         first = request["prompt_len"]
         n = sum((request["request"], first + i) in seen for i in range(request["generated_len"]))
-        if n < request["generated_len"]:
+        spans = account.spans[request["request"]]
+        ruled = rules not in (None, "all") or any(s["disposition"] == "filtered" for s in spans)
+        if n < request["generated_len"] and (n or not ruled):
             words = f"request {request['request']} has {n} of {request['generated_len']} lines"
             found.add("E423", place, words, "warning" if cut else "error")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from actds import layout
 from actds.accounting.columns import Notes, ints
@@ -12,6 +13,7 @@ from actds.errors import ActdsError
 from actds.format.positions import Keys, position_key
 from actds.format.shard import TOKENS
 from actds.reading import Catalog
+from actds.schema import RunRecord
 
 __all__ = ["check_sampled"]
 
@@ -46,15 +48,16 @@ def check_sampled(catalog: Catalog) -> None:
         try:
             sampled = catalog.sound_table(run, "sampled")
             requests, steps = (catalog.sound_table(run, name) for name in ("requests", "steps"))
+            spans = catalog.sound_table(run, "spans")
         except ActdsError as error:
             catalog.findings.take("integrity", error)
             continue
-        if sampled is None or requests is None or steps is None:
+        if sampled is None or requests is None or steps is None or spans is None:
             continue
         if said:
             key, is_owed = _check_lines(sampled, requests, steps, notes)
             _check_values(sampled, notes)
-            _check_missing(catalog, sampled, requests, key[is_owed], notes)
+            _check_missing(catalog, requests, _free(record, spans), key[is_owed], notes)
             _check_tokens(catalog, run, key, ints(sampled, "token_id"), notes)
         elif sampled.num_rows:
             got = f"{sampled.num_rows} lines"
@@ -102,9 +105,13 @@ def _check_values(sampled: pa.Table, notes: Notes) -> None:
 
 
 def _check_missing(
-    catalog: Catalog, sampled: pa.Table, requests: pa.Table, owed: Keys, notes: Notes
+    catalog: Catalog, requests: pa.Table, free: Ints | None, owed: Keys, notes: Notes
 ) -> None:
-    """Note the requests that have fewer lines than sampled tokens, by number."""
+    """Note the requests that have fewer lines than sampled tokens, by number.
+
+    Args:
+        free: numbers of those that may have none at all, ``None`` for every one.
+    """
     ended = np.asarray(requests["finish_reason"].to_pylist()) != "unfinished"
     there, n = (ints(requests, name)[ended] for name in ("request", "generated_len"))
     with_lines, n_lines = np.unique(owed >> np.uint64(32), return_counts=True)
@@ -112,7 +119,8 @@ def _check_missing(
     if len(with_lines):
         at = np.minimum(np.searchsorted(with_lines, there), len(with_lines) - 1)
         found = np.where(with_lines[at] == there, n_lines[at], 0)
-    short = np.flatnonzero(found < n)
+    may_lack = np.ones(len(there), bool) if free is None else np.isin(there, free)
+    short = np.flatnonzero((found < n) & ~((found == 0) & may_lack))
     if not len(short):
         return
     if _was_cut_off(catalog, notes.run):
@@ -123,6 +131,13 @@ def _check_missing(
     for row in notes.each("E423", short):
         place = f"census/{notes.run}/sampled request {there[row]}"
         notes.add("E423", place, f"{found[row]} lines", f"{n[row]}, one per sampled token")
+
+
+def _free(record: RunRecord, spans: pa.Table) -> Ints | None:
+    """Return the requests whose sampled tokens a rule may leave out, ``None`` for every one."""
+    if record.fields["capture.sampling"].value not in (None, "all"):
+        return None
+    return ints(spans.filter(pc.equal(spans["disposition"], "filtered")), "request")
 
 
 def _check_tokens(catalog: Catalog, run: str, key: Keys, token: Ints, notes: Notes) -> None:
