@@ -91,6 +91,45 @@ class Vocabulary:
         return self._bits[at]
 
 
+class SampledEntropy:
+    """The model's entropy over each token that it sampled in a run.
+
+    Args:
+        source: the run.
+        requests: places of the requests.
+        prompt_len: tokens of the prompt of each, ``(n_requests,)``.
+    """
+
+    def __init__(self, source: RunSource, requests: Index, prompt_len: Ints) -> None:
+        self._prompt_len = prompt_len
+        at, after, nats = [], [], []
+        for part in source.parts["sampled"]:
+            for batch in part.batches(["request", "position", "entropy"]):
+                place = requests.of(column(batch, "request"))
+                since = column(batch, "position") - prompt_len[place]
+                known = (place >= 0) & (since >= 0)
+                at.append(place[known])
+                after.append(since[known])
+                entropy = batch["entropy"].to_numpy(zero_copy_only=False)
+                nats.append(np.asarray(entropy, np.float32)[known])
+        request, number = _joined(at), _joined(after)
+        self._length = np.zeros(len(requests), np.int64)
+        np.maximum.at(self._length, request, number + 1)
+        self._first = np.cumsum(self._length) - self._length
+        self._bits = np.full(int(self._length.sum()) + 1, np.nan, np.float32)
+        self._bits[self._first[request] + number] = np.concatenate(
+            [np.zeros(0, np.float32), *nats]
+        ) / np.log(2)
+
+    def after(self, request: Ints, position: Ints) -> Floats:
+        """Return the entropy over the token after each position, in bits; NaN where none was."""
+        number = position + 1 - self._prompt_len[request]
+        inside = (number >= 0) & (number < self._length[request])
+        at = np.where(inside, self._first[request] + number, len(self._bits) - 1)
+        found: Floats = self._bits[at].astype(np.float64)
+        return found
+
+
 @dataclass(frozen=True)
 class Lookup:
     """What is known of the steps, requests and token ids of one run.
@@ -120,6 +159,7 @@ class Lookup:
             without ids.
         servings: of the prefix cache.
         labels: token classes that somebody gave, if any.
+        entropy: of what the model sampled, if the run says it.
         n_ticks: length of the series.
         n_blocks: blocks of the jackknife.
     """
@@ -146,8 +186,15 @@ class Lookup:
     lost_ids: Ints
     servings: Servings
     labels: Labels | None
+    entropy: SampledEntropy | None
     n_ticks: int
     n_blocks: int
+
+    def entropy_after(self, request: Ints, position: Ints) -> Floats:
+        """Return the entropy over the token after some positions, in bits; NaN unknown."""
+        if self.entropy is None:
+            return np.full(len(request), np.nan)
+        return self.entropy.after(request, position)
 
     @cached_property
     def n_slots(self) -> int:
@@ -188,6 +235,11 @@ class Rows:
         """Return the surprise of each token, NaN unknown."""
         return self.lookup.vocabulary.rarity(self.token)
 
+    @cached_property
+    def entropy(self) -> Floats:
+        """Return the entropy over the token after each, in bits; NaN where none was sampled."""
+        return self.lookup.entropy_after(self.request, self.position)
+
     def take(self, some: npt.NDArray[Any]) -> Rows:
         """Return some of the rows."""
         arrays = self.step, self.request, self.position, self.token
@@ -208,16 +260,29 @@ class CellEdges:
         load: inner edges of the load, rising.
         complexity: ``rarity`` or, where lost tokens have no ids, ``position``.
         edges: inner edges of the complexity.
+        entropy: inner edges of the entropy over the next token, which comes before the
+            complexity where it is known; none without.
     """
 
     load: tuple[float, ...]
     complexity: str
     edges: tuple[float, ...]
+    entropy: tuple[float, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
         """Return the number of loads and of complexities; the last is that of unknown tokens."""
-        return len(self.load) + 1, len(self.edges) + 1 + self.has_unknown
+        return len(self.load) + 1, self.n_entropies + len(self.edges) + 1 + self.has_unknown
+
+    @property
+    def n_entropies(self) -> int:
+        """Return the number of ranges of the entropy; they are the first complexities."""
+        return len(self.entropy) + 1 if self.entropy else 0
+
+    @property
+    def words(self) -> str:
+        """Return what cuts the other way, in words."""
+        return f"entropy, else {self.complexity}" if self.entropy else self.complexity
 
     @property
     def has_unknown(self) -> bool:
@@ -229,12 +294,13 @@ class CellEdges:
         """Return the number of cells."""
         return self.shape[0] * self.shape[1]
 
-    def of(self, lookup: Lookup, step: Ints, position: Ints, token: Ints) -> Ints:
+    def of(self, lookup: Lookup, step: Ints, request: Ints, position: Ints, token: Ints) -> Ints:
         """Return the cell of each row, ``load * n_complexities + complexity``.
 
         Args:
             lookup: of the run.
             step: places of the steps.
+            request: places of the requests; used where there are entropies.
             position: positions; used where the complexity is the position.
             token: places of the token ids; used where it is the rarity.
         """
@@ -247,6 +313,10 @@ class CellEdges:
         other = np.searchsorted(np.array(self.edges), value, side="right")
         if self.has_unknown:
             other = np.where(np.isnan(value), len(self.edges) + 1, other)
+        if self.entropy:
+            bits = lookup.entropy_after(request, position)
+            known = np.searchsorted(np.array(self.entropy), bits, side="right")
+            other = np.where(np.isnan(bits), self.n_entropies + other, known)
         found: Ints = load * self.shape[1] + other
         return found
 
@@ -310,6 +380,9 @@ def make_lookup(
         recomputed=rows.recomputed,
         servings=_servings(source),
         labels=labels,
+        entropy=SampledEntropy(source, rows.requests, rows.columns["prompt_len"])
+        if source.n_rows("sampled")
+        else None,
         n_ticks=series.n_ticks,
         n_blocks=series.blocks.n_blocks,
     )
@@ -448,6 +521,11 @@ class _IdCounts:
 def knows_ids(sources: list[RunSource]) -> bool:
     """Return whether the ids of every computed token are known, those of lost ones as well."""
     return all(s.hooks or not s.n_rows("drops") for s in sources)
+
+
+def knows_entropy(sources: list[RunSource]) -> bool:
+    """Return whether a run says the model's entropy over what it sampled."""
+    return any(source.n_rows("sampled") for source in sources)
 
 
 def read_vocabulary(
