@@ -13,8 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds import canonical
 from actds.errors import ActdsError
 from actds.format.positions import Keys
+from actds.format.readouts import NONE
 from actds.format.tables import PHASES, ROLES
 from actds.load.dataset import Dataset
 from actds.load.filters import need_known
@@ -84,7 +86,8 @@ class ArmRows:
         token_id: token fed there ``(n,)``.
         prefix: hash of the tokens up to the row, uint64 ``(n,)``; 0 where one is not known.
         decode_step: 1 for the first sampled token that was fed ``(n,)``, in a replay as its source
-            sampled it; 0 or less in a prompt, and very negative where its length is not known.
+            sampled it, in a document that was given whole where the model would have gone on; 0 or
+            less in a prompt, and very negative where its length is not known.
         chunk: steps of the request before this one ``(n,)``, -1 unknown.
         kernel_mode: place in `KERNEL_MODES` ``(n,)``, -1 unknown.
         role: place in ``ROLES`` ``(n,)``, -1 unknown.
@@ -125,7 +128,8 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
 
     Raises:
         ActdsError: E014 no such hook, an expression that keeps no row, or a run that does not say
-            which request and token a row is; E405 a row of an unknown request.
+            which request and token a row is; E405 a row of an unknown request; E102 or E103
+            a run record of which it cannot be read how documents were continued.
     """
     dataset = arm.dataset
     exclude = tuple(dict.fromkeys((*APART, *arm.exclude)))
@@ -139,7 +143,7 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         held_out=arm.held_out,
     )
     requests = Requests(dataset)
-    given = _given_elsewhere(dataset, requests)
+    given = _given(dataset, requests)
     place, start = {}, 0
     for shard in dataset.shards_of(hook):
         place[shard.name] = start
@@ -195,17 +199,38 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
     )
 
 
-def _given_elsewhere(dataset: Dataset, requests: Requests) -> Ints:
-    """Return how many positions of each replayed request its source was given, -1 of others.
+def _given(dataset: Dataset, requests: Requests) -> Ints:
+    """Return how many positions of each request others were to go on from, -1 for its prompt's.
 
-    In a replay the whole sequence is the prompt: its own length says nothing of who wrote what.
+    A replay has the whole sequence as its prompt, and so has a document that was given with its own
+    continuation: that length says nothing of where its source, or the model, would have sampled.
     """
     found = np.full(len(requests), -1, np.int64)
     lines = dataset.origins(run=True)
     for run in dataset.catalog.run_ids:
+        found[requests.of_run(run)] = _continued_at(dataset, run)
         own = lines.filter(pc.equal(lines["run"], run))
         found[requests.index(run, own["request"].to_numpy())] = own["n_given"].to_numpy()
     return found
+
+
+def _continued_at(dataset: Dataset, run: str) -> int:
+    """Return the tokens of each document that were its prompt, -1 where there were no documents.
+
+    Raises:
+        ActdsError: E102 or E103 a field that says neither.
+
+    Spec: 0.1 section 6.3.
+    """
+    field = dataset.runs[run].fields.get("prompts.continue")
+    if field is None or field.value in (None, NONE):
+        return -1
+    place, text = f"runs/{run} prompts.continue", str(field.value)
+    said = canonical.parse(f"{text}\n".encode(), place)
+    n_prompt = said.get("n_prompt") if isinstance(said, dict) else None
+    if type(n_prompt) is not int or n_prompt < 1:
+        raise ActdsError("E103", place, got=text[:200], expected="none, or n_prompt and more")
+    return n_prompt
 
 
 def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:

@@ -34,7 +34,7 @@ __all__ = ["MAX_GROUPS", "Contrast", "Layer", "Pairing", "Side", "contrast", "pl
 
 Pairing = Literal["token", "position", "unpaired"]
 MAX_GROUPS = 32
-_ENOUGH = 0.5  # of the pairs by request and position must be the same token, to pair by token
+_ENOUGH = 0.5  # of the pairs by position that decide must be the same token, to pair by token
 _UNION_AXES = ("decode step", "role", "entropy")  # what a partner may tell of a row
 
 
@@ -116,7 +116,8 @@ def contrast(
         hook: the hook.
         pairing: how to pair; None pairs by token where at least half of the rows of a common
             request and position are the same token with the same prefix, else by request and
-            position, else not.
+            position, else not. Where some of these rows are at decode steps, they alone decide:
+            a prompt that both arms were given says nothing of what came after it.
         adjust: weight an unpaired reference to the second arm's token ids and positions.
         covariate: entropy, or another number, of each row of either arm's array ``(n_rows,)``, NaN
             where it is not known; its quintiles over the reference are strata. None without.
@@ -182,7 +183,7 @@ def plan(
     matched = _matched(first, second, same_dataset)
     by_token = _pairs_by_token(first, second)
     by_position = _pairs_by_position(first, second, matched, same_dataset)
-    chosen = pairing or _chosen(len(by_token[0]), len(by_position[0]))
+    chosen = pairing or _chosen(first, second, by_token, by_position)
     pairs = {"token": by_token, "position": by_position}.get(chosen, _NO_PAIRS)
     if chosen != "unpaired" and not len(pairs[0]):
         raise ActdsError(
@@ -212,10 +213,19 @@ def _has(arm: Arm, hook: str) -> bool:
     return True
 
 
-def _chosen(n_by_token: int, n_by_position: int) -> Pairing:
-    if n_by_token and n_by_token >= _ENOUGH * n_by_position:
+def _chosen(
+    first: ArmRows, second: ArmRows, by_token: tuple[Ints, Ints], by_position: tuple[Ints, Ints]
+) -> Pairing:
+    """Return the closest pairing of which there is enough, by the pairs at decode steps if any."""
+    n_token, n_position = (
+        int(((first.decode_step[one] > 0) | (second.decode_step[other] > 0)).sum())
+        for one, other in (by_token, by_position)
+    )
+    if not n_token and not n_position:
+        n_token, n_position = len(by_token[0]), len(by_position[0])
+    if n_token and n_token >= _ENOUGH * n_position:
         return "token"
-    return "position" if n_by_position else "unpaired"
+    return "position" if n_position else "unpaired"
 
 
 def _matched(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:

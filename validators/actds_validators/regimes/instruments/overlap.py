@@ -100,6 +100,7 @@ class Overlap:
                 "1 - Jaccard, mean over pairs",
                 "size",
                 limits.overlap,
+                scale="logit",
             )
         ]
 
