@@ -121,6 +121,11 @@ class HarvestSettings(Settings):
         description="Also store products with your probes: .npy or .safetensors, (n_probes, "
         "d_model) per hook",
     )
+    entropy: bool = Field(
+        default=False,
+        description="Store entropy, log-probability and margin of every sampled token, from the "
+        "logits that the engine computes anyway",
+    )
     check: bool = Field(
         default=True,
         description="Compare the rows of two short prompts with the model's own before the "
