@@ -22,7 +22,7 @@ from actds.load.dataset import Dataset
 from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import select
-from actds_validators.audit.drift.rows import Requests
+from actds_validators.regimes.requests import Requests
 from actds_validators.statistics.events import Bools, Ints
 
 __all__ = ["APART", "Arm", "ArmRows", "read_arm"]

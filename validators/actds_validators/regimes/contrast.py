@@ -17,8 +17,8 @@ from scipy.sparse.csgraph import connected_components  # type: ignore[import-unt
 
 from actds.errors import ActdsError
 from actds.format.positions import position_key
-from actds_validators.audit.drift.rows import match
 from actds_validators.regimes.arms import Arm, ArmRows, need_requests, read_arm
+from actds_validators.regimes.requests import match
 from actds_validators.regimes.strata import (
     ALL,
     MIN_REQUESTS,
