@@ -70,7 +70,7 @@ def _head(figures: Figures) -> str:
         "what a prefix cache, weights, losses or a mixture do to a dictionary means something only "
         "beside what another seed does. Against that floor:",
         "\n".join(f"- *{v['arm']}*: {v['outcome']}. {v['sentence']}" for v in figures["verdicts"]),
-        f"One small model, one hook (`{figures['hook']}`), small dictionaries on few rows, one kind "
+        f"One small model, one hook (`{figures['hook']}`), small dictionaries, few rows, one kind "
         "of text: first numbers of their kind, and not general.",
     ]
     return "\n\n".join(lines)
