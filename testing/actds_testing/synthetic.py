@@ -72,6 +72,7 @@ def make_dataset(
     sinks: bool = False,
     roles: bool = False,
     origins: bool = False,
+    sampled: bool = False,
 ) -> Path:
     """Write a dataset of one run and return its path.
 
@@ -95,6 +96,7 @@ def make_dataset(
         sinks: flag first positions as special and BOS, and give them 256 times the norm.
         roles: call the prompts chats: template, user, template, and what is sampled assistant.
         origins: call the requests replays of one run of a made-up dataset, the last of them aside.
+        sampled: say the entropy of each sampled token, as drawn from a seed.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
     if sinks:
@@ -108,7 +110,7 @@ def make_dataset(
         genesis = _write_genesis(store, seed, hooks, d_model, dtype)
     writer = Chain.begin(store, genesis.dataset, run, "writer", SOFTWARE)
     census = Chain.begin(store, genesis.dataset, run, "census", SOFTWARE)
-    _write_run_record(store, writer, run, len(told.requests), dtype, readouts)
+    _write_run_record(store, writer, run, len(told.requests), dtype, readouts, sampled)
     if readouts is not None:
         part = _readout_table(told, genesis.hooks, readouts, sinks)
         commit_part(store, writer, "readouts", run, 0, part)
@@ -123,6 +125,8 @@ def make_dataset(
         commit_part(store, census, "spans", run, n, told.spans.slice(n * step, step))
     if roles:
         commit_part(store, census, "roles", run, 0, _role_table(told))
+    if sampled:
+        commit_part(store, census, "sampled", run, 0, _sampled_table(told, seed))
     if origins:
         commit_part(store, census, "origins", run, 0, _origin_table(told))
     writer.close("finished", _writer_totals(told))
@@ -164,6 +168,7 @@ def _write_run_record(
     n_records: int,
     dtype: DType | Mapping[str, DType],
     readouts: Readouts | None,
+    sampled: bool,
 ) -> None:
     fields = {
         name: ProvenanceField(value=None, origin="unknown", reason="a simulated run has none")
@@ -176,6 +181,8 @@ def _write_run_record(
     }
     if readouts is not None:
         observed["capture.readouts"] = readouts.as_field()
+    if sampled:
+        observed["capture.entropy"] = True
     for name, value in observed.items():
         fields[name] = ProvenanceField(value=value, origin="observed", reason=None)
     record = RunRecord(dataset=writer.dataset, run=run, started_ns=WALL_NS, fields=fields)
@@ -239,6 +246,31 @@ def _role_table(told: Schedule) -> pa.Table:
                 lines.append((one["request"], start, min(end, stop), role))
     names = tables.SCHEMAS["roles"].names
     return tables.build("roles", dict(zip(names, zip(*lines, strict=True), strict=True)))
+
+
+def _sampled_table(told: Schedule, seed: int) -> pa.Table:
+    """Return a line for each sampled token, the last of each request included."""
+    rows = told.rows.to_pylist()
+    token = {(row["request"], row["position"]): row["token_id"] for row in rows}
+    step = {(row["request"], row["position"] + 1): row["step"] for row in rows}
+    last = told.steps["step"].to_pylist()[-1]
+    keys = [
+        (one["request"], one["prompt_len"] + k)
+        for one in told.requests.to_pylist()
+        for k in range(one["generated_len"] or 0)
+    ]
+    rng = np.random.default_rng([seed, 5])
+    entropy = np.minimum(rng.gamma(1.2, 0.9, len(keys)), 8).astype(np.float32)
+    columns: dict[str, object] = {
+        "request": [request for request, _ in keys],
+        "position": [position for _, position in keys],
+        "step": [step.get(key, last) for key in keys],
+        "token_id": [token.get(key, 7) for key in keys],
+        "entropy": entropy,
+        "logprob": -rng.gamma(1.0, 1.0, len(keys)).astype(np.float32),
+        "margin": rng.gamma(1.0, 2.0, len(keys)).astype(np.float32),
+    }
+    return tables.build("sampled", columns)
 
 
 def _origin_table(told: Schedule) -> pa.Table:
