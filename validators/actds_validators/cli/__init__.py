@@ -1,4 +1,4 @@
-"""The commands ``actds validate``, ``audit``, ``check``, ``regimes``, ``stability`` and ``view``."""
+"""Commands: ``actds validate``, ``audit``, ``check``, ``regimes``, ``stability`` and ``view``."""
 
 SUMMARIES = {
     "audit": "Estimate what a dataset lost, and whether it matters.",

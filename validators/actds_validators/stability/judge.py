@@ -5,6 +5,7 @@ K seeds have 2^K outcomes: from six on a two-sided test can reach 5 %. Fewer des
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
@@ -49,7 +50,9 @@ def sign_test(n_below: int, n: int, *, two_sided: bool = True) -> float:
 def compare(
     pairs: Sequence[PairResult], reference: str, chance: float, limits: Limits
 ) -> list[Comparison]:
-    """Return every arm against both floors, one difference per seed; all tests are one family.
+    """Return every arm against both floors, one difference per seed.
+
+    The tests of all arms against one floor are a family.
 
     Against *other seed*: the reference at a seed and the arm at the next one, less the reference
     at both. Against *other order*: both arms of one start, less the reference in another order.
@@ -101,20 +104,28 @@ def _comparison(
 
 
 def _decided(found: Sequence[Comparison], chance: float, limits: Limits) -> list[Comparison]:
-    tests = [n for n, one in enumerate(found) if one.p is not None]
-    adjusted = benjamini_hochberg([found[n].p or 0.0 for n in tests])
     told = list(found)
-    for n, p in zip(tests, adjusted.tolist(), strict=True):
-        one = found[n]
-        outcome: Outcome = "undecided"
-        if one.of_floor <= chance + limits.limit:
-            pass
-        elif one.p_within is not None and one.p_within <= LEVEL:
-            outcome = "within the floor"
-        elif p <= limits.fdr and 2 * one.n_below > len(one.differences):
-            outcome = "beyond the floor"
-        told[n] = one.model_copy(update={"adjusted_p": p, "outcome": outcome})
+    for floor in get_args(Floor):
+        tests = [n for n, one in enumerate(found) if one.floor == floor and one.p is not None]
+        adjusted = benjamini_hochberg([found[n].p or 0.0 for n in tests])
+        for n, p in zip(tests, adjusted.tolist(), strict=True):
+            outcome = _outcome(found[n], p, chance, limits)
+            told[n] = found[n].model_copy(update={"adjusted_p": p, "outcome": outcome})
     return told
+
+
+def _outcome(one: Comparison, adjusted_p: float, chance: float, limits: Limits) -> Outcome:
+    if _is_chance(one, chance, limits):
+        return "undecided"
+    if one.p_within is not None and one.p_within <= LEVEL:
+        return "within the floor"
+    shown = adjusted_p <= limits.fdr and 2 * one.n_below > len(one.differences)
+    return "beyond the floor" if shown else "undecided"
+
+
+def _is_chance(one: Comparison, chance: float, limits: Limits) -> bool:
+    """Return whether a floor is as low as random directions lie: less alike there is nothing."""
+    return one.of_floor <= chance + limits.limit
 
 
 def verdicts(
@@ -123,7 +134,8 @@ def verdicts(
     """Return what is found on each arm, in words."""
     by = {(one.arm, one.floor): one for one in comparisons if one.measure == _TESTED}
     found = []
-    for arm in dict.fromkeys(one.arm for one in comparisons):
+    arms = list(dict.fromkeys(one.arm for one in comparisons))
+    for arm in arms:
         seed, order = by[arm, "other seed"], by[arm, "other order"]
         assert seed.outcome is not None and order.outcome is not None
         decided = seed.outcome != "undecided"
@@ -140,7 +152,11 @@ def verdicts(
                 outcome=seed.outcome,
                 against_order=order.outcome,
                 sentence=sentence,
-                short=[words for one in (seed, order) if (words := _short(one, chance, limits))],
+                short=[
+                    words
+                    for one in (seed, order)
+                    if (words := _short(one, len(arms), chance, limits))
+                ],
             )
         )
     return found
@@ -150,10 +166,10 @@ def _below(one: Comparison) -> str:
     return f"{one.n_below} of {counted(len(one.differences), 'seed')} below"
 
 
-def _short(one: Comparison, chance: float, limits: Limits) -> str:
+def _short(one: Comparison, n_arms: int, chance: float, limits: Limits) -> str:
     if one.outcome != "undecided":
         return ""
-    if one.of_floor <= chance + limits.limit:
+    if _is_chance(one, chance, limits):
         return (
             f"{one.floor}: the floor of {one.of_floor:.3f} is little above the {chance:.3f} of "
             "random directions: train longer (--epochs), or on more rows"
@@ -162,7 +178,9 @@ def _short(one: Comparison, chance: float, limits: Limits) -> str:
     if n < MIN_SEEDS:
         return f"{one.floor}: {n} seeds describe, they do not test; --seeds {MIN_SEEDS} at least"
     assert one.adjusted_p is not None
+    enough = 1 + math.ceil(math.log2(n_arms / limits.fdr))
+    more = f"{enough} seeds that all agree would show one; " if enough > n else ""
     return (
-        f"{one.floor}: no difference is shown (adjusted p {one.adjusted_p:.2g}), and not that it "
-        f"is above -{limits.limit:g}; more --seeds"
+        f"{one.floor}: no difference is shown (adjusted p {one.adjusted_p:.2g}), and none is ruled "
+        f"out up to {limits.limit:g}; {more}more --seeds"
     )

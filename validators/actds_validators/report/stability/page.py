@@ -246,7 +246,7 @@ def _how(result: Stability) -> Part:
         "Effective partners: in how many features of the other dictionary a feature is found "
         "again, by its squared positive correlations over held-out rows; two equal halves make 2.",
         "A sign test over K seeds has 2^K outcomes: fewer than 6 seeds describe, they do not test. "
-        "All tests are one family (Benjamini and Hochberg).",
+        "The tests of all arms against one floor are a family (Benjamini and Hochberg).",
         "A verdict is about this trainer, these settings, these requests and this model.",
     ]
     return Part("how", "How to read this", Sentence("What the numbers are, and what they are not."),
