@@ -18,9 +18,9 @@ import numpy.typing as npt
 from actds_writers.ipc.messages import HookSpec
 
 Way = Literal["none", "again", "packed", "naive"]
-"""``none``: the engine alone. ``again``: the same, once more, which shows what noise is. ``packed``:
-as ``actds write --probes`` runs them. ``naive``: a Python hook, with a product and a copy for each
-probe."""
+"""``none``: the engine alone. ``again``: the same, once more, which shows what noise is.
+``packed``: as ``actds write --probes`` runs them. ``naive``: a Python hook, with a product and a
+copy for each probe."""
 Clock = Literal["wall", "cpu"]
 ONE_PERCENT = 0.01
 LEVEL = 0.95
@@ -177,8 +177,8 @@ def fit(
 ) -> ProbeFit:
     """Return the line of least squares through the medians over the rounds.
 
-    Intervals are percentiles of lines through resampled rounds: a round has every arm, so what slows
-    the machine for a while slows all of them.
+    Intervals are percentiles of lines through resampled rounds: a round has every arm, so what
+    slows the machine for a while slows all of them.
 
     Args:
         timed: rounds that have ``none`` and every N of the way; others are left out.

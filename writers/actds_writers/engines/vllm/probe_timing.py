@@ -218,7 +218,7 @@ class _Bench:
             plugin.hand_to(self.core, self._sides.get(arm, (None, None)))
 
     def step_seconds(self, arm: Arm, batch: int, key: str) -> tuple[float, float]:
-        """Serve a batch of requests; return the medians of its decode steps, wall and CPU seconds."""
+        """Serve a batch of requests; return the medians of its decode steps: wall and CPU."""
         rng = random.Random(key)
         vocabulary = int(self.engine._engine.model_config.get_vocab_size())
         for i in range(batch):
