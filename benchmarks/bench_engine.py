@@ -9,8 +9,8 @@ only an eager engine calls.
 
 *Inside* is the share of the round that the engine's own thread spent in hooks, worker and scheduler
 calls of the capture, by the clock around each call: what two engines that differ by chance cannot
-hide. It does not see what other threads cost, and in a compiled engine not the ops either. *Of it
-entropy* is what of this is spent on the logits of sampled tokens.
+hide. It does not see what other threads cost, and in a compiled engine not the ops either.
+*Entropies* is the share of the CPU time of that thread that it spent on the logits of sampled tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,21 +67,21 @@ class Variant:
 
 
 class Inside:
-    """Seconds that the engine's thread spends in calls of the capture."""
+    """Seconds that the engine's thread spends in calls of the capture, by a clock."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds, self.clock = 0.0, clock
 
     def timed(self, call: Any, sign: int = 1) -> Any:
         """Return a call whose time is counted, or taken off with ``sign=-1``."""
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            began = self.clock()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.seconds += sign * (time.perf_counter() - began)
+                self.seconds += sign * (self.clock() - began)
 
         return wrapped
 
@@ -221,7 +222,7 @@ def serve(options: argparse.Namespace) -> None:
         arguments["gpu_memory_utilization"] = options.memory_share
     requests = prompts(options)
     memory = "/dev/shm" if variant.in_memory else None
-    inside, entropy = Inside(), Inside()
+    inside, entropy = Inside(), Inside(time.thread_time)
     entropy.watch_logits()
     inside.watch(hooks=not options.compiled)
     with tempfile.TemporaryDirectory(dir=memory) as folder:
@@ -229,7 +230,7 @@ def serve(options: argparse.Namespace) -> None:
         print("RESULT {}", flush=True)
         for _ in sys.stdin:
             engine._engine.reset_prefix_cache()
-            began, cpu = time.perf_counter(), time.process_time()
+            began, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
             writer = children_cpu(pipeline)
             inside.seconds = entropy.seconds = 0.0
             n_tokens = one_round(engine, requests, options.max_tokens)
@@ -239,7 +240,7 @@ def serve(options: argparse.Namespace) -> None:
                 "engine_cpu_s": time.process_time() - cpu,
                 "writer_cpu_s": children_cpu(pipeline) - writer,
                 "inside": inside.seconds / wall,
-                "entropy": entropy.seconds / wall,
+                "entropy": entropy.seconds / (time.thread_time() - own),
             }
             print(f"RESULT {json.dumps(found)}", flush=True)
         engine.shutdown()
@@ -379,7 +380,7 @@ def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespac
         "ratios are per round, with their range",
         "",
         "| capture | tokens/s | ratio to none | range | engine CPU ratio | writer CPU s | inside "
-        "| of it entropy |",
+        "| entropies |",
         "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
     for name, rounds in results.items():
