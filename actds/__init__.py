@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from actds_validators.validate.validation import validate as validate
     from actds_validators.view.api import view as view
     from actds_writers.harvest.plan import plan as plan
+    from actds_writers.harvest.probe_cost import probe_cost as probe_cost
     from actds_writers.harvest.recover import recover as recover
     from actds_writers.harvest.replay import replay as replay
     from actds_writers.harvest.run import write as write
@@ -60,6 +61,7 @@ _LAZY = {
     "mixing_report": "actds.load.mixing",
     "open": "actds.load.dataset",
     "plan": "actds_writers.harvest.plan",
+    "probe_cost": "actds_writers.harvest.probe_cost",
     "pull": "actds.hub.transfer",
     "push": "actds.hub.transfer",
     "recompress": "actds.recompression",

@@ -88,8 +88,8 @@ def stability(
         --hook resid_post.10 --html stability.html
       actds stability cached weighted=cached:weights=multiplicity uncached --out dictionaries
     """
-    from actds_validators.audit.api import need_extra
     from actds_validators.audit.outputs import refuse_outputs
+    from actds_validators.extras import need_extra
 
     need_extra(*(["jinja2"] if html else []))
     to_stdout = json_out is not None and str(json_out) == "-"

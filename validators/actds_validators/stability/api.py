@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from actds.errors import ActdsError
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
-from actds_validators.audit.api import need_extra
+from actds_validators.extras import need_extra
 from actds_validators.regimes.asking import MIXTURE_KEYS, parse_named
 from actds_validators.stability.fit import need_torch
 from actds_validators.stability.result import Limits, Stability

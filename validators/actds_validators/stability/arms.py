@@ -19,9 +19,9 @@ from actds.load.filters import need_known
 from actds.load.mixture import Side
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import Selection, select
-from actds_validators.audit.drift.rows import Requests
 from actds_validators.regimes.arms import APART
 from actds_validators.regimes.asking import ArmWords
+from actds_validators.regimes.requests import Requests
 from actds_validators.stability.order import copies, name_hash, row_keys
 from actds_validators.statistics.events import Bools, Floats, Ints
 

@@ -102,9 +102,9 @@ def _verdicts(result: Regimes) -> Part:
     ]  # fmt: skip
     head = ("contrast", "hook", "instrument", "verdict")
     lead = (
-        "An instrument shifts when a test finds a difference that is not shown to lie within its "
-        "limit, carries over when every difference is shown to lie within it, and else is "
-        "undecided."
+        "An instrument shifts when a test finds a difference that lies beyond its limit, carries "
+        "over when every difference is shown to lie within it, and else is undecided: also where "
+        "a difference is found of which it is open whether it lies beyond the limit."
     )
     table = Table("Every verdict with its number", head, rows, frozenset(range(4)), more, True)
     return Part("verdicts", "Verdicts", Sentence(lead), [table])
