@@ -222,6 +222,19 @@ def test_weights_of_an_expression_weigh_the_loss(sets: dict[str, Path]) -> None:
     assert arm.train[0].weight.tolist() == expected.tolist()
 
 
+def test_a_lossy_arm_takes_the_weights_that_an_audit_wrote(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "a", n_requests=60, hooks=(HOOK,), drops=True)
+    file = tmp_path / "weights.parquet"
+    actds.audit(path, weights=file)
+    (arm,) = opened(f"W={path}:weights={file},weights=multiplicity")
+    weights = actds.open(path).row_weights(file)
+    shards = actds.open(path).shards_of(HOOK)
+    by_shard = weights.of_shards([shard.name for shard in shards])
+    every = np.concatenate([by_shard[shard.name] for shard in shards])
+    assert arm.train[0].weight.tolist() == every[arm.train[0].row].tolist()
+    assert len(set(arm.train[0].weight.tolist())) > 1
+
+
 def test_nothing_that_one_arm_scores_is_trained_on_by_another(tmp_path: Path) -> None:
     common = {"n_requests": 60, "hooks": (HOOK,), "cache": False}
     one = make_dataset(tmp_path / "a", **common)
@@ -437,6 +450,12 @@ def test_written_dictionaries_are_read_again_with_what_they_have_not_seen(
     assert 0 < np.square(away).sum() < np.square(x - x.mean(axis=0)).sum() * 2
     with pytest.raises(ActdsError, match=r"E503.*there already"):
         stability(f"H={sets['A']}", limits=QUICK, out=out)
+    # It is scored on what it has not seen, and on nothing else.
+    pair, sae = (f"{sets['A']}:phase=decode", f"{sets['C']}:phase=decode"), [str(out / "H/seed-1")]
+    with pytest.raises(ActdsError, match=r"E015.*--held-out 0.25"):
+        actds.regimes(*pair, sae=sae)
+    scored = actds.regimes(*pair, sae=sae, held_out=0.25)
+    assert {one.instrument for one in scored.contrasts[0].verdicts} > {"dictionary"}
 
 
 # The command
