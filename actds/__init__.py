@@ -2,10 +2,10 @@
 
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
-``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.regimes``, ``actds.view``,
-``actds.seal``, ``actds.recover``, ``actds.export``, ``actds.push``, ``actds.doctor``.
-``actds.require`` opens a dataset only if it passes the gate. Each name is imported when it is first
-used; errors are those of ``actds.errors``.
+``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.regimes``, ``actds.stability``,
+``actds.view``, ``actds.seal``, ``actds.recover``, ``actds.export``, ``actds.push``,
+``actds.doctor``. ``actds.require`` opens a dataset only if it passes the gate. Each name is
+imported when it is first used; errors are those of ``actds.errors``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from actds_validators.check import check as check
     from actds_validators.gate.gate import require as require
     from actds_validators.regimes.api import regimes as regimes
+    from actds_validators.stability.api import stability as stability
     from actds_validators.validate.validation import validate as validate
     from actds_validators.view.api import view as view
     from actds_writers.harvest.plan import plan as plan
@@ -71,6 +72,7 @@ _LAZY = {
     "seal": "actds.sealing",
     "shuffle": "actds.shuffling",
     "sign": "actds.trust.signing",
+    "stability": "actds_validators.stability.api",
     "validate": "actds_validators.validate.validation",
     "verify": "actds.trust.signing",
     "view": "actds_validators.view.api",

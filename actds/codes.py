@@ -525,6 +525,14 @@ CODES: dict[str, Code] = {
         "Do not tell sampled from given tokens by it; replay the source again.",
         clause="6.3",
     ),
+    "E423": Code(
+        "accounting",
+        "sampled token differs",
+        "A line of the sampled tokens is of none that its request sampled, of one that has a line "
+        "already, of another token, or of values that no softmax has; or a sampled token has none.",
+        "Do not use entropies of the run; write it again with a conforming writer.",
+        clause="6.3",
+    ),
     "E501": Code(
         "writer",
         "rows differ from the schedule",

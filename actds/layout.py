@@ -59,8 +59,9 @@ def array_dir(hook: str) -> str:
     return f"acts.zarr/{hook}"
 
 
+_CENSUS = ("requests", "steps", "spans", "roles", "origins", "sampled")
 _TABLES = {
-    **dict.fromkeys(("requests", "steps", "spans", "roles", "origins"), ("census", "census")),
+    **dict.fromkeys(_CENSUS, ("census", "census")),
     **dict.fromkeys(("drops", "stalls", "occupancy"), ("losses", "writer")),
     "readouts": ("readouts", "writer"),
     "canary": ("canary", "tool"),

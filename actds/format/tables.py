@@ -25,6 +25,7 @@ TableName = Literal[
     "canary",
     "roles",
     "origins",
+    "sampled",
     "multiplicity",
 ]
 
@@ -212,6 +213,15 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("source_run", _S, "run of the source request"),
         _column("source_request", _U32, "request of that run"),
         _column("n_given", _U32, "positions from 0 that were given; the others were sampled"),
+    ],
+    "sampled": [
+        _REQUEST,
+        _column("position", _U32, "position that the token takes, P for the first"),
+        _column("step", _U64, "step that computed its logits"),
+        _column("token_id", _U32, "token that was sampled"),
+        _column("entropy", _F32, "of the softmax of the model's own logits, in nats"),
+        _column("logprob", _F32, "of the token under the same softmax, in nats"),
+        _column("margin", _F32, "largest logit minus the second largest"),
     ],
     "multiplicity": [
         _column("run", _S, "run of the request"),

@@ -37,8 +37,8 @@ _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B",
           "1B<n<10B", "10B<n<100B", "100B<n<1T", "n>1T")  # fmt: skip
-_PARTS = ("requests", "steps", "spans", "roles", "origins", "drops", "stalls", "occupancy",
-          "readouts", "canary")  # fmt: skip
+_PARTS = ("requests", "steps", "spans", "roles", "origins", "sampled", "drops", "stalls",
+          "occupancy", "readouts", "canary")  # fmt: skip
 _SUMMARY = (
     "model.name",
     "model.architecture",

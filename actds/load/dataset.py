@@ -327,6 +327,16 @@ class Dataset:
         """
         return self._table("origins", run)
 
+    def sampled(self, *, run: bool | None = None) -> pa.Table:
+        """Return entropy, log-probability and margin of sampled tokens, one line per token.
+
+        Of the model's own logits, in nats. ``position`` is the one that the token takes; the token
+        that a request sampled last has a line and no row. A run without ``--entropy`` has none.
+
+        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
+        """
+        return self._table("sampled", run)
+
     def drops(self, *, run: bool | None = None) -> pa.Table:
         """Return one line per range of rows that the writer dropped, with the reason.
 

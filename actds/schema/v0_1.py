@@ -120,6 +120,7 @@ PartTable = Literal[
     "spans",
     "roles",
     "origins",
+    "sampled",
     "drops",
     "stalls",
     "occupancy",

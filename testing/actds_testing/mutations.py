@@ -71,7 +71,7 @@ def mutate(root: Path, rng: random.Random) -> list[str]:
 
 def _pick_table(root: Path, rng: random.Random) -> Path:
     weight = {"spans": 8, "requests": 5, "steps": 5, "tokens": 6, "drops": 4, "roles": 3,
-              "origins": 3}  # fmt: skip
+              "origins": 3, "sampled": 3}  # fmt: skip
     paths = sorted(root.rglob("*.parquet"))
     weights = [weight.get(path.name.partition(".")[0].partition("-")[0], 1) for path in paths]
     return rng.choices(paths, weights)[0]

@@ -121,6 +121,11 @@ class HarvestSettings(Settings):
         description="Also store products with your probes: .npy or .safetensors, (n_probes, "
         "d_model) per hook",
     )
+    entropy: bool = Field(
+        default=False,
+        description="Store entropy, log-probability and margin of every sampled token, from the "
+        "logits that the engine computes anyway",
+    )
     check: bool = Field(
         default=True,
         description="Compare the rows of two short prompts with the model's own before the "
@@ -225,8 +230,13 @@ class ReplaySettings(HarvestSettings):
     )
     only: Literal["missing"] | None = Field(
         default=None,
-        description="missing: serve the requests of SOURCE that lack a row, and compare the rows "
-        "that both have",
+        description="missing: serve the requests of SOURCE that lack a row, say what they still "
+        "lack, and --compare",
+    )
+    compare: bool = Field(
+        default=False,
+        description="Compare the rows that SOURCE and OUT have of the same positions, and fail "
+        "where one belongs to another request",
     )
     max_requests: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -234,6 +244,11 @@ class ReplaySettings(HarvestSettings):
         json_schema_extra={"metavar": "N"},
     )
     resume: bool = Field(default=False, description="Resume OUT; skip finished requests")
+
+    @property
+    def compares(self) -> bool:
+        """Return whether the rows of source and replay are compared."""
+        return self.compare or self.only == "missing"
 
     def as_write(self, hooks: str) -> WriteSettings:
         """Return the settings of the harvest: one token is sampled, which is never fed."""

@@ -179,6 +179,19 @@ class EngineKind(ABC):
         """Return how many engines the options ask for, each with a share of the prompts."""
         return 1
 
+    def require_logits(self, options: EngineOptions) -> None:
+        """Raise unless the engine records entropies where the settings of its link ask for them.
+
+        Raises:
+            ActdsError: E012 an engine, or options, with which it does not.
+        """
+        raise ActdsError(
+            "E012",
+            "--entropy",
+            got=f"the engine {self.name}, which does not read its logits",
+            expected="an engine that does: vllm or transformers",
+        )
+
     def workers(self, options: EngineOptions) -> Workers:
         """Return the workers of one engine that capture, as far as the options say."""
         return Workers()

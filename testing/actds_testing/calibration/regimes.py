@@ -25,12 +25,12 @@ import pyarrow as pa
 from actds.load.dataset import Dataset
 from actds_testing.calibration.audit import read_records, wilson
 from actds_testing.places import ROOT
-from actds_validators.audit.drift.rows import Requests
 from actds_validators.regimes.arms import ArmRows
 from actds_validators.regimes.contrast import plan
 from actds_validators.regimes.instruments.moments import Moments
 from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.instruments.reconstruction import Reconstruction
+from actds_validators.regimes.requests import Requests
 from actds_validators.regimes.result import Limits, Value
 from actds_validators.regimes.run import Measured, conclude, measure
 from actds_validators.regimes.wording import verdicts

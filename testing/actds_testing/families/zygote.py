@@ -50,20 +50,31 @@ NAMED = re.compile(rf"\b({'|'.join(KINDS)})[.:](\d+)(?=[:,; ])")
 
 def harvest(family: Family, folder: Path, hooks: list[str]) -> None:
     """Run the command, in this process."""
-    know_class(folder / "model")
     shutil.rmtree(folder / "acts", ignore_errors=True)
     prompts = "".join(json.dumps({"id": k, "prompt": v}) + "\n" for k, v in PROMPTS.items())
     (folder / "prompts.jsonl").write_text(prompts)
+    _probe(folder / "absent.json", hooks)
+    _command(
+        family, folder, "write", str(folder / "acts"),
+        "--prompts", str(folder / "prompts.jsonl"), "--max-tokens", "6",
+        "--hooks", ";".join(hook.replace(".", ":") for hook in hooks),
+    )  # fmt: skip
+
+
+def replay(family: Family, folder: Path) -> None:
+    """Serve the same tokens again, one request at a time, in this process."""
+    _command(family, folder, "replay", str(folder / "acts"), str(folder / "again"), "--alone")
+
+
+def _command(family: Family, folder: Path, *words: str) -> None:
+    know_class(folder / "model")
     engine = {**ENGINE, **dict(option.split("=", 1) for option in family.engine)}
     sys.argv = [
-        "actds", "write", str(folder / "acts"), "--model", str(folder / "model"),
-        "--prompts", str(folder / "prompts.jsonl"), "--max-tokens", "6", "--no-readouts",
-        "--hooks", ";".join(hook.replace(".", ":") for hook in hooks),
+        "actds", *words, "--model", str(folder / "model"), "--no-readouts",
         *(word for item in engine.items() for word in ("--engine-arg", "=".join(item))),
     ]  # fmt: skip
     from actds.cli import main
 
-    _probe(folder / "absent.json", hooks)
     main()
 
 
@@ -105,8 +116,8 @@ def generate(family: Family, folder: Path) -> None:
     llm.generate(list(PROMPTS.values()), SamplingParams(temperature=0, max_tokens=6))
 
 
-def distances(family: Family, folder: Path) -> dict[str, Any]:
-    """Return how far the stored rows are from a plain forward of transformers."""
+def distances(family: Family, folder: Path, name: str = "acts") -> dict[str, Any]:
+    """Return how far the stored rows of a dataset are from a plain forward of transformers."""
     import numpy as np
 
     import actds
@@ -114,28 +125,28 @@ def distances(family: Family, folder: Path) -> dict[str, Any]:
     from actds_testing import tiny
     from actds_validators.validate.validation import validate
 
-    report = validate(folder / "acts", "deep")
+    report = validate(folder / name, "deep")
     assert not report.errors, f"the dataset is not valid: {report.errors[0]}"
-    dataset = actds.open(folder / "acts")
-    hooks = {name: h.rows_of(dataset, name) for name in dataset.hooks}
+    dataset = actds.open(folder / name)
+    hooks = {hook: h.rows_of(dataset, hook) for hook in dataset.hooks}
     rows = next(iter(hooks.values()))
     tokens = {
-        name: dict(enumerate(tiny.byte_tokenizer()(text)["input_ids"]))
-        for name, text in PROMPTS.items()
+        key: dict(enumerate(tiny.byte_tokenizer()(text)["input_ids"]))
+        for key, text in PROMPTS.items()
     }
     names = h.external_ids(dataset)
     for shard in dataset.shards:
         for row in shard.tokens(["request", "position", "token_id"]).to_pylist():
-            name = names[shard.manifest.run, row["request"]]
-            known = tokens[name].setdefault(row["position"], row["token_id"])
-            assert known == row["token_id"], f"another token at {name}:{row['position']}"
+            key = names[shard.manifest.run, row["request"]]
+            known = tokens[key].setdefault(row["position"], row["token_id"])
+            assert known == row["token_id"], f"another token at {key}:{row['position']}"
     want = reference(family, folder / "model", {
-        name: [ids[i] for i in range(len(ids))] for name, ids in tokens.items()
+        key: [ids[i] for i in range(len(ids))] for key, ids in tokens.items()
     })  # fmt: skip
     worst, mean = {}, {}
     for hook, found in hooks.items():
         got = np.stack(list(found.values()))
-        wanted = np.stack([want[name][hook][position] for name, position in found])
+        wanted = np.stack([want[key][hook][position] for key, position in found])
         apart = h.relative_l2(got, wanted)
         mean[hook], worst[hook] = float(apart.mean()), float(apart.max())
     table = dataset.requests(run=True)
@@ -220,7 +231,8 @@ def run_family(family: Family, folder: Path) -> dict[str, Any]:
             return {**found, "outcome": "failed", "reason": words(error),
                     "log": traceback.format_exc()[-2000:]}  # fmt: skip
         right = figures.pop("right")
-        return {**found, "outcome": "right" if right else "wrong", **figures}
+        found |= {"outcome": "right" if right else "wrong", **figures}
+        return {**found, "replay": again(family, folder)}
     if named and named[-1][0] != "E504":
         reason = f"hook {stream[0]}: {odd[stream[0]][6:]}" if stream else plain(named[-1][1])
         return {**found, "outcome": "refused", "code": named[-1][0], "reason": reason}
@@ -229,6 +241,22 @@ def run_family(family: Family, folder: Path) -> dict[str, Any]:
         reason = plain(named[-1][1]) if named else "no error with a code"
         return {**found, "outcome": "failed", "reason": reason, "log": log[-2000:]}
     return {**found, "outcome": "not started", "reason": f"vLLM: {last_error(log)}"}
+
+
+def again(family: Family, folder: Path) -> dict[str, Any]:
+    """Return the outcome of a replay: right, wrong or failed, and every row's largest distance."""
+    code, log = forked(functools.partial(replay, family, folder), folder / "replay.log")
+    if code:
+        return {"outcome": "failed", "reason": plain(log[-300:])}
+    try:
+        figures = distances(family, folder, "again")
+    except Exception as error:
+        return {"outcome": "failed", "reason": words(error)}
+    return {
+        "outcome": "right" if figures["right"] else "wrong",
+        "largest_l2": max(figures["relative_l2"].values()),
+        "n_rows": figures["n_rows"],
+    }
 
 
 def _refused(error: tuple[str, str]) -> dict[str, str]:

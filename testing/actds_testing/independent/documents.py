@@ -86,6 +86,7 @@ TABLES = [
     "spans",
     "roles",
     "origins",
+    "sampled",
     "drops",
     "stalls",
     "occupancy",

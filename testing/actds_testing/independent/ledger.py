@@ -27,6 +27,7 @@ PLACES = {  # 2, 8.2: folder of a table, and the kind of chain that commits it
     "spans": ("census", "census"),
     "roles": ("census", "census"),
     "origins": ("census", "census"),
+    "sampled": ("census", "census"),
     "drops": ("losses", "writer"),
     "stalls": ("losses", "writer"),
     "occupancy": ("losses", "writer"),

@@ -106,6 +106,7 @@ class CovariateDef:
         columns: that ``values`` reads, of ``steps``, ``requests`` or ``readouts``.
         bins: whose loss rates are told; only of a request or a token, two of a share.
         needs_ids: whether a lost token has it only where its id is known.
+        needs_entropy: whether only runs with the table ``sampled`` have it.
         size: field of `Widths` that says how many numbers a readout has; empty for one.
         is_load: whether it is a moving average of the load: takes part in the tests of events and
             of trends.
@@ -120,6 +121,7 @@ class CovariateDef:
     columns: tuple[str, ...] = ()
     bins: Bins | None = None
     needs_ids: bool = False
+    needs_entropy: bool = False
     size: str = ""
     is_load: bool = False
     sides: tuple[str, str] = (
@@ -222,14 +224,21 @@ def defined(*sources: Source) -> tuple[CovariateDef, ...]:
     return tuple(one for one in COVARIATES.values() if one.source in sources)
 
 
-def content(prompt_sources: Sequence[str], *, has_ids: bool) -> tuple[CovariateDef, ...]:
+def content(
+    prompt_sources: Sequence[str], *, has_ids: bool, has_entropy: bool = False
+) -> tuple[CovariateDef, ...]:
     """Return the content covariates.
 
     Args:
         prompt_sources: that get a covariate each.
         has_ids: whether the ids of lost tokens are known.
+        has_entropy: whether the entropy after some tokens is known.
     """
-    found = [one for one in defined("request", "token") if has_ids or not one.needs_ids]
+    found = [
+        one
+        for one in defined("request", "token")
+        if (has_ids or not one.needs_ids) and (has_entropy or not one.needs_entropy)
+    ]
     return (*found, *(from_source(word) for word in prompt_sources))
 
 
@@ -349,6 +358,15 @@ _ALL = (
         lambda rows: rows.rarity,
         bins=_BITS,
         needs_ids=True,
+    ),
+    CovariateDef(
+        "entropy",
+        "entropy over the next token",
+        "bits",
+        "token",
+        lambda rows: rows.entropy,
+        bins=_BITS,
+        needs_entropy=True,
     ),
     CovariateDef(
         "norm",

@@ -47,6 +47,7 @@ RUN_TABLES: tuple[TableName, ...] = (
     "stalls",
     "occupancy",
     "readouts",
+    "sampled",
 )
 Read = Callable[[Callable[["Part"], Any], Sequence["Part"]], Iterator[Any]]
 """How a function is called with every part: `map`, or that of an executor."""

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from actds.accounting.multiplicity import Servings
 from actds.format.positions import Index
+from actds.format.sampled import Sampled
 from actds.format.tables import FLAG_SPECIAL
 from actds_validators.audit.census import RunSteps, Series
 from actds_validators.audit.covariates import (
@@ -120,6 +121,7 @@ class Lookup:
             without ids.
         servings: of the prefix cache.
         labels: token classes that somebody gave, if any.
+        sampled: entropies of what the model sampled, if the run says them.
         n_ticks: length of the series.
         n_blocks: blocks of the jackknife.
     """
@@ -146,8 +148,17 @@ class Lookup:
     lost_ids: Ints
     servings: Servings
     labels: Labels | None
+    sampled: Sampled | None
     n_ticks: int
     n_blocks: int
+
+    def entropy_after(self, request: Ints, position: Ints) -> Floats:
+        """Return the entropy over the token after some positions, in bits; NaN unknown."""
+        if self.sampled is None:
+            return np.full(len(request), np.nan)
+        nats = self.sampled.after("entropy", self.requests.numbers(request), position)
+        found: Floats = nats.to_numpy(zero_copy_only=False).astype(np.float64) / np.log(2)
+        return found
 
     @cached_property
     def n_slots(self) -> int:
@@ -188,6 +199,11 @@ class Rows:
         """Return the surprise of each token, NaN unknown."""
         return self.lookup.vocabulary.rarity(self.token)
 
+    @cached_property
+    def entropy(self) -> Floats:
+        """Return the entropy over the token after each, in bits; NaN where none was sampled."""
+        return self.lookup.entropy_after(self.request, self.position)
+
     def take(self, some: npt.NDArray[Any]) -> Rows:
         """Return some of the rows."""
         arrays = self.step, self.request, self.position, self.token
@@ -208,16 +224,29 @@ class CellEdges:
         load: inner edges of the load, rising.
         complexity: ``rarity`` or, where lost tokens have no ids, ``position``.
         edges: inner edges of the complexity.
+        entropy: inner edges of the entropy over the next token, which comes before the
+            complexity where it is known; none without.
     """
 
     load: tuple[float, ...]
     complexity: str
     edges: tuple[float, ...]
+    entropy: tuple[float, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
         """Return the number of loads and of complexities; the last is that of unknown tokens."""
-        return len(self.load) + 1, len(self.edges) + 1 + self.has_unknown
+        return len(self.load) + 1, self.n_entropies + len(self.edges) + 1 + self.has_unknown
+
+    @property
+    def n_entropies(self) -> int:
+        """Return the number of ranges of the entropy; they are the first complexities."""
+        return len(self.entropy) + 1 if self.entropy else 0
+
+    @property
+    def words(self) -> str:
+        """Return what cuts the other way, in words."""
+        return f"entropy, else {self.complexity}" if self.entropy else self.complexity
 
     @property
     def has_unknown(self) -> bool:
@@ -229,12 +258,13 @@ class CellEdges:
         """Return the number of cells."""
         return self.shape[0] * self.shape[1]
 
-    def of(self, lookup: Lookup, step: Ints, position: Ints, token: Ints) -> Ints:
+    def of(self, lookup: Lookup, step: Ints, request: Ints, position: Ints, token: Ints) -> Ints:
         """Return the cell of each row, ``load * n_complexities + complexity``.
 
         Args:
             lookup: of the run.
             step: places of the steps.
+            request: places of the requests; used where there are entropies.
             position: positions; used where the complexity is the position.
             token: places of the token ids; used where it is the rarity.
         """
@@ -247,6 +277,10 @@ class CellEdges:
         other = np.searchsorted(np.array(self.edges), value, side="right")
         if self.has_unknown:
             other = np.where(np.isnan(value), len(self.edges) + 1, other)
+        if self.entropy:
+            bits = lookup.entropy_after(request, position)
+            known = np.searchsorted(np.array(self.entropy), bits, side="right")
+            other = np.where(np.isnan(bits), self.n_entropies + other, known)
         found: Ints = load * self.shape[1] + other
         return found
 
@@ -310,9 +344,16 @@ def make_lookup(
         recomputed=rows.recomputed,
         servings=_servings(source),
         labels=labels,
+        sampled=_sampled(source),
         n_ticks=series.n_ticks,
         n_blocks=series.blocks.n_blocks,
     )
+
+
+def _sampled(source: RunSource) -> Sampled | None:
+    if not source.n_rows("sampled"):
+        return None
+    return Sampled(source.table("sampled", ["request", "position", "entropy"]))
 
 
 def thinning(runs: list[RunSteps], n_covariates: int) -> int:
@@ -448,6 +489,11 @@ class _IdCounts:
 def knows_ids(sources: list[RunSource]) -> bool:
     """Return whether the ids of every computed token are known, those of lost ones as well."""
     return all(s.hooks or not s.n_rows("drops") for s in sources)
+
+
+def knows_entropy(sources: list[RunSource]) -> bool:
+    """Return whether a run says the model's entropy over what it sampled."""
+    return any(source.n_rows("sampled") for source in sources)
 
 
 def read_vocabulary(

@@ -183,7 +183,12 @@ def bound(loss_share: float) -> Bound:
 
 
 def missingness(
-    found: list[Difference], loss_share: float, *, has_values: bool, has_ids: bool
+    found: list[Difference],
+    loss_share: float,
+    *,
+    has_values: bool,
+    has_ids: bool,
+    has_entropy: bool,
 ) -> Missingness:
     """Return the section: differences, the bound, and which questions could be asked."""
     asked = [
@@ -201,9 +206,11 @@ def missingness(
         asked.append(values)
     else:
         not_asked.append(f"{values}: the run has no readouts of lost rows")
-    not_asked.append(
-        "whether losses depend on the model's entropy over the next token: no table records it"
-    )
+    entropy = "whether losses depend on the model's entropy over the next token"
+    if has_entropy:
+        asked.append(entropy)
+    else:
+        not_asked.append(f"{entropy}: the run was not harvested with --entropy")
     return Missingness(
         differences=found, bound=bound(loss_share), could_ask=asked, could_not_ask=not_asked
     )

@@ -119,7 +119,7 @@ class RowPass:
 
     def _add(self, sums: Sums, rows: Rows, cells: CellEdges, lost: int) -> None:
         lookup, (n_blocks, n_cells) = self.lookup, sums.cell_n.shape[1:]
-        cell = cells.of(lookup, rows.step, rows.position, rows.token)
+        cell = cells.of(lookup, rows.step, rows.request, rows.position, rows.token)
         block = lookup.block[rows.step]
         at = block * n_cells + cell
         sums.cell_n[lost] += np.bincount(at, minlength=n_blocks * n_cells).reshape(n_blocks, -1)
@@ -152,7 +152,7 @@ class RowPass:
             at = np.flatnonzero(kept & lookup.lossy[rows.step])
             some = rows.take(at)
             lost[at] = lookup.losses.find(some.step, some.request, some.position) >= 0
-            cell = self.cells.of(lookup, rows.step, rows.position, rows.token)
+            cell = self.cells.of(lookup, rows.step, rows.request, rows.position, rows.token)
             cell += lookup.block[rows.step] * n_cells
             for number, hook in enumerate(self.hooks):
                 mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))

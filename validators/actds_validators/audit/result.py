@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from actds_validators.sections import Section, Share
 
 BOUND = "worst-case bias of any mean"
 """Name of the number that holds for any losses: above its limit the tests decide."""
@@ -22,18 +24,6 @@ Group = Literal["system", "content", "values"]
 Level = Literal["PASS", "WARN", "FAIL", "INCONCLUSIVE"]
 Must = Literal["at most", "below", "at least", "above"]
 """On which side of its limit a number has to lie."""
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """A part of the result: frozen, finite numbers only, no unknown fields."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        json_schema_serialization_defaults_required=True,
-    )
 
 
 class Estimate(Section):

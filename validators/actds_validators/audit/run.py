@@ -44,6 +44,7 @@ from actds_validators.audit.lookup import (
     CellEdges,
     Lookup,
     Vocabulary,
+    knows_entropy,
     knows_ids,
     make_lookup,
     prompt_sources,
@@ -247,11 +248,13 @@ def audit_sources(
     series = make_series(steps, limits.n_blocks)
     if series is None:
         return Sections(account)
-    has_ids = knows_ids(sources)
-    edges = cell_edges(series, has_ids=has_ids) if series.lost.any() else None
+    has_ids, has_entropy = knows_ids(sources), knows_entropy(sources)
+    edges = (
+        cell_edges(series, has_ids=has_ids, has_entropy=has_entropy) if series.lost.any() else None
+    )
     passed = pass_over(
         sources, steps, series, edges, on, labels, progress, limits,
-        has_ids=has_ids,
+        has_ids=has_ids, has_entropy=has_entropy,
     )  # fmt: skip
     own = [source for source in sources if source.run in series.runs]
     seen = coverage(passed.covered, named)
@@ -274,7 +277,11 @@ def audit_sources(
     progress("tests")
     tests = family(everything, series, _within(passed, series), trends, limits)
     missing = missingness(
-        differing, account.loss_share, has_values=passed.scale is not None, has_ids=has_ids
+        differing,
+        account.loss_share,
+        has_values=passed.scale is not None,
+        has_ids=has_ids,
+        has_entropy=has_entropy,
     )
     return replace(
         found,
@@ -357,6 +364,7 @@ def pass_over(
     limits: Limits | None = None,
     *,
     has_ids: bool,
+    has_entropy: bool = False,
 ) -> Passed:
     """Read the rows of all runs: the token ids first, for rarity is known when all are counted.
 
@@ -370,6 +378,7 @@ def pass_over(
         progress: told what is being done.
         limits: of the strata.
         has_ids: of `knows_ids`.
+        has_entropy: of `knows_entropy`.
     """
     runs = [
         (source, own, read_rows(source, own))
@@ -383,7 +392,9 @@ def pass_over(
     found = Passed(
         {},
         CoverageCounts(class_words(labels) if labels is not None else ()),
-        content(prompt_sources(own_sources)[:MAX_SOURCES], has_ids=has_ids),
+        content(
+            prompt_sources(own_sources)[:MAX_SOURCES], has_ids=has_ids, has_entropy=has_entropy
+        ),
         _hooks(own_sources),
         _widths(own_sources),
     )

@@ -49,6 +49,8 @@ from actds_validators.statistics.strata import (
 N_LOADS = 10
 RARITY_EDGES = (4.0, 6.0, 8.0, 10.0, 12.0)
 POSITION_EDGES = (16.0, 64.0, 256.0, 1024.0)
+ENTROPY_EDGES = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
+"""Bits."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,14 @@ class Cells:
     weights: Floats | None = None
 
 
-def cell_edges(series: Series, *, has_ids: bool) -> CellEdges:
+def cell_edges(series: Series, *, has_ids: bool, has_entropy: bool = False) -> CellEdges:
     """Return the edges of a series' cells: deciles of the load over tokens."""
     order = np.argsort(series.load, kind="stable")
     reached = np.cumsum(series.computed[order]) / series.computed.sum()
     at = np.searchsorted(reached, np.arange(1, N_LOADS) / N_LOADS)
     load = tuple(float(e) for e in np.unique(series.load[order][at].astype(np.float32)))
     name, inner = ("rarity", RARITY_EDGES) if has_ids else ("position", POSITION_EDGES)
-    return CellEdges(load, name, inner)
+    return CellEdges(load, name, inner, ENTROPY_EDGES if has_entropy else ())
 
 
 def counted_cells(edges: CellEdges, series: Series, n: Floats) -> Cells:
@@ -95,12 +97,13 @@ def _counted(edges: CellEdges, load_max: float, n: Floats) -> Cells:
     """
     stored, lost = (side.reshape(edges.shape).copy() for side in n)
     if edges.has_unknown and lost[:, -1].any():
-        known = lost[:, :-1].sum(axis=1, keepdims=True)
-        like = np.where(known > 0, lost[:, :-1], stored[:, :-1])
+        ids = slice(edges.n_entropies, -1)
+        known = lost[:, ids].sum(axis=1, keepdims=True)
+        like = np.where(known > 0, lost[:, ids], stored[:, ids])
         total = like.sum(axis=1, keepdims=True)
         share = np.divide(like, total, out=np.zeros_like(like), where=total > 0)
         spread = share * lost[:, -1:]
-        lost[:, :-1] += spread
+        lost[:, ids] += spread
         lost[:, -1] -= spread.sum(axis=1)
         lost[np.abs(lost) < 1e-9] = 0
     return Cells(edges, load_max, stored + lost, lost)
@@ -232,7 +235,7 @@ def weighting(
         n_rows=round(stored.sum()),
         effective_rows=effective_rows(cells.weights.reshape(-1), stored.reshape(-1)),
         largest=float(cells.weights.max()),
-        complexity=cells.edges.complexity,
+        complexity=cells.edges.words,
         cells=listed,
         balance=_balance(differences),
         worse=_worse(differences, negligible),
@@ -279,7 +282,11 @@ def _balance(differences: Sequence[Difference]) -> list[Balance]:
 
 def _label(cells: Cells, j: int) -> str:
     name, edges = cells.edges.complexity, cells.edges.edges
-    unit = "bits" if name == "rarity" else "tokens"
+    if (place := j - cells.edges.n_entropies) < 0:
+        name, edges = "entropy", cells.edges.entropy
+    else:
+        j = place
+    unit = "tokens" if name == "position" else "bits"
     if j > len(edges):
         return f"{name} unknown"
     low = edges[j - 1] if j else 0
@@ -382,7 +389,7 @@ def _weights(
     if cells is None or cells.weights is None:
         return np.ones(n_rows, np.float32)
     tokens = pa.concat_tables(
-        [shard.tokens(["step", "position", "token_id"]) for shard in shards]
+        [shard.tokens(["step", "request", "position", "token_id"]) for shard in shards]
     ).combine_chunks()
     numbers = {name: tokens[name].to_numpy().astype(np.int64) for name in tokens.column_names}
     step = lookup.steps.of(numbers["step"]) if lookup else np.full(n_rows, -1, np.int64)
@@ -394,7 +401,8 @@ def _weights(
             expected="every row",
         )
     token = lookup.vocabulary.places(numbers["token_id"])
-    cell = cells.edges.of(lookup, step, numbers["position"], token)
+    request = lookup.requests.of(numbers["request"])
+    cell = cells.edges.of(lookup, step, request, numbers["position"], token)
     return cells.weights.reshape(-1)[cell].astype(np.float32)
 
 

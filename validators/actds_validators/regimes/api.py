@@ -15,10 +15,10 @@ from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.selection import RowValues
 from actds.load.where import parse_expression
-from actds_validators.audit.api import need_extra
 from actds_validators.dictionaries import load_dictionary
 from actds_validators.dictionaries.places import same_place
 from actds_validators.dictionaries.refusal import refused
+from actds_validators.extras import need_extra
 from actds_validators.regimes.arms import Arm
 from actds_validators.regimes.asking import parse_arms, parse_contrasts
 from actds_validators.regimes.probe_file import ProbeFile, read_probes

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from actds_validators.audit.result import Section, Share
+from actds_validators.sections import Section, Share
 
 __all__ = [
     "About",

@@ -26,7 +26,7 @@ from actds.schema import PartBody, Seal, ShardManifest
 
 MIN_STEPS_TO_JUDGE_ORDER = 16
 """A random order of so many steps is sorted by chance less than once in 10**13 shards."""
-_READ_ALONE: tuple[tables.TableName, ...] = ("stalls", "occupancy", "roles", "origins")
+_READ_ALONE: tuple[tables.TableName, ...] = ("stalls", "occupancy", "roles", "origins", "sampled")
 """Tables that the account does not need; that they can be read is checked all the same."""
 CANARY_VERDICTS = ("same", "diverged", "foreign")
 CANARY_COLUMNS = ["request", "position", "hook", "verdict"]

@@ -132,6 +132,8 @@ def harvest(
                 got=f"{engine.n_samples} samples of each prompt",
                 expected="one: a replay must know which of them it compares with",
             )
+    if settings.entropy:
+        kind.require_logits(engine)
     _check_out(settings)
     _check_metrics(settings)
     plan = make_plan(settings, engine, n_replicas, served_by)
@@ -255,7 +257,7 @@ def _result(
     )
     observer.ended(result)
     for ended in runs:
-        wrong = ended.outcome.error(str(ended.run)) if ended.outcome is not None else None
+        wrong = ended.outcome.error("canary") if ended.outcome is not None else None
         if wrong or ended.replay_failure:
             raise wrong or ended.replay_failure  # type: ignore[misc]
     return result

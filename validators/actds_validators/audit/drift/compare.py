@@ -39,13 +39,13 @@ from actds_validators.audit.drift.rows import (
     Column,
     Found,
     Prefixes,
-    Requests,
     Selection,
     distinct,
     pair,
     repeats,
 )
 from actds_validators.audit.result import Audit, Drift, DriftMeasure, Limits, OtherDataset
+from actds_validators.regimes.requests import Requests, match
 from actds_validators.statistics.events import Ints
 from actds_validators.statistics.samples import cosine_distance, relative_l2
 
@@ -328,16 +328,16 @@ def _sides(first: Selection, second: Selection, limits: Limits, rows: int) -> li
                     expected="rows",
                 )
         if one is other and first.column != "run":
-            match = np.arange(len(requests[0]))
+            matched = np.arange(len(requests[0]))
         else:
-            match = select.match(*requests, (counts[0] > 0, counts[1] > 0))
+            matched = match(*requests, (counts[0] > 0, counts[1] > 0))
         told = _Sides(
             (first, second),
             shards,
             requests,
             hooks,
             np.zeros((2, len(requests[0]) + len(requests[1])), np.int64),
-            match,
+            matched,
             min(rows, max(1, _MAX_VALUES // max(one.hooks[hook].d_model for hook in hooks))),
             limits,
         )

@@ -170,6 +170,35 @@ def refuse_options(options: Mapping[str, object]) -> None:
             )
 
 
+_DRAFTED = "an accepted draft is of the logits of another row than its own"
+UNREAD: Mapping[str, str] = {
+    "speculative_config": _DRAFTED,
+    "spec_method": _DRAFTED,
+    "pipeline_parallel_size": "the stage that samples may have no hook, and then does not capture",
+}
+"""Options with which no entropy is recorded, and why."""
+
+
+def refuse_unread(options: Mapping[str, object], place: str) -> None:
+    """Raise for a configuration whose sampled tokens cannot be followed to their logits.
+
+    Args:
+        options: engine arguments by name; of a ``speculative_config`` its method is enough.
+        place: what the error names before the option.
+
+    Raises:
+        ActdsError: E012 with the option and the reason.
+    """
+    for key, reason in UNREAD.items():
+        if options.get(key) not in (None, 1):
+            raise ActdsError(
+                "E012",
+                f"{place} {key}",
+                got=f"{str(options[key])[:80]} with entropy: {reason}",
+                expected="no such option, or no --entropy",
+            )
+
+
 def argument_names() -> frozenset[str]:
     """Return the argument names of the installed vLLM, importing it; raises E011 without it."""
     try:
@@ -467,6 +496,11 @@ class Vllm(EngineKind):
         assert isinstance(options, VllmOptions)
         devices = _devices(options.arguments(), number)
         return options.model_copy(update={"data_parallel_size": 1, **devices})
+
+    def require_logits(self, options: EngineOptions) -> None:
+        """Refuse drafts and pipeline stages; raises as ``EngineKind.require_logits``."""
+        assert isinstance(options, VllmOptions)
+        refuse_unread(options.arguments(), OPTION)
 
     def alone(self, options: EngineOptions) -> EngineOptions:
         """Return the options of the same engine, one request at a time, with no KV but its own."""

@@ -223,6 +223,7 @@ def _wrap_worker() -> None:
             if captures(self, loaded_model(self.model_runner), _link):
                 self._actds = WorkerCapture(self, _link)
                 _closers.append(self._actds.close)
+                self._actds.watch_logits(functools.partial(_guarded, self))
             _watch_set_up(self, check=_link.settings.check)
         return result
 
@@ -279,6 +280,8 @@ def _watch_set_up(worker: Any, *, check: bool) -> None:
 
 def _guarded(worker: Any, call: Callable[..., None], *args: Any) -> None:
     """Call the worker side; if it fails in a live engine, the engine continues without capture."""
+    if worker._actds is None:
+        return
     try:
         call(*args)
     except Exception as error:
@@ -371,7 +374,14 @@ def _scheduler_side(scheduler: Any, link: Link) -> Any:
     block_size = int(getattr(scheduler, "hash_block_size", None) or scheduler.block_size)
     n_blocks = int(scheduler.kv_cache_config.num_blocks)
     rules = _live.rules if _live else None
-    side = VllmSchedulerSide(census, block_size, n_blocks, rules, adapters=not link.live)
+    side = VllmSchedulerSide(
+        census,
+        block_size,
+        n_blocks,
+        rules,
+        adapters=not link.live,
+        entropy=link.settings.entropy,
+    )
     if scheduler.connector is not None:
         side.follow(scheduler.connector)
     _closers.append(side.close)
