@@ -40,6 +40,7 @@ _COLUMNS = (
     "role",
 )
 KERNEL_MODES = ("eager", "compiled", "cudagraph")
+_MAX_REPEATS = 4096
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class ArmRows:
         n_apart: rows left out, by filter.
         n_repeats: rows left out because an earlier one has the same prefix.
         n_decode: rows that decode steps computed; None where the phase of one is not known.
+        repeats: numbers of rows ``(n,)``, and of others with the same prefix that were left out:
+            some tokens that the arm computed twice.
     """
 
     row: Ints
@@ -110,6 +113,9 @@ class ArmRows:
     n_apart: dict[str, int] = field(default_factory=dict)
     n_repeats: int = 0
     n_decode: int | None = None
+    repeats: tuple[Ints, Ints] = field(
+        default_factory=lambda: (np.empty(0, np.int64), np.empty(0, np.int64))
+    )
 
     def __len__(self) -> int:
         return len(self.row)
@@ -196,6 +202,7 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         n_apart=dict(chosen.excluded),
         n_repeats=int((~once).sum()),
         n_decode=_n_decode(phase[kept]),
+        repeats=_repeats(row, known, once),
     )
 
 
@@ -264,6 +271,16 @@ def _once(prefix: Keys, request: Ints) -> Bools:
     known = known[np.lexsort((request[known], prefix[known]))]
     kept[known[np.unique(prefix[known], return_index=True)[1]]] = True
     return kept
+
+
+def _repeats(row: Ints, prefix: Keys, once: Bools) -> tuple[Ints, Ints]:
+    """Return numbers of rows that count for their prefix, and of one other row of the same."""
+    first = np.flatnonzero(once & (prefix != 0))
+    first = first[np.argsort(prefix[first])]
+    other = np.flatnonzero(~once)
+    other = other[np.unique(prefix[other], return_index=True)[1]]
+    other = other[:: len(other) // _MAX_REPEATS + 1]
+    return row[first[np.searchsorted(prefix[first], prefix[other])]], row[other]
 
 
 def _whole(column: pa.Array, name: str) -> Ints:

@@ -30,7 +30,17 @@ from actds_validators.regimes.strata import (
 )
 from actds_validators.statistics.events import Bools, Floats, Ints
 
-__all__ = ["MAX_GROUPS", "Contrast", "Layer", "Pairing", "Side", "contrast", "plan"]
+__all__ = [
+    "MAX_GROUPS",
+    "Contrast",
+    "Layer",
+    "Pairing",
+    "Side",
+    "contrast",
+    "groups_of",
+    "pairings",
+    "plan",
+]
 
 Pairing = Literal["token", "position", "unpaired"]
 MAX_GROUPS = 32
@@ -181,8 +191,8 @@ def plan(
         ActdsError: E014 no pair of the kind that was asked for.
     """
     matched = _matched(first, second, same_dataset)
-    by_token = _pairs_by_token(first, second)
     by_position = _pairs_by_position(first, second, matched, same_dataset)
+    by_token = _pairs_by_token(first, second, by_position)
     chosen = pairing or _chosen(first, second, by_token, by_position)
     pairs = {"token": by_token, "position": by_position}.get(chosen, _NO_PAIRS)
     if chosen != "unpaired" and not len(pairs[0]):
@@ -197,6 +207,27 @@ def plan(
     if chosen == "unpaired":
         return _unpaired(first, second, strata, clusters, adjust, seed)
     return _paired(chosen, first, second, strata, clusters, pairs, seed)
+
+
+def pairings(first: ArmRows, second: ArmRows, *, same_dataset: bool = False) -> list[Pairing]:
+    """Return how rows can be paired, the closest way first; ``unpaired`` is always among them.
+
+    By request and position only where enough requests have other tokens there: equal ones behind
+    equal prefixes are pairs by token.
+
+    Args:
+        first: rows of the reference.
+        second: rows of the other arm.
+        same_dataset: whether both number the same requests.
+    """
+    matched = _matched(first, second, same_dataset)
+    by_position = _pairs_by_position(first, second, matched, same_dataset)
+    by_token = _pairs_by_token(first, second, by_position)
+    found: list[Pairing] = ["token"] if len(by_token[0]) else []
+    unlike = by_position[0][~_alike(first, second, by_position)]
+    if len(np.unique(first.request[unlike])) >= MIN_REQUESTS:
+        found.append("position")
+    return [*found, "unpaired"]
 
 
 _NO_PAIRS: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
@@ -240,8 +271,16 @@ def _matched(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:
     return match(first.requests, second.requests, (eligible[0], eligible[1]))
 
 
-def _pairs_by_token(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
-    """Return rows that have the same tokens up to the same position."""
+def _pairs_by_token(
+    first: ArmRows, second: ArmRows, by_position: tuple[Ints, Ints]
+) -> tuple[Ints, Ints]:
+    """Return rows that have the same tokens up to the same position.
+
+    Args:
+        first: rows of the reference.
+        second: rows of the other arm.
+        by_position: pairs by request and position, of which some may be known by digests alone.
+    """
     here, there = np.flatnonzero(first.prefix), np.flatnonzero(second.prefix)
     _, one, other = np.intersect1d(
         first.prefix[here], second.prefix[there], assume_unique=True, return_indices=True
@@ -249,7 +288,34 @@ def _pairs_by_token(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
     one, other = here[one], there[other]
     same = first.position[one] == second.position[other]
     same &= first.token_id[one] == second.token_id[other]
-    return _in_order(one[same], other[same])
+    one, other = one[same], other[same]
+    more = _alike(first, second, by_position)
+    more &= ~np.isin(by_position[0], one) & ~np.isin(by_position[1], other)
+    told = zip((one, other), by_position, strict=True)
+    return _in_order(*(np.concatenate([own, rows[more]]) for own, rows in told))
+
+
+def _alike(first: ArmRows, second: ArmRows, pairs: tuple[Ints, Ints]) -> Bools:
+    """Return which pairs by request and position are equal tokens behind equal prefixes.
+
+    Where rows before were lost, and no readout tells their tokens, equal digests of two requests'
+    tokens still do.
+    """
+    one, other = pairs
+    prefix, others = first.prefix[one], second.prefix[other]
+    code = {digest: n for n, digest in enumerate(first.requests.token_digest) if digest}
+    mine, theirs = (
+        np.array([code.get(digest or "", -1) for digest in rows.requests.token_digest], np.int64)
+        for rows in (first, second)
+    )
+    mine, theirs = mine[first.request[one]], theirs[second.request[other]]
+    by_digest = (mine >= 0) & (mine == theirs)
+    # A digest ends before a last token that was fed and whose successor was not sampled.
+    by_digest &= first.position[one] < first.requests.n_fed[first.request[one]]
+    known = (prefix != 0) & (others != 0)
+    found: Bools = np.where(known, prefix == others, by_digest)
+    found &= first.token_id[one] == second.token_id[other]
+    return found
 
 
 def _pairs_by_position(
@@ -290,7 +356,7 @@ def _clusters(
     return label[:n], label[n:]
 
 
-def _groups(clusters: tuple[Ints, Ints], seed: int) -> tuple[int, Ints]:
+def groups_of(clusters: tuple[Ints, Ints], seed: int) -> tuple[int, Ints]:
     """Return how many groups there are, and the group of each cluster.
 
     Args:
@@ -321,11 +387,10 @@ def _paired(
     one, other = pairs
     if pairing == "position":
         # The same token behind the same prefix tells of the computation, not of who wrote it.
-        known = first.prefix[one] != 0
-        unlike = ~(known & (first.prefix[one] == second.prefix[other]))
+        unlike = ~_alike(first, second, pairs)
         one, other = (one[unlike], other[unlike]) if unlike.any() else (one, other)
     cluster = clusters[0][first.request[one]]
-    n_groups, group_of = _groups((cluster, cluster), seed)
+    n_groups, group_of = groups_of((cluster, cluster), seed)
     codes = []
     for axis, told in strata[1].codes.items():
         code = told[other]
@@ -358,7 +423,7 @@ def _unpaired(
 ) -> Contrast:
     """Return the contrast of arms that have no rows in common."""
     own = clusters[0][first.request], clusters[1][second.request]
-    n_groups, group_of = _groups(own, seed)
+    n_groups, group_of = groups_of(own, seed)
     cells = _cells(first, second)
     layers: tuple[list[Layer], list[Layer]] = ([], [])
     coverage = 1.0

@@ -10,6 +10,7 @@ import numpy as np
 from actds.load.filters import SINK_NORM
 from actds_validators.regimes.arms import Arm, ArmRows
 from actds_validators.regimes.contrast import Contrast, Pairing, Side, contrast
+from actds_validators.regimes.floors import beside_floor, repeat_floor
 from actds_validators.regimes.inference import Judged, Measure, decide, judge
 from actds_validators.regimes.instruments.base import Instrument, PairInstrument, Rows
 from actds_validators.regimes.instruments.moments import ALL_ROWS, SINKS
@@ -106,10 +107,14 @@ def compare(
         for one in asked
     ]
     found = []
-    for one, (plan, *_) in zip(asked, plans, strict=True):
+    for one, (plan, *rows) in zip(asked, plans, strict=True):
         progress(f"{one.name} at {one.hook}")
         arrays = one.first.dataset.array(one.hook), one.second.dataset.array(one.hook)
-        found.append(measure(plan, arrays, one.instruments, limits, one.hook))
+        measured = measure(plan, arrays, one.instruments, limits, one.hook)
+        if plan.pairing == "token":
+            floor = repeat_floor((one.first, one.second), (rows[0], rows[1]), arrays, one.hook)
+            measured = replace(measured, judged=beside_floor(measured.judged, floor))
+        found.append(measured)
     results = []
     for one, (plan, *rows), measured, values in zip(
         asked, plans, found, conclude(found, limits), strict=True
@@ -171,6 +176,8 @@ def measure(
     double = [one for one in instruments if isinstance(one, PairInstrument)]
     coarse = np.array([n for n, s in enumerate(plan.strata) if s.axis in COARSE], np.int64)
     sample = _sample(arrays[0], plan.first)
+    if not len(sample):
+        return Measured([], [], (0, 0), (len(plan.first), 0))
     for one in single:
         one.prepare(sample)
     sink = SINK_NORM * float(np.median(np.linalg.norm(sample, axis=1)))
