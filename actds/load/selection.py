@@ -18,8 +18,8 @@ from actds.accounting.multiplicity import served_counts
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.roles import Roles
-from actds.format.sampled import Sampled
 from actds.format.row_weights import RowWeights
+from actds.format.sampled import Sampled
 from actds.format.shard import Shard
 from actds.format.tables import TableName
 from actds.load.dataset import Dataset

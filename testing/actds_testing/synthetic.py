@@ -72,7 +72,7 @@ def make_dataset(
     sinks: bool = False,
     roles: bool = False,
     origins: bool = False,
-    sampled: bool = False,
+    entropy: bool = False,
 ) -> Path:
     """Write a dataset of one run and return its path.
 
@@ -96,7 +96,7 @@ def make_dataset(
         sinks: flag first positions as special and BOS, and give them 256 times the norm.
         roles: call the prompts chats: template, user, template, and what is sampled assistant.
         origins: call the requests replays of one run of a made-up dataset, the last of them aside.
-        sampled: say the entropy of each sampled token, as drawn from a seed.
+        entropy: record what the logits, of 16 tokens, said of each sampled one.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
     if sinks:
@@ -110,7 +110,7 @@ def make_dataset(
         genesis = _write_genesis(store, seed, hooks, d_model, dtype)
     writer = Chain.begin(store, genesis.dataset, run, "writer", SOFTWARE)
     census = Chain.begin(store, genesis.dataset, run, "census", SOFTWARE)
-    _write_run_record(store, writer, run, len(told.requests), dtype, readouts, sampled)
+    _write_run_record(store, writer, run, len(told.requests), dtype, readouts, entropy)
     if readouts is not None:
         part = _readout_table(told, genesis.hooks, readouts, sinks)
         commit_part(store, writer, "readouts", run, 0, part)
@@ -125,10 +125,10 @@ def make_dataset(
         commit_part(store, census, "spans", run, n, told.spans.slice(n * step, step))
     if roles:
         commit_part(store, census, "roles", run, 0, _role_table(told))
-    if sampled:
-        commit_part(store, census, "sampled", run, 0, _sampled_table(told, seed))
     if origins:
         commit_part(store, census, "origins", run, 0, _origin_table(told))
+    if entropy:
+        commit_part(store, census, "sampled", run, 0, _sampled_table(told))
     writer.close("finished", _writer_totals(told))
     census.close("finished", _census_totals(told))
     assert n_shards or not len(told.rows)
@@ -168,7 +168,7 @@ def _write_run_record(
     n_records: int,
     dtype: DType | Mapping[str, DType],
     readouts: Readouts | None,
-    sampled: bool,
+    entropy: bool,
 ) -> None:
     fields = {
         name: ProvenanceField(value=None, origin="unknown", reason="a simulated run has none")
@@ -181,7 +181,7 @@ def _write_run_record(
     }
     if readouts is not None:
         observed["capture.readouts"] = readouts.as_field()
-    if sampled:
+    if entropy:
         observed["capture.entropy"] = True
     for name, value in observed.items():
         fields[name] = ProvenanceField(value=value, origin="observed", reason=None)
@@ -248,31 +248,6 @@ def _role_table(told: Schedule) -> pa.Table:
     return tables.build("roles", dict(zip(names, zip(*lines, strict=True), strict=True)))
 
 
-def _sampled_table(told: Schedule, seed: int) -> pa.Table:
-    """Return a line for each sampled token, the last of each request included."""
-    rows = told.rows.to_pylist()
-    token = {(row["request"], row["position"]): row["token_id"] for row in rows}
-    step = {(row["request"], row["position"] + 1): row["step"] for row in rows}
-    last = told.steps["step"].to_pylist()[-1]
-    keys = [
-        (one["request"], one["prompt_len"] + k)
-        for one in told.requests.to_pylist()
-        for k in range(one["generated_len"] or 0)
-    ]
-    rng = np.random.default_rng([seed, 5])
-    entropy = np.minimum(rng.gamma(1.2, 0.9, len(keys)), 8).astype(np.float32)
-    columns: dict[str, object] = {
-        "request": [request for request, _ in keys],
-        "position": [position for _, position in keys],
-        "step": [step.get(key, last) for key in keys],
-        "token_id": [token.get(key, 7) for key in keys],
-        "entropy": entropy,
-        "logprob": -rng.gamma(1.0, 1.0, len(keys)).astype(np.float32),
-        "margin": rng.gamma(1.0, 2.0, len(keys)).astype(np.float32),
-    }
-    return tables.build("sampled", columns)
-
-
 def _origin_table(told: Schedule) -> pa.Table:
     """Return origins of all requests but the last, of which half of the prompt was given."""
     lines = told.requests.to_pylist()[:-1]
@@ -285,6 +260,28 @@ def _origin_table(told: Schedule) -> pa.Table:
         "n_given": [line["prompt_len"] // 2 for line in lines],
     }
     return tables.build("origins", columns)
+
+
+def _sampled_table(told: Schedule) -> pa.Table:
+    """Return what logits said that are a pure function of the tokens before."""
+    request, position, step = (list(column) for column in zip(*sorted(told.sampled), strict=True))
+    keys = list(zip(request, position, strict=True))
+    seeds = [_prefix_hashes(told.token_ids[r][:p], 0)[-1] for r, p in keys]
+    channel = np.arange(1, 17, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = _mix(np.array(seeds, np.uint64)[:, None] ^ channel) >> np.uint64(11)
+    logits = 8 * mixed.astype(np.float64) / 2**53
+    odds = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    highest = np.sort(logits, axis=1)
+    columns: dict[str, object] = {
+        "request": request,
+        "position": position,
+        "step": step,
+        "token_id": [told.token_ids[r][p] for r, p in keys],
+        "entropy": -(odds * np.log(odds)).sum(axis=1),
+        "logprob": np.log(odds[:, 0]),
+        "margin": highest[:, -1] - highest[:, -2],
+    }
+    return tables.build("sampled", columns)
 
 
 def _readout_table(

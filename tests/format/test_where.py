@@ -28,7 +28,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     return make_dataset(
         folder, n_requests=20, seed=4, hooks=HOOKS, run="r-second", readouts=Readouts(1, seed=0),
-        roles=True, sampled=True,
+        roles=True, entropy=True,
     )  # fmt: skip
 
 

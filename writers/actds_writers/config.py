@@ -230,8 +230,13 @@ class ReplaySettings(HarvestSettings):
     )
     only: Literal["missing"] | None = Field(
         default=None,
-        description="missing: serve the requests of SOURCE that lack a row, and compare the rows "
-        "that both have",
+        description="missing: serve the requests of SOURCE that lack a row, say what they still "
+        "lack, and --compare",
+    )
+    compare: bool = Field(
+        default=False,
+        description="Compare the rows that SOURCE and OUT have of the same positions, and fail "
+        "where one belongs to another request",
     )
     max_requests: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -239,6 +244,11 @@ class ReplaySettings(HarvestSettings):
         json_schema_extra={"metavar": "N"},
     )
     resume: bool = Field(default=False, description="Resume OUT; skip finished requests")
+
+    @property
+    def compares(self) -> bool:
+        """Return whether the rows of source and replay are compared."""
+        return self.compare or self.only == "missing"
 
     def as_write(self, hooks: str) -> WriteSettings:
         """Return the settings of the harvest: one token is sampled, which is never fed."""
@@ -333,9 +343,10 @@ class PlanSettings(Settings):
     )
     measure: Folder | None = Field(
         default=None,
-        description="Measure the rates that are not given, on this machine and the disk of "
-        "FOLDER, which is written to until its rate is sustained",
-        json_schema_extra={"metavar": "FOLDER"},
+        description="Measure on this machine, in FOLDER, by default the current one: the rates "
+        "that are not given, writing until that of the disk is sustained; with --probes, decode "
+        "steps of the engine with and without them",
+        json_schema_extra={"metavar": "[FOLDER]", "flag_value": "."},
     )
     measure_seconds: Rate = Field(
         default=60.0, description="Seconds to write to the disk at most, with --measure"
@@ -355,6 +366,47 @@ class PlanSettings(Settings):
         description="Option of the engine, may be repeated: stages, replicas and asynchronous "
         "scheduling change what is needed",
         json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
+    )
+
+
+MAX_PROBES = 1_000_000
+
+
+class ProbeSettings(Settings):
+    """Probes whose cost is asked for: the options of ``actds plan --probes``."""
+
+    model: Folder = Field(description="Model folder with config.json and weights")
+    probes: Annotated[int, Field(ge=1, le=MAX_PROBES)] = Field(
+        description="Say instead what N linear probes at each hook cost a generated token",
+        json_schema_extra={"metavar": "N"},
+    )
+    hooks: str = Field(default="resid_post:all", description="Hooks, as in actds write")
+    context: Annotated[int, Field(ge=1)] = Field(
+        default=1024, description="With --probes: positions that a generated token attends to"
+    )
+    batches: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
+        default=(1, 8, 32),
+        description="With --probes: requests that decode together, may be repeated. "
+        "Default: 1, 8 and 32",
+        json_schema_extra={"option": "--batch", "metavar": "N"},
+    )
+    rounds: Annotated[int, Field(ge=2)] = Field(
+        default=8, description="With --probes and --measure: times that each variant is timed"
+    )
+    measure: Folder | None = Field(
+        default=None, description=PlanSettings.model_fields["measure"].description
+    )
+    engine: str = Field(default="vllm", description="Engine that runs the model")
+    engine_args: dict[str, Any] = Field(default={}, description="Option of the engine")
+
+
+class PlanOptions(PlanSettings, ProbeSettings):  # type: ignore[misc]
+    """The options of ``actds plan``: those of a harvest, and those of probes."""
+
+    probes: Annotated[int, Field(ge=1, le=MAX_PROBES)] | None = Field(  # type: ignore[assignment]
+        default=None,
+        description=f"{ProbeSettings.model_fields['probes'].description}",
+        json_schema_extra={"metavar": "N"},
     )
 
 

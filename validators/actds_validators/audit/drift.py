@@ -226,7 +226,7 @@ def _measured(
 ) -> _Hook:
     arrays = arms[0].dataset.array(hook), arms[1].dataset.array(hook)
     measured = measure(told, arrays, [Moments(), Numerics()], _limits(limits), hook)
-    floor = repeat_floor(arms, rows, arrays, hook) if told.pairing == "token" else None
+    floor = repeat_floor(arms, told, arrays, hook) if told.pairing == "token" else None
     measured = replace(measured, judged=beside_floor(measured.judged, floor))
     return _Hook(hook, rows, told, measured, floor)
 

@@ -23,7 +23,7 @@ from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import select
 from actds_validators.regimes.requests import Requests
-from actds_validators.statistics.events import Bools, Ints
+from actds_validators.statistics.events import Bools, Ints, Whole, narrow
 
 __all__ = ["APART", "Arm", "ArmRows", "read_arm"]
 
@@ -38,6 +38,17 @@ _COLUMNS = (
     "request.prompt_len",
     "step.kernel_mode",
     "role",
+)
+_OF_ROWS = (
+    "row",
+    "request",
+    "position",
+    "token_id",
+    "decode_step",
+    "chunk",
+    "kernel_mode",
+    "role",
+    "phase",
 )
 KERNEL_MODES = ("eager", "compiled", "cudagraph")
 _MAX_REPEATS = 4096
@@ -78,7 +89,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class ArmRows:
-    """The rows of an arm at a hook, each prefix once.
+    """The rows of an arm at a hook, each prefix once: some 30 bytes for each.
 
     Args:
         row: number in ``Dataset.array(hook)`` ``(n,)``, ascending.
@@ -100,20 +111,20 @@ class ArmRows:
             some tokens that the arm computed twice.
     """
 
-    row: Ints
-    request: Ints
-    position: Ints
-    token_id: Ints
+    row: Whole
+    request: Whole
+    position: Whole
+    token_id: Whole
     prefix: Keys
-    decode_step: Ints
-    chunk: Ints
-    kernel_mode: Ints
-    role: Ints
+    decode_step: Whole
+    chunk: Whole
+    kernel_mode: Whole
+    role: Whole
     requests: Requests
     n_apart: dict[str, int] = field(default_factory=dict)
     n_repeats: int = 0
     n_decode: int | None = None
-    repeats: tuple[Ints, Ints] = field(
+    repeats: tuple[Whole, Whole] = field(
         default_factory=lambda: (np.empty(0, np.int64), np.empty(0, np.int64))
     )
 
@@ -155,8 +166,8 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         place[shard.name] = start
         start += shard.n_rows
     hashes = prefix_hashes(dataset, chosen.shards)
-    parts: list[list[Ints]] = []
-    prefix = []
+    parts: dict[str, list[Whole]] = {name: [] for name in _OF_ROWS}
+    prefix: list[Keys] = []
     at = 0
     for shard, count in zip(chosen.shards, chosen.counts, strict=True):
         need_known(shard, ("request", "position", "token_id"), f"arm {arm.name}")
@@ -165,44 +176,51 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         told = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
         request = requests.index(shard.run, told["request"])
         n_given = np.where(given[request] >= 0, given[request], told["request.prompt_len"])
-        decode_step = np.where(n_given >= 0, told["position"] - n_given + 1, -(2**40))
-        parts.append(
-            [
-                place[shard.name] + kept,
-                request,
-                told["position"],
-                told["token_id"],
-                decode_step,
-                told["chunk"],
-                told["step.kernel_mode"],
-                told["role"],
-                told["phase"],
-            ]
-        )
+        step = np.where(n_given >= 0, told["position"] - n_given + 1, np.iinfo(np.int32).min)
+        own = {
+            "row": place[shard.name] + kept,
+            "request": request,
+            "position": told["position"],
+            "token_id": told["token_id"],
+            "decode_step": step,
+            "chunk": told["chunk"],
+            "kernel_mode": told["step.kernel_mode"],
+            "role": told["role"],
+            "phase": told["phase"],
+        }
+        for name, values in own.items():
+            parts[name].append(narrow(values))
         prefix.append(hashes[at : at + shard.n_rows][kept])
         at += shard.n_rows
-    row, request, position, token, step, chunk, mode, role, phase = (
-        np.concatenate(columns) for columns in zip(*parts, strict=True)
-    )
+    del hashes
     known: Keys = np.concatenate(prefix)
-    once = _once(known, request)
-    kept = np.flatnonzero(once)
-    kept = kept[np.argsort(row[kept], kind="stable")]
+    del prefix
+    columns = {name: np.concatenate(parts.pop(name)) for name in _OF_ROWS}
+    once = _once(known, columns["request"])
+    n_repeats = int(len(once) - np.count_nonzero(once))
+    row = columns["row"]
+    repeats = _repeats(row, known, once)
+    if n_repeats or (row[1:] <= row[:-1]).any():
+        kept = np.flatnonzero(once)
+        kept = kept[np.argsort(row[kept], kind="stable")]
+        known = known[kept]
+        for name in columns:
+            columns[name] = columns[name][kept]
     return ArmRows(
-        row=row[kept],
-        request=request[kept],
-        position=position[kept],
-        token_id=token[kept],
-        prefix=known[kept],
-        decode_step=step[kept],
-        chunk=chunk[kept],
-        kernel_mode=mode[kept],
-        role=role[kept],
+        row=columns["row"],
+        request=columns["request"],
+        position=columns["position"],
+        token_id=columns["token_id"],
+        prefix=known,
+        decode_step=columns["decode_step"],
+        chunk=columns["chunk"],
+        kernel_mode=columns["kernel_mode"],
+        role=columns["role"],
         requests=requests,
         n_apart=dict(chosen.excluded),
-        n_repeats=int((~once).sum()),
-        n_decode=_n_decode(phase[kept]),
-        repeats=_repeats(row, known, once),
+        n_repeats=n_repeats,
+        n_decode=_n_decode(columns["phase"]),
+        repeats=repeats,
     )
 
 
@@ -255,32 +273,33 @@ def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
         )
 
 
-def _n_decode(phase: Ints) -> int | None:
+def _n_decode(phase: Whole) -> int | None:
     """Return how many rows decode steps computed; None where it is not known of each."""
     return None if (phase < 0).any() else int((phase == PHASES.index("decode")).sum())
 
 
-def _once(prefix: Keys, request: Ints) -> Bools:
+def _once(prefix: Keys, request: Whole) -> Bools:
     """Return which rows count for their prefix: those of its first request.
 
     By row number it would be any request that shares a system prompt: another one in each harvest,
     and pairs of them would tie all requests to one another. One whose prefix is not known is kept.
     """
-    kept: Bools = np.asarray(prefix == 0)
-    known = np.flatnonzero(~kept)
-    known = known[np.lexsort((request[known], prefix[known]))]
-    kept[known[np.unique(prefix[known], return_index=True)[1]]] = True
+    order = np.lexsort((request, prefix))
+    ordered = prefix[order]
+    first = np.concatenate([[True], ordered[1:] != ordered[:-1]]) | (ordered == 0)
+    kept = np.zeros(len(prefix), np.bool_)
+    kept[order[first]] = True
     return kept
 
 
-def _repeats(row: Ints, prefix: Keys, once: Bools) -> tuple[Ints, Ints]:
+def _repeats(row: Whole, prefix: Keys, once: Bools) -> tuple[Whole, Whole]:
     """Return numbers of rows that count for their prefix, and of one other row of the same."""
-    first = np.flatnonzero(once & (prefix != 0))
-    first = first[np.argsort(prefix[first])]
     other = np.flatnonzero(~once)
     other = other[np.unique(prefix[other], return_index=True)[1]]
     other = other[:: len(other) // _MAX_REPEATS + 1]
-    return row[first[np.searchsorted(prefix[first], prefix[other])]], row[other]
+    first = np.flatnonzero(once & np.isin(prefix, prefix[other]))
+    first = first[np.argsort(prefix[first])]
+    return row[first], row[other]
 
 
 def _whole(column: pa.Array, name: str) -> Ints:

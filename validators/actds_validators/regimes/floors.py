@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow.compute as pc
 
-from actds_validators.regimes.arms import Arm, ArmRows
+from actds_validators.regimes.arms import Arm
+from actds_validators.regimes.contrast import Contrast
 from actds_validators.regimes.inference import Judged
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import Array
-from actds_validators.statistics.events import Floats
-from actds_validators.statistics.samples import cosine_distance, relative_l2
+from actds_validators.statistics.events import Floats, Whole
+from actds_validators.statistics.samples import Rows, cosine_distance, relative_l2
 
 __all__ = ["P99", "RepeatFloor", "beside_floor", "repeat_floor"]
 
@@ -38,19 +39,19 @@ class RepeatFloor:
 
 
 def repeat_floor(
-    arms: tuple[Arm, Arm], rows: tuple[ArmRows, ArmRows], arrays: tuple[Array, Array], hook: str
+    arms: tuple[Arm, Arm], told: Contrast, arrays: tuple[Array, Array], hook: str
 ) -> RepeatFloor | None:
     """Return the floor of two arms, None where under 20 tokens were computed twice.
 
     Args:
         arms: the two arms.
-        rows: their rows.
+        told: their contrast.
         arrays: the hook's rows of either, by number.
         hook: the hook.
     """
     parts: list[tuple[Floats, Floats]] = []
-    for own, array in zip(rows, arrays, strict=True):
-        one, other = (_read(array, which) for which in own.repeats)
+    for repeats, array in zip(told.repeats, arrays, strict=True):
+        one, other = (_read(array, which) for which in repeats)
         fine = np.isfinite(one).all(axis=1) & np.isfinite(other).all(axis=1)
         fine &= (one != 0).any(axis=1) & (other != 0).any(axis=1)
         parts.append((relative_l2(one[fine], other[fine]), cosine_distance(one[fine], other[fine])))
@@ -84,7 +85,7 @@ def beside_floor(judged: list[Judged], floor: RepeatFloor | None) -> list[Judged
     return found
 
 
-def _read(array: Array, which: np.ndarray) -> np.ndarray:
+def _read(array: Array, which: Whole) -> Rows:
     """Return rows in the order asked for, each read once and in the order of the array."""
     known, place = np.unique(which, return_inverse=True)
     return np.asarray(array[known])[place.reshape(-1)]

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from actds.format.tables import ROLES
 from actds_validators.regimes.arms import KERNEL_MODES, ArmRows
-from actds_validators.statistics.events import Floats, Ints
+from actds_validators.statistics.events import Floats, Ints, Whole
 
 __all__ = ["ALL", "DECODE_STEPS", "MIN_REQUESTS", "Strata", "Stratum", "fine_bands", "strata_of"]
 
@@ -47,11 +48,11 @@ class Strata:
 
     Args:
         strata: all of them, ``all`` first.
-        codes: by axis the index in ``strata`` of each row ``(n,)``, -1 for none.
+        codes: by axis the index in ``strata`` of each row, int8 ``(n,)``, -1 for none.
     """
 
     strata: tuple[Stratum, ...]
-    codes: dict[str, Ints]
+    codes: dict[str, npt.NDArray[np.int8]]
 
 
 def known_strata(n_quintiles: int = 0) -> tuple[Stratum, ...]:
@@ -67,7 +68,7 @@ def known_strata(n_quintiles: int = 0) -> tuple[Stratum, ...]:
     return tuple(found)
 
 
-def strata_of(rows: ArmRows, quintile: Ints | None = None) -> Strata:
+def strata_of(rows: ArmRows, quintile: Whole | None = None) -> Strata:
     """Return in which strata rows stand.
 
     Args:
@@ -81,12 +82,12 @@ def strata_of(rows: ArmRows, quintile: Ints | None = None) -> Strata:
         first.setdefault(stratum.axis, n)
     bands = np.array(POSITION_EDGES)
     position = np.searchsorted(bands, rows.position, side="right") - 1
-    step = np.full(len(rows), -1, np.int64)
+    step = np.full(len(rows), -1, np.int8)
     for n, (low, high) in enumerate(DECODE_STEPS):
         step[(rows.decode_step >= low) & (rows.decode_step <= high)] = n
-    own = {
-        ALL: np.zeros(len(rows), np.int64),
-        "position": position,
+    own: dict[str, Whole] = {
+        ALL: np.zeros(len(rows), np.int8),
+        "position": position.astype(np.int8),
         "decode step": step,
         "role": rows.role,
         "chunk": np.minimum(rows.chunk, N_CHUNKS - 1),
@@ -95,7 +96,7 @@ def strata_of(rows: ArmRows, quintile: Ints | None = None) -> Strata:
     if quintile is not None:
         own["entropy"] = quintile
     codes = {
-        axis: np.where(code >= 0, code + first[axis], -1).astype(np.int64)
+        axis: np.where(code >= 0, code + first[axis], -1).astype(np.int8)
         for axis, code in own.items()
     }
     return Strata(strata, codes)
@@ -116,9 +117,10 @@ def quintiles(covariate: Floats, edges: Floats | None = None) -> tuple[Ints, Flo
     return np.where(known, place, -1).astype(np.int64), edges
 
 
-def fine_bands(position: Ints) -> Ints:
+def fine_bands(position: Whole) -> Ints:
     """Return a band of each position that is 19 % wide, to compare like with like."""
-    band: Ints = np.floor(np.log(np.maximum(position, 1)) / np.log(_FINE) + 1e-9).astype(np.int64)
+    whole = np.log(np.maximum(position, 1).astype(np.float64)) / np.log(_FINE)
+    band: Ints = np.floor(whole + 1e-9).astype(np.int64)
     return band
 
 

@@ -31,16 +31,21 @@ class Reading:
     values: torch.Tensor
 
     @classmethod
-    def of(cls, logits: torch.Tensor) -> Reading:
-        """Return the reading of logits that a sampler may change afterwards."""
-        on_cpu = logits.device.type == "cpu"
-        rows = 1 if on_cpu else max(1, CHUNK_VALUES // logits.shape[1])
-        parts = [_read(chunk) for chunk in logits.split(rows)]
-        if not parts:
+    def of(cls, logits: torch.Tensor, n_at_once: int | None = None) -> Reading:
+        """Return the reading of logits that a sampler may change afterwards.
+
+        Args:
+            n_at_once: rows that are in float32 at a time, ``None`` to choose.
+        """
+        if not len(logits):
             return cls(logits, logits.new_empty((0, 4), dtype=torch.float32))
+        if n_at_once is None:
+            on_cpu = logits.device.type == "cpu"
+            n_at_once = 1 if on_cpu else max(1, CHUNK_VALUES // logits.shape[1])
+        values = torch.cat([_read(rows) for rows in torch.split(logits, n_at_once)])
         # A sampler computes in float32: only such logits are its own and change in place.
         kept = logits.clone() if logits.dtype == torch.float32 else logits
-        return cls(kept, torch.cat(parts))
+        return cls(kept, values)
 
     def of_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return int32 ``(n, 4)``: token, and the float32 bits of entropy, logprob and margin.

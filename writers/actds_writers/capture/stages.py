@@ -329,7 +329,7 @@ class Stages:
         """Add to a held step what the logits said of the tokens that were sampled in it.
 
         Args:
-            requests: number of the request of each row.
+            requests: number of the request of each row, -1 for one that is not reported.
             values: int32 ``(n, 4)`` on the device, as ``Reading.of_tokens`` returns them.
         """
         for moving in self._held:
@@ -455,9 +455,11 @@ class Stages:
         on_cuda = self._device.type == "cuda"
         host = torch.empty(sampled.values.shape, dtype=torch.int32, pin_memory=on_cuda)
         copier.copy([host], [sampled.values], None, sampled.done)
-        values = np.ascontiguousarray(host.numpy()[:, 1:]).view(np.float32).ravel()
-        ids = host.numpy()[:, 0].astype(np.int64)
-        self._tell_census(LogitsRead(step, sampled.requests, ids, values))
+        wanted = sampled.requests >= 0
+        found = host.numpy()[wanted]
+        values = np.ascontiguousarray(found[:, 1:]).view(np.float32).ravel()
+        ids = found[:, 0].astype(np.int64)
+        self._tell_census(LogitsRead(step, sampled.requests[wanted], ids, values))
 
     # the moving thread ------------------------------------------------------------------------
 

@@ -342,7 +342,8 @@ class WorkerSide:
         """Add to a held step what its logits said of the tokens sampled from them.
 
         Args:
-            requests: number of the request of each row of the logits.
+            requests: number of the request of each row of the logits, -1 for one that is not
+                reported.
             token_ids: its token, ``(n,)`` on the device.
 
         Raises:

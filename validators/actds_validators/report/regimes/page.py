@@ -57,8 +57,10 @@ def render(result: Regimes, command: str) -> str:
         ("Command", command),
     ]
     return render_page(
-        "regimes.html.j2",
+        "answer.html.j2",
         actds=__version__,
+        subject="regimes",
+        question="Does the way it was served change what you measure?",
         level=said.level(result),
         mark=said.MARKS[said.outcome([v for _, v in said.judged(result)])],
         answer=said.answer(result),

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -38,6 +38,7 @@ from actds_writers.engine_protocol import (
 from actds_writers.engines.vllm import versions
 from actds_writers.engines.vllm.adapters import Adapter, adapter_sha256, read_adapter
 from actds_writers.ipc.link import ENVIRONMENT, Link
+from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 OWNED: Mapping[str, str] = {
     "model": "--model",
@@ -506,6 +507,12 @@ class Vllm(EngineKind):
         given = options.model_fields_set.intersection(_KV_FROM_OUTSIDE)
         changes = {"enable_prefix_caching": False, **dict.fromkeys(given)}
         return super().alone(options).model_copy(update=changes)
+
+    def time_probes(self, task: TimingTask, said: Callable[[str], None]) -> Timing:
+        """Return decode steps with and without probes; raises as ``EngineKind.time_probes``."""
+        from actds_writers.engines.vllm import probe_timing
+
+        return probe_timing.time_probes(task, said)
 
     def adapter_sha256(self, options: EngineOptions) -> str | None:
         """Return the digest of the LoRA adapter that the options name."""

@@ -388,6 +388,38 @@ def _scheduler_side(scheduler: Any, link: Link) -> Any:
     return side
 
 
+def follow(engine_core: Any, link: Link) -> tuple[Any, Any]:
+    """Hook the model of an engine that is up, eager and in this process; return worker and
+    scheduler side.
+
+    Of several harvests that follow one engine, ``hand_to`` says whose its requests are.
+
+    Raises:
+        ActdsError: as ``WorkerCapture``.
+    """
+    from actds_writers.engines.vllm.worker import WorkerCapture
+
+    _attach(link)
+    capture = WorkerCapture(worker_of(engine_core), link)
+    _closers.append(capture.close)
+    capture.is_set_up = True
+    return capture, _scheduler_side(engine_core.scheduler, link)
+
+
+def hand_to(engine_core: Any, sides: tuple[Any, Any]) -> None:
+    """Let both sides of a harvest account for an engine's requests, of which it has none now.
+
+    Args:
+        sides: of ``follow``; twice ``None`` for no harvest.
+    """
+    worker_of(engine_core)._actds, engine_core.scheduler._actds = sides
+
+
+def worker_of(engine_core: Any) -> Any:
+    """Return the worker of an engine that runs in this process."""
+    return engine_core.model_executor.driver_worker.worker
+
+
 def settle_last_step(engine_core: Any) -> None:
     """Let an engine core without unfinished requests tell its workers so.
 

@@ -338,7 +338,7 @@ class VllmSchedulerSide(SchedulerSide):
         self._send_ends()
 
     def _tell_sampled(self, flying: _Flying) -> None:
-        """Report the tokens that requests got from the results of a step.
+        """Report the tokens that requests got from the results of a step, unless left out.
 
         Raises:
             ActdsError: E501 for a token that is not of the step's last row.
@@ -347,6 +347,7 @@ class VllmSchedulerSide(SchedulerSide):
             part
             for part in flying.parts.values()
             if part.request.num_output_tokens > part.n_sampled
+            and part.tracked.left_out.decode is None
         ]
         positions = [part.request.num_prompt_tokens + part.n_sampled for part in got]
         if any(part.stop != position for part, position in zip(got, positions, strict=True)):

@@ -59,7 +59,8 @@ class WorkerCapture(WorkerSide):
         self._reading: Reading | None = None
         self._awaits_logits = False
         self._sampling: tuple[int, list[int]] | None = None
-        """The step that is to be sampled from, and the request of each row of its logits."""
+        """The step that is to be sampled from, and the request of each row of its logits, -1 for
+        one whose sampled tokens a rule leaves out."""
         runner = worker.model_runner
         with reporting_failure(link):
             self.refuse(worker.vllm_config)
@@ -153,7 +154,8 @@ class WorkerCapture(WorkerSide):
             if count
         ]
         numbers, prompt_lens, n_rows, left_out = zip(*rows, strict=True)
-        self._sampling = mark.step, list(numbers)
+        wanted = zip(numbers, left_out, strict=True)
+        self._sampling = mark.step, [n if out.decode is None else -1 for n, out in wanted]
         self.hand_over(
             mark.step,
             numbers,
