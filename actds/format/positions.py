@@ -72,6 +72,24 @@ class Intervals:
         below: Ints = (before[at] - inside).astype(np.int64)
         return below
 
+    def cut(self, start: Keys, stop: Keys) -> tuple[Ints, Keys, Keys]:
+        """Return the parts of ranges that lie in the set: of which range, first key, key after.
+
+        Args:
+            start: first key of each range, in any order and overlapping.
+            stop: key after the last of each.
+        """
+        low = np.searchsorted(self.stop, start, side="right")
+        n = np.maximum(np.searchsorted(self.start, stop, side="left") - low, 0)
+        which: Ints = np.repeat(np.arange(len(start)), n)
+        nth = np.arange(len(which)) - np.repeat(np.cumsum(n) - n, n)
+        at = low[which] + nth
+        return (
+            which,
+            np.maximum(self.start[at], start[which]),
+            np.minimum(self.stop[at], stop[which]),
+        )
+
 
 def depth(start: Keys, stop: Keys, at: Keys) -> Ints:
     """Return how many of the ranges, in any order and overlapping, hold each key ``at``."""

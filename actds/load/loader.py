@@ -41,6 +41,7 @@ from actds.load.mixture import (
     open_sources,
     statistics,
 )
+from actds.load.once import read_once
 from actds.load.order import ORDER_VERSION, Geometry, order_key
 from actds.load.pipeline import Pipeline
 from actds.load.selection import PROVENANCE_COLUMNS, ROLE, warn_where_none
@@ -122,6 +123,8 @@ class Loader:
         paired: other datasets by name, of which each batch has the rows that belong to its own, as
             ``NAME/HOOK``: those of the same tokens up to the same position, whatever the harvest
             was. Rows without a partner are left out. For crosscoders over models or settings.
+        once: of a dataset and its replays, ``[source, missing]``, read each position once: a row of
+            a replay only where no dataset before it has a row of the position (docs/replay.md).
         frequency: an expression that rows come in proportion to; an epoch keeps its length, and
             rows come as often as they should to less than one in each, exactly so in the mean.
         weights: ``multiplicity`` for the served distribution; the path of a weights file, or an
@@ -176,6 +179,7 @@ class Loader:
         held_out: float = 0.0,
         mix: Mapping[str, float] | None = None,
         paired: Mapping[str, Source] | None = None,
+        once: bool = False,
         frequency: str | None = None,
         weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         normalize: Normalize | None = None,
@@ -209,7 +213,12 @@ class Loader:
         )
         self.datasets, self.dataset = datasets, datasets[0]
         self._served = served
-        self._rows = choice.rows(datasets, shares, others)
+
+        def rows(choice: Choice) -> Mixture:
+            chosen = choice.rows(datasets, shares, others)
+            return read_once(chosen, served=served) if once else chosen
+
+        self._rows = rows(choice)
         if len(self._rows.parts) > 1 and not drop_last:
             raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
         warn_where_none(self._rows.excluded, stacklevel=2)
@@ -217,7 +226,7 @@ class Loader:
         columns = _columns(provenance, shards)
         if isinstance(normalize, str):
             # Both sides of a split are scaled alike, and neither by rows that are left out.
-            both = choice.of_both_sides().rows(datasets, shares, others) if split else self._rows
+            both = rows(choice.of_both_sides()) if split else self._rows
             found = statistics(both, served)
         self._transform = Transform(
             batch_hooks(self._rows), lambda name: found[name], normalize, dtype, device
@@ -324,10 +333,10 @@ class Loader:
         Keys: ``format``, ``actds`` (version), ``dataset`` (path), ``digest``, ``datasets``,
         ``sealed``, ``runs``, ``hooks``, ``dtype``, ``normalize``, ``normalize_sha256``,
         ``normalization`` (``shift`` and ``scale`` by hook: a batch is ``(rows - shift) * scale``),
-        ``phase``,
-        ``multiplicity``, ``paired``, ``where``, ``exclude``, ``split``, ``mix``, ``frequency``,
-        ``weights_sha256``, ``weights``, ``excluded`` (rows by name), ``rows_per_epoch``, ``seed``,
-        ``order`` (its version), ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``,
+        ``phase``, ``multiplicity``, ``paired``, ``once``, ``where``, ``exclude``, ``split``,
+        ``mix``, ``frequency``, ``weights_sha256``, ``weights``, ``excluded`` (rows by name),
+        ``rows_per_epoch``, ``seed``, ``order`` (its version), ``batch``, ``lanes``,
+        ``window_rows``, ``drop_last``, ``epochs``,
         ``rank``, ``world``.
         """
         geometry, rows = self._spec.geometry, self._rows

@@ -55,6 +55,7 @@ class Mixture:
         shares: the share of each part as integers; their sum is that of all.
         others: datasets whose rows are paired with those of the parts, by name.
         partners: per hook of these where the partners of the rows of all shards are.
+        once: whether rows of a replay are left out where its source has a row.
     """
 
     parts: Sequence[Sequence[Selection]]
@@ -62,6 +63,7 @@ class Mixture:
     shares: Sequence[int]
     others: Mapping[str, Dataset] = field(default_factory=dict)
     partners: Sequence[Partners] = ()
+    once: bool = False
 
     @property
     def selections(self) -> list[Selection]:
@@ -121,6 +123,7 @@ class Mixture:
             "split": first.filter.identity["split"],
             "mix": dict(zip(self.names, self.shares, strict=False)) or None,
             "paired": {label: other.digest for label, other in self.others.items()} or None,
+            "once": self.once or None,
             "frequency": None if first.frequency is None else first.frequency.text,
             "weights_sha256": files[0] if files else None,
             "weights": None if first.loss_weight is None else first.loss_weight.text,

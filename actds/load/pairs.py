@@ -17,7 +17,7 @@ from actds.format.shard import Shard
 from actds.load.dataset import Dataset
 from actds.schema import Hook
 
-__all__ = ["Partners", "find_partners", "prefix_hashes"]
+__all__ = ["Partners", "find_partners", "prefix_hashes", "prefix_sums"]
 
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -94,6 +94,11 @@ def prefix_hashes(dataset: Dataset, shards: Sequence[Shard]) -> Hashes:
             key, _ = _columns(shards[i])
             hashes[starts[i] : starts[i + 1]] = tokens.of(key)
     return hashes
+
+
+def prefix_sums(token_id: Ints) -> Hashes:
+    """Return a hash of the tokens up to each position of a request, uint64 ``(n,)``."""
+    return np.cumsum(_terms(np.arange(len(token_id)), token_id), dtype=np.uint64)
 
 
 def _columns(shard: Shard) -> tuple[Hashes, TokenIds]:
@@ -179,6 +184,11 @@ class _Tokens:
                 return
             self._base[at[new]] = hashes[new]
             self._known[at[new]] = True
+
+
+def _terms(position: Ints, token_id: Ints) -> Hashes:
+    """Return what each position and its token add to the hash of a prefix."""
+    return _mixed(position.astype(np.uint64) << np.uint64(32) | token_id.astype(np.uint64))
 
 
 def _mixed(x: Hashes) -> Hashes:

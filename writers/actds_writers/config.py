@@ -230,8 +230,13 @@ class ReplaySettings(HarvestSettings):
     )
     only: Literal["missing"] | None = Field(
         default=None,
-        description="missing: serve the requests of SOURCE that lack a row, and compare the rows "
-        "that both have",
+        description="missing: serve the requests of SOURCE that lack a row, say what they still "
+        "lack, and --compare",
+    )
+    compare: bool = Field(
+        default=False,
+        description="Compare the rows that SOURCE and OUT have of the same positions, and fail "
+        "where one belongs to another request",
     )
     max_requests: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -239,6 +244,11 @@ class ReplaySettings(HarvestSettings):
         json_schema_extra={"metavar": "N"},
     )
     resume: bool = Field(default=False, description="Resume OUT; skip finished requests")
+
+    @property
+    def compares(self) -> bool:
+        """Return whether the rows of source and replay are compared."""
+        return self.compare or self.only == "missing"
 
     def as_write(self, hooks: str) -> WriteSettings:
         """Return the settings of the harvest: one token is sampled, which is never fed."""
@@ -384,18 +394,27 @@ class ProbeSettings(Settings):
         default=8, description="With --probes and --measure: times that each variant is timed"
     )
     measure: Folder | None = Field(
-        default=None, description=PlanSettings.model_fields["measure"].description
+        default=None,
+        description=PlanSettings.model_fields["measure"].description,
+        json_schema_extra={"metavar": "[FOLDER]", "flag_value": "."},
     )
     engine: str = Field(default="vllm", description="Engine that runs the model")
-    engine_args: dict[str, Any] = Field(default={}, description="Option of the engine")
+    engine_args: dict[str, Any] = Field(
+        default={},
+        description=PlanSettings.model_fields["engine_args"].description,
+        json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
+    )
 
 
-class PlanOptions(PlanSettings, ProbeSettings):  # type: ignore[misc]
+class PlanOptions(ProbeSettings, PlanSettings):
     """The options of ``actds plan``: those of a harvest, and those of probes."""
 
+    model: Folder | None = Field(  # type: ignore[assignment]
+        default=None, description=PlanSettings.model_fields["model"].description
+    )
     probes: Annotated[int, Field(ge=1, le=MAX_PROBES)] | None = Field(  # type: ignore[assignment]
         default=None,
-        description=f"{ProbeSettings.model_fields['probes'].description}",
+        description=ProbeSettings.model_fields["probes"].description,
         json_schema_extra={"metavar": "N"},
     )
 

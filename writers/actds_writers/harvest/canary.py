@@ -1,7 +1,7 @@
-"""Canary replay: some requests run again alone after a harvest, and their rows are compared.
+"""Canary: a replay, alone, of a share of the requests of a harvest, and the comparison of its rows.
 
-The exact sequence of tokens that the client sent and received is replayed as one prompt: so every
-position is compared with any sampling, and independently of the harvest's own tables.
+The sequences are those that the client sent and received, not those of the harvest's tables: so
+these are compared with what they do not know.
 """
 
 from __future__ import annotations
@@ -14,32 +14,28 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.commit import commit_part, in_parts
 from actds.errors import ActdsError
-from actds.format import tables
-from actds.format.arrays import widen
-from actds.format.positions import Keys, position_key
-from actds.format.shard import Shard
 from actds.ledger import Chain
+from actds.load.sequences import TokenSequence
 from actds.reading import Catalog
-from actds.schema import DType
 from actds.store import local_folder, open_store
 from actds.text import counted
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import Finished, find_engine
+from actds_writers.harvest.compare import Compared, compare, pairs_of
 from actds_writers.harvest.prepare import Plan, request_key
-from actds_writers.prompts.encoding import Encoded
+from actds_writers.harvest.sequences import as_requests
 
 SPARE = 16
 """Extra requests whose tokens are kept, in case some are aborted."""
@@ -83,46 +79,25 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result of a replay.
+class Outcome(Compared):
+    """The result of a canary.
 
     Args:
-        n_rows: positions compared, at every hook.
-        median: relative L2 of matching rows: the numeric floor of the run.
-        p99: 99th percentile of the same.
-        n_foreign: positions with a row of another request or position at any hook.
-        n_same_token: replays that sample the last token of the harvest again.
-        first: the first foreign row, described.
+        n_requests: requests that were replayed.
+        n_same_token: replays that sample the last token of the harvest again; ``None`` where the
+            harvest was not greedy.
     """
 
     n_requests: int
-    n_rows: int
-    median: float
-    p99: float
-    n_foreign: int
     n_same_token: int | None
-    first: str | None
 
     def line(self) -> str:
         """Return the outcome in one line."""
-        words = (
-            f"{counted(self.n_requests, 'request')} replayed alone, {self.n_rows:,} rows: "
-            f"median relative L2 {self.median:.1e}, p99 {self.p99:.1e}, foreign {self.n_foreign:,}"
-        )
+        words = f"{counted(self.n_requests, 'request')} replayed alone, {self.n_rows:,} rows: "
+        words += self.words()
         if self.n_same_token is not None:
             words += f"; same last token in {self.n_same_token:,}"
         return words
-
-    def error(self, run: str) -> ActdsError | None:
-        """Return E418 when a row belongs to another request."""
-        if not self.n_foreign:
-            return None
-        return ActdsError(
-            "E418",
-            f"canary/{run} {self.first}",
-            got=f"{self.n_foreign} rows far from their replay",
-            expected="rows of the request under which they are stored",
-        )
 
 
 class Canary:
@@ -164,57 +139,97 @@ class Canary:
             ActdsError: what stopped the replay.
         """
         catalog = Catalog.read(open_store(self._settings.out))
-        requests = _Requests.of(
-            catalog, run, {encoded.prompt.row for encoded in self._candidates.values()}
-        )
-        chosen: list[tuple[Encoded, int, list[int]]] = []
-        for name, encoded in self._candidates.items():
-            number = requests.served.get(encoded.prompt.row)
-            if name in self._sampled and number is not None and number in requests.owners:
-                tokens = [*encoded.token_ids, *self._sampled[name]]
-                chosen.append((encoded, number, tokens))
-        chosen = chosen[: self._wanted]
-        if not chosen:
+        sequences, last = self._sequences(catalog, run)
+        if not sequences:
             raise _nothing(run, "no finished request with a stored row")
-        said(f"Replaying {len(chosen)} requests alone ...")
-        with self._replayed(chosen, interrupted) as (folder, sampled):
-            if sampled is None:
-                return None
-            alone = Catalog.read(open_store(folder))
-            table, outcome = _compare(catalog, run, requests, alone, chosen)
-        if not table.num_rows:
-            raise _nothing(run, "no stored row of the requests that were replayed")
-        if self._settings.temperature == 0:
-            same = [
-                sampled.get(request_key(e.prompt.index)) == tokens[-1] for e, _, tokens in chosen
-            ]
-            outcome = replace(outcome, n_same_token=sum(same))
-        _commit(catalog, run, software, table, outcome)
-        return outcome
-
-    @contextmanager
-    def _replayed(
-        self, chosen: list[tuple[Encoded, int, list[int]]], interrupted: Callable[[], int]
-    ) -> Iterator[tuple[Path, dict[str, int] | None]]:
-        """Yield the dataset of the replay and the tokens it sampled, ``None`` when interrupted.
-
-        The dataset is removed afterwards.
-        """
+        said(f"Replaying {len(sequences)} requests alone ...")
+        lines: list[pa.Table] = []
         beside = local_folder(self._settings.out)
         parent = beside.absolute().parent if beside else None
         folder = Path(tempfile.mkdtemp(prefix=".actds-canary-", dir=parent))
         try:
-            settings = _alone(self._settings, folder / "acts")
-            engine = find_engine(settings.engine).alone(self._plan.engine)
-            encoded = tuple(
-                replace(one, token_ids=tokens[:-1], max_tokens=1) for one, _, tokens in chosen
+            sampled = self._serve(folder / "acts", catalog, sequences, interrupted)
+            if sampled is None:
+                return None
+            alone = Catalog.read(open_store(folder / "acts"))
+            compared = compare(
+                catalog,
+                alone,
+                pairs_of(alone, sequences),
+                keep=lines.append,
+                rows_at_a_time=sys.maxsize,  # a row may be that of any other request
             )
-            keys = {request_key(one.prompt.index) for one in encoded}
-            client = tuple(prompt for prompt in self._plan.client if prompt.key in keys)
-            plan = replace(self._plan, engine=engine, encoded=encoded, client=client)
-            yield folder / "acts", _run(settings, plan, interrupted)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        if compared.n_unreplayed:
+            got = f"{compared.n_unreplayed} positions without a row"
+            raise ActdsError("E504", "canary replay", got=got, expected="every row")
+        if not compared.n_rows:
+            raise _nothing(run, "no stored row of the requests that were replayed")
+        n_same = sum(sampled.get(key) == token for key, token in last.items())
+        outcome = Outcome(
+            **vars(compared),
+            n_requests=len(sequences),
+            n_same_token=n_same if self._settings.temperature == 0 else None,
+        )
+        _commit(catalog, run, software, pa.concat_tables(lines), outcome)
+        return outcome
+
+    def _sequences(self, catalog: Catalog, run: str) -> tuple[list[TokenSequence], dict[str, int]]:
+        """Return what is replayed: what each request fed, as the client knows it.
+
+        Also the last token of each, which it sampled and did not feed, by the key of its replay.
+        """
+        rows = [encoded.prompt.row for encoded in self._candidates.values()]
+        requests, stored = _served(catalog, run, rows)
+        sequences: list[TokenSequence] = []
+        last: dict[str, int] = {}
+        for name, encoded in self._candidates.items():
+            line = requests.get(encoded.prompt.row)
+            if name in self._sampled and line is not None and line["request"] in stored:
+                tokens = [*encoded.token_ids, *self._sampled[name]]
+                fed = tokens[:-1]
+                last[request_key(len(sequences))] = tokens[-1]
+                sequences.append(
+                    TokenSequence(
+                        run, line["request"], line, np.array(fed, np.int64), [None] * len(fed),
+                        n_given=len(encoded.token_ids), unknown=None,
+                    )
+                )  # fmt: skip
+            if len(sequences) == self._wanted:
+                break
+        return sequences, last
+
+    def _serve(
+        self,
+        out: Path,
+        catalog: Catalog,
+        sequences: list[TokenSequence],
+        interrupted: Callable[[], int],
+    ) -> dict[str, int] | None:
+        """Harvest the sequences again; return the tokens sampled, ``None`` when interrupted."""
+        encoded, client = as_requests(sequences, catalog)
+        engine = find_engine(self._settings.engine).alone(self._plan.engine)
+        plan = replace(self._plan, engine=engine, encoded=tuple(encoded), client=tuple(client))
+        return _run(_alone(self._settings, out), plan, interrupted)
+
+
+def _served(
+    catalog: Catalog, run: str, source_rows: list[int]
+) -> tuple[dict[int, dict[str, Any]], set[int]]:
+    """Return the requests of source rows by these, and the numbers of those that have a row.
+
+    Aborted ones are left out. A row that a prefix-cache hit names will do.
+    """
+    requests = catalog.table("requests", run)
+    ended = pc.is_in(requests["finish_reason"], pa.array(["stop", "length"]))
+    chosen = pc.is_in(requests["source_row"], pa.array(source_rows, pa.int64()))
+    requests = requests.filter(pc.and_(ended, chosen))
+    spans = catalog.table("spans", run)
+    stored = pc.or_(pc.equal(spans["disposition"], "captured"), pc.is_valid(spans["ref_request"]))
+    spans = spans.filter(pc.and_(stored, pc.is_in(spans["request"], requests["request"])))
+    lines = {line["source_row"]: line for line in requests.to_pylist()}
+    return lines, set(spans["request"].to_pylist())
 
 
 def _nothing(run: str, got: str) -> ActdsError:
@@ -284,289 +299,11 @@ def _run(
     return None
 
 
-@dataclass(frozen=True)
-class _Requests:
-    """Requests of a run, and under which request the row of each position is stored.
-
-    Args:
-        served: number by source row, of requests that were not aborted.
-        owners: by number, ``(start, stop, request)`` of the positions that have a row: the request
-            itself, or the one that computed them.
-    """
-
-    served: dict[int, int]
-    owners: dict[int, list[tuple[int, int, int]]]
-
-    @classmethod
-    def of(cls, catalog: Catalog, run: str, source_rows: set[int]) -> _Requests:
-        """Return the requests of some source rows."""
-        requests = catalog.table("requests", run)
-        requests = requests.filter(
-            pc.and_(
-                pc.is_in(requests["source_row"], pa.array(sorted(source_rows), pa.int64())),
-                pc.is_in(requests["finish_reason"], pa.array(["stop", "length"])),
-            )
-        )
-        numbers = requests["request"].combine_chunks()
-        served = dict(zip(requests["source_row"].to_pylist(), numbers.to_pylist(), strict=True))
-        spans = catalog.table("spans", run)
-        spans = spans.filter(pc.is_in(spans["request"], numbers))
-        owners: dict[int, list[tuple[int, int, int]]] = {}
-        for span in spans.to_pylist():
-            owner = {"captured": span["request"], "cache_ref": span["ref_request"]}
-            request = owner.get(span["disposition"])
-            if request is not None:
-                place = (span["start"], span["stop"], request)
-                owners.setdefault(span["request"], []).append(place)
-        return cls(served, owners)
-
-
-def _compare(
-    catalog: Catalog,
-    run: str,
-    requests: _Requests,
-    alone: Catalog,
-    chosen: list[tuple[Encoded, int, list[int]]],
-) -> tuple[pa.Table, Outcome]:
-    """Return the table and its outcome."""
-    source_rows = {encoded.prompt.row for encoded, _, _ in chosen}
-    replays = _Requests.of(alone, alone.run_ids[0], source_rows)
-    columns: list[np.ndarray] = []
-    numbers = prefixes([tokens for _, _, tokens in chosen])
-    for (encoded, number, tokens), prefix in zip(chosen, numbers, strict=True):
-        replayed = replays.served[encoded.prompt.row]
-        for start, stop, owner in requests.owners[number]:
-            positions = np.arange(start, stop)
-            one = np.ones(len(positions), np.int64)
-            fed = np.array(tokens[start:stop])
-            columns.append(
-                np.stack(
-                    [one * number, positions, one * owner, one * replayed, fed, prefix[start:stop]]
-                )
-            )
-    request, position, owner, replayed_as, fed, same = np.concatenate(columns, axis=1)
-    pieces = []
-    computed = coarser(types_of(catalog, run))
-    for hooks, shards in catalog.row_sets(run):
-        stored_at = locate(shards, position_key(owner, position))
-        there = stored_at.shard >= 0  # a prefix-cache hit may name a row that was lost
-        stored_at = _only(stored_at, there)
-        others = _shards_with(alone, hooks[0])
-        replay_at = locate(others, position_key(replayed_as[there], position[there]))
-        if (replay_at.shard < 0).any():
-            raise ActdsError(
-                "E504", "canary replay", got="a position without a row", expected="every row"
-            )
-        wrong_token = stored_at.token_id != fed[there]
-        after = _after(request[there], position[there], wrong_token)
-        for hook in hooks:
-            stored = gather(shards, stored_at, hook)
-            alone_rows = gather(others, replay_at, hook)
-            relative, cosine = distances(stored, alone_rows)
-            far = is_foreign(stored, alone_rows, relative, same[there], computed)
-            verdict = np.where(far, np.where(after, "diverged", "foreign"), "same")
-            verdict[wrong_token] = "foreign"
-            pieces.append(
-                tables.build(
-                    "canary",
-                    {
-                        "request": request[there],
-                        "position": position[there],
-                        "hook": [hook] * len(relative),
-                        "step": stored_at.step,
-                        "token_id": stored_at.token_id,
-                        "replayed_token_id": fed[there],
-                        "relative_l2": relative,
-                        "cosine": cosine,
-                        "verdict": verdict,
-                    },
-                )
-            )
-    table = pa.concat_tables(pieces)
-    return table, _outcome(table, len(chosen), len(pieces))
-
-
-def _outcome(table: pa.Table, n_requests: int, n_hooks: int) -> Outcome:
-    foreign = pc.equal(table["verdict"], "foreign")
-    relative = table.filter(pc.equal(table["verdict"], "same"))["relative_l2"].to_numpy()
-    median, p99 = np.quantile(relative, [0.5, 0.99]) if len(relative) else (math.nan, math.nan)
-    order = [("request", "ascending"), ("position", "ascending"), ("hook", "ascending")]
-    bad = table.filter(foreign).select(["request", "position", "hook"]).sort_by(order)
-    first = next(
-        (" ".join(f"{name} {value}" for name, value in row.items()) for row in bad.to_pylist()),
-        None,
-    )
-    return Outcome(
-        n_requests=n_requests,
-        n_rows=table.num_rows // n_hooks,
-        median=float(median),
-        p99=float(p99),
-        n_foreign=bad.group_by(["request", "position"]).aggregate([]).num_rows,
-        n_same_token=None,
-        first=first,
-    )
-
-
-def _after(request: np.ndarray, position: np.ndarray, wrong: np.ndarray) -> np.ndarray:
-    """Return which rows come after a token that differs."""
-    first: dict[int, int] = {}
-    for i in np.flatnonzero(wrong):
-        number = int(request[i])
-        first[number] = min(first.get(number, int(position[i])), int(position[i]))
-    limits = np.array([first.get(int(number), 2**32) for number in request], np.int64)
-    return position > limits
-
-
-def _only(located: Located, mask: np.ndarray) -> Located:
-    return Located(
-        located.shard[mask], located.row[mask], located.token_id[mask], located.step[mask]
-    )
-
-
-def _shards_with(catalog: Catalog, hook: str) -> list[Shard]:
-    return [shard for shard in catalog.shards_of(catalog.run_ids[0]) if hook in shard.hooks]
-
-
-def types_of(catalog: Catalog, run: str) -> list[DType]:
-    """Return the types that rows were computed and stored in."""
-    fields = catalog.runs[run].fields
-    computed, precision = fields["numerics.dtype"].value, fields["numerics.matmul_precision"].value
-    types = [hook.dtype for hook in catalog.genesis.hooks]
-    types += [name for name in FAR if name == computed]
-    if precision not in ("highest", None):
-        types.append("float16")  # TF32 has the same precision
-    return types
-
-
 def _commit(catalog: Catalog, run: str, software: str, table: pa.Table, outcome: Outcome) -> None:
     """Commit the table on a chain of its own."""
+    table = table.sort_by([(name, "ascending") for name in ("request", "position", "hook")])
     chain = Chain.begin(catalog.store, catalog.genesis.dataset, run, "tool", software)
     for n, piece in in_parts(table):
         commit_part(catalog.store, chain, "canary", run, n, piece)
-    chain.close("finished", {"requests": outcome.n_requests, "foreign": outcome.n_foreign})
-
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.float32]
-
-FAR: dict[DType, float] = {"bfloat16": 0.4, "float16": 0.1, "float32": 0.01}
-"""Relative L2 from which a row is a different one, by the type it was computed in: several times
-the largest distance between a batch and the same request alone, see docs/canary.md."""
-NEAR: dict[DType, float] = {"bfloat16": 0.04, "float16": 0.01, "float32": 0.001}
-"""Relative L2 up to which a row is never a different one."""
-MARGIN = 2.0
-"""Between the two: how many times nearer another replayed row has to be."""
-
-
-@dataclass(frozen=True)
-class Located:
-    """The location of rows of a run.
-
-    Args:
-        shard: index of the shard of each row, -1 where there is no row.
-        row: row in the shard.
-    """
-
-    shard: Ints
-    row: Ints
-    token_id: Ints
-    step: Ints
-
-
-def locate(shards: Sequence[Shard], keys: Keys) -> Located:
-    """Return the location of the rows of (request, position) keys, in any order, also repeated."""
-    unique, back = np.unique(keys, return_inverse=True)
-    found = {name: np.full(len(unique), -1, np.int64) for name in ("shard", "row", "token", "step")}
-    for number, shard in enumerate(shards):
-        tokens = shard.tokens(["request", "position", "token_id", "step"])
-        mine = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
-        at = np.minimum(np.searchsorted(unique, mine), len(unique) - 1)
-        rows = np.flatnonzero(unique[at] == mine)
-        at = at[rows]
-        found["shard"][at], found["row"][at] = number, rows
-        found["token"][at] = tokens["token_id"].to_numpy()[rows]
-        found["step"][at] = tokens["step"].to_numpy()[rows]
-    return Located(*(found[name][back] for name in ("shard", "row", "token", "step")))
-
-
-def gather(shards: Sequence[Shard], located: Located, hook: str) -> Rows:
-    """Return the rows of a hook, float32 ``(n, d_model)``, in the order of ``located``."""
-    rows: Rows | None = None
-    for number, shard in enumerate(shards):
-        mine = np.flatnonzero(located.shard == number)
-        if not len(mine):
-            continue
-        with shard.array(hook) as reader:
-            values = widen(reader.gather(located.row[mine]), reader.dtype)
-        if rows is None:
-            rows = np.zeros((len(located.row), values.shape[1]), np.float32)
-        rows[mine] = values
-    return np.zeros((len(located.row), 1), np.float32) if rows is None else rows
-
-
-def distances(stored: Rows, replayed: Rows) -> tuple[Floats, Floats]:
-    """Return relative L2 and cosine of each pair of rows.
-
-    The distance is relative to the replayed row's norm; to a row of zeros it is infinite, unless
-    both are.
-    """
-    one, other = stored.astype(np.float64), replayed.astype(np.float64)
-    apart = np.linalg.norm(one - other, axis=1)
-    norms = np.linalg.norm(one, axis=1), np.linalg.norm(other, axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative = np.where(apart == 0, 0.0, apart / norms[1])
-        cosine = np.where(apart == 0, 1.0, (one * other).sum(axis=1) / (norms[0] * norms[1]))
-    return np.nan_to_num(relative, nan=np.inf), np.nan_to_num(cosine, nan=0.0)
-
-
-def is_foreign(
-    stored: Rows, replayed: Rows, relative: Floats, prefix: Ints, computed: DType
-) -> npt.NDArray[np.bool_]:
-    """Return which stored rows belong to another request or position than their own.
-
-    A row far from its own replay is foreign. One that is neither near nor far is foreign when
-    another replayed row is nearer by a clear margin: rounding moves a row, but not onto another
-    one. Rows with equal tokens up to their position are interchangeable.
-
-    Args:
-        stored: rows of the harvest, ``(n, d_model)``.
-        replayed: rows of the replay, in the same order.
-        relative: relative L2 of the pairs.
-        prefix: equal where the tokens up to the row are equal.
-        computed: type that the rows were computed or stored in, the less precise of both.
-
-    Spec: 0.1 section 7.9.
-    """
-    foreign = relative > FAR[computed]
-    unsure = np.flatnonzero(~foreign & (relative > NEAR[computed]))
-    squares = (replayed.astype(np.float64) ** 2).sum(axis=1)
-    for row in unsure:
-        products = (replayed @ stored[row]).astype(np.float64)
-        apart = squares - 2 * products + float(stored[row].astype(np.float64) @ stored[row])
-        apart[prefix == prefix[row]] = np.inf
-        # The difference of large numbers finds the nearest row, and is too coarse for its distance.
-        nearest = replayed[int(apart.argmin())].astype(np.float64)
-        own = np.sqrt(squares[row]) * relative[row]
-        others = np.isfinite(apart).any()
-        foreign[row] = others and np.linalg.norm(nearest - stored[row]) * MARGIN < own
-    return foreign
-
-
-def prefixes(sequences: Sequence[Sequence[int]]) -> list[Ints]:
-    """Return a number per token, equal where all tokens up to it are equal."""
-    known: dict[tuple[int, int], int] = {}
-    found = []
-    for tokens in sequences:
-        numbers, parent = np.empty(len(tokens), np.int64), -1
-        for position, token in enumerate(tokens):
-            parent = known.setdefault((parent, token), len(known))
-            numbers[position] = parent
-        found.append(numbers)
-    return found
-
-
-def coarser(types: Iterable[DType]) -> DType:
-    """Return the least precise type."""
-    order: tuple[DType, ...] = ("float32", "float16", "bfloat16")
-    return max(types, key=order.index)
+    found = {"requests": outcome.n_requests, "foreign": outcome.n_foreign}
+    chain.close("finished", found)

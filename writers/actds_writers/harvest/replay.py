@@ -1,44 +1,47 @@
 """Replay: the exact token sequences of a dataset, prompt and sampled tokens, served again.
 
-A source of requests for the same harvest, not a second one. Each sequence is one prompt; the token
-that an engine has to sample is never fed, so every position has the token that it had in the
-source, and none is generated.
+A source of requests for the same harvest, not a second one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from actds.errors import ActdsError
+from actds.format.positions import Intervals
 from actds.load import dataset as reading
 from actds.load.dataset import Dataset
 from actds.load.sequences import TokenSequence, token_sequences
+from actds.reading import Catalog
 from actds.schema import Hook
+from actds.store import open_store
 from actds.text import counted
+from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import ReplaySettings, WriteSettings, keywords_of
 from actds_writers.engine_protocol import OPTION, EngineOptions, find_engine
-from actds_writers.harvest.backfill import compare, lacking
-from actds_writers.harvest.prepare import Served, files_facts, request_key, roles_field
+from actds_writers.harvest.backfill import filled, missing
+from actds_writers.harvest.compare import compare, pairs_of
+from actds_writers.harvest.prepare import Served, files_facts, roles_field
 from actds_writers.harvest.run import HarvestResult, harvest
-from actds_writers.ipc.messages import Fact, PromptFact, Replayed
-from actds_writers.model_folder import file_sha256
+from actds_writers.harvest.sequences import as_requests
+from actds_writers.ipc.messages import Fact
+from actds_writers.model_folder import file_sha256, model_config
 from actds_writers.monitor.progress import Observer
 from actds_writers.prompts.encoding import Encoded, load_tokenizer
-from actds_writers.prompts.records import Prompt
 from actds_writers.provenance import observed
-from actds_writers.roles import LETTERS, UNKNOWN, packed
 
 __all__ = ["replay"]
 
 KIND = "dataset"
 """Value of ``prompts.kind`` in the run record of a replay."""
-NO_ROLES = "a request without roles in the source"
 
 
 @keywords_of(ReplaySettings)
@@ -57,8 +60,8 @@ def replay(*, observer: Observer | None = None, **settings: Any) -> HarvestResul
 
     Raises:
         ActdsError: E022 another model or tokenizer than the source's; E006 no request whose tokens
-            are known, or that lacks a row; E418 rows of a backfill that are not the source's; as
-            ``open`` of the source, and as ``write``.
+            are known, or that lacks a row, or nothing to compare; E418 a row that is not that of
+            its replay; as ``open`` of the source, and as ``write``.
 
     Example:
         >>> actds.replay(
@@ -72,10 +75,8 @@ def replay(*, observer: Observer | None = None, **settings: Any) -> HarvestResul
     hooks = given.hooks or hooks_of(source.hooks.values())
     requests = Replays(given, source, observer or Observer())
     result = harvest(given.as_write(hooks), observer, served_by=requests.served, alone=given.alone)
-    if given.only == "missing" and result.reason == "finished":
-        shared = compare(source, reading.open(given.out))
-        requests.observer.said(shared.line())
-        shared.require_same(given.out)
+    if given.compares and result.reason == "finished":
+        requests.compare()
     return result
 
 
@@ -98,6 +99,11 @@ class Replays:
     source: Dataset
     observer: Observer
 
+    @cached_property
+    def owed(self) -> dict[tuple[str, int], Intervals] | None:
+        """Return the positions that are to be filled, by request; ``None`` to serve every one."""
+        return missing(self.source) if self.settings.only == "missing" else None
+
     def served(self, settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:
         """Return every request of the source with its tokens, or the reason to skip it.
 
@@ -112,12 +118,12 @@ class Replays:
             raise ActdsError("E009", OPTION, got=got, expected="one: nothing is sampled")
         files = files_facts(settings.model)
         self._require_model(settings, files)
+        if self.settings.compares:
+            self._require_common_hook(settings)
         adapter = find_engine(settings.engine).adapter_sha256(engine)
-        encoded, client = [], []
-        for index, one in enumerate(self._chosen()):
-            skip = _skip(one, adapter, limit)
-            encoded.append(self._encoded(index, one, skip))
-            client.append(self._client(index, one, encoded[-1]))
+        encoded, client = as_requests(
+            self._chosen(), self.source.catalog, lambda one: _skip(one, adapter, limit)
+        )
         self._say_skipped(encoded)
         order = self._order(len(encoded))
         return Served(
@@ -127,16 +133,45 @@ class Replays:
             [*self._facts(encoded), *files],
         )
 
+    def compare(self) -> None:
+        """Say how the rows of the replay compare with those of the source, and what was filled.
+
+        Raises:
+            ActdsError: E418 a row that is not that of its replay; E006 nothing to compare.
+
+        Spec: 0.1 section 7.9.
+        """
+        again = Catalog.read(open_store(self.settings.out))
+        if self.owed is not None:
+            self.observer.compared("backfill", filled(self.owed, again).line())
+        found = compare(self.source.catalog, again, pairs_of(again, self._sequences()))
+        words = f"{found.n_rows:,} positions have a row in both: {found.words()}"
+        if not found.n_rows:
+            words = "NOTHING WAS COMPARED: no position has a row in both"
+        self.observer.compared("compared", words)
+        # A backfill of requests that lost every row has nothing to compare with.
+        if not found.n_rows and (self.settings.compare or found.n_unreplayed):
+            raise ActdsError(
+                "E006",
+                self.settings.out,
+                got="no position with a row in both",
+                expected="at least one to compare",
+                next_step="Nothing was compared; see the drops of both.",
+            )
+        wrong = found.error(self.settings.source, "Do not join the two; see docs/replay.md.")
+        if wrong is not None:
+            raise wrong
+
+    def _sequences(self) -> Iterator[TokenSequence]:
+        """Yield the sequences that were asked for, in the order of the source."""
+        for one in token_sequences(self.source):
+            if self.owed is None or (one.run, one.request) in self.owed:
+                yield one
+
     def _chosen(self) -> list[TokenSequence]:
-        """Return the sequences that were asked for, in the order of the source."""
-        found: list[TokenSequence] = []
-        wanted = lacking(self.source) if self.settings.only == "missing" else None
-        for sequence in token_sequences(self.source):
-            if len(found) == self.settings.max_requests:
-                break
-            if wanted is None or (sequence.run, sequence.request) in wanted:
-                found.append(sequence)
-        if wanted is not None and not found:
+        """Return those that are served."""
+        found = list(islice(self._sequences(), self.settings.max_requests))
+        if self.owed is not None and not found:
             got = "no request that lacks a row"
             raise ActdsError("E006", self.settings.source, got=got, expected="one to serve again")
         return found
@@ -147,37 +182,6 @@ class Replays:
         generator = np.random.Generator(np.random.Philox(key=self.settings.neighbours))
         order: list[int] = generator.permutation(n).tolist()
         return order
-
-    def _encoded(self, index: int, one: TokenSequence, skip: str | None) -> Encoded:
-        name = PurePosixPath(self.source.path).name
-        prompt = Prompt(index, name, index, None, None, one.line["external_id"])
-        labels = "".join(LETTERS[role] if role else UNKNOWN for role in one.role)
-        known = bool(labels.strip(UNKNOWN)) and skip is None
-        return Encoded(
-            prompt,
-            [] if skip else one.token_id.tolist(),
-            max_tokens=1,
-            skip=skip,
-            roles=packed(labels) if known else "",
-            roles_unknown=None if known else NO_ROLES,
-        )
-
-    def _client(self, index: int, one: TokenSequence, encoded: Encoded) -> PromptFact:
-        return PromptFact(
-            request_key(index),
-            one.line["external_id"],
-            one.line["source"],
-            one.line["source_row"],
-            encoded.skip,
-            encoded.roles,
-            Replayed(
-                self.source.catalog.genesis.dataset,
-                self.source.digest,
-                one.run,
-                one.request,
-                one.n_given,
-            ),
-        )
 
     def _facts(self, encoded: Sequence[Encoded]) -> list[Fact]:
         settings = self.settings
@@ -203,6 +207,18 @@ class Replays:
         if skips:
             words = f"{len(skips)} of {counted(len(encoded), 'request')} are left out"
             self.observer.said(f"{words}; the first: {skips[0]}")
+
+    def _require_common_hook(self, settings: WriteSettings) -> None:
+        """Refuse a comparison at no hook at all.
+
+        Raises:
+            ActdsError: E009 the replay has no hook of the source.
+        """
+        config = model_config(settings.model)
+        places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
+        if not {one.name for one in hook_specs(places, config, "float32")} & set(self.source.hooks):
+            expected = f"some of {', '.join(self.source.hooks)}, to compare with"
+            raise ActdsError("E009", "--hooks", got=settings.hooks, expected=expected)
 
     def _require_model(self, settings: WriteSettings, files: Sequence[Fact]) -> None:
         """Refuse another model than that of the source.

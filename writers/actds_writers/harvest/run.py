@@ -257,7 +257,7 @@ def _result(
     )
     observer.ended(result)
     for ended in runs:
-        wrong = ended.outcome.error(str(ended.run)) if ended.outcome is not None else None
+        wrong = ended.outcome.error("canary") if ended.outcome is not None else None
         if wrong or ended.replay_failure:
             raise wrong or ended.replay_failure  # type: ignore[misc]
     return result

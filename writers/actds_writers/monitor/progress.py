@@ -474,6 +474,9 @@ class Observer:
     def ended(self, result: HarvestResult) -> None:
         """Take the result, also when a canary then fails the harvest."""
 
+    def compared(self, label: str, words: str) -> None:
+        """Take a line of the summary of a replay, after the result."""
+
 
 class Progress:
     """Shows a harvest while the block runs.

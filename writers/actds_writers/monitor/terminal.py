@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, TextIO
 
 from actds.store import local_folder
 from actds.text import format_seconds, printable
-from actds_writers.monitor.progress import Observer, Progress, Snapshot, is_screen
+from actds_writers.monitor.progress import (
+    SUMMARY_LABEL_WIDTH,
+    Observer,
+    Progress,
+    Snapshot,
+    is_screen,
+)
 
 if TYPE_CHECKING:
     from actds_writers.harvest.run import HarvestResult
@@ -75,6 +81,10 @@ class Terminal(Observer):
     def ended(self, result: HarvestResult) -> None:
         """Print the summary on stdout."""
         print(result.summary, flush=True)
+
+    def compared(self, label: str, words: str) -> None:
+        """Print a further line of the summary on stdout."""
+        print(f"{label:<{SUMMARY_LABEL_WIDTH}}{words}", flush=True)
 
     def failed(self) -> None:
         """Show the end of what the engine printed, where it was not seen."""
