@@ -21,6 +21,8 @@ import actds
 from actds.errors import ActdsError
 from actds_testing.places import SCHEMAS
 from actds_testing.planted import directions, planted_dataset, rotated
+from actds_testing.regime_datasets import other_continuations
+from actds_testing.schedules import simulate
 from actds_testing.stability_results import hostile, made, many
 from actds_testing.synthetic import make_dataset
 from actds_validators.cli.stability import stability as command
@@ -240,9 +242,12 @@ def test_a_lossy_arm_takes_the_weights_that_an_audit_wrote(tmp_path: Path) -> No
 
 
 def test_nothing_that_one_arm_scores_is_trained_on_by_another(tmp_path: Path) -> None:
-    common = {"n_requests": 60, "hooks": (HOOK,), "cache": False}
-    one = make_dataset(tmp_path / "a", **common)
-    other = make_dataset(tmp_path / "b", run="r-b", **common)
+    # The other arm has other answers to the same prompts, so a loader holds out others of them.
+    told = simulate(60, 0, cache=False)
+    one = make_dataset(tmp_path / "a", schedule=told, hooks=(HOOK,))
+    other = make_dataset(
+        tmp_path / "b", schedule=other_continuations(told), run="r-b", hooks=(HOOK,)
+    )
     arms = scored_apart(opened(str(one), f"{other}:phase=decode"))
     train = [part for arm in arms for part in arm.train]
     scored = [part for arm in arms for part in arm.scored]
