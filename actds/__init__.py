@@ -2,10 +2,10 @@
 
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
-``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.regimes``, ``actds.view``,
-``actds.seal``, ``actds.recover``, ``actds.export``, ``actds.push``, ``actds.doctor``.
-``actds.require`` opens a dataset only if it passes the gate. Each name is imported when it is first
-used; errors are those of ``actds.errors``.
+``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.regimes``, ``actds.stability``,
+``actds.view``, ``actds.seal``, ``actds.recover``, ``actds.export``, ``actds.push``,
+``actds.doctor``. ``actds.require`` opens a dataset only if it passes the gate. Each name is
+imported when it is first used; errors are those of ``actds.errors``.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from actds_validators.check import check as check
     from actds_validators.gate.gate import require as require
     from actds_validators.regimes.api import regimes as regimes
+    from actds_validators.stability.api import stability as stability
     from actds_validators.validate.validation import validate as validate
     from actds_validators.view.api import view as view
     from actds_writers.harvest.plan import plan as plan
+    from actds_writers.harvest.probe_cost import probe_cost as probe_cost
     from actds_writers.harvest.recover import recover as recover
     from actds_writers.harvest.replay import replay as replay
     from actds_writers.harvest.run import write as write
@@ -59,6 +61,7 @@ _LAZY = {
     "mixing_report": "actds.load.mixing",
     "open": "actds.load.dataset",
     "plan": "actds_writers.harvest.plan",
+    "probe_cost": "actds_writers.harvest.probe_cost",
     "pull": "actds.hub.transfer",
     "push": "actds.hub.transfer",
     "recompress": "actds.recompression",
@@ -69,6 +72,7 @@ _LAZY = {
     "seal": "actds.sealing",
     "shuffle": "actds.shuffling",
     "sign": "actds.trust.signing",
+    "stability": "actds_validators.stability.api",
     "validate": "actds_validators.validate.validation",
     "verify": "actds.trust.signing",
     "view": "actds_validators.view.api",

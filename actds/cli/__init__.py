@@ -242,8 +242,8 @@ def schema_command(name: str | None, folder: Path | None) -> None:
     """Print the JSON Schema of a document, or list the documents.
 
     NAME is a document of a dataset (genesis, run, shard, ledger, seal), the result of a command
-    (audit, regimes: what they write with --json) or a file that one reads (policy, of
-    actds validate).
+    (audit, regimes, stability: what they write with --json) or a file that one reads
+    (policy, of actds validate).
 
     \b
     Examples:

@@ -48,8 +48,8 @@ def model_options(model: type[BaseModel], skip: Collection[str] = ()) -> Iterato
     """Yield an option for each field of a model: the required ones, its own, the inherited ones.
 
     A field may say in its ``json_schema_extra`` what its option is called (``option``) and what
-    its value is called in the help (``metavar``). A list or an object is an option that may be
-    repeated.
+    its value is called in the help (``metavar``), and what it means without one (``flag_value``). A
+    list or an object is an option that may be repeated.
     """
     schema = model.model_json_schema()
     required, own = schema.get("required", ()), vars(model).get("__annotations__", {})
@@ -72,7 +72,11 @@ def _option(name: str, found: Mapping[str, Any], *, required: bool) -> click.Opt
             [names, name], is_flag=True, default=default, show_default=default, **given
         )
     if kind["type"] in ("array", "object"):
+        if kind.get("items", {}).get("type") == "integer":
+            given["type"] = _type(kind["items"])
         return click.Option([flag, name], multiple=True, **given)
+    if "flag_value" in found:
+        given |= {"is_flag": False, "flag_value": found["flag_value"]}
     if default is not None:
         given |= {"default": default, "show_default": True}
     return click.Option([flag, name], type=_type(kind), required=required, **given)

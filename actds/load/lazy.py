@@ -53,10 +53,13 @@ class OpenArrays:
 
     Args:
         shards: the shards.
+        n_open: how many stay open at most, `MAX_OPEN_ARRAYS` by default; each holds a chunk and
+            its frame, some 2 MiB.
     """
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard], n_open: int | None = None) -> None:
         self._shards = shards
+        self._n_open = MAX_OPEN_ARRAYS if n_open is None else n_open
         self._lock = threading.Lock()
         self._readers: OrderedDict[tuple[int, str], arrays.ArrayReader] = OrderedDict()
 
@@ -81,7 +84,7 @@ class OpenArrays:
         reader = open_array(self._shards[number], hook)
         with self._lock:
             self._readers[key] = reader
-            while len(self._readers) > MAX_OPEN_ARRAYS:
+            while len(self._readers) > self._n_open:
                 self._readers.popitem(last=False)
         return reader
 
@@ -128,16 +131,17 @@ class LazyArray:
     Args:
         hook: the hook.
         shards: the shards that hold it.
+        n_open: how many of their files stay open at most, `MAX_OPEN_ARRAYS` by default.
 
     Attributes:
         hook: the hook; ``hook.dtype`` is the stored type.
     """
 
-    def __init__(self, hook: Hook, shards: list[Shard]) -> None:
+    def __init__(self, hook: Hook, shards: list[Shard], n_open: int | None = None) -> None:
         self.hook = hook
         self._shards = shards
         self._starts = np.cumsum([0, *(shard.n_rows for shard in shards)], dtype=np.int64)
-        self.files = OpenArrays(shards)
+        self.files = OpenArrays(shards, n_open)
 
     def __repr__(self) -> str:
         return f"<LazyArray {self.hook.name} {self.shape} {self.hook.dtype}>"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from actds.format.positions import position_key, split_key
+from actds.format.positions import position_key
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset
 from actds.schema import Hook
@@ -21,6 +21,7 @@ __all__ = ["Partners", "find_partners", "prefix_hashes", "prefix_sums"]
 
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
+TokenIds = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def find_partners(
 ) -> Partners:
     """Return for each row of shards the row of another dataset with the same tokens up to it.
 
-    Holds 32 bytes for each row of both while it works, and 8 for each row of the first after that.
+    Holds some 50 bytes for each row of both while it works, and 8 for each row of the first after
+    that.
 
     Args:
         mine: ``prefix_hashes`` of this dataset's shards.
@@ -99,19 +101,19 @@ def prefix_sums(token_id: Ints) -> Hashes:
     return np.cumsum(_terms(np.arange(len(token_id)), token_id), dtype=np.uint64)
 
 
-def _columns(shard: Shard) -> tuple[Hashes, Ints]:
+def _columns(shard: Shard) -> tuple[Hashes, TokenIds]:
     table = shard.tokens(["request", "position", "token_id"])
     key = position_key(table["request"].to_numpy(), table["position"].to_numpy())
-    return key, table["token_id"].to_numpy().astype(np.int64)
+    return key, table["token_id"].to_numpy().astype(np.uint32)
 
 
-def _of_readouts(dataset: Dataset, run: str) -> list[tuple[Hashes, Ints]]:
+def _of_readouts(dataset: Dataset, run: str) -> list[tuple[Hashes, TokenIds]]:
     """Return keys and tokens of all computed rows, the lost ones too, where readouts have them."""
     if (run, "readouts") not in dataset.catalog.parts:
         return []
     table = dataset.catalog.table("readouts", run)
     key = position_key(table["request"].to_numpy(), table["position"].to_numpy())
-    return [(key, table["token_id"].to_numpy().astype(np.int64))]
+    return [(key, table["token_id"].to_numpy().astype(np.uint32))]
 
 
 class _Tokens:
@@ -125,23 +127,30 @@ class _Tokens:
         parts: keys and tokens of the rows of each shard.
     """
 
-    def __init__(self, parts: Sequence[tuple[Hashes, Ints]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Hashes, TokenIds]]) -> None:
         key = np.concatenate([part[0] for part in parts])
         token = np.concatenate([part[1] for part in parts])
+        order = np.argsort(key, kind="stable")
+        key, token = key[order], token[order]
+        del order
         # Shards of several stages have the same rows; a row that was computed again is the same.
-        self._key, first = np.unique(key, return_index=True)
-        _, position = split_key(self._key)
-        terms = _terms(position, token[first])
+        first = np.concatenate([[True], key[1:] != key[:-1]]) if len(key) else np.empty(0, bool)
+        if not first.all():
+            key, token = key[first], token[first]
+        self._key = key
+        self._sum = _mixed(key << np.uint64(32) | token)
         # A stretch is a run of positions of one request without a hole.
-        begins = np.concatenate([[True], self._key[1:] != self._key[:-1] + np.uint64(1)])
-        self._stretch = np.cumsum(begins) - 1
-        sums = np.cumsum(terms, dtype=np.uint64)
+        begins = np.concatenate([[True], key[1:] != key[:-1] + np.uint64(1)])[: len(key)]
         at = np.flatnonzero(begins)
-        self._sum = sums - (sums[at] - terms[at])[self._stretch]
-        self._start = self._key[at]
+        self._stretch = np.cumsum(begins, dtype=np.int32)
+        self._stretch -= 1
+        terms = self._sum[at]
+        np.cumsum(self._sum, out=self._sum)
+        self._sum -= (self._sum[at] - terms)[self._stretch]
+        self._start = key[at]
         # What comes before a stretch: nothing where it begins at position 0.
         self._base = np.zeros(len(at), np.uint64)
-        self._known = (position[at] == 0).astype(bool)
+        self._known = np.asarray(key[at] & np.uint64(0xFFFFFFFF) == 0)
 
     def of(self, key: Hashes) -> Hashes:
         """Return the hash of the tokens up to each key; 0 where it is not known."""
@@ -183,8 +192,9 @@ def _terms(position: Ints, token_id: Ints) -> Hashes:
 
 
 def _mixed(x: Hashes) -> Hashes:
-    """Return a number that looks random for each number (the finalizer of SplitMix64)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(x ^ (x >> np.uint64(31)), np.uint64)
+    """Return a number that looks random for each number (the finalizer of SplitMix64), in place."""
+    x += np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    return x

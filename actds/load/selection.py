@@ -19,6 +19,7 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.roles import Roles
 from actds.format.row_weights import RowWeights
+from actds.format.sampled import Sampled
 from actds.format.shard import Shard
 from actds.format.tables import TableName
 from actds.load.dataset import Dataset
@@ -63,6 +64,7 @@ class RowValues:
         self._tables: dict[tuple[str, str], pa.Table] = {}
         self._norms: dict[str, npt.NDArray[np.float32]] | None = None
         self._roles: dict[str, Roles] = {}
+        self._sampled: dict[str, Sampled] = {}
 
     def constant(self, shard: Shard) -> dict[str, pa.Array]:
         """Return what the manifest says of all rows of a shard, each of length 1."""
@@ -80,7 +82,8 @@ class RowValues:
         wanted = {"flags" if one.flag else one.name for one in chosen if one.table == "tokens"}
         wanted |= {"request"} if any(one.table == "requests" for one in chosen) else set()
         wanted |= {"step"} if any(one.table == "steps" for one in chosen) else set()
-        wanted |= {"request", "position"} if any(one.table == "roles" for one in chosen) else set()
+        if any(one.table in ("roles", "sampled") for one in chosen):
+            wanted |= {"request", "position"}
         tokens = shard.tokens(sorted(wanted)) if wanted else None
         found: dict[str, pa.Array] = {}
         for one in chosen:
@@ -92,6 +95,9 @@ class RowValues:
             elif one.table == "roles":
                 assert tokens is not None
                 found[one.name] = self._role(shard, tokens)
+            elif one.table == "sampled":
+                assert tokens is not None
+                found[one.name] = self._sampled_after(one.name, shard, tokens)
             else:
                 assert tokens is not None
                 found[one.name] = self._column(one.name, one.table, one.flag, shard, tokens)
@@ -141,6 +147,15 @@ class RowValues:
         if shard.run not in self._roles:
             self._roles[shard.run] = Roles(self._dataset.catalog.table("roles", shard.run))
         return self._roles[shard.run].of(tokens["request"], tokens["position"])
+
+    def _sampled_after(self, name: str, shard: Shard, tokens: pa.Table) -> pa.Array:
+        if shard.run not in self._sampled:
+            self._sampled[shard.run] = Sampled(self._dataset.catalog.table("sampled", shard.run))
+        column = name.partition(".")[2]
+        if not shard.unknown.isdisjoint(("request", "position")):
+            return pa.nulls(shard.n_rows, tables.SCHEMAS["sampled"].field(column).type)
+        found = self._sampled[shard.run].after(column, tokens["request"], tokens["position"])
+        return _wide(pa.chunked_array([found]))
 
     def _norm(self, shard: Shard) -> npt.NDArray[np.float32]:
         if len(self._hooks) != 1:

@@ -36,6 +36,10 @@ MAX_DEPTH = 100
 """Levels of an expression."""
 
 
+SAMPLED = ("token_id", "entropy", "logprob", "margin")
+"""Columns of the table ``sampled`` that rows are joined to."""
+
+
 class Kind(Enum):
     """The type of a value in an expression."""
 
@@ -49,9 +53,10 @@ class Column:
     """A column that an expression may name.
 
     Args:
-        name: as it is written; ``request.NAME`` and ``step.NAME`` are columns of these tables.
-        table: ``tokens``, ``requests`` or ``steps``; ``readouts`` for ``norm``, ``roles`` for
-            ``role``; None for what the manifest of a shard says.
+        name: as it is written; ``request.NAME`` and ``step.NAME`` are columns of these tables,
+            ``sampled.NAME`` of the token that was sampled after the row.
+        table: ``tokens``, ``requests``, ``steps`` or ``sampled``; ``readouts`` for ``norm``,
+            ``roles`` for ``role``; None for what the manifest of a shard says.
         kind: the type of its values.
         flag: the bit of ``flags`` that it is; 0 for none.
     """
@@ -81,6 +86,7 @@ def _columns() -> dict[str, Column]:
     found += [Column(name, "tokens", Kind.TRUTH, flag) for name, flag in flags.items()]
     found.append(Column("norm", "readouts", Kind.NUMBER))
     found.append(Column("role", "roles", Kind.TEXT))
+    found += [Column(f"sampled.{name}", "sampled", Kind.NUMBER) for name in SAMPLED]
     # The manifest says the phase of a shard: its column needs no reading.
     return {column.name: column for column in reversed(found)}
 

@@ -186,7 +186,8 @@ def _authorship(figures: Figures) -> str:
     lines += [
         "",
         "A stratum has few rows of each request: an interval that holds 0 does not show that "
-        "nothing changes. R has decode steps as its source G has; those of H and D are all given.",
+        "nothing changes. Decode steps count from the position of the first token that the model "
+        "sampled, in every arm.",
     ]
     return "\n".join(lines)
 

@@ -201,15 +201,16 @@ def compare(
     return json.loads(path.read_text())
 
 
-def actds(*words: str) -> None:
-    """Run a command of actds; its output is shown where it fails."""
+def actds(*words: str, environment: dict[str, str] | None = None) -> str:
+    """Run a command of actds and return what it prints; its output is shown where it fails."""
     print("actds", *words, file=sys.stderr)
     done = subprocess.run(
         [sys.executable, "-m", "actds", *words],
-        env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True,
+        env={**os.environ, **ENVIRONMENT, **(environment or {})}, capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{done.stdout}\n{done.stderr}\nactds {words[0]} failed")
+    return done.stdout
 
 
 def described(model: Path) -> str:

@@ -40,6 +40,7 @@ def write(root: Path) -> None:
     _write_minimal(root / "valid" / "external", external=True)
     _write_minimal(root / "valid" / "roles", roles=True)
     _write_minimal(root / "valid" / "origins", origins=True)
+    _write_minimal(root / "valid" / "sampled", entropy=True)
     _write_replaced(root / "valid" / "replaced")
     for one in FAULTS:
         valid = root / "valid" / one.base
@@ -71,6 +72,7 @@ def _write_minimal(
     external: bool = False,
     roles: bool = False,
     origins: bool = False,
+    entropy: bool = False,
 ) -> None:
     """Write the minimal dataset.
 
@@ -95,6 +97,7 @@ def _write_minimal(
             readouts=readouts,
             roles=roles,
             origins=origins,
+            entropy=entropy,
         )
 
 

@@ -723,6 +723,85 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+SAMPLED = f"census/{RUN}/sampled"
+
+
+@fault("E423", "token-without-a-line", SAMPLED, "A sampled token has no line in a run that records "
+       "entropies.", base="sampled")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("sampled", lambda rows: rows.pop())
+    v.relink()
+
+
+@fault("E423", "two-lines", SAMPLED, "A sampled token has two lines, another one none.",
+       base="sampled")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("sampled", lambda rows: rows[1].update(position=rows[0]["position"]))
+    v.relink()
+
+
+@fault("E423", "line-of-a-prompt", SAMPLED, "A line is of a position that was given.",
+       base="sampled")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("sampled", lambda rows: rows[0].update(position=rows[0]["position"] - 1))
+    v.relink()
+
+
+@fault("E423", "line-of-no-request", SAMPLED, "A line is of a request that the run does not have.",
+       base="sampled")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("sampled", lambda rows: rows[-1].update(request=99))
+    v.relink()
+
+
+@fault("E423", "line-of-no-step", SAMPLED, "The logits are of a step that the run does not have.",
+       base="sampled")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("sampled", lambda rows: rows[0].update(step=9999))
+    v.relink()
+
+
+@fault("E423", "line-of-another-token", SAMPLED, "A line is of another token than the one fed at "
+       "its position.", base="sampled")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("sampled", lambda rows: rows[0].update(token_id=rows[0]["token_id"] + 1))
+    v.relink()
+
+
+@fault("E423", "negative-entropy", SAMPLED, "An entropy is below 0.", base="sampled")
+def _(v: Vector) -> None:
+    v.edit_table("sampled", lambda rows: rows[0].update(entropy=-0.5))
+    v.relink()
+
+
+@fault("E423", "no-entropy", SAMPLED, "An entropy is no number.", base="sampled")
+def _(v: Vector) -> None:
+    v.edit_table("sampled", lambda rows: rows[0].update(entropy=float("nan")))
+    v.relink()
+
+
+@fault("E423", "probability-above-one", SAMPLED, "A log-probability is above 0.", base="sampled")
+def _(v: Vector) -> None:
+    v.edit_table("sampled", lambda rows: rows[0].update(logprob=0.5))
+    v.relink()
+
+
+@fault("E423", "second-above-first", SAMPLED, "The second largest logit is above the largest.",
+       base="sampled")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("sampled", lambda rows: rows[0].update(margin=-1.0))
+    v.relink()
+
+
+@fault("E423", "lines-not-recorded", SAMPLED, "A run has lines that it did not record, as it says.",
+       base="sampled")  # fmt: skip
+def _(v: Vector) -> None:
+    record = v.json(RECORD)
+    record["fields"]["capture.entropy"]["value"] = False
+    v.write_json(RECORD, record)
+    v.relink()
+
+
 # ---- values
 
 

@@ -29,6 +29,8 @@ class Schedule:
     drops: pa.Table
     rows: pa.Table
     token_ids: list[list[int]]
+    sampled: list[tuple[int, int, int]] = field(default_factory=list)
+    """Request, position and step of each sampled token."""
 
     def with_(self, **changed: pa.Table) -> Schedule:
         return replace(self, **changed)
@@ -85,6 +87,7 @@ class _Simulator:
         self.rows: list[tuple[object, ...]] = []
         self.steps: list[dict[str, object]] = []
         self.drop_log: list[dict[str, object]] = []
+        self.sampled: list[tuple[int, int, int]] = []
         prefixes = [self._words(int(self.rng.integers(8, 20))) for _ in range(3)]
         self.requests = [self._request(i, prefixes) for i in range(n_requests)]
 
@@ -201,7 +204,7 @@ class _Simulator:
             request.high_water = max(request.high_water, stop)
             request.n_steps += 1
             self._register(request)
-            self._finish(request, stop > past_stop)
+            self._finish(request, stop > past_stop, step)
         self._log_drop(step, lost, sum(n for _, n in scheduled), longest)
         self.steps.append(
             {
@@ -253,7 +256,7 @@ class _Simulator:
             if len(set(origins.values())) == 1:
                 self.blocks.setdefault(key, origins)
 
-    def _finish(self, request: _Request, after_stop: bool) -> None:
+    def _finish(self, request: _Request, after_stop: bool, step: int) -> None:
         if after_stop:
             request.done = True
             return
@@ -262,6 +265,7 @@ class _Simulator:
             return
         if request.computed < request.prompt_len + request.generated:
             return  # a chunk of the prompt, or recomputation: nothing is sampled
+        self.sampled.append((request.number, request.prompt_len + request.generated, step))
         request.generated += 1
         if request.abort_after is not None and request.generated > request.abort_after:
             request.done = True
@@ -305,6 +309,7 @@ class _Simulator:
             table_of("drops", self.drop_log),
             tables.build("tokens", dict(zip(names, map(list, columns), strict=True))),
             [request.tokens for request in self.requests],
+            self.sampled,
         )
 
     def _request_record(self, request: _Request) -> dict[str, object]:

@@ -72,6 +72,7 @@ def make_dataset(
     sinks: bool = False,
     roles: bool = False,
     origins: bool = False,
+    entropy: bool = False,
 ) -> Path:
     """Write a dataset of one run and return its path.
 
@@ -95,6 +96,7 @@ def make_dataset(
         sinks: flag first positions as special and BOS, and give them 256 times the norm.
         roles: call the prompts chats: template, user, template, and what is sampled assistant.
         origins: call the requests replays of one run of a made-up dataset, the last of them aside.
+        entropy: record what the logits, of 16 tokens, said of each sampled one.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
     if sinks:
@@ -108,7 +110,7 @@ def make_dataset(
         genesis = _write_genesis(store, seed, hooks, d_model, dtype)
     writer = Chain.begin(store, genesis.dataset, run, "writer", SOFTWARE)
     census = Chain.begin(store, genesis.dataset, run, "census", SOFTWARE)
-    _write_run_record(store, writer, run, len(told.requests), dtype, readouts)
+    _write_run_record(store, writer, run, len(told.requests), dtype, readouts, entropy)
     if readouts is not None:
         part = _readout_table(told, genesis.hooks, readouts, sinks)
         commit_part(store, writer, "readouts", run, 0, part)
@@ -125,6 +127,8 @@ def make_dataset(
         commit_part(store, census, "roles", run, 0, _role_table(told))
     if origins:
         commit_part(store, census, "origins", run, 0, _origin_table(told))
+    if entropy:
+        commit_part(store, census, "sampled", run, 0, _sampled_table(told))
     writer.close("finished", _writer_totals(told))
     census.close("finished", _census_totals(told))
     assert n_shards or not len(told.rows)
@@ -164,6 +168,7 @@ def _write_run_record(
     n_records: int,
     dtype: DType | Mapping[str, DType],
     readouts: Readouts | None,
+    entropy: bool,
 ) -> None:
     fields = {
         name: ProvenanceField(value=None, origin="unknown", reason="a simulated run has none")
@@ -176,6 +181,8 @@ def _write_run_record(
     }
     if readouts is not None:
         observed["capture.readouts"] = readouts.as_field()
+    if entropy:
+        observed["capture.entropy"] = True
     for name, value in observed.items():
         fields[name] = ProvenanceField(value=value, origin="observed", reason=None)
     record = RunRecord(dataset=writer.dataset, run=run, started_ns=WALL_NS, fields=fields)
@@ -253,6 +260,28 @@ def _origin_table(told: Schedule) -> pa.Table:
         "n_given": [line["prompt_len"] // 2 for line in lines],
     }
     return tables.build("origins", columns)
+
+
+def _sampled_table(told: Schedule) -> pa.Table:
+    """Return what logits said that are a pure function of the tokens before."""
+    request, position, step = (list(column) for column in zip(*sorted(told.sampled), strict=True))
+    keys = list(zip(request, position, strict=True))
+    seeds = [_prefix_hashes(told.token_ids[r][:p], 0)[-1] for r, p in keys]
+    channel = np.arange(1, 17, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = _mix(np.array(seeds, np.uint64)[:, None] ^ channel) >> np.uint64(11)
+    logits = 8 * mixed.astype(np.float64) / 2**53
+    odds = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    highest = np.sort(logits, axis=1)
+    columns: dict[str, object] = {
+        "request": request,
+        "position": position,
+        "step": step,
+        "token_id": [told.token_ids[r][p] for r, p in keys],
+        "entropy": -(odds * np.log(odds)).sum(axis=1),
+        "logprob": np.log(odds[:, 0]),
+        "margin": highest[:, -1] - highest[:, -2],
+    }
+    return tables.build("sampled", columns)
 
 
 def _readout_table(

@@ -12,7 +12,7 @@ import pytest
 
 import actds
 from actds.format.readouts import Readouts
-from actds.load.where import COLUMNS, parse_expression
+from actds.load.where import COLUMNS, SAMPLED, parse_expression
 from actds_testing.synthetic import make_dataset
 
 HOOKS = ("resid_post.0", "resid_post.1")
@@ -28,7 +28,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     return make_dataset(
         folder, n_requests=20, seed=4, hooks=HOOKS, run="r-second", readouts=Readouts(1, seed=0),
-        roles=True,
+        roles=True, entropy=True,
     )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def database(path: Path) -> sqlite3.Connection:
     """Return the rows with all columns that an expression may name, in a table of SQLite."""
     dataset = actds.open(path)
     connection = sqlite3.connect(":memory:")
-    for name in ("tokens", "requests", "steps", "readouts", "roles"):
+    for name in ("tokens", "requests", "steps", "readouts", "roles", "sampled"):
         table = getattr(dataset, name)(run=True)
         lists = [f.name for f in table.schema if pa.types.is_nested(f.type)]
         table = table.drop_columns(lists)
@@ -51,13 +51,18 @@ def database(path: Path) -> sqlite3.Connection:
         columns = [r[1] for r in connection.execute(f"pragma table_info({table})")]
         return ", ".join(f'{table}."{c}" as "{key}.{c}"' for c in columns if c != "run")
 
+    before = [f'{name} as "sampled.{name}"' for name in SAMPLED]
+    after = [f'"sampled.{name}"' for name in SAMPLED]
     connection.execute(
         "create table rows as select tokens.*, n.norm, flags & 1 as special, "
         f"flags >> 1 & 1 as bos, flags >> 2 & 1 as eos, "
         "(select role from roles o where o.run = tokens.run and o.request = tokens.request "
         "and o.start <= position and position < o.stop) as role, "
-        f"{renamed('requests', 'request')}, {renamed('steps', 'step')} "
+        f"{renamed('requests', 'request')}, {renamed('steps', 'step')}, "
+        f"{', '.join(after)} "
         "from tokens join requests using (run, request) join steps using (run, step) "
+        f"left join (select run, request, position - 1 as position, {', '.join(before)} "
+        "from sampled) using (run, request, position) "
         "join (select run, request, position, min(norm) as norm from readouts "
         f"where hook = '{HOOKS[0]}' group by 1, 2, 3) n using (run, request, position)"
     )
@@ -97,6 +102,9 @@ EXPRESSIONS = [
     "norm > 3.9 and norm * norm < 20",
     "request in (0, 3, 4) and step >= 2",
     "role == 'assistant'",
+    "sampled.entropy > 1",
+    "sampled.entropy is None and phase == 'decode'",
+    "sampled.margin * 2 < -sampled.logprob or sampled.token_id in (7, 8)",
     "role != 'assistant' and position >= 2",
     "role is None and run == 'r-second'",
     "role in ('user', 'template') or not role == 'assistant' and phase == 'decode'",

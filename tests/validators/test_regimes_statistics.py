@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -13,6 +15,8 @@ from statsmodels.stats.multitest import multipletests
 
 from actds.errors import ActdsError
 from actds_testing.calibration.regimes import Orthonormal
+from actds_validators.dictionaries import Dictionary
+from actds_validators.dictionaries.dictionary import Source
 from actds_validators.regimes import inference
 from actds_validators.regimes.contrast import Layer, Side
 from actds_validators.regimes.instruments import overlap, probes
@@ -27,6 +31,7 @@ from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.instruments.reconstruction import Reconstruction, log_rates
 from actds_validators.regimes.quantiles import Histogram
 from actds_validators.regimes.result import Limits
+from actds_validators.regimes.scales import Scale, ends
 from actds_validators.regimes.strata import Stratum
 from actds_validators.regimes.sums import COUNT, Part, Sums, Totals
 
@@ -140,16 +145,65 @@ def test_the_jackknife_of_a_mean_is_the_standard_error_of_scipy() -> None:
 
 def test_flips_of_few_groups_are_the_exact_test_of_scipy() -> None:
     values = np.random.default_rng(1).normal(0.4, 1, (9, 1))
-    found = inference.flip_p(inference.largest_t(values), 9, 0)
+    found = inference.largest_p(inference.absolute_t(values), 0, 9, 0)
     flipped = values * np.array(list(product([1, -1], repeat=9))).T
     stats = np.abs(scipy.stats.ttest_1samp(flipped, 0).statistic)
     assert found == pytest.approx(np.mean(stats >= stats[0] - 1e-9))
 
 
+def test_p_of_one_of_many_is_adjusted_for_all_of_them() -> None:
+    """Westfall & Young: against the largest of all, also where it is not the largest itself."""
+    values = np.random.default_rng(2).normal([0.9, 0.3, 0.0], 1, (8, 3))
+    signs = np.array(list(product([1, -1], repeat=8)))
+    stats = np.abs(scipy.stats.ttest_1samp(values[:, :, None] * signs.T[:, None], 0).statistic)
+    p = [inference.largest_p(inference.absolute_t(values), k, 8, 0) for k in range(3)]
+    own = stats[:, 0]  # of the signs as they are
+    assert p == pytest.approx([np.mean(stats.max(axis=0) >= one - 1e-9) for one in own])
+    assert len(set(p)) == 3
+
+
+@pytest.mark.parametrize("scale", ["log", "logit"])
+def test_an_interval_stays_where_its_value_can_be_and_covers_as_often_as_it_says(
+    scale: Scale,
+) -> None:
+    """Means of 8 skewed groups: on the linear scale two in five intervals begin below 0."""
+    rng = np.random.default_rng(3)
+    if scale == "log":
+        draws, truth = rng.gamma(0.5, 2, (8000, 8)), 1.0
+    else:
+        draws, truth = rng.beta(0.5, 9.5, (8000, 8)), 0.05
+    value, error = draws.mean(axis=1), scipy.stats.sem(draws, axis=1)
+    quantile = scipy.stats.t.ppf(0.975, 7)
+    covered = {}
+    for name in (scale, "linear"):
+        low, high = ends(value, error, quantile, name)
+        covered[name] = np.mean((low <= truth) & (truth <= high))
+        assert (low <= value).all() and (value <= high).all()
+        assert np.mean(low < 0) == 0 if name == scale else np.mean(low < 0) > 0.4
+        assert name != "logit" or (high <= 1).all()
+    assert covered[scale] > 0.9 > 0.88 > covered["linear"]
+    assert ends(np.zeros(1), np.zeros(1), 2.0, scale) == (0, 0)
+
+
+def test_ends_of_an_interval_are_those_of_the_delta_method() -> None:
+    value, error = np.array([0.2, 0.7]), np.array([0.01, 0.05])
+    assert np.allclose(ends(value, error, 2.0, "linear"), (value - 2 * error, value + 2 * error))
+    assert np.allclose(
+        ends(value, error, 2.0, "log"), value * np.exp(2 * error / value * np.array([[-1], [1]]))
+    )
+    odds = value / (1 - value)
+    odds = odds * np.exp(2 * error / (value * (1 - value)) * np.array([[-1], [1]]))
+    assert np.allclose(ends(value, error, 2.0, "logit"), odds / (1 + odds))
+
+
 def test_p_of_random_flips_holds_its_level() -> None:
     rng = np.random.default_rng(2)
+
+    def largest(values: np.ndarray, signs: np.ndarray) -> np.ndarray:
+        return np.asarray(inference.absolute_t(values)(signs).max(axis=1))
+
     p = [
-        inference.flip_p(inference.largest_t(rng.standard_t(4, (24, 6))), 24, seed, 999)
+        inference.flip_p(partial(largest, rng.standard_t(4, (24, 6))), 24, seed, 999)
         for seed in range(400)
     ]
     assert scipy.stats.binomtest(int(np.sum(np.array(p) <= 0.05)), 400, 0.05).pvalue > 0.001
@@ -214,6 +268,49 @@ def test_adjusted_p_are_those_of_statsmodels() -> None:
     p = [value.p for value in values]
     assert np.allclose([value.adjusted_p for value in values], multipletests(p, method="fdr_bh")[1])
     assert {value.outcome for value in values} >= {"shifts"}
+
+
+@pytest.mark.parametrize(
+    ("moved", "outcome"), [(0.02, "carries over"), (0.2, "undecided"), (0.6, "shifts")]
+)
+def test_a_difference_shifts_only_when_it_lies_beyond_its_limit(moved: float, outcome: str) -> None:
+    """All are found by the test: 0.2 of 0.25 SD is a difference that may or may not matter."""
+    rng = np.random.default_rng(6)
+    rows = rng.normal(size=(2, 960, 2)).astype(np.float32)
+    rows[1, :, 0] += np.float32(moved)
+    rows[:, :, 1] += np.repeat(rng.normal(0, 0.2, (2, 24)), 40, axis=1)  # of each request
+    rows[1, :, 0] -= rows[1, :, 0].mean() - rows[0, :, 0].mean() - np.float32(moved)
+    instrument = Moments()
+    instrument.prepare(rows[0])
+    arms = [summed(own, np.arange(960) // 40, instrument) for own in rows]
+    wide = Limits(mean=0.25, fdr=0.9) if outcome == "carries over" else Limits(mean=0.25)
+    mean = instrument.measures(with_sinks(arms[0]).total(), wide)[0]
+    only = replace(mean, of_arm=None, statistic=lambda a, b: mean.statistic(a, b)[..., :1])
+    judged = inference.judge("moments", "h", EVERYTHING, only, (arms[0], arms[1]), wide)
+    (value,) = inference.decide([judged], wide)
+    assert value.outcome == outcome
+    assert outcome != "undecided" or (
+        (value.adjusted_p or 1) <= 0.05 and "requests" in str(value.short)
+    )
+
+
+def test_what_lies_beyond_its_limit_is_told_before_what_is_only_surer() -> None:
+    """A small sure difference must not hide a large one, nor lend it its own p."""
+    rng = np.random.default_rng(7)
+    rows = rng.normal(size=(2, 2400, 2)).astype(np.float32)
+    request = np.arange(2400) // 100
+    rows[:, :, 1] += 0.5 * scipy.stats.zscore(rng.normal(size=(2, 24)), axis=1)[:, request]
+    rows[1] += np.array([0.2, 0.6], np.float32)
+    instrument = Moments()
+    instrument.prepare(rows[0])
+    arms = [summed(own, request, instrument) for own in rows]
+    mean = instrument.measures(with_sinks(arms[0]).total(), Limits())[0]
+    value = inference.judge("moments", "h", EVERYTHING, mean, (arms[0], arms[1]), Limits()).value
+    assert value.element == "1" and value.value is not None and value.value > 0.25
+    alone = replace(mean, limit=None)
+    surest = inference.judge("moments", "h", EVERYTHING, alone, (arms[0], arms[1]), Limits()).value
+    assert surest.element == "0" and surest.value is not None and surest.value < 0.25
+    assert value.p is not None and surest.p is not None and value.p >= surest.p
 
 
 def with_sinks(totals: Totals) -> Totals:
@@ -323,6 +420,29 @@ def test_a_turned_direction_is_found_at_its_angle(degrees: float) -> None:
         assert value.p < 0.001 and not value.equivalent
     else:
         assert value.p > 0.01 and value.equivalent
+
+
+def test_a_direction_is_followed_in_the_units_of_rows_that_are_normalized() -> None:
+    rng = np.random.default_rng(15)
+    d, m = 6, 9
+    w_enc, w_dec = rng.normal(size=(d, m)), rng.normal(size=(m, d))
+    source = Source("saelens", "weights", "0" * 64, "resid_post.3")
+    dictionary = Dictionary(
+        "standard", w_enc, np.zeros(m), w_dec, np.zeros(d), source,
+        normalization="constant_norm_rescale", apply_b_dec_to_input=False,
+    )  # fmt: skip
+    arms = rng.normal(size=(2, 200, d), scale=rng.uniform(1, 9, (2, 200, 1))).astype(np.float32)
+    instrument = Reconstruction(dictionary, np.array([2]))
+    instrument.prepare(arms[0])
+    sums = [summed(rows, np.zeros(200, np.int64), instrument).total() for rows in arms]
+    units = []
+    for x in arms.astype(float):
+        length = np.linalg.norm(x, axis=1, keepdims=True) / np.sqrt(d)
+        a = np.maximum(x / length @ w_enc, 0)
+        alone = x - a @ w_dec * length + a[:, [2]] * length * w_dec[2]  # for feature 2 to explain
+        units.append(a[:, 2] @ alone / np.linalg.norm(a[:, 2] @ alone))
+    turn = instrument.measures(sums[0], Limits())[-1]
+    assert np.allclose(turn.statistic(*sums)[0], units[1] - units[0], atol=1e-5)
 
 
 def test_numerics_are_distances_and_switches_of_pairs() -> None:

@@ -12,8 +12,9 @@ import actds
 from actds.errors import ActdsError
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
-from actds_validators.regimes.arms import Arm
+from actds_validators.regimes.arms import Arm, read_arm
 from actds_validators.regimes.contrast import contrast
+from actds_validators.regimes.strata import strata_of
 
 pytestmark = pytest.mark.standard
 
@@ -80,6 +81,39 @@ def test_pairs_are_by_token_for_computation_and_by_position_for_authorship(
         )
         assert (found.pairing, found.coverage) == (pairing, 1.0)
         assert len(found.pairs[0]) == len(rows) == len(others)
+
+
+def test_a_prompt_that_both_arms_were_given_does_not_decide_how_they_are_paired(
+    arms: dict[str, actds.Dataset],
+) -> None:
+    hook = "resid_post.1"
+    for first, second, pairing in (
+        ("R", "G", "token"),
+        ("H", "R", "position"),
+        ("H", "G", "position"),
+    ):
+        found, rows, others = contrast(Arm(first, arms[first]), Arm(second, arms[second]), hook)
+        assert found.pairing == pairing
+        one = found.pairs[0]
+        if pairing == "token":
+            assert len(one) == len(rows) == len(others)
+            continue
+        # Most rows are of the prompt, equal tokens twice: a comparison of nothing with nothing.
+        after = [int((own.position >= N_PROMPT).sum()) for own in (rows, others)]
+        assert len(one) == after[0] == after[1] < len(rows) / 2
+
+
+def test_a_document_that_was_given_whole_has_the_decode_steps_of_its_model(
+    arms: dict[str, actds.Dataset],
+) -> None:
+    rows = {name: read_arm(Arm(name, arm), "resid_post.1") for name, arm in arms.items()}
+    for own in rows.values():
+        assert (own.decode_step == own.position - N_PROMPT + 1).all()
+        assert own.decode_step.max() == N_MORE - 1
+    for name in "HR":
+        told = strata_of(rows[name])
+        there = {told.strata[k].name for k in told.codes["decode step"] if k >= 0}
+        assert there == {"1", "6 to 10"}
 
 
 def test_the_run_record_says_how_documents_were_continued(

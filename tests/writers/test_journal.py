@@ -28,6 +28,7 @@ from actds_writers.census.journal import (
 from actds_writers.ipc.messages import (
     ClientFacts,
     LeftOut,
+    LogitsRead,
     PromptFact,
     Reference,
     RequestArrived,
@@ -35,6 +36,7 @@ from actds_writers.ipc.messages import (
     StepExecuted,
     StepLost,
     StepScheduled,
+    TokensSampled,
 )
 
 DATASET = "0" * 32
@@ -45,6 +47,12 @@ TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 @st.composite
 def arrays(draw: st.DrawFn) -> np.ndarray:
     return np.array(draw(st.lists(COUNTS, max_size=5)), np.int64)
+
+
+@st.composite
+def floats(draw: st.DrawFn) -> np.ndarray:
+    """Return float32 of any bits, no numbers included."""
+    return np.array(draw(st.lists(st.integers(0, 2**32 - 1), max_size=5)), np.uint32).view("f4")
 
 
 REFERENCES = st.builds(Reference, COUNTS, COUNTS, COUNTS, st.none() | COUNTS)
@@ -66,6 +74,8 @@ MESSAGES = st.one_of(
         st.none() | COUNTS,
     ),
     st.builds(StepLost, COUNTS, TEXTS),
+    st.builds(TokensSampled, COUNTS, arrays(), arrays(), arrays()),
+    st.builds(LogitsRead, COUNTS, arrays(), arrays(), floats()),
     st.builds(RequestFinished, COUNTS, COUNTS, TEXTS, COUNTS, TEXTS),
     st.builds(
         ClientFacts,
@@ -78,9 +88,9 @@ MESSAGES = st.one_of(
 
 
 def fields(message: object) -> list[object]:
-    """Return type and field values, arrays as dtype and list."""
+    """Return type and field values, arrays as dtype and bytes."""
     return [type(message)] + [
-        (value.dtype, value.tolist()) if isinstance(value, np.ndarray) else value
+        (value.dtype, value.tobytes()) if isinstance(value, np.ndarray) else value
         for value in (getattr(message, f.name) for f in dataclasses.fields(message))
     ]
 

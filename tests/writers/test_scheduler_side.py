@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from actds.errors import ActdsError
 from actds_writers.engines.account import SchedulerSide
 from actds_writers.engines.vllm.scheduler import Settled, VllmSchedulerSide
-from actds_writers.ipc.messages import RequestFinished, StepScheduled
+from actds_writers.ipc.messages import RequestFinished, StepScheduled, TokensSampled
+from actds_writers.sampling import EVERYTHING, LeftOut
 
 P = 4
 
@@ -45,6 +47,10 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.all_token_ids) - P
 
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.all_token_ids[P:]
+
     def is_finished(self) -> bool:
         return self.over
 
@@ -55,9 +61,9 @@ class Request:
 class Engine:
     """A scheduler whose steps are scheduled and taken when the test says so."""
 
-    def __init__(self, n_drafts: int = 0) -> None:
+    def __init__(self, n_drafts: int = 0, *, entropy: bool = False) -> None:
         self.told = Told()
-        self.side = VllmSchedulerSide(self.told, 32, 8)
+        self.side = VllmSchedulerSide(self.told, 32, 8, entropy=entropy)
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -194,6 +200,36 @@ def test_results_that_the_engine_discards_leave_no_row() -> None:
     engine.side.taken(step)
     told = engine.told.steps[-1]
     assert told.n_rejected is not None and told.n_rejected.tolist() == [1]
+
+
+def test_tokens_that_requests_got_are_told_with_their_positions() -> None:
+    """Neither that of half a prompt, nor of a request which has ended or is left out."""
+    engine = Engine(entropy=True)
+    engine.arrive(Request())
+    engine.take(engine.schedule({A: 3}), {A: []})
+    first = engine.schedule({A: 1})
+    ahead = engine.schedule({A: 1})
+    late = engine.schedule({A: 1})
+    engine.take(first, {A: [21]})
+    engine.take(ahead, {A: [22]}, stops=True)
+    engine.take(late, {A: [23]})
+    told = [m for m in engine.told if isinstance(m, TokensSampled)]
+    assert [(m.step, m.positions.tolist(), m.token_ids.tolist()) for m in told] == [
+        (1, [4], [21]), (2, [5], [22]),
+    ]  # fmt: skip
+    for entropy, left_out in ((False, EVERYTHING), (True, LeftOut(None, "sampling:phase"))):
+        engine = Engine(entropy=entropy)
+        engine.side._left_out = lambda *_, out=left_out: out  # type: ignore[method-assign]  # noqa: SLF001
+        engine.arrive(Request())
+        engine.take(engine.schedule({A: 4}), {A: [21]})
+        assert not any(isinstance(m, TokensSampled) for m in engine.told)
+
+
+def test_a_token_that_is_not_of_the_last_row_is_refused() -> None:
+    engine = Engine(entropy=True)
+    engine.arrive(Request())
+    with pytest.raises(ActdsError, match="E501 step 0"):
+        engine.take(engine.schedule({A: 3}), {A: [21]})
 
 
 def test_steps_in_flight_at_the_end_of_the_engine_are_told_whole() -> None:

@@ -88,7 +88,8 @@ def check(
 
     Spec: 0.1 sections 12 and 14.
     """
-    from actds_validators.audit.api import audit, need_extra
+    from actds_validators.audit.api import audit
+    from actds_validators.extras import need_extra
     from actds_validators.validate.validation import validate
 
     need_extra()  # before minutes of hashing

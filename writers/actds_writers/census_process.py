@@ -60,6 +60,7 @@ class CensusProcess:
         self._client = ClientFacts()
         self._chain: Chain | None = None
         self._engine_spoke = False
+        self._told = False
         self._journal = Journal(self._store, settings.run, self._begin)
         self._wanted: int | None = None
         self._reason: CloseReason | None = None
@@ -90,6 +91,7 @@ class CensusProcess:
     def _take(self, role: str, message: object, _connection: Connection) -> None:
         if role in ("scheduler", "worker"):
             self._census.observe(message)
+            self._tell_mismatch()
             self._journal.add(message)
             self._engine_spoke = True
         elif isinstance(message, ClientFacts):
@@ -99,6 +101,12 @@ class CensusProcess:
             self._wanted = message.last_step
         elif isinstance(message, Finish):
             self._reason = message.reason
+
+    def _tell_mismatch(self) -> None:
+        """End the run through its writer, once, when worker and scheduler name other tokens."""
+        error = self._census.sampled.mismatch
+        if error is not None and not self._told:
+            self._told = self._hub.send("writer", error)
 
     def _secure(self) -> None:
         """Answer the writer when the census of its rows is durable.

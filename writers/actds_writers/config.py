@@ -121,6 +121,11 @@ class HarvestSettings(Settings):
         description="Also store products with your probes: .npy or .safetensors, (n_probes, "
         "d_model) per hook",
     )
+    entropy: bool = Field(
+        default=False,
+        description="Store entropy, log-probability and margin of every sampled token, from the "
+        "logits that the engine computes anyway",
+    )
     check: bool = Field(
         default=True,
         description="Compare the rows of two short prompts with the model's own before the "
@@ -338,9 +343,10 @@ class PlanSettings(Settings):
     )
     measure: Folder | None = Field(
         default=None,
-        description="Measure the rates that are not given, on this machine and the disk of "
-        "FOLDER, which is written to until its rate is sustained",
-        json_schema_extra={"metavar": "FOLDER"},
+        description="Measure on this machine, in FOLDER, by default the current one: the rates "
+        "that are not given, writing until that of the disk is sustained; with --probes, decode "
+        "steps of the engine with and without them",
+        json_schema_extra={"metavar": "[FOLDER]", "flag_value": "."},
     )
     measure_seconds: Rate = Field(
         default=60.0, description="Seconds to write to the disk at most, with --measure"
@@ -360,6 +366,56 @@ class PlanSettings(Settings):
         description="Option of the engine, may be repeated: stages, replicas and asynchronous "
         "scheduling change what is needed",
         json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
+    )
+
+
+MAX_PROBES = 1_000_000
+
+
+class ProbeSettings(Settings):
+    """Probes whose cost is asked for: the options of ``actds plan --probes``."""
+
+    model: Folder = Field(description="Model folder with config.json and weights")
+    probes: Annotated[int, Field(ge=1, le=MAX_PROBES)] = Field(
+        description="Say instead what N linear probes at each hook cost a generated token",
+        json_schema_extra={"metavar": "N"},
+    )
+    hooks: str = Field(default="resid_post:all", description="Hooks, as in actds write")
+    context: Annotated[int, Field(ge=1)] = Field(
+        default=1024, description="With --probes: positions that a generated token attends to"
+    )
+    batches: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
+        default=(1, 8, 32),
+        description="With --probes: requests that decode together, may be repeated. "
+        "Default: 1, 8 and 32",
+        json_schema_extra={"option": "--batch", "metavar": "N"},
+    )
+    rounds: Annotated[int, Field(ge=2)] = Field(
+        default=8, description="With --probes and --measure: times that each variant is timed"
+    )
+    measure: Folder | None = Field(
+        default=None,
+        description=PlanSettings.model_fields["measure"].description,
+        json_schema_extra={"metavar": "[FOLDER]", "flag_value": "."},
+    )
+    engine: str = Field(default="vllm", description="Engine that runs the model")
+    engine_args: dict[str, Any] = Field(
+        default={},
+        description=PlanSettings.model_fields["engine_args"].description,
+        json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
+    )
+
+
+class PlanOptions(ProbeSettings, PlanSettings):
+    """The options of ``actds plan``: those of a harvest, and those of probes."""
+
+    model: Folder | None = Field(  # type: ignore[assignment]
+        default=None, description=PlanSettings.model_fields["model"].description
+    )
+    probes: Annotated[int, Field(ge=1, le=MAX_PROBES)] | None = Field(  # type: ignore[assignment]
+        default=None,
+        description=ProbeSettings.model_fields["probes"].description,
+        json_schema_extra={"metavar": "N"},
     )
 
 

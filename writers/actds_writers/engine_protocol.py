@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,6 +23,7 @@ from actds.errors import ActdsError
 from actds_writers.capture.hooks import load_registered
 from actds_writers.config import explained
 from actds_writers.ipc.link import Link
+from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 GROUP = "actds.engines"
 OPTION = "--engine-arg"
@@ -178,6 +179,19 @@ class EngineKind(ABC):
         """Return how many engines the options ask for, each with a share of the prompts."""
         return 1
 
+    def require_logits(self, options: EngineOptions) -> None:
+        """Raise unless the engine records entropies where the settings of its link ask for them.
+
+        Raises:
+            ActdsError: E012 an engine, or options, with which it does not.
+        """
+        raise ActdsError(
+            "E012",
+            "--entropy",
+            got=f"the engine {self.name}, which does not read its logits",
+            expected="an engine that does: vllm or transformers",
+        )
+
     def workers(self, options: EngineOptions) -> Workers:
         """Return the workers of one engine that capture, as far as the options say."""
         return Workers()
@@ -189,6 +203,20 @@ class EngineKind(ABC):
     def alone(self, options: EngineOptions) -> EngineOptions:
         """Return the options of the same engine with one request at a time and no prefix cache."""
         return options.model_copy(update={"max_num_seqs": 1})
+
+    def time_probes(self, task: TimingTask, said: Callable[[str], None]) -> Timing:
+        """Return decode steps with and without probes.
+
+        Args:
+            said: hears of progress.
+
+        Raises:
+            ActdsError: E012 for an engine whose steps cannot be timed, or an option with which
+                they cannot; E504 when it does not start.
+        """
+        raise ActdsError(
+            "E012", "--engine", got=f"{self.name}: its steps are not timed", expected="vllm"
+        )
 
     def adapter_sha256(self, options: EngineOptions) -> str | None:
         """Return the digest of the adapter that every request has, ``None`` without one."""

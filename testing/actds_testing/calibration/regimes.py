@@ -25,12 +25,12 @@ import pyarrow as pa
 from actds.load.dataset import Dataset
 from actds_testing.calibration.audit import read_records, wilson
 from actds_testing.places import ROOT
-from actds_validators.audit.drift.rows import Requests
 from actds_validators.regimes.arms import ArmRows
 from actds_validators.regimes.contrast import plan
 from actds_validators.regimes.instruments.moments import Moments
 from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.instruments.reconstruction import Reconstruction
+from actds_validators.regimes.requests import Requests
 from actds_validators.regimes.result import Limits, Value
 from actds_validators.regimes.run import Measured, conclude, measure
 from actds_validators.regimes.wording import verdicts
@@ -67,9 +67,13 @@ class Orthonormal:
         score = rows @ self.directions.T
         return np.asarray(np.where(score > self.threshold, score, 0), np.float32)
 
-    def decode(self, features: Rows) -> Rows:
+    def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
         """Return the rows ``(n, d_model)`` of features."""
         return np.asarray(features @ self.directions, np.float32)
+
+    def frame(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return zeros and ones: rows are not normalized."""
+        return np.zeros((len(rows), 1), np.float32), np.ones((len(rows), 1), np.float32)
 
 
 class World:

@@ -1,4 +1,4 @@
-"""Sections 6.3 (roles, origins), 7.8 and 7.9: tables that name positions and rows of the others."""
+"""Sections 6.3, 7.8 and 7.9: tables that name positions and rows of the others."""
 
 from __future__ import annotations
 
@@ -52,6 +52,44 @@ def judge_origins(account: Account) -> None:  # 6.3
             fits &= line["n_given"] <= request["prompt_len"]
         account.found.check(fits, "E422", place, line)
         seen.add(line["request"])
+
+
+def judge_sampled(account: Account, said: object, rules: object, *, cut: bool) -> None:  # 6.3
+    """Note what is wrong with the lines of sampled tokens, or with their number (E423).
+
+    Args:
+        said: value of ``capture.entropy``.
+        rules: value of ``capture.sampling``.
+        cut: whether a process of the run did not end in order.
+    """
+    place, found, lines = f"census/{account.run}/sampled", account.found, account.table("sampled")
+    found.check(said in (None, True, False), "E103", f"runs/{account.run}.json", f"entropy {said}")
+    if said is not True:
+        found.check(not lines, "E423", place, "of a run that has none")
+        return
+    seen = set[tuple[int, int]]()
+    for line in lines:
+        request, key = account.requests.get(line["request"]), (line["request"], line["position"])
+        fits = request is not None and key not in seen and line["step"] in account.steps
+        if request is not None:
+            after = line["position"] - request["prompt_len"]
+            fits &= 0 <= after < request["generated_len"]
+        numbers = (line["entropy"], -line["logprob"], line["margin"])
+        fits &= all(math.isfinite(number) and number >= 0 for number in numbers)
+        row = account.row.get(key)
+        fits &= row is None or row["token_id"] == line["token_id"]
+        found.check(fits, "E423", place, line)
+        seen.add(key)
+    for request in account.requests.values():
+        if request["finish_reason"] == "unfinished":
+            continue
+        first = request["prompt_len"]
+        n = sum((request["request"], first + i) in seen for i in range(request["generated_len"]))
+        spans = account.spans[request["request"]]
+        ruled = rules not in (None, "all") or any(s["disposition"] == "filtered" for s in spans)
+        if n < request["generated_len"] and (n or not ruled):
+            words = f"request {request['request']} has {n} of {request['generated_len']} lines"
+            found.add("E423", place, words, "warning" if cut else "error")
 
 
 def judge_canary(account: Account, hooks: dict[str, Json]) -> None:  # 7.9

@@ -137,6 +137,13 @@ class Validator:
         account.settle()
         readouts.judge_roles(account)
         readouts.judge_origins(account)
+        fields = run.record["fields"] if run.record else {}
+        said = [fields.get(f"capture.{n}", {}).get("value") for n in ("entropy", "sampling")]
+        cut = any(
+            chain.kind in ("census", "writer") and (chain.close or {}).get("reason") != "finished"
+            for chain in run.chains
+        )
+        readouts.judge_sampled(account, *said, cut=cut)
         readouts.judge_canary(account, self.hooks)
         with self.found.catching():
             self._judge_readouts(name, run, account)

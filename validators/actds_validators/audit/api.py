@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actds.errors import ActdsError
+from actds_validators.extras import need_extra
 
 if TYPE_CHECKING:
-    from actds_validators.audit.drift.rows import Column
+    from actds_validators.audit.drift import Column
     from actds_validators.audit.passes import ExecutorName
     from actds_validators.audit.result import Limits
     from actds_validators.audit.run import AuditResult
@@ -65,7 +64,7 @@ def audit(
     chosen = run.limits_of(limits)
     comparison = None
     if against is not None or by:
-        from actds_validators.audit.drift.compare import open_comparison
+        from actds_validators.audit.drift import open_comparison
 
         comparison = open_comparison(
             str(path), None if against is None else str(against), tuple(by), rows
@@ -75,16 +74,3 @@ def audit(
         return found
     result, failure = comparison.added_to(found.result)
     return replace(found, result=result, failure=failure)
-
-
-def need_extra(*more: str) -> None:
-    """Raise E011 when a package of the extra ``audit``, or one that is named, is not installed."""
-    for name in ("scipy", *more):
-        if find_spec(name) is None:
-            raise ActdsError(
-                "E011",
-                "actds audit",
-                got=f"the package {name} is not installed",
-                expected="the extra actds[audit]",
-                next_step='pip install "actds[audit]"',
-            )

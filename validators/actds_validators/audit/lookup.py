@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from actds.accounting.multiplicity import Servings
 from actds.format.positions import Index
+from actds.format.sampled import Sampled
 from actds.format.tables import FLAG_SPECIAL
 from actds_validators.audit.census import RunSteps, Series
 from actds_validators.audit.covariates import (
@@ -91,45 +92,6 @@ class Vocabulary:
         return self._bits[at]
 
 
-class SampledEntropy:
-    """The model's entropy over each token that it sampled in a run.
-
-    Args:
-        source: the run.
-        requests: places of the requests.
-        prompt_len: tokens of the prompt of each, ``(n_requests,)``.
-    """
-
-    def __init__(self, source: RunSource, requests: Index, prompt_len: Ints) -> None:
-        self._prompt_len = prompt_len
-        at, after, nats = [], [], []
-        for part in source.parts["sampled"]:
-            for batch in part.batches(["request", "position", "entropy"]):
-                place = requests.of(column(batch, "request"))
-                since = column(batch, "position") - prompt_len[place]
-                known = (place >= 0) & (since >= 0)
-                at.append(place[known])
-                after.append(since[known])
-                entropy = batch["entropy"].to_numpy(zero_copy_only=False)
-                nats.append(np.asarray(entropy, np.float32)[known])
-        request, number = _joined(at), _joined(after)
-        self._length = np.zeros(len(requests), np.int64)
-        np.maximum.at(self._length, request, number + 1)
-        self._first = np.cumsum(self._length) - self._length
-        self._bits = np.full(int(self._length.sum()) + 1, np.nan, np.float32)
-        self._bits[self._first[request] + number] = np.concatenate(
-            [np.zeros(0, np.float32), *nats]
-        ) / np.log(2)
-
-    def after(self, request: Ints, position: Ints) -> Floats:
-        """Return the entropy over the token after each position, in bits; NaN where none was."""
-        number = position + 1 - self._prompt_len[request]
-        inside = (number >= 0) & (number < self._length[request])
-        at = np.where(inside, self._first[request] + number, len(self._bits) - 1)
-        found: Floats = self._bits[at].astype(np.float64)
-        return found
-
-
 @dataclass(frozen=True)
 class Lookup:
     """What is known of the steps, requests and token ids of one run.
@@ -159,7 +121,7 @@ class Lookup:
             without ids.
         servings: of the prefix cache.
         labels: token classes that somebody gave, if any.
-        entropy: of what the model sampled, if the run says it.
+        sampled: entropies of what the model sampled, if the run says them.
         n_ticks: length of the series.
         n_blocks: blocks of the jackknife.
     """
@@ -186,15 +148,17 @@ class Lookup:
     lost_ids: Ints
     servings: Servings
     labels: Labels | None
-    entropy: SampledEntropy | None
+    sampled: Sampled | None
     n_ticks: int
     n_blocks: int
 
     def entropy_after(self, request: Ints, position: Ints) -> Floats:
         """Return the entropy over the token after some positions, in bits; NaN unknown."""
-        if self.entropy is None:
+        if self.sampled is None:
             return np.full(len(request), np.nan)
-        return self.entropy.after(request, position)
+        nats = self.sampled.after("entropy", self.requests.numbers(request), position)
+        found: Floats = nats.to_numpy(zero_copy_only=False).astype(np.float64) / np.log(2)
+        return found
 
     @cached_property
     def n_slots(self) -> int:
@@ -380,12 +344,16 @@ def make_lookup(
         recomputed=rows.recomputed,
         servings=_servings(source),
         labels=labels,
-        entropy=SampledEntropy(source, rows.requests, rows.columns["prompt_len"])
-        if source.n_rows("sampled")
-        else None,
+        sampled=_sampled(source),
         n_ticks=series.n_ticks,
         n_blocks=series.blocks.n_blocks,
     )
+
+
+def _sampled(source: RunSource) -> Sampled | None:
+    if not source.n_rows("sampled"):
+        return None
+    return Sampled(source.table("sampled", ["request", "position", "entropy"]))
 
 
 def thinning(runs: list[RunSteps], n_covariates: int) -> int:

@@ -22,7 +22,7 @@ from actds_validators.cli.results import (
 )
 
 if TYPE_CHECKING:
-    from actds_validators.audit.drift.rows import Column
+    from actds_validators.audit.drift import Column
     from actds_validators.audit.passes import ExecutorName
     from actds_validators.audit.result import Audit
 
@@ -128,7 +128,7 @@ def audit(
     if strict and _is_given(ctx, "fail_on") and fail_on != "warn":
         raise click.UsageError(f"--strict is --fail-on warn and contradicts --fail-on {fail_on}")
     from actds_validators.audit.api import audit as run_audit
-    from actds_validators.audit.api import need_extra
+    from actds_validators.extras import need_extra
 
     need_extra(*(["jinja2"] if html else []))
     to_stdout = json_out is not None and str(json_out) == "-"

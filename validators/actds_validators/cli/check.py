@@ -45,9 +45,9 @@ def check(ctx: click.Context, /, path: str, html: Path | None, as_json: bool, st
       actds check acts --html audit.html
       actds check acts --json --strict
     """
-    from actds_validators.audit.api import need_extra
     from actds_validators.audit.outputs import refuse_outputs
     from actds_validators.check import check as run
+    from actds_validators.extras import need_extra
 
     need_extra(*(["jinja2"] if html else []))
     refuse_outputs({"--html": html}, {})

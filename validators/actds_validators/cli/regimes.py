@@ -132,8 +132,8 @@ def regimes(
       actds regimes H=docs:phase=prefill R=replayed G=acts:phase=decode \\
         --contrast R-H --contrast G-R --contrast G-H --sae sae/ --held-out 0.5
     """
-    from actds_validators.audit.api import need_extra
     from actds_validators.audit.outputs import refuse_outputs
+    from actds_validators.extras import need_extra
 
     need_extra(*(["jinja2"] if html else []))
     to_stdout = json_out is not None and str(json_out) == "-"

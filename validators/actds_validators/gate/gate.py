@@ -98,7 +98,7 @@ def judge(
     """
     asks = policy is not None and policy.audit.worst is not None
     if asks:
-        from actds_validators.audit.api import need_extra
+        from actds_validators.extras import need_extra
 
         need_extra()  # before minutes of hashing
     strict = strict or (policy is not None and not policy.warnings)

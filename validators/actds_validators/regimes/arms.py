@@ -7,23 +7,26 @@ left out: their rows are sinks, hundreds of times longer than the others.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds import canonical
 from actds.errors import ActdsError
 from actds.format.positions import Keys
+from actds.format.readouts import NONE
 from actds.format.tables import PHASES, ROLES
 from actds.load.dataset import Dataset
 from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import select
-from actds_validators.audit.drift.rows import Requests
-from actds_validators.statistics.events import Bools, Ints
+from actds_validators.regimes.requests import Requests
+from actds_validators.statistics.events import Bools, Ints, Whole, narrow
 
-__all__ = ["APART", "Arm", "ArmRows", "read_arm"]
+__all__ = ["APART", "Arm", "ArmRows", "Sampled", "read_arm"]
 
 APART = ("bos", "first_position")
 """Filters whose rows are counted and left out of every estimate."""
@@ -37,7 +40,24 @@ _COLUMNS = (
     "step.kernel_mode",
     "role",
 )
+_OF_ROWS = (
+    "row",
+    "request",
+    "position",
+    "token_id",
+    "decode_step",
+    "chunk",
+    "kernel_mode",
+    "role",
+    "phase",
+)
+_SAMPLED = {
+    "sampled.token_id": np.int32,
+    "sampled.entropy": np.float32,
+    "sampled.margin": np.float32,
+}
 KERNEL_MODES = ("eager", "compiled", "cudagraph")
+_MAX_REPEATS = 4096
 
 
 @dataclass(frozen=True)
@@ -74,8 +94,23 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """What the model sampled after each row, and what its own logits said of it.
+
+    Args:
+        token_id: the token ``(n,)``, -1 where none was sampled.
+        entropy: of the distribution, in nats ``(n,)``; NaN where none was sampled.
+        margin: largest logit minus the second largest ``(n,)``; NaN where none was sampled.
+    """
+
+    token_id: Whole
+    entropy: npt.NDArray[np.float32]
+    margin: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class ArmRows:
-    """The rows of an arm at a hook, each prefix once.
+    """The rows of an arm at a hook, each prefix once: some 30 bytes for each.
 
     Args:
         row: number in ``Dataset.array(hook)`` ``(n,)``, ascending.
@@ -84,29 +119,37 @@ class ArmRows:
         token_id: token fed there ``(n,)``.
         prefix: hash of the tokens up to the row, uint64 ``(n,)``; 0 where one is not known.
         decode_step: 1 for the first sampled token that was fed ``(n,)``, in a replay as its source
-            sampled it; 0 or less in a prompt, and very negative where its length is not known.
+            sampled it, in a document that was given whole where the model would have gone on; 0 or
+            less in a prompt, and very negative where its length is not known.
         chunk: steps of the request before this one ``(n,)``, -1 unknown.
         kernel_mode: place in `KERNEL_MODES` ``(n,)``, -1 unknown.
         role: place in ``ROLES`` ``(n,)``, -1 unknown.
         requests: the requests of the dataset.
+        sampled: what was sampled after them; None of a dataset that does not record it.
         n_apart: rows left out, by filter.
         n_repeats: rows left out because an earlier one has the same prefix.
         n_decode: rows that decode steps computed; None where the phase of one is not known.
+        repeats: numbers of rows ``(n,)``, and of others with the same prefix that were left out:
+            some tokens that the arm computed twice.
     """
 
-    row: Ints
-    request: Ints
-    position: Ints
-    token_id: Ints
+    row: Whole
+    request: Whole
+    position: Whole
+    token_id: Whole
     prefix: Keys
-    decode_step: Ints
-    chunk: Ints
-    kernel_mode: Ints
-    role: Ints
+    decode_step: Whole
+    chunk: Whole
+    kernel_mode: Whole
+    role: Whole
     requests: Requests
+    sampled: Sampled | None = None
     n_apart: dict[str, int] = field(default_factory=dict)
     n_repeats: int = 0
     n_decode: int | None = None
+    repeats: tuple[Whole, Whole] = field(
+        default_factory=lambda: (np.empty(0, np.int64), np.empty(0, np.int64))
+    )
 
     def __len__(self) -> int:
         return len(self.row)
@@ -125,7 +168,8 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
 
     Raises:
         ActdsError: E014 no such hook, an expression that keeps no row, or a run that does not say
-            which request and token a row is; E405 a row of an unknown request.
+            which request and token a row is; E405 a row of an unknown request; E102 or E103
+            a run record of which it cannot be read how documents were continued.
     """
     dataset = arm.dataset
     exclude = tuple(dict.fromkeys((*APART, *arm.exclude)))
@@ -139,14 +183,16 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         held_out=arm.held_out,
     )
     requests = Requests(dataset)
-    given = _given_elsewhere(dataset, requests)
+    given = _given(dataset, requests)
     place, start = {}, 0
     for shard in dataset.shards_of(hook):
         place[shard.name] = start
         start += shard.n_rows
     hashes = prefix_hashes(dataset, chosen.shards)
-    parts: list[list[Ints]] = []
-    prefix = []
+    parts: dict[str, list[Whole]] = {name: [] for name in _OF_ROWS}
+    sampled: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _SAMPLED}
+    is_sampled = dataset.sampled(run=False).num_rows > 0
+    prefix: list[Keys] = []
     at = 0
     for shard, count in zip(chosen.shards, chosen.counts, strict=True):
         need_known(shard, ("request", "position", "token_id"), f"arm {arm.name}")
@@ -155,57 +201,95 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         told = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
         request = requests.index(shard.run, told["request"])
         n_given = np.where(given[request] >= 0, given[request], told["request.prompt_len"])
-        decode_step = np.where(n_given >= 0, told["position"] - n_given + 1, -(2**40))
-        parts.append(
-            [
-                place[shard.name] + kept,
-                request,
-                told["position"],
-                told["token_id"],
-                decode_step,
-                told["chunk"],
-                told["step.kernel_mode"],
-                told["role"],
-                told["phase"],
-            ]
-        )
+        step = np.where(n_given >= 0, told["position"] - n_given + 1, np.iinfo(np.int32).min)
+        own = {
+            "row": place[shard.name] + kept,
+            "request": request,
+            "position": told["position"],
+            "token_id": told["token_id"],
+            "decode_step": step,
+            "chunk": told["chunk"],
+            "kernel_mode": told["step.kernel_mode"],
+            "role": told["role"],
+            "phase": told["phase"],
+        }
+        for name, values in own.items():
+            parts[name].append(narrow(values))
+        if is_sampled:
+            after = chosen.filter.values.of(shard, list(_SAMPLED))
+            for name, dtype in _SAMPLED.items():
+                nothing = -1 if dtype is np.int32 else np.nan
+                found = after[name].fill_null(nothing).to_numpy(zero_copy_only=False)
+                sampled[name].append(found.astype(dtype)[kept])
         prefix.append(hashes[at : at + shard.n_rows][kept])
         at += shard.n_rows
-    row, request, position, token, step, chunk, mode, role, phase = (
-        np.concatenate(columns) for columns in zip(*parts, strict=True)
-    )
+    del hashes
     known: Keys = np.concatenate(prefix)
-    once = _once(known, request)
-    kept = np.flatnonzero(once)
-    kept = kept[np.argsort(row[kept], kind="stable")]
+    del prefix
+    columns = {name: np.concatenate(parts.pop(name)) for name in _OF_ROWS}
+    after_rows = [np.concatenate(some) for some in sampled.values() if is_sampled]
+    once = _once(known, columns["request"])
+    n_repeats = int(len(once) - np.count_nonzero(once))
+    row = columns["row"]
+    repeats = _repeats(row, known, once)
+    if n_repeats or (row[1:] <= row[:-1]).any():
+        kept = np.flatnonzero(once)
+        kept = kept[np.argsort(row[kept], kind="stable")]
+        known = known[kept]
+        for name in columns:
+            columns[name] = columns[name][kept]
+        after_rows = [column[kept] for column in after_rows]
     return ArmRows(
-        row=row[kept],
-        request=request[kept],
-        position=position[kept],
-        token_id=token[kept],
-        prefix=known[kept],
-        decode_step=step[kept],
-        chunk=chunk[kept],
-        kernel_mode=mode[kept],
-        role=role[kept],
+        row=columns["row"],
+        request=columns["request"],
+        position=columns["position"],
+        token_id=columns["token_id"],
+        prefix=known,
+        decode_step=columns["decode_step"],
+        chunk=columns["chunk"],
+        kernel_mode=columns["kernel_mode"],
+        role=columns["role"],
         requests=requests,
+        sampled=Sampled(*after_rows) if is_sampled else None,
         n_apart=dict(chosen.excluded),
-        n_repeats=int((~once).sum()),
-        n_decode=_n_decode(phase[kept]),
+        n_repeats=n_repeats,
+        n_decode=_n_decode(columns["phase"]),
+        repeats=repeats,
     )
 
 
-def _given_elsewhere(dataset: Dataset, requests: Requests) -> Ints:
-    """Return how many positions of each replayed request its source was given, -1 of others.
+def _given(dataset: Dataset, requests: Requests) -> Ints:
+    """Return how many positions of each request others were to go on from, -1 for its prompt's.
 
-    In a replay the whole sequence is the prompt: its own length says nothing of who wrote what.
+    A replay has the whole sequence as its prompt, and so has a document that was given with its own
+    continuation: that length says nothing of where its source, or the model, would have sampled.
     """
     found = np.full(len(requests), -1, np.int64)
     lines = dataset.origins(run=True)
     for run in dataset.catalog.run_ids:
+        found[requests.of_run(run)] = _continued_at(dataset, run)
         own = lines.filter(pc.equal(lines["run"], run))
         found[requests.index(run, own["request"].to_numpy())] = own["n_given"].to_numpy()
     return found
+
+
+def _continued_at(dataset: Dataset, run: str) -> int:
+    """Return the tokens of each document that were its prompt, -1 where there were no documents.
+
+    Raises:
+        ActdsError: E102 or E103 a field that says neither.
+
+    Spec: 0.1 section 6.3.
+    """
+    field = dataset.runs[run].fields.get("prompts.continue")
+    if field is None or field.value in (None, NONE):
+        return -1
+    place, text = f"runs/{run} prompts.continue", str(field.value)
+    said = canonical.parse(f"{text}\n".encode(), place)
+    n_prompt = said.get("n_prompt") if isinstance(said, dict) else None
+    if type(n_prompt) is not int or n_prompt < 1:
+        raise ActdsError("E103", place, got=text[:200], expected="none, or n_prompt and more")
+    return n_prompt
 
 
 def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
@@ -223,22 +307,33 @@ def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
         )
 
 
-def _n_decode(phase: Ints) -> int | None:
+def _n_decode(phase: Whole) -> int | None:
     """Return how many rows decode steps computed; None where it is not known of each."""
     return None if (phase < 0).any() else int((phase == PHASES.index("decode")).sum())
 
 
-def _once(prefix: Keys, request: Ints) -> Bools:
+def _once(prefix: Keys, request: Whole) -> Bools:
     """Return which rows count for their prefix: those of its first request.
 
     By row number it would be any request that shares a system prompt: another one in each harvest,
     and pairs of them would tie all requests to one another. One whose prefix is not known is kept.
     """
-    kept: Bools = np.asarray(prefix == 0)
-    known = np.flatnonzero(~kept)
-    known = known[np.lexsort((request[known], prefix[known]))]
-    kept[known[np.unique(prefix[known], return_index=True)[1]]] = True
+    order = np.lexsort((request, prefix))
+    ordered = prefix[order]
+    first = np.concatenate([[True], ordered[1:] != ordered[:-1]]) | (ordered == 0)
+    kept = np.zeros(len(prefix), np.bool_)
+    kept[order[first]] = True
     return kept
+
+
+def _repeats(row: Whole, prefix: Keys, once: Bools) -> tuple[Whole, Whole]:
+    """Return numbers of rows that count for their prefix, and of one other row of the same."""
+    other = np.flatnonzero(~once)
+    other = other[np.unique(prefix[other], return_index=True)[1]]
+    other = other[:: len(other) // _MAX_REPEATS + 1]
+    first = np.flatnonzero(once & np.isin(prefix, prefix[other]))
+    first = first[np.argsort(prefix[first])]
+    return row[first], row[other]
 
 
 def _whole(column: pa.Array, name: str) -> Ints:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from actds.errors import ActdsError
+from actds.format.tables import PHASES
 
-__all__ = ["ArmWords", "parse_arms", "parse_contrasts"]
+__all__ = [
+    "MIXTURE_KEYS",
+    "SELECTION_KEYS",
+    "ArmWords",
+    "parse_arms",
+    "parse_contrasts",
+    "parse_named",
+]
 
-_KEYS = ("phase", "where", "exclude")
-_KEY = f"(?=(?:{'|'.join(_KEYS)})=(?!=))"
-# A URI has colons and an expression has commas: both divide before a key only.
-_SELECTIONS = re.compile(":" + _KEY)
-_NEXT = re.compile("," + _KEY)
+SELECTION_KEYS = ("phase", "where", "exclude")
+MIXTURE_KEYS = (*SELECTION_KEYS, *PHASES, "weights")
+"""Keys of an arm that something is trained on: its shares by phase, and how rows count."""
+_ONCE = ("phase", "where", *PHASES)
 _OTHER_KEY = re.compile(r":([a-z_]+)=(?!=)")
 _NAMED = re.compile(r"([A-Za-z][A-Za-z0-9_]{0,31})=(.*)", re.DOTALL)
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -30,6 +38,8 @@ class ArmWords:
         phase: ``prefill``, ``decode`` or None for both.
         where: expression that keeps rows; None for all.
         exclude: names of filters of the loader.
+        mix: shares by phase, which add up to 1; empty for rows as they are.
+        weights: ``multiplicity``, a weights file or an expression, as of the loader.
     """
 
     name: str
@@ -37,6 +47,8 @@ class ArmWords:
     phase: str | None = None
     where: str | None = None
     exclude: tuple[str, ...] = ()
+    mix: tuple[tuple[str, float], ...] = ()
+    weights: tuple[str, ...] = ()
 
 
 def parse_arms(words: Sequence[str]) -> list[ArmWords]:
@@ -48,10 +60,7 @@ def parse_arms(words: Sequence[str]) -> list[ArmWords]:
     Raises:
         ActdsError: E009 an unknown key, one that comes twice, no path, or a name that comes twice.
     """
-    if not words or len(words) > len(_LETTERS):
-        expected = f"1 to {len(_LETTERS)} arms"
-        raise ActdsError("E009", "arms", got=f"{len(words)} of them", expected=expected)
-    arms = [_parse(text, letter) for text, letter in zip(words, _LETTERS, strict=False)]
+    arms = parse_named(words)
     if len(arms) == 1:
         only, named = arms[0], _NAMED.fullmatch(words[0])
         if only.phase is not None or named:
@@ -62,6 +71,23 @@ def parse_arms(words: Sequence[str]) -> list[ArmWords]:
             ArmWords(name, only.path, phase, only.where, only.exclude)
             for name, phase in (("H", "prefill"), ("G", "decode"))
         ]
+    return arms
+
+
+def parse_named(words: Sequence[str], keys: Sequence[str] = SELECTION_KEYS) -> list[ArmWords]:
+    """Return the arms that are asked for, one or more.
+
+    Args:
+        words: each ``[NAME=]PATH[:KEY=VALUE,...]``.
+        keys: the keys that there are; ``exclude`` and ``weights`` may come again.
+
+    Raises:
+        ActdsError: as `parse_arms`; and shares that are none, or do not add up to 1.
+    """
+    if not words or len(words) > len(_LETTERS):
+        expected = f"1 to {len(_LETTERS)} arms"
+        raise ActdsError("E009", "arms", got=f"{len(words)} of them", expected=expected)
+    arms = [_parse(text, letter, keys) for text, letter in zip(words, _LETTERS, strict=False)]
     names = [arm.name for arm in arms]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -91,21 +117,35 @@ def parse_contrasts(names: Sequence[str], asked: Sequence[str]) -> list[tuple[st
     return found
 
 
-def _parse(text: str, letter: str) -> ArmWords:
+def _parse(text: str, letter: str, keys: Sequence[str]) -> ArmWords:
     named = _NAMED.fullmatch(text)
     name, rest = (named[1], named[2]) if named else (letter, text)
-    path, *selections = _SELECTIONS.split(rest, maxsplit=1)
+    # A URI has colons and an expression has commas: both divide before a key only.
+    key_ahead = f"(?=(?:{'|'.join(keys)})=(?!=))"
+    path, *selections = re.split(":" + key_ahead, rest, maxsplit=1)
     other = _OTHER_KEY.search(path)
     if other or not path:
         got = f"the key {other[1]}" if other else "no path"
-        expected = f"[NAME=]PATH[:KEY=VALUE,...] with the keys {', '.join(_KEYS)}"
+        expected = f"[NAME=]PATH[:KEY=VALUE,...] with the keys {', '.join(keys)}"
         raise ActdsError("E009", text[:200], got=got, expected=expected)
-    values: dict[str, list[str]] = {key: [] for key in _KEYS}
-    for selection in _NEXT.split(selections[0]) if selections else []:
+    values: dict[str, list[str]] = {key: [] for key in MIXTURE_KEYS}
+    for selection in re.split("," + key_ahead, selections[0]) if selections else []:
         key, _, value = selection.partition("=")
         values[key].append(value.strip())
-    for key in ("phase", "where"):
+    for key in _ONCE:
         if len(values[key]) > 1:
             raise ActdsError("E009", text[:200], got=f"{key} twice", expected="each key once")
     phase, where = (values[key][0] if values[key] else None for key in ("phase", "where"))
-    return ArmWords(name, path, phase, where, tuple(values["exclude"]))
+    mix = tuple((key, _share(text, values[key][0])) for key in PHASES if values[key])
+    if mix and (phase is not None or abs(sum(share for _, share in mix) - 1) > 1e-6):
+        got = "a phase and shares" if phase else f"shares of {sum(s for _, s in mix):g}"
+        raise ActdsError("E009", text[:200], got=got, expected="shares by phase that add up to 1")
+    exclude, weights = tuple(values["exclude"]), tuple(values["weights"])
+    return ArmWords(name, path, phase, where, exclude, mix, weights)
+
+
+def _share(text: str, value: str) -> float:
+    with suppress(ValueError):
+        if 0 < (share := float(value)) <= 1:
+            return share
+    raise ActdsError("E009", text[:200], got=f"the share {value[:40]}", expected="0 to 1, above 0")

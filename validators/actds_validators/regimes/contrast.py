@@ -16,26 +16,37 @@ from scipy.sparse import coo_array  # type: ignore[import-untyped]
 from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
 
 from actds.errors import ActdsError
-from actds.format.positions import position_key
-from actds_validators.audit.drift.rows import match
+from actds.format.positions import Keys, pair_key, position_key, split_key
 from actds_validators.regimes.arms import Arm, ArmRows, need_requests, read_arm
+from actds_validators.regimes.requests import match
 from actds_validators.regimes.strata import (
     ALL,
     MIN_REQUESTS,
     Strata,
     Stratum,
+    entropy_edges,
     fine_bands,
-    quintiles,
     strata_of,
 )
-from actds_validators.statistics.events import Bools, Floats, Ints
+from actds_validators.statistics.events import Bools, Floats, Ints, Whole, narrow
 
-__all__ = ["MAX_GROUPS", "Contrast", "Layer", "Pairing", "Side", "contrast", "plan"]
+__all__ = [
+    "MAX_GROUPS",
+    "Contrast",
+    "Layer",
+    "Pairing",
+    "Side",
+    "contrast",
+    "groups_of",
+    "pairings",
+    "plan",
+]
 
 Pairing = Literal["token", "position", "unpaired"]
 MAX_GROUPS = 32
-_ENOUGH = 0.5  # of the pairs by request and position must be the same token, to pair by token
-_UNION_AXES = ("decode step", "role", "entropy")  # what a partner may tell of a row
+_ENOUGH = 0.5  # of the pairs by position that decide must be the same token, to pair by token
+_UNION_AXES = ("decode step", "role", "entropy", "margin")  # what a partner may tell of a row
+_OF_ANSWERS = ("decode step", "entropy", "margin")  # axes that a prompt has no place on
 
 
 @dataclass(frozen=True)
@@ -47,13 +58,13 @@ class Layer:
         weight: weight of each row ``(n,)``; None where each counts once.
     """
 
-    stratum: Ints
+    stratum: Whole
     weight: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one arm gives to a contrast; ``n`` rows.
+    """What one arm gives to a contrast; ``n`` rows, some 15 bytes for each and 4 for a weight.
 
     Args:
         row: number of each row in the arm's array ``(n,)``, ascending.
@@ -62,9 +73,9 @@ class Side:
         layers: where the rows stand.
     """
 
-    row: Ints
-    cluster: Ints
-    group: Ints
+    row: Whole
+    cluster: Whole
+    group: Whole
     layers: tuple[Layer, ...]
 
     def __len__(self) -> int:
@@ -86,6 +97,9 @@ class Contrast:
         coverage: share of the second arm's rows that have something to be compared with.
         adjusted: whether the reference is weighted to the second arm's tokens and positions:
             adjusted, not matched.
+        parted: of each pair whether another token was sampled after it, -1 unknown ``(n_pairs,)``;
+            None where an arm does not say what it sampled.
+        repeats: of either arm ``ArmRows.repeats``.
     """
 
     pairing: Pairing
@@ -93,9 +107,11 @@ class Contrast:
     second: Side
     strata: tuple[Stratum, ...]
     n_groups: int
-    pairs: tuple[Ints, Ints]
+    pairs: tuple[Whole, Whole]
     coverage: float
     adjusted: bool = False
+    parted: npt.NDArray[np.int8] | None = None
+    repeats: tuple[tuple[Whole, Whole], ...] = ()
 
 
 def contrast(
@@ -105,7 +121,6 @@ def contrast(
     *,
     pairing: Pairing | None = None,
     adjust: bool = True,
-    covariate: tuple[Floats, Floats] | None = None,
     seed: int = 0,
 ) -> tuple[Contrast, ArmRows, ArmRows]:
     """Return two arms at a hook, and their rows; no activation is read.
@@ -116,10 +131,9 @@ def contrast(
         hook: the hook.
         pairing: how to pair; None pairs by token where at least half of the rows of a common
             request and position are the same token with the same prefix, else by request and
-            position, else not.
+            position, else not. Where some of these rows are at decode steps, they alone decide:
+            a prompt that both arms were given says nothing of what came after it.
         adjust: weight an unpaired reference to the second arm's token ids and positions.
-        covariate: entropy, or another number, of each row of either arm's array ``(n_rows,)``, NaN
-            where it is not known; its quintiles over the reference are strata. None without.
         seed: of the groups of requests.
 
     Raises:
@@ -137,10 +151,6 @@ def contrast(
     rows = read_arm(first, hook), read_arm(second, hook)
     for arm, own in zip((first, second), rows, strict=True):
         need_requests(arm, hook, own, MIN_REQUESTS)
-    quintile = None
-    if covariate is not None:
-        place, edges = quintiles(covariate[0][rows[0].row])
-        quintile = place, quintiles(covariate[1][rows[1].row], edges)[0]
     told = plan(
         *rows,
         same_dataset=first.dataset is second.dataset,
@@ -148,7 +158,6 @@ def contrast(
         adjust=adjust,
         seed=seed,
         place=f"arms {first.name} and {second.name} at {hook}",
-        quintile=quintile,
     )
     return told, rows[0], rows[1]
 
@@ -162,7 +171,6 @@ def plan(
     adjust: bool = True,
     seed: int = 0,
     place: str = "arms",
-    quintile: tuple[Ints, Ints] | None = None,
 ) -> Contrast:
     """Return the contrast of rows that are known.
 
@@ -174,31 +182,52 @@ def plan(
         adjust: see `contrast`.
         seed: of the groups.
         place: of errors.
-        quintile: of a covariate, by row of either arm.
 
     Raises:
         ActdsError: E014 no pair of the kind that was asked for.
     """
     matched = _matched(first, second, same_dataset)
-    by_token = _pairs_by_token(first, second)
     by_position = _pairs_by_position(first, second, matched, same_dataset)
-    chosen = pairing or _chosen(len(by_token[0]), len(by_position[0]))
+    by_token = _pairs_by_token(first, second, by_position)
+    chosen = pairing or _chosen(first, second, by_token, by_position)
     pairs = {"token": by_token, "position": by_position}.get(chosen, _NO_PAIRS)
+    del by_token, by_position
     if chosen != "unpaired" and not len(pairs[0]):
         raise ActdsError(
             "E014", place, got=f"no rows in common to pair by {chosen}", expected="some"
         )
-    strata = (
-        strata_of(first, quintile[0] if quintile else None),
-        strata_of(second, quintile[1] if quintile else None),
-    )
-    clusters = _clusters(first, second, matched, by_token if chosen == "token" else _NO_PAIRS)
+    edges = entropy_edges(first, second)
+    strata = strata_of(first, edges), strata_of(second, edges)
+    clusters = _clusters(first, second, matched, pairs if chosen == "token" else _NO_PAIRS)
     if chosen == "unpaired":
         return _unpaired(first, second, strata, clusters, adjust, seed)
-    return _paired(chosen, first, second, strata, clusters, pairs, seed)
+    told = _paired(chosen, first, second, strata, clusters, pairs, seed)
+    return replace(told, repeats=(first.repeats, second.repeats))
 
 
-_NO_PAIRS: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
+def pairings(first: ArmRows, second: ArmRows, *, same_dataset: bool = False) -> list[Pairing]:
+    """Return how rows can be paired, the closest way first; ``unpaired`` is always among them.
+
+    By request and position only where enough requests have other tokens there: equal ones behind
+    equal prefixes are pairs by token.
+
+    Args:
+        first: rows of the reference.
+        second: rows of the other arm.
+        same_dataset: whether both number the same requests.
+    """
+    matched = _matched(first, second, same_dataset)
+    by_position = _pairs_by_position(first, second, matched, same_dataset)
+    by_token = _pairs_by_token(first, second, by_position)
+    found: list[Pairing] = ["token"] if len(by_token[0]) else []
+    unlike = by_position[0][~_alike(first, second, by_position)]
+    if len(np.unique(first.request[unlike])) >= MIN_REQUESTS:
+        found.append("position")
+    return [*found, "unpaired"]
+
+
+Pairs = tuple[Whole, Whole]
+_NO_PAIRS: Pairs = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def _has(arm: Arm, hook: str) -> bool:
@@ -212,10 +241,17 @@ def _has(arm: Arm, hook: str) -> bool:
     return True
 
 
-def _chosen(n_by_token: int, n_by_position: int) -> Pairing:
-    if n_by_token and n_by_token >= _ENOUGH * n_by_position:
+def _chosen(first: ArmRows, second: ArmRows, by_token: Pairs, by_position: Pairs) -> Pairing:
+    """Return the closest pairing of which there is enough, by the pairs at decode steps if any."""
+    n_token, n_position = (
+        int(((first.decode_step[one] > 0) | (second.decode_step[other] > 0)).sum())
+        for one, other in (by_token, by_position)
+    )
+    if not n_token and not n_position:
+        n_token, n_position = len(by_token[0]), len(by_position[0])
+    if n_token and n_token >= _ENOUGH * n_position:
         return "token"
-    return "position" if n_by_position else "unpaired"
+    return "position" if n_position else "unpaired"
 
 
 def _matched(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:
@@ -230,48 +266,94 @@ def _matched(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:
     return match(first.requests, second.requests, (eligible[0], eligible[1]))
 
 
-def _pairs_by_token(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
-    """Return rows that have the same tokens up to the same position."""
-    here, there = np.flatnonzero(first.prefix), np.flatnonzero(second.prefix)
-    _, one, other = np.intersect1d(
-        first.prefix[here], second.prefix[there], assume_unique=True, return_indices=True
-    )
-    one, other = here[one], there[other]
-    same = first.position[one] == second.position[other]
+def _pairs_by_token(first: ArmRows, second: ArmRows, by_position: Pairs) -> Pairs:
+    """Return rows that have the same tokens up to the same position.
+
+    Args:
+        first: rows of the reference.
+        second: rows of the other arm.
+        by_position: pairs by request and position, of which some may be known by digests alone.
+    """
+    one, other = _common(first.prefix, second.prefix)
+    same = first.prefix[one] != 0
+    same &= first.position[one] == second.position[other]
     same &= first.token_id[one] == second.token_id[other]
-    return _in_order(one[same], other[same])
+    one, other = one[same], other[same]
+    if first.prefix.all() and second.prefix.all():
+        return one, other
+    more = _alike(first, second, by_position)
+    more &= ~np.isin(by_position[0], one) & ~np.isin(by_position[1], other)
+    one = np.concatenate([one, by_position[0][more]])
+    other = np.concatenate([other, by_position[1][more]])
+    order = np.argsort(one, kind="stable")
+    return one[order], other[order]
 
 
-def _pairs_by_position(
-    first: ArmRows, second: ArmRows, matched: Ints, same_dataset: bool
-) -> tuple[Ints, Ints]:
+def _alike(first: ArmRows, second: ArmRows, pairs: Pairs) -> Bools:
+    """Return which pairs by request and position are equal tokens behind equal prefixes.
+
+    Where rows before were lost, and no readout tells their tokens, equal digests of two requests'
+    tokens still do.
+    """
+    one, other = pairs
+    prefix, others = first.prefix[one], second.prefix[other]
+    code = {digest: n for n, digest in enumerate(first.requests.token_digest) if digest}
+    mine, theirs = (
+        np.array([code.get(digest or "", -1) for digest in rows.requests.token_digest], np.int64)
+        for rows in (first, second)
+    )
+    mine, theirs = mine[first.request[one]], theirs[second.request[other]]
+    by_digest = (mine >= 0) & (mine == theirs)
+    # A digest ends before a last token that was fed and whose successor was not sampled.
+    by_digest &= first.position[one] < first.requests.n_fed[first.request[one]]
+    known = (prefix != 0) & (others != 0)
+    found: Bools = np.where(known, prefix == others, by_digest)
+    found &= first.token_id[one] == second.token_id[other]
+    return found
+
+
+def _pairs_by_position(first: ArmRows, second: ArmRows, matched: Ints, same_dataset: bool) -> Pairs:
     """Return rows of one origin at the same position."""
     if same_dataset:  # one request has one row at a position
         return _NO_PAIRS
     common = matched[second.request]
     there = np.flatnonzero(common >= 0)
-    _, one, other = np.intersect1d(
+    if not len(there):
+        return _NO_PAIRS
+    one, other = _common(
         position_key(first.request, first.position),
         position_key(common[there], second.position[there]),
-        return_indices=True,
     )
-    return _in_order(one, there[other])
+    return one, narrow(there[other])
 
 
-def _in_order(one: Ints, other: Ints) -> tuple[Ints, Ints]:
-    order = np.argsort(one, kind="stable")
-    return one[order], other[order]
+def _common(first: Keys, second: Keys) -> Pairs:
+    """Return where either has the same key, the first place of each, in the order of the first.
+
+    As ``np.intersect1d`` does, with a third of its memory: there is a key for each row.
+    """
+    order = np.argsort(first, kind="stable")
+    ordered = first[order]
+    place = np.searchsorted(ordered, second)
+    np.minimum(place, max(len(ordered) - 1, 0), out=place)
+    other = np.flatnonzero(ordered[place] == second) if len(ordered) else np.empty(0, np.int64)
+    del ordered
+    one, other = narrow(order[place[other]]), narrow(other)
+    del order, place
+    at = np.argsort(one, kind="stable")
+    one, other = one[at], other[at]
+    once = np.concatenate([[True], one[1:] != one[:-1]]) if len(one) else np.empty(0, np.bool_)
+    return (one, other) if once.all() else (one[once], other[once])
 
 
-def _clusters(
-    first: ArmRows, second: ArmRows, matched: Ints, pairs: tuple[Ints, Ints]
-) -> tuple[Ints, Ints]:
+def _clusters(first: ArmRows, second: ArmRows, matched: Ints, pairs: Pairs) -> tuple[Ints, Ints]:
     """Return the cluster of each request of either arm: what is matched or paired shares one."""
     n = len(first.requests)
     with_origin = np.flatnonzero(matched >= 0)
+    tied = split_key(np.unique(pair_key(first.request[pairs[0]], second.request[pairs[1]])))
     edges = [
         np.stack([matched[with_origin], n + with_origin]),
-        np.stack([first.request[pairs[0]], n + second.request[pairs[1]]]),
+        np.stack([tied[0], n + tied[1]]),
     ]
     one, other = np.concatenate(edges, axis=1)
     size = n + len(second.requests)
@@ -280,7 +362,7 @@ def _clusters(
     return label[:n], label[n:]
 
 
-def _groups(clusters: tuple[Ints, Ints], seed: int) -> tuple[int, Ints]:
+def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
     """Return how many groups there are, and the group of each cluster.
 
     Args:
@@ -295,7 +377,7 @@ def _groups(clusters: tuple[Ints, Ints], seed: int) -> tuple[int, Ints]:
     rng = np.random.Generator(np.random.Philox(seed))
     for part in (both, *alone):
         group[part[rng.permutation(len(part))]] = np.arange(len(part)) % n
-    return n, group
+    return n, narrow(group)
 
 
 def _paired(
@@ -304,19 +386,18 @@ def _paired(
     second: ArmRows,
     strata: tuple[Strata, Strata],
     clusters: tuple[Ints, Ints],
-    pairs: tuple[Ints, Ints],
+    pairs: Pairs,
     seed: int,
 ) -> Contrast:
     """Return the contrast of pairs: both rows of one stand in the same strata."""
     one, other = pairs
     if pairing == "position":
         # The same token behind the same prefix tells of the computation, not of who wrote it.
-        known = first.prefix[one] != 0
-        unlike = ~(known & (first.prefix[one] == second.prefix[other]))
+        unlike = ~_alike(first, second, pairs)
         one, other = (one[unlike], other[unlike]) if unlike.any() else (one, other)
-    cluster = clusters[0][first.request[one]]
-    n_groups, group_of = _groups((cluster, cluster), seed)
-    codes = []
+    cluster = narrow(clusters[0])[first.request[one]]
+    n_groups, group_of = groups_of((cluster, cluster), seed)
+    codes: list[Whole] = []
     for axis, told in strata[1].codes.items():
         code = told[other]
         if axis in _UNION_AXES:
@@ -329,13 +410,27 @@ def _paired(
         layers = tuple(Layer(code[order]) for code in codes)
         mine = cluster[order]
         sides.append(Side(rows.row[which][order], mine, group_of[mine], layers))
-        inverse = np.empty(len(order), np.int64)
+        inverse = np.empty(len(order), one.dtype)
         inverse[order] = np.arange(len(order))
         place.append(inverse)
     coverage = len(other) / max(len(second), 1)
-    return Contrast(
-        pairing, sides[0], sides[1], strata[0].strata, n_groups, (place[0], place[1]), coverage
-    )
+    places = place[0], place[1]
+    made = Contrast(pairing, sides[0], sides[1], strata[0].strata, n_groups, places, coverage)
+    return replace(made, parted=_parted(first, second, one, other))
+
+
+def _parted(
+    first: ArmRows, second: ArmRows, one: Whole, other: Whole
+) -> npt.NDArray[np.int8] | None:
+    """Return whether the arms sampled different tokens after each pair, -1 unknown ``(n_pairs,)``.
+
+    None where an arm does not say what it sampled.
+    """
+    if first.sampled is None or second.sampled is None:
+        return None
+    tokens = first.sampled.token_id[one], second.sampled.token_id[other]
+    known = (tokens[0] >= 0) & (tokens[1] >= 0)
+    return np.where(known, tokens[0] != tokens[1], -1).astype(np.int8)
 
 
 def _unpaired(
@@ -347,18 +442,18 @@ def _unpaired(
     seed: int,
 ) -> Contrast:
     """Return the contrast of arms that have no rows in common."""
-    own = clusters[0][first.request], clusters[1][second.request]
-    n_groups, group_of = _groups(own, seed)
+    own = narrow(clusters[0])[first.request], narrow(clusters[1])[second.request]
+    n_groups, group_of = groups_of(own, seed)
     cells = _cells(first, second)
     layers: tuple[list[Layer], list[Layer]] = ([], [])
     coverage = 1.0
     for axis, code in strata[1].codes.items():
         reference = strata[0].codes[axis]
-        spread = axis == "decode step" and not (reference >= 0).any()
+        spread = axis in _OF_ANSWERS and not (reference >= 0).any()
         # A prompt has no decode steps: all of it is weighted to the rows of each of them.
         for one in np.unique(code[code >= 0]).tolist() if spread else [None]:
-            mine = np.full(len(first), one) if one is not None else reference
-            other = code if one is None else np.where(code == one, code, -1)
+            mine = reference if one is None else np.full(len(first), one, np.int8)
+            other = code if one is None else np.where(code == one, code, -1).astype(np.int8)
             told = (Layer(mine), Layer(other))
             if adjust:
                 told = _balanced((mine, other), cells)
@@ -389,7 +484,7 @@ def _cells(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
     return place[: len(first)], place[len(first) :]
 
 
-def _balanced(codes: tuple[Ints, Ints], cells: tuple[Ints, Ints]) -> tuple[Layer, Layer]:
+def _balanced(codes: tuple[Whole, Whole], cells: tuple[Ints, Ints]) -> tuple[Layer, Layer]:
     """Return layers in which both arms have the same tokens at the same positions.
 
     A row of the reference weighs (rows of the second arm in its cell) / (rows of the reference in
@@ -397,7 +492,7 @@ def _balanced(codes: tuple[Ints, Ints], cells: tuple[Ints, Ints]) -> tuple[Layer
     """
     n_cells = 1 + max(int(cell.max(initial=0)) for cell in cells)
     keys = [
-        np.where(code >= 0, code * n_cells + cell, -1)
+        np.where(code >= 0, code.astype(np.int64) * n_cells + cell, -1)
         for code, cell in zip(codes, cells, strict=True)
     ]
     known, place = np.unique(np.concatenate(keys), return_inverse=True)
@@ -408,6 +503,6 @@ def _balanced(codes: tuple[Ints, Ints], cells: tuple[Ints, Ints]) -> tuple[Layer
     ratio = np.divide(counts[1], counts[0], out=np.zeros(len(known)), where=shared)
     weights: list[Floats] = [ratio[places[0]], shared[places[1]].astype(np.float64)]
     return tuple(  # type: ignore[return-value]
-        Layer(np.where(weight > 0, code, -1), weight.astype(np.float32))
+        Layer(np.where(weight > 0, code, -1).astype(np.int8), weight.astype(np.float32))
         for code, weight in zip(codes, weights, strict=True)
     )

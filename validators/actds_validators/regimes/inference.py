@@ -18,8 +18,10 @@ from scipy import special  # type: ignore[import-untyped]
 
 from actds.text import counted
 from actds_validators.regimes.result import Element, Limits, Outcome, Value
+from actds_validators.regimes.scales import Scale, ends, slope, to_scale
 from actds_validators.regimes.strata import ALL, MIN_REQUESTS, Stratum
 from actds_validators.regimes.sums import COUNT, Made, Totals
+from actds_validators.regimes.wording import beyond
 from actds_validators.statistics.events import Bools, Floats
 from actds_validators.statistics.intervals import (
     benjamini_hochberg,
@@ -62,6 +64,8 @@ class Measure:
         arm_value: the same of one arm, ``(..., k)`` to ``(..., m)``, to be shown.
         labels: names of the m elements, None for their numbers.
         coarse: whether it needs coarse parts.
+        scale: on which its interval is symmetric: ``log`` of what is never negative, ``logit`` of a
+            share, so that no end is a value that there cannot be.
         rare: whether it is a share of rows: with no event in n of them, 3 / n cannot be excluded
             (Hanley & Lippman-Hand 1983).
         note: words for a reader.
@@ -77,6 +81,7 @@ class Measure:
     arm_value: Callable[[Sums], Floats] | None = None
     labels: Sequence[str] | None = None
     coarse: bool = False
+    scale: Scale = "linear"
     rare: bool = False
     note: str = ""
     keep: int = 0
@@ -197,7 +202,11 @@ def _toward(pool: Sums, groups: Sums, step: float) -> Made:
 
 
 def flip_p(
-    statistic: Callable[[Floats], Floats], n_groups: int, seed: int, n_flips: int = N_FLIPS
+    statistic: Callable[[Floats], Floats],
+    n_groups: int,
+    seed: int,
+    n_flips: int = N_FLIPS,
+    observed: float | None = None,
 ) -> float:
     """Return how likely a statistic as large is when every group's sign is a coin.
 
@@ -210,8 +219,11 @@ def flip_p(
         n_groups: groups.
         seed: of the coins.
         n_flips: random flips at most.
+        observed: its value for one of the elements, of which it is the maximum: p is then that of
+            the element, adjusted for all of them (Westfall & Young 1993); None for the maximum.
     """
-    observed = float(statistic(np.ones((1, n_groups)))[0])
+    if observed is None:
+        observed = float(statistic(np.ones((1, n_groups)))[0])
     edge = observed - 1e-9 * abs(observed)
     if n_groups <= _ALL_FLIPS:
         # One sign may stay: a flip and its opposite are as large.
@@ -232,34 +244,56 @@ def flip_p(
     return (1 + reached) / (1 + n_flips)
 
 
-def largest_t(pseudo: Floats) -> Callable[[Floats], Floats]:
-    """Return the largest absolute t of the elements of pseudo-values ``(n, m)``, by signs.
-
-    The maximum over elements is one test of them all (Westfall & Young 1993).
-    """
+def absolute_t(pseudo: Floats) -> Callable[[Floats], Floats]:
+    """Return the absolute t of each element of pseudo-values ``(n, m)``, by signs."""
     n = len(pseudo)
     squares = np.square(pseudo).sum(axis=0)
 
     def statistic(signs: Floats) -> Floats:
         mean = signs @ pseudo / n
         variance = np.maximum((squares - n * mean**2) / (n - 1), 1e-14 * squares / n + 1e-300)
-        return np.asarray(np.abs(mean / np.sqrt(variance / n)).max(axis=1, initial=0.0))
+        return np.asarray(np.abs(mean / np.sqrt(variance / n)))
 
     return statistic
 
 
-def largest_length(gram: Floats) -> Callable[[Floats], Floats]:
-    """Return the largest length of a mean of vectors, by signs; their products ``(m, n, n)``.
+def lengths(gram: Floats) -> Callable[[Floats], Floats]:
+    """Return the length of each mean of vectors, by signs; their products ``(m, n, n)``.
 
     Lengths count against those that random signs give on average, the root of the trace.
     """
     trace = np.maximum(np.trace(gram, axis1=1, axis2=2), 1e-300)
 
     def statistic(signs: Floats) -> Floats:
-        lengths = np.einsum("sg,mgh,sh->sm", signs, gram, signs, optimize=True) / trace
-        return np.asarray(lengths.max(axis=1, initial=0.0))
+        found = np.einsum("sg,mgh,sh->sm", signs, gram, signs, optimize=True)
+        return np.asarray(found / trace)
 
     return statistic
+
+
+def largest_p(of_each: Callable[[Floats], Floats], told: int, n_groups: int, seed: int) -> float:
+    """Return p of one of many elements: against the largest of all, by flips.
+
+    Args:
+        of_each: statistic of each element, of signs ``(n, n_groups)`` to ``(n, m)``.
+        told: the element.
+        n_groups: groups.
+        seed: of the coins.
+    """
+    observed = float(of_each(np.ones((1, n_groups)))[0, told])
+
+    def largest(signs: Floats) -> Floats:
+        return np.asarray(of_each(signs).max(axis=1, initial=0.0))
+
+    return flip_p(largest, n_groups, seed, observed=observed)
+
+
+def _told(score: Floats, size: Floats, limit: float | None) -> int:
+    """Return the element that stands for a measure: of those beyond the limit, if any, the
+    farthest by its score, which compares it with its own error.
+    """
+    beyond_it: Bools = np.asarray(size >= (0.0 if limit is None else limit))
+    return int(np.argmax(np.where(beyond_it, score, -1.0) if beyond_it.any() else score))
 
 
 def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -> dict[str, object]:
@@ -283,14 +317,17 @@ def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -
     score = np.abs(value) / np.maximum(error, 1e-300) if len(value) > 1 else np.abs(value)
     if measure.kind == "described" and len(value) > 1:
         score = np.abs(value)
-    worst = int(np.argmax(np.where(value == 0, 0.0, score)))
+    worst = _told(np.where(value == 0, 0.0, score), np.abs(value), measure.limit)
     interval = from_replicates(value[worst : worst + 1], without[:, worst].reshape(1, -1))[0]
     assert interval is not None
     element = int(where[worst])
+    two_sided = float(special.stdtrit(interval.freedom, 0.975))
+    at = np.array([interval.value, error[worst]])
+    low, high = ends(at[:1], at[1:], two_sided, measure.scale)
     changes |= {
         "value": interval.value,
-        "low": interval.low,
-        "high": interval.high,
+        "low": float(low[0]),
+        "high": float(high[0]),
         "error": interval.error,
         "element": _label(measure, element, len(good)),
     }
@@ -306,14 +343,12 @@ def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -
     one_sided = float(special.stdtrit(n - 1, 1 - _EQUIVALENCE / m))
     if measure.kind == "size":
         assert measure.limit is not None
-        far = value + one_sided * error
-        distance = float((value - measure.limit).max())
-        t = distance / max(float(error[int(np.argmax(value - measure.limit))]), 1e-300)
-        changes["p"] = float(special.stdtr(n - 1, -t)) if distance > 0 or error.any() else 1.0
+        far = ends(value, error, one_sided, measure.scale)[1]
+        changes["p"] = _p_beyond(float(value[worst]), float(error[worst]), n, measure)
         needed = float(value.max())
     else:
         far = np.abs(value) + one_sided * error
-        changes["p"] = flip_p(largest_t(pseudo), n, limits.seed)
+        changes["p"] = largest_p(absolute_t(pseudo), worst, n, limits.seed)
         needed = float(np.abs(value).max())
     if measure.rare:
         far = np.where(error > 0, far, far + 3 / min(first.n_rows, second.n_rows))
@@ -326,6 +361,16 @@ def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -
             bool(changes["equivalent"]), half, needed, measure.limit, first, second
         )
     return changes
+
+
+def _p_beyond(value: float, error: float, n_groups: int, measure: Measure) -> float:
+    """Return p of a size being beyond its limit: one-sided, Student, on the measure's scale."""
+    assert measure.limit is not None
+    if error == 0:
+        return 0.0 if value > measure.limit else 1.0
+    distance = to_scale(value, measure.scale) - to_scale(measure.limit, measure.scale)
+    t = distance / (error * slope(value, measure.scale))
+    return float(special.stdtr(n_groups - 1, -t))
 
 
 def _kept(measure: Measure, first: Totals, second: Totals) -> list[Element]:
@@ -359,7 +404,8 @@ def _direction(
     """Return the fields of turned directions.
 
     The squared chord between two unit vectors is estimated without the noise's own length: the
-    mean of products of pseudo-values of different groups.
+    mean of products of pseudo-values of different groups. It may come out below 0, where no chord
+    is: value and lower end are then 0.
     """
     value = measure.statistic(first.total(), second.total())
     without = measure.statistic(first.without(), second.without())
@@ -382,7 +428,7 @@ def _direction(
     quantile = float(special.stdtrit(n - 1, 1 - _EQUIVALENCE / m))
     far = _angle(chord + quantile * error)
     size = total / np.maximum(own, 1e-300)
-    worst = int(np.argmax(size))
+    worst = _told(size, _angle(chord), measure.limit)
     two_sided = float(special.stdtrit(n - 1, 0.975))
     split = halves(n, N_HALVES, limits.seed)
     turned = measure.statistic(first.of(split), first.of(~split))[:, where[worst]]
@@ -394,7 +440,7 @@ def _direction(
         "element": _label(measure, int(where[worst]), len(good)),
         "floor": _finite(float(np.quantile(between, 0.95))),
         "farthest": float(far.max()),
-        "p": flip_p(largest_length(gram), n, limits.seed),
+        "p": largest_p(lengths(gram), worst, n, limits.seed),
     }
     if measure.limit is not None:
         changes["equivalent"] = bool(far.max() <= measure.limit)
@@ -494,8 +540,10 @@ def _short(
 def decide(judged: Sequence[Judged], limits: Limits) -> list[Value]:
     """Return the values with adjusted p and verdict: one family of tests over all of them.
 
-    A value shifts when its adjusted p is at most the false discovery rate and it is not shown to
-    lie within its limit; it carries over when it is; else it is undecided.
+    A value carries over when it is shown to lie within its limit. It shifts when it is not, the
+    estimate itself lies beyond the limit, and its adjusted p is at most the false discovery rate.
+    Else it is undecided: also where a test finds a difference, and whether it is beyond the limit
+    remains open.
     """
     p = np.array([one.value.p for one in judged if one.tested], np.float64)
     adjusted = iter(benjamini_hochberg(p).tolist())
@@ -509,7 +557,7 @@ def decide(judged: Sequence[Judged], limits: Limits) -> list[Value]:
         outcome: Outcome = "undecided"
         if value.equivalent:
             outcome = "carries over"
-        elif q <= limits.fdr:
+        elif q <= limits.fdr and (value.limit is None or beyond(value) >= 1):
             outcome = "shifts"
         short = value.short if outcome == "undecided" else None
         values.append(

@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from actds.load.filters import SINK_NORM
+from actds.load.lazy import LazyArray
 from actds_validators.regimes.arms import Arm, ArmRows
 from actds_validators.regimes.contrast import Contrast, Pairing, Side, contrast
+from actds_validators.regimes.floors import beside_floor, repeat_floor
 from actds_validators.regimes.inference import Judged, Measure, decide, judge
 from actds_validators.regimes.instruments.base import Instrument, PairInstrument, Rows
 from actds_validators.regimes.instruments.moments import ALL_ROWS, SINKS
+from actds_validators.regimes.instruments.numerics import Numerics
+from actds_validators.regimes.instruments.parting import PARTING, parting_parts
 from actds_validators.regimes.quantiles import Histogram, quantile_lines
 from actds_validators.regimes.result import (
     ArmResult,
@@ -25,13 +29,15 @@ from actds_validators.regimes.result import (
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import COUNT, Array, Part, Sums, blocks_of
 from actds_validators.regimes.wording import about, verdicts
-from actds_validators.statistics.events import Bools, Floats, Ints
+from actds_validators.statistics.events import Bools, Ints
 
 __all__ = ["Asked", "Measured", "compare", "conclude", "measure"]
 
 N_SAMPLE = 4096
 MAX_PAIRS = 50_000
 """Pairs of which both rows are read together at most: whole groups of requests."""
+N_OPEN = 8
+"""Files of an arm that stay open: pairs need more than the one that is read."""
 COARSE = (ALL, "decode step")
 """Axes in which sums over every feature are kept."""
 AnyInstrument = Instrument | PairInstrument
@@ -48,7 +54,6 @@ class Asked:
         hook: the hook.
         instruments: what measures it.
         pairing: how to pair the rows; None for the closest way there is.
-        covariate: entropy of each row of either arm's array, NaN unknown; None without.
     """
 
     name: str
@@ -57,7 +62,6 @@ class Asked:
     hook: str
     instruments: Sequence[AnyInstrument]
     pairing: Pairing | None = None
-    covariate: tuple[Floats, Floats] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,51 +98,71 @@ def compare(
         ActdsError: E014 arms that cannot be compared; what reading raises.
     """
     limits = limits or Limits()
-    plans = [
-        contrast(
-            one.first,
-            one.second,
-            one.hook,
-            pairing=one.pairing,
-            covariate=one.covariate,
-            seed=limits.seed,
-        )
-        for one in asked
-    ]
-    found = []
-    for one, (plan, *_) in zip(asked, plans, strict=True):
+    planned = [_planned(one, limits.seed) for one in asked]
+    found, results = [], []
+    for one in asked:
         progress(f"{one.name} at {one.hook}")
-        arrays = one.first.dataset.array(one.hook), one.second.dataset.array(one.hook)
-        found.append(measure(plan, arrays, one.instruments, limits, one.hook))
-    results = []
-    for one, (plan, *rows), measured, values in zip(
-        asked, plans, found, conclude(found, limits), strict=True
-    ):
-        arms = [
-            _arm_result(arm, own, side, measured, n)
-            for n, (arm, own, side) in enumerate(
-                zip((one.first, one.second), rows, (plan.first, plan.second), strict=True)
-            )
-        ]
-        results.append(
-            ContrastResult(
-                name=one.name,
-                hook=one.hook,
-                pairing=plan.pairing,
-                about=about(plan.pairing, (_decode_share(rows[0]), _decode_share(rows[1]))),
-                adjusted=plan.adjusted,
-                n_pairs=len(plan.pairs[0]),
-                n_groups=plan.n_groups,
-                coverage=min(1.0, plan.coverage),
-                first=arms[0],
-                second=arms[1],
-                values=values,
-                quantiles=measured.quantiles,
-                verdicts=verdicts(values),
-            )
-        )
+        arrays = _rows_of(one.first, one.hook), _rows_of(one.second, one.hook)
+        plan, result = planned.pop(0)
+        measured = measure(plan, arrays, one.instruments, limits, one.hook)
+        if plan.pairing == "token":
+            floor = repeat_floor((one.first, one.second), plan, arrays, one.hook)
+            measured = replace(measured, judged=beside_floor(measured.judged, floor))
+        found.append(measured)
+        results.append(_with_counts(result, measured))
+    results = [
+        result.model_copy(update={"values": values, "verdicts": verdicts(values)})
+        for result, values in zip(results, conclude(found, limits), strict=True)
+    ]
     n_tests = sum(value.p is not None for result in results for value in result.values)
     return Regimes(limits=limits, n_tests=n_tests, contrasts=results)
+
+
+def _rows_of(arm: Arm, hook: str) -> LazyArray:
+    """Return the rows of an arm: read in their order, so that few files need to stay open."""
+    return LazyArray(arm.dataset.hooks[hook], arm.dataset.shards_of(hook), n_open=N_OPEN)
+
+
+def _planned(one: Asked, seed: int) -> tuple[Contrast, ContrastResult]:
+    """Return the plan of a contrast, and its result as far as that is known before it is measured.
+
+    What the tables say of each row is not kept: there may be many contrasts.
+    """
+    plan, first, second = contrast(
+        one.first,
+        one.second,
+        one.hook,
+        pairing=one.pairing,
+        seed=seed,
+    )
+    result = ContrastResult(
+        name=one.name,
+        hook=one.hook,
+        pairing=plan.pairing,
+        about=about(plan.pairing, (_decode_share(first), _decode_share(second))),
+        adjusted=plan.adjusted,
+        n_pairs=len(plan.pairs[0]),
+        n_groups=plan.n_groups,
+        coverage=min(1.0, plan.coverage),
+        first=_arm_result(one.first, first, plan.first),
+        second=_arm_result(one.second, second, plan.second),
+        values=[],
+        quantiles=[],
+        verdicts=[],
+    )
+    return plan, result
+
+
+def _with_counts(result: ContrastResult, found: Measured) -> ContrastResult:
+    """Return a result with what was left out when the rows were read, and the quantiles."""
+    first, second = (
+        arm.model_copy(update={"n_sinks": n_sinks, "n_broken": n_broken})
+        for arm, n_sinks, n_broken in zip(
+            (result.first, result.second), found.n_sinks, found.n_broken, strict=True
+        )
+    )
+    more = {"first": first, "second": second, "quantiles": found.quantiles}
+    return result.model_copy(update=more)
 
 
 def conclude(measured: Sequence[Measured], limits: Limits) -> list[list[Value]]:
@@ -171,6 +195,8 @@ def measure(
     double = [one for one in instruments if isinstance(one, PairInstrument)]
     coarse = np.array([n for n, s in enumerate(plan.strata) if s.axis in COARSE], np.int64)
     sample = _sample(arrays[0], plan.first)
+    if not len(sample):
+        return Measured([], [], (0, 0), (len(plan.first), 0))
     for one in single:
         one.prepare(sample)
     sink = SINK_NORM * float(np.median(np.linalg.norm(sample, axis=1)))
@@ -190,6 +216,8 @@ def measure(
         quantiles = lines
         for told in double:
             measures = told.pair_measures(limits)
+            if plan.parted is not None and told.name == Numerics.name:
+                measures = [*measures, PARTING]
             judged += _judged(told.name, measures, plan, (pair_sums, pair_sums), limits, hook)
     return Measured(
         judged,
@@ -202,7 +230,7 @@ def measure(
 def _sample(array: Array, side: Side) -> Rows:
     """Return some rows of the reference, spread evenly, without those that are not usable."""
     step = max(1, len(side) // N_SAMPLE)
-    rows = array[side.row[::step][:N_SAMPLE]]
+    rows = array[side.row[::step][:N_SAMPLE].astype(np.int64)]
     return rows[_usable(rows)]
 
 
@@ -253,18 +281,22 @@ def _pair_pass(
     hook: str,
 ) -> tuple[Sums, list[Quantiles]]:
     """Return the sums over pairs, and quantiles of their distances."""
-    one, other = _some_pairs(plan)
+    kept = _some_pairs(plan)
+    one, other = plan.pairs[0][kept], plan.pairs[1][kept]
     side = plan.first
     layers = tuple(type(layer)(layer.stratum[one], None) for layer in side.layers)
     paired = Side(side.row[one], side.cluster[one], side.group[one], layers)
     partner = plan.second.row[other]
     sums = Sums(paired, len(plan.strata), plan.n_groups, coarse)
     histogram = Histogram(len(plan.strata))
+    parted = None if plan.parted is None else plan.parted[kept]
     for which, rows in blocks_of(arrays[0], paired.row, _width(instruments)):
-        others = arrays[1][partner[which]]
+        others = arrays[1][partner[which].astype(np.int64)]
         fine = _usable(rows) & _usable(others)
         sums.leave_out(which, fine)
         sums.add(which, [Part(COUNT, np.ones(len(rows)))])
+        if parted is not None:
+            sums.add(which, parting_parts(parted[which]))
         strata = [np.where(fine, layer.stratum[which], -1) for layer in layers]
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             for instrument in instruments:
@@ -274,19 +306,19 @@ def _pair_pass(
     return sums, quantile_lines(histogram, plan.strata, hook)
 
 
-def _some_pairs(plan: Contrast) -> tuple[Ints, Ints]:
+def _some_pairs(plan: Contrast) -> Ints:
     """Return pairs of whole requests, up to `MAX_PAIRS`, in the order of the first's rows."""
-    one, other = plan.pairs
+    one, _ = plan.pairs
+    chosen = np.arange(len(one))
     if len(one) > MAX_PAIRS:
         cluster = plan.first.cluster[one]
-        known, place, counts = np.unique(cluster, return_inverse=True, return_counts=True)
-        order = np.random.Generator(np.random.Philox(0)).permutation(len(known))
-        kept = np.zeros(len(known), np.bool_)
+        counts = np.bincount(cluster)
+        known = np.flatnonzero(counts)
+        order = known[np.random.Generator(np.random.Philox(0)).permutation(len(known))]
+        kept = np.zeros(len(counts), np.bool_)
         kept[order[np.cumsum(counts[order]) <= MAX_PAIRS]] = True
-        mine = kept[place.reshape(-1)]
-        one, other = one[mine], other[mine]
-    order = np.argsort(one, kind="stable")
-    return one[order], other[order]
+        chosen = np.flatnonzero(kept[cluster])
+    return chosen[np.argsort(one[chosen], kind="stable")]
 
 
 def _judged(
@@ -316,7 +348,7 @@ def _decode_share(rows: ArmRows) -> float | None:
     return None if rows.n_decode is None else rows.n_decode / max(len(rows), 1)
 
 
-def _arm_result(arm: Arm, rows: ArmRows, side: Side, found: Measured, n: int) -> ArmResult:
+def _arm_result(arm: Arm, rows: ArmRows, side: Side) -> ArmResult:
     return ArmResult(
         name=arm.name,
         words=arm.words,
@@ -327,6 +359,4 @@ def _arm_result(arm: Arm, rows: ArmRows, side: Side, found: Measured, n: int) ->
         n_apart=rows.n_apart,
         n_repeats=rows.n_repeats,
         n_decode=rows.n_decode,
-        n_sinks=found.n_sinks[n],
-        n_broken=found.n_broken[n],
     )

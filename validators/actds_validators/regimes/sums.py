@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scipy.sparse import csr_array, issparse  # type: ignore[import-untyped]
 
 from actds_validators.regimes.contrast import Side
-from actds_validators.statistics.events import Bools, Floats, Ints
+from actds_validators.statistics.events import Bools, Floats, Ints, Whole
 
 __all__ = ["COUNT", "Array", "Made", "Part", "Sums", "Totals", "blocks_of"]
 
@@ -117,7 +117,7 @@ class Totals:
         return Made(self.groups, lambda name: weight @ self.groups[name])
 
 
-def blocks_of(array: Array, row: Ints, width: int = 0) -> Iterator[tuple[slice, Rows]]:
+def blocks_of(array: Array, row: Whole, width: int = 0) -> Iterator[tuple[slice, Rows]]:
     """Yield rows, some MiB at a time, and which of the numbers they are.
 
     Args:
@@ -128,7 +128,7 @@ def blocks_of(array: Array, row: Ints, width: int = 0) -> Iterator[tuple[slice, 
     size = min(1 << 13, max(64, BLOCK_NBYTES // (4 * max(width, array.shape[1]))))
     for start in range(0, len(row), size):
         which = slice(start, min(start + size, len(row)))
-        yield which, array[row[which]]
+        yield which, array[row[which].astype(np.int64)]
 
 
 class Sums:
@@ -204,11 +204,12 @@ class Sums:
         for layer in self._side.layers:
             mine = (layer.stratum == stratum) & self._usable
             if mine.any():
-                weight = np.ones(1) if layer.weight is None else layer.weight[mine]
-                n_rows = int(mine.sum())
-                n_requests = len(np.unique(self._side.cluster[mine]))
-                weight = np.broadcast_to(weight.astype(np.float64), n_rows)
-                n_effective = float(weight.sum() ** 2 / np.square(weight).sum())
+                n_rows = int(np.count_nonzero(mine))
+                n_requests = int(np.count_nonzero(np.bincount(self._side.cluster[mine])))
+                n_effective = float(n_rows)
+                if layer.weight is not None:
+                    weight = layer.weight[mine].astype(np.float64)
+                    n_effective = float(weight.sum() ** 2 / np.square(weight).sum())
         return Totals(found, n_rows, n_requests, n_effective)
 
     def _members(self, which: slice) -> tuple[Ints, Ints, Floats]:
@@ -217,7 +218,9 @@ class Sums:
         for layer in self._side.layers:
             stratum = layer.stratum[which]
             there = np.flatnonzero((stratum >= 0) & self._usable[which])
-            key.append(stratum[there] * self._n_groups + self._side.group[which][there])
+            key.append(
+                stratum[there].astype(np.int64) * self._n_groups + self._side.group[which][there]
+            )
             row.append(there)
             own = layer.weight
             weight.append(np.ones(len(there)) if own is None else own[which][there])

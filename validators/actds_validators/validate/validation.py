@@ -28,6 +28,7 @@ from actds_validators.validate.files import Stamp, check_digests, check_indexes,
 from actds_validators.validate.origins import check_origins
 from actds_validators.validate.readouts import RunReadouts, check_readouts
 from actds_validators.validate.roles import check_roles
+from actds_validators.validate.sampled import check_sampled
 from actds_validators.validate.values import check_values, values_nbytes
 
 Level = Literal["quick", "standard", "full", "deep"]
@@ -238,6 +239,7 @@ def _check_all(
         check_canary(catalog)
         check_roles(catalog)
         check_origins(catalog)
+        check_sampled(catalog)
         readouts = check_readouts(catalog, values=level == "deep")
     if level == "deep":
         progress("all values", sum(values_nbytes(catalog, m) for m in catalog.shards))

@@ -7,7 +7,7 @@ that with the schedule at every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,6 +240,11 @@ def install_tap(tap: Tap, spec: HookSpec, number: int, buffers: tuple[torch.Tens
             )
         op(hidden, residual, *[getattr(module, name) for name in names])
 
+    watch_tap(tap, hook)
+
+
+def watch_tap(tap: Tap, hook: Callable[..., None]) -> None:
+    """Call ``hook(module, args, kwargs, output)`` at every forward; without output before it."""
     if tap.wrapped:
         forward = tap.module.forward
 

@@ -30,6 +30,7 @@ from actds_writers.ipc.messages import (
     Fact,
     HookSpec,
     IntArray,
+    LogitsRead,
     Stall,
     StepExecuted,
     StepLost,
@@ -112,6 +113,15 @@ class Step:
         )
 
 
+@dataclass(frozen=True)
+class _Sampled:
+    """What the logits of a step said; fields as in ``Stages.add_sampled``."""
+
+    requests: IntArray
+    values: torch.Tensor
+    done: Mark
+
+
 @dataclass
 class _Moving:
     """A step between the engine's thread and the writer.
@@ -119,6 +129,7 @@ class _Moving:
     Args:
         n_cut: by request, the last rows that are not handed over.
         index: staged rows that are stored, ``None`` for all.
+        sampled: what was sampled from its logits, ``None`` where they are not read.
     """
 
     step: Step
@@ -129,6 +140,7 @@ class _Moving:
     t_ns: int
     n_cut: Mapping[int, int] = field(default_factory=dict)
     message: StepRows | None = None
+    sampled: _Sampled | None = None
     index: IntArray | None = None
     identified: threading.Event = field(default_factory=threading.Event)
 
@@ -313,6 +325,21 @@ class Stages:
         else:
             self._release(moving)
 
+    def add_sampled(self, step: int, requests: IntArray, values: torch.Tensor) -> None:
+        """Add to a held step what the logits said of the tokens that were sampled in it.
+
+        Args:
+            requests: number of the request of each row, -1 for one that is not reported.
+            values: int32 ``(n, 4)`` on the device, as ``Reading.of_tokens`` returns them.
+        """
+        for moving in self._held:
+            if moving.step.step == step:
+                moving.sampled = _Sampled(requests, values, Mark(self._device))
+
+    def is_sampled(self, step: int) -> bool:
+        """Return whether ``add_sampled`` was called for a held step."""
+        return any(m.sampled is not None for m in self._held if m.step.step == step)
+
     def settle(self, step: int, n_cut: Mapping[int, int]) -> None:
         """Release a held step, in step order.
 
@@ -419,8 +446,20 @@ class Stages:
             if kept is not None:
                 rows = [column[kept] for column in rows]
             self.lane.put(step.step, rows, readouts)
+        if moving.sampled is not None:
+            self._tell_sampled(step.step, moving.sampled, copier)
         duration = moving.done.nanoseconds_since(step.began) if step.began else None
         self._executed(step, duration or step.duration_ns, max(int(seen.max()), n))
+
+    def _tell_sampled(self, step: int, sampled: _Sampled, copier: Copier) -> None:
+        on_cuda = self._device.type == "cuda"
+        host = torch.empty(sampled.values.shape, dtype=torch.int32, pin_memory=on_cuda)
+        copier.copy([host], [sampled.values], None, sampled.done)
+        wanted = sampled.requests >= 0
+        found = host.numpy()[wanted]
+        values = np.ascontiguousarray(found[:, 1:]).view(np.float32).ravel()
+        ids = found[:, 0].astype(np.int64)
+        self._tell_census(LogitsRead(step, sampled.requests[wanted], ids, values))
 
     # the moving thread ------------------------------------------------------------------------
 

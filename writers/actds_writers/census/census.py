@@ -26,9 +26,11 @@ from actds_writers.census.log import (
     StepPieces,
     span_table,
 )
+from actds_writers.census.sampled import SampledLog
 from actds_writers.ipc.messages import (
     CensusProgress,
     ClientFacts,
+    LogitsRead,
     PromptFact,
     Reference,
     RequestArrived,
@@ -36,6 +38,7 @@ from actds_writers.ipc.messages import (
     StepExecuted,
     StepLost,
     StepScheduled,
+    TokensSampled,
 )
 from actds_writers.roles import intervals
 
@@ -76,6 +79,7 @@ class CensusTables:
     spans: pa.Table
     roles: pa.Table
     origins: pa.Table
+    sampled: pa.Table
     totals: dict[str, int]
 
 
@@ -89,6 +93,7 @@ class Census:
         self._requests = RequestLog()
         self._steps = StepLog()
         self._pieces = StepPieces()
+        self.sampled = SampledLog()
         self._high_water = _Growing(0)
         self._prompt_len = _Growing(0)
         self._cached = _Growing(-1)
@@ -231,11 +236,19 @@ class Census:
         self._generated.values[message.request] = message.generated_len
         self._n_finished += 1
 
+    def _sampled(self, message: TokensSampled) -> None:
+        self.sampled.give(message)
+
+    def _logits_read(self, message: LogitsRead) -> None:
+        self.sampled.read(message)
+
     TAKES: ClassVar[dict[type, Callable[..., None]]] = {
         RequestArrived: _arrived,
         StepScheduled: _scheduled,
         StepExecuted: _executed,
         StepLost: _lose,
+        TokensSampled: _sampled,
+        LogitsRead: _logits_read,
         RequestFinished: _finished,
     }
     """By message, what takes it."""
@@ -278,7 +291,14 @@ class Census:
             **pieces.totals(),
         }
         roles, origins = self._role_table(client), self._origin_table(client)
-        return CensusTables(requests, steps, spans, roles, origins, totals)
+        sampled = self.sampled.table(self._n_positions())
+        return CensusTables(requests, steps, spans, roles, origins, sampled, totals)
+
+    def _n_positions(self) -> np.ndarray:
+        """Return prompt and sampled tokens by request number."""
+        prompt, high = self._prompt_len.values, self._high_water.values
+        n_positions: np.ndarray = prompt + _generated(self._generated.values, high, prompt)
+        return n_positions
 
     def _add_uncomputed(self, pieces: StepPieces) -> None:
         """Add the positions that belong to requests and were never computed, as aborted."""

@@ -386,6 +386,8 @@ def commit_census(
         named.append(("roles", found.roles))
     if found.origins.num_rows:
         named.append(("origins", found.origins))
+    if found.sampled.num_rows:
+        named.append(("sampled", found.sampled))
     for name, table in named:
         for n, piece in in_parts(table):
             path = layout.part_path(name, run, n)

@@ -149,7 +149,7 @@ class RequestLog:
     def batches(self) -> Iterator[list[LoggedRequest]]:
         """Yield all requests, some at a time, in no order."""
         for data in self._packed:
-            yield pickle.loads(zstandard.ZstdDecompressor().decompress(data))
+            yield pickle.loads(unsqueeze(data))
         yield [*self._ended, *self._running.values()]
 
 
@@ -173,10 +173,14 @@ def squeeze(data: bytes) -> bytes:
     return bytes(memoryview(packed))
 
 
+def unsqueeze(data: bytes) -> bytes:
+    """Return what ``squeeze`` was given."""
+    return zstandard.ZstdDecompressor().decompress(data)
+
+
 def unpack(data: bytes, n_columns: int) -> IntMatrix:
     """Return what ``pack`` was given."""
-    plain = zstandard.ZstdDecompressor().decompress(data)
-    by_byte = np.frombuffer(plain, np.uint8).reshape(n_columns, 8, -1)
+    by_byte = np.frombuffer(unsqueeze(data), np.uint8).reshape(n_columns, 8, -1)
     differences = np.ascontiguousarray(by_byte.transpose(0, 2, 1)).view(np.int64)[:, :, 0]
     columns: IntMatrix = np.cumsum(differences, axis=1, dtype=np.int64)
     return columns

@@ -5,25 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from actds.cli.options import SettingsCommand
 
 if TYPE_CHECKING:
-    from actds_writers.config import PlanSettings
+    from pydantic import BaseModel
+
+    from actds_writers.config import PlanOptions
     from actds_writers.sizing.needs import Profile
 
 EXAMPLES = """\b
 Examples:
   actds plan --model models/small --hooks resid_post:10,20 --prefill-rate 9000 --decode-rate 1000
-  actds plan --d-model 4096 --layers 32 --profile acts --measure /data
-  actds plan --model models/small --prefill-rate 9000 --burst 4:10 --stall 30 --json
+  actds plan --d-model 4096 --layers 32 --profile acts --measure /data --burst 4:10 --json
+  actds plan --model models/small --hooks resid_post:10 --probes 100 --measure
 """
 
 
-def _settings() -> type[PlanSettings]:
-    from actds_writers.config import PlanSettings
+def _settings() -> type[PlanOptions]:
+    from actds_writers.config import PlanOptions
 
-    return PlanSettings
+    return PlanOptions
 
 
 @click.command(cls=SettingsCommand, settings=_settings, epilog=EXAMPLES)
@@ -33,13 +36,19 @@ def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
 
     Shows which stage saturates first, and what a disk stall costs under each overflow policy.
     Sizes for the burst, not for the mean. Exits with 1 when a stage cannot carry the mean load,
-    or rows were lost under --stress.
+    or rows were lost under --stress. With --probes it says instead what linear probes cost.
     """
     from actds.cli.output import envelope, print_json
+    from actds_writers.config import PlanSettings
     from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.plan import plan as size
 
-    found = size(engine_args=parse_words(engine_args), **settings)
+    given = {**settings, "engine_args": parse_words(engine_args)}
+    if settings["probes"] is not None:
+        _say_probes(given, as_json=as_json)
+        return
+    _refuse_others(PlanSettings, "--probes N beside it")
+    found = size(**{name: given[name] for name in PlanSettings.model_fields})
     if found.profile is not None:
         _say_profile(found.profile)
     if found.measured:
@@ -51,6 +60,44 @@ def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
         click.echo("\n".join(found.lines()))
     if not found.fits:
         click.get_current_context().exit(1)
+
+
+def _say_probes(given: dict[str, Any], *, as_json: bool) -> None:
+    """Print what probes cost.
+
+    Raises:
+        ActdsError: E009 for an option of sizing beside them; as ``probe_cost``.
+    """
+    from actds.cli.output import envelope, print_json
+    from actds.errors import ActdsError
+    from actds_writers.config import ProbeSettings
+    from actds_writers.harvest.probe_cost import probe_cost
+
+    _refuse_others(ProbeSettings, "no --probes beside it")
+    if given["model"] is None:
+        expected = "a model folder with config.json and weights"
+        raise ActdsError("E009", "--model", got="no model folder", expected=expected)
+    asked = {name: given[name] for name in ProbeSettings.model_fields}
+    asked["batches"] = asked["batches"] or ProbeSettings.model_fields["batches"].default
+    found = probe_cost(said=lambda line: click.echo(line, err=True), **asked)
+    if as_json:
+        print_json(envelope("plan", found.as_json()))
+    else:
+        click.echo("\n".join(found.lines()))
+
+
+def _refuse_others(settings: type[BaseModel], expected: str) -> None:
+    """Refuse options that were given and are not those of the question; raises E009."""
+    from actds.errors import ActdsError
+
+    context = click.get_current_context()
+    own = {*settings.model_fields, "as_json", "help"}
+    for param in context.command.get_params(context):
+        name = param.name or ""
+        source = context.get_parameter_source(name)
+        if name not in own and source is ParameterSource.COMMANDLINE:
+            got = "an option of the other question of this command"
+            raise ActdsError("E009", param.opts[0], got=got, expected=expected)
 
 
 def _say_profile(profile: Profile) -> None:

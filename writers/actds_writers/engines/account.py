@@ -22,6 +22,7 @@ from actds.schema import DType
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK, HookCheck
 from actds_writers.capture.hooks import cast_of, hook_specs
+from actds_writers.capture.logits import Reading
 from actds_writers.capture.probes import directions
 from actds_writers.capture.stages import Stages, Step
 from actds_writers.capture.taps import ModelConfig, StreamForm
@@ -34,6 +35,7 @@ from actds_writers.ipc.messages import (
     RequestArrived,
     RequestFinished,
     StepScheduled,
+    TokensSampled,
 )
 from actds_writers.sampling import EVERYTHING, LeftOut
 
@@ -178,6 +180,23 @@ class SchedulerSide:
             )
         )
 
+    def tell_sampled(
+        self,
+        step: int,
+        requests: Sequence[int],
+        positions: Sequence[int],
+        token_ids: Sequence[int],
+    ) -> None:
+        """Report the tokens that requests got from a step, where entropies are recorded.
+
+        Args:
+            requests: number of each request that got one.
+            positions: position that its token takes.
+        """
+        columns = (np.array(column, np.int64) for column in (requests, positions, token_ids))
+        if len(requests):
+            self._census.send(TokensSampled(step, *columns))
+
     def report(self, message: StepScheduled | RequestFinished) -> None:
         """Send the census a step or an end."""
         self._census.send(message)
@@ -274,7 +293,8 @@ class WorkerSide:
         if not self._introduced:
             self._introduced = True
             cast = Fact("capture.cast", self._cast, "observed")
-            self.stages.introduce((*facts(), cast, self._check_fact))
+            entropy = Fact("capture.entropy", self.link.settings.entropy, "observed")
+            self.stages.introduce((*facts(), cast, entropy, self._check_fact))
 
     def hand_over(
         self,
@@ -315,6 +335,24 @@ class WorkerSide:
             lost=lost,
         )
         self.stages.hand_over(ran, token_ids, positions, held=held)
+
+    def add_sampled(
+        self, step: int, requests: Sequence[int], reading: Reading, token_ids: torch.Tensor
+    ) -> None:
+        """Add to a held step what its logits said of the tokens sampled from them.
+
+        Args:
+            requests: number of the request of each row of the logits, -1 for one that is not
+                reported.
+            token_ids: its token, ``(n,)`` on the device.
+
+        Raises:
+            ActdsError: E501 when there are other rows of logits than requests or tokens.
+        """
+        n, counts = len(requests), (len(reading.logits), len(token_ids))
+        if counts != (n, n):
+            self.stop(step, f"{counts[0]} rows of logits, {counts[1]} tokens", f"{n} of each")
+        self.stages.add_sampled(step, np.array(requests, np.int64), reading.of_tokens(token_ids))
 
     def stop(self, step: int, got: str, expected: str) -> NoReturn:
         """End the capture with E501: rows differ from the schedule."""

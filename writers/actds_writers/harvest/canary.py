@@ -249,6 +249,7 @@ def _alone(settings: WriteSettings, out: Path) -> WriteSettings:
             "out": str(out),
             "resume": False,
             "canary": None,
+            "entropy": False,
             "temperature": 0.0,
             "order": "sequence",
             "overflow": "block",

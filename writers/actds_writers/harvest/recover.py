@@ -229,7 +229,7 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
     found = census.tables(ended.acknowledged, client, LOST_REASON, ended.dropped_steps)
     present = {
         part.file.path: part
-        for table in (*CENSUS_TABLES, "roles", "origins")
+        for table in (*CENSUS_TABLES, "roles", "origins", "sampled")
         for part in catalog.parts.get((run, table), [])
     }
     software = f"actds {__version__} recover"

@@ -132,6 +132,8 @@ def harvest(
                 got=f"{engine.n_samples} samples of each prompt",
                 expected="one: a replay must know which of them it compares with",
             )
+    if settings.entropy:
+        kind.require_logits(engine)
     _check_out(settings)
     _check_metrics(settings)
     plan = make_plan(settings, engine, n_replicas, served_by)

@@ -24,6 +24,13 @@ def _int_array(values: list[int]) -> np.ndarray:
         raise ValueError(str(error)) from None
 
 
+def _float_array(bits: list[int]) -> np.ndarray:
+    try:
+        return np.array(bits, np.uint32).view(np.float32)
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
+
+
 # As JSON, which the census journal is made of, an array is a list of integers.
 IntArray = Annotated[
     np.ndarray[tuple[int], np.dtype[np.int64]],
@@ -32,6 +39,19 @@ IntArray = Annotated[
             _int_array,
             core_schema.list_schema(core_schema.int_schema()),
             serialization=core_schema.plain_serializer_function_ser_schema(np.ndarray.tolist),
+        )
+    ),
+]
+# Of floats the bits: exact, and JSON has no word for what is not finite.
+FloatArray = Annotated[
+    np.ndarray[tuple[int], np.dtype[np.float32]],
+    GetPydanticSchema(
+        lambda _type, _handler: core_schema.no_info_after_validator_function(
+            _float_array,
+            core_schema.list_schema(core_schema.int_schema()),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda values: values.view(np.uint32).tolist()
+            ),
         )
     ),
 ]
@@ -307,6 +327,21 @@ class StepScheduled:
 
 
 @dataclass(frozen=True)
+class TokensSampled:
+    """The tokens that requests got from a step; sent when entropies are recorded.
+
+    Args:
+        requests: number of each request that got one.
+        positions: position that the token takes.
+    """
+
+    step: int
+    requests: IntArray
+    positions: IntArray
+    token_ids: IntArray
+
+
+@dataclass(frozen=True)
 class RequestFinished:
     """A request has left the scheduler.
 
@@ -349,6 +384,22 @@ class StepExecuted:
     compression_backlog_bytes: int | None = None
     queue_depth_readouts: int | None = None
     stage: int = 0
+
+
+@dataclass(frozen=True)
+class LogitsRead:
+    """What the logits of a step said of the tokens that were sampled from them.
+
+    Args:
+        requests: number of the request of each row; some get no token from the step.
+        token_ids: sampled token of each row.
+        values: entropy, log-probability and margin of one row after the other.
+    """
+
+    step: int
+    requests: IntArray
+    token_ids: IntArray
+    values: FloatArray
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class Moments:
                 divergence,
                 "nats",
                 "described",
+                scale="log",
                 note="triage: of two normal distributions, the other arm from the reference",
             ),
         ]

@@ -44,7 +44,7 @@ class Numerics:
             return
         features = self._dictionary.encode(first)
         self.width = features.shape[1]
-        rest = first.astype(np.float64) - self._dictionary.decode(features)
+        rest = first.astype(np.float64) - self._dictionary.decode(features, first)
         yield Part("drift", np.square(second.astype(np.float64) - first).sum(axis=1))
         yield Part("error", np.square(rest).sum(axis=1))
         active, other = features > 0, self._dictionary.encode(second) > 0
@@ -71,9 +71,11 @@ class Numerics:
             return mean_of(pairs, "cosine distance")
 
         found = [
-            Measure("equal to the bit", equal, "share of pairs", "described"),
-            Measure("relative L2", distance, "mean over pairs", "size", limits.relative_l2),
-            Measure("cosine distance", cosine, "mean over pairs", "described"),
+            Measure("equal to the bit", equal, "share of pairs", "described", scale="logit"),
+            Measure(
+                "relative L2", distance, "mean over pairs", "size", limits.relative_l2, scale="log"
+            ),
+            Measure("cosine distance", cosine, "mean over pairs", "described", scale="log"),
         ]
         if self._dictionary is None:
             return found
@@ -92,6 +94,7 @@ class Numerics:
                 "squared distance over squared error",
                 "size",
                 limits.drift,
+                scale="log",
             ),
             Measure(
                 "features that switch",
@@ -99,6 +102,7 @@ class Numerics:
                 "share of those active in either row",
                 "size",
                 limits.switched,
+                scale="logit",
             ),
         ]
 

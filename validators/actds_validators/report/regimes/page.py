@@ -57,8 +57,10 @@ def render(result: Regimes, command: str) -> str:
         ("Command", command),
     ]
     return render_page(
-        "regimes.html.j2",
+        "answer.html.j2",
         actds=__version__,
+        subject="regimes",
+        question="Does the way it was served change what you measure?",
         level=said.level(result),
         mark=said.MARKS[said.outcome([v for _, v in said.judged(result)])],
         answer=said.answer(result),
@@ -100,9 +102,9 @@ def _verdicts(result: Regimes) -> Part:
     ]  # fmt: skip
     head = ("contrast", "hook", "instrument", "verdict")
     lead = (
-        "An instrument shifts when a test finds a difference that is not shown to lie within its "
-        "limit, carries over when every difference is shown to lie within it, and else is "
-        "undecided."
+        "An instrument shifts when a test finds a difference that lies beyond its limit, carries "
+        "over when every difference is shown to lie within it, and else is undecided: also where "
+        "a difference is found of which it is open whether it lies beyond the limit."
     )
     table = Table("Every verdict with its number", head, rows, frozenset(range(4)), more, True)
     return Part("verdicts", "Verdicts", Sentence(lead), [table])

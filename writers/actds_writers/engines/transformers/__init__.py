@@ -46,6 +46,9 @@ class Transformers(EngineKind):
             raise bad_option("max_num_batched_tokens", got, "at least max_num_seqs")
         return options
 
+    def require_logits(self, options: EngineOptions) -> None:
+        """Return: the engine samples from its model's logits itself."""
+
     def start(
         self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
     ) -> Engine:

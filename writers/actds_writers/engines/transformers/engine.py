@@ -41,6 +41,7 @@ try:
         without_reference,
     )
     from actds_writers.capture.hooks import raise_all
+    from actds_writers.capture.logits import Reading
     from actds_writers.capture.taps import decoder_layers
     from actds_writers.engines.account import (
         SchedulerSide,
@@ -288,6 +289,7 @@ class Capture(WorkerSide):
             finished=finished,
             duration_ns=duration_ns,
             kernel_mode="eager",
+            held=self.link.settings.entropy,
         )
 
 
@@ -462,7 +464,10 @@ class Engine:
         assert batch.input_ids is not None
         self._capture.introduce(lambda: self._observe(batch.cache))
         self._capture.after_step(step, finished, columns, batch.input_ids, duration_ns)
-        return self._sample(batch, logits) if logits is not None else []
+        ended = self._sample(step, batch, logits) if logits is not None else []
+        if self._link.settings.entropy:
+            self._capture.stages.settle(step, {})
+        return ended
 
     def _observe(self, cache: Any) -> tuple[Fact, ...]:
         """Return the facts of the run record that can be observed after the first forward."""
@@ -508,10 +513,16 @@ class Engine:
             *(observed(field, None, NO_BLOCKS) for field in absent),
         )
 
-    def _sample(self, batch: Batch, logits: torch.Tensor) -> list[Finished]:
+    def _sample(self, step: int, batch: Batch, logits: torch.Tensor) -> list[Finished]:
         """Sample a token for every request of the batch; return those that end with it."""
         requests = batch.sequences
         tokens = [self._pick(sequence, row) for sequence, row in zip(requests, logits, strict=True)]
+        if self._link.settings.entropy:
+            numbers = [sequence.number for sequence in requests]
+            positions = [len(sequence.token_ids) for sequence in requests]
+            self._scheduler.tell_sampled(step, numbers, positions, tokens)
+            picked = torch.tensor(tokens, device=logits.device)
+            self._capture.add_sampled(step, numbers, Reading.of(logits), picked)
         reasons: list[str | None] = []
         for sequence, token in zip(requests, tokens, strict=True):
             full = sequence.n_sampled + 1 >= sequence.max_tokens

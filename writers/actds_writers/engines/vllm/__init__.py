@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -38,6 +38,7 @@ from actds_writers.engine_protocol import (
 from actds_writers.engines.vllm import versions
 from actds_writers.engines.vllm.adapters import Adapter, adapter_sha256, read_adapter
 from actds_writers.ipc.link import ENVIRONMENT, Link
+from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 OWNED: Mapping[str, str] = {
     "model": "--model",
@@ -166,6 +167,35 @@ def refuse_options(options: Mapping[str, object]) -> None:
                 f"{OPTION} kv_transfer_config",
                 got=f"{connector}: {reason}",
                 expected="a connector of KV that a model computed",
+            )
+
+
+_DRAFTED = "an accepted draft is of the logits of another row than its own"
+UNREAD: Mapping[str, str] = {
+    "speculative_config": _DRAFTED,
+    "spec_method": _DRAFTED,
+    "pipeline_parallel_size": "the stage that samples may have no hook, and then does not capture",
+}
+"""Options with which no entropy is recorded, and why."""
+
+
+def refuse_unread(options: Mapping[str, object], place: str) -> None:
+    """Raise for a configuration whose sampled tokens cannot be followed to their logits.
+
+    Args:
+        options: engine arguments by name; of a ``speculative_config`` its method is enough.
+        place: what the error names before the option.
+
+    Raises:
+        ActdsError: E012 with the option and the reason.
+    """
+    for key, reason in UNREAD.items():
+        if options.get(key) not in (None, 1):
+            raise ActdsError(
+                "E012",
+                f"{place} {key}",
+                got=f"{str(options[key])[:80]} with entropy: {reason}",
+                expected="no such option, or no --entropy",
             )
 
 
@@ -467,11 +497,22 @@ class Vllm(EngineKind):
         devices = _devices(options.arguments(), number)
         return options.model_copy(update={"data_parallel_size": 1, **devices})
 
+    def require_logits(self, options: EngineOptions) -> None:
+        """Refuse drafts and pipeline stages; raises as ``EngineKind.require_logits``."""
+        assert isinstance(options, VllmOptions)
+        refuse_unread(options.arguments(), OPTION)
+
     def alone(self, options: EngineOptions) -> EngineOptions:
         """Return the options of the same engine, one request at a time, with no KV but its own."""
         given = options.model_fields_set.intersection(_KV_FROM_OUTSIDE)
         changes = {"enable_prefix_caching": False, **dict.fromkeys(given)}
         return super().alone(options).model_copy(update=changes)
+
+    def time_probes(self, task: TimingTask, said: Callable[[str], None]) -> Timing:
+        """Return decode steps with and without probes; raises as ``EngineKind.time_probes``."""
+        from actds_writers.engines.vllm import probe_timing
+
+        return probe_timing.time_probes(task, said)
 
     def adapter_sha256(self, options: EngineOptions) -> str | None:
         """Return the digest of the LoRA adapter that the options name."""

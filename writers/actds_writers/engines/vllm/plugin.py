@@ -223,6 +223,7 @@ def _wrap_worker() -> None:
             if captures(self, loaded_model(self.model_runner), _link):
                 self._actds = WorkerCapture(self, _link)
                 _closers.append(self._actds.close)
+                self._actds.watch_logits(functools.partial(_guarded, self))
             _watch_set_up(self, check=_link.settings.check)
         return result
 
@@ -279,6 +280,8 @@ def _watch_set_up(worker: Any, *, check: bool) -> None:
 
 def _guarded(worker: Any, call: Callable[..., None], *args: Any) -> None:
     """Call the worker side; if it fails in a live engine, the engine continues without capture."""
+    if worker._actds is None:
+        return
     try:
         call(*args)
     except Exception as error:
@@ -371,11 +374,50 @@ def _scheduler_side(scheduler: Any, link: Link) -> Any:
     block_size = int(getattr(scheduler, "hash_block_size", None) or scheduler.block_size)
     n_blocks = int(scheduler.kv_cache_config.num_blocks)
     rules = _live.rules if _live else None
-    side = VllmSchedulerSide(census, block_size, n_blocks, rules, adapters=not link.live)
+    side = VllmSchedulerSide(
+        census,
+        block_size,
+        n_blocks,
+        rules,
+        adapters=not link.live,
+        entropy=link.settings.entropy,
+    )
     if scheduler.connector is not None:
         side.follow(scheduler.connector)
     _closers.append(side.close)
     return side
+
+
+def follow(engine_core: Any, link: Link) -> tuple[Any, Any]:
+    """Hook the model of an engine that is up, eager and in this process; return worker and
+    scheduler side.
+
+    Of several harvests that follow one engine, ``hand_to`` says whose its requests are.
+
+    Raises:
+        ActdsError: as ``WorkerCapture``.
+    """
+    from actds_writers.engines.vllm.worker import WorkerCapture
+
+    _attach(link)
+    capture = WorkerCapture(worker_of(engine_core), link)
+    _closers.append(capture.close)
+    capture.is_set_up = True
+    return capture, _scheduler_side(engine_core.scheduler, link)
+
+
+def hand_to(engine_core: Any, sides: tuple[Any, Any]) -> None:
+    """Let both sides of a harvest account for an engine's requests, of which it has none now.
+
+    Args:
+        sides: of ``follow``; twice ``None`` for no harvest.
+    """
+    worker_of(engine_core)._actds, engine_core.scheduler._actds = sides
+
+
+def worker_of(engine_core: Any) -> Any:
+    """Return the worker of an engine that runs in this process."""
+    return engine_core.model_executor.driver_worker.worker
 
 
 def settle_last_step(engine_core: Any) -> None:

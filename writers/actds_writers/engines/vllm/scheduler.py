@@ -85,6 +85,7 @@ class _Part:
         n_drafts: of its ``count`` rows, the last ones that are drafts.
         n_good: rows of tokens that the results let stand, ``None`` when they were not asked.
         is_discarded: whether the engine discards the results and computes them again.
+        n_sampled: tokens that the request had sampled before the results were taken.
     """
 
     request: Any
@@ -94,6 +95,7 @@ class _Part:
     n_drafts: int
     n_good: int | None = None
     is_discarded: bool = False
+    n_sampled: int = 0
 
     @property
     def stop(self) -> int:
@@ -132,6 +134,7 @@ class VllmSchedulerSide(SchedulerSide):
         block_size: tokens per prefix block.
         n_blocks: KV blocks of the cache; bounds the remembered prefix blocks.
         adapters: whether every request has the same LoRA adapter, so that rows are stored.
+        entropy: whether the tokens that requests get are reported.
     """
 
     def __init__(
@@ -142,8 +145,10 @@ class VllmSchedulerSide(SchedulerSide):
         rules: SamplingRules | None = None,
         *,
         adapters: bool = False,
+        entropy: bool = False,
     ) -> None:
         super().__init__(census)
+        self._entropy = entropy
         self._adapters = adapters
         self._block_size = block_size
         self._rules = rules
@@ -274,6 +279,7 @@ class VllmSchedulerSide(SchedulerSide):
             return
         for engine_id, part in flying.parts.items():
             request = part.request
+            part.n_sampled = request.num_output_tokens
             if request.is_finished():
                 continue
             stale = request.num_stale_output_tokens > 0
@@ -327,7 +333,33 @@ class VllmSchedulerSide(SchedulerSide):
                 accepted_tokens=flying.n_accepted if self._speculates else None,
             )
         )
+        if self._entropy:
+            self._tell_sampled(flying)
         self._send_ends()
+
+    def _tell_sampled(self, flying: _Flying) -> None:
+        """Report the tokens that requests got from the results of a step, unless left out.
+
+        Raises:
+            ActdsError: E501 for a token that is not of the step's last row.
+        """
+        got = [
+            part
+            for part in flying.parts.values()
+            if part.request.num_output_tokens > part.n_sampled
+            and part.tracked.left_out.decode is None
+        ]
+        positions = [part.request.num_prompt_tokens + part.n_sampled for part in got]
+        if any(part.stop != position for part, position in zip(got, positions, strict=True)):
+            raise ActdsError(
+                "E501",
+                f"step {flying.message.step}",
+                got=f"sampled tokens at {positions}",
+                expected=f"{[part.stop for part in got]}, behind the last computed row",
+            )
+        tokens = [part.request.output_token_ids[part.n_sampled] for part in got]
+        numbers = [part.tracked.number for part in got]
+        self.tell_sampled(flying.message.step, numbers, positions, tokens)
 
     def close(self) -> None:
         """Report the steps in flight, whose rows nobody gets, and close the connection."""

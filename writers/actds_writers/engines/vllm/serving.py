@@ -27,7 +27,7 @@ from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings, settings_of
 from actds_writers.engine_protocol import OPTION
 from actds_writers.engines.account import layer_config
-from actds_writers.engines.vllm import graph_key, refuse_options, versions
+from actds_writers.engines.vllm import graph_key, refuse_options, refuse_unread, versions
 from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
@@ -207,6 +207,8 @@ def start(config: Any, document: Any) -> LiveRun:
     settings = parse_live_settings(document)
     versions.admit(settings.check)
     refuse(config)
+    if settings.entropy:
+        _refuse_unread(config)
     model = config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
     config_of = layer_config(model.hf_text_config, int(model.get_hidden_size()), n_layers)
@@ -295,6 +297,15 @@ def refuse(config: Any) -> None:
         raise ActdsError(
             error.code, f"engine option {place}", got=error.got, expected=error.expected
         ) from None
+
+
+def _refuse_unread(config: Any) -> None:
+    """Raise for an effective configuration whose sampled tokens cannot be followed to logits."""
+    options = {
+        "speculative_config": getattr(config.speculative_config, "method", None),
+        "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
+    }
+    refuse_unread(options, "engine option")
 
 
 def destination(out: str) -> str:

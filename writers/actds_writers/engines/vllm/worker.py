@@ -7,6 +7,8 @@ over. Two generations of model runners keep the identity of rows in different pl
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from actds.errors import ActdsError
 from actds.format import tables
 from actds_writers.capture.hooks import find_kind, raise_all
+from actds_writers.capture.logits import Reading
 from actds_writers.capture.taps import StreamForm
 from actds_writers.engines.account import (
     WorkerSide,
@@ -24,6 +27,7 @@ from actds_writers.engines.account import (
     reporting_failure,
 )
 from actds_writers.engines.vllm.loads import LoadErrors
+from actds_writers.engines.vllm.logits import watch
 from actds_writers.engines.vllm.ranks import stage_layers, stage_of
 from actds_writers.engines.vllm.verified import VERIFIED, is_verified
 from actds_writers.ipc.link import Link
@@ -51,6 +55,12 @@ class WorkerCapture(WorkerSide):
         self._left_out: dict[str, LeftOut] = {}
         self.is_set_up = False
         self._loads: LoadErrors | None = None
+        self._reads_logits = link.settings.entropy
+        self._reading: Reading | None = None
+        self._awaits_logits = False
+        self._sampling: tuple[int, list[int]] | None = None
+        """The step that is to be sampled from, and the request of each row of its logits, -1 for
+        one whose sampled tokens a rule leaves out."""
         runner = worker.model_runner
         with reporting_failure(link):
             self.refuse(worker.vllm_config)
@@ -76,12 +86,44 @@ class WorkerCapture(WorkerSide):
                 layers=stage_layers(worker, model),
             )
 
+    def watch_logits(self, call: Callable[..., None]) -> None:
+        """Read the logits of every step, if entropies are recorded.
+
+        Args:
+            call: calls a method of this object, and knows what to do when it fails.
+
+        Raises:
+            ActdsError: E012 for a runner whose logits cannot be read.
+        """
+        if self._reads_logits:
+            runner = self._worker.model_runner
+            with reporting_failure(self.link):
+                watch(
+                    runner,
+                    loaded_model(runner),
+                    functools.partial(call, self._read_logits),
+                    functools.partial(call, self._read_tokens),
+                )
+
+    def _read_logits(self, logits: torch.Tensor) -> None:
+        if self._awaits_logits:
+            # Those of prompts, which a request may ask for, are computed after these.
+            self._awaits_logits, self._reading = False, Reading.of(logits)
+
+    def _read_tokens(self, token_ids: torch.Tensor) -> None:
+        if self._sampling is None or self._reading is None:
+            return
+        (step, numbers), reading = self._sampling, self._reading
+        self._sampling = self._reading = None
+        self.add_sampled(step, numbers, reading, token_ids.flatten())
+
     def before_step(self) -> None:
         """Reset the row counts; before the first step, send the engine's facts.
 
         Only now the engine is completely set up: cache sized, kernels chosen, graphs compiled.
         """
         super().before_step()
+        self._awaits_logits, self._reading, self._sampling = self._reads_logits, None, None
         self.introduce(lambda: observe(self._worker, self.link))
         if self._loads is None:
             self._loads = LoadErrors()
@@ -90,6 +132,8 @@ class WorkerCapture(WorkerSide):
         """Release the steps whose results the scheduler took before it scheduled this one."""
         mark = getattr(scheduled, "_actds", None)
         for settled in mark.settled if mark is not None else ():
+            if self._reads_logits and not self.stages.is_sampled(settled.step):
+                self.stop(settled.step, "no logits", "those that were sampled from")
             self.stages.settle(settled.step, settled.n_cut)
 
     def after_step(self, runner: Any, scheduled: Any, duration_ns: int) -> None:
@@ -110,6 +154,8 @@ class WorkerCapture(WorkerSide):
             if count
         ]
         numbers, prompt_lens, n_rows, left_out = zip(*rows, strict=True)
+        wanted = zip(numbers, left_out, strict=True)
+        self._sampling = mark.step, [n if out.decode is None else -1 for n, out in wanted]
         self.hand_over(
             mark.step,
             numbers,

@@ -1,0 +1,210 @@
+"""The page: from the result of ``actds stability`` to figures.json, and from that to README.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Figures = dict[str, Any]
+WHAT = {
+    "cached": "prefix cache on: each prefix is computed, and stored, once",
+    "uncached": "prefix cache off: the shared system prompt is stored with every chat",
+    "weighted": "the rows of *cached*, each as often as it was served",
+    "dropped": "a disk that takes half of what the engine gives: what does not fit is lost",
+    "hybrid": "the rows of *cached*, half from prompts and half from answers",
+}
+KINDS = {
+    "other seed": "*cached* again, other start and order (floor)",
+    "other order": "*cached* again, same start, other order (floor)",
+}
+LIKENESS = ("matched", "share_70", "share_90", "split", "merge")
+
+
+def summary(setting: Figures, result: Figures) -> Figures:
+    """Return what the page needs, in six digits.
+
+    Args:
+        setting: how the arms were made.
+        result: ``actds.stability/1``.
+    """
+    kept = ("hook", "d_model", "n_features", "n_rows", "n_seen", "chance", "rare", "verdicts",
+            "comparisons", "cross", "limits", "arms")  # fmt: skip
+    found = {name: _short(result[name]) for name in kept}
+    return {"setting": setting, **found, "pairs": _pairs(result["pairs"])}
+
+
+def _pairs(pairs: list[Figures]) -> list[Figures]:
+    """Return the mean likeness of the pairs of each arm and kind, with least and largest."""
+    names = dict.fromkeys((pair["arm"], pair["kind"]) for pair in pairs)
+    found = []
+    for arm, kind in names:
+        mine = [p["likeness"] for p in pairs if (p["arm"], p["kind"]) == (arm, kind)]
+        values = {name: [one[name] for one in mine if one[name] is not None] for name in LIKENESS}
+        found.append({
+            "arm": arm, "kind": kind, "n": len(mine),
+            **{n: _short([sum(v) / len(v), min(v), max(v)]) if v else None
+               for n, v in values.items()},
+        })  # fmt: skip
+    return found
+
+
+def _short(value: Any) -> Any:
+    """Return a value with its floats in six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _short(one) for name, one in value.items()}
+    return [_short(one) for one in value] if isinstance(value, list) else value
+
+
+def page(figures: Figures) -> str:
+    """Return README.md."""
+    parts = (_head, _experiment, _alike, _cross, _limits)
+    return "\n\n".join(part(figures) for part in parts) + "\n"
+
+
+def _head(figures: Figures) -> str:
+    lines = [
+        "# Does the harvest change the dictionary?",
+        "*Written by `run.py` from `figures.json`; do not edit.*",
+        "Two dictionaries that are trained on the same rows with other seeds are not the same. So "
+        "what a prefix cache, weights, losses or a mixture do to a dictionary means something only "
+        "beside what another seed does. Against that floor:",
+        "\n".join(f"- *{v['arm']}*: {v['outcome']}. {v['sentence']}" for v in figures["verdicts"]),
+        f"One small model, one hook (`{figures['hook']}`), small dictionaries, few rows, one kind "
+        "of text: first numbers of their kind, and not general.",
+    ]
+    return "\n\n".join(lines)
+
+
+def _experiment(figures: Figures) -> str:
+    told, limits = figures["setting"], figures["limits"]
+    lost = told["lost"]
+    share = lost["dropped"] / (lost["captured"] + lost["dropped"])
+    took = told["seconds"]
+    engine = sum(seconds for name, seconds in took.items() if name != "stability")
+    lines = ["## The experiment", "| arm | what it is | rows to train on |", "| --- | --- | ---: |"]
+    for arm in figures["arms"]:
+        lines.append(f"| *{arm['name']}* | {WHAT[arm['name']]} | {arm['n_there']:,} |")
+    facts = [
+        f"- **Model and engine**: SmolLM2-135M, vLLM on the CPU; "
+        f"{', '.join(f'`{one}`' for one in told['engine'])}.",
+        f"- **Chats**: {told['chats']} questions on Python's standard library behind one system "
+        f"prompt, answers of up to {told['sampled']} tokens at temperature 1.",
+        f"- **Losses**: *dropped* lost {share:.0%} of the rows that it computed.",
+        f"- **Dictionaries**: TopK, {figures['n_features']:,} features, {limits['k']} active, "
+        f"{limits['seeds']} seeds; each saw {figures['n_seen']:,} rows, {figures['n_rows']:,} of "
+        "its arm over and over. Arms of one seed have the same initial weights, and rows that they "
+        "share come in the same order.",
+        f"- **Scored** on requests that no arm was trained on ({limits['held_out']:.0%}).",
+        f"- **Time**: {engine / 60:.0f} minutes of engine, {took['stability'] / 60:.0f} of "
+        f"training and scoring, on {told['machine']} that did other work at the same time.",
+        f"- **Again**: `{told['command']}`",
+    ]
+    return "\n".join([lines[0], "", *lines[1:], "", *facts])
+
+
+def _alike(figures: Figures) -> str:
+    lines = [
+        "## How alike are the dictionaries?",
+        "",
+        "Decoder directions are matched one to one (Hungarian method). Means over seeds, with the "
+        f"least and the largest; random directions would match at {figures['chance']:.2f}.",
+        "",
+        "| second dictionary | mean cosine of matches | matched at 0.7 | at 0.9 | split | merge |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    order = {"other order": 0, "other seed": 1}
+    for pair in sorted(figures["pairs"], key=lambda p: order.get(p["kind"], 2)):
+        name = f"*{pair['arm']}*, {pair['kind']}"
+        if pair["arm"] == figures["arms"][0]["name"]:
+            name = KINDS[pair["kind"]]
+        cells = [_spread(pair[n], share=n.startswith("share")) for n in LIKENESS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "*Split* and *merge* are the median effective partners of a feature in the other "
+        "dictionary, both ways: 1 is one partner.",
+    ]
+    if any(one["p"] is not None for one in figures["comparisons"]):
+        lines += ["", *_tests(figures)]
+    return "\n".join(lines)
+
+
+def _tests(figures: Figures) -> list[str]:
+    lines = [
+        "The difference of each arm to the floor, seed by seed (sign test, a family per floor):",
+        "",
+        "| arm | floor | mean cosine, arm | floor | seeds below | adjusted p | is |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for one in figures["comparisons"]:
+        if one["measure"] == "matched":
+            p = "" if one["adjusted_p"] is None else f"{one['adjusted_p']:.3f}"
+            values = f"{one['of_arm']:.3f} | {one['of_floor']:.3f}"
+            below = f"{one['n_below']} of {len(one['differences'])}"
+            lines.append(
+                f"| *{one['arm']}* | {one['floor']} | {values} | {below} | {p} | "
+                f"{one['outcome'] or ''} |"
+            )
+    return lines
+
+
+def _spread(found: list[float] | None, *, share: bool) -> str:
+    if found is None:
+        return ""
+    mean, low, high = found
+    if share:
+        return f"{mean:.0%} [{low:.0%}, {high:.0%}]"
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _cross(figures: Figures) -> str:
+    lines = [
+        "## What does each leave unexplained, and of whose rows?",
+        "",
+        "Fraction of variance unexplained of held-out rows, over their own variance; mean over "
+        "seeds with the 95 % interval over requests.",
+    ]
+    for rows in ("all", "prefill", "decode", "rare tokens"):
+        mine = [one for one in figures["cross"] if one["rows"] == rows and one["fvu"] is not None]
+        if not mine:
+            continue
+        arms = list(dict.fromkeys(one["rows_of"] for one in mine))
+        by = {(one["trained_on"], one["rows_of"]): one for one in mine}
+        lines += ["", f"**{rows.capitalize()}**", "",
+                  f"| trained on | {' | '.join(f'rows of *{a}*' for a in arms)} |",
+                  f"| --- |{' --- |' * len(arms)}"]  # fmt: skip
+        for trained in dict.fromkeys(one["trained_on"] for one in mine):
+            cells = [_fvu(by.get((trained, arm))) for arm in arms]
+            lines.append(f"| *{trained}* | {' | '.join(cells)} |")
+    rare = figures["rare"]
+    lines += [
+        "",
+        f"Rare tokens are those that come at most {rare['most']} times in the rows of *cached*, "
+        f"{rare['share']:.0%} of these rows.",
+    ]
+    return "\n".join(lines)
+
+
+def _fvu(one: Figures | None) -> str:
+    if one is None:
+        return ""
+    if one["low"] is None:
+        return f"{one['fvu']:.3f}"
+    return f"{one['fvu']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
+
+
+def _limits(figures: Figures) -> str:
+    return f"""## What this does and does not say
+
+- {figures["setting"]["chats"]} chats behind one system prompt. Other traffic shares other prefixes,
+  and loses other rows.
+- With few rows, each read many times, dictionaries of other seeds differ more than those of people
+  with billions of rows. So the floor is measured here, and would have to be measured again
+  elsewhere.
+- *Within the floor* says that a harvest changes a dictionary no more than another seed does. It may
+  still change which features are there in a way that no match shows.
+- Arms of one seed begin with the same weights and meet shared rows in the same order, so they are
+  more alike than dictionaries of two seeds by construction. That is what *other order* is for.
+- The losses follow the load of one queue on one disk. Losses of another pattern may do more, or
+  less."""

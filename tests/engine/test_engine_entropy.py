@@ -1,0 +1,159 @@
+"""Entropies of sampled tokens against the full logits of ``transformers``.
+
+What each client got is known from a witness that knows nothing of the account. From the tokens
+alone follows which lines there must be, and from a plain forward what they must say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+from scipy.special import log_softmax
+
+from actds_testing import harvest as h
+from actds_testing import witness
+from actds_testing.witness import CROWDED, Harvest, compare, counts, harvest, name_of
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return witness.make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return witness.make_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+def full_logits(model: Path, tokens: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """Return the logits ``(n, vocabulary)`` of a plain forward of each sequence, in float64."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return {
+            name: plain(torch.tensor([ids])).logits[0].double().numpy()
+            for name, ids in tokens.items()
+        }
+
+
+def compare_entropies(model: Path, one: Harvest, tolerance: float = 2e-4) -> int:
+    """Check the lines of a run against full logits; return how many there are."""
+    requests = {r["request"]: r for r in one.table("requests").to_pylist()}
+    name = {number: name_of(r["internal_id"]) for number, r in requests.items()}
+    lines = {(name[x["request"]], x["position"]): x for x in one.table("sampled").to_pylist()}
+    got = one.facts.got
+    first = {name[number]: r["prompt_len"] for number, r in requests.items()}
+    assert set(lines) == {(n, p) for n in got for p in range(first[n], len(got[n]))}
+    assert len(lines) == one.table("sampled").num_rows
+    last_row = {(n, p): step for step, n, p, _ in one.facts.fed}
+    logits = full_logits(model, got)
+    for (n, p), line in lines.items():
+        assert line["token_id"] == got[n][p]
+        assert line["step"] <= last_row[n, p - 1], "the step that computed the row before, or later"
+        below = log_softmax(logits[n][p - 1])
+        second, largest = np.sort(logits[n][p - 1])[-2:]
+        assert line["entropy"] == pytest.approx(-(np.exp(below) * below).sum(), abs=tolerance)
+        assert line["logprob"] == pytest.approx(below[got[n][p]], abs=tolerance)
+        assert line["margin"] == pytest.approx(largest - second, abs=tolerance)
+    return len(lines)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_entropies_are_those_of_full_logits(
+    ahead: bool, model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Prompts in chunks, prefix hits, preemptions, clients that leave; sampled at random."""
+    one = harvest(
+        tmp_path, model, prompts, asynchronous=ahead, leave=0.005, engine=CROWDED,
+        settings={"entropy": True, "temperature": 1.0, "max_tokens": 24},
+    )  # fmt: skip
+    compare(one)
+    assert compare_entropies(model, one) > 100
+    happened = counts(one)
+    assert all(happened[name] for name in ("hits", "preempted", "left", "chunks")), happened
+    assert happened["undelivered"] or not ahead
+    assert one.dataset.runs[one.run].fields["capture.entropy"].value is True
+
+
+@pytest.mark.full
+def test_what_a_sampler_changes_in_place_is_not_what_is_read(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """In float32 vLLM's sampler works on the model's own logits."""
+    changing = {
+        "repetition_penalty": 1.5, "presence_penalty": 0.5, "top_k": 20, "top_p": 0.9,
+        "min_p": 0.01, "bad_words": ["e"], "logprobs": 3, "prompt_logprobs": 1,
+    }  # fmt: skip
+    one = harvest(
+        tmp_path, model, prompts, engine={"sampling_params": changing},
+        settings={"entropy": True, "temperature": 0.7, "max_tokens": 12},
+    )  # fmt: skip
+    assert compare_entropies(model, one) > 100
+
+
+@pytest.mark.full
+def test_a_constrained_token_has_its_unconstrained_entropy(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    choice = {"structured_outputs": {"choice": ["abcdef", "ghijkl"]}}
+    one = harvest(
+        tmp_path, model, prompts, engine={"sampling_params": choice},
+        settings={"entropy": True, "max_tokens": 12},
+    )  # fmt: skip
+    assert compare_entropies(model, one) >= 32
+
+
+@pytest.mark.full
+def test_tokens_and_rows_are_the_same_bits_without(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    made = []
+    for entropy in (False, True):
+        where = tmp_path / str(entropy)
+        where.mkdir()
+        made.append(
+            harvest(where, model, prompts, engine=CROWDED,
+                    settings={"entropy": entropy, "temperature": 1.0, "max_tokens": 24})
+        )  # fmt: skip
+    without, with_ = made
+    assert with_.facts.got == without.facts.got
+    assert not without.dataset.sampled().num_rows and with_.dataset.sampled().num_rows
+    for hook in witness.HOOKS:
+        ours, theirs = (h.rows_of(one.dataset, hook) for one in (with_, without))
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(row, theirs[key]) for key, row in ours.items())
+
+
+def test_the_transformers_engine_reads_the_same(model: Path, prompts: Path, tmp_path: Path) -> None:
+    """Prompts in chunks of a padded batch: only their last columns sample."""
+    dataset = h.harvest(
+        tmp_path / "acts", model, prompts, "--hooks", "resid_post:0", "--entropy",
+        "--engine", "transformers",
+        "--temperature", "1", "--max-tokens", "8", "--engine-arg", "max_num_batched_tokens=128",
+        "--engine-arg", "dtype=float32", "--engine-arg", "max_num_seqs=4",
+    )  # fmt: skip
+    lines, tokens = dataset.sampled().to_pylist(), dataset.tokens()
+    fed = {}
+    for row in tokens.to_pylist():
+        fed.setdefault(row["request"], {})[row["position"]] = row["token_id"]
+    sequences = {str(r): [ids[p] for p in sorted(ids)] for r, ids in fed.items()}
+    logits = full_logits(model, sequences)
+    requests = {r["request"]: r for r in dataset.requests().to_pylist()}
+    assert len(lines) == pc.sum(dataset.requests()["generated_len"]).as_py() > 50
+    for line in lines:
+        below = log_softmax(logits[str(line["request"])][line["position"] - 1])
+        assert line["entropy"] == pytest.approx(-(np.exp(below) * below).sum(), abs=2e-4)
+        assert line["logprob"] == pytest.approx(below[line["token_id"]], abs=2e-4)
+        request = requests[line["request"]]
+        last = request["prompt_len"] + request["generated_len"] - 1
+        assert (
+            line["position"] == last or fed[line["request"]][line["position"]] == (line["token_id"])
+        )

@@ -1,0 +1,429 @@
+"""``actds plan --probes``: what a probe costs on paper, and the line through measured steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import actds
+from actds.cli import cli
+from actds.errors import ActdsError
+from actds_testing.tiny import VOCAB_SIZE, make_random_model, make_tiny_model
+from actds_writers.monitor.log_chart import Bar, log_bars
+from actds_writers.sizing.probe_cost import Attention, ProbeArithmetic
+from actds_writers.sizing.probe_fit import Arm, Timed, counts_timed, fit, noise
+from actds_writers.sizing.weights import Weights, read_weights
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def write_model(
+    folder: Path, config: dict[str, Any], shapes: Shapes, dtype: str = "BF16", file: str = "model"
+) -> Path:
+    """Write a model folder whose files have headers and no data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header = {
+        "__metadata__": {"format": "pt"},
+        **{name: {"dtype": dtype, "shape": list(shape)} for name, shape in shapes.items()},
+    }
+    data = json.dumps(header).encode()
+    (folder / f"{file}.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    return folder
+
+
+def layers(n: int, one: Shapes) -> Shapes:
+    return {f"model.layers.{i}.{name}": shape for i in range(n) for name, shape in one.items()}
+
+
+SMOL_CONFIG = {
+    "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "head_dim": 64,
+    "num_key_value_heads": 3, "dtype": "bfloat16", "tie_word_embeddings": True,
+}  # fmt: skip
+SMOL = {
+    "model.embed_tokens.weight": (49152, 576),
+    "model.norm.weight": (576,),
+    **layers(
+        30,
+        {
+            "self_attn.q_proj.weight": (576, 576),
+            "self_attn.o_proj.weight": (576, 576),
+            "self_attn.k_proj.weight": (192, 576),
+            "self_attn.v_proj.weight": (192, 576),
+            "mlp.gate_proj.weight": (1536, 576),
+            "mlp.up_proj.weight": (1536, 576),
+            "mlp.down_proj.weight": (576, 1536),
+            "input_layernorm.weight": (576,),
+            "post_attention_layernorm.weight": (576,),
+        },
+    ),
+}
+MIXTRAL_CONFIG = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "sliding_window": None, "dtype": "bfloat16",
+}  # fmt: skip
+MIXTRAL = {
+    "model.embed_tokens.weight": (32000, 4096),
+    "lm_head.weight": (32000, 4096),
+    "model.norm.weight": (4096,),
+    **layers(
+        32,
+        {
+            "self_attn.q_proj.weight": (4096, 4096),
+            "self_attn.o_proj.weight": (4096, 4096),
+            "self_attn.k_proj.weight": (1024, 4096),
+            "self_attn.v_proj.weight": (1024, 4096),
+            "block_sparse_moe.gate.weight": (8, 4096),
+            "input_layernorm.weight": (4096,),
+            "post_attention_layernorm.weight": (4096,),
+            **{
+                f"block_sparse_moe.experts.{e}.{name}.weight": shape
+                for e in range(8)
+                for name, shape in (
+                    ("w1", (14336, 4096)),
+                    ("w2", (4096, 14336)),
+                    ("w3", (14336, 4096)),
+                )
+            },
+        },
+    ),
+}
+
+
+def test_smollm2_has_the_parameters_of_its_model_card_and_all_of_them_are_multiplied(
+    tmp_path: Path,
+) -> None:
+    found = read_weights(write_model(tmp_path / "m", SMOL_CONFIG, SMOL))
+    assert found.n_params == 134_515_008
+    # The tied embedding is the head; 61 norms of 576 are no matrices.
+    assert found.n_active == found.n_multiplied == 134_515_008 - 61 * 576
+    assert found.step_nbytes(1) == found.step_nbytes(32) == 2 * 134_515_008
+
+
+def test_mixtral_has_46_7_billion_parameters_of_which_a_token_passes_12_9(tmp_path: Path) -> None:
+    found = read_weights(write_model(tmp_path / "m", MIXTRAL_CONFIG, MIXTRAL))
+    assert found.n_params == 46_702_792_704
+    # Published are 12,879,925,248 active; the embedding of 131,072,000 is looked up, and 65 norms
+    # are no matrices.
+    assert found.n_active == 12_879_925_248 - 131_072_000 - 65 * 4096
+    dense = 46_702_792_704 - 32 * 8 * 3 * 14336 * 4096 - 131_072_000
+    assert found.step_nbytes(1) == 2 * (dense + 32 * 2 * 3 * 14336 * 4096)
+    # Two tokens pass 8 (1 - (3/4)^2) = 3.5 experts of a layer, if they choose at random.
+    assert found.step_nbytes(2) == pytest.approx(2 * (dense + 32 * 3.5 * 3 * 14336 * 4096))
+
+
+def test_one_probe_is_six_in_ten_million_of_the_operations_of_a_7b_model() -> None:
+    weights = Weights(7_000_000_000, 7_000_000_000, 0, 14_000_000_000, 0)
+    paper = ProbeArithmetic.of(1, [4096], weights, Attention(0.0, 0.0), 1, [1, 32])
+    assert paper.probe_flops == 8192 and paper.forward_flops == 14e9
+    assert paper.ratio == pytest.approx(5.85e-7, rel=1e-3)
+    thousand = ProbeArithmetic.of(1000, [4096], weights, Attention(0.0, 0.0), 1, [1, 32])
+    # Probes of 16 MB beside the 14 GB of the model's weights, whatever the batch is.
+    assert [step.probes for step in thousand.steps] == [16_384_000, 16_384_000]
+    assert [step.scores for step in thousand.steps] == [4_000, 128_000]
+    assert thousand.steps[0].ratio == pytest.approx(16_388_000 / 14e9)
+
+
+@pytest.mark.parametrize("n_kv_heads", [2, 1])
+def test_operations_are_those_that_torch_counts(n_kv_heads: int, tmp_path: Path) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    folder = make_random_model(tmp_path / "m", n_layers=3, hidden=48, n_kv_heads=n_kv_heads)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    context = 11
+    ids = torch.arange(3, 3 + context)[None]
+    with torch.no_grad():
+        past = model(ids[:, :-1], use_cache=True).past_key_values
+        with FlopCounterMode(display=False) as counter:
+            model(ids[:, -1:], past_key_values=past)
+    config = json.loads((folder / "config.json").read_text())
+    attention = Attention.of(config, context, 4)
+    assert attention.unknown is None
+    assert attention.kv_nbytes == 2 * 3 * context * n_kv_heads * 32 * 4
+    paper = ProbeArithmetic.of(5, [48], read_weights(folder), attention, context, [1])
+    assert counter.get_total_flops() == paper.forward_flops
+    with FlopCounterMode(display=False) as counter:
+        torch.ones(1, 48) @ torch.ones(48, 5)
+    assert counter.get_total_flops() == paper.probe_flops
+
+
+def test_operations_of_a_mixture_of_experts_are_those_that_torch_counts(tmp_path: Path) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, vocab_size=64,
+        head_dim=16,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    model.save_pretrained(tmp_path)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.tensor([[5]]))
+    found = json.loads((tmp_path / "config.json").read_text())
+    paper = ProbeArithmetic.of(1, [32], read_weights(tmp_path), Attention.of(found, 1, 4), 1, [1])
+    assert paper.weights.n_experts == 4 and paper.weights.top_k == 2
+    assert counter.get_total_flops() == paper.forward_flops
+
+
+def test_what_a_sliding_window_hides_is_not_read() -> None:
+    config = {
+        "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }  # fmt: skip
+    assert Attention.of(config, 100, 2).flops == 4 * 64 * (100 + 8)
+    assert Attention.of({**config, "sliding_window": None}, 100, 2).flops == 4 * 64 * 200
+    for unknown in (
+        {**config, "layer_types": ["full_attention", "linear_attention"]},
+        {**config, "kv_lora_rank": 512},
+        {key: value for key, value in config.items() if key != "layer_types"},
+        {key: value for key, value in config.items() if key != "num_attention_heads"},
+    ):
+        found = Attention.of(unknown, 100, 2)
+        assert found.unknown and found.flops == 0
+
+
+def timed(
+    n_rounds: int, s: float, m: float, counts: tuple[int, ...], sigma: float, seed: int = 0
+) -> list[Timed]:
+    """Return rounds of steps on a machine whose speed changes from round to round."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(n_rounds):
+        step = 0.02 * rng.uniform(1, 3)
+        arms = [(Arm("none"), 1.0), (Arm("again"), 1.0)]
+        arms += [(Arm("packed", n), 1 + s + m * n) for n in counts]
+        for arm, factor in arms:
+            seconds = step * factor * math.exp(sigma * rng.standard_normal())
+            found.append(Timed(arm, 8, number, seconds, 2 * seconds))
+    return found
+
+
+def test_a_fit_recovers_the_costs_that_were_planted() -> None:
+    counts = (0, 1, 16, 64, 256, 1000)
+    found = fit(timed(5, 0.02, 3e-5, counts, 0.0), "packed", 8)
+    assert found.s.value == pytest.approx(0.02) and found.m.value == pytest.approx(3e-5)
+    assert found.ratios[1000] == pytest.approx(0.05)
+    assert found.n_for(0.01) == pytest.approx(333.33, rel=1e-4)
+    assert found.words() == "1 % in all: none, s alone exceeds it; 1 % more: 333 probes"
+    cheap = fit(timed(5, 0.004, 3e-5, counts, 0.0), "packed", 8)
+    assert cheap.words() == "1 % in all: 200 probes; 1 % more: 333 probes"
+    # numpy's line through the medians of the ratios, under noise.
+    noisy = timed(9, 0.02, 3e-5, counts, 0.01)
+    by_round = {n: {t.arm: t.wall for t in noisy if t.round == n} for n in range(9)}
+    medians = [
+        np.median([r[Arm("packed", n)] / r[Arm("none")] - 1 for r in by_round.values()])
+        for n in counts
+    ]
+    slope, intercept = np.polyfit(counts, medians, 1)
+    line = fit(noisy, "packed", 8)
+    assert line.m.value == pytest.approx(slope) and line.s.value == pytest.approx(intercept)
+    assert fit(noisy, "packed", 8, "cpu").m.value == pytest.approx(slope)
+
+
+def test_intervals_hold_what_was_planted_about_as_often_as_they_say() -> None:
+    counts, inside = (0, 16, 64, 256), {"s": 0, "m": 0, "again": 0}
+    for seed in range(200):
+        rounds = timed(12, 0.03, 2e-4, counts, 0.02, seed)
+        found, differs = fit(rounds, "packed", 8, seed=seed), noise(rounds, 8, seed=seed)
+        inside["s"] += found.s.low <= 0.03 <= found.s.high
+        inside["m"] += found.m.low <= 2e-4 <= found.m.high
+        inside["again"] += differs.low <= 0 <= differs.high
+    # 95 % of 200 is 190; percentiles of few rounds are a little narrow.
+    assert all(170 <= n <= 199 for n in inside.values()), inside
+
+
+def test_a_cost_that_cannot_be_told_from_nothing_has_no_n_that_costs_1_percent() -> None:
+    found = fit(timed(8, 0.02, 0.0, (0, 16, 64), 0.05), "packed", 8)
+    assert found.m.low <= 0 <= found.m.high
+    assert found.n_for(0.01) is None and found.n_for(0.01, 0.02) is None
+    assert found.words().startswith("m not measurable up to 64 probes: at most ")
+    with pytest.raises(ValueError, match="naive: 0 N"):
+        fit(timed(3, 0.0, 0.0, (0, 4), 0.0), "naive", 8)
+
+
+def test_counts_end_at_the_one_asked_for() -> None:
+    assert counts_timed(1000, restarts=False) == (0, 1, 16, 64, 256, 1000)
+    assert counts_timed(16, restarts=False) == (0, 1, 16)
+    assert counts_timed(1, restarts=False) == counts_timed(1, restarts=True) == (0, 1)
+    assert counts_timed(1000, restarts=True) == (0, 125, 1000)
+
+
+def test_naive_hooks_score_the_rows_and_leave_with_the_arm_that_had_them() -> None:
+    import torch
+
+    from actds_writers.capture.taps import Tap
+    from actds_writers.engines.vllm import probe_timing
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+    taps = [
+        Tap(model[0], lambda args, kwargs, output: (output, output)),
+        Tap(model[1], lambda args, kwargs, output: (args[0], None), before=True),
+    ]
+    rng = np.random.default_rng(0)
+    probes = rng.standard_normal((2, 3, 6)).astype(np.float32)
+    alone = probe_timing.ModelState.of(model)
+    scores = probe_timing.add_naive(taps, probes, torch.device("cpu"))
+    wrapped = Tap(model[1], lambda args, kwargs, output: (args[0], None), wrapped=True)
+    again = probe_timing.add_naive([wrapped], probes[1:], torch.device("cpu"))
+    both = probe_timing.ModelState.of(model)
+    rows = torch.ones(5, 4)
+    with torch.no_grad():
+        inner = model[0](rows).numpy()
+        for state, n_scored in ((alone, 0), (both, 3), (alone, 0), (both, 3)):
+            state.restore()
+            for found in (*scores, *again):
+                found.clear()
+            model(rows)
+            assert [len(found) for found in (*scores, *again)] == [n_scored] * 3
+    np.testing.assert_allclose(np.stack(scores[0], 1), 2 * inner @ probes[0].T, rtol=1e-5)
+    for found in (scores[1], again[0]):
+        np.testing.assert_allclose(np.stack(found, 1), inner @ probes[1].T, rtol=1e-5)
+    alone.restore()
+    assert "forward" not in vars(model[1])
+
+
+def test_bars_are_as_long_as_their_logarithm() -> None:
+    bars = [Bar("a", 0.01), Bar("bc", 1.0), Bar("d", 10.0), Bar("e", None), Bar("f", -0.5)]
+    assert log_bars(bars, width=30) == [
+        "            0.01      0.1       1         10",
+        "a   0.01 %  #",
+        "bc     1 %  ####################",
+        "d     10 %  ##############################",
+        "e        -",
+        "f     -0 %",
+    ]
+    assert log_bars([Bar("a", None), Bar("b", 0.0)]) == []
+
+
+# the command ----------------------------------------------------------------------------------
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(cli, ["plan", *words])
+
+
+def test_the_command_says_what_the_function_returns(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
+    found = actds.probe_cost(model=folder, probes=100, hooks="resid_post:10,20", context=128)
+    words = ["--model", str(folder), "--probes", "100", "--hooks", "resid_post:10,20",
+             "--context", "128"]  # fmt: skip
+    facts = json.loads(run(*words, "--json").output)
+    assert (facts.pop("format"), facts.pop("version")) == ("actds.plan", "1")
+    assert facts == json.loads(json.dumps(found.as_json()))
+    assert facts["probes"]["measured"] is None and facts["probes"]["n_hooks"] == 2
+    assert facts["probes"]["forward_flops"] == 2 * 134_479_872 + 4 * 576 * 128 * 30
+    assert [step["batch"] for step in facts["probes"]["steps"]] == [1, 8, 32]
+    said = run(*words, "--batch", "4", "--batch", "2").output
+    assert said.startswith("probes   100 probes at each of 2 hooks, float32")
+    assert "one probe 4.1e-06" in said and "clock    not measured: --measure" in said
+    assert "batch 4: 269 MB weights" in said and "batch 32" not in said
+    assert "operations" in said[said.index("log scale:") :]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--probes", "0"], "--probes"),
+        (["--probes", "-3"], "--probes"),
+        (["--probes", "9999999999"], "--probes"),
+        (["--probes", "3", "--batch", "0"], "--batch"),
+        (["--probes", "3", "--hooks", "resid_pots:1"], "E007 --hooks: the kind 'resid_pots'"),
+        (["--probes", "3", "--hooks", "resid_post:30"], "E007 --hooks: layer 30"),
+        (["--probes", "3", "--stall", "3"], "E009 --stall: an option of the other question"),
+        (["--probes", "3", "--engine", "vlm"], "E009 --engine"),
+        (["--prefill-rate", "3", "--batch", "2"], "E009 --batch: an option of the other"),
+        (["--probes", "5000", "--measure", "."], "E009 --probes: 5,000; expected at most 4,096"),
+        (["--probes", "5000", "--measure"], "E009 --probes: 5,000; expected at most 4,096"),
+        (["--probes", "3", "--measure", "nowhere"], "E009 --measure: nowhere: no such folder"),
+        (["--probes", "3", "--hooks", "resid_post:1;k:1", "--measure", "."], "E015 --hooks"),
+        (["--probes", "3", "--measure", ".", "--engine-arg", "max_num_seqs=8"],
+         "E009 --engine-arg max_num_seqs: 8; expected at least 32, the largest --batch"),
+        (["--probes", "3", "--measure", ".", "--engine-arg", "max_model_len=31"],
+         "E009 --engine-arg max_model_len: 31; expected at least 32"),
+        (["--probes", "3", "--measure", ".", "--engine-arg", "tensor_parallel_size=2"],
+         "E012 --engine-arg tensor_parallel_size"),
+        (["--probes", "3", "--measure", ".", "--engine", "transformers"],
+         "E012 --engine: transformers: its steps are not timed"),
+    ],
+)  # fmt: skip
+def test_a_bad_question_is_refused_by_name_before_an_engine_starts(
+    words: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    # This test is fast: a process that starts is an error.
+    got = run("--model", str(folder), *words)
+    assert got.exit_code == 2 and error in " ".join(got.stderr.split()), got.stderr
+    assert not list(Path().iterdir())
+
+
+def test_more_probes_than_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actds_writers.harvest import probe_cost
+
+    folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
+    monkeypatch.setattr(probe_cost, "free_nbytes", lambda: 1 << 30)
+    with pytest.raises(ActdsError, match=r"E009 --probes: .* GB for the probes, and 1.07 GB free"):
+        actds.probe_cost(model=folder, probes=4096, measure=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes", "dtype", "words"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, SMOL, "BF16", "quantized weights"),
+        ({}, SMOL, "I32", "weights of I32"),
+        ({}, MIXTRAL, "BF16", "8 experts in the files, 0 of 0 in config.json"),
+        ({"num_experts": 4, "num_experts_per_tok": 2}, MIXTRAL, "BF16", "8 experts in the files"),
+        ({"text_config": SMOL_CONFIG}, SMOL, "BF16", "a multimodal model"),
+        ({}, {}, "BF16", "no [*].safetensors"),
+    ],
+)
+def test_weights_that_cannot_be_counted_are_refused(
+    config: dict[str, Any], shapes: Shapes, dtype: str, words: str, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "m", {**SMOL_CONFIG, **config}, shapes, dtype)
+    with pytest.raises(ActdsError, match=f"E009 --model .*{words}"):
+        actds.probe_cost(model=folder, probes=1)
+
+
+def test_a_folder_without_readable_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ActdsError, match="E005"):
+        actds.probe_cost(model=tmp_path / "none", probes=1)
+    assert run("--probes", "1").exit_code == 2
+    folder = make_tiny_model(tmp_path / "m")
+    with pytest.raises(ActdsError, match=r"E009 .*no \*\.safetensors"):
+        actds.probe_cost(model=folder, probes=1)
+    for broken in (b"", b"\xff" * 64, (5).to_bytes(8, "little") + b"[1,2]"):
+        (folder / "model.safetensors").write_bytes(broken)
+        with pytest.raises(ActdsError, match=r"E009 .*no header of safetensors"):
+            actds.probe_cost(model=folder, probes=1)
+
+
+def test_weights_of_a_fused_mixture_and_of_drafting_layers_are_known(tmp_path: Path) -> None:
+    config = {**SMOL_CONFIG, "num_hidden_layers": 1, "num_experts": 16, "num_experts_per_tok": 4}
+    shapes = {
+        "model.embed_tokens.weight": (VOCAB_SIZE, 576),
+        "lm_head.weight": (VOCAB_SIZE, 576),
+        "model.layers.0.mlp.experts.gate_up_proj": (16, 576, 128),
+        "model.layers.0.mlp.experts.gate_up_proj_bias": (16, 128),
+        "model.layers.0.mlp.router.weight": (16, 576),
+        "model.layers.1.eh_proj.weight": (576, 1152),
+    }
+    found = read_weights(write_model(tmp_path / "m", config, shapes))
+    assert found.n_active == VOCAB_SIZE * 576 + 16 * 576 + 4 * 576 * 128
+    assert found.n_params == 2 * VOCAB_SIZE * 576 + 16 * 576 * 128 + 16 * 128 + 16 * 576

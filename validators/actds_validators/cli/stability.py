@@ -1,0 +1,122 @@
+"""The command ``actds stability``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from actds.cli.output import print_lines
+from actds_validators.cli.results import (
+    COMMAND,
+    LimitsCommand,
+    keep_little,
+    need_folders,
+    no_dash,
+    told,
+    write_text,
+)
+
+if TYPE_CHECKING:
+    from actds_validators.stability.result import Stability
+
+FAIL_ON = ("beyond", "undecided", "never")
+_FAILING = {
+    "beyond": {"beyond the floor"},
+    "undecided": {"beyond the floor", "undecided"},
+    "never": set[str](),
+}
+
+
+def _result() -> type[Stability]:
+    from actds_validators.stability.result import Stability
+
+    return Stability
+
+
+@click.command(cls=LimitsCommand, result=_result)
+@click.argument("arms", metavar="A [B ...]", nargs=-1, required=True)
+@click.option("--hook", metavar="NAME", help="Hook to train on. The only one if not given.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    callback=no_dash,
+    help="New folder for the dictionaries, ARM/seed-N, as SAELens saves them.",
+)
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=no_dash,
+    help="Write the report as one HTML page.",
+)
+@click.option(
+    "--json",
+    "json_out",
+    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    help="Write the result as JSON; - prints it instead of the page.",
+)
+@click.option(
+    "--fail-on", type=click.Choice(FAIL_ON), default="beyond", show_default=True,
+    help="Exit 1 when an arm ends so, or worse.",
+)  # fmt: skip
+@click.pass_context
+def stability(
+    ctx: click.Context,
+    /,
+    arms: tuple[str, ...],
+    hook: str | None,
+    out: Path | None,
+    html: Path | None,
+    json_out: Path | None,
+    fail_on: str,
+    **limits: Any,
+) -> None:
+    """Say whether the harvest changes a dictionary more than another seed does.
+
+    Each of A, B, ... is an arm: [NAME=]PATH[:KEY=VALUE,...], a sealed and valid dataset and, after
+    a colon, which of its rows: phase=prefill or decode, where=EXPRESSION, exclude=FILTER, shares as
+    prefill=0.5,decode=0.5, and weights=multiplicity or a weights file. A dictionary is trained for
+    each arm and seed, on equally many rows; the first arm is the reference. Exit codes: 0, or 1 by
+    --fail-on; 2 usage; 3 not readable; 4 not writable.
+
+    \b
+    Examples:
+      actds stability acts --hook resid_post.10 --seeds 4
+      actds stability prefill=acts:phase=prefill hybrid=acts:prefill=0.5,decode=0.5 \\
+        --hook resid_post.10 --html stability.html
+      actds stability cached weighted=cached:weights=multiplicity uncached --out dictionaries
+    """
+    from actds_validators.audit.outputs import refuse_outputs
+    from actds_validators.extras import need_extra
+
+    need_extra(*(["jinja2"] if html else []))
+    to_stdout = json_out is not None and str(json_out) == "-"
+    json_file = None if to_stdout else json_out
+    refuse_outputs({"--html": html, "--json": json_file}, {})
+    need_folders(html, json_file)
+    keep_little()
+    from actds_validators.report.stability import page, terminal
+    from actds_validators.stability.api import stability as run
+
+    result = run(*arms, hook=hook, out=out, limits=limits, progress=told())
+    text = result.to_json()
+    if json_file is not None:
+        write_text(json_file, text + "\n")
+    if html is not None:
+        write_text(html, page.render(result, ctx.meta[COMMAND]))
+    if to_stdout:
+        click.echo(text)
+    else:
+        print_lines(terminal.render(result, ctx.meta[COMMAND]))
+        for what, path in (("report", html), ("result", json_out), ("dictionaries", out)):
+            if path is not None:
+                click.echo(f"{what}: {path}")
+    sys.exit(exit_code(result, fail_on))
+
+
+def exit_code(result: Stability, fail_on: str) -> int:
+    """Return 1 when a verdict is among those that fail, else 0."""
+    found = {verdict.outcome for verdict in result.verdicts}
+    return int(not found.isdisjoint(_FAILING[fail_on]))

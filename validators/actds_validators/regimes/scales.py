@@ -1,0 +1,51 @@
+"""Scales of intervals: what is never negative has no interval that is, and no share one beyond 1.
+
+On the linear scale the interval of a small distance reaches below 0, and that of a skewed one is
+too short above. A logarithm, or the logit of a share, has no such end.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from scipy import special  # type: ignore[import-untyped]
+
+from actds_validators.statistics.events import Floats
+
+__all__ = ["Scale", "ends", "slope", "to_scale"]
+
+Scale = Literal["linear", "log", "logit"]
+
+
+def to_scale(value: Floats | float, scale: Scale) -> Floats:
+    """Return values on a scale; those at an end of it are infinite."""
+    function = {"linear": np.asarray, "log": np.log, "logit": special.logit}[scale]
+    return np.asarray(function(np.asarray(value, np.float64)))
+
+
+def ends(value: Floats, error: Floats, quantile: float, scale: Scale) -> tuple[Floats, Floats]:
+    """Return lower and upper end of intervals ``(...)``, symmetric on a scale.
+
+    The error there is the first term of the delta method: ``error / value`` of a logarithm and
+    ``error / (value (1 - value))`` of a logit. Where nothing varies both ends are the value.
+
+    Args:
+        value: estimates.
+        error: their standard errors, on the linear scale.
+        quantile: half of the width, in standard errors.
+        scale: the scale.
+    """
+    back = {"linear": np.asarray, "log": np.exp, "logit": special.expit}[scale]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        half = quantile * error * slope(value, scale)
+        at = to_scale(value, scale)
+        low, high = (np.where(error > 0, back(at + step), value) for step in (-half, half))
+    return low, high
+
+
+def slope(value: Floats | float, scale: Scale) -> Floats:
+    """Return the derivative of a scale."""
+    if scale == "linear":
+        return np.ones(np.shape(value))
+    return np.asarray(1 / value if scale == "log" else 1 / (value * (1 - value)))

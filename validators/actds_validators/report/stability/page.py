@@ -1,0 +1,253 @@
+"""The page of stability: verdicts first, likenesses beside their floors, every number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from actds import __version__
+from actds_validators.report.markup import render_page
+from actds_validators.report.stability import said
+from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend
+from actds_validators.report.words import (
+    Columns,
+    Part,
+    Row,
+    Sentence,
+    Table,
+    Tone,
+    count,
+    or_dash,
+    p_value,
+    percent,
+    table_of,
+)
+from actds_validators.stability.result import (
+    ArmResult,
+    Comparison,
+    CrossValue,
+    Outcome,
+    Stability,
+    Trained,
+)
+
+__all__ = ["render"]
+
+_TONES: dict[Outcome, Tone] = {
+    "beyond the floor": "warn",
+    "within the floor": "good",
+    "undecided": "dim",
+}
+_MAX_ARMS = 12
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page with its charts."""
+
+    part: Part
+    pictures: list[Picture] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One of the facts at the top of the page."""
+
+    title: str
+    value: str
+    note: str
+    is_known: bool = True
+
+
+def render(result: Stability, command: str) -> str:
+    """Return the page: HTML in UTF-8, self-contained and without script.
+
+    Args:
+        result: the comparison.
+        command: that made it, as it was typed.
+
+    Raises:
+        ImportError: Jinja2 is not installed (the extra ``audit``).
+    """
+    facts = [*said.arm_words(result), ("Trained", said.trained(result)), ("Command", command)]
+    return render_page(
+        "answer.html.j2",
+        actds=__version__,
+        subject="stability",
+        question="Does the harvest change the dictionary more than a seed does?",
+        level=said.level(result),
+        mark=said.MARKS[said.outcome(result)],
+        answer=said.answer(result),
+        boxes=[Fact(*one) for one in said.facts(result)],
+        split=[],
+        next_steps=[Sentence(step) for step in said.next_steps(result)[:12]],
+        facts=[(name, Sentence(words)) for name, words in facts],
+        sections=_sections(result),
+    )
+
+
+def _sections(result: Stability) -> list[Section]:
+    found = [Section(_verdicts(result))] if result.verdicts else []
+    found.append(Section(_floors(result), [_likenesses(result)]))
+    found += [Section(_cross(result)), Section(_compared(result)), Section(_how(result))]
+    return found
+
+
+def _verdicts(result: Stability) -> Part:
+    rows = [
+        Row(
+            (one.arm, f"{said.MARKS[one.outcome]} {one.outcome}", one.against_order),
+            _TONES[one.outcome],
+            one.sentence,
+        )
+        for one in result.verdicts
+    ]
+    table = Table("Every arm beside the reference", ("arm", "another seed", "another order"), rows,
+                  frozenset(range(3)), narrow=True)  # fmt: skip
+    notes = [Sentence(f"{one.arm}, {words}.") for one in result.verdicts for words in one.short]
+    lead = (
+        "An arm is within a floor when its dictionaries are shown to be as alike to the "
+        "reference's as the reference's are to one another, beyond it when they are shown to be "
+        "less alike, and else undecided."
+    )
+    return Part("verdicts", "Verdicts", Sentence(lead), [table], notes)
+
+
+_MEASURES = {
+    "matched": "matched cosine",
+    "nearest": "nearest cosine",
+    "share_70": "share at 0.7 or more",
+    "share_90": "share at 0.9 or more",
+    "split": "effective partners, split",
+    "merge": "effective partners, merge",
+}
+
+
+_FLOORS: Columns[Comparison] = (
+    ("arm", lambda one: one.arm),
+    ("floor", lambda one: one.floor),
+    ("measure", lambda one: _MEASURES[one.measure]),
+    ("of the arm", lambda one: f"{one.of_arm:.3f}"),
+    ("of the floor", lambda one: f"{one.of_floor:.3f}"),
+    ("difference", said.against),
+    ("seeds below", lambda one: f"{one.n_below} of {len(one.differences)}"),
+    ("adjusted p", lambda one: or_dash(one.adjusted_p, p_value)),
+)
+
+
+def _floors(result: Stability) -> Part:
+    lead = (
+        "How alike dictionaries are, beside how alike those of the reference are to one another: "
+        "of another seed, and of the same start in another order of its rows."
+    )
+    tables = table_of("Arms against floors", _FLOORS, result.comparisons, frozenset({0, 1, 2}))
+    return Part("floors", "Against the floors", Sentence(lead), tables)
+
+
+def _likenesses(result: Stability) -> Picture:
+    """Return the matched cosine of every pair, a line per arm and kind, a dot per seed."""
+    reference = result.arms[0].name
+    kinds = {reference: ("other order", "other seed")}
+    arms = [arm.name for arm in result.arms[: _MAX_ARMS + 1]]
+    lines = [
+        (name, kind)
+        for name in arms
+        for kind in kinds.get(name, ("same start", "other seed"))
+    ]  # fmt: skip
+    f = Frame(230, 44, 580, 26.0 * len(lines), (0.0, 1.0), (0.0, float(len(lines))))
+    p = Picture(
+        "likenesses",
+        "Matched cosine of dictionaries",
+        "A dot per seed: how alike a dictionary of each arm is to the reference's, from the same "
+        "start and at another seed, beside the reference's own floors; dashed is what random "
+        "directions have.",
+        WIDTH,
+        f.bottom + 50,
+    )
+    legend(p, 230, 20, [("floor", "floor, of the reference"), ("stored", "of an arm")])
+    axes(p, f, "matched cosine", "", y_marks=())
+    p.line(f.x(result.chance), f.top, f.x(result.chance), f.bottom, "limit")
+    for n, (name, kind) in enumerate(lines):
+        y = f.top + 26.0 * n + 13
+        p.text(f.left - 8, y + 4, f"{name}, {kind}", "end", room=210)
+        for pair in result.pairs:
+            if (pair.arm, pair.kind) == (name, kind):
+                mark = "floor mark" if name == reference else "stored-mark mark"
+                cosine = pair.likeness.matched
+                p.dot(f.x(cosine), y, mark, f"seeds {pair.seeds[0]}, {pair.seeds[1]}: {cosine:.3f}")
+    return p
+
+
+_CROSS: Columns[CrossValue] = (
+    ("trained on", lambda one: one.trained_on),
+    ("rows of", lambda one: one.rows_of),
+    ("which", lambda one: one.rows),
+    ("rows", lambda one: count(one.n_rows)),
+    ("FVU", lambda one: or_dash(one.fvu, lambda v: f"{v:.3f}")),
+    ("95 % interval", lambda one: _range(one.low, one.high)),
+    ("seeds", lambda one: _range(one.seeds_low, one.seeds_high)),
+    ("of the reference's variance", lambda one: or_dash(one.fvu_reference, lambda v: f"{v:.3f}")),
+)
+
+
+def _range(low: float | None, high: float | None) -> str:
+    return "-" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+
+
+def _cross(result: Stability) -> Part:
+    lead = (
+        "Fraction of variance unexplained (FVU) of held-out rows, mean over seeds, with the "
+        "interval over requests and the range over seeds. Rare tokens come at most "
+        f"{result.rare.most:,} times in the reference's rows: {percent(result.rare.share)} of them."
+    )
+    tables = table_of("Dictionaries of each arm on rows of each arm", _CROSS, result.cross,
+                      frozenset({0, 1, 2}))  # fmt: skip
+    return Part("cross", "Cross-reconstruction", Sentence(lead), tables)
+
+
+_ARMS: Columns[ArmResult] = (
+    ("arm", lambda one: one.name),
+    ("rows", lambda one: count(one.n_rows)),
+    ("of", lambda one: count(one.n_there)),
+    ("prefill", lambda one: count(one.shares["prefill"])),
+    ("decode", lambda one: count(one.shares["decode"])),
+    ("the reference's", lambda one: count(one.n_common)),
+    ("sinks", lambda one: count(one.n_sinks)),
+    ("held out", lambda one: count(one.n_scored)),
+    ("requests", lambda one: count(one.n_requests)),
+)
+_TRAINED: Columns[Trained] = (
+    ("arm", lambda one: one.arm),
+    ("seed", lambda one: str(one.seed)),
+    ("order", lambda one: str(one.order)),
+    ("FVU, last batches", lambda one: f"{one.fvu:.3f}"),
+    ("alive", lambda one: count(one.n_alive)),
+    ("sha256", lambda one: one.sha256[:16]),
+)
+
+
+def _compared(result: Stability) -> Part:
+    tables = table_of("Rows of each arm", _ARMS, result.arms, note=lambda one: one.words)
+    tables += table_of("Dictionaries", _TRAINED, result.dictionaries, frozenset({0, 5}))
+    return Part(
+        "compared", "What was compared", Sentence("The rows, and what was trained."), tables
+    )
+
+
+def _how(result: Stability) -> Part:
+    notes = [
+        "All dictionaries see equally many rows. Initial weights follow from the seed alone; rows "
+        f"of all arms are multiplied by {result.scale:.4g}, and the decoder's bias starts at the "
+        "mean of the reference's rows.",
+        "The order follows from what a row is (its request and position) and the seed: rows that "
+        "two arms share come in the same order in both.",
+        "Directions are matched one to one so that their cosines add up to most. Features that "
+        "were never active in the last pass are left out, and one without a match counts 0. "
+        f"Random directions of this many features have {result.chance:.3f}.",
+        "Effective partners: in how many features of the other dictionary a feature is found "
+        "again, by its squared positive correlations over held-out rows; two equal halves make 2.",
+        "A sign test over K seeds has 2^K outcomes: fewer than 6 seeds describe, they do not test. "
+        "The tests of all arms against one floor are a family (Benjamini and Hochberg).",
+        "A verdict is about this trainer, these settings, these requests and this model.",
+    ]
+    return Part("how", "How to read this", Sentence("What the numbers are, and what they are not."),
+                [], [Sentence(words) for words in notes])  # fmt: skip

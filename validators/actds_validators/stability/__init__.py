@@ -1,0 +1,1 @@
+"""Stability of dictionaries: what the harvest changes in them, beside what chance does."""

@@ -1,0 +1,248 @@
+"""An arm: the rows of a dataset that its dictionaries are trained on, and those that score them.
+
+Tables are read, and no activation. Position 0 and BOS are left out: their rows are sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from actds.errors import ActdsError
+from actds.format.positions import Keys
+from actds.format.tables import PHASES
+from actds.load.arguments import split_weights
+from actds.load.dataset import Dataset
+from actds.load.filters import need_known
+from actds.load.mixture import Side
+from actds.load.pairs import prefix_hashes
+from actds.load.selection import Selection, select
+from actds_validators.regimes.arms import APART
+from actds_validators.regimes.asking import ArmWords
+from actds_validators.regimes.requests import Requests
+from actds_validators.stability.order import copies, name_hash, row_keys
+from actds_validators.statistics.events import Bools, Floats, Ints
+
+__all__ = ["Arm", "Entries", "chosen", "most", "open_arm", "scored_apart", "words_of"]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Rows of a hook's array in the order of their keys, each as often as it is served.
+
+    Args:
+        key: what the row is, alike in every dataset ``(n,)``, ascending.
+        row: number in ``Dataset.array(hook)`` ``(n,)``.
+        request: hash of its request ``(n,)``.
+        token_id: token fed there ``(n,)``.
+        phase: place in ``PHASES`` ``(n,)``.
+        prefix: hash of the tokens up to it ``(n,)``; 0 where it is not known.
+        weight: weight in the loss ``(n,)``.
+    """
+
+    key: Keys
+    row: Ints
+    request: Keys
+    token_id: Ints
+    phase: Ints
+    prefix: Keys
+    weight: Floats
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, which: Ints | Bools) -> Entries:
+        """Return some of the rows."""
+        return Entries(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Entries]) -> Entries:
+        """Return the rows of all parts in the order of their keys."""
+        whole = cls(*(np.concatenate([getattr(p, n) for p in parts]) for n in _FIELDS))
+        return whole.take(np.argsort(whole.key, kind="stable"))
+
+
+_FIELDS = tuple(Entries.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The rows of one arm at a hook.
+
+    Args:
+        words: as it was asked for.
+        dataset: its dataset.
+        shares: share of each part; one of 1 where nothing is mixed.
+        train: the rows of each part to train on.
+        scored: the held-out rows of each part.
+    """
+
+    words: ArmWords
+    dataset: Dataset
+    shares: tuple[float, ...]
+    train: tuple[Entries, ...]
+    scored: tuple[Entries, ...]
+
+    @property
+    def name(self) -> str:
+        """Return what it is called."""
+        return self.words.name
+
+
+def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> Arm:
+    """Return the rows of an arm; no activation is read.
+
+    Args:
+        words: the arm as it was asked for.
+        dataset: its dataset.
+        hook: the hook.
+        held_out: share of the requests that only score dictionaries, as a loader holds them out.
+
+    Raises:
+        ActdsError: E014 an expression that keeps no row, no request on a side, or a run that does
+            not say which request and token a row is; E018 weights of another dataset.
+    """
+    served, weight = split_weights(list(words.weights) or None)
+    columns = _columns(dataset, hook, words.name)
+    parts = words.mix or ((words.phase, 1.0),)
+
+    def side(which: Side) -> tuple[Entries, ...]:
+        return tuple(
+            _entries(
+                columns,
+                select(
+                    dataset, hook, phase, where=words.where,
+                    exclude=tuple(dict.fromkeys((*APART, *words.exclude))),
+                    split=which, held_out=held_out,
+                    multiplicity=served and which == "train", weights=weight,
+                ),
+            )
+            for phase, _ in parts
+        )  # fmt: skip
+
+    try:
+        return Arm(
+            words, dataset, tuple(share for _, share in parts), side("train"), side("held_out")
+        )
+    except ActdsError as error:
+        if error.code != "E014":
+            raise
+        got, expected = error.got or "", error.expected or ""
+        raise ActdsError("E014", f"arm {words.name}", got=got, expected=expected) from None
+
+
+def _columns(dataset: Dataset, hook: str, name: str) -> Entries:
+    """Return all rows of a hook, each once, in the order of its array."""
+    requests = Requests(dataset)
+    named = np.array(
+        [
+            name_hash(*one)
+            for one in zip(requests.external_id, requests.source_row, strict=True)
+        ],
+        np.uint64,
+    )  # fmt: skip
+    shards = dataset.shards_of(hook)
+    parts: list[list[Ints]] = []
+    for shard in shards:
+        need_known(shard, ("request", "position", "token_id"), f"arm {name}")
+        tokens = shard.tokens(["request", "position", "token_id"])
+        request = requests.index(shard.run, tokens["request"].to_numpy())
+        phase = -1 if "phase" in shard.unknown else PHASES.index(shard.phase)
+        columns = [tokens[c].to_numpy().astype(np.int64) for c in ("position", "token_id")]
+        parts.append([request, *columns, np.full(shard.n_rows, phase)])
+    request, position, token, phase_of = (np.concatenate(c) for c in zip(*parts, strict=True))
+    prefix = prefix_hashes(dataset, shards)
+    copy = copies(named[request], position, prefix)
+    key = row_keys(named[request], position, copy)
+    n = len(key)
+    return Entries(key, np.arange(n), named[request], token, phase_of, prefix, np.ones(n))
+
+
+def _entries(columns: Entries, chosen: Selection) -> Entries:
+    """Return the rows of a selection, each as often as it comes."""
+    starts, at = {}, 0
+    for shard in chosen.dataset.shards_of(chosen.hooks[0].name):
+        starts[shard.name], at = at, at + shard.n_rows
+    weights = chosen.weights()
+    rows, loss = [], []
+    for n, (shard, count) in enumerate(zip(chosen.shards, chosen.counts, strict=True)):
+        times = np.ones(shard.n_rows, np.int64) if count is None else count.astype(np.int64)
+        local = np.repeat(np.arange(shard.n_rows), times)
+        rows.append(starts[shard.name] + local)
+        loss.append(np.ones(len(local)) if weights is None else weights[n][local])
+    row, weight = np.concatenate(rows), np.concatenate(loss).astype(np.float64)
+    found = columns.take(row)
+    # A row that was served again is a row of its own: the sample takes each or leaves it.
+    again = copies(found.key, np.zeros(len(row), np.int64), found.prefix)
+    key = np.where(again > 0, row_keys(found.key, again, again), found.key)
+    told = Entries(key, row, found.request, found.token_id, found.phase, found.prefix, weight)
+    return told.take(np.argsort(key, kind="stable"))
+
+
+def scored_apart(arms: Sequence[Arm]) -> list[Arm]:
+    """Return the arms with nothing scored that any of them is trained on.
+
+    A request that one arm holds out is trained on in none. Of the held-out rows each prefix stays
+    once, and those stay away whose prefix a request to train on has as well, as a system prompt.
+    """
+    held = np.unique(np.concatenate([e.request for arm in arms for e in arm.scored]))
+    train = [tuple(e.take(~np.isin(e.request, held)) for e in arm.train) for arm in arms]
+    seen = np.unique(np.concatenate([e.prefix for parts in train for e in parts]))
+    return [
+        Arm(
+            arm.words,
+            arm.dataset,
+            arm.shares,
+            parts,
+            tuple(_unseen(e, seen) for e in arm.scored),
+        )
+        for arm, parts in zip(arms, train, strict=True)
+    ]
+
+
+def _unseen(entries: Entries, seen: Keys) -> Entries:
+    known = np.flatnonzero(entries.prefix != 0)
+    kept = entries.prefix == 0
+    kept[known[np.unique(entries.prefix[known], return_index=True)[1]]] = True
+    kept &= ~np.isin(entries.prefix, seen[seen != 0])
+    return entries.take(kept)
+
+
+def most(parts: Sequence[Entries], shares: Sequence[float]) -> int:
+    """Return how many rows the parts have in these shares."""
+    n = min(int(len(e) / share + 1e-9) for e, share in zip(parts, shares, strict=True))
+    while n and any(
+        count > len(e) for count, e in zip(_split(n, shares), parts, strict=True)
+    ):  # fmt: skip
+        n -= 1
+    return n
+
+
+def chosen(parts: Sequence[Entries], shares: Sequence[float], n: int) -> Entries:
+    """Return ``n`` rows of the parts in their shares: those of the smallest keys.
+
+    A sample by what rows are: of two arms that share rows it takes the same ones.
+    """
+    counts = _split(n, shares)
+    return Entries.joined([e.take(np.arange(m)) for e, m in zip(parts, counts, strict=True)])
+
+
+def _split(n: int, shares: Sequence[float]) -> list[int]:
+    """Return whole numbers in the ratio of shares, which add up to ``n``."""
+    counts = [int(n * share + 1e-9) for share in shares]
+    for i in sorted(range(len(shares)), key=lambda i: counts[i] - n * shares[i]):
+        counts[i] += sum(counts) < n
+    return counts
+
+
+def words_of(words: ArmWords) -> str:
+    """Return what selects the rows of an arm, in words."""
+    said = [words.path]
+    said += [f"phase {words.phase}"] if words.phase else []
+    said += [", ".join(f"{share:.0%} {phase}" for phase, share in words.mix)] if words.mix else []
+    said += [words.where] if words.where else []
+    said += [f"without {name}" for name in words.exclude]
+    said += [f"weights {one}" for one in words.weights]
+    return ", ".join(said)

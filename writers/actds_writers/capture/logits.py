@@ -1,0 +1,92 @@
+"""What the logits say of a sampled token: entropy, log-probability and margin, on their device.
+
+The logits are read as the model returns them, before a sampler changes them, and the token's own
+value is taken when it is sampled. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+CHUNK_VALUES = 1 << 24
+"""Most logits that are in float32 at a time on a GPU, 64 MiB; on a CPU it is a row, which fits its
+cache and is several times as fast."""
+_GROUPS = 64
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The logits of the rows of a step that are sampled from.
+
+    Args:
+        logits: ``(n, vocabulary)`` as the model returned them, of its type.
+        values: float32 ``(n, 4)``: entropy, margin, largest logit, its log-probability.
+    """
+
+    logits: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, n_at_once: int | None = None) -> Reading:
+        """Return the reading of logits that a sampler may change afterwards.
+
+        Args:
+            n_at_once: rows that are in float32 at a time, ``None`` to choose.
+        """
+        if not len(logits):
+            return cls(logits, logits.new_empty((0, 4), dtype=torch.float32))
+        if n_at_once is None:
+            on_cpu = logits.device.type == "cpu"
+            n_at_once = 1 if on_cpu else max(1, CHUNK_VALUES // logits.shape[1])
+        largest, second = _two_largest(logits)
+        parts = zip(*(torch.split(one, n_at_once) for one in (logits, largest)), strict=True)
+        odds, means = zip(*[_read(*part) for part in parts], strict=True)
+        of_largest = torch.cat(odds).log()
+        entropy = (-of_largest - torch.cat(means)).clamp_(min=0.0)
+        values = torch.stack([entropy, largest - second, largest, of_largest], dim=1)
+        # A sampler computes in float32: only such logits are its own and change in place.
+        kept = logits.clone() if logits.dtype == torch.float32 else logits
+        return cls(kept, values)
+
+    def of_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return int32 ``(n, 4)``: token, and the float32 bits of entropy, logprob and margin.
+
+        Args:
+            token_ids: the sampled token of each row, ``(n,)``.
+        """
+        ids = token_ids.to(torch.int64)
+        own = self.logits.gather(1, ids[:, None])[:, 0].float()
+        entropy, margin, largest, of_largest = self.values.unbind(1)
+        logprob = (own - largest + of_largest).clamp_(max=0.0)
+        bits = torch.stack([entropy, logprob, margin], dim=1).view(torch.int32)
+        return torch.cat([ids.to(torch.int32)[:, None], bits], dim=1)
+
+
+def _read(logits: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the probability of the largest logit, and how far logits are below it in the mean.
+
+    Of differences from the largest, so that large logits cost no digits. What has no probability is
+    minus infinity times 0 in the mean; logits that are no number stay so in the probability.
+    """
+    below = logits - largest[:, None]
+    odds = torch.softmax(below, dim=-1)
+    return odds.amax(dim=-1), odds.mul_(below).nansum(dim=-1)
+
+
+def _two_largest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest and second largest value of each row in float32, equal for a tie.
+
+    By the largest of groups, which takes a fifth of the time of ``topk`` over the vocabulary.
+    """
+    n, vocabulary = rows.shape
+    if vocabulary % _GROUPS:
+        top = rows.topk(min(2, vocabulary), dim=-1).values.float()
+        return top[:, 0], top[:, -1]
+    grouped = rows.view(n, _GROUPS, -1)
+    best = grouped.amax(dim=1).topk(min(2, vocabulary // _GROUPS), dim=-1)
+    index = best.indices[:, :1, None].expand(n, 1, _GROUPS)
+    within = grouped.transpose(1, 2).gather(1, index)[:, 0].topk(2, dim=-1).values
+    others = torch.cat([within[:, 1:], best.values[:, 1:]], dim=1)
+    return within[:, 0].float(), others.amax(dim=1).float()
