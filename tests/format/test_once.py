@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actds
@@ -27,6 +27,7 @@ def keys(ranges: Ranges) -> tuple[np.ndarray, np.ndarray]:
     return start, stop
 
 
+@settings(deadline=None)
 @given(RANGES, RANGES)
 def test_ranges_are_cut_to_a_set(held: Ranges, asked: Ranges) -> None:
     inside = {key for start, stop in held for key in range(start, stop)}
