@@ -395,6 +395,44 @@ def test_a_reference_without_a_finite_row_is_not_measured(
     assert one.measures == [] and one.sentence.startswith("No pair of rows of ")
 
 
+def test_the_floor_of_equal_tokens_is_that_of_tokens_computed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(2)
+
+    def change(values: np.ndarray, tokens: dict[str, Any]) -> np.ndarray:
+        return values * (1 + rng.normal(0, 0.01, (len(values), 1)))
+
+    with_values(monkeypatch, change)
+    schedule = simulate(30, 0, cache=False)
+    first, second = (made(tmp_path / name, schedule=schedule) for name in "ab")
+    one = only(against(first, second), "numeric drift")
+    away = []
+    for dataset in (first, second):
+        rows = dataset.array("resid_post.0")[:].astype(np.float64)
+        known: dict[tuple[int, ...], list[int]] = {}
+        for n, row in sorted(
+            enumerate(dataset.tokens().to_pylist()), key=lambda r: r[1]["request"]
+        ):
+            if row["position"] > 0:
+                known.setdefault(prefix(schedule, row), []).append(n)
+        twice = [which for which in known.values() if len(which) > 1]
+        counted = np.array([which[0] for which in twice])
+        # Of a third computation the row that is stored first stands for all of them.
+        other = np.array([min(which[1:]) for which in twice])
+        gap = np.linalg.norm(rows[other] - rows[counted], axis=1)
+        away.append(gap / np.linalg.norm(rows[counted], axis=1))
+    expected = np.concatenate(away)
+    assert len(expected) > 40
+    found = measure(one, "relative L2")
+    assert f"{len(expected)} tokens that one arm computed twice" in found.note
+    assert found.floor == pytest.approx(expected.mean(), rel=1e-4)
+    assert measure(one, "relative L2, p99").floor == pytest.approx(
+        np.percentile(expected, 99), rel=1e-4
+    )
+    assert found.value == pytest.approx(found.floor, rel=0.25)
+
+
 def test_canaries_are_the_floor_where_nothing_was_computed_twice(tmp_path: Path) -> None:
     told = retold(simulate(40, 3, cache=False), 0, step=1)
     store = open_store(make_dataset(tmp_path / "a", sealed=False, hooks=ONE, schedule=told))
