@@ -221,6 +221,7 @@ GPU         := .venv-gpu
 GPU_TESTS   ?= $(addprefix tests/engine/test_engine_,alignment.py conservation.py check.py hooks.py)
 GPU_BATCHES ?= 1 8 32 128 256
 GPU_BENCH   := $(GPU)/bin/python benchmarks/bench_engine.py --dtype bfloat16 --memory-share 0.15 --rounds 8
+GPU_PROBES  := $(GPU)/bin/actds plan --model $(DEMO)/model --hooks resid_post:10 --probes 1000 --measure $(GPU)
 gpu: $(DEMO)/model/config.json ## on a machine with a GPU: a real vLLM there, its rows, what the capture costs it
 	@nvidia-smi > /dev/null 2>&1 || { echo "make gpu: skipped, this machine has no NVIDIA GPU"; exit 0; }; set -ex; \
 	test -x $(GPU)/bin/python || $(GPU_PYTHON) -m venv --system-site-packages $(GPU); \
@@ -232,7 +233,9 @@ gpu: $(DEMO)/model/config.json ## on a machine with a GPU: a real vLLM there, it
 	  requests=$$((batch * 4)); \
 	  $(GPU_BENCH) --batch $$batch --requests $$requests --compiled --variants none,again,two,eight,all; \
 	  $(GPU_BENCH) --batch $$batch --requests $$requests --variants none,two,all,all-naive; \
-	done
+	done; \
+	$(GPU_PROBES) --rounds 3; \
+	$(GPU_PROBES) --rounds 8 --engine-arg enforce_eager=true
 
 clean: ## remove what the demo and the tools made; .venv and the demo model stay
 	rm -rf $(DEMO)/acts $(DEMO)/acts.log $(DEMO)/audit.html $(DEMO)/prompts.jsonl build dist .pytest_cache .mypy_cache .ruff_cache \

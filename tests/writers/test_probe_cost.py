@@ -166,9 +166,9 @@ def test_operations_of_a_mixture_of_experts_are_those_that_torch_counts(tmp_path
         num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, vocab_size=64,
         head_dim=16,
     )  # fmt: skip
-    config._attn_implementation = "eager"
-    config._experts_implementation = "eager"
     model = MixtralForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
     model.save_pretrained(tmp_path)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.tensor([[5]]))
@@ -261,6 +261,40 @@ def test_counts_end_at_the_one_asked_for() -> None:
     assert counts_timed(1000, restarts=True) == (0, 125, 1000)
 
 
+def test_naive_hooks_score_the_rows_and_leave_with_the_arm_that_had_them() -> None:
+    import torch
+
+    from actds_writers.capture.taps import Tap
+    from actds_writers.engines.vllm import probe_timing
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+    taps = [
+        Tap(model[0], lambda args, kwargs, output: (output, output)),
+        Tap(model[1], lambda args, kwargs, output: (args[0], None), before=True),
+    ]
+    rng = np.random.default_rng(0)
+    probes = rng.standard_normal((2, 3, 6)).astype(np.float32)
+    alone = probe_timing.ModelState.of(model)
+    scores = probe_timing.add_naive(taps, probes, torch.device("cpu"))
+    wrapped = Tap(model[1], lambda args, kwargs, output: (args[0], None), wrapped=True)
+    again = probe_timing.add_naive([wrapped], probes[1:], torch.device("cpu"))
+    both = probe_timing.ModelState.of(model)
+    rows = torch.ones(5, 4)
+    with torch.no_grad():
+        inner = model[0](rows).numpy()
+        for state, n_scored in ((alone, 0), (both, 3), (alone, 0), (both, 3)):
+            state.restore()
+            for found in (*scores, *again):
+                found.clear()
+            model(rows)
+            assert [len(found) for found in (*scores, *again)] == [n_scored] * 3
+    np.testing.assert_allclose(np.stack(scores[0], 1), 2 * inner @ probes[0].T, rtol=1e-5)
+    for found in (scores[1], again[0]):
+        np.testing.assert_allclose(np.stack(found, 1), inner @ probes[1].T, rtol=1e-5)
+    alone.restore()
+    assert "forward" not in vars(model[1])
+
+
 def test_bars_are_as_long_as_their_logarithm() -> None:
     bars = [Bar("a", 0.01), Bar("bc", 1.0), Bar("d", 10.0), Bar("e", None), Bar("f", -0.5)]
     assert log_bars(bars, width=30) == [
@@ -312,12 +346,13 @@ def test_the_command_says_what_the_function_returns(tmp_path: Path) -> None:
         (["--probes", "3", "--engine", "vlm"], "E009 --engine"),
         (["--prefill-rate", "3", "--batch", "2"], "E009 --batch: an option of the other"),
         (["--probes", "5000", "--measure", "."], "E009 --probes: 5,000; expected at most 4,096"),
+        (["--probes", "5000", "--measure"], "E009 --probes: 5,000; expected at most 4,096"),
         (["--probes", "3", "--measure", "nowhere"], "E009 --measure: nowhere: no such folder"),
         (["--probes", "3", "--hooks", "resid_post:1;k:1", "--measure", "."], "E015 --hooks"),
         (["--probes", "3", "--measure", ".", "--engine-arg", "max_num_seqs=8"],
          "E009 --engine-arg max_num_seqs: 8; expected at least 32, the largest --batch"),
-        (["--probes", "3", "--measure", ".", "--engine-arg", "max_model_len=32"],
-         "E009 --engine-arg max_model_len: 32; expected at least 40"),
+        (["--probes", "3", "--measure", ".", "--engine-arg", "max_model_len=31"],
+         "E009 --engine-arg max_model_len: 31; expected at least 32"),
         (["--probes", "3", "--measure", ".", "--engine-arg", "tensor_parallel_size=2"],
          "E012 --engine-arg tensor_parallel_size"),
         (["--probes", "3", "--measure", ".", "--engine", "transformers"],

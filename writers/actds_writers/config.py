@@ -394,18 +394,27 @@ class ProbeSettings(Settings):
         default=8, description="With --probes and --measure: times that each variant is timed"
     )
     measure: Folder | None = Field(
-        default=None, description=PlanSettings.model_fields["measure"].description
+        default=None,
+        description=PlanSettings.model_fields["measure"].description,
+        json_schema_extra={"metavar": "[FOLDER]", "flag_value": "."},
     )
     engine: str = Field(default="vllm", description="Engine that runs the model")
-    engine_args: dict[str, Any] = Field(default={}, description="Option of the engine")
+    engine_args: dict[str, Any] = Field(
+        default={},
+        description=PlanSettings.model_fields["engine_args"].description,
+        json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
+    )
 
 
-class PlanOptions(PlanSettings, ProbeSettings):  # type: ignore[misc]
+class PlanOptions(ProbeSettings, PlanSettings):
     """The options of ``actds plan``: those of a harvest, and those of probes."""
 
+    model: Folder | None = Field(  # type: ignore[assignment]
+        default=None, description=PlanSettings.model_fields["model"].description
+    )
     probes: Annotated[int, Field(ge=1, le=MAX_PROBES)] | None = Field(  # type: ignore[assignment]
         default=None,
-        description=f"{ProbeSettings.model_fields['probes'].description}",
+        description=ProbeSettings.model_fields["probes"].description,
         json_schema_extra={"metavar": "N"},
     )
 

@@ -24,8 +24,8 @@ from actds_validators.regimes.strata import (
     MIN_REQUESTS,
     Strata,
     Stratum,
+    entropy_edges,
     fine_bands,
-    quintiles,
     strata_of,
 )
 from actds_validators.statistics.events import Bools, Floats, Ints, Whole, narrow
@@ -45,7 +45,8 @@ __all__ = [
 Pairing = Literal["token", "position", "unpaired"]
 MAX_GROUPS = 32
 _ENOUGH = 0.5  # of the pairs by position that decide must be the same token, to pair by token
-_UNION_AXES = ("decode step", "role", "entropy")  # what a partner may tell of a row
+_UNION_AXES = ("decode step", "role", "entropy", "margin")  # what a partner may tell of a row
+_OF_ANSWERS = ("decode step", "entropy", "margin")  # axes that a prompt has no place on
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class Contrast:
         adjusted: whether the reference is weighted to the second arm's tokens and positions:
             adjusted, not matched.
         repeats: of either arm ``ArmRows.repeats``.
+        parted: of each pair whether another token was sampled after it, -1 unknown ``(n_pairs,)``;
+            None where an arm does not say what it sampled.
     """
 
     pairing: Pairing
@@ -108,6 +111,7 @@ class Contrast:
     coverage: float
     adjusted: bool = False
     repeats: tuple[tuple[Whole, Whole], ...] = ()
+    parted: npt.NDArray[np.int8] | None = None
 
 
 def contrast(
@@ -117,7 +121,6 @@ def contrast(
     *,
     pairing: Pairing | None = None,
     adjust: bool = True,
-    covariate: tuple[Floats, Floats] | None = None,
     seed: int = 0,
 ) -> tuple[Contrast, ArmRows, ArmRows]:
     """Return two arms at a hook, and their rows; no activation is read.
@@ -131,8 +134,6 @@ def contrast(
             position, else not. Where some of these rows are at decode steps, they alone decide:
             a prompt that both arms were given says nothing of what came after it.
         adjust: weight an unpaired reference to the second arm's token ids and positions.
-        covariate: entropy, or another number, of each row of either arm's array ``(n_rows,)``, NaN
-            where it is not known; its quintiles over the reference are strata. None without.
         seed: of the groups of requests.
 
     Raises:
@@ -150,10 +151,6 @@ def contrast(
     rows = read_arm(first, hook), read_arm(second, hook)
     for arm, own in zip((first, second), rows, strict=True):
         need_requests(arm, hook, own, MIN_REQUESTS)
-    quintile = None
-    if covariate is not None:
-        place, edges = quintiles(covariate[0][rows[0].row])
-        quintile = place, quintiles(covariate[1][rows[1].row], edges)[0]
     told = plan(
         *rows,
         same_dataset=first.dataset is second.dataset,
@@ -161,7 +158,6 @@ def contrast(
         adjust=adjust,
         seed=seed,
         place=f"arms {first.name} and {second.name} at {hook}",
-        quintile=quintile,
     )
     return told, rows[0], rows[1]
 
@@ -175,7 +171,6 @@ def plan(
     adjust: bool = True,
     seed: int = 0,
     place: str = "arms",
-    quintile: tuple[Whole, Whole] | None = None,
 ) -> Contrast:
     """Return the contrast of rows that are known.
 
@@ -187,7 +182,6 @@ def plan(
         adjust: see `contrast`.
         seed: of the groups.
         place: of errors.
-        quintile: of a covariate, by row of either arm.
 
     Raises:
         ActdsError: E014 no pair of the kind that was asked for.
@@ -202,10 +196,8 @@ def plan(
         raise ActdsError(
             "E014", place, got=f"no rows in common to pair by {chosen}", expected="some"
         )
-    strata = (
-        strata_of(first, quintile[0] if quintile else None),
-        strata_of(second, quintile[1] if quintile else None),
-    )
+    edges = entropy_edges(first, second)
+    strata = strata_of(first, edges), strata_of(second, edges)
     clusters = _clusters(first, second, matched, pairs if chosen == "token" else _NO_PAIRS)
     if chosen == "unpaired":
         return _unpaired(first, second, strata, clusters, adjust, seed)
@@ -422,9 +414,23 @@ def _paired(
         inverse[order] = np.arange(len(order))
         place.append(inverse)
     coverage = len(other) / max(len(second), 1)
-    return Contrast(
-        pairing, sides[0], sides[1], strata[0].strata, n_groups, (place[0], place[1]), coverage
-    )
+    places = place[0], place[1]
+    made = Contrast(pairing, sides[0], sides[1], strata[0].strata, n_groups, places, coverage)
+    return replace(made, parted=_parted(first, second, one, other))
+
+
+def _parted(
+    first: ArmRows, second: ArmRows, one: Whole, other: Whole
+) -> npt.NDArray[np.int8] | None:
+    """Return whether the arms sampled different tokens after each pair, -1 unknown ``(n_pairs,)``.
+
+    None where an arm does not say what it sampled.
+    """
+    if first.sampled is None or second.sampled is None:
+        return None
+    tokens = first.sampled.token_id[one], second.sampled.token_id[other]
+    known = (tokens[0] >= 0) & (tokens[1] >= 0)
+    return np.where(known, tokens[0] != tokens[1], -1).astype(np.int8)
 
 
 def _unpaired(
@@ -443,7 +449,7 @@ def _unpaired(
     coverage = 1.0
     for axis, code in strata[1].codes.items():
         reference = strata[0].codes[axis]
-        spread = axis == "decode step" and not (reference >= 0).any()
+        spread = axis in _OF_ANSWERS and not (reference >= 0).any()
         # A prompt has no decode steps: all of it is weighted to the rows of each of them.
         for one in np.unique(code[code >= 0]).tolist() if spread else [None]:
             mine = reference if one is None else np.full(len(first), one, np.int8)

@@ -42,19 +42,23 @@ def thinned(told: Contrast, n_rows: int, seed: int = 0) -> Contrast:
             rows[_some(side.cluster[rows], order, n_rows, rng)]
             for side, rows in zip(sides, chosen, strict=True)
         ]
-        pairs = told.pairs
+        pairs, parted = told.pairs, told.parted
     else:
         kept = _some(told.first.cluster[told.pairs[0]], order, n_rows, rng)
         one, other = told.pairs[0][kept], told.pairs[1][kept]
         chosen = [np.sort(one), np.sort(other)]
         pairs = np.searchsorted(chosen[0], one), np.searchsorted(chosen[1], other)
+        parted = None if told.parted is None else told.parted[kept]
     clusters = [side.cluster[rows] for side, rows in zip(sides, chosen, strict=True)]
     n_groups, group_of = groups_of((clusters[0], clusters[1]), seed)
     fewer = [
         Side(side.row[rows], mine, group_of[mine], tuple(_at(layer, rows) for layer in side.layers))
         for side, rows, mine in zip(sides, chosen, clusters, strict=True)
     ]
-    return replace(told, first=fewer[0], second=fewer[1], n_groups=n_groups, pairs=pairs)
+    one_side, other_side = fewer
+    return replace(
+        told, first=one_side, second=other_side, n_groups=n_groups, pairs=pairs, parted=parted
+    )
 
 
 def _compared(side: Side) -> Ints:

@@ -17,7 +17,7 @@ from actds.format.readouts import DEFAULT_PROJECTIONS, MAX_WIDTH
 from actds.schema import DType
 from actds.text import counted, format_nbytes
 from actds_writers.capture.hooks import hook_specs, parse_hooks
-from actds_writers.config import ProbeSettings, keywords_of
+from actds_writers.config import MIB, ProbeSettings, keywords_of
 from actds_writers.engine_protocol import find_engine
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import model_config
@@ -25,6 +25,8 @@ from actds_writers.monitor.log_chart import Bar, log_bars
 from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
 from actds_writers.sizing.probe_cost import Attention, ProbeArithmetic
 from actds_writers.sizing.probe_fit import (
+    RING_MIB,
+    SHARD_NBYTES,
     Arm,
     Clock,
     Interval,
@@ -41,7 +43,7 @@ from actds_writers.sizing.weights import read_weights
 
 LABEL = 9
 STEP_ROWS, SHARD_ROWS = 2048, 65_536
-"""Sizes for which memory is checked before an engine starts; it reserves no more."""
+"""Sizes for which memory is checked before an engine starts."""
 MAX_NAIVE = 2048
 """Naive probes at all hooks that are timed; what more of them cost is on their line."""
 N_NAIVE_COUNTS = (0, 16)
@@ -135,7 +137,8 @@ class ProbeCost:
         graphs = "" if ran["cudagraphs"] == "none" else f", CUDA graphs {ran['cudagraphs']}"
         lines = [
             _line("measured", f"{ran['engine']}, {ran['device']}, {ran['mode']}{graphs}, "
-                  f"{ran['dtype']}, {ran['threads']} threads of {ran['cores']} cores"),
+                  f"{ran['dtype']}, {ran['threads']} threads of {ran['cores']} cores; "
+                  f"positions {ran['positions']}"),
             _line("", "T(N) / T(0) = 1 + s + m N, with 95 % intervals"),
         ]  # fmt: skip
         for clock, batch in dict.fromkeys((one.clock, one.batch) for one in self.fits):
@@ -238,11 +241,11 @@ def _task(
     if len(widths) > 1:
         got = f"hooks of {' and '.join(map(str, widths))} channels"
         raise ActdsError("E015", "--hooks", got=got, expected="hooks of one width")
-    restarts = asked.engine_args.get("enforce_eager") is not True
     largest = max(1, min(asked.probes, MAX_NAIVE // len(hooks)))
     naive = sorted({n for n in N_NAIVE_COUNTS if n < largest} | {largest})
+    eager = asked.engine_args.get("enforce_eager") is True
     arms = [Arm("none"), Arm("again")]
-    arms += [Arm("packed", n) for n in counts_timed(asked.probes, restarts=restarts)]
+    arms += [Arm("packed", n) for n in counts_timed(asked.probes, restarts=not eager)]
     arms += [Arm("naive", n) for n in naive]
     return TimingTask(
         model=asked.model,
@@ -257,12 +260,16 @@ def _task(
 
 def _require_memory(task: TimingTask) -> None:
     """Refuse more probes than main memory has room for; raises E009."""
-    needed = 0
+    given = task.engine_args.get("max_num_batched_tokens")
+    step_rows = given if isinstance(given, int) else STEP_ROWS
+    each = []
     for arm in task.arms:
         if arm.way == "packed":
             geometry = Geometry.of(task.hooks, 1 + DEFAULT_PROJECTIONS + arm.n_probes)
-            rows = min(SHARD_ROWS, max(1, (64 << 20) // geometry.row_nbytes))
-            needed += memory_bound(geometry, Sizes(STEP_ROWS, rows, 32 << 20)).nbytes
+            rows = min(SHARD_ROWS, max(1, SHARD_NBYTES // geometry.row_nbytes))
+            each.append(memory_bound(geometry, Sizes(step_rows, rows, RING_MIB * MIB)).nbytes)
+    # An eager engine has all of them at once.
+    needed = sum(each) if task.is_eager else max(each)
     free = free_nbytes()
     if needed > free:
         got = f"{format_nbytes(needed)} for the probes, and {format_nbytes(free)} free"

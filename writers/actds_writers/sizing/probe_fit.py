@@ -22,6 +22,8 @@ Way = Literal["none", "again", "packed", "naive"]
 ``packed``: as ``actds write --probes`` runs them. ``naive``: a Python hook, with a product and a
 copy for each probe."""
 Clock = Literal["wall", "cpu"]
+RING_MIB, SHARD_NBYTES = 32, 64 << 20
+"""Sizes of the harvests of packed probes."""
 ONE_PERCENT = 0.01
 LEVEL = 0.95
 N_RESAMPLES = 2000
@@ -57,6 +59,11 @@ class TimingTask:
     n_rounds: int
     folder: Path
     seed: int = 0
+
+    @property
+    def is_eager(self) -> bool:
+        """Return whether the options ask for an engine without compiled graphs."""
+        return self.engine_args.get("enforce_eager") is True
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,12 @@ from actds_writers.engines.vllm import plugin
 from actds_writers.harvest.prepare import Plan, hold, make_plan
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.sizing.needs import Geometry, rows_per_shard
-from actds_writers.sizing.probe_fit import Arm, Timed, Timing, TimingTask
+from actds_writers.sizing.probe_fit import RING_MIB, SHARD_NBYTES, Arm, Timed, Timing, TimingTask
 
-PROMPT_TOKENS, N_STEPS, N_UNTIMED = 16, 24, 4
+PROMPT_TOKENS, N_STEPS, N_UNTIMED = 16, 16, 4
 """Of a request: the prompt, the generated tokens, and how many of their steps are not timed: the
 first is prefill's, and the last ones end requests."""
 MAX_STEP_TOKENS = 512
-SHARD_NBYTES = 64 << 20
 DRAIN_TIMEOUT_S = 60.0
 _HOOKS = (
     "_forward_hooks",
@@ -119,24 +118,23 @@ def time_probes(task: TimingTask, said: Said) -> Timing:
     timed: list[Timed] = []
     facts: dict[str, str] = {}
     for session in _sessions(task):
+        beside = session.eager and not task.is_eager  # for naive hooks
+        if not session.eager:
+            (arm,) = session.task.arms
+            said(f"round {session.first_round + 1}: an engine for {arm.way} {arm.n_probes}")
         for message in _run(session):
             if isinstance(message, Timed):
                 timed.append(message)
             elif isinstance(message, str):
                 said(message)
-            else:
-                facts = {**message, **facts} if "naive" in str(session.task.arms) else message
+            elif not beside:
+                facts = message
     return Timing(tuple(timed), facts)
-
-
-def is_eager(task: TimingTask) -> bool:
-    """Return whether the options ask for an engine without compiled graphs."""
-    return task.engine_args.get("enforce_eager") is True
 
 
 def _sessions(task: TimingTask) -> Iterator[_Session]:
     """Yield the engines to run, one after the other."""
-    if is_eager(task):
+    if task.is_eager:
         yield _Session(task, eager=True)
         return
     naive = tuple(arm for arm in task.arms if arm.way == "naive")
@@ -195,7 +193,7 @@ class _Bench:
         stack.callback(self._harvests.close)
         self._pipelines: dict[Arm, Pipeline] = {}
         self._sides: dict[Arm, tuple[Any, Any]] = {}
-        self._states: dict[Arm, _State] = {}
+        self._states: dict[Arm, ModelState] = {}
         self._options = engines.VllmOptions.model_validate(dict(session.task.engine_args))
         link = None
         self._plan: Plan | None = None
@@ -259,6 +257,7 @@ class _Bench:
             "cudagraphs": str(graphs) if device.type == "cuda" else "none",
             "dtype": str(runner.model_config.dtype).removeprefix("torch."),
             "threads": str(torch.get_num_threads()),
+            "positions": f"{PROMPT_TOKENS + 1} to {PROMPT_TOKENS + N_STEPS}",
             "cores": str(len(os.sched_getaffinity(0))),
         }
 
@@ -276,7 +275,7 @@ class _Bench:
 
         worker = plugin.worker_of(self.core)
         model = loaded_model(worker.model_runner)
-        alone = _State.of(model)
+        alone = ModelState.of(model)
         form: StreamForm = VERIFIED.get(type(model).__name__, "unverified")
         is_checked = False
         for arm in self._task.arms:
@@ -296,7 +295,7 @@ class _Bench:
                     _probes(self._task, arm.n_probes),
                     worker.model_runner.device,
                 )
-            self._states[arm] = _State.of(model)
+            self._states[arm] = ModelState.of(model)
             alone.restore()
         plugin.hand_to(self.core, (None, None))
 
@@ -313,7 +312,7 @@ class _Bench:
             prompts=str(prompt),
             hooks=places,
             max_tokens=1,
-            ring_mib=32,
+            ring_mib=RING_MIB,
             staging_mib=8,
             rows_per_shard=max(1, min(rows_per_shard(row_nbytes), SHARD_NBYTES // row_nbytes)),
         )
@@ -365,14 +364,14 @@ class _Bench:
             pipeline.finish("finished")
 
 
-class _State:
+class ModelState:
     """The hooks of a model's modules, and what capture has set on them."""
 
     def __init__(self, found: dict[torch.nn.Module, dict[str, Any]]) -> None:
         self._found = found
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> _State:
+    def of(cls, model: torch.nn.Module) -> ModelState:
         """Return the state of now."""
         return cls(
             {
@@ -448,7 +447,8 @@ def _timed(session: _Session) -> Iterator[Any]:
         yield bench.facts()
         for number in range(-1, task.n_rounds):  # the first one warms up
             began = time.monotonic()
-            order = list(itertools.product(task.batches, task.arms))
+            batches = task.batches if number >= 0 else task.batches[:1]
+            order = list(itertools.product(batches, task.arms))
             random.Random(f"{task.seed} {session.first_round} {number}").shuffle(order)
             order.sort(key=lambda pair: pair[0])
             for batch, arm in order:
