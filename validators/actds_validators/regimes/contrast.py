@@ -97,9 +97,9 @@ class Contrast:
         coverage: share of the second arm's rows that have something to be compared with.
         adjusted: whether the reference is weighted to the second arm's tokens and positions:
             adjusted, not matched.
-        repeats: of either arm ``ArmRows.repeats``.
         parted: of each pair whether another token was sampled after it, -1 unknown ``(n_pairs,)``;
             None where an arm does not say what it sampled.
+        repeats: of either arm ``ArmRows.repeats``.
     """
 
     pairing: Pairing
@@ -110,8 +110,8 @@ class Contrast:
     pairs: tuple[Whole, Whole]
     coverage: float
     adjusted: bool = False
-    repeats: tuple[tuple[Whole, Whole], ...] = ()
     parted: npt.NDArray[np.int8] | None = None
+    repeats: tuple[tuple[Whole, Whole], ...] = ()
 
 
 def contrast(
