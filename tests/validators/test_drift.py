@@ -500,6 +500,8 @@ def test_a_thinned_contrast_keeps_pairs_whole_requests_and_groups(
     tmp_path: Path, kind: Any
 ) -> None:
     whole = contrast_of(tmp_path, kind)
+    odd = whole.first.row[whole.pairs[0]] % 2 == 1  # so that it is known of which pair each is
+    whole = replace(whole, parted=odd.astype(np.int8))
     told = thinned(whole, 1000)
     assert thinned(whole, len(whole.first)) is whole
     sides = ((whole.first, told.first), (whole.second, told.second))
@@ -518,6 +520,8 @@ def test_a_thinned_contrast_keeps_pairs_whole_requests_and_groups(
         for one, other in zip(*told.pairs, strict=True):
             assert known[int(told.first.row[one])] == told.second.row[other]
             assert told.first.group[one] == told.second.group[other]
+        assert told.parted is not None
+        assert told.parted.tolist() == (told.first.row[told.pairs[0]] % 2).tolist()
 
 
 @pytest.mark.parametrize("kind", ["token", "unpaired"])
