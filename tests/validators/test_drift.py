@@ -30,7 +30,7 @@ from actds_validators.audit.result import Drift, DriftMeasure, Limits
 from actds_validators.regimes.api import regimes
 from actds_validators.regimes.arms import Arm, read_arm
 from actds_validators.regimes.contrast import Contrast, plan
-from actds_validators.regimes.thinning import over_all, thinned
+from actds_validators.regimes.thinning import thinned
 from actds_validators.report.drift import drift_bars, drift_part
 
 LIMITS = Limits()
@@ -492,7 +492,7 @@ def contrast_of(tmp_path: Path, kind: Any) -> Contrast:
         for name, own in (("a", schedule), ("b", changed))
     ]
     rows = read_arm(arms[0], ONE[0]), read_arm(arms[1], ONE[0])
-    return over_all(plan(*rows, pairing=kind))
+    return plan(*rows, pairing=kind, divided=False)
 
 
 @pytest.mark.parametrize("kind", ["token", "position", "unpaired"])

@@ -1,4 +1,4 @@
-"""Smaller contrasts: of all rows together, and of no more rows than are to be read."""
+"""Smaller contrasts: of no more rows than are to be read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import numpy as np
 from actds_validators.regimes.contrast import Contrast, Layer, Side, groups_of
 from actds_validators.statistics.events import Ints
 
-__all__ = ["over_all", "thinned"]
+__all__ = ["thinned"]
 
 _MANY = 40  # requests that some of the rows are taken of, if there are as many
-
-
-def over_all(told: Contrast) -> Contrast:
-    """Return a contrast of all rows together, without the strata that divide them."""
-    sides = [replace(side, layers=side.layers[:1]) for side in (told.first, told.second)]
-    return replace(told, first=sides[0], second=sides[1], strata=told.strata[:1])
 
 
 def thinned(told: Contrast, n_rows: int, seed: int = 0) -> Contrast:
