@@ -218,7 +218,7 @@ def probe_cost(*, said: Callable[[str], None] = lambda line: None, **settings: A
         timing = kind.time_probes(TimingTask(**{**vars(task), "folder": place}), said)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return _measured(asked, hooks, arithmetic, timing)
+    return fitted(asked, hooks, arithmetic, timing)
 
 
 def _task(
@@ -285,12 +285,13 @@ def free_nbytes() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _measured(
+def fitted(
     asked: ProbeSettings,
     hooks: tuple[HookSpec, ...],
     arithmetic: ProbeArithmetic,
     timing: Timing,
 ) -> ProbeCost:
+    """Return the cost with a line for each way, clock and batch of a timing."""
     # On a GPU the engine's process waits for it, and its CPU time is not what a step takes.
     clocks: tuple[Clock, ...] = ("wall", "cpu") if timing.facts["device"] == "cpu" else ("wall",)
     timed: Sequence[Timed] = timing.timed
