@@ -180,6 +180,7 @@ def _run(session: Session) -> Iterator[Any]:
             got = f"a process that ended with code {code}"
             raise ActdsError("E504", "engine", got=got, expected="timed steps")
     finally:
+        process.stdout.close()
         if process.poll() is None:
             process.terminate()
             process.wait()
