@@ -27,7 +27,6 @@ from actds_writers.sizing.probe_fit import (
     TimingTask,
     counts_timed,
     fit,
-    noise,
 )
 from actds_writers.sizing.weights import Weights, read_weights
 
@@ -235,7 +234,12 @@ def test_a_fit_recovers_the_costs_that_were_planted() -> None:
     noisy = timed(9, 0.02, 3e-5, counts, 0.01)
     by_round = {n: {t.arm: t.wall for t in noisy if t.round == n} for n in range(9)}
     medians = [
-        np.median([r[Arm("packed", n)] / r[Arm("none")] - 1 for r in by_round.values()])
+        np.median(
+            [
+                2 * r[Arm("packed", n)] / (r[Arm("none")] + r[Arm("again")]) - 1
+                for r in by_round.values()
+            ]
+        )
         for n in counts
     ]
     slope, intercept = np.polyfit(counts, medians, 1)
@@ -248,10 +252,10 @@ def test_intervals_hold_what_was_planted_about_as_often_as_they_say() -> None:
     counts, inside = (0, 16, 64, 256), {"s": 0, "m": 0, "again": 0}
     for seed in range(200):
         rounds = timed(12, 0.03, 2e-4, counts, 0.02, seed)
-        found, differs = fit(rounds, "packed", 8, seed=seed), noise(rounds, 8, seed=seed)
+        found = fit(rounds, "packed", 8, seed=seed)
         inside["s"] += found.s.low <= 0.03 <= found.s.high
         inside["m"] += found.m.low <= 2e-4 <= found.m.high
-        inside["again"] += differs.low <= 0 <= differs.high
+        inside["again"] += found.noise.low <= 0 <= found.noise.high
     # 95 % of 200 is 190; percentiles of few rounds are a little narrow.
     assert all(170 <= n <= 199 for n in inside.values()), inside
 
@@ -260,7 +264,13 @@ def test_a_cost_that_cannot_be_told_from_nothing_has_no_n_that_costs_1_percent()
     found = fit(timed(8, 0.02, 0.0, (0, 16, 64), 0.05), "packed", 8)
     assert found.m.low <= 0 <= found.m.high
     assert found.n_for(0.01) is None and found.n_for(0.01, 0.02) is None
-    assert found.words().startswith("m not measurable up to 64 probes: at most ")
+    assert found.words().startswith("not measurable: 64 probes cost less than ")
+    # A slope that differs from 0, of probes that cost less than the engine differs from itself.
+    steps = timed(8, 0.02, 1e-4, (0, 64), 0.0)
+    other = [replace(one, wall=one.wall * (1.03 if one.arm.way == "again" else 1)) for one in steps]
+    small, clear = fit(other, "packed", 8), fit(steps, "packed", 8)
+    assert small.m.low > 0 and not small.is_measured and clear.is_measured
+    assert small.words() == "not measurable: 64 probes cost less than 3.0%"
     with pytest.raises(ValueError, match="naive: 0 N"):
         fit(timed(3, 0.0, 0.0, (0, 4), 0.0), "naive", 8)
 
