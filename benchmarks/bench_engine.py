@@ -10,6 +10,7 @@ only an eager engine calls.
 *Inside* is the share of the round that the engine's own thread spent in hooks, worker and scheduler
 calls of the capture, by the clock around each call: what two engines that differ by chance cannot
 hide. It does not see what other threads cost, and in a compiled engine not the ops either.
+*Entropies* is the share of the CPU time of that thread that it spent on logits of sampled tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,9 @@ KINDS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "z", "q", "mlp_in",
 EIGHT = ";".join(f"{kind}:10" for kind in KINDS)
 
 
+ON_LOGITS = ("_read_logits", "_read_tokens")
+
+
 @dataclass(frozen=True)
 class Variant:
     """What an engine does beside serving."""
@@ -58,26 +63,36 @@ class Variant:
     n_probes: int = 0
     naive: bool = False
     in_memory: bool = False
+    entropy: bool = False
 
 
 class Inside:
-    """Seconds that the engine's thread spends in calls of the capture."""
+    """Seconds that the engine's thread spends in calls of the capture, by a clock."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds, self.clock = 0.0, clock
 
     def timed(self, call: Any, sign: int = 1) -> Any:
         """Return a call whose time is counted, or taken off with ``sign=-1``."""
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            began = self.clock()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.seconds += sign * (time.perf_counter() - began)
+                self.seconds += sign * (self.clock() - began)
 
         return wrapped
+
+    def watch_logits(self) -> None:
+        """Count the calls that read logits and tell the census what was sampled."""
+        from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
+        from actds_writers.engines.vllm.worker import WorkerCapture
+
+        for owner, names in ((VllmSchedulerSide, ("_tell_sampled",)), (WorkerCapture, ON_LOGITS)):
+            for name in names:
+                setattr(owner, name, self.timed(getattr(owner, name)))
 
     def watch(self, *, hooks: bool) -> None:
         """Count scheduler and worker calls, and the hooks unless they are compiled."""
@@ -86,8 +101,8 @@ class Inside:
         from actds_writers.engines.vllm.worker import WorkerCapture
 
         for owner, names in (
-            (VllmSchedulerSide, ("arrived", "scheduled", "finished")),
-            (WorkerCapture, ("before_step", "after_step")),
+            (VllmSchedulerSide, ("arrived", "scheduled", "finished", "_tell_sampled")),
+            (WorkerCapture, ("before_step", "after_step", *ON_LOGITS)),
         ):
             for name in names:
                 setattr(owner, name, self.timed(getattr(owner, name)))
@@ -112,6 +127,7 @@ VARIANTS = {
     "none": Variant("none"),
     "again": Variant("none, a second engine"),
     "two": Variant("2 hooks", TWO),
+    "two-entropy": Variant("2 hooks, entropies", TWO, entropy=True),
     "two-bare": Variant("2 hooks, no readouts", TWO, readouts=False),
     "two-null": Variant("2 hooks, dataset in memory", TWO, in_memory=True),
     "two-probes": Variant("2 hooks, 1,000 probes", TWO, n_probes=1000),
@@ -206,16 +222,17 @@ def serve(options: argparse.Namespace) -> None:
         arguments["gpu_memory_utilization"] = options.memory_share
     requests = prompts(options)
     memory = "/dev/shm" if variant.in_memory else None
-    inside = Inside()
+    inside, entropy = Inside(), Inside(time.thread_time)
+    entropy.watch_logits()
     inside.watch(hooks=not options.compiled)
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         engine, pipeline = start(options.model, variant, arguments, Path(folder) / "acts", inside)
         print("RESULT {}", flush=True)
         for _ in sys.stdin:
             engine._engine.reset_prefix_cache()
-            began, cpu = time.perf_counter(), time.process_time()
+            began, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
             writer = children_cpu(pipeline)
-            inside.seconds = 0.0
+            inside.seconds = entropy.seconds = 0.0
             n_tokens = one_round(engine, requests, options.max_tokens)
             wall = time.perf_counter() - began
             found = {
@@ -223,6 +240,7 @@ def serve(options: argparse.Namespace) -> None:
                 "engine_cpu_s": time.process_time() - cpu,
                 "writer_cpu_s": children_cpu(pipeline) - writer,
                 "inside": inside.seconds / wall,
+                "entropy": entropy.seconds / (time.thread_time() - own),
             }
             print(f"RESULT {json.dumps(found)}", flush=True)
         engine.shutdown()
@@ -256,6 +274,7 @@ def start(
     harvest = WriteSettings(
         out=str(out), model=model, prompts=str(source), hooks=variant.hooks, max_tokens=1,
         readouts=variant.readouts, probes=None if probes is None else str(probes),
+        entropy=variant.entropy,
     )  # fmt: skip
     plan = make_plan(harvest, engines.VLLM.options(arguments))
     out.mkdir()
@@ -360,8 +379,9 @@ def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespac
         f"{mode}, {options.dtype}, batch {options.batch}, {options.rounds} rounds, medians; "
         "ratios are per round, with their range",
         "",
-        "| capture | tokens/s | ratio to none | range | engine CPU ratio | writer CPU s | inside |",
-        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
+        "| capture | tokens/s | ratio to none | range | engine CPU ratio | writer CPU s | inside "
+        "| entropies |",
+        "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
     for name, rounds in results.items():
         label = VARIANTS[name].label
@@ -370,10 +390,11 @@ def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespac
         engine = statistics.median(r["engine_cpu_s"] / c for r, c in zip(rounds, cpu, strict=True))
         writer = statistics.median(r["writer_cpu_s"] for r in rounds)
         inside = statistics.median(r["inside"] for r in rounds)
+        entropy = statistics.median(r["entropy"] for r in rounds)
         lines.append(
             f"| {label} | {statistics.median(speed):.0f} | {statistics.median(ratios):.3f} | "
             f"{ratios[0]:.2f}-{ratios[-1]:.2f} | {engine:.3f} | {writer:.2f} | "
-            f"{inside:.2%} |"
+            f"{inside:.2%} | {entropy:.2%} |"
         )
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     return "\n".join([*lines, "", f"largest process: {peak:.0f} MiB"])

@@ -115,7 +115,9 @@ def _alike(figures: Figures) -> str:
     ]
     order = {"other order": 0, "other seed": 1}
     for pair in sorted(figures["pairs"], key=lambda p: order.get(p["kind"], 2)):
-        name = KINDS.get(pair["kind"], f"*{pair['arm']}*, same start")
+        name = f"*{pair['arm']}*, {pair['kind']}"
+        if pair["arm"] == figures["arms"][0]["name"]:
+            name = KINDS[pair["kind"]]
         cells = [_spread(pair[n], share=n.startswith("share")) for n in LIKENESS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
@@ -130,7 +132,7 @@ def _alike(figures: Figures) -> str:
 
 def _tests(figures: Figures) -> list[str]:
     lines = [
-        "The difference of each arm to the floor, seed by seed (sign test, one family):",
+        "The difference of each arm to the floor, seed by seed (sign test, a family per floor):",
         "",
         "| arm | floor | mean cosine, arm | floor | seeds below | adjusted p | is |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",

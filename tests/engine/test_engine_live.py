@@ -95,7 +95,7 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
     np.save(tmp_path / "probes.npy", np.random.default_rng(1).normal(size=(N_PROBES, HIDDEN)))
-    capture = {"probes": str(tmp_path / "probes.npy"), "metrics_port": 0}
+    capture = {"probes": str(tmp_path / "probes.npy"), "metrics_port": 0, "entropy": True}
     server = Server(
         model, tmp_path / "log", {"out": out, "hooks": "resid_post:0,2", **capture, **RULES},
         "--enforce-eager", "--max-model-len", "512", "--max-num-batched-tokens", "512",
@@ -124,6 +124,7 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
     assert set(seen) < set(requests)
     assert requests["chatcmpl-private-chat"]["finish_reason"] == "length"
     _compare(dataset, requests, seen)
+    _compare_entropies(dataset, requests, seen)
     record = next(iter(dataset.runs.values())).fields
     assert record["serving.mode"].value == "live"
     assert record["serving.async_scheduling"].value is True
@@ -258,6 +259,29 @@ def _compare(
         reused = sum(s["stop"] - s["start"] for s in mine if s["disposition"] == "cache_ref")
         assert len(rows) + reused == len(fed)
     assert 0 < n_kept < len(seen)
+
+
+def _compare_entropies(
+    dataset: actds.Dataset, requests: dict[str, Any], seen: dict[str, dict[str, Any]]
+) -> None:
+    """Check that there is a line of each token that a client got, unless a rule leaves it out."""
+    lines: dict[int, list[dict[str, Any]]] = {}
+    for line in dataset.sampled().to_pylist():
+        lines.setdefault(line["request"], []).append(line)
+    filtered = {s["request"] for s in dataset.spans().to_pylist() if s["disposition"] == "filtered"}
+    n_compared = 0
+    for external_id, choice in seen.items():
+        number, mine = requests[external_id]["request"], lines.get(requests[external_id]["request"])
+        assert (mine is None) == (number in filtered)
+        if mine is None:
+            continue
+        assert [line["token_id"] for line in mine] == choice["token_ids"]
+        # vLLM masks by a grammar before it takes log-probabilities.
+        if choice.get("logprobs") and int(external_id.split("-")[2]) % 12 != 5:
+            told = choice["logprobs"]["token_logprobs"]
+            assert [line["logprob"] for line in mine] == pytest.approx(told, abs=1e-4)
+            n_compared += len(mine)
+    assert n_compared
 
 
 def _try(server: Server, body: dict[str, Any], headers: dict[str, str]) -> None:

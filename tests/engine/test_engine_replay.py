@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -82,3 +88,84 @@ def test_rows_of_a_replay_are_those_of_the_source_in_float32(
         mine = source.array(hook)[np.arange(source.n_rows)]
         theirs = replayed.array(hook)[np.concatenate(list(partners.rows))]
         assert h.relative_l2(theirs, mine).max() <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def many(model: Path, tmp_path_factory: pytest.TempPathFactory) -> actds.Dataset:
+    """A harvest whose replay takes long enough to be killed in the middle."""
+    folder = tmp_path_factory.mktemp("many")
+    records = [{"id": f"m{i}", "prompt": f"number {i} " * 9} for i in range(150)]
+    prompts = h.write_prompts(folder / "prompts.jsonl", records)
+    return h.harvest_alone(
+        folder / "acts", model, prompts, "--hooks", "resid_post:0,3", "--max-tokens", "4",
+        *h.TINY, *h.EAGER,
+    )  # fmt: skip
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for file in files for child in file.read_text().split()]
+    return found + [one for child in found for one in descendants(child)]
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    for pid in [process.pid, *descendants(process.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [("--alone", "--neighbours", "5"), ("--neighbours", "5")])
+def test_a_replay_that_was_killed_resumes_to_each_request_once(
+    many: actds.Dataset, model: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    out = tmp_path / "acts"
+    arguments = [many.path, str(out), "--model", str(model), *options, "--rows-per-shard", "64",
+                 "--engine-arg", "max_num_seqs=2", *h.TINY, *h.EAGER, *h.ALONE]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", REPLAY, *arguments], env=h.environment(**h.ONE_PROCESS)
+    )
+    deadline = time.monotonic() + h.TIMEOUT_S
+    while len(list(out.glob("shards/*/shard.json"))) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    kill(process)
+    assert not list(out.glob("seal/*.json"))
+
+    done = h.warm_engine().run(
+        ["-c", REPLAY, *arguments, "--resume", "--compare"],
+        h.environment(**h.ONE_PROCESS),
+        h.TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    dataset = h.validated(out)
+    assert len(dataset.runs) == 2
+    wanted = set(many.requests()["request"].to_pylist())
+    origins = {(line["run"], line["request"]): line["source_request"]
+               for line in dataset.origins(run=True).to_pylist()}  # fmt: skip
+    requests = dataset.requests(run=True).to_pylist()
+    assert {(line["run"], line["request"]) for line in requests} == set(origins)
+    ended = {"stop", "length"}
+    whole = Counter(origins[line["run"], line["request"]] for line in requests
+                    if line["finish_reason"] in ended)  # fmt: skip
+    first, _ = dataset.runs
+    n_first = sum(line["run"] == first and line["finish_reason"] in ended for line in requests)
+    assert 0 < n_first < len(wanted), "it was killed in the middle"
+    # What the kill cut off is served again, whole; what had ended, is not.
+    assert set(whole) == wanted
+    cut = {(line["run"], line["request"]) for line in dataset.spans(run=True).to_pylist()
+           if line["disposition"] == "aborted"}  # fmt: skip
+    again = [name for name, n in whole.items() if n > 1]
+    assert all(any(origins[place] == name for place in cut) for name in again)
+    # Every position of the source has a row of an equal token.
+    rows = {(origins[line["run"], line["request"]], line["position"]): line["token_id"]
+            for line in dataset.tokens(run=True).to_pylist()}  # fmt: skip
+    for span in dataset.spans(run=True).to_pylist():
+        if span["disposition"] == "cache_ref":
+            own, theirs = (origins[span["run"], span[n]] for n in ("request", "ref_request"))
+            rows |= {(own, n): rows[theirs, n] for n in range(span["start"], span["stop"])
+                     if (theirs, n) in rows}  # fmt: skip
+    for line in many.tokens().to_pylist():
+        assert rows[line["request"], line["position"]] == line["token_id"]
+    assert "foreign 0" in done.stdout

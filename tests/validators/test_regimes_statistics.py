@@ -15,6 +15,8 @@ from statsmodels.stats.multitest import multipletests
 
 from actds.errors import ActdsError
 from actds_testing.calibration.regimes import Orthonormal
+from actds_validators.dictionaries import Dictionary
+from actds_validators.dictionaries.dictionary import Source
 from actds_validators.regimes import inference
 from actds_validators.regimes.contrast import Layer, Side
 from actds_validators.regimes.instruments import overlap, probes
@@ -418,6 +420,29 @@ def test_a_turned_direction_is_found_at_its_angle(degrees: float) -> None:
         assert value.p < 0.001 and not value.equivalent
     else:
         assert value.p > 0.01 and value.equivalent
+
+
+def test_a_direction_is_followed_in_the_units_of_rows_that_are_normalized() -> None:
+    rng = np.random.default_rng(15)
+    d, m = 6, 9
+    w_enc, w_dec = rng.normal(size=(d, m)), rng.normal(size=(m, d))
+    source = Source("saelens", "weights", "0" * 64, "resid_post.3")
+    dictionary = Dictionary(
+        "standard", w_enc, np.zeros(m), w_dec, np.zeros(d), source,
+        normalization="constant_norm_rescale", apply_b_dec_to_input=False,
+    )  # fmt: skip
+    arms = rng.normal(size=(2, 200, d), scale=rng.uniform(1, 9, (2, 200, 1))).astype(np.float32)
+    instrument = Reconstruction(dictionary, np.array([2]))
+    instrument.prepare(arms[0])
+    sums = [summed(rows, np.zeros(200, np.int64), instrument).total() for rows in arms]
+    units = []
+    for x in arms.astype(float):
+        length = np.linalg.norm(x, axis=1, keepdims=True) / np.sqrt(d)
+        a = np.maximum(x / length @ w_enc, 0)
+        alone = x - a @ w_dec * length + a[:, [2]] * length * w_dec[2]  # for feature 2 to explain
+        units.append(a[:, 2] @ alone / np.linalg.norm(a[:, 2] @ alone))
+    turn = instrument.measures(sums[0], Limits())[-1]
+    assert np.allclose(turn.statistic(*sums)[0], units[1] - units[0], atol=1e-5)
 
 
 def test_numerics_are_distances_and_switches_of_pairs() -> None:

@@ -206,12 +206,40 @@ def test_dictionaries_of_every_trainer_are_read_the_same(tmp_path: Path, kind: s
             safetensors.save_file(tensors, file)
         [score] = read_sae(file, D, [3])
         assert np.allclose(score.of(rows), wanted[:, 3], rtol=1e-5, atol=1e-5)
-    folder = tmp_path / "folder"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_dictionary_with_its_settings_is_applied_as_they_say(tmp_path: Path, whole: bool) -> None:
+    """Two of eight features of a row are active, and the decoder's bias is not taken off."""
+    folder = tmp_path / "sae"
     folder.mkdir()
-    (tmp_path / "saelens.safetensors").rename(folder / "sae_weights.safetensors")
-    (folder / "cfg.json").write_text(json.dumps({"apply_b_dec_to_input": False}))
-    [score] = read_sae(folder, D, [3])
-    assert np.allclose(score.of(rows), np.maximum(rows @ wide[0] + wide[1], 0)[:, 3], atol=1e-5)
+    rng = np.random.default_rng(2)
+    weights = {
+        "W_enc": rng.normal(size=(D, 8)).astype("f4"), "b_enc": rng.normal(size=8).astype("f4"),
+        "W_dec": rng.normal(size=(8, D)).astype("f4"), "b_dec": rng.normal(size=D).astype("f4"),
+    }  # fmt: skip
+    write_safetensors(folder / "sae_weights.safetensors", weights)
+    config = {
+        "architecture": "topk", "k": 2, "d_in": D, "d_sae": 8, "apply_b_dec_to_input": False,
+        "normalize_activations": "none",
+        "metadata": {"sae_lens_version": "6.0.0", "hook_name": "blocks.1.hook_resid_post"},
+    }  # fmt: skip
+    (folder / "cfg.json").write_text(json.dumps(config))
+    rows = rng.normal(size=(50, D)).astype("f4")
+    before = np.maximum(rows @ weights["W_enc"] + weights["b_enc"], 0)
+    wanted = np.where(before >= np.sort(before, axis=1)[:, [-2]], before, 0)
+    given = folder if whole else folder / "sae_weights.safetensors"
+    scores = read_sae(given, D, [3, 5], "resid_post.1")
+    for score, k in zip(scores, (3, 5), strict=True):
+        assert np.allclose(score.of(rows), wanted[:, k], atol=1e-5)
+        assert 0 < (wanted[:, k] > 0).sum() < (before[:, k] > 0).sum()
+    with pytest.raises(ActdsError, match=r"E015.*resid_post\.0"):
+        read_sae(folder, D, [3], "resid_post.0")
+    (folder / "cfg.json").unlink()  # an encoder alone, which knows neither
+    if not whole:
+        [score] = read_sae(given, D, [3])
+        alone = np.maximum((rows - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"], 0)
+        assert np.allclose(score.of(rows), alone[:, 3], atol=1e-5)
 
 
 def write_safetensors(path: Path, tensors: dict[str, Any], **changed: Any) -> None:
@@ -255,9 +283,9 @@ def bad_files(folder: Path) -> Iterator[tuple[str, Path, str]]:
     yield "--sae", folder / "few.npz", "0 to 0"
     weights = {"W_enc": np.ones((D, 4), "f4")}
     write_safetensors(folder / "long.safetensors", weights, data_offsets=[0, 1 << 40])
-    yield "--sae", folder / "long.safetensors", "ends after the file"
+    yield "--sae", folder / "long.safetensors", "it is truncated"
     write_safetensors(folder / "shape.safetensors", weights, shape=[D, 1 << 20])
-    yield "--sae", folder / "shape.safetensors", "another size than shape"
+    yield "--sae", folder / "shape.safetensors", "256 bytes of float32"
     (folder / "head.safetensors").write_bytes(b"\xff" * 64)
     yield "--sae", folder / "head.safetensors", "a header of"
     (folder / "list.safetensors").write_bytes((4).to_bytes(8, "little") + b"[{}]")
@@ -272,7 +300,7 @@ def test_files_that_do_not_fit_are_refused_by_name(path: Path, tmp_path: Path) -
     for option, file, words in bad_files(tmp_path):
         told = run(path, option, file, "--feature", 1 if "few" in file.name else 0, "--out", out)
         assert told.exit_code == 2, (file, told.output, told.exception)
-        assert f"E015 {file}" in told.stderr and words in told.stderr, told.stderr
+        assert f"E015 {file}" in told.stderr and words in told.stderr, (words, told.stderr)
         assert not out.exists()
         n += 1
     assert n == 17

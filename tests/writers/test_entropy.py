@@ -84,6 +84,8 @@ def test_rows_are_read_alike_one_by_one_and_together() -> None:
     ids = torch.tensor([3] * 7)
     alone, some, together = (Reading.of(logits, n).of_tokens(ids) for n in (1, 3, 7))
     assert torch.equal(alone, some) and torch.equal(some, together)
+    padded = torch.cat([logits, torch.full((7, 30), 99.0)], dim=1)[:, :64]  # as vLLM returns them
+    assert torch.equal(Reading.of(padded).of_tokens(ids), alone)
     assert Reading.of(logits[:0]).of_tokens(ids[:0]).shape == (0, 4)
 
 

@@ -67,9 +67,13 @@ class Orthonormal:
         score = rows @ self.directions.T
         return np.asarray(np.where(score > self.threshold, score, 0), np.float32)
 
-    def decode(self, features: Rows) -> Rows:
+    def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
         """Return the rows ``(n, d_model)`` of features."""
         return np.asarray(features @ self.directions, np.float32)
+
+    def frame(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return zeros and ones: rows are not normalized."""
+        return np.zeros((len(rows), 1), np.float32), np.ones((len(rows), 1), np.float32)
 
 
 class World:

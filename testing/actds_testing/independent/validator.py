@@ -140,8 +140,7 @@ class Validator:
         fields = run.record["fields"] if run.record else {}
         said = [fields.get(f"capture.{n}", {}).get("value") for n in ("entropy", "sampling")]
         cut = any(
-            chain.kind in ("census", "writer")
-            and (chain.state == "fenced" or (chain.close or {}).get("reason") == "failed")
+            chain.kind in ("census", "writer") and (chain.close or {}).get("reason") != "finished"
             for chain in run.chains
         )
         readouts.judge_sampled(account, *said, cut=cut)

@@ -201,8 +201,8 @@ def _dictionaries(
     """Return the dictionaries by hook.
 
     Raises:
-        ActdsError: E009 two of one hook; E015 one that does not fit, normalizes rows when it is
-            applied, or was fitted on the rows that it would be scored on.
+        ActdsError: E009 two of one hook; E015 one that does not fit, or was fitted on the rows that
+            it would be scored on.
     """
     name = model or _model_of(arms)
     found: dict[str, Dictionary] = {}
@@ -216,12 +216,6 @@ def _dictionaries(
         if one.d_model != width:
             expected = f"{width:,}, as {hook} has"
             raise refused(path, f"a dictionary of {one.d_model:,} channels", expected)
-        if one.normalization != "none":
-            got = f"{one.normalization}, which it does to each row by that row's own numbers"
-            next_step = (
-                "Fold it into the weights; actds regimes applies dictionaries to rows as they are."
-            )
-            raise refused(path, got, "weights for rows as they are", next_step)
         if hook in found:
             raise ActdsError("E009", "--sae", got=f"two for {hook}", expected="one to a hook")
         _refuse_fitted(path, one, arms)
@@ -312,13 +306,21 @@ class _Finite:
 
     def encode(self, rows: Rows) -> Rows:
         """Return the features ``(n, n_features)`` of rows ``(n, d_model)``."""
-        fine: Bools = np.asarray(np.isfinite(rows).all(axis=1))
-        kept = rows if fine.all() else np.where(fine[:, np.newaxis], rows, np.float32(0))
-        return self._dictionary.encode(kept)
+        return self._dictionary.encode(_finite(rows))
 
-    def decode(self, features: Rows) -> Rows:
+    def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
         """Return the rows ``(n, d_model)`` of features ``(n, n_features)``."""
-        return self._dictionary.decode(features)
+        return self._dictionary.decode(features, None if rows is None else _finite(rows))
+
+    def frame(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return what a normalization takes off each row and divides it by, each ``(n, 1)``."""
+        return self._dictionary.frame(_finite(rows))
+
+
+def _finite(rows: Rows) -> Rows:
+    """Return rows ``(n, d_model)``, those that are not finite as zeros."""
+    fine: Bools = np.asarray(np.isfinite(rows).all(axis=1))
+    return rows if fine.all() else np.where(fine[:, np.newaxis], rows, np.float32(0))
 
 
 def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
@@ -387,6 +389,8 @@ def _instruments(
 def _dictionary_used(hook: str, one: Dictionary, arms: Mapping[str, Arm], found: Regimes) -> Used:
     source = one.source
     words = [f"{one.kind}, {one.n_features:,} features, {source.format}"]
+    if one.normalization != "none":
+        words.append(f"{one.normalization} of each row, by that row's own numbers")
     if source.hook_from != "file":
         who = {"path": "the names of its folders say", "caller": "only the command says"}
         words.append(f"that it is for this hook {who.get(source.hook_from or '', 'nothing says')}")

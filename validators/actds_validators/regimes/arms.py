@@ -7,9 +7,10 @@ left out: their rows are sinks, hundreds of times longer than the others.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -25,7 +26,7 @@ from actds.load.selection import select
 from actds_validators.regimes.requests import Requests
 from actds_validators.statistics.events import Bools, Ints, Whole, narrow
 
-__all__ = ["APART", "Arm", "ArmRows", "read_arm"]
+__all__ = ["APART", "Arm", "ArmRows", "Sampled", "read_arm"]
 
 APART = ("bos", "first_position")
 """Filters whose rows are counted and left out of every estimate."""
@@ -50,7 +51,13 @@ _OF_ROWS = (
     "role",
     "phase",
 )
+_SAMPLED = {
+    "sampled.token_id": np.int32,
+    "sampled.entropy": np.float32,
+    "sampled.margin": np.float32,
+}
 KERNEL_MODES = ("eager", "compiled", "cudagraph")
+_MAX_REPEATS = 4096
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,21 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """What the model sampled after each row, and what its own logits said of it.
+
+    Args:
+        token_id: the token ``(n,)``, -1 where none was sampled.
+        entropy: of the distribution, in nats ``(n,)``; NaN where none was sampled.
+        margin: largest logit minus the second largest ``(n,)``; NaN where none was sampled.
+    """
+
+    token_id: Whole
+    entropy: npt.NDArray[np.float32]
+    margin: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class ArmRows:
     """The rows of an arm at a hook, each prefix once: some 30 bytes for each.
 
@@ -103,9 +125,12 @@ class ArmRows:
         kernel_mode: place in `KERNEL_MODES` ``(n,)``, -1 unknown.
         role: place in ``ROLES`` ``(n,)``, -1 unknown.
         requests: the requests of the dataset.
+        sampled: what was sampled after them; None of a dataset that does not record it.
         n_apart: rows left out, by filter.
         n_repeats: rows left out because an earlier one has the same prefix.
         n_decode: rows that decode steps computed; None where the phase of one is not known.
+        repeats: numbers of rows ``(n,)``, and of others with the same prefix that were left out:
+            some tokens that the arm computed twice.
     """
 
     row: Whole
@@ -118,9 +143,13 @@ class ArmRows:
     kernel_mode: Whole
     role: Whole
     requests: Requests
+    sampled: Sampled | None = None
     n_apart: dict[str, int] = field(default_factory=dict)
     n_repeats: int = 0
     n_decode: int | None = None
+    repeats: tuple[Whole, Whole] = field(
+        default_factory=lambda: (np.empty(0, np.int64), np.empty(0, np.int64))
+    )
 
     def __len__(self) -> int:
         return len(self.row)
@@ -161,6 +190,8 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         start += shard.n_rows
     hashes = prefix_hashes(dataset, chosen.shards)
     parts: dict[str, list[Whole]] = {name: [] for name in _OF_ROWS}
+    sampled: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _SAMPLED}
+    is_sampled = dataset.sampled(run=False).num_rows > 0
     prefix: list[Keys] = []
     at = 0
     for shard, count in zip(chosen.shards, chosen.counts, strict=True):
@@ -184,21 +215,30 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         }
         for name, values in own.items():
             parts[name].append(narrow(values))
+        if is_sampled:
+            after = chosen.filter.values.of(shard, list(_SAMPLED))
+            for name, dtype in _SAMPLED.items():
+                nothing = -1 if dtype is np.int32 else np.nan
+                found = after[name].fill_null(nothing).to_numpy(zero_copy_only=False)
+                sampled[name].append(found.astype(dtype)[kept])
         prefix.append(hashes[at : at + shard.n_rows][kept])
         at += shard.n_rows
     del hashes
     known: Keys = np.concatenate(prefix)
     del prefix
     columns = {name: np.concatenate(parts.pop(name)) for name in _OF_ROWS}
+    after_rows = [np.concatenate(some) for some in sampled.values() if is_sampled]
     once = _once(known, columns["request"])
     n_repeats = int(len(once) - np.count_nonzero(once))
     row = columns["row"]
+    repeats = _repeats(row, known, once)
     if n_repeats or (row[1:] <= row[:-1]).any():
         kept = np.flatnonzero(once)
         kept = kept[np.argsort(row[kept], kind="stable")]
         known = known[kept]
         for name in columns:
             columns[name] = columns[name][kept]
+        after_rows = [column[kept] for column in after_rows]
     return ArmRows(
         row=columns["row"],
         request=columns["request"],
@@ -210,9 +250,11 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         kernel_mode=columns["kernel_mode"],
         role=columns["role"],
         requests=requests,
+        sampled=Sampled(*after_rows) if is_sampled else None,
         n_apart=dict(chosen.excluded),
         n_repeats=n_repeats,
         n_decode=_n_decode(columns["phase"]),
+        repeats=repeats,
     )
 
 
@@ -282,6 +324,16 @@ def _once(prefix: Keys, request: Whole) -> Bools:
     kept = np.zeros(len(prefix), np.bool_)
     kept[order[first]] = True
     return kept
+
+
+def _repeats(row: Whole, prefix: Keys, once: Bools) -> tuple[Whole, Whole]:
+    """Return numbers of rows that count for their prefix, and of one other row of the same."""
+    other = np.flatnonzero(~once)
+    other = other[np.unique(prefix[other], return_index=True)[1]]
+    other = other[:: len(other) // _MAX_REPEATS + 1]
+    first = np.flatnonzero(once & np.isin(prefix, prefix[other]))
+    first = first[np.argsort(prefix[first])]
+    return row[first], row[other]
 
 
 def _whole(column: pa.Array, name: str) -> Ints:

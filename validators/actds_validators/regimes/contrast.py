@@ -24,18 +24,29 @@ from actds_validators.regimes.strata import (
     MIN_REQUESTS,
     Strata,
     Stratum,
+    entropy_edges,
     fine_bands,
-    quintiles,
     strata_of,
 )
 from actds_validators.statistics.events import Bools, Floats, Ints, Whole, narrow
 
-__all__ = ["MAX_GROUPS", "Contrast", "Layer", "Pairing", "Side", "contrast", "plan"]
+__all__ = [
+    "MAX_GROUPS",
+    "Contrast",
+    "Layer",
+    "Pairing",
+    "Side",
+    "contrast",
+    "groups_of",
+    "pairings",
+    "plan",
+]
 
 Pairing = Literal["token", "position", "unpaired"]
 MAX_GROUPS = 32
 _ENOUGH = 0.5  # of the pairs by position that decide must be the same token, to pair by token
-_UNION_AXES = ("decode step", "role", "entropy")  # what a partner may tell of a row
+_UNION_AXES = ("decode step", "role", "entropy", "margin")  # what a partner may tell of a row
+_OF_ANSWERS = ("decode step", "entropy", "margin")  # axes that a prompt has no place on
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,9 @@ class Contrast:
         coverage: share of the second arm's rows that have something to be compared with.
         adjusted: whether the reference is weighted to the second arm's tokens and positions:
             adjusted, not matched.
+        parted: of each pair whether another token was sampled after it, -1 unknown ``(n_pairs,)``;
+            None where an arm does not say what it sampled.
+        repeats: of either arm ``ArmRows.repeats``.
     """
 
     pairing: Pairing
@@ -96,6 +110,8 @@ class Contrast:
     pairs: tuple[Whole, Whole]
     coverage: float
     adjusted: bool = False
+    parted: npt.NDArray[np.int8] | None = None
+    repeats: tuple[tuple[Whole, Whole], ...] = ()
 
 
 def contrast(
@@ -105,7 +121,6 @@ def contrast(
     *,
     pairing: Pairing | None = None,
     adjust: bool = True,
-    covariate: tuple[Floats, Floats] | None = None,
     seed: int = 0,
 ) -> tuple[Contrast, ArmRows, ArmRows]:
     """Return two arms at a hook, and their rows; no activation is read.
@@ -119,8 +134,6 @@ def contrast(
             position, else not. Where some of these rows are at decode steps, they alone decide:
             a prompt that both arms were given says nothing of what came after it.
         adjust: weight an unpaired reference to the second arm's token ids and positions.
-        covariate: entropy, or another number, of each row of either arm's array ``(n_rows,)``, NaN
-            where it is not known; its quintiles over the reference are strata. None without.
         seed: of the groups of requests.
 
     Raises:
@@ -138,10 +151,6 @@ def contrast(
     rows = read_arm(first, hook), read_arm(second, hook)
     for arm, own in zip((first, second), rows, strict=True):
         need_requests(arm, hook, own, MIN_REQUESTS)
-    quintile = None
-    if covariate is not None:
-        place, edges = quintiles(covariate[0][rows[0].row])
-        quintile = place, quintiles(covariate[1][rows[1].row], edges)[0]
     told = plan(
         *rows,
         same_dataset=first.dataset is second.dataset,
@@ -149,7 +158,6 @@ def contrast(
         adjust=adjust,
         seed=seed,
         place=f"arms {first.name} and {second.name} at {hook}",
-        quintile=quintile,
     )
     return told, rows[0], rows[1]
 
@@ -163,7 +171,6 @@ def plan(
     adjust: bool = True,
     seed: int = 0,
     place: str = "arms",
-    quintile: tuple[Whole, Whole] | None = None,
 ) -> Contrast:
     """Return the contrast of rows that are known.
 
@@ -175,14 +182,13 @@ def plan(
         adjust: see `contrast`.
         seed: of the groups.
         place: of errors.
-        quintile: of a covariate, by row of either arm.
 
     Raises:
         ActdsError: E014 no pair of the kind that was asked for.
     """
     matched = _matched(first, second, same_dataset)
-    by_token = _pairs_by_token(first, second)
     by_position = _pairs_by_position(first, second, matched, same_dataset)
+    by_token = _pairs_by_token(first, second, by_position)
     chosen = pairing or _chosen(first, second, by_token, by_position)
     pairs = {"token": by_token, "position": by_position}.get(chosen, _NO_PAIRS)
     del by_token, by_position
@@ -190,14 +196,34 @@ def plan(
         raise ActdsError(
             "E014", place, got=f"no rows in common to pair by {chosen}", expected="some"
         )
-    strata = (
-        strata_of(first, quintile[0] if quintile else None),
-        strata_of(second, quintile[1] if quintile else None),
-    )
+    edges = entropy_edges(first, second)
+    strata = strata_of(first, edges), strata_of(second, edges)
     clusters = _clusters(first, second, matched, pairs if chosen == "token" else _NO_PAIRS)
     if chosen == "unpaired":
         return _unpaired(first, second, strata, clusters, adjust, seed)
-    return _paired(chosen, first, second, strata, clusters, pairs, seed)
+    told = _paired(chosen, first, second, strata, clusters, pairs, seed)
+    return replace(told, repeats=(first.repeats, second.repeats))
+
+
+def pairings(first: ArmRows, second: ArmRows, *, same_dataset: bool = False) -> list[Pairing]:
+    """Return how rows can be paired, the closest way first; ``unpaired`` is always among them.
+
+    By request and position only where enough requests have other tokens there: equal ones behind
+    equal prefixes are pairs by token.
+
+    Args:
+        first: rows of the reference.
+        second: rows of the other arm.
+        same_dataset: whether both number the same requests.
+    """
+    matched = _matched(first, second, same_dataset)
+    by_position = _pairs_by_position(first, second, matched, same_dataset)
+    by_token = _pairs_by_token(first, second, by_position)
+    found: list[Pairing] = ["token"] if len(by_token[0]) else []
+    unlike = by_position[0][~_alike(first, second, by_position)]
+    if len(np.unique(first.request[unlike])) >= MIN_REQUESTS:
+        found.append("position")
+    return [*found, "unpaired"]
 
 
 Pairs = tuple[Whole, Whole]
@@ -240,13 +266,50 @@ def _matched(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:
     return match(first.requests, second.requests, (eligible[0], eligible[1]))
 
 
-def _pairs_by_token(first: ArmRows, second: ArmRows) -> Pairs:
-    """Return rows that have the same tokens up to the same position."""
+def _pairs_by_token(first: ArmRows, second: ArmRows, by_position: Pairs) -> Pairs:
+    """Return rows that have the same tokens up to the same position.
+
+    Args:
+        first: rows of the reference.
+        second: rows of the other arm.
+        by_position: pairs by request and position, of which some may be known by digests alone.
+    """
     one, other = _common(first.prefix, second.prefix)
     same = first.prefix[one] != 0
     same &= first.position[one] == second.position[other]
     same &= first.token_id[one] == second.token_id[other]
-    return one[same], other[same]
+    one, other = one[same], other[same]
+    if first.prefix.all() and second.prefix.all():
+        return one, other
+    more = _alike(first, second, by_position)
+    more &= ~np.isin(by_position[0], one) & ~np.isin(by_position[1], other)
+    one = np.concatenate([one, by_position[0][more]])
+    other = np.concatenate([other, by_position[1][more]])
+    order = np.argsort(one, kind="stable")
+    return one[order], other[order]
+
+
+def _alike(first: ArmRows, second: ArmRows, pairs: Pairs) -> Bools:
+    """Return which pairs by request and position are equal tokens behind equal prefixes.
+
+    Where rows before were lost, and no readout tells their tokens, equal digests of two requests'
+    tokens still do.
+    """
+    one, other = pairs
+    prefix, others = first.prefix[one], second.prefix[other]
+    code = {digest: n for n, digest in enumerate(first.requests.token_digest) if digest}
+    mine, theirs = (
+        np.array([code.get(digest or "", -1) for digest in rows.requests.token_digest], np.int64)
+        for rows in (first, second)
+    )
+    mine, theirs = mine[first.request[one]], theirs[second.request[other]]
+    by_digest = (mine >= 0) & (mine == theirs)
+    # A digest ends before a last token that was fed and whose successor was not sampled.
+    by_digest &= first.position[one] < first.requests.n_fed[first.request[one]]
+    known = (prefix != 0) & (others != 0)
+    found: Bools = np.where(known, prefix == others, by_digest)
+    found &= first.token_id[one] == second.token_id[other]
+    return found
 
 
 def _pairs_by_position(first: ArmRows, second: ArmRows, matched: Ints, same_dataset: bool) -> Pairs:
@@ -299,7 +362,7 @@ def _clusters(first: ArmRows, second: ArmRows, matched: Ints, pairs: Pairs) -> t
     return label[:n], label[n:]
 
 
-def _groups(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
+def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
     """Return how many groups there are, and the group of each cluster.
 
     Args:
@@ -330,11 +393,10 @@ def _paired(
     one, other = pairs
     if pairing == "position":
         # The same token behind the same prefix tells of the computation, not of who wrote it.
-        known = first.prefix[one] != 0
-        unlike = ~(known & (first.prefix[one] == second.prefix[other]))
+        unlike = ~_alike(first, second, pairs)
         one, other = (one[unlike], other[unlike]) if unlike.any() else (one, other)
     cluster = narrow(clusters[0])[first.request[one]]
-    n_groups, group_of = _groups((cluster, cluster), seed)
+    n_groups, group_of = groups_of((cluster, cluster), seed)
     codes: list[Whole] = []
     for axis, told in strata[1].codes.items():
         code = told[other]
@@ -352,9 +414,23 @@ def _paired(
         inverse[order] = np.arange(len(order))
         place.append(inverse)
     coverage = len(other) / max(len(second), 1)
-    return Contrast(
-        pairing, sides[0], sides[1], strata[0].strata, n_groups, (place[0], place[1]), coverage
-    )
+    places = place[0], place[1]
+    made = Contrast(pairing, sides[0], sides[1], strata[0].strata, n_groups, places, coverage)
+    return replace(made, parted=_parted(first, second, one, other))
+
+
+def _parted(
+    first: ArmRows, second: ArmRows, one: Whole, other: Whole
+) -> npt.NDArray[np.int8] | None:
+    """Return whether the arms sampled different tokens after each pair, -1 unknown ``(n_pairs,)``.
+
+    None where an arm does not say what it sampled.
+    """
+    if first.sampled is None or second.sampled is None:
+        return None
+    tokens = first.sampled.token_id[one], second.sampled.token_id[other]
+    known = (tokens[0] >= 0) & (tokens[1] >= 0)
+    return np.where(known, tokens[0] != tokens[1], -1).astype(np.int8)
 
 
 def _unpaired(
@@ -367,13 +443,13 @@ def _unpaired(
 ) -> Contrast:
     """Return the contrast of arms that have no rows in common."""
     own = narrow(clusters[0])[first.request], narrow(clusters[1])[second.request]
-    n_groups, group_of = _groups(own, seed)
+    n_groups, group_of = groups_of(own, seed)
     cells = _cells(first, second)
     layers: tuple[list[Layer], list[Layer]] = ([], [])
     coverage = 1.0
     for axis, code in strata[1].codes.items():
         reference = strata[0].codes[axis]
-        spread = axis == "decode step" and not (reference >= 0).any()
+        spread = axis in _OF_ANSWERS and not (reference >= 0).any()
         # A prompt has no decode steps: all of it is weighted to the rows of each of them.
         for one in np.unique(code[code >= 0]).tolist() if spread else [None]:
             mine = reference if one is None else np.full(len(first), one, np.int8)

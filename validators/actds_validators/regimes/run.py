@@ -11,9 +11,12 @@ from actds.load.filters import SINK_NORM
 from actds.load.lazy import LazyArray
 from actds_validators.regimes.arms import Arm, ArmRows
 from actds_validators.regimes.contrast import Contrast, Pairing, Side, contrast
+from actds_validators.regimes.floors import beside_floor, repeat_floor
 from actds_validators.regimes.inference import Judged, Measure, decide, judge
 from actds_validators.regimes.instruments.base import Instrument, PairInstrument, Rows
 from actds_validators.regimes.instruments.moments import ALL_ROWS, SINKS
+from actds_validators.regimes.instruments.numerics import Numerics
+from actds_validators.regimes.instruments.parting import PARTING, parting_parts
 from actds_validators.regimes.quantiles import Histogram, quantile_lines
 from actds_validators.regimes.result import (
     ArmResult,
@@ -26,7 +29,7 @@ from actds_validators.regimes.result import (
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import COUNT, Array, Part, Sums, blocks_of
 from actds_validators.regimes.wording import about, verdicts
-from actds_validators.statistics.events import Bools, Floats, Ints, Whole
+from actds_validators.statistics.events import Bools, Ints
 
 __all__ = ["Asked", "Measured", "compare", "conclude", "measure"]
 
@@ -51,7 +54,6 @@ class Asked:
         hook: the hook.
         instruments: what measures it.
         pairing: how to pair the rows; None for the closest way there is.
-        covariate: entropy of each row of either arm's array, NaN unknown; None without.
     """
 
     name: str
@@ -60,7 +62,6 @@ class Asked:
     hook: str
     instruments: Sequence[AnyInstrument]
     pairing: Pairing | None = None
-    covariate: tuple[Floats, Floats] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,9 @@ def compare(
         arrays = _rows_of(one.first, one.hook), _rows_of(one.second, one.hook)
         plan, result = planned.pop(0)
         measured = measure(plan, arrays, one.instruments, limits, one.hook)
+        if plan.pairing == "token":
+            floor = repeat_floor((one.first, one.second), plan, arrays, one.hook)
+            measured = replace(measured, judged=beside_floor(measured.judged, floor))
         found.append(measured)
         results.append(_with_counts(result, measured))
     results = [
@@ -129,7 +133,6 @@ def _planned(one: Asked, seed: int) -> tuple[Contrast, ContrastResult]:
         one.second,
         one.hook,
         pairing=one.pairing,
-        covariate=one.covariate,
         seed=seed,
     )
     result = ContrastResult(
@@ -192,6 +195,8 @@ def measure(
     double = [one for one in instruments if isinstance(one, PairInstrument)]
     coarse = np.array([n for n, s in enumerate(plan.strata) if s.axis in COARSE], np.int64)
     sample = _sample(arrays[0], plan.first)
+    if not len(sample):
+        return Measured([], [], (0, 0), (len(plan.first), 0))
     for one in single:
         one.prepare(sample)
     sink = SINK_NORM * float(np.median(np.linalg.norm(sample, axis=1)))
@@ -211,6 +216,8 @@ def measure(
         quantiles = lines
         for told in double:
             measures = told.pair_measures(limits)
+            if plan.parted is not None and told.name == Numerics.name:
+                measures = [*measures, PARTING]
             judged += _judged(told.name, measures, plan, (pair_sums, pair_sums), limits, hook)
     return Measured(
         judged,
@@ -274,18 +281,22 @@ def _pair_pass(
     hook: str,
 ) -> tuple[Sums, list[Quantiles]]:
     """Return the sums over pairs, and quantiles of their distances."""
-    one, other = _some_pairs(plan)
+    kept = _some_pairs(plan)
+    one, other = plan.pairs[0][kept], plan.pairs[1][kept]
     side = plan.first
     layers = tuple(type(layer)(layer.stratum[one], None) for layer in side.layers)
     paired = Side(side.row[one], side.cluster[one], side.group[one], layers)
     partner = plan.second.row[other]
     sums = Sums(paired, len(plan.strata), plan.n_groups, coarse)
     histogram = Histogram(len(plan.strata))
+    parted = None if plan.parted is None else plan.parted[kept]
     for which, rows in blocks_of(arrays[0], paired.row, _width(instruments)):
         others = arrays[1][partner[which].astype(np.int64)]
         fine = _usable(rows) & _usable(others)
         sums.leave_out(which, fine)
         sums.add(which, [Part(COUNT, np.ones(len(rows)))])
+        if parted is not None:
+            sums.add(which, parting_parts(parted[which]))
         strata = [np.where(fine, layer.stratum[which], -1) for layer in layers]
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             for instrument in instruments:
@@ -295,9 +306,10 @@ def _pair_pass(
     return sums, quantile_lines(histogram, plan.strata, hook)
 
 
-def _some_pairs(plan: Contrast) -> tuple[Whole, Whole]:
+def _some_pairs(plan: Contrast) -> Ints:
     """Return pairs of whole requests, up to `MAX_PAIRS`, in the order of the first's rows."""
-    one, other = plan.pairs
+    one, _ = plan.pairs
+    chosen = np.arange(len(one))
     if len(one) > MAX_PAIRS:
         cluster = plan.first.cluster[one]
         counts = np.bincount(cluster)
@@ -305,10 +317,8 @@ def _some_pairs(plan: Contrast) -> tuple[Whole, Whole]:
         order = known[np.random.Generator(np.random.Philox(0)).permutation(len(known))]
         kept = np.zeros(len(counts), np.bool_)
         kept[order[np.cumsum(counts[order]) <= MAX_PAIRS]] = True
-        mine = kept[cluster]
-        one, other = one[mine], other[mine]
-    order = np.argsort(one, kind="stable")
-    return one[order], other[order]
+        chosen = np.flatnonzero(kept[cluster])
+    return chosen[np.argsort(one[chosen], kind="stable")]
 
 
 def _judged(

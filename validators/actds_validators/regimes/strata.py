@@ -24,6 +24,8 @@ ALL = "all"
 DECODE_STEPS = ((1, 1), (6, 10), (40, 60), (160, 240))
 """First and last decode step of each band: around 1, 8, 50 and 200. The token that was sampled
 first is fed at step 1."""
+MARGIN_EDGES = (0.1, 1.0, 4.0)
+"""Of the margin between the two largest logits."""
 POSITION_EDGES = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 32)
 N_CHUNKS = 4
 _FINE = 2 ** (1 / 4)
@@ -55,8 +57,12 @@ class Strata:
     codes: dict[str, npt.NDArray[np.int8]]
 
 
-def known_strata(n_quintiles: int = 0) -> tuple[Stratum, ...]:
-    """Return every stratum that there may be, ``all`` first, in the order of a report."""
+def known_strata(*, is_sampled: bool = False) -> tuple[Stratum, ...]:
+    """Return every stratum that there may be, ``all`` first, in the order of a report.
+
+    Args:
+        is_sampled: whether an arm says what its model sampled.
+    """
     found = [Stratum(ALL, ALL)]
     found += [Stratum("position", _range(low, high - 1)) for low, high in _position_bands()]
     found += [Stratum("decode step", _range(low, high)) for low, high in DECODE_STEPS]
@@ -64,19 +70,20 @@ def known_strata(n_quintiles: int = 0) -> tuple[Stratum, ...]:
     chunks = [str(n) for n in range(N_CHUNKS - 1)] + [f"{N_CHUNKS - 1} and later"]
     found += [Stratum("chunk", chunk) for chunk in chunks]
     found += [Stratum("kernel mode", mode) for mode in KERNEL_MODES]
-    found += [Stratum("entropy", f"quintile {n + 1}") for n in range(n_quintiles)]
+    if is_sampled:
+        found += [Stratum("entropy", f"quintile {n + 1}") for n in range(5)]
+        found += [Stratum("margin", name) for name in _margins()]
     return tuple(found)
 
 
-def strata_of(rows: ArmRows, quintile: Whole | None = None) -> Strata:
+def strata_of(rows: ArmRows, edges: Floats | None = None) -> Strata:
     """Return in which strata rows stand.
 
     Args:
         rows: the rows of an arm.
-        quintile: 0 to 4 by row ``(n,)``, -1 unknown: of the entropy, or of another covariate that
-            was given; None without.
+        edges: of the quintiles of the entropy, in nats; None where neither arm has one.
     """
-    strata = known_strata(0 if quintile is None else 5)
+    strata = known_strata(is_sampled=edges is not None)
     first: dict[str, int] = {}
     for n, stratum in enumerate(strata):
         first.setdefault(stratum.axis, n)
@@ -93,8 +100,11 @@ def strata_of(rows: ArmRows, quintile: Whole | None = None) -> Strata:
         "chunk": np.minimum(rows.chunk, N_CHUNKS - 1),
         "kernel mode": rows.kernel_mode,
     }
-    if quintile is not None:
-        own["entropy"] = quintile
+    if edges is not None:
+        nothing = np.full(len(rows), -1, np.int8)
+        after = rows.sampled
+        own["entropy"] = nothing if after is None else banded(after.entropy, edges)
+        own["margin"] = nothing if after is None else banded(after.margin, np.array(MARGIN_EDGES))
     codes = {
         axis: np.where(code >= 0, code + first[axis], -1).astype(np.int8)
         for axis, code in own.items()
@@ -102,19 +112,23 @@ def strata_of(rows: ArmRows, quintile: Whole | None = None) -> Strata:
     return Strata(strata, codes)
 
 
-def quintiles(covariate: Floats, edges: Floats | None = None) -> tuple[Ints, Floats]:
-    """Return the quintile of each value ``(n,)``, -1 for NaN, and the four edges.
+def entropy_edges(first: ArmRows, second: ArmRows) -> Floats | None:
+    """Return the edges of the quintiles of the entropy, in nats; None where neither arm has one.
 
-    Args:
-        covariate: entropy of the sampled token, or another number, by row.
-        edges: those of the reference; None takes them from these values.
+    They are those of the reference, or of the other arm where the reference sampled nothing.
     """
-    known = np.isfinite(covariate)
-    if edges is None:
-        some = covariate[known] if known.any() else np.zeros(1)
-        edges = np.asarray(np.quantile(some, [0.2, 0.4, 0.6, 0.8]), np.float64)
-    place = np.searchsorted(edges, covariate, side="left")
-    return np.where(known, place, -1).astype(np.int64), edges
+    for rows in (first, second):
+        if rows.sampled is not None and np.isfinite(rows.sampled.entropy).any():
+            return np.asarray(
+                np.nanquantile(rows.sampled.entropy, [0.2, 0.4, 0.6, 0.8]), np.float64
+            )
+    return None
+
+
+def banded(values: npt.NDArray[np.float32], edges: Floats) -> npt.NDArray[np.int8]:
+    """Return the band of each value ``(n,)``, from 0, -1 for NaN; an edge is in the lower one."""
+    place = np.searchsorted(edges, values, side="left")
+    return np.where(np.isnan(values), -1, place).astype(np.int8)
 
 
 def fine_bands(position: Whole) -> Ints:
@@ -126,6 +140,11 @@ def fine_bands(position: Whole) -> Ints:
 
 def _position_bands() -> list[tuple[int, int]]:
     return list(pairwise(POSITION_EDGES))
+
+
+def _margins() -> list[str]:
+    inner = [f"{low:g} to {high:g}" for low, high in pairwise(MARGIN_EDGES)]
+    return [f"to {MARGIN_EDGES[0]:g}", *inner, f"over {MARGIN_EDGES[-1]:g}"]
 
 
 def _range(low: int, high: int) -> str:

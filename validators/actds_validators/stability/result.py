@@ -50,7 +50,7 @@ class Limits(Section):
     limit: float = Field(
         default=0.02, gt=0, description="difference of matched cosines that counts as none"
     )
-    fdr: float = Field(default=0.05, gt=0, lt=1, description="false discovery rate of all tests")
+    fdr: float = Field(default=0.05, gt=0, lt=1, description="false discovery rate of the tests")
 
 
 class ArmResult(Section):

@@ -161,7 +161,7 @@ def _was_cut_off(catalog: Catalog, run: str) -> bool:
     """Return whether a process of the harvest did not end in order."""
     chains = [chain for chain in catalog.chains.values() if chain.run == run]
     return any(
-        chain.state == "fenced" or (chain.close is not None and chain.close.reason == "failed")
+        chain.close is None or chain.close.reason != "finished"
         for chain in chains
         if chain.kind in ("census", "writer")
     )

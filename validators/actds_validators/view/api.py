@@ -71,8 +71,9 @@ def view(
         n_tokens: positions of each to show at most; a page holds 12,000.
         tokenizer: what decodes tokens, or a model folder with ``tokenizer.json``.
         probe: ``.npy`` file of directions, ``(d_model,)`` or ``(n_probes, d_model)``.
-        sae: ``.safetensors`` or ``.npz`` file of a dictionary, or its folder, as SAELens or
-            dictionary_learning name its tensors.
+        sae: a dictionary, as ``actds regimes --sae`` takes it: folder of SAELens, ``params.npz`` of
+            Gemma Scope, ``ae.pt`` of dictionary_learning; or a ``.safetensors`` or ``.npz`` file of
+            an encoder alone.
         features: which features of ``sae``, or probes of ``probe``; at most 3.
         stats: read every row once for the mean norm of each hook; kept under the digest.
 
@@ -104,7 +105,7 @@ def view(
     if probe is not None:
         scores += read_probe(probe, d_model, features)
     elif sae is not None:
-        scores += read_sae(sae, d_model, features)
+        scores += read_sae(sae, d_model, features, chosen)
     elif features:
         raise ActdsError("E009", "--feature", got="no file", expected="--sae or --probe")
     words = read_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer

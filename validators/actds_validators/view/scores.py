@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
+from actds_validators.dictionaries import gemma_scope, load_dictionary, saelens
+from actds_validators.dictionaries.tensors import is_torch, read_npz, read_safetensors
 
 __all__ = ["MAX_SCORES", "NORM", "Score", "read_probe", "read_sae"]
 
 Floats = npt.NDArray[Any]
 MAX_SCORES = 4
 """The norm, and three more."""
-_MAX_HEADER = 1 << 26
-_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _ENCODERS = ("W_enc", "encoder.weight")
 
 
@@ -71,23 +68,27 @@ def read_probe(path: str | Path, d_model: int, chosen: Sequence[int] = ()) -> li
     ]
 
 
-def read_sae(path: str | Path, d_model: int, chosen: Sequence[int]) -> list[Score]:
-    """Return the scores of features of a dictionary: their activations before any top-k.
+def read_sae(
+    path: str | Path, d_model: int, chosen: Sequence[int], hook: str | None = None
+) -> list[Score]:
+    """Return the scores of features of a dictionary: their activations.
 
-    The activation is ReLU of the encoder's product and bias, of the row less the decoder's bias
-    where the file has one and a ``cfg.json`` beside it does not say otherwise; a feature that has
-    a threshold is 0 up to it. Names are those of SAELens and of dictionary_learning.
+    A file of its own, without ``cfg.json``, may be an encoder alone: ReLU of its product and bias,
+    of the row less the decoder's bias where the file has one; a feature that has a threshold is 0
+    up to it, and a top-k is not known. Names are those of SAELens and of dictionary_learning.
 
     Args:
-        path: ``.safetensors`` or ``.npz`` file, or the folder of one as SAELens writes it.
+        path: what ``load_dictionary`` takes, or a ``.safetensors`` or ``.npz`` file of an encoder.
         d_model: channels of the hook.
         chosen: features.
+        hook: the hook, in the names of actds; None where it is not known.
 
     Raises:
-        ActdsError: E015 no such file or feature, another width, or no encoder in it.
+        ActdsError: E015 no such file or feature, another width or hook, or no encoder in it.
     """
     path = Path(path)
-    path = path / "sae_weights.safetensors" if path.is_dir() else path
+    if _is_whole(path):
+        return _of_dictionary(path, d_model, chosen, hook)
     tensors = _tensors(path)
     name = next((n for n in _ENCODERS if n in tensors), None)
     if name is None:
@@ -95,13 +96,10 @@ def read_sae(path: str | Path, d_model: int, chosen: Sequence[int]) -> list[Scor
     encoder = tensors[name].T if name == "W_enc" else tensors[name]  # (n_features, d_model)
     if encoder.ndim != 2 or encoder.shape[1] != d_model:
         raise _bad(path, f"{name} {tensors[name].shape}", f"an encoder of {d_model} channels")
-    if not chosen:
-        raise _bad(path, f"{len(encoder):,} features and no --feature", "features to look at")
     n = len(encoder)
+    _need_some(path, chosen, n)
     bias = _vector(path, tensors, ("b_enc", "encoder.bias"), n)
     centre = _vector(path, tensors, ("b_dec", "bias", "decoder.bias"), d_model)
-    if centre is not None and not _centred(path):
-        centre = None
     threshold = _vector(path, tensors, ("threshold",), n)
     scores = []
     for k in _chosen(path, chosen, n):
@@ -112,6 +110,39 @@ def read_sae(path: str | Path, d_model: int, chosen: Sequence[int]) -> list[Scor
         words = f"activation of feature {k} of {path.name}, before any top-k"
         scores.append(Score(f"feature {k}", words, _activation(product, shift, least)))
     return scores
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a path is a dictionary with its settings, and no encoder alone."""
+    if path.is_dir() or path.name in (saelens.CONFIG, gemma_scope.PARAMETERS) or is_torch(path):
+        return True
+    return path.name == saelens.WEIGHTS and path.with_name(saelens.CONFIG).exists()
+
+
+def _of_dictionary(
+    path: Path, d_model: int, chosen: Sequence[int], hook: str | None
+) -> list[Score]:
+    one = load_dictionary(path, hook, d_model)
+    _need_some(path, chosen, one.n_features)
+    last: list[tuple[Floats, Any]] = []
+
+    def features(rows: Floats) -> Any:
+        if not last or last[0][0] is not rows:
+            last[:] = [(rows, one.encode_sparse(rows).tocsc())]
+        return last[0][1]
+
+    def activation(k: int) -> Callable[[Floats], Floats]:
+        return lambda rows: features(rows)[:, [k]].toarray()[:, 0]
+
+    return [
+        Score(f"feature {k}", f"activation of feature {k} of {path.name}", activation(k))
+        for k in _chosen(path, chosen, one.n_features)
+    ]
+
+
+def _need_some(path: Path, chosen: Sequence[int], n: int) -> None:
+    if not chosen:
+        raise _bad(path, f"{n:,} features and no --feature", "features to look at")
 
 
 def _product(path: Path, direction: Floats) -> Callable[[Floats], Floats]:
@@ -152,50 +183,12 @@ def _vector(
     return values
 
 
-def _centred(path: Path) -> bool:
-    """Return whether the decoder's bias is taken off first: always, unless SAELens says no."""
-    try:
-        found = json.loads(path.with_name("cfg.json").read_bytes()[:_MAX_HEADER])
-    except (OSError, ValueError):
-        return True
-    return not isinstance(found, dict) or found.get("apply_b_dec_to_input") is not False
-
-
 def _tensors(path: Path) -> Mapping[str, Floats]:
     """Return the tensors of a file by name; those of ``.safetensors`` stay on the disk."""
-    if path.suffix not in (".safetensors", ".npz"):
+    read = {".safetensors": read_safetensors, ".npz": read_npz}.get(path.suffix)
+    if read is None:
         raise _bad(path, f"a {path.suffix or 'bare'} file", "a .safetensors or .npz file")
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                return {name: file[name] for name in file.files}
-        return _safetensors(path)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
-        raise _bad(path, f"{type(error).__name__}: {error}"[:200], "a whole file") from None
-
-
-def _safetensors(path: Path) -> dict[str, Floats]:
-    """Return the float tensors of a file, mapped; numpy knows no bfloat16, and needs no package."""
-    with path.open("rb") as file:
-        n = int.from_bytes(file.read(8), "little")
-        if not 0 < n <= _MAX_HEADER:
-            raise ValueError(f"a header of {n} bytes")
-        header = json.loads(file.read(n))
-    if not isinstance(header, dict):
-        raise ValueError("no header")
-    data = np.memmap(path, np.uint8, "r", offset=8 + n)
-    found = {}
-    for name, entry in header.items():
-        if name == "__metadata__" or entry["dtype"] not in _FLOATS:
-            continue
-        start, stop = entry["data_offsets"]
-        kind = np.dtype(_FLOATS[entry["dtype"]])
-        if not 0 <= start <= stop <= len(data):
-            raise ValueError(f"{name} ends after the file")
-        if math.prod(entry["shape"]) * kind.itemsize != stop - start:
-            raise ValueError(f"{name} has another size than shape")
-        found[name] = np.frombuffer(data[start:stop], kind).reshape(entry["shape"])
-    return found
+    return read(path)
 
 
 def _bad(path: Path, got: str, expected: str) -> ActdsError:

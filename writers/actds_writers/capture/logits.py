@@ -14,8 +14,6 @@ CHUNK_VALUES = 1 << 24
 """Most logits that are in float32 at a time on a GPU, 64 MiB; on a CPU it is a row, which fits its
 cache and is several times as fast."""
 _GROUPS = 64
-_FLOOR = -1e4
-"""Instead of a logit of minus infinity: its probability is 0, and 0 times infinity is no number."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,12 @@ class Reading:
         if n_at_once is None:
             on_cpu = logits.device.type == "cpu"
             n_at_once = 1 if on_cpu else max(1, CHUNK_VALUES // logits.shape[1])
-        values = torch.cat([_read(rows) for rows in torch.split(logits, n_at_once)])
+        largest, second = _two_largest(logits)
+        parts = zip(*(torch.split(one, n_at_once) for one in (logits, largest)), strict=True)
+        odds, means = zip(*[_read(*part) for part in parts], strict=True)
+        of_largest = torch.cat(odds).log()
+        entropy = (-of_largest - torch.cat(means)).clamp_(min=0.0)
+        values = torch.stack([entropy, largest - second, largest, of_largest], dim=1)
         # A sampler computes in float32: only such logits are its own and change in place.
         kept = logits.clone() if logits.dtype == torch.float32 else logits
         return cls(kept, values)
@@ -61,33 +64,29 @@ class Reading:
         return torch.cat([ids.to(torch.int32)[:, None], bits], dim=1)
 
 
-def _read(logits: torch.Tensor) -> torch.Tensor:
-    """Return entropy, margin, largest logit and its log-probability, float32 ``(n, 4)``."""
-    rows = logits.float()
-    largest, second = _two_largest(rows)
-    below = rows - largest[:, None]
+def _read(logits: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the probability of the largest logit, and how far logits are below it in the mean.
+
+    Of differences from the largest, so that large logits cost no digits. What has no probability is
+    minus infinity times 0 in the mean; logits that are no number stay so in the probability.
+    """
+    below = logits - largest[:, None]
     odds = torch.softmax(below, dim=-1)
-    of_largest = odds.amax(dim=-1).log()
-    # Of differences from the largest, so that large logits cost no digits.
-    mean = odds.mul_(below.clamp_(min=_FLOOR)).sum(dim=-1)
-    entropy = (-of_largest - mean).clamp_(min=0.0)
-    return torch.stack([entropy, largest - second, largest, of_largest], dim=1)
+    return odds.amax(dim=-1), odds.mul_(below).nansum(dim=-1)
 
 
 def _two_largest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest and second largest value of each row, equal for a tie.
+    """Return the largest and second largest value of each row in float32, equal for a tie.
 
     By the largest of groups, which takes a fifth of the time of ``topk`` over the vocabulary.
     """
     n, vocabulary = rows.shape
     if vocabulary % _GROUPS:
-        top = rows.topk(min(2, vocabulary), dim=-1).values
+        top = rows.topk(min(2, vocabulary), dim=-1).values.float()
         return top[:, 0], top[:, -1]
     grouped = rows.view(n, _GROUPS, -1)
     best = grouped.amax(dim=1).topk(min(2, vocabulary // _GROUPS), dim=-1)
     index = best.indices[:, :1, None].expand(n, 1, _GROUPS)
     within = grouped.transpose(1, 2).gather(1, index)[:, 0].topk(2, dim=-1).values
-    other = within[:, 1]
-    if best.values.shape[1] > 1:
-        other = torch.maximum(other, best.values[:, 1])
-    return within[:, 0], other
+    others = torch.cat([within[:, 1:], best.values[:, 1:]], dim=1)
+    return within[:, 0].float(), others.amax(dim=1).float()

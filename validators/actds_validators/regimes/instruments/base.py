@@ -37,8 +37,20 @@ class Dictionary(Protocol):
         """Return the features ``(n, n_features)`` of rows ``(n, d_model)``."""
         ...
 
-    def decode(self, features: Rows) -> Rows:
-        """Return the rows ``(n, d_model)`` of features ``(n, n_features)``."""
+    def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
+        """Return the rows ``(n, d_model)`` of features ``(n, n_features)``.
+
+        Args:
+            features: the features.
+            rows: the rows that they are of, whose own numbers undo a normalization.
+        """
+        ...
+
+    def frame(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return what a normalization takes off each row and divides it by, each ``(n, 1)``.
+
+        Zeros and ones where there is none.
+        """
         ...
 
 
@@ -62,9 +74,13 @@ class Remembered:
         self._last = [*self._last[-1:], (rows, features)]  # the two rows of pairs
         return features
 
-    def decode(self, features: Rows) -> Rows:
+    def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
         """Return the rows ``(n, d_model)`` of features."""
-        return self._dictionary.decode(features)
+        return self._dictionary.decode(features, rows)
+
+    def frame(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return what a normalization takes off each row and divides it by, each ``(n, 1)``."""
+        return self._dictionary.frame(rows)
 
 
 def events(features: Rows) -> csr_array:

@@ -44,7 +44,7 @@ class Numerics:
             return
         features = self._dictionary.encode(first)
         self.width = features.shape[1]
-        rest = first.astype(np.float64) - self._dictionary.decode(features)
+        rest = first.astype(np.float64) - self._dictionary.decode(features, first)
         yield Part("drift", np.square(second.astype(np.float64) - first).sum(axis=1))
         yield Part("error", np.square(rest).sum(axis=1))
         active, other = features > 0, self._dictionary.encode(second) > 0

@@ -65,14 +65,16 @@ class Reconstruction:
             self._turned = np.sort(order[rate[order] > 0])
         basis = np.zeros((len(self._turned) + 1, features.shape[1]), np.float32)
         basis[np.arange(len(self._turned)), self._turned] = 1.0
-        decoded = self._dictionary.decode(basis)
-        self._directions = decoded[:-1] - decoded[-1]
+        # Of the longest row: one of zeros has no scale, where rows are normalized.
+        of = sample[[int(np.linalg.norm(sample, axis=1).argmax())]]
+        decoded = self._dictionary.decode(basis, np.repeat(of, len(basis), axis=0))
+        self._directions = (decoded[:-1] - decoded[-1]) / self._dictionary.frame(of)[1]
 
     def parts(self, rows: Rows, side: int, row: Ints) -> Iterator[Part]:
         """Yield errors, squares, active features and the followed features' directions."""
         assert self._turned is not None
         features = self._dictionary.encode(rows)
-        rest = rows.astype(np.float64) - self._dictionary.decode(features)
+        rest = rows.astype(np.float64) - self._dictionary.decode(features, rows)
         centred = rows.astype(np.float64) - self._centre
         yield Part("error", np.square(rest).sum(axis=1))
         yield Part("x", centred)
@@ -82,7 +84,7 @@ class Reconstruction:
         yield Part(ACTIVE, active, coarse=True)
         mine = features[:, self._turned].astype(np.float64)
         yield Part("turned n", (mine > 0).astype(np.float32), coarse=True)
-        yield Part("turned aa", mine**2, coarse=True)
+        yield Part("turned aa", mine**2 * self._dictionary.frame(rows)[1], coarse=True)
         yield Part("turned", mine, coarse=True, right=rest)
 
     def measures(self, reference: Sums, limits: Limits) -> list[Measure]:

@@ -1,0 +1,550 @@
+"""Stability: matching, partners, order and arms against what others compute, and planted arms."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import permutations
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import min_weight_full_bipartite_matching
+
+import actds
+from actds.errors import ActdsError
+from actds_testing.places import SCHEMAS
+from actds_testing.planted import directions, planted_dataset, rotated
+from actds_testing.synthetic import make_dataset
+from actds_validators.cli.stability import stability as command
+from actds_validators.dictionaries import load_dictionary
+from actds_validators.regimes.asking import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
+from actds_validators.report.stability import page, said, terminal
+from actds_validators.stability import order
+from actds_validators.stability.api import stability
+from actds_validators.stability.arms import Arm, chosen, most, open_arm, scored_apart
+from actds_validators.stability.cross import Errors, Scored, cross_values, rare_tokens
+from actds_validators.stability.fit import Rows, Trainer
+from actds_validators.stability.judge import MIN_SEEDS, compare, sign_test, verdicts
+from actds_validators.stability.matching import chance, match, match_directions
+from actds_validators.stability.partners import correlations, effective_partners, split_and_merge
+from actds_validators.stability.result import Likeness, Limits, PairResult, Stability
+
+HOOK = "resid_post.0"
+PLANTED = directions(12, 8)
+SMALL = {"features": 12, "k": 2, "batch": 64, "epochs": 20, "learning_rate": 5e-3, "limit": 0.1}
+QUICK = SMALL | {"seeds": 2, "epochs": 1}
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A; B of the same directions, other rows; C with half of the directions turned."""
+    folder = tmp_path_factory.mktemp("sets")
+    common = {"n_requests": 120, "hooks": (HOOK,)}
+    return {
+        "A": planted_dataset(folder / "a", PLANTED, **common),
+        "B": planted_dataset(folder / "b", PLANTED, seed=1, run="r-b", **common),
+        "C": planted_dataset(folder / "c", rotated(PLANTED, 0.5), run="r-c", **common),
+    }
+
+
+@pytest.fixture(scope="module")
+def result(sets: dict[str, Path]) -> Stability:
+    arms = [f"{name}={path}" for name, path in sets.items()]
+    return stability(*arms, limits=SMALL | {"seeds": 7})
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(command, [str(arg) for arg in args], prog_name="actds stability")
+
+
+# Matching
+
+
+def test_the_matching_is_the_best_of_all_permutations() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        similarity = rng.normal(size=(5, 5))
+        best = max(sum(similarity[i, p[i]] for i in range(5)) for p in permutations(range(5)))
+        assert match(similarity).cosine.sum() == pytest.approx(best)
+
+
+def test_the_matching_is_that_of_another_algorithm_of_scipy() -> None:
+    similarity = np.random.default_rng(1).uniform(0.1, 1, size=(60, 40))
+    found = match(similarity)
+    rows, columns = min_weight_full_bipartite_matching(csr_array(similarity), maximize=True)
+    assert found.cosine.sum() == pytest.approx(similarity[rows, columns].sum())
+    assert len(found.cosine) == 40 and found.n == 60
+
+
+def test_a_direction_without_a_match_counts_nothing() -> None:
+    one, other = np.eye(4), np.eye(4)[:3]
+    found = match_directions(one, other, (np.ones(4, bool), np.ones(3, bool)))
+    assert (found.mean, found.share(0.9)) == (0.75, 0.75)
+    assert found.first.tolist() == found.second.tolist() == [0, 1, 2]
+    assert match(np.empty((0, 3))).mean == 0.0
+
+
+def test_features_that_never_were_active_are_not_alike_for_that_alone() -> None:
+    one = np.array([[1.0, 0], [0, 1]])
+    other = np.array([[0.6, 0.8], [0, 1]])
+    dead = np.array([True, False])
+    assert match_directions(one, other, (dead, dead)).mean == pytest.approx(0.6)
+
+
+# Effective partners
+
+
+def features(columns: list[list[float]]) -> csr_array:
+    return csr_array(np.array(columns, np.float32).T)
+
+
+def test_a_feature_in_two_equal_halves_has_two_partners() -> None:
+    whole = [1.0] * 40 + [0.0] * 60
+    halves = [[1.0] * 20 + [0.0] * 80, [0.0] * 20 + [1.0] * 20 + [0.0] * 60]
+    away = [0.0] * 60 + [1.0] * 40  # correlates negatively: no partner
+    assert effective_partners(features([whole]), features([*halves, away])) == pytest.approx([2.0])
+    assert effective_partners(features(halves), features([whole])) == pytest.approx([1.0, 1.0])
+    assert split_and_merge(features([whole]), features(halves)) == pytest.approx((2.0, 1.0))
+
+
+def test_uneven_partners_are_the_exponential_of_their_entropy() -> None:
+    rng = np.random.default_rng(2)
+    one, other = rng.gamma(0.3, size=(500, 3)), rng.gamma(0.3, size=(500, 4))
+    other[:, 0] += one[:, 0]
+    other[:, 1] += 2 * one[:, 0] + one[:, 1]
+    other[:, 2] += one[:, 2]
+    expected = np.corrcoef(one.T, other.T)[:3, 3:]
+    assert correlations(csr_array(one), csr_array(other)) == pytest.approx(expected)
+    weight = np.maximum(expected, 0) ** 2
+    share = weight / weight.sum(axis=1, keepdims=True)
+    entropy = [-sum(p * math.log(p) for p in row if p > 0) for row in share]
+    assert effective_partners(csr_array(one), csr_array(other)) == pytest.approx(np.exp(entropy))
+
+
+def test_a_feature_that_does_not_vary_or_is_rare_has_no_partner() -> None:
+    always, some = [1.0] * 50, [1.0] * 25 + [0.0] * 25
+    assert np.isnan(effective_partners(features([always]), features([some]))).all()
+    assert split_and_merge(features([[1.0] * 19 + [0.0] * 31]), features([some])) == (None, None)
+
+
+# Order
+
+
+def test_rows_that_two_arms_share_come_in_one_order() -> None:
+    rng = np.random.default_rng(3)
+    request, position = rng.integers(0, 9, 300).astype(np.uint64), rng.integers(0, 60, 300)
+    copy = order.copies(request, position, rng.integers(0, 99, 300).astype(np.uint64))
+    keys = order.row_keys(request, position, copy)
+    assert len(np.unique(keys)) == 300, "a row at one place twice is two rows"
+    some = np.sort(rng.choice(300, 120, replace=False))
+    whole, part = order.epoch_order(keys, 5, 2), order.epoch_order(keys[some], 5, 2)
+    assert sorted(whole.tolist()) == list(range(300))
+    assert keys[some][part].tolist() == [k for k in keys[whole].tolist() if k in set(keys[some])]
+    for other in (order.epoch_order(keys, 6, 2), order.epoch_order(keys, 5, 3)):
+        assert (other != whole).mean() > 0.9
+
+
+# Arms
+
+
+def opened(*words: str, held_out: float = 0.2) -> list[Arm]:
+    asked = parse_named(words, MIXTURE_KEYS)
+    return [open_arm(one, actds.open(one.path), HOOK, held_out) for one in asked]
+
+
+def test_an_arm_says_its_shares_and_weights() -> None:
+    (one,) = parse_named(["M=s3://b/a:c:prefill=0.25,decode=0.75,weights=multiplicity,weights=w"],
+                         MIXTURE_KEYS)  # fmt: skip
+    mix = (("prefill", 0.25), ("decode", 0.75))
+    assert one == ArmWords("M", "s3://b/a:c", mix=mix, weights=("multiplicity", "w"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("a:prefill=0.5", "shares of 0.5"),
+        ("a:prefill=0.5,decode=0.6", "shares of 1.1"),
+        ("a:prefill=half,decode=0.5", "the share half"),
+        ("a:prefill=0,decode=1", "the share 0"),
+        ("a:phase=decode,prefill=0.5,decode=0.5", "a phase and shares"),
+        ("a:prefill=0.5,prefill=0.5", "prefill twice"),
+        ("a:shares=1", "the key shares"),
+    ],
+)
+def test_shares_that_cannot_be_meant_are_refused(words: str, said: str) -> None:
+    with pytest.raises(ActdsError, match=f"E009.*{said}"):
+        parse_named([words], MIXTURE_KEYS)
+
+
+def test_what_trains_nothing_has_no_shares() -> None:
+    for words in ("a:prefill=0.5,decode=0.5", "a:weights=multiplicity"):
+        with pytest.raises(ActdsError, match=r"E009.*the keys phase, where, exclude"):
+            parse_arms([words, "b"])
+
+
+def test_a_hybrid_has_its_shares_exactly_and_the_rows_of_its_parts(sets: dict[str, Path]) -> None:
+    path = sets["A"]
+    whole, prefill, hybrid = scored_apart(
+        opened(str(path), f"P={path}:phase=prefill", f"M={path}:prefill=0.7,decode=0.3")
+    )
+    n = most(hybrid.train, hybrid.shares)
+    for rows in (10, 101, n):
+        entries = chosen(hybrid.train, hybrid.shares, rows)
+        counts = np.bincount(entries.phase, minlength=2)
+        assert counts.sum() == rows and abs(counts[0] - 0.7 * rows) < 1
+    assert most(whole.train, whole.shares) == len(whole.train[0])
+    # The prefill rows of the mixture are the first ones of the arm of prefill rows.
+    of_prefill = chosen(prefill.train, prefill.shares, int((entries.phase == 0).sum()))
+    assert entries.take(entries.phase == 0).row.tolist() == of_prefill.row.tolist()
+
+
+def test_a_weighted_arm_has_each_row_as_often_as_it_was_served(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "a", n_requests=40, hooks=(HOOK,))
+    stored, served = opened(str(path), f"W={path}:weights=multiplicity")
+    times = actds.open(path).multiplicity()
+    assert len(served.train[0]) > len(stored.train[0]) and times.num_rows
+    found = np.bincount(served.train[0].row)
+    expected = actds.Loader(path, HOOK, weights="multiplicity", split="train", held_out=0.2,
+                            exclude=["bos", "first_position"], batch=1)  # fmt: skip
+    assert found.sum() == expected.batches_per_epoch
+    assert len(np.unique(served.train[0].key)) == len(served.train[0])
+    assert np.bincount(served.scored[0].row).max() == 1
+
+
+def test_weights_of_an_expression_weigh_the_loss(sets: dict[str, Path]) -> None:
+    (arm,) = opened(f"W={sets['A']}:weights=1 + position")
+    tokens = actds.open(sets["A"]).tokens(HOOK)
+    expected = 1 + tokens["position"].to_numpy()[arm.train[0].row]
+    assert arm.train[0].weight.tolist() == expected.tolist()
+
+
+def test_a_lossy_arm_takes_the_weights_that_an_audit_wrote(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "a", n_requests=60, hooks=(HOOK,), drops=True)
+    file = tmp_path / "weights.parquet"
+    actds.audit(path, weights=file)
+    (arm,) = opened(f"W={path}:weights={file},weights=multiplicity")
+    weights = actds.open(path).row_weights(file)
+    shards = actds.open(path).shards_of(HOOK)
+    by_shard = weights.of_shards([shard.name for shard in shards])
+    every = np.concatenate([by_shard[shard.name] for shard in shards])
+    assert arm.train[0].weight.tolist() == every[arm.train[0].row].tolist()
+    assert len(set(arm.train[0].weight.tolist())) > 1
+
+
+def test_nothing_that_one_arm_scores_is_trained_on_by_another(tmp_path: Path) -> None:
+    common = {"n_requests": 60, "hooks": (HOOK,), "cache": False}
+    one = make_dataset(tmp_path / "a", **common)
+    other = make_dataset(tmp_path / "b", run="r-b", **common)
+    arms = scored_apart(opened(str(one), f"{other}:phase=decode"))
+    train = [part for arm in arms for part in arm.train]
+    scored = [part for arm in arms for part in arm.scored]
+    for a in train:
+        for b in scored:
+            assert not np.intersect1d(a.request, b.request).size
+            assert not np.intersect1d(a.prefix[a.prefix > 0], b.prefix).size
+    prefixes = scored[0].prefix[scored[0].prefix > 0]
+    assert len(prefixes) == len(np.unique(prefixes)) > 50
+    # The requests are those that a loader holds out.
+    loader = actds.Loader(one, HOOK, split="held_out", held_out=0.2, batch=1, provenance=True)
+    held = {int(rows["request"][0]) for _, rows in loader}
+    tokens = actds.open(one).tokens(HOOK)
+    assert set(tokens["request"].to_numpy()[scored[0].row].tolist()) <= held
+
+
+# Cross-reconstruction
+
+
+def test_rare_tokens_are_the_least_frequent_tenth() -> None:
+    tokens = np.repeat([7, 8, 9, 10, 11], [1, 2, 2, 5, 40])
+    rare, frequent = rare_tokens(tokens)
+    assert (rare.most, rare.share, frequent.tolist()) == (2, 0.1, [10, 11])
+
+
+def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(sets: dict[str, Path]) -> None:
+    (arm,) = scored_apart(opened(str(sets["A"])))
+    entries = arm.scored[0]
+    rng = np.random.default_rng(0)
+    rows = rng.normal(3, 1, size=(len(entries), 8)).astype(np.float32)
+    group = np.unique(entries.request, return_inverse=True)[1] % 9
+    scored = Scored(rows, entries, group, rng.random(len(rows)) < 0.3)
+    squared = [rng.gamma(1, size=len(rows)) for _ in range(2)]
+    errors = [Errors(one, np.full(len(rows), 2)) for one in squared]
+    values = {one.rows: one for one in cross_values("A", "A", errors, scored, scored)}
+    assert set(values) == {"all", "prefill", "decode", "rare tokens"}
+
+    def fvu(mask: np.ndarray) -> float:
+        x = rows[mask].astype(np.float64)
+        spread = np.square(x - x.mean(axis=0)).sum()
+        return float(np.mean([one[mask].sum() / spread for one in squared]))
+
+    everything = np.ones(len(rows), bool)
+    assert values["all"].fvu == pytest.approx(fvu(everything), rel=1e-6)
+    assert values["all"].fvu_reference == pytest.approx(fvu(everything), rel=1e-6)
+    assert values["rare tokens"].fvu == pytest.approx(fvu(scored.rare), rel=1e-6)
+    x = rows.astype(np.float64)
+    of_reference = np.mean([one[scored.rare].mean() for one in squared]) / np.square(
+        x - x.mean(axis=0)
+    ).sum() * len(x)  # fmt: skip
+    assert values["rare tokens"].fvu_reference == pytest.approx(of_reference, rel=1e-6)
+    without = np.array([fvu(group != g) for g in range(9)])
+    error = math.sqrt(8 / 9 * np.square(without - without.mean()).sum())
+    one = values["all"]
+    assert one.low is not None and one.high is not None and one.fvu is not None
+    assert one.fvu - one.low == pytest.approx(one.high - one.fvu)
+    assert 1.96 * error < one.high - one.fvu < 4 * error
+
+
+# Judgement
+
+
+def test_six_seeds_are_the_fewest_that_reach_five_per_cent() -> None:
+    assert sign_test(6, 6) == sign_test(0, 6) == pytest.approx(2 / 2**6)
+    assert sign_test(5, 5) == pytest.approx(2 / 2**5) and MIN_SEEDS == 6
+    assert sign_test(5, 6) == pytest.approx(2 * 7 / 2**6)
+    assert sign_test(6, 6, two_sided=False) == pytest.approx(1 / 2**6)
+    assert sign_test(0, 0) == 1.0
+
+
+def likeness(matched: float) -> Likeness:
+    return Likeness(matched=matched, nearest=0.9, share_70=0.5, share_90=0.1, split=1.5, merge=1.5)
+
+
+def pairs(arm: list[float], floor: float = 0.6) -> list[PairResult]:
+    told = []
+    for seed, cosine in enumerate(arm):
+        seeds = (seed, (seed + 1) % len(arm))
+        for name, kind, value in (
+            ("R", "other order", 0.9), ("R", "other seed", floor),
+            ("B", "same start", 0.9), ("B", "other seed", cosine),
+        ):  # fmt: skip
+            told.append(PairResult(arm=name, kind=kind, seeds=seeds, likeness=likeness(value)))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("arm", "floor", "outcome", "short"),
+    [
+        ([0.4] * 6, 0.6, "beyond the floor", ""),
+        ([0.59] * 6, 0.6, "within the floor", ""),  # below each time, and by less than counts
+        ([0.7] * 6, 0.6, "within the floor", ""),
+        ([0.4, 0.4, 0.4, 0.4, 0.4, 0.7], 0.6, "undecided", "no difference is shown"),
+        ([0.4] * 5, 0.6, "undecided", "5 seeds describe, they do not test"),
+        ([0.2] * 6, 0.21, "undecided", "little above the 0.200 of random directions"),
+    ],
+)
+def test_a_verdict_is_a_sign_test_over_seeds(
+    arm: list[float], floor: float, outcome: str, short: str
+) -> None:
+    found = compare(pairs(arm, floor), "R", 0.2, Limits())
+    (verdict,) = verdicts(found, "R", 0.2, Limits())
+    assert verdict.outcome == outcome
+    about = [words for words in verdict.short if words.startswith("other seed")]
+    assert (short in about[0]) if short else not about
+    tested = {(one.floor, one.measure) for one in found if one.p is not None}
+    floors = {("other seed", "matched"), ("other order", "matched")}
+    assert tested == (floors if len(arm) >= MIN_SEEDS else set())
+
+
+# Training
+
+
+def rows_of(n: int, seed: int = 0) -> Rows:
+    import torch
+
+    values = np.random.default_rng(seed).normal(size=(n, 8)).astype(np.float32)
+    return Rows(torch.from_numpy(values), np.arange(n, dtype=np.uint64), np.ones(n))
+
+
+def trainer(epochs: int = 2) -> Trainer:
+    return Trainer(12, 2, 16, epochs, 1e-3, 2.0, np.full(8, 0.5))
+
+
+@pytest.mark.standard
+def test_the_start_follows_from_the_seed_alone() -> None:
+    one, same, other = (trainer().start(seed) for seed in (1, 1, 2))
+    assert all((one[name] == same[name]).all() for name in one)
+    assert not (one["w_dec"] == other["w_dec"]).any()
+    assert np.linalg.norm(one["w_dec"], axis=1) == pytest.approx(np.ones(12), rel=1e-6)
+
+
+@pytest.mark.standard
+def test_equal_rows_give_equal_weights_and_rows_of_no_weight_none() -> None:
+    rows = rows_of(64)
+    one, again = trainer().fit(rows, 1, 2), trainer().fit(rows, 1, 2)
+    assert (one.w_enc == again.w_enc).all() and (one.w_dec == again.w_dec).all()
+    assert not (trainer().fit(rows, 1, 3).w_dec == one.w_dec).all()
+    weight = np.ones(64)
+    weight[::2] = 0
+    changed = rows.values.clone()
+    changed[::2] = 0  # what a sink is
+    left = [trainer().fit(Rows(v, rows.keys, weight), 1, 2).w_dec for v in (rows.values, changed)]
+    assert np.allclose(left[0], left[1], atol=1e-6)
+
+
+@pytest.mark.standard
+def test_order_and_training_do_not_depend_on_the_digest(tmp_path: Path) -> None:
+    common = {"n_requests": 60, "hooks": (HOOK,)}
+    one = planted_dataset(tmp_path / "a", PLANTED, **common)
+    other = planted_dataset(
+        tmp_path / "b", PLANTED, run="r-other", rows_per_shard=40, order="sequence", **common
+    )
+    assert actds.open(one).digest != actds.open(other).digest
+    assert (actds.open(one).array(HOOK)[:99] != actds.open(other).array(HOOK)[:99]).any()
+    found = stability(str(one), str(other), limits=QUICK)
+    by = {(d.arm, d.seed, d.order): d.sha256 for d in found.dictionaries}
+    for seed in (0, 1):
+        assert by["A", seed, seed] == by["B", seed, seed] != by["A", seed, seed + 2]
+    assert by["A", 0, 0] != by["A", 1, 1]
+    assert found.arms[1].n_common == found.n_rows
+    for pair in found.pairs:
+        if pair.kind == "same start":
+            assert pair.likeness.matched == pytest.approx(1, abs=1e-6)
+    assert all(v == 0 for c in found.comparisons if c.floor == "other seed" for v in c.differences)
+
+
+@pytest.mark.standard
+def test_planted_arms_end_within_and_beyond_the_floor(result: Stability) -> None:
+    assert [(one.arm, one.outcome) for one in result.verdicts] == [
+        ("B", "within the floor"), ("C", "beyond the floor"),
+    ]  # fmt: skip
+    assert result.verdicts[1].against_order == "beyond the floor"
+    assert said.answer(result) == "Yes: 1 of 2 arms beyond the floor of another seed"
+    by = {(one.arm, one.floor, one.measure): one for one in result.comparisons}
+    assert by["C", "other seed", "matched"].n_below == 7
+    # Of the directions that another seed finds again C finds about half, and B all.
+    floor = by["C", "other seed", "share_90"].of_floor
+    assert 0.25 * floor < by["C", "other seed", "share_90"].of_arm < 0.75 * floor
+    assert by["B", "other seed", "share_90"].of_arm > 0.8 * floor
+    assert by["C", "other seed", "split"].of_arm > by["B", "other seed", "split"].of_arm
+    assert result.n_seen == 20 * (result.n_rows // 64) * 64
+    assert {one.n_rows for one in result.arms} == {result.n_rows}
+    fvu = {(one.trained_on, one.rows_of): one.fvu for one in result.cross if one.rows == "all"}
+    assert max(fvu["A", "A"], fvu["A", "B"], fvu["C", "C"]) < 0.2 < 0.4 < fvu["A", "C"]
+
+
+@pytest.mark.standard
+def test_written_dictionaries_are_read_again_with_what_they_have_not_seen(
+    sets: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    found = stability(f"H={sets['A']}", limits=QUICK | {"held_out": 0.25}, out=out)
+    assert sorted(p.name for p in (out / "H").iterdir()) == [
+        "seed-0", "seed-0-order-2", "seed-1", "seed-1-order-3",
+    ]  # fmt: skip
+    assert found.verdicts == [] and {one.kind for one in found.pairs} == {
+        "other seed",
+        "other order",
+    }
+    one = load_dictionary(out / "H" / "seed-1", HOOK, 8)
+    assert (one.kind, one.k, one.n_features, one.hook) == ("topk", 2, 12, HOOK)
+    assert one.source.trained_on == (actds.open(sets["A"]).digest,)
+    assert one.source.held_out == 0.25 and one.source.hook_from == "file"
+    config = json.loads((out / "H" / "seed-1" / "cfg.json").read_text())
+    assert config["metadata"]["hook_name"] == "blocks.0.hook_resid_post"
+    x = actds.open(sets["A"]).array(HOOK)[:50]
+    away = x - one.reconstruct(x)
+    assert 0 < np.square(away).sum() < np.square(x - x.mean(axis=0)).sum() * 2
+    with pytest.raises(ActdsError, match=r"E503.*there already"):
+        stability(f"H={sets['A']}", limits=QUICK, out=out)
+    # It is scored on what it has not seen, and on nothing else.
+    pair, sae = (f"{sets['A']}:phase=decode", f"{sets['C']}:phase=decode"), [str(out / "H/seed-1")]
+    with pytest.raises(ActdsError, match=r"E015.*--held-out 0.25"):
+        actds.regimes(*pair, sae=sae)
+    scored = actds.regimes(*pair, sae=sae, held_out=0.25)
+    assert {one.instrument for one in scored.contrasts[0].verdicts} > {"dictionary"}
+
+
+# The command
+
+
+@pytest.mark.standard
+def test_the_command_writes_what_it_finds(sets: dict[str, Path], tmp_path: Path) -> None:
+    html, out = tmp_path / "page.html", tmp_path / "result.json"
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in QUICK.items()]
+    told = run(f"A={sets['A']}", f"C={sets['C']}", *options, "--html", html, "--json", out)
+    assert told.exit_code == 0, told.output
+    assert told.stdout.startswith("? Undecided: 1 of 1 arm\n")
+    found = Stability.from_json(out.read_bytes())
+    schema = json.loads((SCHEMAS / "stability.json").read_bytes())
+    jsonschema.validate(json.loads(out.read_text()), schema)
+    assert found.verdicts[0].sentence in told.stdout and "2 seeds describe" in told.stdout
+    assert found.limits.seeds == 2
+    again = run(f"A={sets['A']}", f"C={sets['C']}", *options, "--fail-on", "undecided")
+    assert again.exit_code == 1
+
+
+def test_the_published_schema_is_that_of_the_model() -> None:
+    from actds.cli.output import document_schema
+
+    published = json.loads((SCHEMAS / "stability.json").read_bytes())
+    assert published == document_schema(Stability, "serialization"), (
+        "run: actds schema --write spec/0.1/schemas"
+    )
+
+
+@pytest.mark.standard
+def test_the_page_says_what_the_result_says(result: Stability) -> None:
+    source = page.render(result, "actds stability <b>\x1b")
+    assert "<script" not in source and "\x1b" not in source and "<b>\x1b" not in source
+    assert "Yes: 1 of 2 arms beyond the floor of another seed" in source
+    lines = [line.text for line in terminal.render(result, "actds stability\x1b")]
+    assert all(line.isprintable() or not line for line in lines)
+    for verdict in result.verdicts:
+        assert any(verdict.sentence in line for line in lines)
+        assert verdict.sentence in source
+    assert f"{result.chance:.3f}" in source
+    assert source.count('class="floor mark"') == 14 and source.count("stored-mark mark") >= 28
+
+
+@pytest.mark.parametrize(
+    ("arms", "options", "words"),
+    [
+        (["{A}"], ["--hook", "resid_post.9"], "E014 --hook: resid_post.9"),
+        (["{A}", "{wide}"], [], "E014 arm B at resid_post.0: rows of 16 channels.*8"),
+        (["{A}"], ["--features", "2", "--k", "3"], "E009 --features: 2 features, 3"),
+        (["{A}"], ["--rows", "99999"], "E009 --rows: 99,999.*rows of arm A"),
+        (["{A}"], ["--rows", "8", "--batch", "16"], "E009 --rows: 8 rows"),
+        (["{A}"], ["--batch", "65536"], "E009 --batch"),
+        (
+            ["{A}"],
+            ["--max-memory", "1", "--features", "4096"],
+            "E009 --max-memory.*--features",
+        ),
+        (["{A}"], ["--held-out", "0.0001"], "E014 arm A: no request in held_out"),
+        (["{A}:where=position > 9999"], [], "E014 arm A: .*true for no row"),
+        (["{A}:prefill=0.5,decode=0.6"], [], "E009 .*shares of 1.1"),
+        (["{A}:weights=nothing.npz"], [], "E014"),
+        (["A={A}", "A={B}"], [], "E009 arms: A twice"),
+        (["{A}"], ["--html", "{A}/page.html"], "E009 --html"),
+        (["{A}"], ["--out", "{A}"], "E503.*there already"),
+        (["{A}"], ["--out", "{A}/no/such/out"], "E503.*no folder"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_trained(
+    sets: dict[str, Path], tmp_path: Path, arms: list[str], options: list[str], words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    import re
+
+    places = {name: str(path) for name, path in sets.items()}
+    if "{wide}" in arms:
+        places["wide"] = str(make_dataset(tmp_path / "wide", hooks=(HOOK,)))
+    monkeypatch.setattr(Trainer, "fit", None)
+    told = run(*(text.format(**places) for text in (*arms, *options)))
+    assert isinstance(told.exception, ActdsError), told.output
+    assert re.search(words, str(told.exception).replace("\n", " ")), str(told.exception)
+
+
+def test_one_seed_is_refused(sets: dict[str, Path]) -> None:
+    assert run(sets["A"], "--seeds", "1").exit_code == 2
+    with pytest.raises(ActdsError, match="E009 --seeds: 1"):
+        stability(str(sets["A"]), limits={"seeds": 1})
+
+
+def test_random_directions_are_alike_by_chance() -> None:
+    assert 0.3 < chance(64, 16) < 0.9
+    assert chance(64, 256) < chance(64, 16)
