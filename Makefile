@@ -234,7 +234,7 @@ gpu: $(DEMO)/model/config.json ## on a machine with a GPU: a real vLLM there, it
 	  $(GPU_BENCH) --batch $$batch --requests $$requests --compiled --variants none,again,two,eight,all; \
 	  $(GPU_BENCH) --batch $$batch --requests $$requests --variants none,two,all,all-naive; \
 	done; \
-	$(GPU_PROBES) --rounds 3; \
+	$(GPU_PROBES) --rounds 5; \
 	$(GPU_PROBES) --rounds 8 --engine-arg enforce_eager=true
 
 clean: ## remove what the demo and the tools made; .venv and the demo model stay

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,17 @@ import actds
 from actds.cli import cli
 from actds.errors import ActdsError
 from actds_testing.tiny import VOCAB_SIZE, make_random_model, make_tiny_model
+from actds_writers.harvest import probe_cost
 from actds_writers.monitor.log_chart import Bar, log_bars
 from actds_writers.sizing.probe_cost import Attention, ProbeArithmetic
-from actds_writers.sizing.probe_fit import Arm, Timed, counts_timed, fit, noise
+from actds_writers.sizing.probe_fit import (
+    Arm,
+    Timed,
+    Timing,
+    TimingTask,
+    counts_timed,
+    fit,
+)
 from actds_writers.sizing.weights import Weights, read_weights
 
 Shapes = dict[str, tuple[int, ...]]
@@ -224,7 +234,12 @@ def test_a_fit_recovers_the_costs_that_were_planted() -> None:
     noisy = timed(9, 0.02, 3e-5, counts, 0.01)
     by_round = {n: {t.arm: t.wall for t in noisy if t.round == n} for n in range(9)}
     medians = [
-        np.median([r[Arm("packed", n)] / r[Arm("none")] - 1 for r in by_round.values()])
+        np.median(
+            [
+                2 * r[Arm("packed", n)] / (r[Arm("none")] + r[Arm("again")]) - 1
+                for r in by_round.values()
+            ]
+        )
         for n in counts
     ]
     slope, intercept = np.polyfit(counts, medians, 1)
@@ -237,10 +252,10 @@ def test_intervals_hold_what_was_planted_about_as_often_as_they_say() -> None:
     counts, inside = (0, 16, 64, 256), {"s": 0, "m": 0, "again": 0}
     for seed in range(200):
         rounds = timed(12, 0.03, 2e-4, counts, 0.02, seed)
-        found, differs = fit(rounds, "packed", 8, seed=seed), noise(rounds, 8, seed=seed)
+        found = fit(rounds, "packed", 8, seed=seed)
         inside["s"] += found.s.low <= 0.03 <= found.s.high
         inside["m"] += found.m.low <= 2e-4 <= found.m.high
-        inside["again"] += differs.low <= 0 <= differs.high
+        inside["again"] += found.noise.low <= 0 <= found.noise.high
     # 95 % of 200 is 190; percentiles of few rounds are a little narrow.
     assert all(170 <= n <= 199 for n in inside.values()), inside
 
@@ -249,7 +264,13 @@ def test_a_cost_that_cannot_be_told_from_nothing_has_no_n_that_costs_1_percent()
     found = fit(timed(8, 0.02, 0.0, (0, 16, 64), 0.05), "packed", 8)
     assert found.m.low <= 0 <= found.m.high
     assert found.n_for(0.01) is None and found.n_for(0.01, 0.02) is None
-    assert found.words().startswith("m not measurable up to 64 probes: at most ")
+    assert found.words().startswith("not measurable: 64 probes cost less than ")
+    # A slope that differs from 0, of probes that cost less than the engine differs from itself.
+    steps = timed(8, 0.02, 1e-4, (0, 64), 0.0)
+    other = [replace(one, wall=one.wall * (1.03 if one.arm.way == "again" else 1)) for one in steps]
+    small, clear = fit(other, "packed", 8), fit(steps, "packed", 8)
+    assert small.m.low > 0 and not small.is_measured and clear.is_measured
+    assert small.words() == "not measurable: 64 probes cost less than 3.0%"
     with pytest.raises(ValueError, match="naive: 0 N"):
         fit(timed(3, 0.0, 0.0, (0, 4), 0.0), "naive", 8)
 
@@ -293,6 +314,59 @@ def test_naive_hooks_score_the_rows_and_leave_with_the_arm_that_had_them() -> No
         np.testing.assert_allclose(np.stack(found, 1), inner @ probes[1].T, rtol=1e-5)
     alone.restore()
     assert "forward" not in vars(model[1])
+
+
+def test_what_was_measured_is_said_with_its_noise_and_drawn(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
+    paper = actds.probe_cost(model=folder, probes=1000, hooks="resid_post:10", batches=[8])
+    steps = timed(6, 0.02, 3e-5, (0, 64, 1000), 0.0)
+    for one in [step for step in steps if step.arm.way == "none"]:
+        for n in (0, 100):
+            steps.append(Timed(Arm("naive", n), 8, one.round, one.wall * (2 + n / 100), one.cpu))
+    facts = dict.fromkeys(("engine", "mode", "dtype", "threads", "cores", "positions"), "x")
+    facts |= {"cudagraphs": "none", "device": "cpu"}
+    found = probe_cost.fitted(
+        paper.settings, paper.hooks, paper.arithmetic, Timing(tuple(steps), facts)
+    )
+    text = "\n".join(found.lines())
+    assert "twice the engine alone differs by +0.0% [+0.0%, +0.0%]" in text
+    assert "packed   s = +2.0% [+2.0%, +2.0%]   m = +0.003% [+0.003%, +0.003%]" in text
+    assert "naive    s = +100.0% [+100.0%, +100.0%]   m = +1.000% [+1.000%, +1.000%]" in text
+    chart = text[text.index("log scale:") :]
+    # 0.02 + 3e-5 x 1000, measured; 1 + 1000 / 100, of which 100 were measured.
+    assert re.search(r"packed, batch 8, by the clock +5 %  #", chart)
+    assert re.search(r"naive, batch 8, by the clock, by its line +1100 %  #", chart)
+    assert len({one.clock for one in found.fits}) == 2
+    measured = found.as_json()["probes"]["measured"]
+    (line,) = [f for f in measured["fits"] if (f["way"], f["clock"]) == ("packed", "wall")]
+    assert line["n_for_1_percent"] is None and round(line["n_for_1_percent_more"]) == 333
+    # On a GPU, CPU time of a process that waits is not what a step takes.
+    facts["device"] = "NVIDIA H100"
+    on_gpu = probe_cost.fitted(
+        paper.settings, paper.hooks, paper.arithmetic, Timing(tuple(steps), facts)
+    )
+    assert {one.clock for one in on_gpu.fits} == {"wall"}
+
+
+def test_a_compiled_engine_is_started_anew_for_each_variant_of_each_round(tmp_path: Path) -> None:
+    from actds_writers.engines.vllm.probe_timing import sessions
+
+    packed, naive = (Arm("packed", 0), Arm("packed", 9)), (Arm("naive", 0), Arm("naive", 9))
+    arms = (Arm("none"), *packed, *naive)
+    task = TimingTask(tmp_path, {"enforce_eager": True}, (), arms, (1,), 3, tmp_path)
+    (one,) = sessions(task)
+    assert one.eager and one.task == task
+    found = list(sessions(replace(task, engine_args={"dtype": "float32"})))
+    assert [session.first_round for session in found] == [0] * 4 + [1] * 4 + [2] * 4
+    for number in range(3):
+        mine = [session for session in found if session.first_round == number]
+        assert all(session.task.n_rounds == 1 for session in mine)
+        assert {session.task.arms for session in mine} == {
+            (Arm("none"),), (packed[0],), (packed[1],), naive
+        }  # fmt: skip
+        for session in mine:
+            assert session.eager == (session.task.arms == naive)
+            assert session.task.is_eager == session.eager
 
 
 def test_bars_are_as_long_as_their_logarithm() -> None:
@@ -374,8 +448,6 @@ def test_a_bad_question_is_refused_by_name_before_an_engine_starts(
 def test_more_probes_than_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actds_writers.harvest import probe_cost
-
     folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
     monkeypatch.setattr(probe_cost, "free_nbytes", lambda: 1 << 30)
     with pytest.raises(ActdsError, match=r"E009 --probes: .* GB for the probes, and 1.07 GB free"):

@@ -390,7 +390,8 @@ class ProbeSettings(Settings):
         "Default: 1, 8 and 32",
         json_schema_extra={"option": "--batch", "metavar": "N"},
     )
-    rounds: Annotated[int, Field(ge=2)] = Field(
+    # Of fewer, the median has no interval of 95 %.
+    rounds: Annotated[int, Field(ge=5)] = Field(
         default=8, description="With --probes and --measure: times that each variant is timed"
     )
     measure: Folder | None = Field(

@@ -37,7 +37,6 @@ from actds_writers.sizing.probe_fit import (
     Way,
     counts_timed,
     fit,
-    noise,
 )
 from actds_writers.sizing.weights import read_weights
 
@@ -50,22 +49,12 @@ N_NAIVE_COUNTS = (0, 16)
 
 
 @dataclass(frozen=True)
-class NoiseAt:
-    """What the engine alone costs more than itself, at one batch by one clock."""
-
-    batch: int
-    clock: Clock
-    ratio: Interval
-
-
-@dataclass(frozen=True)
 class ProbeCost:
     """What probes cost.
 
     Args:
         arithmetic: operations and bytes.
         fits: lines through measured steps, by way, clock and batch; empty without a measurement.
-        noise: what two equal engines differ by.
         facts: what ran.
     """
 
@@ -73,7 +62,6 @@ class ProbeCost:
     hooks: tuple[HookSpec, ...]
     arithmetic: ProbeArithmetic
     fits: tuple[ProbeFit, ...] = ()
-    noise: tuple[NoiseAt, ...] = ()
     facts: dict[str, str] | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -83,10 +71,6 @@ class ProbeCost:
             measured = {
                 "ran": self.facts,
                 "fits": [fit.as_json() for fit in self.fits],
-                "noise": [
-                    {"batch": one.batch, "clock": one.clock, **vars(one.ratio)}
-                    for one in self.noise
-                ],
             }
         hooks = [hook.name for hook in self.hooks]
         return {"probes": {**self.arithmetic.as_json(), "hooks": hooks, "measured": measured}}
@@ -143,12 +127,11 @@ class ProbeCost:
         ]  # fmt: skip
         for clock, batch in dict.fromkeys((one.clock, one.batch) for one in self.fits):
             mine = [one for one in self.fits if (one.clock, one.batch) == (clock, batch)]
-            ratio = next(n.ratio for n in self.noise if (n.clock, n.batch) == (clock, batch))
             lines += [
                 "",
                 f"batch {batch}, {_CLOCKS[clock]}: step {1e3 * mine[0].step_s:.3g} ms, "
                 f"{counted(mine[0].n_rounds, 'round')}; twice the engine alone differs by "
-                f"{_percent(ratio)}",
+                f"{_percent(mine[0].noise)}",
             ]
             for one in mine:
                 lines += [
@@ -218,7 +201,7 @@ def probe_cost(*, said: Callable[[str], None] = lambda line: None, **settings: A
         timing = kind.time_probes(TimingTask(**{**vars(task), "folder": place}), said)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return _measured(asked, hooks, arithmetic, timing)
+    return fitted(asked, hooks, arithmetic, timing)
 
 
 def _task(
@@ -285,12 +268,13 @@ def free_nbytes() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _measured(
+def fitted(
     asked: ProbeSettings,
     hooks: tuple[HookSpec, ...],
     arithmetic: ProbeArithmetic,
     timing: Timing,
 ) -> ProbeCost:
+    """Return the cost with a line for each way, clock and batch of a timing."""
     # On a GPU the engine's process waits for it, and its CPU time is not what a step takes.
     clocks: tuple[Clock, ...] = ("wall", "cpu") if timing.facts["device"] == "cpu" else ("wall",)
     timed: Sequence[Timed] = timing.timed
@@ -301,7 +285,6 @@ def _measured(
         hooks,
         arithmetic,
         tuple(fit(timed, way, batch, clock) for clock, batch in at for way in ways),
-        tuple(NoiseAt(batch, clock, noise(timed, batch, clock)) for clock, batch in at),
         timing.facts,
     )
 

@@ -7,7 +7,7 @@ what was timed, and fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from actds.text import counted
 from actds_writers.ipc.messages import HookSpec
 
 Way = Literal["none", "again", "packed", "naive"]
@@ -103,11 +104,6 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Return whether the interval says that it is not 0."""
-        return self.low > 0 or self.high < 0
-
 
 @dataclass(frozen=True)
 class ProbeFit:
@@ -119,6 +115,7 @@ class ProbeFit:
         ratios: median of ``T(N) / T(0) - 1`` over the rounds, by N.
         s: fixed cost, in steps.
         m: cost of a probe at each hook, in steps.
+        noise: what the engine alone costs more than itself.
     """
 
     way: Way
@@ -129,31 +126,41 @@ class ProbeFit:
     ratios: dict[int, float]
     s: Interval
     m: Interval
+    noise: Interval
+
+    @property
+    def floor(self) -> float:
+        """Return the share of a step below which nothing was measured."""
+        return max(abs(self.noise.low), abs(self.noise.high))
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether the cost of a probe differs from 0, and that of the most from noise."""
+        return self.m.low > 0 and self.m.value * max(self.ratios) > self.floor
 
     def n_for(self, share: float, fixed: float = 0.0) -> float | None:
         """Return the N that costs a share of a step above ``fixed``.
 
-        ``None`` where the cost of a probe cannot be told from 0, or ``fixed`` exceeds the share.
+        ``None`` where the cost of a probe was not measured, or ``fixed`` exceeds the share.
         """
-        if self.m.low <= 0 or fixed >= share:
+        if not self.is_measured or fixed >= share:
             return None
         return (share - fixed) / self.m.value
 
     def words(self) -> str:
         """Return which N costs 1 % of a step, as a sentence."""
-        if self.m.low <= 0:
+        if not self.is_measured:
             largest = max(self.ratios)
-            return (
-                f"m not measurable up to {largest:,} probes: at most {self.m.high * largest:.1%} "
-                "of a step"
-            )
+            below = max(self.floor, self.m.high * largest)
+            return f"not measurable: {counted(largest, 'probe')} cost less than {below:.1%}"
         more = self.n_for(ONE_PERCENT)
         assert more is not None
         said = f"1 % more: {more:,.0f} probes"
         whole = self.n_for(ONE_PERCENT, self.s.value)
-        if whole is None:
-            return f"1 % in all: none, s alone exceeds it; {said}"
-        return f"1 % in all: {whole:,.0f} probes; {said}"
+        if whole is not None:
+            return f"1 % in all: {whole:,.0f} probes; {said}"
+        surely = "s alone exceeds it" if self.s.low > ONE_PERCENT else "s alone may exceed it"
+        return f"1 % in all: none, {surely}; {said}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the line as JSON; an N that there is not is null."""
@@ -166,6 +173,8 @@ class ProbeFit:
             "ratios": [{"n_probes": n, "ratio": ratio} for n, ratio in sorted(self.ratios.items())],
             "s": vars(self.s),
             "m": vars(self.m),
+            "noise": vars(self.noise),
+            "is_measured": self.is_measured,
             "n_for_1_percent": self.n_for(ONE_PERCENT, self.s.value),
             "n_for_1_percent_more": self.n_for(ONE_PERCENT),
             "words": self.words(),
@@ -185,10 +194,11 @@ def fit(
     """Return the line of least squares through the medians over the rounds.
 
     Intervals are percentiles of lines through resampled rounds: a round has every arm, so what
-    slows the machine for a while slows all of them.
+    slows the machine for a while slows all of them. ``T(0)`` is the mean of the engine alone, which
+    each round has twice.
 
     Args:
-        timed: rounds that have ``none`` and every N of the way; others are left out.
+        timed: rounds that have both and every N of the way; others are left out.
 
     Raises:
         ValueError: fewer than two N, or no whole round.
@@ -198,15 +208,17 @@ def fit(
         if one.batch == batch:
             rounds.setdefault(one.round, {})[one.arm] = getattr(one, clock)
     counts = sorted({arm.n_probes for found in rounds.values() for arm in found if arm.way == way})
-    wanted = [Arm("none"), *(Arm(way, n) for n in counts)]
+    wanted = [Arm("none"), Arm("again"), *(Arm(way, n) for n in counts)]
     whole = [found for found in rounds.values() if all(arm in found for arm in wanted)]
     if len(counts) < 2 or not whole:
         raise ValueError(f"{way}: {len(counts)} N in {len(whole)} whole rounds")
-    alone = np.array([found[wanted[0]] for found in whole])
-    ratios = np.array([[found[arm] for arm in wanted[1:]] for found in whole]) / alone[:, None] - 1
+    seconds = np.array([[found[arm] for arm in wanted] for found in whole])
+    alone = seconds[:, :2].mean(axis=1)
+    ratios = seconds[:, 2:] / alone[:, None] - 1
+    again = seconds[:, 1] / seconds[:, 0] - 1
     n = np.array(counts, np.float64)
-    s, m = _line(n, np.median(ratios, axis=0))
     drawn = np.random.default_rng(seed).integers(len(whole), size=(N_RESAMPLES, len(whole)))
+    s, m = _line(n, np.median(ratios, axis=0))
     all_s, all_m = _line(n, np.median(ratios[drawn], axis=1))
     return ProbeFit(
         way=way,
@@ -217,19 +229,8 @@ def fit(
         ratios=dict(zip(counts, np.median(ratios, axis=0).tolist(), strict=True)),
         s=_interval(float(s), all_s),
         m=_interval(float(m), all_m),
+        noise=_interval(float(np.median(again)), np.median(again[drawn], axis=1)),
     )
-
-
-def noise(timed: Sequence[Timed], batch: int, clock: Clock = "wall", *, seed: int = 0) -> Interval:
-    """Return what the engine alone costs more than itself: what is smaller was not measured."""
-    by_way: dict[str, dict[int, float]] = {"none": {}, "again": {}}
-    for one in timed:
-        if one.batch == batch and one.arm.way in by_way:
-            by_way[one.arm.way][one.round] = getattr(one, clock)
-    both = sorted(by_way["none"].keys() & by_way["again"].keys())
-    ratios = np.array([by_way["again"][r] / by_way["none"][r] - 1 for r in both])
-    drawn = np.random.default_rng(seed).integers(len(both), size=(N_RESAMPLES, len(both)))
-    return _interval(float(np.median(ratios)), np.median(ratios[drawn], axis=1))
 
 
 def _line(n: Floats, y: Floats) -> tuple[Floats, Floats]:

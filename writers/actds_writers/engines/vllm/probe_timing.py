@@ -57,7 +57,7 @@ Said = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class _Session:
+class Session:
     """What one engine times.
 
     Args:
@@ -117,7 +117,7 @@ def time_probes(task: TimingTask, said: Said) -> Timing:
     task = replace(task, engine_args=arguments)
     timed: list[Timed] = []
     facts: dict[str, str] = {}
-    for session in _sessions(task):
+    for session in sessions(task):
         beside = session.eager and not task.is_eager  # for naive hooks
         if not session.eager:
             (arm,) = session.task.arms
@@ -132,10 +132,10 @@ def time_probes(task: TimingTask, said: Said) -> Timing:
     return Timing(tuple(timed), facts)
 
 
-def _sessions(task: TimingTask) -> Iterator[_Session]:
+def sessions(task: TimingTask) -> Iterator[Session]:
     """Yield the engines to run, one after the other."""
     if task.is_eager:
-        yield _Session(task, eager=True)
+        yield Session(task, eager=True)
         return
     naive = tuple(arm for arm in task.arms if arm.way == "naive")
     apart: list[tuple[Arm, ...]] = [(arm,) for arm in task.arms if arm.way != "naive"]
@@ -146,12 +146,12 @@ def _sessions(task: TimingTask) -> Iterator[_Session]:
         for arms in order:
             one = replace(task, arms=arms, n_rounds=1)
             if arms is naive:
-                yield _Session(replace(one, engine_args=eager_args), True, number)
+                yield Session(replace(one, engine_args=eager_args), True, number)
             else:
-                yield _Session(one, False, number)
+                yield Session(one, False, number)
 
 
-def _run(session: _Session) -> Iterator[Any]:
+def _run(session: Session) -> Iterator[Any]:
     """Yield what the process of a session reports.
 
     Raises:
@@ -180,6 +180,7 @@ def _run(session: _Session) -> Iterator[Any]:
             got = f"a process that ended with code {code}"
             raise ActdsError("E504", "engine", got=got, expected="timed steps")
     finally:
+        process.stdout.close()
         if process.poll() is None:
             process.terminate()
             process.wait()
@@ -188,7 +189,7 @@ def _run(session: _Session) -> Iterator[Any]:
 class _Bench:
     """One engine and the harvests that can follow it."""
 
-    def __init__(self, session: _Session, stack: ExitStack) -> None:
+    def __init__(self, session: Session, stack: ExitStack) -> None:
         self._task, self._harvests = session.task, ExitStack()
         stack.callback(self._harvests.close)
         self._pipelines: dict[Arm, Pipeline] = {}
@@ -440,7 +441,7 @@ def _probes(task: TimingTask, n_probes: int) -> np.ndarray:
     return np.ascontiguousarray(rng.standard_normal(shape, dtype=np.float32).transpose(1, 0, 2))
 
 
-def _timed(session: _Session) -> Iterator[Any]:
+def _timed(session: Session) -> Iterator[Any]:
     task = session.task
     with ExitStack() as stack:
         bench = _Bench(session, stack)
@@ -466,7 +467,7 @@ def _timed(session: _Session) -> Iterator[Any]:
 def main() -> None:
     """Run the session on standard input; report on standard output."""
     session = pickle.load(sys.stdin.buffer)
-    assert isinstance(session, _Session)
+    assert isinstance(session, Session)
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # what engines print
         try:
