@@ -505,17 +505,20 @@ def weighting() -> Weighting:
 
 def drift(kind: str) -> Drift:
     numeric = kind == "numeric drift"
-    names = (
-        ("relative L2", "1 - cosine") if numeric else ("log-variance ratio", "covariance distance")
-    )
+    names = ("relative L2", "cosine distance") if numeric else ("mean", "variance")
     measures = [
         DriftMeasure(
             hook=f"resid_post.{layer}",
             name=name,
             value=(0.012 if numeric else 0.34) * (1 + n) * (-1 if n and not numeric else 1),
+            low=0.011 if numeric else 0.21,
+            high=0.031 if numeric else 0.71,
             floor=0.004 if numeric else 0.11,
+            limit=0.01 if numeric else 0.25,
+            detectable=0.002 if numeric else 0.12,
             p=0.001,
             adjusted_p=0.004,
+            outcome="shifts",
             n=400,
         )
         for n, name in enumerate(names)
@@ -526,6 +529,8 @@ def drift(kind: str) -> Drift:
         first="kernel_mode=default" if numeric else "phase=prefill",
         second="kernel_mode=deterministic" if numeric else "phase=decode",
         paired=numeric,
+        pairing="token" if numeric else "unpaired",
+        coverage=0.98 if numeric else 0.71,
         n_first=40_000,
         n_second=39_100,
         measures=measures,
@@ -579,6 +584,8 @@ def _prefixed(value: Any, text: str, key: str = "") -> Any:
         "must",
         "engine",
         "direction",
+        "outcome",
+        "pairing",
     )
     fixed = fixed or (key == "kind" and value in ("numeric drift", "population shift"))
     return value if fixed or not isinstance(value, str) else text + value

@@ -74,7 +74,7 @@ choose their kernels by processor, so that the last bits of sums and exponential
 machines, and a cancelled sum differs in more than those. A rounding alone would not do: two values
 a bit apart can lie on both sides of where it cuts."""
 DRIFT_RELATIVE = 1e-5
-"""Of measures of drift, whose products of rows are float32 (4e-7 between processors, measured)."""
+"""Of measures of drift: differences of sums that are nearly equal."""
 KEPT = ("level", "kind")
 """Keys of a verdict that must not depend on the processor."""
 _RANDOM_ID = re.compile(r"\b([a-z])-[0-9a-f]{16}\b")

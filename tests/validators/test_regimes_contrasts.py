@@ -77,9 +77,9 @@ def test_pairs_by_token_have_the_same_prefix(cached: Dataset, uncached: Dataset)
     pairs = zip(told.first.row[one].tolist(), told.second.row[other].tolist(), strict=True)
     for mine, theirs in pairs:
         assert first[mine] == second[theirs]
-    hashed = known.row[known.prefix != 0].tolist()  # the loader knows nearly all prefixes
-    assert len(hashed) > 0.9 * len(known)
-    common = {first[row] for row in hashed} & set(second.values())
+    # Of a prefix with a lost row the digest of the request still tells.
+    assert 0.9 * len(known) < (known.prefix != 0).sum() < len(known)
+    common = {first[row] for row in known.row.tolist()} & set(second.values())
     assert len(one) == len(common)
     # A pair stands in one group on both sides.
     assert (told.first.group[one] == told.second.group[other]).all()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from actds_validators.extras import need_extra
 
 if TYPE_CHECKING:
-    from actds_validators.audit.drift.rows import Column
+    from actds_validators.audit.drift import Column
     from actds_validators.audit.passes import ExecutorName
     from actds_validators.audit.result import Limits
     from actds_validators.audit.run import AuditResult
@@ -64,7 +64,7 @@ def audit(
     chosen = run.limits_of(limits)
     comparison = None
     if against is not None or by:
-        from actds_validators.audit.drift.compare import open_comparison
+        from actds_validators.audit.drift import open_comparison
 
         comparison = open_comparison(
             str(path), None if against is None else str(against), tuple(by), rows

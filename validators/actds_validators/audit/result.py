@@ -510,16 +510,29 @@ class Weighting(Section):
 
 
 class DriftMeasure(Section):
-    """One measure of two sets of rows beside its floor."""
+    """One measure of two sets of rows beside its floor; of channels, the farthest."""
 
     hook: str
     name: str
     value: float
-    floor: float | None = Field(description="the same measure between halves of one regime")
+    low: float | None = Field(default=None, description="of the 95 % interval over requests")
+    high: float | None = None
+    floor: float | None = Field(
+        description="the same measure between halves of the first, or of tokens computed twice"
+    )
+    limit: float | None = Field(default=None, description="up to where a difference is none")
+    detectable: float | None = Field(default=None, description="found with a power of 80 %")
     p: Share | None = None
-    adjusted_p: Share | None = None
+    adjusted_p: Share | None = Field(
+        default=None, description="Benjamini and Hochberg, over all comparisons of the audit"
+    )
+    outcome: Literal["carries over", "shifts", "undecided"] | None = Field(
+        default=None,
+        description="within the limit, a difference beyond chance, or neither shown; null untested",
+    )
     n: int = Field(description="rows or requests it rests on")
     unit: str = "requests"
+    value_unit: str = Field(default="", description="of the value, in words")
     note: str = ""
 
 
@@ -531,7 +544,12 @@ class Drift(Section):
     )
     first: str
     second: str
-    paired: bool
+    paired: bool = Field(description="token by token")
+    pairing: Literal["token", "position", "unpaired"] = Field(
+        description="position: of the same request; unpaired: the first is weighted to the tokens "
+        "and positions of the second"
+    )
+    coverage: Share = Field(description="share of the rows that have something to compare with")
     n_first: int
     n_second: int
     measures: list[DriftMeasure]

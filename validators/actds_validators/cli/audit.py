@@ -24,7 +24,7 @@ from actds_validators.cli.results import (
 )
 
 if TYPE_CHECKING:
-    from actds_validators.audit.drift.rows import Column
+    from actds_validators.audit.drift import Column
     from actds_validators.audit.passes import ExecutorName
     from actds_validators.audit.result import Audit
 

@@ -57,6 +57,7 @@ _SAMPLED = {
     "sampled.margin": np.float32,
 }
 KERNEL_MODES = ("eager", "compiled", "cudagraph")
+_MAX_REPEATS = 4096
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ class ArmRows:
         n_apart: rows left out, by filter.
         n_repeats: rows left out because an earlier one has the same prefix.
         n_decode: rows that decode steps computed; None where the phase of one is not known.
+        repeats: numbers of rows ``(n,)``, and of others with the same prefix that were left out:
+            some tokens that the arm computed twice.
     """
 
     row: Whole
@@ -144,6 +147,9 @@ class ArmRows:
     n_apart: dict[str, int] = field(default_factory=dict)
     n_repeats: int = 0
     n_decode: int | None = None
+    repeats: tuple[Whole, Whole] = field(
+        default_factory=lambda: (np.empty(0, np.int64), np.empty(0, np.int64))
+    )
 
     def __len__(self) -> int:
         return len(self.row)
@@ -225,6 +231,7 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
     once = _once(known, columns["request"])
     n_repeats = int(len(once) - np.count_nonzero(once))
     row = columns["row"]
+    repeats = _repeats(row, known, once)
     if n_repeats or (row[1:] <= row[:-1]).any():
         kept = np.flatnonzero(once)
         kept = kept[np.argsort(row[kept], kind="stable")]
@@ -247,6 +254,7 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         n_apart=dict(chosen.excluded),
         n_repeats=n_repeats,
         n_decode=_n_decode(columns["phase"]),
+        repeats=repeats,
     )
 
 
@@ -316,6 +324,16 @@ def _once(prefix: Keys, request: Whole) -> Bools:
     kept = np.zeros(len(prefix), np.bool_)
     kept[order[first]] = True
     return kept
+
+
+def _repeats(row: Whole, prefix: Keys, once: Bools) -> tuple[Whole, Whole]:
+    """Return numbers of rows that count for their prefix, and of one other row of the same."""
+    other = np.flatnonzero(~once)
+    other = other[np.unique(prefix[other], return_index=True)[1]]
+    other = other[:: len(other) // _MAX_REPEATS + 1]
+    first = np.flatnonzero(once & np.isin(prefix, prefix[other]))
+    first = first[np.argsort(prefix[first])]
+    return row[first], row[other]
 
 
 def _whole(column: pa.Array, name: str) -> Ints:

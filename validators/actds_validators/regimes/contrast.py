@@ -30,7 +30,17 @@ from actds_validators.regimes.strata import (
 )
 from actds_validators.statistics.events import Bools, Floats, Ints, Whole, narrow
 
-__all__ = ["MAX_GROUPS", "Contrast", "Layer", "Pairing", "Side", "contrast", "plan"]
+__all__ = [
+    "MAX_GROUPS",
+    "Contrast",
+    "Layer",
+    "Pairing",
+    "Side",
+    "contrast",
+    "groups_of",
+    "pairings",
+    "plan",
+]
 
 Pairing = Literal["token", "position", "unpaired"]
 MAX_GROUPS = 32
@@ -89,6 +99,7 @@ class Contrast:
             adjusted, not matched.
         parted: of each pair whether another token was sampled after it, -1 unknown ``(n_pairs,)``;
             None where an arm does not say what it sampled.
+        repeats: of either arm ``ArmRows.repeats``.
     """
 
     pairing: Pairing
@@ -100,6 +111,7 @@ class Contrast:
     coverage: float
     adjusted: bool = False
     parted: npt.NDArray[np.int8] | None = None
+    repeats: tuple[tuple[Whole, Whole], ...] = ()
 
 
 def contrast(
@@ -175,8 +187,8 @@ def plan(
         ActdsError: E014 no pair of the kind that was asked for.
     """
     matched = _matched(first, second, same_dataset)
-    by_token = _pairs_by_token(first, second)
     by_position = _pairs_by_position(first, second, matched, same_dataset)
+    by_token = _pairs_by_token(first, second, by_position)
     chosen = pairing or _chosen(first, second, by_token, by_position)
     pairs = {"token": by_token, "position": by_position}.get(chosen, _NO_PAIRS)
     del by_token, by_position
@@ -189,7 +201,29 @@ def plan(
     clusters = _clusters(first, second, matched, pairs if chosen == "token" else _NO_PAIRS)
     if chosen == "unpaired":
         return _unpaired(first, second, strata, clusters, adjust, seed)
-    return _paired(chosen, first, second, strata, clusters, pairs, seed)
+    told = _paired(chosen, first, second, strata, clusters, pairs, seed)
+    return replace(told, repeats=(first.repeats, second.repeats))
+
+
+def pairings(first: ArmRows, second: ArmRows, *, same_dataset: bool = False) -> list[Pairing]:
+    """Return how rows can be paired, the closest way first; ``unpaired`` is always among them.
+
+    By request and position only where enough requests have other tokens there: equal ones behind
+    equal prefixes are pairs by token.
+
+    Args:
+        first: rows of the reference.
+        second: rows of the other arm.
+        same_dataset: whether both number the same requests.
+    """
+    matched = _matched(first, second, same_dataset)
+    by_position = _pairs_by_position(first, second, matched, same_dataset)
+    by_token = _pairs_by_token(first, second, by_position)
+    found: list[Pairing] = ["token"] if len(by_token[0]) else []
+    unlike = by_position[0][~_alike(first, second, by_position)]
+    if len(np.unique(first.request[unlike])) >= MIN_REQUESTS:
+        found.append("position")
+    return [*found, "unpaired"]
 
 
 Pairs = tuple[Whole, Whole]
@@ -232,13 +266,50 @@ def _matched(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:
     return match(first.requests, second.requests, (eligible[0], eligible[1]))
 
 
-def _pairs_by_token(first: ArmRows, second: ArmRows) -> Pairs:
-    """Return rows that have the same tokens up to the same position."""
+def _pairs_by_token(first: ArmRows, second: ArmRows, by_position: Pairs) -> Pairs:
+    """Return rows that have the same tokens up to the same position.
+
+    Args:
+        first: rows of the reference.
+        second: rows of the other arm.
+        by_position: pairs by request and position, of which some may be known by digests alone.
+    """
     one, other = _common(first.prefix, second.prefix)
     same = first.prefix[one] != 0
     same &= first.position[one] == second.position[other]
     same &= first.token_id[one] == second.token_id[other]
-    return one[same], other[same]
+    one, other = one[same], other[same]
+    if first.prefix.all() and second.prefix.all():
+        return one, other
+    more = _alike(first, second, by_position)
+    more &= ~np.isin(by_position[0], one) & ~np.isin(by_position[1], other)
+    one = np.concatenate([one, by_position[0][more]])
+    other = np.concatenate([other, by_position[1][more]])
+    order = np.argsort(one, kind="stable")
+    return one[order], other[order]
+
+
+def _alike(first: ArmRows, second: ArmRows, pairs: Pairs) -> Bools:
+    """Return which pairs by request and position are equal tokens behind equal prefixes.
+
+    Where rows before were lost, and no readout tells their tokens, equal digests of two requests'
+    tokens still do.
+    """
+    one, other = pairs
+    prefix, others = first.prefix[one], second.prefix[other]
+    code = {digest: n for n, digest in enumerate(first.requests.token_digest) if digest}
+    mine, theirs = (
+        np.array([code.get(digest or "", -1) for digest in rows.requests.token_digest], np.int64)
+        for rows in (first, second)
+    )
+    mine, theirs = mine[first.request[one]], theirs[second.request[other]]
+    by_digest = (mine >= 0) & (mine == theirs)
+    # A digest ends before a last token that was fed and whose successor was not sampled.
+    by_digest &= first.position[one] < first.requests.n_fed[first.request[one]]
+    known = (prefix != 0) & (others != 0)
+    found: Bools = np.where(known, prefix == others, by_digest)
+    found &= first.token_id[one] == second.token_id[other]
+    return found
 
 
 def _pairs_by_position(first: ArmRows, second: ArmRows, matched: Ints, same_dataset: bool) -> Pairs:
@@ -291,7 +362,7 @@ def _clusters(first: ArmRows, second: ArmRows, matched: Ints, pairs: Pairs) -> t
     return label[:n], label[n:]
 
 
-def _groups(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
+def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
     """Return how many groups there are, and the group of each cluster.
 
     Args:
@@ -322,11 +393,10 @@ def _paired(
     one, other = pairs
     if pairing == "position":
         # The same token behind the same prefix tells of the computation, not of who wrote it.
-        known = first.prefix[one] != 0
-        unlike = ~(known & (first.prefix[one] == second.prefix[other]))
+        unlike = ~_alike(first, second, pairs)
         one, other = (one[unlike], other[unlike]) if unlike.any() else (one, other)
     cluster = narrow(clusters[0])[first.request[one]]
-    n_groups, group_of = _groups((cluster, cluster), seed)
+    n_groups, group_of = groups_of((cluster, cluster), seed)
     codes: list[Whole] = []
     for axis, told in strata[1].codes.items():
         code = told[other]
@@ -373,7 +443,7 @@ def _unpaired(
 ) -> Contrast:
     """Return the contrast of arms that have no rows in common."""
     own = narrow(clusters[0])[first.request], narrow(clusters[1])[second.request]
-    n_groups, group_of = _groups(own, seed)
+    n_groups, group_of = groups_of(own, seed)
     cells = _cells(first, second)
     layers: tuple[list[Layer], list[Layer]] = ([], [])
     coverage = 1.0

@@ -110,7 +110,8 @@ class Value(Section):
     n_untested: int = Field(default=0, description="elements without enough events or spread")
     floor: float | None = Field(
         default=None,
-        description="95 % quantile between halves of the reference; mean of an overlap",
+        description="95 % quantile between halves of the reference; mean of an overlap; of "
+        "numerics the same of tokens that one arm computed twice, or of its canaries",
     )
     limit: float | None = None
     farthest: float | None = Field(

@@ -11,6 +11,7 @@ from actds.load.filters import SINK_NORM
 from actds.load.lazy import LazyArray
 from actds_validators.regimes.arms import Arm, ArmRows
 from actds_validators.regimes.contrast import Contrast, Pairing, Side, contrast
+from actds_validators.regimes.floors import beside_floor, repeat_floor
 from actds_validators.regimes.inference import Judged, Measure, decide, judge
 from actds_validators.regimes.instruments.base import Instrument, PairInstrument, Rows
 from actds_validators.regimes.instruments.moments import ALL_ROWS, SINKS
@@ -104,6 +105,9 @@ def compare(
         arrays = _rows_of(one.first, one.hook), _rows_of(one.second, one.hook)
         plan, result = planned.pop(0)
         measured = measure(plan, arrays, one.instruments, limits, one.hook)
+        if plan.pairing == "token":
+            floor = repeat_floor((one.first, one.second), plan, arrays, one.hook)
+            measured = replace(measured, judged=beside_floor(measured.judged, floor))
         found.append(measured)
         results.append(_with_counts(result, measured))
     results = [
@@ -191,6 +195,8 @@ def measure(
     double = [one for one in instruments if isinstance(one, PairInstrument)]
     coarse = np.array([n for n, s in enumerate(plan.strata) if s.axis in COARSE], np.int64)
     sample = _sample(arrays[0], plan.first)
+    if not len(sample):
+        return Measured([], [], (0, 0), (len(plan.first), 0))
     for one in single:
         one.prepare(sample)
     sink = SINK_NORM * float(np.median(np.linalg.norm(sample, axis=1)))

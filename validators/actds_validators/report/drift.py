@@ -23,6 +23,11 @@ from actds_validators.report.words import (
     table_of,
 )
 
+_PAIRED = {
+    "token": "paired token by token",
+    "position": "paired by request and position",
+    "unpaired": "weighted to equal tokens and positions",
+}
 _MAX_MEASURES, _MAX_HOOKS, _MAX_TABLE = 8, 8, 40
 KINDS = {
     "numeric drift": (
@@ -47,13 +52,20 @@ def _comparison(audit: Audit, kind: str, n: int) -> Drift | None:
     return next(islice((d for d in audit.drift if d.kind == kind), n, None), None)
 
 
+def _interval(one: DriftMeasure) -> str:
+    if one.low is None or one.high is None:
+        return "-"
+    return f"{number(one.low)} to {number(one.high)}"
+
+
 _MEASURES: Columns[DriftMeasure] = (
     ("hook", lambda m: m.hook),
     ("measure", lambda m: m.name),
     ("value", lambda m: number(m.value)),
+    ("95 % interval", _interval),
     ("floor", lambda m: or_dash(m.floor, number)),
-    ("value / floor", lambda m: f"{number(m.value / m.floor)} ×" if m.floor else "-"),
-    ("p", lambda m: or_dash(m.p, p_value)),
+    ("limit", lambda m: or_dash(m.limit, number)),
+    ("found", lambda m: m.outcome or "-"),
     ("adjusted p", lambda m: or_dash(m.adjusted_p, p_value)),
     ("sample", lambda m: f"{count(m.n)} {m.unit}"),
 )
@@ -71,14 +83,15 @@ def drift_part(audit: Audit, kind: str, n: int) -> Part | None:
     if section is None:
         return None
     title, words = KINDS[kind]
-    first_words, second_words = section.first[:200], section.second[:200]
+    first_words, second_words = section.first[:120], section.second[:120]
     lead = (
         f"{words.format(first=first_words, second=second_words)} {section.sentence} "
         f"{count(section.n_first)} against {counted(section.n_second, 'row')}, "
-        f"{'paired token by token' if section.paired else 'not paired'}."
+        f"{_PAIRED[section.pairing]}."
     )
     if section.measures:
-        lead += " The floor is the same measure between halves of one side, split by request."
+        lead += " The floor is the same measure between halves of the first side"
+        lead += ", or of tokens computed twice." if section.paired else "."
     common = _common([m.note for m in section.measures[:_MAX_TABLE]])
     tables = table_of(
         f"{title}: measures", _MEASURES, section.measures, frozenset({0, 1}),
@@ -112,8 +125,7 @@ def drift_bars(audit: Audit, kind: str, n: int) -> Picture | None:
     p = Picture(
         f"{section_name(kind, n)}-bars",
         f"{section.kind.capitalize()} beside its floor",
-        "Per measure and hook the value (striped) and below it the floor (plain): a value up to "
-        "its floor is no drift.",
+        "Per measure and hook the value (striped) and below it the floor (plain).",
         WIDTH,
         y + 4,
     )

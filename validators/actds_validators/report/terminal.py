@@ -221,6 +221,8 @@ def _drift(section: Drift) -> Iterator[Line]:
         ("measure", lambda m: m.name),
         ("value", lambda m: number(m.value)),
         ("floor", lambda m: or_dash(m.floor, number)),
+        ("limit", lambda m: or_dash(m.limit, number)),
+        ("found", lambda m: m.outcome or "-"),
     )
     yield Line("")
     yield Line(f"{section.kind.capitalize()}: {section.sentence}", "title")

@@ -1,1 +1,0 @@
-"""Drift: whether two selections, or two datasets, hold the same values."""

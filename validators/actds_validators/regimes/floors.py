@@ -1,0 +1,102 @@
+"""The floor of numerics: how far rows lie apart that one arm computed twice in the same way.
+
+Requests that share a prompt compute its tokens more than once; else canaries of the run say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow.compute as pc
+
+from actds_validators.regimes.arms import Arm
+from actds_validators.regimes.contrast import Contrast
+from actds_validators.regimes.inference import Judged
+from actds_validators.regimes.strata import ALL
+from actds_validators.regimes.sums import Array
+from actds_validators.statistics.events import Floats, Whole
+from actds_validators.statistics.samples import Rows, cosine_distance, relative_l2
+
+__all__ = ["P99", "RepeatFloor", "beside_floor", "repeat_floor"]
+
+P99 = "relative L2, p99"
+_MIN_TOKENS = 20
+
+
+@dataclass(frozen=True)
+class RepeatFloor:
+    """What the measures of numerics are within one regime.
+
+    Args:
+        values: by the name of a measure; also `P99`.
+        words: where they come from.
+    """
+
+    values: Mapping[str, float]
+    words: str
+
+
+def repeat_floor(
+    arms: tuple[Arm, Arm], told: Contrast, arrays: tuple[Array, Array], hook: str
+) -> RepeatFloor | None:
+    """Return the floor of two arms, None where under 20 tokens were computed twice.
+
+    Args:
+        arms: the two arms.
+        told: their contrast.
+        arrays: the hook's rows of either, by number.
+        hook: the hook.
+    """
+    parts: list[tuple[Floats, Floats]] = []
+    for repeats, array in zip(told.repeats, arrays, strict=True):
+        one, other = (_read(array, which) for which in repeats)
+        fine = np.isfinite(one).all(axis=1) & np.isfinite(other).all(axis=1)
+        fine &= (one != 0).any(axis=1) & (other != 0).any(axis=1)
+        parts.append((relative_l2(one[fine], other[fine]), cosine_distance(one[fine], other[fine])))
+    n = sum(len(relative) for relative, _ in parts)
+    if n >= _MIN_TOKENS:
+        return _floor(parts, f"{n:,} tokens that one arm computed twice, in two requests")
+    parts = []
+    for dataset in {id(arm.dataset): arm.dataset for arm in arms}.values():
+        lines = dataset.canary(run=False)
+        same = pc.and_(pc.equal(lines["hook"], hook), pc.equal(lines["verdict"], "same"))
+        lines = lines.filter(same)
+        parts.append((lines["relative_l2"].to_numpy(), 1 - lines["cosine"].to_numpy()))
+    n = sum(len(relative) for relative, _ in parts)
+    if n >= _MIN_TOKENS:
+        return _floor(parts, f"{n:,} canaries, tokens computed again in requests replayed alone")
+    return None
+
+
+def beside_floor(judged: list[Judged], floor: RepeatFloor | None) -> list[Judged]:
+    """Return values with the floor of numerics, over all rows."""
+    if floor is None:
+        return judged
+    found = []
+    for one in judged:
+        value = one.value
+        known = floor.values.get(value.measure) if value.instrument == "numerics" else None
+        if known is not None and value.axis == ALL and value.value is not None:
+            changes = {"floor": known, "note": f"floor: {floor.words}"}
+            one = replace(one, value=value.model_copy(update=changes))
+        found.append(one)
+    return found
+
+
+def _read(array: Array, which: Whole) -> Rows:
+    """Return rows in the order asked for, each read once and in the order of the array."""
+    known, place = np.unique(which, return_inverse=True)
+    return np.asarray(array[known])[place.reshape(-1)]
+
+
+def _floor(parts: list[tuple[Floats, Floats]], words: str) -> RepeatFloor:
+    relative, cosine = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    values = {
+        "equal to the bit": float((relative == 0).mean()),
+        "relative L2": float(relative.mean()),
+        P99: float(np.percentile(relative, 99)),
+        "cosine distance": float(cosine.mean()),
+    }
+    return RepeatFloor(values, words)

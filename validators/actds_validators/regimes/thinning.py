@@ -1,0 +1,91 @@
+"""Smaller contrasts: of all rows together, and of no more rows than are to be read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from actds_validators.regimes.contrast import Contrast, Layer, Side, groups_of
+from actds_validators.statistics.events import Ints
+
+__all__ = ["over_all", "thinned"]
+
+_MANY = 40  # requests that some of the rows are taken of, if there are as many
+
+
+def over_all(told: Contrast) -> Contrast:
+    """Return a contrast of all rows together, without the strata that divide them."""
+    sides = [replace(side, layers=side.layers[:1]) for side in (told.first, told.second)]
+    return replace(told, first=sides[0], second=sides[1], strata=told.strata[:1])
+
+
+def thinned(told: Contrast, n_rows: int, seed: int = 0) -> Contrast:
+    """Return a contrast of at most so many rows a side: those of some requests, pairs together.
+
+    Requests come whole unless fewer than 40 would fit: then long ones give some of their rows.
+
+    Args:
+        told: the contrast.
+        n_rows: rows of each side at most.
+        seed: of the draw.
+    """
+    if max(len(told.first), len(told.second)) <= n_rows:
+        return told
+    sides = told.first, told.second
+    rng = np.random.Generator(np.random.Philox(seed))
+    # Both sides take requests in one order: those that stand on both are kept or left together.
+    order = rng.permutation(1 + max(int(side.cluster.max(initial=0)) for side in sides))
+    if told.pairing == "unpaired":
+        chosen = [_compared(side) for side in sides]
+        chosen = [
+            rows[_some(side.cluster[rows], order, n_rows, rng)]
+            for side, rows in zip(sides, chosen, strict=True)
+        ]
+        pairs = told.pairs
+    else:
+        kept = _some(told.first.cluster[told.pairs[0]], order, n_rows, rng)
+        one, other = told.pairs[0][kept], told.pairs[1][kept]
+        chosen = [np.sort(one), np.sort(other)]
+        pairs = np.searchsorted(chosen[0], one), np.searchsorted(chosen[1], other)
+    clusters = [side.cluster[rows] for side, rows in zip(sides, chosen, strict=True)]
+    n_groups, group_of = groups_of((clusters[0], clusters[1]), seed)
+    fewer = [
+        Side(side.row[rows], mine, group_of[mine], tuple(_at(layer, rows) for layer in side.layers))
+        for side, rows, mine in zip(sides, chosen, clusters, strict=True)
+    ]
+    return replace(told, first=fewer[0], second=fewer[1], n_groups=n_groups, pairs=pairs)
+
+
+def _compared(side: Side) -> Ints:
+    """Return the rows of a side that have something to be compared with; all where none has."""
+    found = np.flatnonzero(side.layers[0].stratum >= 0)
+    return found if len(found) else np.arange(len(side))
+
+
+def _at(layer: Layer, rows: Ints) -> Layer:
+    return Layer(layer.stratum[rows], None if layer.weight is None else layer.weight[rows])
+
+
+def _some(cluster: Ints, order: Ints, n_rows: int, rng: np.random.Generator) -> Ints:
+    """Return which rows to keep, ascending.
+
+    Args:
+        cluster: of each row ``(n,)``.
+        order: numbers of all clusters; the first that fit are taken.
+        n_rows: rows at most.
+        rng: chooses rows of clusters that are too long.
+    """
+    counts = np.bincount(cluster, minlength=len(order))
+    there = order[counts[order] > 0]
+    many = min(_MANY, len(there))
+    if int((np.cumsum(counts[there]) <= n_rows).sum()) < many:
+        counts = np.minimum(counts, max(1, n_rows // many))
+    quota = np.zeros(len(order), np.int64)
+    drawn = there[np.cumsum(counts[there]) <= n_rows]
+    quota[drawn] = counts[drawn]
+    shuffled = np.lexsort((rng.random(len(cluster)), cluster))
+    ordered = cluster[shuffled]
+    place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered, side="left")
+    kept: Ints = np.sort(shuffled[place < quota[ordered]])
+    return kept
