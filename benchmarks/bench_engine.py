@@ -10,7 +10,7 @@ only an eager engine calls.
 *Inside* is the share of the round that the engine's own thread spent in hooks, worker and scheduler
 calls of the capture, by the clock around each call: what two engines that differ by chance cannot
 hide. It does not see what other threads cost, and in a compiled engine not the ops either.
-*Entropies* is the share of the CPU time of that thread that it spent on logits of sampled tokens.
+*Entropies* is the share of that thread's CPU time that it spent on the logits of sampled tokens.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from actds_validators.audit.result import Drift, DriftMeasure, Limits
 from actds_validators.regimes.api import regimes
 from actds_validators.regimes.arms import Arm, read_arm
 from actds_validators.regimes.contrast import Contrast, plan
-from actds_validators.regimes.thinning import over_all, thinned
+from actds_validators.regimes.thinning import thinned
 from actds_validators.report.drift import drift_bars, drift_part
 
 LIMITS = Limits()
@@ -395,6 +395,44 @@ def test_a_reference_without_a_finite_row_is_not_measured(
     assert one.measures == [] and one.sentence.startswith("No pair of rows of ")
 
 
+def test_the_floor_of_equal_tokens_is_that_of_tokens_computed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(2)
+
+    def change(values: np.ndarray, tokens: dict[str, Any]) -> np.ndarray:
+        return values * (1 + rng.normal(0, 0.01, (len(values), 1)))
+
+    with_values(monkeypatch, change)
+    schedule = simulate(30, 0, cache=False)
+    first, second = (made(tmp_path / name, schedule=schedule) for name in "ab")
+    one = only(against(first, second), "numeric drift")
+    away = []
+    for dataset in (first, second):
+        rows = dataset.array("resid_post.0")[:].astype(np.float64)
+        known: dict[tuple[int, ...], list[int]] = {}
+        for n, row in sorted(
+            enumerate(dataset.tokens().to_pylist()), key=lambda r: r[1]["request"]
+        ):
+            if row["position"] > 0:
+                known.setdefault(prefix(schedule, row), []).append(n)
+        twice = [which for which in known.values() if len(which) > 1]
+        counted = np.array([which[0] for which in twice])
+        # Of a third computation the row that is stored first stands for all of them.
+        other = np.array([min(which[1:]) for which in twice])
+        gap = np.linalg.norm(rows[other] - rows[counted], axis=1)
+        away.append(gap / np.linalg.norm(rows[counted], axis=1))
+    expected = np.concatenate(away)
+    assert len(expected) > 40
+    found = measure(one, "relative L2")
+    assert f"{len(expected)} tokens that one arm computed twice" in found.note
+    assert found.floor == pytest.approx(expected.mean(), rel=1e-4)
+    assert measure(one, "relative L2, p99").floor == pytest.approx(
+        np.percentile(expected, 99), rel=1e-4
+    )
+    assert found.value == pytest.approx(found.floor, rel=0.25)
+
+
 def test_canaries_are_the_floor_where_nothing_was_computed_twice(tmp_path: Path) -> None:
     told = retold(simulate(40, 3, cache=False), 0, step=1)
     store = open_store(make_dataset(tmp_path / "a", sealed=False, hooks=ONE, schedule=told))
@@ -454,7 +492,7 @@ def contrast_of(tmp_path: Path, kind: Any) -> Contrast:
         for name, own in (("a", schedule), ("b", changed))
     ]
     rows = read_arm(arms[0], ONE[0]), read_arm(arms[1], ONE[0])
-    return over_all(plan(*rows, pairing=kind))
+    return plan(*rows, pairing=kind, divided=False)
 
 
 @pytest.mark.parametrize("kind", ["token", "position", "unpaired"])
@@ -462,6 +500,8 @@ def test_a_thinned_contrast_keeps_pairs_whole_requests_and_groups(
     tmp_path: Path, kind: Any
 ) -> None:
     whole = contrast_of(tmp_path, kind)
+    odd = whole.first.row[whole.pairs[0]] % 2 == 1  # so that it is known of which pair each is
+    whole = replace(whole, parted=odd.astype(np.int8))
     told = thinned(whole, 1000)
     assert thinned(whole, len(whole.first)) is whole
     sides = ((whole.first, told.first), (whole.second, told.second))
@@ -480,6 +520,8 @@ def test_a_thinned_contrast_keeps_pairs_whole_requests_and_groups(
         for one, other in zip(*told.pairs, strict=True):
             assert known[int(told.first.row[one])] == told.second.row[other]
             assert told.first.group[one] == told.second.group[other]
+        assert told.parted is not None
+        assert told.parted.tolist() == (told.first.row[told.pairs[0]] % 2).tolist()
 
 
 @pytest.mark.parametrize("kind", ["token", "unpaired"])

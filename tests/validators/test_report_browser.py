@@ -14,9 +14,13 @@ from actds_testing.browser import Browser, chromium
 from actds_testing.regime_results import hostile as hostile_regimes
 from actds_testing.regime_results import made as regimes
 from actds_testing.regime_results import many as many_regimes
+from actds_testing.stability_results import hostile as hostile_stability
+from actds_testing.stability_results import made as stability
+from actds_testing.stability_results import many as many_stability
 from actds_validators.audit.result import Audit
 from actds_validators.report.html import render
 from actds_validators.report.regimes.page import render as render_regimes
+from actds_validators.report.stability.page import render as render_stability
 from actds_validators.report.summary import About
 
 pytestmark = [
@@ -248,3 +252,19 @@ def test_the_report_of_regimes_fits_and_asks_nothing(
             "document.querySelector('#next li').getBoundingClientRect().bottom"
         )
         assert width < 900 or first < 700
+
+
+@pytest.mark.parametrize("make", [stability, many_stability, hostile_stability])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_report_of_stability_fits_and_asks_nothing(
+    browser: Browser, tmp_path: Path, make: Callable[[], Any], width: int
+) -> None:
+    page = write(tmp_path / "page.html", render_stability(make(), f"actds stability {'x' * 90}"))
+    browser.open(page, width=width)
+    assert browser.console == []
+    assert browser.requests == [page.as_uri()]
+    assert browser.evaluate(WIDER) == 0
+    assert browser.evaluate(OUTSIDE) == []
+    if make is not hostile_stability:
+        assert browser.evaluate(UNSAID) == []
+        assert browser.evaluate(COVERED) == []

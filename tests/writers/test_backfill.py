@@ -15,12 +15,13 @@ from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
 from actds_testing.synthetic_engine import writer_stopped
 from actds_testing.tiny import make_random_model
-from actds_writers.config import WriteSettings
+from actds_writers.config import ReplaySettings, WriteSettings
 from actds_writers.engine_protocol import Engine
 from actds_writers.harvest.backfill import filled, missing
 from actds_writers.harvest.compare import Pair, compare
 from actds_writers.harvest.one_engine import Feed
 from actds_writers.harvest.processes import Pipeline
+from actds_writers.harvest.replay import Replays
 from actds_writers.harvest.run import harvest
 from actds_writers.monitor.progress import Observer
 
@@ -100,6 +101,28 @@ def test_what_a_replay_did_not_fill_is_counted_by_reason(tmp_path: Path) -> None
         f"0 of {n:,} positions that lacked a row have one now; {n:,} still lack one: "
         f"{n:,} not served"
     )
+
+
+@pytest.mark.parametrize(
+    ("option", "fails"), [({"only": "missing"}, False), ({"compare": True}, True)]
+)
+def test_a_comparison_of_nothing_is_said_loudly(
+    option: dict[str, Any], *, fails: bool, tmp_path: Path
+) -> None:
+    source = actds.open(make_dataset(tmp_path / "acts", schedule=simulate(12, 5, drops=True)))
+    out = make_dataset(tmp_path / "out", run="r-other", origins=True)  # of another dataset's runs
+    given = ReplaySettings.of(
+        {"source": source.path, "out": str(out), "model": tmp_path, **option}
+    )  # fmt: skip
+    heard = Heard()
+    replays = Replays(given, source, heard)
+    if fails:
+        with pytest.raises(ActdsError, match=r"E006 .*no position with a row in both"):
+            replays.compare()
+    else:
+        replays.compare()
+        assert "still lack one" in heard.summary["backfill"]
+    assert heard.summary["compared"].startswith("NOTHING WAS COMPARED")
 
 
 def prefixes(dataset: actds.Dataset) -> list[tuple[int, ...]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 
 import actds
@@ -16,9 +17,11 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds.ledger import Chain
 from actds.load.pairs import prefix_sums
+from actds.load.sequences import TokenSequence, token_sequences
 from actds.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
+from actds_testing.synthetic import make_dataset
 from actds_testing.tiny import make_random_model
 from actds_validators.validate.validation import validate
 from actds_writers.harvest import compare
@@ -104,6 +107,34 @@ def test_a_row_that_is_not_finite_is_foreign() -> None:
     assert np.flatnonzero(verdicts(stored, rows)).tolist() == [5, 6]
 
 
+def pair(run: str, one: TokenSequence, other: TokenSequence) -> compare.Pair:
+    return compare.Pair(run, one.request, run, other.request, other.token_id)
+
+
+def test_a_worker_that_mixes_up_rows_and_tokens_together_is_found(tmp_path: Path) -> None:
+    """Its tables agree with each other, and not with what the client sent and received."""
+    dataset = actds.open(make_dataset(tmp_path / "acts", n_requests=8, cache=False))
+    [run] = dataset.runs
+    known = [one for one in token_sequences(dataset) if one.unknown is None]
+    honest = [pair(run, one, one) for one in known]
+    assert compare.compare(dataset.catalog, dataset.catalog, honest).n_foreign == 0
+    # Two requests have each other's rows and tokens.
+    mixed = [pair(run, known[0], known[1]), pair(run, known[1], known[0]), *honest[2:]]
+    lines: list[Any] = []
+    found = compare.compare(dataset.catalog, dataset.catalog, mixed, keep=lines.append)
+    error = found.error("canary")
+    assert error is not None and error.code == "E418"
+    rows = [row for table in lines for row in table.to_pylist()]
+    assert {row["request"] for row in rows if row["verdict"] == "foreign"} == {
+        known[0].request, known[1].request,
+    }  # fmt: skip
+    for row in rows:  # a row under the token of another one is foreign
+        if row["token_id"] != row["replayed_token_id"]:
+            assert row["verdict"] == "foreign"
+        elif row["request"] not in (known[0].request, known[1].request):
+            assert row["verdict"] == "same"
+
+
 @pytest.mark.parametrize(
     ("text", "n", "wanted"), [("0.1%", 10_000, 10), ("0.1%", 3, 1), ("5", 100, 5), ("5", 2, 2)]
 )
@@ -161,11 +192,8 @@ class Heard(Observer):
         self.results.append(result)
 
 
-@pytest.mark.engine
-def test_a_capture_that_mixes_requests_up_fails_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The real engine of this process hands two requests each other's rows; the replay does not."""
+def mixing_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let the real engine of this process hand two requests each other's rows; return options."""
     from actds_writers.engines.transformers.engine import Capture
 
     after_step = Capture.after_step
@@ -187,14 +215,22 @@ def test_a_capture_that_mixes_requests_up_fails_the_run(
         tmp_path / "prompts.jsonl",
         [{"id": f"q{i}", "prompt": f"{i}{i} and {i} ".ljust(20, "xyzw"[i])} for i in range(4)],
     )
-    out = tmp_path / "acts"
-    observer = Heard()
+    return {
+        "out": tmp_path / "acts", "model": model, "prompts": prompts, "hooks": "resid_post:1,2",
+        "max_tokens": 4, "engine": "transformers", "engine_args": {"max_num_seqs": 4},
+        "ring_mib": 1, "staging_mib": 1, "readouts": False,
+    }  # fmt: skip
+
+
+@pytest.mark.engine
+def test_a_capture_that_mixes_requests_up_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replay is served by another process, whose engine does not mix them up."""
+    options, observer = mixing_engine(tmp_path, monkeypatch), Heard()
+    out = options["out"]
     with pytest.raises(ActdsError, match="E418") as caught:
-        actds.write(
-            out=out, model=model, prompts=prompts, hooks="resid_post:1,2", max_tokens=4,
-            engine="transformers", engine_args={"max_num_seqs": 4}, ring_mib=1, staging_mib=1,
-            readouts=False, canary="100%", observer=observer,
-        )  # fmt: skip
+        actds.write(**options, canary="100%", observer=observer)
     # The result is told before the error, and the error is not lost with it.
     [result] = observer.results
     assert result.canary is not None and result.canary.n_foreign
@@ -211,3 +247,26 @@ def test_a_capture_that_mixes_requests_up_fails_the_run(
     assert {finding.code for finding in validate(out, "standard").errors} == {"E418"}
     assert not list(tmp_path.glob(".actds-canary-*"))
     shutil.rmtree(out)
+
+
+@pytest.mark.engine
+def test_a_compared_replay_finds_what_a_sealed_dataset_has_mixed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        options = mixing_engine(tmp_path, patched)
+        actds.write(**options)
+    source = actds.open(options["out"])
+    assert validate(options["out"], "deep").errors == [], "no sum and no digest shows it"
+    replay: dict[str, Any] = {
+        "source": source.path, "model": options["model"], "engine": "transformers", "alone": True,
+        "check": False,
+    }  # fmt: skip
+    with pytest.raises(
+        ActdsError, match=r"E418 .* request 0 position \d+ hook resid_post.1"
+    ) as caught:
+        actds.replay(out=tmp_path / "alone", compare=True, **replay)
+    # Rows of requests 0 and 1 at all their positions, as their prompts differ from the first on.
+    two = pc.less(source.tokens()["request"], 2)
+    assert caught.value.got == f"{pc.sum(two).as_py()} rows far from their replay"
+    h.validated(tmp_path / "alone")

@@ -28,7 +28,7 @@ from actds_validators.regimes.result import Limits as RegimeLimits
 from actds_validators.regimes.result import Outcome, Value
 from actds_validators.regimes.run import Measured, conclude, measure
 from actds_validators.regimes.strata import MIN_REQUESTS
-from actds_validators.regimes.thinning import over_all, thinned
+from actds_validators.regimes.thinning import thinned
 from actds_validators.regimes.wording import element_of, verdicts
 
 Column = Literal["phase", "kernel_mode", "run", "source"]
@@ -207,7 +207,7 @@ def _compare(
         own = read_arm(first, hooks[0]), read_arm(second, hooks[0])
         for told in _plans(own, one is other and column != "run", limits.seed):
             for hook in hooks:
-                few = thinned(over_all(told), rows, limits.seed)
+                few = thinned(told, rows, limits.seed)
                 measured = _measured((first, second), own, few, hook, limits)
                 found.setdefault(told.pairing, []).append(measured)
     return [Found((first.name, second.name), column, kind, of) for kind, of in found.items()]
@@ -215,7 +215,7 @@ def _compare(
 
 def _plans(rows: tuple[ArmRows, ArmRows], same_dataset: bool, seed: int) -> Iterator[Contrast]:
     for kind in pairings(*rows, same_dataset=same_dataset):
-        told = plan(*rows, same_dataset=same_dataset, pairing=kind, seed=seed)
+        told = plan(*rows, same_dataset=same_dataset, pairing=kind, seed=seed, divided=False)
         yield told
         if kind != "token" or len(told.pairs[0]) >= _ALL * max(map(len, rows)):
             return

@@ -14,6 +14,8 @@ from actds.cli.output import print_lines
 from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
+    html_option,
+    json_option,
     keep_little,
     need_folders,
     no_dash,
@@ -51,18 +53,8 @@ def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 @click.command(cls=LimitsCommand, result=_result)
 @click.argument("path", metavar="PATH")
-@click.option(
-    "--html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=no_dash,
-    help="Write the report.",
-)
-@click.option(
-    "--json",
-    "json_out",
-    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
-    help="Write the result as JSON; - prints it instead of the page.",
-)
+@html_option("Write the report.")
+@json_option()
 @click.option(
     "--weights",
     type=click.Path(dir_okay=False, path_type=Path),

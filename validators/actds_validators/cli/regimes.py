@@ -12,9 +12,10 @@ from actds.cli.output import print_lines
 from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
+    html_option,
+    json_option,
     keep_little,
     need_folders,
-    no_dash,
     told,
     write_text,
 )
@@ -83,18 +84,8 @@ def _result() -> type[Regimes]:
     type=click.Choice(PAIRINGS),
     help="How rows belong together. The closest that there is if not given.",
 )
-@click.option(
-    "--html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=no_dash,
-    help="Write the decode-regime calibration report.",
-)
-@click.option(
-    "--json",
-    "json_out",
-    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
-    help="Write the result as JSON; - prints it instead of the page.",
-)
+@html_option("Write the decode-regime calibration report.")
+@json_option()
 @click.option(
     "--fail-on", type=click.Choice(FAIL_ON), default="shifts", show_default=True,
     help="Exit 1 when an instrument ends so, or worse.",

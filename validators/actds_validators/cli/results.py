@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -17,6 +17,8 @@ from actds.cli.output import ResultCommand
 __all__ = [
     "COMMAND",
     "LimitsCommand",
+    "html_option",
+    "json_option",
     "keep_little",
     "need_folders",
     "no_dash",
@@ -24,6 +26,7 @@ __all__ = [
     "write_text",
 ]
 
+Command = TypeVar("Command", bound="Callable[..., Any] | click.Command")
 COMMAND = "actds.command"
 """Key of a context under which the command stands as it was typed."""
 
@@ -49,6 +52,22 @@ class LimitsCommand(ResultCommand):
         """Parse the arguments, and remember them as they were typed: the report names them."""
         ctx.meta[COMMAND] = shlex.join([*ctx.command_path.split(), *args])
         return super().parse_args(ctx, args)
+
+
+def html_option(words: str) -> Callable[[Command], Command]:
+    """Return the option of the page, with its help."""
+    kind = click.Path(dir_okay=False, path_type=Path)
+    return click.option("--html", type=kind, callback=no_dash, help=words)
+
+
+def json_option() -> Callable[[Command], Command]:
+    """Return the option of the result as JSON: ``json_out``."""
+    return click.option(
+        "--json",
+        "json_out",
+        type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+        help="Write the result as JSON; - prints it instead of the page.",
+    )
 
 
 def no_dash(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:

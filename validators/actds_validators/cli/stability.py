@@ -12,6 +12,8 @@ from actds.cli.output import print_lines
 from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
+    html_option,
+    json_option,
     keep_little,
     need_folders,
     no_dash,
@@ -45,18 +47,8 @@ def _result() -> type[Stability]:
     callback=no_dash,
     help="New folder for the dictionaries, ARM/seed-N, as SAELens saves them.",
 )
-@click.option(
-    "--html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=no_dash,
-    help="Write the report as one HTML page.",
-)
-@click.option(
-    "--json",
-    "json_out",
-    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
-    help="Write the result as JSON; - prints it instead of the page.",
-)
+@html_option("Write the report as one HTML page.")
+@json_option()
 @click.option(
     "--fail-on", type=click.Choice(FAIL_ON), default="beyond", show_default=True,
     help="Exit 1 when an arm ends so, or worse.",

@@ -24,6 +24,7 @@ from actds_validators.regimes.strata import (
     MIN_REQUESTS,
     Strata,
     Stratum,
+    all_together,
     entropy_edges,
     fine_bands,
     strata_of,
@@ -171,6 +172,7 @@ def plan(
     adjust: bool = True,
     seed: int = 0,
     place: str = "arms",
+    divided: bool = True,
 ) -> Contrast:
     """Return the contrast of rows that are known.
 
@@ -182,6 +184,7 @@ def plan(
         adjust: see `contrast`.
         seed: of the groups.
         place: of errors.
+        divided: into strata; else all rows stand together.
 
     Raises:
         ActdsError: E014 no pair of the kind that was asked for.
@@ -196,8 +199,11 @@ def plan(
         raise ActdsError(
             "E014", place, got=f"no rows in common to pair by {chosen}", expected="some"
         )
-    edges = entropy_edges(first, second)
-    strata = strata_of(first, edges), strata_of(second, edges)
+    if divided:
+        edges = entropy_edges(first, second)
+        strata = strata_of(first, edges), strata_of(second, edges)
+    else:
+        strata = all_together(first), all_together(second)
     clusters = _clusters(first, second, matched, pairs if chosen == "token" else _NO_PAIRS)
     if chosen == "unpaired":
         return _unpaired(first, second, strata, clusters, adjust, seed)

@@ -16,7 +16,16 @@ from actds.format.tables import ROLES
 from actds_validators.regimes.arms import KERNEL_MODES, ArmRows
 from actds_validators.statistics.events import Floats, Ints, Whole
 
-__all__ = ["ALL", "DECODE_STEPS", "MIN_REQUESTS", "Strata", "Stratum", "fine_bands", "strata_of"]
+__all__ = [
+    "ALL",
+    "DECODE_STEPS",
+    "MIN_REQUESTS",
+    "Strata",
+    "Stratum",
+    "all_together",
+    "fine_bands",
+    "strata_of",
+]
 
 MIN_REQUESTS = 8
 """Requests that an arm must have in a stratum: nothing is estimated from fewer."""
@@ -74,6 +83,11 @@ def known_strata(*, is_sampled: bool = False) -> tuple[Stratum, ...]:
         found += [Stratum("entropy", f"quintile {n + 1}") for n in range(5)]
         found += [Stratum("margin", name) for name in _margins()]
     return tuple(found)
+
+
+def all_together(rows: ArmRows) -> Strata:
+    """Return the one stratum of all rows."""
+    return Strata((Stratum(ALL, ALL),), {ALL: np.zeros(len(rows), np.int8)})
 
 
 def strata_of(rows: ArmRows, edges: Floats | None = None) -> Strata:

@@ -1,4 +1,4 @@
-"""Smaller contrasts: of all rows together, and of no more rows than are to be read."""
+"""Smaller contrasts: of no more rows than are to be read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import numpy as np
 from actds_validators.regimes.contrast import Contrast, Layer, Side, groups_of
 from actds_validators.statistics.events import Ints
 
-__all__ = ["over_all", "thinned"]
+__all__ = ["thinned"]
 
 _MANY = 40  # requests that some of the rows are taken of, if there are as many
-
-
-def over_all(told: Contrast) -> Contrast:
-    """Return a contrast of all rows together, without the strata that divide them."""
-    sides = [replace(side, layers=side.layers[:1]) for side in (told.first, told.second)]
-    return replace(told, first=sides[0], second=sides[1], strata=told.strata[:1])
 
 
 def thinned(told: Contrast, n_rows: int, seed: int = 0) -> Contrast:
@@ -42,19 +36,23 @@ def thinned(told: Contrast, n_rows: int, seed: int = 0) -> Contrast:
             rows[_some(side.cluster[rows], order, n_rows, rng)]
             for side, rows in zip(sides, chosen, strict=True)
         ]
-        pairs = told.pairs
+        pairs, parted = told.pairs, told.parted
     else:
         kept = _some(told.first.cluster[told.pairs[0]], order, n_rows, rng)
         one, other = told.pairs[0][kept], told.pairs[1][kept]
         chosen = [np.sort(one), np.sort(other)]
         pairs = np.searchsorted(chosen[0], one), np.searchsorted(chosen[1], other)
+        parted = None if told.parted is None else told.parted[kept]
     clusters = [side.cluster[rows] for side, rows in zip(sides, chosen, strict=True)]
     n_groups, group_of = groups_of((clusters[0], clusters[1]), seed)
     fewer = [
         Side(side.row[rows], mine, group_of[mine], tuple(_at(layer, rows) for layer in side.layers))
         for side, rows, mine in zip(sides, chosen, clusters, strict=True)
     ]
-    return replace(told, first=fewer[0], second=fewer[1], n_groups=n_groups, pairs=pairs)
+    one_side, other_side = fewer
+    return replace(
+        told, first=one_side, second=other_side, n_groups=n_groups, pairs=pairs, parted=parted
+    )
 
 
 def _compared(side: Side) -> Ints:

@@ -41,8 +41,10 @@ class Reading:
             on_cpu = logits.device.type == "cpu"
             n_at_once = 1 if on_cpu else max(1, CHUNK_VALUES // logits.shape[1])
         largest, second = _two_largest(logits)
-        parts = zip(*(torch.split(one, n_at_once) for one in (logits, largest)), strict=True)
-        odds, means = zip(*[_read(*part) for part in parts], strict=True)
+        memory = largest.new_empty((2, min(n_at_once, len(logits)), logits.shape[1]))
+        rows, tops = (torch.split(one, n_at_once) for one in (logits, largest))
+        found = [_read(row, top, memory) for row, top in zip(rows, tops, strict=True)]
+        odds, means = zip(*found, strict=True)
         of_largest = torch.cat(odds).log()
         entropy = (-of_largest - torch.cat(means)).clamp_(min=0.0)
         values = torch.stack([entropy, largest - second, largest, of_largest], dim=1)
@@ -64,14 +66,20 @@ class Reading:
         return torch.cat([ids.to(torch.int32)[:, None], bits], dim=1)
 
 
-def _read(logits: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(
+    logits: torch.Tensor, largest: torch.Tensor, memory: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the probability of the largest logit, and how far logits are below it in the mean.
 
     Of differences from the largest, so that large logits cost no digits. What has no probability is
     minus infinity times 0 in the mean; logits that are no number stay so in the probability.
+
+    Args:
+        memory: float32 ``(2, n, vocabulary)`` to work in.
     """
-    below = logits - largest[:, None]
-    odds = torch.softmax(below, dim=-1)
+    n = len(logits)
+    below = torch.sub(logits, largest[:, None], out=memory[0, :n])
+    odds = torch.softmax(below, dim=-1, out=memory[1, :n])
     return odds.amax(dim=-1), odds.mul_(below).nansum(dim=-1)
 
 

@@ -37,7 +37,7 @@ _TONES: dict[Outcome, Tone] = {
     "within the floor": "good",
     "undecided": "dim",
 }
-_MAX_ARMS = 12
+_MAX_ARMS, _MAX_CROSS = 12, 120
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _cross(result: Stability) -> Part:
         f"{result.rare.most:,} times in the reference's rows: {percent(result.rare.share)} of them."
     )
     tables = table_of("Dictionaries of each arm on rows of each arm", _CROSS, result.cross,
-                      frozenset({0, 1, 2}))  # fmt: skip
+                      frozenset({0, 1, 2}), room=_MAX_CROSS)  # fmt: skip
     return Part("cross", "Cross-reconstruction", Sentence(lead), tables)
 
 

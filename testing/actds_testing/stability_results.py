@@ -1,0 +1,89 @@
+"""Results of `actds stability` made by hand, for tests of its pages: plain, many, and hostile."""
+
+from __future__ import annotations
+
+from actds_validators.stability.judge import compare, verdicts
+from actds_validators.stability.result import (
+    ArmResult,
+    CrossValue,
+    Likeness,
+    Limits,
+    PairResult,
+    Rare,
+    Stability,
+    Trained,
+)
+
+__all__ = ["hostile", "made", "many"]
+
+CHANCE = 0.2
+
+
+def made(arms: tuple[str, ...] = ("cached", "uncached", "hybrid"), seeds: int = 7) -> Stability:
+    """Return a result in which the second arm is within the floor and the others beyond it."""
+    limits = Limits(seeds=seeds)
+    pairs = []
+    for seed in range(seeds):
+        after = (seed, (seed + 1) % seeds)
+        pairs.append(_pair(arms[0], "other order", (seed, seed), 0.9))
+        pairs.append(_pair(arms[0], "other seed", after, 0.5))
+        for n, arm in enumerate(arms[1:]):
+            pairs.append(_pair(arm, "same start", (seed, seed), 0.9 - 0.3 * (n > 0)))
+            pairs.append(_pair(arm, "other seed", after, 0.5 - 0.2 * (n > 0)))
+    comparisons = compare(pairs, arms[0], CHANCE, limits)
+    return Stability(
+        limits=limits,
+        hook="resid_post.10",
+        d_model=576,
+        n_features=2304,
+        n_rows=17_253,
+        n_seen=172_032,
+        scale=0.1014,
+        n_threads=1,
+        chance=CHANCE,
+        rare=Rare(most=2, share=0.108),
+        arms=[
+            ArmResult(
+                name=arm, words=f"{arm}, phase prefill", digest="ab" * 32, n_there=23_460,
+                n_rows=17_253, shares={"prefill": 17_253, "decode": 0}, n_common=9_149, n_sinks=1,
+                n_scored=3_642, n_requests=52,
+            )
+            for arm in arms
+        ],
+        verdicts=verdicts(comparisons, arms[0], CHANCE, limits),
+        comparisons=comparisons,
+        pairs=pairs,
+        cross=[
+            CrossValue(
+                trained_on=one, rows_of=other, rows=rows, n_rows=3_642, n_requests=52, fvu=0.294,
+                low=0.26, high=0.327, seeds_low=0.293, seeds_high=0.295, fvu_reference=0.3, l0=32.0,
+            )
+            for one in arms
+            for other in arms
+            for rows in ("all", "decode", "rare tokens")
+        ],
+        dictionaries=[
+            Trained(arm=arm, seed=seed, order=seed, fvu=0.214, n_alive=2_300, sha256="cd" * 32)
+            for arm in arms
+            for seed in range(seeds)
+        ],
+    )  # fmt: skip
+
+
+def _pair(arm: str, kind: str, seeds: tuple[int, int], matched: float) -> PairResult:
+    likeness = Likeness(
+        matched=matched, nearest=matched + 0.05, share_70=matched / 2, share_90=matched / 4,
+        split=30.0, merge=31.0,
+    )  # fmt: skip
+    return PairResult(arm=arm, kind=kind, seeds=seeds, likeness=likeness)  # type: ignore[arg-type]
+
+
+def many() -> Stability:
+    """Return a result of as many arms as there may be, and many seeds."""
+    return made(tuple(f"arm_of_a_long_name_{n:02}" for n in range(26)), 16)
+
+
+def hostile() -> Stability:
+    """Return a result whose words try to be markup and control a terminal."""
+    bad = "\x1b[31m<script>alert(1)</script>" + "W" * 400
+    return made((bad, f"b{bad}"), 2)

@@ -1,0 +1,76 @@
+"""A dataset and its replays read together: sets of positions, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import actds
+from actds.errors import ActdsError
+from actds.format.positions import union
+from actds.load.coverage import covered, lacking
+from actds_testing.schedules import simulate
+from actds_testing.synthetic import make_dataset
+
+Ranges = list[tuple[int, int]]
+RANGES = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda one: (one[0], sum(one))), max_size=8
+)
+
+
+def keys(ranges: Ranges) -> tuple[np.ndarray, np.ndarray]:
+    start, stop = np.array(ranges, np.uint64).reshape(-1, 2).T
+    return start, stop
+
+
+@settings(deadline=None)
+@given(RANGES, RANGES)
+def test_ranges_are_cut_to_a_set(held: Ranges, asked: Ranges) -> None:
+    inside = {key for start, stop in held for key in range(start, stop)}
+    which, first, after = union(*keys(held)).cut(*keys(asked))
+    found: dict[int, list[int]] = {}
+    for number, start, stop in zip(which.tolist(), first.tolist(), after.tolist(), strict=True):
+        assert start < stop
+        found.setdefault(number, []).extend(range(start, stop))
+    want = {n: sorted(inside & set(range(*one))) for n, one in enumerate(asked)}
+    assert found == {n: some for n, some in want.items() if some}
+
+
+def test_a_position_has_a_row_of_its_own_or_that_of_a_hit(tmp_path: Path) -> None:
+    dataset = actds.open(make_dataset(tmp_path / "acts", schedule=simulate(12, 5, drops=True)))
+    [run] = dataset.runs
+    stored = {
+        tuple(row.values()) for row in dataset.tokens(columns=["request", "position"]).to_pylist()
+    }
+    have, owed = set(), set()
+    for span in dataset.spans().to_pylist():
+        is_hit = span["disposition"] == "cache_ref"
+        for position in range(span["start"], span["stop"]):
+            place = span["request"], position
+            if (span["ref_request"] if is_hit else span["request"], position) in stored:
+                have.add(place)
+            elif is_hit or (span["step"] is not None and span["disposition"] != "undelivered"):
+                owed.add(place)
+
+    def places(found: object) -> set[tuple[int, int]]:
+        return {
+            (key >> 32, key & 0xFFFFFFFF)
+            for start, stop in zip(found.start.tolist(), found.stop.tolist(), strict=True)  # type: ignore[attr-defined]
+            for key in range(start, stop)
+        }
+
+    assert places(covered(dataset.catalog, run)) == have
+    assert places(lacking(dataset.catalog, run)) == owed and owed
+
+
+def test_datasets_that_are_no_replays_of_each_other_are_refused(tmp_path: Path) -> None:
+    one = make_dataset(tmp_path / "one")
+    other = make_dataset(tmp_path / "other", seed=1, origins=True)  # of a dataset that is not read
+    for source in (one, [one, other]):
+        with pytest.raises(ActdsError, match=r"E014 once: no dataset that is a replay"):
+            actds.Loader(source, batch=16, once=True)  # type: ignore[arg-type]
+    assert actds.Loader([one, other], batch=16).config["once"] is None
