@@ -121,7 +121,7 @@ class ProbeCost:
         graphs = "" if ran["cudagraphs"] == "none" else f", CUDA graphs {ran['cudagraphs']}"
         lines = [
             _line("measured", f"{ran['engine']}, {ran['device']}, {ran['mode']}{graphs}, "
-                  f"{ran['dtype']}, {ran['threads']} threads of {ran['cores']} cores; "
+                  f"{ran['dtype']}, threads: {ran['threads']} of {ran['cores']} cores; "
                   f"positions {ran['positions']}"),
             _line("", "T(N) / T(0) = 1 + s + m N, with 95 % intervals"),
         ]  # fmt: skip
@@ -149,6 +149,8 @@ class ProbeCost:
             words = "" if measured is not None else ", by its line"
             if measured is None:
                 measured = one.s.value + one.m.value * paper.n_probes
+            if abs(measured) < one.floor:
+                words += ", in the noise"
             label = f"{one.way}, batch {one.batch}, {_CLOCKS[one.clock]}{words}"
             bars.append(Bar(label, 100 * measured))
         return bars
