@@ -22,7 +22,14 @@ import torch
 from actds.errors import ActdsError
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.capture.transfer import Copier, Lane, Mark, host_memory, typed
+from actds_writers.capture.transfer import (
+    CLOSE_TIMEOUT_S,
+    Copier,
+    Lane,
+    Mark,
+    host_memory,
+    typed,
+)
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
@@ -42,8 +49,6 @@ from actds_writers.ipc.ring import PAGE, RingSpace, aligned
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import NARROW_NBYTES, NARROW_STEPS, staged_steps
-
-CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from actds_writers.ipc import ring
 from actds_writers.ipc.messages import IntArray, Stall, StepReadouts
 from actds_writers.ipc.ring import RingSpace
 
+CLOSE_TIMEOUT_S = 10.0
+
 
 class Mark:
     """A point in the engine's stream that a copier waits for."""
@@ -143,9 +145,10 @@ class Lane:
             )
         )
 
-    def close(self) -> None:
-        """Close the connection."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Let the writer take what waits, within the timeout, and close the connection."""
         self._waiting.put(None)
+        self._thread.join(timeout_s)
         with self._changed:
             self._gone = True
             self._changed.notify_all()
