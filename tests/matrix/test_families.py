@@ -31,6 +31,9 @@ def test_rows_are_those_of_transformers_or_nothing_is_stored(
     assert result["outcome"] in ("right", "refused", "not started"), result
     if result["outcome"] == "right":
         assert result["n_rows"] > 250
+        # The same tokens again, one request at a time: a row for each, and those of transformers.
+        assert result["replay"]["outcome"] == "right", result["replay"]
+        assert result["replay"]["n_rows"] >= result["n_rows"] + result["n_cached"]
         # Chunks and hits are what rows are lost and mixed up by, so they must have happened.
         cached = "enable_prefix_caching=false" not in family.engine
         assert (result["n_cached"] > 0) is cached

@@ -62,6 +62,8 @@ figure is the largest relative L2 distance of a row, with float32 on both sides.
 - *Not started*: this vLLM does not run the model on a CPU, without any capture. Nothing is said
   about a GPU.
 
+Each is then served again by `actds replay --alone`, and these rows are compared in the same way.
+
 A real model may differ from the tiny one by its configuration, and a class may be missing here:
 the check before the first row looks at the model that is harvested ([harvest.md](harvest.md)).
 
