@@ -9,7 +9,7 @@ WHAT = {
     "cached": "prefix cache on: each prefix is computed, and stored, once",
     "uncached": "prefix cache off: the shared system prompt is stored with every chat",
     "weighted": "the rows of *cached*, each as often as it was served",
-    "dropped": "a disk that takes half of what the engine gives: what does not fit is lost",
+    "dropped": "a disk that is too slow for all rows: what does not fit is lost",
     "hybrid": "the rows of *cached*, half from prompts and half from answers",
 }
 KINDS = {
@@ -69,11 +69,24 @@ def _head(figures: Figures) -> str:
         "Two dictionaries that are trained on the same rows with other seeds are not the same. So "
         "what a prefix cache, weights, losses or a mixture do to a dictionary means something only "
         "beside what another seed does. Against that floor:",
-        "\n".join(f"- *{v['arm']}*: {v['outcome']}. {v['sentence']}" for v in figures["verdicts"]),
+        "\n".join(f"- {v['sentence']}" for v in figures["verdicts"]),
+        _unexplained(figures),
         f"One small model, one hook (`{figures['hook']}`), small dictionaries, few rows, one kind "
         "of text: first numbers of their kind, and not general.",
     ]
     return "\n\n".join(lines)
+
+
+def _unexplained(figures: Figures) -> str:
+    first = figures["arms"][0]["name"]
+    found = {
+        one["trained_on"]: one["fvu"]
+        for one in figures["cross"]
+        if one["rows"] == "all" and one["rows_of"] == first
+    }
+    told = ", ".join(f"{fvu:.3f} of *{arm}*" for arm, fvu in found.items())
+    rows = f"the held-out rows of *{first}*"
+    return f"Of the variance of {rows}, dictionaries leave unexplained: {told}."
 
 
 def _experiment(figures: Figures) -> str:
@@ -178,9 +191,10 @@ def _cross(figures: Figures) -> str:
             cells = [_fvu(by.get((trained, arm))) for arm in arms]
             lines.append(f"| *{trained}* | {' | '.join(cells)} |")
     rare = figures["rare"]
+    most = "once" if rare["most"] == 1 else f"at most {rare['most']} times"
     lines += [
         "",
-        f"Rare tokens are those that come at most {rare['most']} times in the rows of *cached*, "
+        f"Rare tokens are those that come {most} in the rows of *cached*, "
         f"{rare['share']:.0%} of these rows.",
     ]
     return "\n".join(lines)
@@ -195,6 +209,12 @@ def _fvu(one: Figures | None) -> str:
 
 
 def _limits(figures: Figures) -> str:
+    there = {arm["name"]: arm["n_there"] for arm in figures["arms"]}
+    served = ""
+    if there["weighted"] < 1.1 * there["cached"]:
+        served = """
+- The shared system prompt belongs to the request that computed it, and here that one is among the
+  held-out ones: *weighted* has nearly the rows of *cached*, and says little of weights."""
     return f"""## What this does and does not say
 
 - {figures["setting"]["chats"]} chats behind one system prompt. Other traffic shares other prefixes,
@@ -207,4 +227,4 @@ def _limits(figures: Figures) -> str:
 - Arms of one seed begin with the same weights and meet shared rows in the same order, so they are
   more alike than dictionaries of two seeds by construction. That is what *other order* is for.
 - The losses follow the load of one queue on one disk. Losses of another pattern may do more, or
-  less."""
+  less.{served}"""
