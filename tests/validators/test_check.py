@@ -123,7 +123,7 @@ def test_a_report_in_no_folder_is_refused_before_the_dataset_is_read(
 def test_without_the_extra_it_says_so_before_it_hashes(
     datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actds_validators.audit.api.find_spec", lambda name: None)
+    monkeypatch.setattr("actds_validators.extras.find_spec", lambda name: None)
     with pytest.raises(actds.ActdsError, match=r'E011 .*(?s:.*)pip install "actds\[audit\]"'):
         actds.check(datasets["PASS"])
     assert run(datasets["PASS"]).exit_code == 2
