@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = ["Section", "Share"]
+from actds.errors import ActdsError
 
+__all__ = ["Section", "Share", "settings_of"]
+
+Settings = TypeVar("Settings", bound=BaseModel)
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -20,3 +24,24 @@ class Section(BaseModel):
         allow_inf_nan=False,
         json_schema_serialization_defaults_required=True,
     )
+
+
+def settings_of(kind: type[Settings], given: Settings | Mapping[str, float] | None) -> Settings:
+    """Return the settings that were given, the others by default.
+
+    Args:
+        kind: what holds them.
+        given: settings, or some of them by name.
+
+    Raises:
+        ActdsError: E009 one that is out of range, or unknown.
+    """
+    if isinstance(given, kind):
+        return given
+    try:
+        return kind.model_validate(dict(given or {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]).replace("_", "-")
+        expected = str(first["msg"]).lower().removeprefix("input should be ")
+        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None

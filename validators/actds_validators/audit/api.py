@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actds_validators.extras import need_extra
+from actds_validators.sections import settings_of
 
 if TYPE_CHECKING:
     from actds_validators.audit.drift import Column
@@ -58,10 +59,11 @@ def audit(
     need_extra()
     from actds_validators.audit import run
     from actds_validators.audit.outputs import refuse_outputs
+    from actds_validators.audit.result import Limits
 
     weights, classes = (None if p is None else Path(p) for p in (weights, classes))
     refuse_outputs({"--weights": weights}, {"--classes": classes})
-    chosen = run.limits_of(limits)
+    chosen = settings_of(Limits, limits)
     comparison = None
     if against is not None or by:
         from actds_validators.audit.drift import open_comparison

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from pydantic import ValidationError
 
 import actds
 from actds.errors import ActdsError
@@ -131,23 +130,6 @@ class AuditResult:
     cells: Cells | None
     catalog: Catalog
     failure: Exception | None = None
-
-
-def limits_of(given: Limits | Mapping[str, float] | None) -> Limits:
-    """Return the settings that were given, the others by default.
-
-    Raises:
-        ActdsError: E009 one that is out of range, or unknown.
-    """
-    if isinstance(given, Limits):
-        return given
-    try:
-        return Limits.model_validate(dict(given or {}))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]).replace("_", "-")
-        expected = str(first["msg"]).lower().removeprefix("input should be ")
-        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None
 
 
 def audit_dataset(

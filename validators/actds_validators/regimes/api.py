@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
 
 from actds.errors import ActdsError
 from actds.load.dataset import Dataset
@@ -23,6 +22,7 @@ from actds_validators.regimes.arms import Arm
 from actds_validators.regimes.asking import parse_arms, parse_contrasts
 from actds_validators.regimes.probe_file import ProbeFile, read_probes
 from actds_validators.regimes.result import Limits, Regimes, Used
+from actds_validators.sections import settings_of
 from actds_validators.statistics.events import Bools
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def regimes(
     need_extra()
     from actds_validators.regimes.run import Asked, compare
 
-    chosen = _limits_of(limits)
+    chosen = settings_of(Limits, limits)
     if held_out is not None and not 0 < held_out < 1:
         raise ActdsError("E009", "--held-out", got=f"{held_out}", expected="a share from 0 to 1")
     opened = _open_arms(arms, held_out)
@@ -111,18 +111,6 @@ def regimes(
     used = [_dictionary_used(hook, one, compared, found) for hook, one in dictionaries.items()]
     used += [_probes_used(hook, one) for hook, one in linear.items()]
     return found.model_copy(update={"used": used})
-
-
-def _limits_of(given: Limits | Mapping[str, float] | None) -> Limits:
-    if isinstance(given, Limits):
-        return given
-    try:
-        return Limits.model_validate(dict(given or {}))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]).replace("_", "-")
-        expected = str(first["msg"]).lower().removeprefix("input should be ")
-        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None
 
 
 def _open_arms(words: Sequence[str], held_out: float | None) -> dict[str, Arm]:

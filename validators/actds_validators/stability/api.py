@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from actds.errors import ActdsError
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds_validators.extras import need_extra
 from actds_validators.regimes.asking import MIXTURE_KEYS, parse_named
+from actds_validators.sections import settings_of
 from actds_validators.stability.fit import need_torch
 from actds_validators.stability.result import Limits, Stability
 
@@ -52,7 +51,7 @@ def stability(
     from actds_validators.stability.run import measure
     from actds_validators.stability.save import refuse_out
 
-    chosen = _limits_of(limits)
+    chosen = settings_of(Limits, limits)
     asked = parse_named(arms, MIXTURE_KEYS)
     folder = None if out is None else Path(out)
     if folder is not None:
@@ -67,18 +66,6 @@ def stability(
         [open_arm(one, datasets[one.path], name, chosen.held_out) for one in asked]
     )
     return measure(opened, name, plan(opened, name, chosen), chosen, folder, progress)
-
-
-def _limits_of(given: Limits | Mapping[str, float] | None) -> Limits:
-    if isinstance(given, Limits):
-        return given
-    try:
-        return Limits.model_validate(dict(given or {}))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]).replace("_", "-")
-        expected = str(first["msg"]).lower().removeprefix("input should be ")
-        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None
 
 
 def _hook_of(arms: list[tuple[str, Dataset]], hook: str | None) -> str:
