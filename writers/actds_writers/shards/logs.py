@@ -40,6 +40,7 @@ from actds_writers.sizing.needs import READOUT_PART_NBYTES as PART_NBYTES
 
 PACKED_ROWS = 2048
 """A row takes 0.5 to 1 kB as an object, about a tenth of it packed."""
+_SAME = ("step", "requests", "positions", "token_ids")
 
 
 class TableLog:
@@ -293,14 +294,9 @@ class ReadoutLog:
         """Take the steps that have arrived from every stage; under the lock."""
         lanes = self._lanes.values()
         while all(lane.arrived for lane in lanes):
-            first, *others = (lane.arrived[0][0] for lane in lanes)
-            if not all(_same_rows(first, other) for other in others):
-                self.fault = ActdsError(
-                    "E501",
-                    f"step {first.step}",
-                    got="readouts of other rows in one pipeline stage than in another",
-                    expected="the same rows in every pipeline stage",
-                )
+            first = next(iter(lanes)).arrived[0][0]
+            self.fault = _disagreement({n: one.arrived[0][0] for n, one in self._lanes.items()})
+            if self.fault is not None:
                 self._end_at(self._last_step)
                 return
             for lane in lanes:
@@ -358,9 +354,22 @@ class ReadoutLog:
         return tables.build("readouts", columns)
 
 
-def _same_rows(one: StepReadouts, other: StepReadouts) -> bool:
-    names = ("step", "requests", "positions", "token_ids")
-    return all(np.array_equal(getattr(one, n), getattr(other, n)) for n in names)
+def _disagreement(messages: Mapping[int, StepReadouts]) -> ActdsError | None:
+    """Return what the first two pipeline stages that differ tell differently about their rows.
+
+    In the words of `join`: the rows and their readouts of one fault arrive in either order.
+    """
+    (own, first), *others = sorted(messages.items())
+    for stage, other in others:
+        names = [n for n in _SAME if not np.array_equal(getattr(first, n), getattr(other, n))]
+        if names:
+            return ActdsError(
+                "E501",
+                f"step {first.step}",
+                got=f"readouts of other {', '.join(names)} in stage {stage} than in stage {own}",
+                expected="the same rows in every pipeline stage",
+            )
+    return None
 
 
 def _lists(values: np.ndarray) -> pa.Array:
