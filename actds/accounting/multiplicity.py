@@ -19,7 +19,7 @@ from actds.format.positions import (
     split_key,
 )
 
-__all__ = ["Servings", "multiplicity", "served_counts"]
+__all__ = ["Servings", "multiplicity", "resolved_references", "served_again", "served_counts"]
 
 
 class Servings:
@@ -88,6 +88,26 @@ def served_counts(
     )
     again = Servings(first, start, stop, count - 1).of(request, position)
     return (1 + again).astype(np.uint32) if again.any() else None
+
+
+def resolved_references(spans: pa.Table) -> pa.Table:
+    """Return the lines of a run's spans that say which request computed what a cache served."""
+    known = pc.is_valid(spans["ref_request"])
+    return spans.filter(pc.and_(pc.equal(spans["disposition"], "cache_ref"), known))
+
+
+def served_again(spans: pa.Table, requests: npt.NDArray[np.integer]) -> Servings:
+    """Return how often the prefix cache served each position to some of the requests.
+
+    Args:
+        spans: the table of a run.
+        requests: numbers of the requests that count.
+
+    Spec: 0.1 section 7.5.
+    """
+    lines = resolved_references(spans)
+    lines = lines.filter(pa.array(np.isin(lines["request"].to_numpy(), requests)))
+    return Servings(*(lines[name].to_numpy() for name in ("ref_request", "start", "stop")))
 
 
 def multiplicity(run: str, captured: Intervals, start: Keys, stop: Keys) -> pa.Table:

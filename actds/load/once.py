@@ -14,7 +14,7 @@ from actds.format.positions import Index, Intervals, difference, position_key, s
 from actds.load.coverage import covered, rows_of_positions
 from actds.load.filters import bad
 from actds.load.mixture import Mixture
-from actds.load.selection import Selection
+from actds.load.selection import RowFilter, Selection
 from actds.reading import Catalog
 
 __all__ = ["read_once"]
@@ -40,8 +40,9 @@ def read_once(mixture: Mixture, *, served: bool) -> Mixture:
     """
     sources = {one.catalog.genesis.dataset: one.catalog for one in mixture.datasets}
     known: Known = {}
+    filters = {one.dataset.path: one.filter for part in mixture.parts for one in part}
     further = {
-        run: _further(dataset.catalog, run, sources, known)
+        run: _further(dataset.catalog, run, sources, known, filters[dataset.path], served=served)
         for dataset in mixture.datasets
         for run in dataset.catalog.run_ids
     }
@@ -59,7 +60,13 @@ def read_once(mixture: Mixture, *, served: bool) -> Mixture:
 
 
 def _further(
-    catalog: Catalog, run: str, sources: Mapping[str, Catalog], known: Known
+    catalog: Catalog,
+    run: str,
+    sources: Mapping[str, Catalog],
+    known: Known,
+    chosen: RowFilter,
+    *,
+    served: bool,
 ) -> Servings | None:
     """Return for how many positions that are not known each row of a replay stands.
 
@@ -77,6 +84,8 @@ def _further(
     request, position = split_key(start)
     line = Index(origins["request"].to_numpy()).of(request)
     there = line >= 0
+    if served and chosen.split is not None:  # the positions of its requests, whoever has the rows
+        there &= np.isin(request, chosen.requests_of(run))
     rows, length, line = rows[there], length[there], line[there]
     start = position_key(origins["source_request"].to_numpy()[line], position[there])
     found = []

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.accounting.multiplicity import served_counts
+from actds.accounting.multiplicity import Servings, served_again, served_counts
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.roles import Roles
@@ -34,12 +34,14 @@ __all__ = [
     "RowFilter",
     "RowValues",
     "Selection",
+    "held_out_requests",
     "select",
     "warn_where_none",
 ]
 
 Counts = npt.NDArray[np.unsignedinteger[Any]]
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
 """Columns of a batch, or of an example."""
@@ -182,6 +184,8 @@ class RowFilter:
         where: an expression: rows to read; None for all.
         split: ``train`` or ``held_out``; None for both.
         held_out: share of the requests that are held out, as their token digests fall.
+        served: rows belong to all requests that they were served to, not only to the one that
+            computed them: the split decides in `served_counts`, and leaves out no row here.
 
     Raises:
         ActdsError: E014 no such name, an expression that cannot be used, or norms of a run that
@@ -199,13 +203,15 @@ class RowFilter:
         where: str | None = None,
         split: str | None = None,
         held_out: float = 0.0,
+        served: bool = False,
     ) -> None:
-        self._dataset = dataset
+        self._dataset, self._served = dataset, served
         self.values = RowValues(dataset, hooks)
         self.where = None if where is None else parse_expression(where, "where")
         self.exclusion = Exclusion(dataset, hooks, exclude)
         self.split = _checked_split(split, held_out)
-        self._parts: dict[str, tuple[npt.NDArray[np.int64], Mask]] = {}
+        self._parts: dict[str, Ints] = {}
+        self._again: dict[str, Servings] = {}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -234,40 +240,86 @@ class RowFilter:
             if decided is None:
                 columns = self.values.of(shard, self.where.columns)
                 kept.append(self.where.mask(columns, shard.n_rows))
-        if self.split is not None:
+        if self.split is not None and not self._served:
             kept.append(self._in_split(shard))
         return np.logical_and.reduce(kept) if kept else None
 
-    def _in_split(self, shard: Shard) -> Mask:
-        """Return which rows belong to requests of the split."""
+    def served_counts(self, shard: Shard) -> Counts | None:
+        """Return how often each row was served to requests of the split, ``(n_rows,)``.
+
+        Without a split to all requests. None where every count is 1.
+
+        Raises:
+            ActdsError: E306 a dataset without a seal; and as ``Catalog.table``.
+
+        Spec: 0.1 section 7.5.
+        """
+        tokens = shard.tokens(["request", "position"])
+        request, position = (tokens[name].to_numpy() for name in ("request", "position"))
+        if self.split is None:
+            times = served_counts(shard.run, request, position, self._dataset.multiplicity())
+            return None if times is None else _small(times)
+        if shard.run not in self._again:
+            requests = self.requests_of(shard.run)
+            spans = self._dataset.catalog.table("spans", shard.run)
+            self._again[shard.run] = served_again(spans, requests)
+        own = self._in_split(shard).astype(np.uint32)
+        return _small(own + self._again[shard.run].of(request, position).astype(np.uint32))
+
+    def requests_of(self, run: str) -> Ints:
+        """Return the requests of a run that are on the side of the split, sorted."""
         assert self.split is not None
         part, share = self.split
-        if shard.run not in self._parts:
-            lines = self._dataset.catalog.table("requests", shard.run)
-            number = lines["request"].to_numpy().astype(np.int64)
-            digests = lines["token_digest"].to_pylist()
-            if not len(number):  # no census: read all the same, by somebody who said so
-                number, digests = self._requests_of_rows(shard.run)
-            held = np.array(
-                [
-                    _fraction(digest or f"{shard.run}/{request}") < share
-                    for digest, request in zip(digests, number.tolist(), strict=True)
-                ],
-                np.bool_,
-            )
-            order = np.argsort(number, kind="stable")
-            self._parts[shard.run] = number[order], held[order] == (part == "held_out")
-        number, chosen = self._parts[shard.run]
-        request = shard.tokens(["request"])["request"].to_numpy()
-        return np.asarray(chosen[np.searchsorted(number, request)], np.bool_)
+        number, held = held_out_requests(self._dataset, run, share)
+        chosen: Ints = number[held == (part == "held_out")]
+        return chosen
 
-    def _requests_of_rows(self, run: str) -> tuple[npt.NDArray[np.int64], list[None]]:
-        """Return the requests that the rows of a run name, and no digest of any."""
-        shards = [shard for shard in self._dataset.shards if shard.run == run]
-        need_known(shards[0], ["request"], "split")
-        parts = [np.unique(shard.tokens(["request"])["request"].to_numpy()) for shard in shards]
-        number = np.unique(np.concatenate(parts)).astype(np.int64)
-        return number, [None] * len(number)
+    def _in_split(self, shard: Shard) -> Mask:
+        """Return which rows belong to requests of the split."""
+        if shard.run not in self._parts:
+            self._parts[shard.run] = self.requests_of(shard.run)
+        request = shard.tokens(["request"])["request"].to_numpy()
+        return np.isin(request, self._parts[shard.run])
+
+
+def held_out_requests(dataset: Dataset, run: str, share: float) -> tuple[Ints, Mask]:
+    """Return the requests of a run, sorted, and which of them a split holds out ``(n,)``.
+
+    Args:
+        dataset: the dataset.
+        run: the run.
+        share: share of the requests that are held out, as their token digests fall.
+
+    Raises:
+        ActdsError: E014 a run without a census whose rows do not say which request they are of.
+
+    Spec: 0.1 section 10.3.
+    """
+    lines = dataset.catalog.table("requests", run)
+    number = lines["request"].to_numpy().astype(np.int64)
+    digests: list[str | None] = lines["token_digest"].to_pylist()
+    if not len(number):  # no census: read all the same, by somebody who said so
+        number = _requests_of_rows(dataset, run)
+        digests = [None] * len(number)
+    held = np.array(
+        [
+            _fraction(digest or f"{run}/{request}") < share
+            for digest, request in zip(digests, number.tolist(), strict=True)
+        ],
+        np.bool_,
+    )
+    order = np.argsort(number, kind="stable")
+    return number[order], held[order]
+
+
+def _requests_of_rows(dataset: Dataset, run: str) -> Ints:
+    """Return the requests that the rows of a run name."""
+    shards = [shard for shard in dataset.shards if shard.run == run]
+    if not shards:
+        return np.empty(0, np.int64)
+    need_known(shards[0], ["request"], "split")
+    parts = [np.unique(shard.tokens(["request"])["request"].to_numpy()) for shard in shards]
+    return np.unique(np.concatenate(parts)).astype(np.int64)
 
 
 def _checked_split(split: str | None, held_out: float) -> tuple[str, float] | None:
@@ -415,7 +467,7 @@ def select(
         where: an expression: rows to read.
         split: ``train`` or ``held_out``, by request.
         held_out: the share of requests that are held out.
-        multiplicity: let each row come as often as it was served.
+        multiplicity: let each row come as often as it was served, in a split to its requests.
         weights: a weights file of the dataset, or an expression.
         frequency: an expression that rows come in proportion to.
 
@@ -429,13 +481,13 @@ def select(
     rate = None if frequency is None else parse_expression(frequency, "frequency", Kind.NUMBER)
     row_weights = None if file is None else dataset.row_weights(file)
     row_filter = RowFilter(
-        dataset, chosen, exclude=exclude, where=where, split=split, held_out=held_out
-    )
-    served = dataset.multiplicity() if multiplicity else None
+        dataset, chosen,
+        exclude=exclude, where=where, split=split, held_out=held_out, served=multiplicity,
+    )  # fmt: skip
     excluded = dict.fromkeys(row_filter.exclusion.names, 0)
     counts, n_kept = [], 0
     for shard in shards:
-        count, n_left = _row_counts(shard, served, row_filter, excluded)
+        count, n_left = _row_counts(shard, row_filter, excluded, multiplicity)
         counts.append(count)
         n_kept += n_left
     if not n_kept:
@@ -512,23 +564,17 @@ def _select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -
 
 
 def _row_counts(
-    shard: Shard, served: pa.Table | None, row_filter: RowFilter, excluded: dict[str, int]
+    shard: Shard, row_filter: RowFilter, excluded: dict[str, int], multiplicity: bool
 ) -> tuple[Counts | None, int]:
     """Return how often each row of a shard comes, and how many rows do; add to ``excluded``."""
-    count: Counts | None = None
-    if served is not None:
-        tokens = shard.tokens(["request", "position"])
-        request, position = (tokens[name].to_numpy() for name in ("request", "position"))
-        times = served_counts(shard.run, request, position, served)
-        count = None if times is None else _small(times)
+    count = row_filter.served_counts(shard) if multiplicity else None
     out = row_filter.left_out(shard)
     for name, mask in out.items():
         excluded[name] += int(mask.sum())
     kept = row_filter.kept_of(shard, out)
-    if kept is None or kept.all():
-        return count, shard.n_rows
-    count = kept.astype(np.uint8) if count is None else count * kept
-    return count, int(kept.sum())
+    if kept is not None and not kept.all():
+        count = kept.astype(np.uint8) if count is None else count * kept
+    return count, shard.n_rows if count is None else int(np.count_nonzero(count))
 
 
 def _small(counts: Counts) -> Counts:

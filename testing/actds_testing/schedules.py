@@ -64,9 +64,13 @@ def simulate(
     filtered: bool = False,
     merge: bool = True,
     budget: int = 24,
+    turns: bool = False,
 ) -> Schedule:
-    """Return the schedule of a run; the same arguments give the same schedule."""
-    return _Simulator(n_requests, seed, drops, cache, filtered, merge, budget).run()
+    """Return the schedule of a run; the same arguments give the same schedule.
+
+    With ``turns`` every other request goes on from the answer to the one before it.
+    """
+    return _Simulator(n_requests, seed, drops, cache, filtered, merge, budget, turns).run()
 
 
 class _Simulator:
@@ -79,17 +83,20 @@ class _Simulator:
         filtered: bool,
         merge: bool,
         budget: int,
+        turns: bool,
     ) -> None:
         self.rng = np.random.default_rng(seed)
         self.drops, self.cache, self.filtered, self.merge = drops, cache, filtered, merge
-        self.budget = budget
+        self.budget, self.turns = budget, turns
         self.blocks: dict[tuple[int, ...], dict[int, int]] = {}  # prefix -> origin per position
         self.rows: list[tuple[object, ...]] = []
         self.steps: list[dict[str, object]] = []
         self.drop_log: list[dict[str, object]] = []
         self.sampled: list[tuple[int, int, int]] = []
         prefixes = [self._words(int(self.rng.integers(8, 20))) for _ in range(3)]
-        self.requests = [self._request(i, prefixes) for i in range(n_requests)]
+        self.requests: list[_Request] = []
+        for i in range(n_requests):
+            self.requests.append(self._request(i, prefixes))
 
     def _words(self, n: int) -> list[int]:
         return [int(token) for token in self.rng.integers(10, 5000, n)]
@@ -98,6 +105,8 @@ class _Simulator:
         prefix = prefixes[int(self.rng.integers(len(prefixes)))]
         prompt = [1, *prefix[: int(self.rng.integers(2, len(prefix) + 1))]]
         prompt += self._words(int(self.rng.integers(0, 12)))
+        if self.turns and number % 2:
+            prompt = self.requests[-1].tokens + self._words(3)
         target = int(self.rng.integers(1, 9))
         finish = ("stop", "length", "abort")[int(self.rng.choice(3, p=(0.5, 0.35, 0.15)))]
         if number % 11 == 7:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow.compute as pc
 import pytest
 
+import actds
 from actds.load.dataset import Dataset
 from actds_testing import harvest as h
 
@@ -185,6 +187,24 @@ def test_multiplicity_counts_every_served_position_once(cached: Dataset) -> None
     extra = sum((m["stop"] - m["start"]) * (m["count"] - 1)
                 for m in cached.multiplicity().to_pylist())  # fmt: skip
     assert cached.n_rows + extra == served
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_a_side_with_multiplicity_is_that_of_a_harvest_without_a_cache(
+    cached: Dataset, uncached: Dataset, split: Literal["train", "held_out"]
+) -> None:
+    sides = []
+    for dataset, weights in ((cached, "multiplicity"), (uncached, None)):
+        with actds.Loader(
+            dataset.path, split=split, held_out=0.5, weights=weights, batch=32, drop_last=False,
+            hooks=next(iter(dataset.hooks)), provenance=["position", "token_id"],
+        ) as loader:  # fmt: skip
+            read: Counter[tuple[int, int]] = Counter()
+            for _, rows in loader:
+                columns = (rows[name].tolist() for name in ("position", "token_id"))
+                read.update(zip(*columns, strict=True))
+        sides.append(read)
+    assert sides[0] == sides[1] and max(sides[0].values()) > 1
 
 
 @pytest.mark.full

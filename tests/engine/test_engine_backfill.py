@@ -191,14 +191,22 @@ def test_a_loader_of_both_has_each_position_once(source: Path, backfill: tuple[P
     served: Counter[tuple[bool, Position]] = Counter()
     served.update((True, row) for row in before.values())
     served.update((False, row) for (n, at), row in after.items() if (origin[n], at) not in before)
-    for weights, want in ((None, dict.fromkeys(served, 1)), ("multiplicity", dict(served))):
-        read: Counter[tuple[bool, Position]] = Counter()
+
+    def read(**options: Any) -> Counter[tuple[bool, Position]]:
+        found: Counter[tuple[bool, Position]] = Counter()
         with actds.Loader(
-            [source, out], hooks=HOOKS[0], once=True, weights=weights, batch=32, drop_last=False,
-            provenance=["run", "request", "position"],
+            [source, out], hooks=HOOKS[0], once=True, batch=32, drop_last=False,
+            provenance=["run", "request", "position"], **options,
         ) as loader:  # fmt: skip
             for _, rows in loader:
                 columns = (rows[name].tolist() for name in ("run", "request", "position"))
-                read.update((run == mine, (n, at)) for run, n, at in zip(*columns, strict=True))
-        assert dict(read) == want
+                found.update((run == mine, (n, at)) for run, n, at in zip(*columns, strict=True))
+        return found
+
+    assert read() == dict.fromkeys(served, 1)
+    assert read(weights="multiplicity") == served
+    # Sides of a split have what their requests were served: together that is everything.
+    sides = [read(weights="multiplicity", split=side, held_out=0.5)
+             for side in ("train", "held_out")]  # fmt: skip
+    assert all(sides) and sides[0] + sides[1] == served
     assert max(served.values()) > 1 and len(served) < len(before) + len(after)

@@ -204,6 +204,26 @@ def test_a_split_is_by_request_and_the_same_in_every_harvest(path: Path, tmp_pat
     assert sum(len(side) for side in sides.values()) == actds.open(path).n_rows
 
 
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_a_side_counts_what_its_requests_were_served(path: Path, split: str) -> None:
+    options: dict[str, Any] = {"batch": 1, "split": split, "held_out": 0.3, "drop_last": False}
+    own = [keys(rows)[0] for _, rows in batches(path, HOOKS[0], **options)]
+    requests = {key[:2] for key in own}
+    stored = set(map(tuple, zip(*actds.open(path).tokens(run=True).select(
+        ["run", "request", "position"]).to_pydict().values(), strict=True)))  # fmt: skip
+    expected = Counter(own)
+    for line in actds.open(path).spans(run=True).to_pylist():
+        if line["ref_request"] is not None and (line["run"], line["request"]) in requests:
+            computed = ((line["run"], line["ref_request"], position)
+                        for position in range(line["start"], line["stop"]))  # fmt: skip
+            expected.update(key for key in computed if key in stored)
+    options["weights"] = "multiplicity"
+    read = Counter(keys(rows)[0] for _, rows in batches(path, HOOKS[0], **options))
+    assert read == expected
+    assert actds.Loader(path, HOOKS[0], **options).batches_per_epoch == expected.total()
+    assert {key[:2] for key in read} - requests and max(read.values()) > 1
+
+
 def test_rows_come_in_proportion_to_an_expression(path: Path) -> None:
     counts: Counter[Key] = Counter()
     loader = actds.Loader(

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actds
 from actds.errors import ActdsError
+from actds.format import tables
 from actds.format.positions import union
 from actds.load.coverage import covered, lacking
-from actds_testing.schedules import simulate
+from actds_testing import synthetic
+from actds_testing.schedules import Schedule, simulate
 from actds_testing.synthetic import make_dataset
 
 Ranges = list[tuple[int, int]]
@@ -74,3 +77,34 @@ def test_datasets_that_are_no_replays_of_each_other_are_refused(tmp_path: Path) 
         with pytest.raises(ActdsError, match=r"E014 once: no dataset that is a replay"):
             actds.Loader(source, batch=16, once=True)  # type: ignore[arg-type]
     assert actds.Loader([one, other], batch=16).config["once"] is None
+
+
+def test_sides_of_a_split_have_what_their_requests_were_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_dataset(tmp_path / "a", schedule=simulate(30, 5, drops=True), run="r-a")
+    genesis = actds.open(source).catalog.genesis.dataset
+
+    def origins(told: Schedule) -> pa.Table:
+        n, numbers = len(told.requests), told.requests["request"].to_pylist()
+        columns = {
+            "request": numbers,
+            "source_dataset": [genesis] * n,
+            "source_seal": ["cd" * 32] * n,
+            "source_run": ["r-a"] * n,
+            "source_request": numbers,
+            "n_given": told.requests["prompt_len"].to_pylist(),
+        }
+        return tables.build("origins", columns)
+
+    monkeypatch.setattr(synthetic, "_origin_table", origins)
+    missing = make_dataset(tmp_path / "b", schedule=simulate(30, 5), run="r-b", origins=True)
+
+    def rows(**split: object) -> int:
+        loader = actds.Loader(
+            [source, missing], "resid_post.1", batch=1, once=True, weights="multiplicity", **split
+        )
+        return sum(len(batch) for batch in loader)
+
+    both = rows(split="train", held_out=0.4), rows(split="held_out", held_out=0.4)
+    assert sum(both) == rows() and min(both) > 0

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from actds.errors import ActdsError
-from actds_testing import independent
+from actds_testing import independent, synthetic
 from actds_testing.independent import Finding
 from actds_testing.mutations import mutate
 from actds_testing.places import VECTORS
@@ -104,6 +104,15 @@ def unpack(vector: Path, out: Path) -> Path:
 @pytest.mark.parametrize("name", sorted(path.name for path in (VECTORS / "valid").iterdir()))
 def test_accepts_valid_vectors(name: str) -> None:
     assert independent.validate(VECTORS / "valid" / name, deep=True) == []
+
+
+@pytest.mark.parametrize("value", [0, 1, "true"])
+def test_only_a_boolean_says_whether_entropies_are_recorded(
+    value: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(synthetic._OBSERVED, "capture.entropy", value)  # noqa: SLF001
+    path = make_dataset(tmp_path / "acts", n_requests=3)
+    assert difference(path) is None and codes(package(path)) == {"E103"}
 
 
 # To make the card again a Validator needs the words of the program that made it: a SHOULD (2.4).

@@ -63,7 +63,8 @@ def judge_sampled(account: Account, said: object, rules: object, *, cut: bool) -
         cut: whether a process of the run did not end in order.
     """
     place, found, lines = f"census/{account.run}/sampled", account.found, account.table("sampled")
-    found.check(said in (None, True, False), "E103", f"runs/{account.run}.json", f"entropy {said}")
+    is_one = said is None or isinstance(said, bool)  # 1 is True in Python
+    found.check(is_one, "E103", f"runs/{account.run}.json", f"entropy {said}")
     if said is not True:
         found.check(not lines, "E423", place, "of a run that has none")
         return
