@@ -91,6 +91,7 @@ def test_what_a_sampler_changes_in_place_is_not_what_is_read(
     changing = {
         "repetition_penalty": 1.5, "presence_penalty": 0.5, "top_k": 20, "top_p": 0.9,
         "min_p": 0.01, "bad_words": ["e"], "logprobs": 3, "prompt_logprobs": 1,
+        "logit_bias": {"40": -2.0},
     }  # fmt: skip
     one = harvest(
         tmp_path, model, prompts, engine={"sampling_params": changing},

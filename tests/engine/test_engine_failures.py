@@ -115,6 +115,30 @@ def test_a_killed_writer_ends_the_harvest_with_what_was_committed(
     assert {s["reason"] for s in lost} == {"writer_ended"}
 
 
+@pytest.mark.full
+def test_a_killed_engine_ends_the_harvest_with_what_was_committed(
+    model: Path, tmp_path: Path
+) -> None:
+    """As when memory runs out: vLLM's client hears of it, and would wait for ever."""
+    out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 2000)
+    process = start(out, model, prompts, *OPTIONS, *SLOW, "--entropy")
+    wait_for(lambda: n_shards(out) >= 2, process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    [engine] = [pid for pid in children
+                if Path(f"/proc/{pid}/comm").read_text().startswith("VLLM::")]  # fmt: skip
+    os.kill(int(engine), signal.SIGKILL)
+    try:
+        _, stderr = process.communicate(timeout=h.FORKED_TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 4
+    assert "E504 engine" in stderr and "Traceback" not in stderr
+    dataset = h.validated(out)
+    assert dataset.n_rows >= 2 * 64
+    assert "unfinished" in dataset.requests()["finish_reason"].to_pylist()
+
+
 def writer_of(out: Path) -> int:
     """Return the writer process of a dataset."""
     listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import actds
@@ -18,7 +20,7 @@ from actds_testing.tiny import make_random_model
 from actds_writers.config import ReplaySettings, WriteSettings
 from actds_writers.engine_protocol import Engine
 from actds_writers.harvest.backfill import filled, missing
-from actds_writers.harvest.compare import Pair, compare
+from actds_writers.harvest.compare import Pair, compare, pairs_of
 from actds_writers.harvest.one_engine import Feed
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.replay import Replays
@@ -101,6 +103,28 @@ def test_what_a_replay_did_not_fill_is_counted_by_reason(tmp_path: Path) -> None
         f"0 of {n:,} positions that lacked a row have one now; {n:,} still lack one: "
         f"{n:,} not served"
     )
+
+
+def test_requests_of_which_no_row_is_stored_have_nothing_to_compare(tmp_path: Path) -> None:
+    schedule = simulate(12, 12, drops=True)
+    source = actds.open(make_dataset(tmp_path / "acts", schedule=schedule))
+    spans = schedule.spans.to_pylist()
+    stored = {span["request"] for span in spans if span["disposition"] in ("captured", "cache_ref")}
+    lost = {span["request"] for span in spans} - stored
+    [run] = source.runs
+    none = [Pair(run, number, run, number, np.array(schedule.token_ids[number])) for number in lost]
+    found = compare(source.catalog, source.catalog, none)
+    assert none and (found.n_rows, found.n_unreplayed, found.n_foreign) == (0, 0, 0)
+
+
+def test_a_request_that_the_replay_skipped_is_none_that_it_lost(tmp_path: Path) -> None:
+    replay = actds.open(make_dataset(tmp_path / "out", origins=True))
+    source = [replace(one, run="r-source", request=10 + one.request)
+              for one in token_sequences(replay)]  # fmt: skip
+    lines = replay.requests().to_pylist()[:-1]  # the last has no origin
+    served = {line["request"] for line in lines if line["finish_reason"] != "skipped"}
+    assert {pair.again for pair in pairs_of(replay.catalog, source)} == served
+    assert len(served) < len(lines)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,19 @@ def test_a_row_that_is_not_finite_is_foreign() -> None:
     assert np.flatnonzero(verdicts(stored, rows)).tolist() == [5, 6]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_alike_not_finite_are_the_same_and_hide_no_other(bad: float) -> None:
+    rows = states()
+    near, far = compare.NEAR["bfloat16"], compare.FAR["bfloat16"]
+    rows[8] = rows[7] * (1 + (near + far) / 2)
+    rows[20, 3] = bad
+    stored = rows.copy()
+    stored[8] = rows[7]
+    assert np.flatnonzero(verdicts(stored, rows)).tolist() == [8]
+    stored[20, 4] += 1
+    assert np.flatnonzero(verdicts(stored, rows)).tolist() == [8, 20]
+
+
 def pair(run: str, one: TokenSequence, other: TokenSequence) -> compare.Pair:
     return compare.Pair(run, one.request, run, other.request, other.token_id)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,22 @@ def test_a_token_beyond_what_the_census_knows_is_no_line() -> None:
         log.give(given(step, (0, position, 10)))
         log.read(logits_of(step, (0, 10)))
     assert [line[1] for line in lines(log, 6)] == [5]
+
+
+def test_steps_from_which_nobody_got_a_token_are_not_kept() -> None:
+    """A long prompt in chunks: hundreds of bytes a step, until the end of the run."""
+    log = SampledLog()
+    tracemalloc.start()
+    try:
+        for step in range(2000):
+            if step == 1000:
+                before, _ = tracemalloc.get_traced_memory()
+            log.read(logits_of(step, (0, 10)))
+            log.give(TokensSampled(step, *np.empty((3, 0), np.int64)))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 50_000 and not lines(log, 9)
 
 
 def test_packed_lines_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

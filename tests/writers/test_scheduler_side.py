@@ -215,14 +215,15 @@ def test_tokens_that_requests_got_are_told_with_their_positions() -> None:
     engine.take(late, {A: [23]})
     told = [m for m in engine.told if isinstance(m, TokensSampled)]
     assert [(m.step, m.positions.tolist(), m.token_ids.tolist()) for m in told] == [
-        (1, [4], [21]), (2, [5], [22]),
+        (0, [], []), (1, [4], [21]), (2, [5], [22]), (3, [], []),
     ]  # fmt: skip
     for entropy, left_out in ((False, EVERYTHING), (True, LeftOut(None, "sampling:phase"))):
         engine = Engine(entropy=entropy)
         engine.side._left_out = lambda *_, out=left_out: out  # type: ignore[method-assign]  # noqa: SLF001
         engine.arrive(Request())
         engine.take(engine.schedule({A: 4}), {A: [21]})
-        assert not any(isinstance(m, TokensSampled) for m in engine.told)
+        told = [m for m in engine.told if isinstance(m, TokensSampled)]
+        assert len(told) == entropy and not any(len(m.requests) for m in told)
 
 
 def test_a_token_that_is_not_of_the_last_row_is_refused() -> None:

@@ -64,6 +64,7 @@ class Engine(Protocol):
 
         Raises:
             ValueError: the engine refuses it, with the engine's own message.
+            ActdsError: E504 when the engine has died.
         """
 
     def step(self) -> list[Finished]:

@@ -14,6 +14,8 @@ CHUNK_VALUES = 1 << 24
 """Most logits that are in float32 at a time on a GPU, 64 MiB; on a CPU it is a row, which fits its
 cache and is several times as fast."""
 _GROUPS = 64
+_FURTHEST = -80.0
+"""A logit so far below the largest has less than 2e-35 of its probability."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class Reading:
         memory = largest.new_empty((2, min(n_at_once, len(logits)), logits.shape[1]))
         rows, tops = (torch.split(one, n_at_once) for one in (logits, largest))
         found = [_read(row, top, memory) for row, top in zip(rows, tops, strict=True)]
-        odds, means = zip(*found, strict=True)
-        of_largest = torch.cat(odds).log()
-        entropy = (-of_largest - torch.cat(means)).clamp_(min=0.0)
+        totals, sums = (torch.cat(parts) for parts in zip(*found, strict=True))
+        of_largest = -totals.log()
+        entropy = (-of_largest - sums / totals).clamp_(min=0.0)
         values = torch.stack([entropy, largest - second, largest, of_largest], dim=1)
         # A sampler computes in float32: only such logits are its own and change in place.
         kept = logits.clone() if logits.dtype == torch.float32 else logits
@@ -69,18 +71,20 @@ class Reading:
 def _read(
     logits: torch.Tensor, largest: torch.Tensor, memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probability of the largest logit, and how far logits are below it in the mean.
+    """Return the sum of all odds against the largest logit, and of the logits below it by them.
 
-    Of differences from the largest, so that large logits cost no digits. What has no probability is
-    minus infinity times 0 in the mean; logits that are no number stay so in the probability.
+    Of differences from the largest, so that large logits cost no digits. What is further below adds
+    nothing that float32 holds, and numbers that are nearly 0 take twenty times as long; without a
+    bound, what has no probability would be minus infinity times 0. Logits that are no number stay
+    so. One ``exp`` takes a third of the time of ``softmax``.
 
     Args:
         memory: float32 ``(2, n, vocabulary)`` to work in.
     """
     n = len(logits)
-    below = torch.sub(logits, largest[:, None], out=memory[0, :n])
-    odds = torch.softmax(below, dim=-1, out=memory[1, :n])
-    return odds.amax(dim=-1), odds.mul_(below).nansum(dim=-1)
+    below = torch.sub(logits, largest[:, None], out=memory[0, :n]).clamp_(min=_FURTHEST)
+    odds = torch.exp(below, out=memory[1, :n])
+    return odds.sum(dim=-1), odds.mul_(below).sum(dim=-1)
 
 
 def _two_largest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,6 +74,8 @@ class SampledLog:
         if step not in self._given or step not in self._read:
             return
         given, read = self._given.pop(step), self._read.pop(step)
+        if not len(given.requests):
+            return
         row = {request: row for row, request in enumerate(read.requests.tolist())}
         at = np.array([row.get(request, -1) for request in given.requests.tolist()], np.int64)
         same = (at >= 0) & (read.token_ids[at] == given.token_ids) if len(row) else at >= 0

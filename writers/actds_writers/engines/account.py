@@ -189,13 +189,14 @@ class SchedulerSide:
     ) -> None:
         """Report the tokens that requests got from a step, where entropies are recorded.
 
+        Also of a step from which nobody got one: the census keeps what its logits said until then.
+
         Args:
             requests: number of each request that got one.
             positions: position that its token takes.
         """
         columns = (np.array(column, np.int64) for column in (requests, positions, token_ids))
-        if len(requests):
-            self._census.send(TokensSampled(step, *columns))
+        self._census.send(TokensSampled(step, *columns))
 
     def report(self, message: StepScheduled | RequestFinished) -> None:
         """Send the census a step or an end."""

@@ -63,12 +63,19 @@ class Pair:
 
 
 def pairs_of(replay: Catalog, sequences: Iterable[TokenSequence]) -> Iterator[Pair]:
-    """Yield each request with its replays, as the table ``origins`` of the replay names them."""
+    """Yield each request with its replays, as the table ``origins`` of the replay names them.
+
+    A request that the replay skipped has none.
+    """
     found: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for run in replay.run_ids:
+        requests = replay.table("requests", run)
+        requests = requests.filter(pc.equal(requests["finish_reason"], "skipped"))
+        skipped = set(requests["request"].to_pylist())
         for line in replay.table("origins", run).to_pylist():
-            source = line["source_run"], line["source_request"]
-            found.setdefault(source, []).append((run, line["request"]))
+            if line["request"] not in skipped:
+                source = line["source_run"], line["source_request"]
+                found.setdefault(source, []).append((run, line["request"]))
     for one in sequences:
         for again_run, again in found.get((one.run, one.request), []):
             yield Pair(one.run, one.request, again_run, again, one.token_id)
@@ -347,7 +354,7 @@ def locate(shards: Sequence[Shard], keys: Keys) -> Located:
     """Return the location of the rows of (request, position) keys, in any order, also repeated."""
     unique, back = np.unique(keys, return_inverse=True)
     found = {name: np.full(len(unique), -1, np.int64) for name in ("shard", "row", "token", "step")}
-    for number, shard in enumerate(shards):
+    for number, shard in enumerate(shards if len(unique) else ()):
         tokens = shard.tokens(["request", "position", "token_id", "step"])
         mine = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
         at = np.minimum(np.searchsorted(unique, mine), len(unique) - 1)
@@ -377,15 +384,16 @@ def gather(shards: Sequence[Shard], located: Located, hook: str) -> Rows:
 def distances(stored: Rows, replayed: Rows) -> tuple[Floats, Floats]:
     """Return relative L2 and cosine of each pair of rows.
 
-    The distance is relative to the replayed row's norm; to a row of zeros it is infinite, unless
-    both are.
+    The distance is relative to the replayed row's norm; to a row of zeros, or one that is not
+    finite, it is infinite, unless the two are equal.
     """
     one, other = stored.astype(np.float64), replayed.astype(np.float64)
-    apart = np.linalg.norm(one - other, axis=1)
-    norms = np.linalg.norm(one, axis=1), np.linalg.norm(other, axis=1)
+    equal = ((one == other) | (np.isnan(one) & np.isnan(other))).all(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        relative = np.where(apart == 0, 0.0, apart / norms[1])
-        cosine = np.where(apart == 0, 1.0, (one * other).sum(axis=1) / (norms[0] * norms[1]))
+        apart = np.linalg.norm(one - other, axis=1)
+        norms = np.linalg.norm(one, axis=1), np.linalg.norm(other, axis=1)
+        relative = np.where(equal, 0.0, apart / norms[1])
+        cosine = np.where(equal, 1.0, (one * other).sum(axis=1) / (norms[0] * norms[1]))
     return np.nan_to_num(relative, nan=np.inf), np.nan_to_num(cosine, nan=0.0)
 
 
@@ -411,9 +419,10 @@ def is_foreign(
     unsure = np.flatnonzero(~foreign & (relative > NEAR[computed]))
     squares = (replayed.astype(np.float64) ** 2).sum(axis=1)
     for row in unsure:
-        products = (replayed @ stored[row]).astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            products = (replayed @ stored[row]).astype(np.float64)
         apart = squares - 2 * products + float(stored[row].astype(np.float64) @ stored[row])
-        apart[prefix == prefix[row]] = np.inf
+        apart[(prefix == prefix[row]) | ~np.isfinite(apart)] = np.inf
         # The difference of large numbers finds the nearest row, and is too coarse for its distance.
         nearest = replayed[int(apart.argmin())].astype(np.float64)
         own = np.sqrt(squares[row]) * relative[row]

@@ -240,6 +240,8 @@ class VllmOptions(EngineOptions):
         return n if isinstance(n, int) else 1
 
 
+_REFUSAL = "VLLMClientError"
+"""Class of vLLM's errors that are a request's fault; older ones are a ``ValueError``."""
 SHUTDOWN_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 """How long the workers of an engine that did not start may take to end by themselves."""
@@ -291,6 +293,8 @@ class VllmEngine:
             given = dict(options.sampling_params)
             if isinstance(kinds := given.get("structured_outputs"), dict):
                 given["structured_outputs"] = StructuredOutputsParams(**kinds)
+            if isinstance(bias := given.get("logit_bias"), dict):
+                given["logit_bias"] = {int(key): value for key, value in bias.items()}  # of JSON
             self._params = functools.partial(SamplingParams, **given, temperature=temperature)
             self._params()  # a bad one is an error of the engine, not of every prompt
             with _interrupts_blocked():
@@ -304,6 +308,7 @@ class VllmEngine:
                     }
                 )
                 self._engine: Any = LLMEngine.from_engine_args(arguments)
+                wake_when_dead(self._engine.engine_core)
             if self._lora is not None:
                 self._engine.add_lora(self._lora)  # one that does not load is an error now
         except Exception as error:  # whatever the engine raises becomes one line
@@ -322,10 +327,17 @@ class VllmEngine:
         return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
     def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
-        """Add a request; raises ``ValueError`` when the engine refuses it."""
-        params = self._params(max_tokens=max_tokens)
-        prompt = {"prompt_token_ids": token_ids}
-        self._engine.add_request(key, prompt, params, lora_request=self._lora)
+        """Add a request; raises ``ValueError`` when it is refused, E504 when the engine died."""
+        try:
+            params = self._params(max_tokens=max_tokens)
+            prompt = {"prompt_token_ids": token_ids}
+            self._engine.add_request(key, prompt, params, lora_request=self._lora)
+        except ValueError:
+            raise
+        except Exception as error:  # whatever the engine raises becomes one line
+            if any(kind.__name__ == _REFUSAL for kind in type(error).__mro__):
+                raise ValueError(str(error)) from error
+            raise _engine_error(error) from error
 
     def step(self) -> list[Finished]:
         """Run one step; return the requests that ended; raises E504 when the engine has died."""
@@ -359,6 +371,25 @@ class VllmEngine:
         self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
         _close_links()
         os.environ.pop(ENVIRONMENT, None)
+
+
+def wake_when_dead(client: Any) -> None:
+    """Let a client whose engine's process is killed raise: vLLM's waits for its output for ever.
+
+    Args:
+        client: the client of the engine core; one in this process has no queue.
+    """
+    outputs, shutdown = getattr(client, "outputs_queue", None), client.shutdown
+    if outputs is None:
+        return
+
+    @functools.wraps(shutdown)
+    def shutting_down(*args: Any, **kwargs: Any) -> Any:
+        # Called by the thread that watches the process, too.
+        outputs.put_nowait(RuntimeError("the process of the engine has ended"))
+        return shutdown(*args, **kwargs)
+
+    client.shutdown = shutting_down
 
 
 def _devices(options: Mapping[str, Any], number: int) -> dict[str, Any]:
