@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from actds.cli.output import print_lines
 from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
+    Outputs,
     html_option,
     json_option,
-    keep_little,
-    need_folders,
     no_dash,
     told,
-    write_text,
 )
 
 if TYPE_CHECKING:
@@ -120,41 +117,26 @@ def audit(
     if strict and _is_given(ctx, "fail_on") and fail_on != "warn":
         raise click.UsageError(f"--strict is --fail-on warn and contradicts --fail-on {fail_on}")
     from actds_validators.audit.api import audit as run_audit
-    from actds_validators.extras import need_extra
 
-    need_extra(*(["jinja2"] if html else []))
-    to_stdout = json_out is not None and str(json_out) == "-"
-    json_file = None if to_stdout else json_out
-    from actds_validators.audit.outputs import refuse_outputs
-
-    refuse_outputs(
-        {"--html": html, "--json": json_file, "--weights": weights}, {"--classes": classes}
-    )
-    need_folders(html, json_file, weights)
+    outputs = Outputs(html, json_out, {"--weights": weights}, {"--classes": classes})
     from actds_validators.report import html as page
     from actds_validators.report import summary, terminal
 
-    keep_little()
     found = run_audit(
         path, limits=limits, weights=weights, classes=classes, against=against, by=by, rows=rows,
         executor=executor, progress=told(),
     )  # fmt: skip
     result = found.result
-    text = json.dumps(result.as_json(), indent=2, sort_keys=True)
-    if json_file is not None:
-        write_text(json_file, text + "\n")
     about = summary.about(found.catalog, ctx.meta[COMMAND])
-    if html is not None:
-        write_text(html, page.render(result, about))
-    if to_stdout:
-        click.echo(text)
-    else:
-        print_lines(terminal.render(result, about))
-        for what, out in (("report", html), ("result", json_out), ("weights", weights)):
-            if what == "weights" and out is not None and not result.accounting.is_sound:
-                click.echo("weights: not written, because of accounting mismatches")
-            elif out is not None:
-                click.echo(f"{what}: {out}")
+    outputs.write(
+        json.dumps(result.as_json(), indent=2, sort_keys=True),
+        lambda: page.render(result, about),
+        lambda: terminal.render(result, about),
+    )
+    if result.accounting.is_sound:
+        outputs.say({"weights": weights})
+    elif outputs.on_terminal and weights is not None:
+        click.echo("weights: not written, because of accounting mismatches")
     if found.failure is not None:
         raise found.failure
     sys.exit(exit_code(result, "warn" if strict else fail_on))

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.output import print_lines
 from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
+    Outputs,
     html_option,
     json_option,
-    keep_little,
-    need_folders,
     told,
-    write_text,
 )
 
 if TYPE_CHECKING:
@@ -123,15 +120,7 @@ def regimes(
       actds regimes H=docs:phase=prefill R=replayed G=acts:phase=decode \\
         --contrast R-H --contrast G-R --contrast G-H --sae sae/ --held-out 0.5
     """
-    from actds_validators.audit.outputs import refuse_outputs
-    from actds_validators.extras import need_extra
-
-    need_extra(*(["jinja2"] if html else []))
-    to_stdout = json_out is not None and str(json_out) == "-"
-    json_file = None if to_stdout else json_out
-    refuse_outputs({"--html": html, "--json": json_file}, {})
-    need_folders(html, json_file)
-    keep_little()
+    outputs = Outputs(html, json_out)
     from actds_validators.regimes.api import regimes as run
     from actds_validators.report.regimes import page, terminal
 
@@ -139,18 +128,12 @@ def regimes(
         *arms, contrasts=contrasts, hooks=hooks, sae=sae, probes=probes, label=label, model=model,
         held_out=held_out, pairing=pairing, limits=limits, progress=told(),
     )  # fmt: skip
-    text = result.to_json()
-    if json_file is not None:
-        write_text(json_file, text + "\n")
-    if html is not None:
-        write_text(html, page.render(result, ctx.meta[COMMAND]))
-    if to_stdout:
-        click.echo(text)
-    else:
-        print_lines(terminal.render(result, ctx.meta[COMMAND]))
-        for what, out in (("report", html), ("result", json_out)):
-            if out is not None:
-                click.echo(f"{what}: {out}")
+    command = ctx.meta[COMMAND]
+    outputs.write(
+        result.to_json(),
+        lambda: page.render(result, command),
+        lambda: terminal.render(result, command),
+    )
     sys.exit(exit_code(result, fail_on))
 
 

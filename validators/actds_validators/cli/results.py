@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import click
 
 from actds.cli.options import model_options
-from actds.cli.output import ResultCommand
+from actds.cli.output import ResultCommand, print_lines
+from actds.text import Line
 
 __all__ = [
     "COMMAND",
     "LimitsCommand",
+    "Outputs",
     "html_option",
     "json_option",
     "keep_little",
@@ -75,6 +77,68 @@ def no_dash(ctx: click.Context, param: click.Parameter, value: Path | None) -> P
     if value is not None and str(value) == "-":
         raise click.BadParameter("'-' is no file; only --json can print", ctx, param)
     return value
+
+
+class Outputs:
+    """Where a result goes: a page, JSON, the terminal. What cannot be written is refused at once.
+
+    Args:
+        html: file of the page, if any.
+        json_out: file of the JSON, ``-`` for the terminal, if any.
+        others: other files that the command writes, by option.
+        inputs: files that it reads, by option.
+
+    Raises:
+        ActdsError: E009 two options with one file; E011 a package that is not installed; E503 a
+            folder that is not there.
+    """
+
+    def __init__(
+        self,
+        html: Path | None,
+        json_out: Path | None,
+        others: Mapping[str, Path | None] | None = None,
+        inputs: Mapping[str, Path | None] | None = None,
+    ) -> None:
+        from actds_validators.audit.outputs import refuse_outputs
+        from actds_validators.extras import need_extra
+
+        need_extra(*(["jinja2"] if html else []))
+        self.on_terminal = json_out is None or str(json_out) != "-"
+        self._html, self._json = html, json_out if self.on_terminal else None
+        files = {"--html": html, "--json": self._json, **(others or {})}
+        refuse_outputs(files, dict(inputs or {}))
+        need_folders(*files.values())
+        keep_little()
+
+    def write(
+        self, text: str, page: Callable[[], str], lines: Callable[[], Iterable[Line]]
+    ) -> None:
+        """Write the result.
+
+        Args:
+            text: the JSON.
+            page: makes the page.
+            lines: makes what the terminal shows.
+
+        Raises:
+            ActdsError: E503 a file that cannot be written.
+        """
+        if self._json is not None:
+            write_text(self._json, text + "\n")
+        if self._html is not None:
+            write_text(self._html, page())
+        if not self.on_terminal:
+            click.echo(text)
+            return
+        print_lines(lines())
+        self.say({"report": self._html, "result": self._json})
+
+    def say(self, files: Mapping[str, Path | None]) -> None:
+        """Say where files are, unless the terminal has the JSON."""
+        for what, path in files.items():
+            if self.on_terminal and path is not None:
+                click.echo(f"{what}: {path}")
 
 
 def keep_little() -> None:

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.output import print_lines
 from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
+    Outputs,
     html_option,
     json_option,
-    keep_little,
-    need_folders,
     no_dash,
     told,
-    write_text,
 )
 
 if TYPE_CHECKING:
@@ -80,31 +77,18 @@ def stability(
         --hook resid_post.10 --html stability.html
       actds stability cached weighted=cached:weights=multiplicity uncached --out dictionaries
     """
-    from actds_validators.audit.outputs import refuse_outputs
-    from actds_validators.extras import need_extra
-
-    need_extra(*(["jinja2"] if html else []))
-    to_stdout = json_out is not None and str(json_out) == "-"
-    json_file = None if to_stdout else json_out
-    refuse_outputs({"--html": html, "--json": json_file}, {})
-    need_folders(html, json_file)
-    keep_little()
+    outputs = Outputs(html, json_out)
     from actds_validators.report.stability import page, terminal
     from actds_validators.stability.api import stability as run
 
     result = run(*arms, hook=hook, out=out, limits=limits, progress=told())
-    text = result.to_json()
-    if json_file is not None:
-        write_text(json_file, text + "\n")
-    if html is not None:
-        write_text(html, page.render(result, ctx.meta[COMMAND]))
-    if to_stdout:
-        click.echo(text)
-    else:
-        print_lines(terminal.render(result, ctx.meta[COMMAND]))
-        for what, path in (("report", html), ("result", json_out), ("dictionaries", out)):
-            if path is not None:
-                click.echo(f"{what}: {path}")
+    command = ctx.meta[COMMAND]
+    outputs.write(
+        result.to_json(),
+        lambda: page.render(result, command),
+        lambda: terminal.render(result, command),
+    )
+    outputs.say({"dictionaries": out})
     sys.exit(exit_code(result, fail_on))
 
 

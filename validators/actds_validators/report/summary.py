@@ -14,6 +14,7 @@ from actds.reading import Catalog
 from actds.text import format_nbytes
 from actds_validators.audit.result import Audit, Limits, Number, Options
 from actds_validators.report.words import (
+    Fact,
     Part,
     Row,
     Sentence,
@@ -65,23 +66,6 @@ class About:
     command: str
 
 
-@dataclass(frozen=True)
-class Bias:
-    """How far a mean over the stored rows can be or is estimated to be off.
-
-    Args:
-        title: which of the two.
-        value: in standard deviations of all computed tokens (SD), or why there is none.
-        note: the limit, the interval, and what it is the bias of.
-        is_known: whether there is a value; without one nothing is wrong with the data.
-    """
-
-    title: str
-    value: str
-    note: str
-    is_known: bool = True
-
-
 def about(catalog: Catalog, command: str) -> About:
     """Return what a dataset is, from its genesis and its run records.
 
@@ -119,17 +103,17 @@ def answer(audit: Audit) -> str:
     return _ANSWERS_BY_KIND.get(audit.verdict.kind, _ANSWERS[audit.verdict.level])
 
 
-def biases(audit: Audit) -> list[Bias]:
+def biases(audit: Audit) -> list[Fact]:
     """Return the worst-case bias of any mean, and the largest that was estimated."""
     return [_worst_case(audit), _estimated(audit)]
 
 
-def _worst_case(audit: Audit) -> Bias:
+def _worst_case(audit: Audit) -> Fact:
     title, share = "Worst-case bias of any mean", audit.accounting.loss_share
     if not audit.accounting.is_sound:
-        return Bias(title, "not known", "the accounting does not match", is_known=False)
+        return Fact(title, "not known", "the accounting does not match", is_known=False)
     if share >= 1:
-        return Bias(title, "no bound", "no computed token is stored")
+        return Fact(title, "no bound", "no computed token is stored")
     bias = math.sqrt(share / (1 - share))
     limit = f"{number(audit.limits.negligible_bias)} SD"
     if not share:
@@ -138,26 +122,26 @@ def _worst_case(audit: Audit) -> Bias:
         note = f"negligible: at most {limit}"
     else:
         note = f"above {limit}: further evidence is needed"
-    return Bias(title, f"{_three(bias)} SD", note)
+    return Fact(title, f"{_three(bias)} SD", note)
 
 
-def _estimated(audit: Audit) -> Bias:
+def _estimated(audit: Audit) -> Fact:
     title = "Largest estimated bias"
     if not audit.accounting.is_sound:
-        return Bias(title, "not estimated", "the accounting does not match", is_known=False)
+        return Fact(title, "not estimated", "the accounting does not match", is_known=False)
     if not audit.accounting.loss_share:
-        return Bias(title, "0 SD", "no rows were lost")
+        return Fact(title, "0 SD", "no rows were lost")
     asked = [
         (d.covariate.label, d.before_weighting)
         for d in (audit.missingness.differences if audit.missingness else ())
         if d.before_weighting and d.covariate.group != "system"
     ]
     if not asked:
-        return Bias(title, "not estimated", "no mean could be compared", is_known=False)
+        return Fact(title, "not estimated", "no mean could be compared", is_known=False)
     label, found = max(asked, key=lambda pair: abs(pair[1].value))
     tested = f"largest of {count(len(asked))} tested means" if len(asked) > 1 else "the tested mean"
     span = f"{100 * found.confidence:g} % CI {interval(found)}"
-    return Bias(title, f"{_three(found.value)} SD", f"{label}; {span}; {tested}")
+    return Fact(title, f"{_three(found.value)} SD", f"{label}; {span}; {tested}")
 
 
 def _three(value: float) -> str:

@@ -24,6 +24,23 @@ class Sentence(str):
     __slots__ = ()
 
 
+@dataclass(frozen=True)
+class Fact:
+    """One of the facts at the top of a page.
+
+    Args:
+        title: what it is.
+        value: the fact, or why there is none.
+        note: more of it: the limit, the interval.
+        is_known: whether there is a value; without one nothing is wrong with the data.
+    """
+
+    title: str
+    value: str
+    note: str
+    is_known: bool = True
+
+
 def clean(text: str, room: int | None = None) -> str:
     """Return text without control characters, cut where it is longer than any honest one.
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from actds.text import counted
 from actds_validators.regimes.result import About, ContrastResult, Outcome, Regimes, Value, Verdict
 from actds_validators.regimes.wording import beyond, element_of
-from actds_validators.report.words import count, percent, short
+from actds_validators.report.words import Fact, count, percent, short
 
 __all__ = [
     "ABOUT",
     "MARKS",
-    "Fact",
     "answer",
     "arms",
     "facts",
@@ -56,16 +54,6 @@ _WHAT = {
     "one arm",
     "probes": "Set the probes' thresholds on rows of {other}, or fit them on rows of both",
 }
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One of the facts at the top of the page: what it is, the fact, and more of it."""
-
-    title: str
-    value: str
-    note: str
-    is_known: bool = True
 
 
 def judged(result: Regimes) -> Iterator[tuple[ContrastResult, Verdict]]:

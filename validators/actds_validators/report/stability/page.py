@@ -10,6 +10,7 @@ from actds_validators.report.stability import said
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend
 from actds_validators.report.words import (
     Columns,
+    Fact,
     Part,
     Row,
     Sentence,
@@ -46,16 +47,6 @@ class Section:
 
     part: Part
     pictures: list[Picture] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One of the facts at the top of the page."""
-
-    title: str
-    value: str
-    note: str
-    is_known: bool = True
 
 
 def render(result: Stability, command: str) -> str:

@@ -93,22 +93,37 @@ def next_steps(result: Stability) -> list[str]:
     """Return what to do, the most pressing first."""
     steps = []
     reference = result.arms[0].name
-    for verdict in result.verdicts:
-        if verdict.outcome == "beyond the floor":
-            steps.append(
-                f"Say which harvest a dictionary was trained on: one of {verdict.arm} is not one "
-                f"of {reference} of another seed. Train on rows of the regime that you use it in."
-            )
-        steps += [f"{verdict.arm}, {words}." for words in verdict.short]
-        if verdict.outcome == "within the floor" and verdict.against_order == "beyond the floor":
-            steps.append(
-                f"Rows of {verdict.arm} do change the dictionary, by less than another seed does: "
-                "read nothing into single features of either."
-            )
+    beyond = [one.arm for one in result.verdicts if one.outcome == "beyond the floor"]
+    if beyond:
+        steps.append(
+            f"Say which harvest a dictionary was trained on: one of {_listed(beyond)} is not one "
+            f"of {reference} of another seed. Train on rows of the regime that you use it in."
+        )
+    changed = [
+        one.arm
+        for one in result.verdicts
+        if one.outcome == "within the floor" and one.against_order == "beyond the floor"
+    ]
+    if changed:
+        steps.append(
+            f"Rows of {_listed(changed)} do change the dictionary, by less than another seed does: "
+            "read nothing into single features."
+        )
+    lacks: dict[str, list[str]] = {}  # what is short, and of which arms
+    for one in result.verdicts:
+        for words in one.short:
+            lacks.setdefault(words.partition(": ")[2] or words, []).append(one.arm)
+    steps += [f"{_listed(list(dict.fromkeys(arms)))}: {what}." for what, arms in lacks.items()]
     if not result.verdicts and result.limits.seeds < MIN_SEEDS:
         steps.append(f"Name a second arm, and --seeds {MIN_SEEDS} at least, for a test.")
     steps.append("Look at the cross-reconstruction: what each dictionary leaves of the other rows.")
     return list(dict.fromkeys(steps))
+
+
+def _listed(names: list[str]) -> str:
+    """Return names, the first four of many."""
+    more = len(names) - 4
+    return ", ".join(names[:4]) + (f" or {more} others" if more > 0 else "")
 
 
 def against(one: Comparison) -> str:
