@@ -30,7 +30,7 @@ from actds_validators.audit.result import Drift, DriftMeasure, Limits
 from actds_validators.regimes.api import regimes
 from actds_validators.regimes.arms import Arm, read_arm
 from actds_validators.regimes.contrast import Contrast, plan
-from actds_validators.regimes.thinning import thinned
+from actds_validators.regimes.thinning import MANY, some_requests, thinned
 from actds_validators.report.drift import drift_bars, drift_part
 
 LIMITS = Limits()
@@ -522,6 +522,32 @@ def test_a_thinned_contrast_keeps_pairs_whole_requests_and_groups(
             assert told.first.group[one] == told.second.group[other]
         assert told.parted is not None
         assert told.parted.tolist() == (told.first.row[told.pairs[0]] % 2).tolist()
+
+
+@pytest.mark.parametrize("names", ["ab", "aa"])
+def test_some_requests_are_whole_and_the_same_ones_on_both_sides(
+    tmp_path: Path, names: str
+) -> None:
+    sets = {name: made(tmp_path / name, schedule=few_words()) for name in sorted(set(names))}
+    arms = [
+        Arm(name, sets[name], phase=phase)
+        for name, phase in zip(names, ("prefill", "decode"), strict=True)
+    ]
+    rows = read_arm(arms[0], ONE[0]), read_arm(arms[1], ONE[0])
+    assert some_requests(*rows, max(map(len, rows))) == rows
+    same = names == "aa"
+    fewer = some_requests(*rows, len(rows[1]) * 2 // 3, same_dataset=same)
+    kept = [set(own.request.tolist()) for own in fewer]
+    assert MANY <= len(kept[0]) < len(kept[1]) < rows[1].n_requests
+    assert kept[0] & set(rows[1].request.tolist()) <= kept[1]
+    for before, after in zip(rows, fewer, strict=True):
+        mine = np.isin(before.request, after.request)
+        assert before.row[mine].tolist() == after.row.tolist()
+        assert before.prefix[mine].tolist() == after.prefix.tolist()
+    other = some_requests(*rows, len(rows[1]) * 2 // 3, 1, same_dataset=same)
+    assert set(other[1].request.tolist()) != kept[1]
+    few = some_requests(*rows, 1)
+    assert [own.n_requests for own in few] == [MANY, MANY]
 
 
 @pytest.mark.parametrize("kind", ["token", "unpaired"])

@@ -20,12 +20,14 @@ from scipy import stats
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.load.pairs import prefix_hashes
+from actds.load.selection import held_out_requests
 from actds_testing.places import SCHEMAS
 from actds_testing.regime_datasets import HOOKS, three_arms
 from actds_testing.synthetic import make_dataset
 from actds_validators.cli.regimes import regimes as command
 from actds_validators.regimes.api import regimes
-from actds_validators.regimes.arms import Arm, read_arm
+from actds_validators.regimes.arms import TRAINED, Arm, read_arm
 from actds_validators.regimes.asking import ArmWords, parse_arms, parse_contrasts
 from actds_validators.regimes.contrast import contrast
 from actds_validators.regimes.probe_file import read_probes
@@ -415,6 +417,25 @@ def test_an_arm_of_other_tokens_than_the_dictionary_saw_is_compared_whole(
     assert n[0] == n[2] == n[3] < 30 < n[1]  # C has the tokens of A
     with_split = regimes(*given[:2], hooks=[HOOK], held_out=0.5, pairing="unpaired")
     assert with_split.contrasts[0].second.n_requests < 30
+
+
+def test_no_arm_is_scored_on_a_prefix_that_the_dictionary_saw(
+    arms: dict[str, Path], tmp_path: Path
+) -> None:
+    dataset = actds.open(arms["A"])
+    record = {"format": "actds.loader", "digest": dataset.digest, "hooks": [HOOK]}
+    half = dictionary(tmp_path / "half", metadata={"actds": record | {"split": ["train", 0.5]}})
+    given = [*(f"{name}={arms[name]}" for name in "AB"), f"R={arms['B']}"]
+    contrasts = ["B-A", "R-B"]  # B goes on from the prompts of A
+    found = regimes(*given, contrasts=contrasts, hooks=[HOOK], sae=[str(half)], held_out=0.5)
+    told = found.contrasts[1].first
+    shards = dataset.shards_of(HOOK)
+    number, held = held_out_requests(dataset, dataset.catalog.run_ids[0], 0.5)
+    fitted = np.isin(dataset.tokens(HOOK)["request"].to_numpy(), number[~held])
+    seen = np.unique(prefix_hashes(dataset, shards)[fitted])
+    whole = read_arm(Arm("B", actds.open(arms["B"])), HOOK)
+    n_seen = int(np.isin(whole.prefix, seen[seen != 0]).sum())
+    assert n_seen > 0 and told.n_rows <= len(whole) - n_seen and told.n_apart[TRAINED] >= n_seen
 
 
 def test_a_model_may_be_named_as_dictionaries_name_it(

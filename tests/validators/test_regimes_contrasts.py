@@ -16,8 +16,8 @@ from actds_testing.regime_datasets import other_continuations
 from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.regimes import contrast as contrast_module
-from actds_validators.regimes.arms import Arm, ArmRows, read_arm
-from actds_validators.regimes.contrast import contrast
+from actds_validators.regimes.arms import TRAINED, Arm, ArmRows, read_arm
+from actds_validators.regimes.contrast import contrast, groups_of
 from actds_validators.regimes.instruments.moments import Moments
 from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.result import Limits, Regimes
@@ -69,6 +69,57 @@ def test_an_arm_has_each_prefix_once_and_no_first_position(uncached: Dataset) ->
     assert (np.diff(rows.row) > 0).all()
 
 
+@pytest.mark.parametrize("name", ["cached", "uncached"])
+def test_a_held_out_arm_has_no_prefix_that_the_other_side_was_served(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    dataset: Dataset = request.getfixturevalue(name)
+    whole = read_arm(Arm("A", dataset), HOOK)
+    rows = read_arm(Arm("A", dataset, split="held_out", held_out=0.4), HOOK)
+    tokens = dataset.tokens(HOOK)["request"].to_numpy()
+    loader = actds.Loader(
+        dataset.path, HOOK, split="train", held_out=0.4, batch=1, provenance=["request"]
+    )
+    fitted = {int(one["request"][0]) for _, one in loader}
+    served = set()
+    for number in fitted:
+        sequence = dataset.request(number, hook=HOOK).token_id.tolist()
+        served |= {tuple(sequence[: n + 1]) for n in range(len(sequence))}
+    known = prefixes(dataset)
+    own = [row for row in whole.row.tolist() if int(tokens[row]) not in fitted]
+    assert 0 < len(rows) < len(own)
+    kept = {known[row] for row in rows.row.tolist()}
+    assert kept == {known[row] for row in own} - served
+    assert rows.n_apart[TRAINED] > 0 and TRAINED not in whole.n_apart
+
+
+def test_rows_that_repeat_were_computed_in_one_phase_and_run(tmp_path: Path) -> None:
+    schedule = simulate(30, 0, cache=False, turns=True)
+    make_dataset(tmp_path / "d", schedule=schedule, run="r-1", sealed=False)
+    dataset = actds.open(make_dataset(tmp_path / "d", schedule=schedule, run="r-2"))
+    rows, tokens = read_arm(Arm("A", dataset), HOOK), dataset.tokens(HOOK, run=True)
+    names = ("run", "phase", "position", "token_id")
+    one, other = (tokens.select(names).take(part) for part in rows.repeats)
+    assert one.equals(other) and 0 < len(one) < rows.n_repeats
+    assert not (rows.repeats[0] == rows.repeats[1]).any()
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_held_out_arm_has_no_prefix_of_another_phase_of_the_other_side(
+    tmp_path: Path, phase: str
+) -> None:
+    schedule = simulate(40, 0, cache=False, turns=True)
+    dataset = actds.open(make_dataset(tmp_path / "d", schedule=schedule))
+    rows = read_arm(Arm("A", dataset, phase=phase, split="held_out", held_out=0.5), HOOK)
+    tokens, known = dataset.tokens(HOOK)["request"].to_numpy(), prefixes(dataset)
+    loader = actds.Loader(
+        dataset.path, HOOK, split="train", held_out=0.5, batch=1, provenance=["request"]
+    )
+    fitted = {int(one["request"][0]) for _, one in loader}
+    seen = {prefix for row, prefix in known.items() if int(tokens[row]) in fitted}
+    assert len(rows) and {known[row] for row in rows.row.tolist()}.isdisjoint(seen)
+
+
 def test_pairs_by_token_have_the_same_prefix(cached: Dataset, uncached: Dataset) -> None:
     told, known, _ = contrast(Arm("A", cached), Arm("B", uncached), HOOK)
     assert told.pairing == "token"
@@ -85,13 +136,18 @@ def test_pairs_by_token_have_the_same_prefix(cached: Dataset, uncached: Dataset)
     assert (told.first.group[one] == told.second.group[other]).all()
 
 
-def test_other_tokens_of_one_prompt_are_paired_by_position(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["ab", "aa"], ids=["datasets", "runs"])
+def test_other_tokens_of_one_prompt_are_paired_by_position(tmp_path: Path, names: str) -> None:
     schedule = simulate(30, 0, cache=False)
     changed = other_continuations(schedule)
-    one = actds.open(make_dataset(tmp_path / "a", schedule=schedule))
-    other = actds.open(make_dataset(tmp_path / "b", schedule=changed))
-    decode = "position >= request.prompt_len"
-    told, first, second = contrast(Arm("A", one, where=decode), Arm("B", other, where=decode), HOOK)
+    make_dataset(tmp_path / names[0], schedule=schedule, run="r-1", sealed=names == "ab")
+    make_dataset(tmp_path / names[1], schedule=changed, run="r-2")
+    sets = {name: actds.open(tmp_path / name) for name in set(names)}
+    arms = [
+        Arm(name, sets[name], where=f"position >= request.prompt_len and run == 'r-{k}'")
+        for k, name in enumerate(names, 1)
+    ]
+    told, first, second = contrast(*arms, HOOK)
     assert told.pairing == "position"
     at = {int(row): k for k, row in enumerate(first.row)}
     to = {int(row): k for k, row in enumerate(second.row)}
@@ -122,6 +178,17 @@ def test_an_unpaired_reference_is_weighted_to_tokens_and_positions(uncached: Dat
         sums.append({cell: round(n, 4) for cell, n in cells.items() if n})
     assert sums[0] == sums[1]
     assert 0 < told.coverage < 1
+
+
+@pytest.mark.parametrize(("n_both", "n_alone"), [(0, 9), (4, 4), (1, 7), (16, 16), (30, 5)])
+def test_every_group_has_requests_of_both_arms(n_both: int, n_alone: int) -> None:
+    both, alone = np.arange(n_both), n_both + np.arange(n_alone)
+    arms = np.append(both, alone), np.append(both, 100 + alone)
+    n, group = groups_of(arms, 0)
+    assert n == min(32, n_both + n_alone)
+    for clusters in arms:
+        sizes = np.bincount(group[clusters], minlength=n)
+        assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
 
 
 def test_decode_steps_count_from_the_first_sampled_token(cached: Dataset) -> None:
@@ -179,6 +246,16 @@ def test_rows_know_what_was_sampled_after_them(sampled: tuple[Dataset, Dataset])
     for name in ("entropy", "margin"):
         wanted = [np.nan if a is None else a[name] for a in after]
         assert np.array_equal(getattr(rows.sampled, name), np.float32(wanted), equal_nan=True)
+
+
+def test_sampled_tokens_may_be_as_large_as_the_format_lets_them(tmp_path: Path) -> None:
+    schedule = simulate(12, 0, cache=False)
+    ids = [[token + (1 << 31) for token in tokens] for tokens in schedule.token_ids]
+    large = replace(schedule, token_ids=ids)
+    dataset = actds.open(make_dataset(tmp_path / "d", schedule=large, entropy=True))
+    after = read_arm(Arm("A", dataset, phase="decode"), HOOK).sampled
+    assert after is not None and len(after.token_id)
+    assert set(after.token_id.tolist()) <= {token for tokens in ids for token in tokens}
 
 
 def test_entropies_divide_by_the_quintiles_of_the_reference(

@@ -14,13 +14,13 @@ from sklearn.metrics import jaccard_score, r2_score, roc_auc_score
 from statsmodels.stats.multitest import multipletests
 
 from actds.errors import ActdsError
-from actds_testing.calibration.regimes import Orthonormal
+from actds_testing.calibration.regimes import Orthonormal, Sequences
 from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.dictionary import Source
-from actds_validators.regimes import inference
-from actds_validators.regimes.contrast import Layer, Side
+from actds_validators.regimes import inference, run
+from actds_validators.regimes.contrast import Contrast, Layer, Side, plan
 from actds_validators.regimes.instruments import overlap, probes
-from actds_validators.regimes.instruments.base import Remembered
+from actds_validators.regimes.instruments.base import Remembered, Rows
 from actds_validators.regimes.instruments.moments import (
     Moments,
     central_moments,
@@ -194,6 +194,16 @@ def test_ends_of_an_interval_are_those_of_the_delta_method() -> None:
     odds = value / (1 - value)
     odds = odds * np.exp(2 * error / (value * (1 - value)) * np.array([[-1], [1]]))
     assert np.allclose(ends(value, error, 2.0, "logit"), odds / (1 + odds))
+
+
+@pytest.mark.parametrize("scale", ["log", "logit"])
+def test_an_interval_at_an_end_of_its_scale_has_numbers(scale: Scale) -> None:
+    value = np.array([0.0, 1e-12, 1e-3, 1.0])
+    low, high = ends(value, np.full(4, 1e-4), 2.0, scale)
+    assert (low >= 0).all() and np.isfinite(high).all()
+    assert (low <= value).all() and (value <= high).all()
+    assert high[:2] == pytest.approx([2e-4, 2e-4]) if scale == "log" else high[3] == 1
+    assert high[2] == pytest.approx(1e-3 * np.exp(0.2), rel=1e-2)
 
 
 def test_p_of_random_flips_holds_its_level() -> None:
@@ -510,6 +520,89 @@ def test_an_overlap_is_lost_when_other_features_are_used(changed: bool) -> None:
             assert value.value < value.floor - 0.2 and value.p <= 0.01
         else:
             assert abs(value.value - value.floor) < 0.15 and value.p > 0.01
+
+
+def test_an_arm_of_few_rows_loses_no_overlap_for_that_alone() -> None:
+    rng = np.random.default_rng(15)
+    rates = 0.02 + 0.1 * rng.random(60)
+    instrument = overlap.Overlap(Remembered(Orthonormal(np.eye(60))), tops=(20,))
+    arms, rows = [], []
+    for author in (0, 1):
+        told = Sequences.make(rng, 8, 80)
+        tokens = replace(told, token=rng.integers(0, 5, len(told.token)))
+        arm = tokens.arm(decode=bool(author), authors=author, named=False)
+        arms.append(arm.take(np.flatnonzero(rng.random(len(arm)) < (1, 0.05)[author])))
+        rows.append(2 * (rng.random((len(arm), 60)) < rates).astype(np.float32))
+    planned = plan(arms[0], arms[1], pairing="unpaired")
+    even = [
+        int((own.layers[0].stratum[own.layers[0].even] >= 0).sum())
+        for own in (planned.first, planned.second)
+    ]
+    assert even[0] == even[1] > 0.9 * len(arms[1])
+    found = run.measure(planned, (rows[0], rows[1]), [instrument], Limits(), "h").judged
+    values = [one.value for one in found if one.value.axis == "all" and one.value.kind == "overlap"]
+    assert len(values) == 2
+    for value in values:
+        assert value.value is not None and value.floor is not None and value.p is not None
+        assert value.value > value.floor - 0.1 and value.p > 0.05
+
+
+def test_pairs_of_sinks_do_not_decide_the_drift() -> None:
+    rng = np.random.default_rng(17)
+    first = rng.normal(size=(480, 8)).astype(np.float32)
+    second = first + np.float32(1e-3) * rng.normal(size=first.shape).astype(np.float32)
+    dictionary = Orthonormal(np.eye(8)[:4])
+    group, none = np.arange(480) % 12, np.zeros(480, np.int64)
+    own = Side(np.arange(480), group, group, (Layer(none),))
+    told = Contrast("token", own, own, (EVERYTHING,), 12, (own.row, own.row), 1.0)
+    values = []
+    for factor in (1, 1000):
+        lengths = np.where(np.arange(480) < 48, factor, 1)[:, np.newaxis]
+        arrays = first * lengths, (second * (1 + 0.1 * (lengths > 1)) * lengths).astype(np.float32)
+        instruments = [Moments(), Numerics(dictionary)]
+        found = run.measure(told, arrays, instruments, Limits(), "h")
+        values.append({one.value.measure: one.value for one in found.judged})
+        assert found.n_sinks == 2 * (48 * (factor > 1),)
+    drift = [one["drift over the dictionary's error"] for one in values]
+    assert drift[1].n_rows == (432, 432) and drift[1].value == pytest.approx(
+        drift[0].value, rel=0.2
+    )
+
+
+@pytest.mark.parametrize("n", [3, 100, 150, 199, 450])
+def test_a_sample_of_the_reference_is_spread_over_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    monkeypatch.setattr(run, "N_SAMPLE", 100)
+    samples = []
+
+    class Seeing(Moments):
+        def prepare(self, sample: Rows) -> None:
+            samples.append(sample)
+            super().prepare(sample)
+
+    rows = np.arange(1, n + 1, dtype=np.float32)[:, np.newaxis]
+    none = np.zeros(n, np.int64)
+    told = Contrast("token", *2 * [side(none, none)], (EVERYTHING,), 1, (none, none), 1.0)
+    run.measure(told, (rows, rows), [Seeing()], Limits(), "h")
+    [sample] = samples
+    assert len(sample) == min(n, 100) and np.median(sample) == pytest.approx(n / 2, abs=n / 50 + 1)
+
+
+@pytest.mark.parametrize("length", [70, 700])
+def test_pairs_of_long_requests_are_of_many_requests(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(run, "MAX_PAIRS", 500)
+    rng = np.random.default_rng(16)
+    rows = rng.normal(size=(12 * length, 4)).astype(np.float32)
+    cluster = np.repeat(np.arange(12), length)
+    own = Side(np.arange(len(rows)), cluster, cluster, (Layer(np.zeros(len(rows), np.int8)),))
+    pairs = np.arange(len(rows)), np.arange(len(rows))
+    told = Contrast("token", own, own, (EVERYTHING,), 12, pairs, 1.0)
+    found = run.measure(told, (rows, rows), [Numerics()], Limits(), "h").judged
+    [value] = [one.value for one in found if one.value.measure == "relative L2"]
+    assert value.n_requests == (12, 12) and 400 < value.n_rows[0] <= 500 and value.value == 0
 
 
 def test_features_that_are_remembered_are_those_of_the_dictionary() -> None:

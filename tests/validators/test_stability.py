@@ -19,6 +19,7 @@ from scipy.sparse.csgraph import min_weight_full_bipartite_matching
 
 import actds
 from actds.errors import ActdsError
+from actds.load.selection import held_out_requests
 from actds_testing.places import SCHEMAS
 from actds_testing.planted import directions, planted_dataset, rotated
 from actds_testing.regime_datasets import other_continuations
@@ -36,6 +37,7 @@ from actds_validators.stability.cross import Errors, Scored, cross_values, rare_
 from actds_validators.stability.fit import Rows, Trainer
 from actds_validators.stability.judge import MIN_SEEDS, compare, sign_test, verdicts
 from actds_validators.stability.matching import chance, match, match_directions
+from actds_validators.stability.order import name_hash
 from actds_validators.stability.partners import correlations, effective_partners, split_and_merge
 from actds_validators.stability.result import Likeness, Limits, PairResult, Stability
 
@@ -221,6 +223,31 @@ def test_a_weighted_arm_has_each_row_as_often_as_it_was_served(tmp_path: Path) -
     assert np.bincount(served.scored[0].row).max() == 1
 
 
+def test_a_weighted_arm_has_the_rows_of_a_harvest_without_a_cache(tmp_path: Path) -> None:
+    cached, uncached = (
+        make_dataset(tmp_path / name, schedule=simulate(60, 0, cache=cache), hooks=(HOOK,),
+                     run=name)
+        for name, cache in (("a", True), ("b", False))
+    )  # fmt: skip
+    arms = opened(str(cached), f"W={cached}:weights=multiplicity", str(uncached), held_out=0.5)
+    stored, served, every = (arm.train[0] for arm in scored_apart(arms))
+    assert len(stored) < len(served)
+    # A simulated request that is aborted ends elsewhere without a cache.
+    whole = [
+        name_hash(line["external_id"], line["source_row"])
+        for line in actds.open(cached).requests().to_pylist()
+        if line["finish_reason"] in ("stop", "length")
+    ]
+    one, other = (e.take(np.isin(e.request, whole)) for e in (served, every))
+    assert len(one) > 200
+    for name in ("key", "request", "token_id", "prefix"):
+        assert getattr(one, name).tolist() == getattr(other, name).tolist()
+    # So also where the request that computed a shared prefix is held out.
+    computed = actds.open(cached).tokens(HOOK)["request"].to_numpy()[served.row]
+    numbers, held = held_out_requests(actds.open(cached), "a", 0.5)
+    assert np.isin(computed, numbers[held]).any()
+
+
 def test_weights_of_an_expression_weigh_the_loss(sets: dict[str, Path]) -> None:
     (arm,) = opened(f"W={sets['A']}:weights=1 + position")
     tokens = actds.open(sets["A"]).tokens(HOOK)
@@ -395,6 +422,18 @@ def test_equal_rows_give_equal_weights_and_rows_of_no_weight_none() -> None:
 
 
 @pytest.mark.standard
+def test_a_batch_of_one_row_that_weighs_something_teaches_nothing() -> None:
+    rows = rows_of(64)
+    weight = np.zeros(64)
+    weight[order.epoch_order(rows.keys, 2, 0)[[3, 20, 21, 22]]] = 1  # of batches of 16 the first
+    found = trainer(1).fit(Rows(rows.values, rows.keys, weight), 1, 2)
+    assert np.isfinite(found.w_dec).all() and np.isfinite(found.fvu)
+    weight[np.flatnonzero(weight)[1:]] = 0
+    with pytest.raises(ActdsError, match=r"E014 rows to train on: no batch"):
+        trainer().fit(Rows(rows.values, rows.keys, weight), 1, 2)
+
+
+@pytest.mark.standard
 def test_order_and_training_do_not_depend_on_the_digest(tmp_path: Path) -> None:
     common = {"n_requests": 60, "hooks": (HOOK,)}
     one = planted_dataset(tmp_path / "a", PLANTED, **common)
@@ -516,6 +555,13 @@ def test_the_page_says_what_the_result_says() -> None:
         assert any(verdict.sentence in line for line in lines) and verdict.sentence in source
     steps = said.next_steps(result)
     assert steps[0].startswith("Say which harvest a dictionary was trained on: one of hybrid")
+    assert len(steps) == len(set(steps))
+    few = result.model_copy(update={"verdicts": [
+        one.model_copy(update={"outcome": "undecided", "short": [f"{floor}: few seeds"]})
+        for one in result.verdicts for floor in ("other seed", "other order")
+    ]})  # fmt: skip
+    arms = ", ".join(dict.fromkeys(one.arm for one in result.verdicts))
+    assert said.next_steps(few)[0] == f"{arms}: few seeds."
     assert any("0.260 to 0.327" in line for line in lines) and "0.260 to 0.327" in source
     assert source.count('class="floor mark"') == 14 and source.count("stored-mark mark") == 28
 
@@ -555,6 +601,13 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_trained(
     told = run(*(text.format(**places) for text in (*arms, *options)))
     assert isinstance(told.exception, ActdsError), told.output
     assert re.search(words, str(told.exception).replace("\n", " ")), str(told.exception)
+
+
+def test_a_run_without_requests_takes_no_part(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "d", n_requests=20, run="r-1", sealed=False)
+    path = make_dataset(tmp_path / "d", schedule=simulate(0), run="r-2")
+    [arm] = opened(str(path))
+    assert len(arm.train[0]) and len(arm.scored[0])
 
 
 def test_one_seed_is_refused(sets: dict[str, Path]) -> None:

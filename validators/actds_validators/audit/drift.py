@@ -20,7 +20,7 @@ from actds.store.local import LocalStore
 from actds.text import counted
 from actds_validators.audit.result import Audit, Drift, DriftMeasure, Limits, OtherDataset
 from actds_validators.regimes.arms import Arm, ArmRows, read_arm
-from actds_validators.regimes.contrast import Contrast, Pairing, pairings, plan
+from actds_validators.regimes.contrast import Contrast, Pairing, pairings, plan, same_requests
 from actds_validators.regimes.floors import P99, RepeatFloor, beside_floor, repeat_floor
 from actds_validators.regimes.instruments.moments import Moments
 from actds_validators.regimes.instruments.numerics import Numerics
@@ -28,7 +28,7 @@ from actds_validators.regimes.result import Limits as RegimeLimits
 from actds_validators.regimes.result import Outcome, Value
 from actds_validators.regimes.run import Measured, conclude, measure
 from actds_validators.regimes.strata import MIN_REQUESTS
-from actds_validators.regimes.thinning import thinned
+from actds_validators.regimes.thinning import some_requests, thinned
 from actds_validators.regimes.wording import element_of, verdicts
 
 Column = Literal["phase", "kernel_mode", "run", "source"]
@@ -36,6 +36,7 @@ Column = Literal["phase", "kernel_mode", "run", "source"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
 N_ROWS = 20_000
 _MAX_GROUPS = 8
+_DRAWN = 10  # rows among which equal tokens and positions are looked for, for each that is read
 _ALL = 0.95  # share of the rows in pairs by token above which the two sides are the same tokens
 _WORDS = {"phase": "phase", "kernel_mode": "kernel mode", "run": "run", "source": "source"}
 _NAMES = {"kernel_mode": "step.kernel_mode", "run": "run", "source": "request.source"}
@@ -205,7 +206,7 @@ def _compare(
     found: dict[Pairing, list[_Hook]] = {}
     for hooks in groups.values():
         own = read_arm(first, hooks[0]), read_arm(second, hooks[0])
-        for told in _plans(own, one is other and column != "run", limits.seed):
+        for told in _plans(own, same_requests(first, second, own), limits.seed, rows):
             for hook in hooks:
                 few = thinned(told, rows, limits.seed)
                 measured = _measured((first, second), own, few, hook, limits)
@@ -213,8 +214,12 @@ def _compare(
     return [Found((first.name, second.name), column, kind, of) for kind, of in found.items()]
 
 
-def _plans(rows: tuple[ArmRows, ArmRows], same_dataset: bool, seed: int) -> Iterator[Contrast]:
+def _plans(
+    rows: tuple[ArmRows, ArmRows], same_dataset: bool, seed: int, n_rows: int
+) -> Iterator[Contrast]:
     for kind in pairings(*rows, same_dataset=same_dataset):
+        if kind == "unpaired":
+            rows = some_requests(*rows, _DRAWN * n_rows, seed, same_dataset=same_dataset)
         told = plan(*rows, same_dataset=same_dataset, pairing=kind, seed=seed, divided=False)
         yield told
         if kind != "token" or len(told.pairs[0]) >= _ALL * max(map(len, rows)):

@@ -65,7 +65,7 @@ def regimes(
         model: what dictionaries call the model of the rows; the name in the run record by default.
         held_out: compare the requests alone that a loader with ``split="train"`` and this share
             leaves out. An arm that has no token sequence in common with what dictionaries were
-            fitted on is compared whole: its pairs are of those requests by themselves.
+            fitted on is compared whole, but for prefixes that they have seen.
         pairing: ``token``, ``position`` or ``unpaired``; the closest that there is by default.
         limits: settings by name, or as the result has them.
         progress: receives what is being done.
@@ -247,19 +247,22 @@ def _whole_where_unseen(
 ) -> dict[str, Arm]:
     """Return the arms, whole where no dictionary has seen a token sequence of theirs.
 
-    The split goes by token sequence: of one document that the model and its author continued it
-    would take the two sides apart, and leave a quarter of the pairs.
+    Prefixes that one has seen are left out of all of them. The split goes by token sequence: of one
+    document that the model and its author continued it would take the two sides apart, and leave a
+    quarter of the pairs.
     """
     fitted = {digest for one in dictionaries for digest in one.source.trained_on}
-    seen = [_sequences(arm.dataset) for arm in arms.values() if arm.dataset.digest in fitted]
-    if not seen:
+    known = {arm.dataset.digest: arm for arm in arms.values() if arm.dataset.digest in fitted}
+    if not known:
         return dict(arms)
-    return {
-        name: arm
-        if None in (own := _sequences(arm.dataset)) or not own.isdisjoint(set().union(*seen))
-        else replace(arm, split=None, held_out=0.0)
-        for name, arm in arms.items()
-    }
+    seen = set().union(*(_sequences(arm.dataset) for arm in known.values()))
+    found = {}
+    for name, arm in arms.items():
+        others = tuple(one for digest, one in known.items() if digest != arm.dataset.digest)
+        found[name] = replace(arm, fitted=others)
+        if None not in (own := _sequences(arm.dataset)) and own.isdisjoint(seen):
+            found[name] = replace(found[name], split=None, held_out=0.0)
+    return found
 
 
 def _sequences(dataset: Dataset) -> set[str | None]:

@@ -6,7 +6,8 @@ left out: their rows are sinks, hundreds of times longer than the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,14 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds import canonical
+from actds.accounting.multiplicity import Servings, served_again
 from actds.errors import ActdsError
-from actds.format.positions import Keys
+from actds.format.positions import Keys, pair_key, split_key
 from actds.format.readouts import NONE
+from actds.format.shard import Shard
 from actds.format.tables import PHASES, ROLES
 from actds.load.dataset import Dataset
 from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
-from actds.load.selection import select
+from actds.load.selection import held_out_requests, select
 from actds_validators.regimes.requests import Requests
 from actds_validators.statistics.events import Bools, Ints, Whole, narrow
 
@@ -30,6 +33,8 @@ __all__ = ["APART", "Arm", "ArmRows", "Sampled", "read_arm"]
 
 APART = ("bos", "first_position")
 """Filters whose rows are counted and left out of every estimate."""
+TRAINED = "prefix of the training side"
+"""Name of what is left out where a dictionary was fitted: rows whose tokens it has seen."""
 _COLUMNS = (
     "request",
     "position",
@@ -52,7 +57,7 @@ _OF_ROWS = (
     "phase",
 )
 _SAMPLED = {
-    "sampled.token_id": np.int32,
+    "sampled.token_id": np.int64,
     "sampled.entropy": np.float32,
     "sampled.margin": np.float32,
 }
@@ -73,6 +78,8 @@ class Arm:
         split: ``train`` or ``held_out``, to score a dictionary on other requests than it was
             fitted on; None for all requests.
         held_out: share of the requests that are held out.
+        fitted: held-out arms of other datasets that a dictionary was fitted on: rows with a prefix
+            of their training side are left out.
     """
 
     name: str
@@ -82,6 +89,7 @@ class Arm:
     exclude: tuple[str, ...] = ()
     split: Literal["train", "held_out"] | None = None
     held_out: float = 0.0
+    fitted: tuple[Arm, ...] = ()
 
     @property
     def words(self) -> str:
@@ -130,7 +138,7 @@ class ArmRows:
         n_repeats: rows left out because an earlier one has the same prefix.
         n_decode: rows that decode steps computed; None where the phase of one is not known.
         repeats: numbers of rows ``(n,)``, and of others with the same prefix that were left out:
-            some tokens that the arm computed twice.
+            some tokens that the arm computed twice, in one run and phase.
     """
 
     row: Whole
@@ -158,6 +166,14 @@ class ArmRows:
     def n_requests(self) -> int:
         """Return how many requests have a row."""
         return len(np.unique(self.request))
+
+    def take(self, which: Whole) -> ArmRows:
+        """Return some of the rows; what was left out stays as it is."""
+        columns = {name: getattr(self, name)[which] for name in (*_OF_ROWS[:-1], "prefix")}
+        after = self.sampled
+        if after is not None:
+            after = Sampled(after.token_id[which], after.entropy[which], after.margin[which])
+        return replace(self, sampled=after, **columns)
 
 
 def read_arm(arm: Arm, hook: str) -> ArmRows:
@@ -189,6 +205,10 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         place[shard.name] = start
         start += shard.n_rows
     hashes = prefix_hashes(dataset, chosen.shards)
+    trained = _trained(arm, hook, chosen.shards, hashes)
+    apart = dict(chosen.excluded)
+    if trained is not None:
+        apart[TRAINED] = 0
     parts: dict[str, list[Whole]] = {name: [] for name in _OF_ROWS}
     sampled: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _SAMPLED}
     is_sampled = dataset.sampled(run=False).num_rows > 0
@@ -197,6 +217,10 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
     for shard, count in zip(chosen.shards, chosen.counts, strict=True):
         need_known(shard, ("request", "position", "token_id"), f"arm {arm.name}")
         kept = np.arange(shard.n_rows) if count is None else np.flatnonzero(count)
+        if trained is not None:
+            seen = trained[at + kept]
+            apart[TRAINED] += int(seen.sum())
+            kept = kept[~seen]
         table = chosen.filter.values.of(shard, _COLUMNS)
         told = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
         request = requests.index(shard.run, told["request"])
@@ -218,9 +242,10 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         if is_sampled:
             after = chosen.filter.values.of(shard, list(_SAMPLED))
             for name, dtype in _SAMPLED.items():
-                nothing = -1 if dtype is np.int32 else np.nan
+                nothing = -1 if dtype is np.int64 else np.nan
                 found = after[name].fill_null(nothing).to_numpy(zero_copy_only=False)
-                sampled[name].append(found.astype(dtype)[kept])
+                values = found.astype(dtype)[kept]
+                sampled[name].append(narrow(values) if dtype is np.int64 else values)
         prefix.append(hashes[at : at + shard.n_rows][kept])
         at += shard.n_rows
     del hashes
@@ -231,7 +256,9 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
     once = _once(known, columns["request"])
     n_repeats = int(len(once) - np.count_nonzero(once))
     row = columns["row"]
-    repeats = _repeats(row, known, once)
+    run = split_key(requests.keys[columns["request"]])[0]
+    repeats = _repeats(row, known, once, pair_key(run, columns["phase"] + 1))
+    del run
     if n_repeats or (row[1:] <= row[:-1]).any():
         kept = np.flatnonzero(once)
         kept = kept[np.argsort(row[kept], kind="stable")]
@@ -251,11 +278,51 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         role=columns["role"],
         requests=requests,
         sampled=Sampled(*after_rows) if is_sampled else None,
-        n_apart=dict(chosen.excluded),
+        n_apart=apart,
         n_repeats=n_repeats,
         n_decode=_n_decode(columns["phase"]),
         repeats=repeats,
     )
+
+
+def _trained(arm: Arm, hook: str, shards: Sequence[Shard], hashes: Keys) -> Bools | None:
+    """Return which rows of an arm a dictionary may have been fitted on, over its shards ``(n,)``.
+
+    Of the held-out side those of `_fitted`, and of any arm rows with the same prefix as one of
+    these, of whatever phase, or of a dataset that it was fitted on. None where there are none.
+    """
+    known = list(arm.fitted)
+    found = np.zeros(len(hashes), np.bool_)
+    if arm.split == "held_out":
+        known.append(arm)
+        own = _fitted(arm, hook)
+        found = np.concatenate([own[shard.name] for shard in shards])
+    if not known:
+        return None
+    for one in known:
+        rows = np.concatenate(list(_fitted(one, hook).values()))
+        seen = prefix_hashes(one.dataset, one.dataset.shards_of(hook))[rows]
+        found |= np.isin(hashes, np.unique(seen[seen != 0]))
+    return found
+
+
+def _fitted(arm: Arm, hook: str) -> dict[str, Bools]:
+    """Return by shard which rows of an arm's dataset the other side of its split has.
+
+    Those of requests that are not held out, and what the prefix cache served these.
+    """
+    sides: dict[str, tuple[Ints, Servings]] = {}
+    parts: dict[str, Bools] = {}
+    for shard in arm.dataset.shards_of(hook):
+        if shard.run not in sides:
+            number, held = held_out_requests(arm.dataset, shard.run, arm.held_out)
+            spans = arm.dataset.catalog.table("spans", shard.run)
+            sides[shard.run] = number[~held], served_again(spans, number[~held])
+        fitted, served = sides[shard.run]
+        tokens = shard.tokens(["request", "position"])
+        request, position = (tokens[name].to_numpy() for name in ("request", "position"))
+        parts[shard.name] = np.isin(request, fitted) | (served.of(request, position) > 0)
+    return parts
 
 
 def _given(dataset: Dataset, requests: Requests) -> Ints:
@@ -326,14 +393,22 @@ def _once(prefix: Keys, request: Whole) -> Bools:
     return kept
 
 
-def _repeats(row: Whole, prefix: Keys, once: Bools) -> tuple[Whole, Whole]:
-    """Return numbers of rows that count for their prefix, and of one other row of the same."""
+def _repeats(row: Whole, prefix: Keys, once: Bools, way: Keys) -> tuple[Whole, Whole]:
+    """Return numbers of rows that count for their prefix, and of one other row of the same.
+
+    Args:
+        row: number of each row ``(n,)``.
+        prefix: its hash ``(n,)``.
+        once: whether it counts for it ``(n,)``.
+        way: how it was computed ``(n,)``: the other row is one that was in the same way.
+    """
     other = np.flatnonzero(~once)
-    other = other[np.unique(prefix[other], return_index=True)[1]]
-    other = other[:: len(other) // _MAX_REPEATS + 1]
     first = np.flatnonzero(once & np.isin(prefix, prefix[other]))
     first = first[np.argsort(prefix[first])]
-    return row[first], row[other]
+    other = other[way[other] == way[first[np.searchsorted(prefix[first], prefix[other])]]]
+    other = other[np.unique(prefix[other], return_index=True)[1]]
+    other = other[:: len(other) // _MAX_REPEATS + 1]
+    return row[first[np.searchsorted(prefix[first], prefix[other])]], row[other]
 
 
 def _whole(column: pa.Array, name: str) -> Ints:

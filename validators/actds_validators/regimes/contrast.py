@@ -30,6 +30,7 @@ from actds_validators.regimes.strata import (
     strata_of,
 )
 from actds_validators.statistics.events import Bools, Floats, Ints, Whole, narrow
+from actds_validators.statistics.samples import drawn
 
 __all__ = [
     "MAX_GROUPS",
@@ -39,8 +40,10 @@ __all__ = [
     "Side",
     "contrast",
     "groups_of",
+    "matched_requests",
     "pairings",
     "plan",
+    "same_requests",
 ]
 
 Pairing = Literal["token", "position", "unpaired"]
@@ -57,15 +60,18 @@ class Layer:
     Args:
         stratum: index of the stratum of each row ``(n,)``, -1 for none.
         weight: weight of each row ``(n,)``; None where each counts once.
+        even: rows that are as many in either arm ``(n,)``, for what depends on their number; None
+            where all of them are.
     """
 
     stratum: Whole
     weight: npt.NDArray[np.float32] | None = None
+    even: Bools | None = None
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one arm gives to a contrast; ``n`` rows, some 15 bytes for each and 4 for a weight.
+    """What one arm gives to a contrast; ``n`` rows, some 15 bytes for each, 50 if it is unpaired.
 
     Args:
         row: number of each row in the arm's array ``(n,)``, ascending.
@@ -154,7 +160,7 @@ def contrast(
         need_requests(arm, hook, own, MIN_REQUESTS)
     told = plan(
         *rows,
-        same_dataset=first.dataset is second.dataset,
+        same_dataset=same_requests(first, second, rows),
         pairing=pairing,
         adjust=adjust,
         seed=seed,
@@ -179,7 +185,7 @@ def plan(
     Args:
         first: rows of the reference.
         second: rows of the other arm.
-        same_dataset: whether both number the same requests.
+        same_dataset: whether both number the same requests, as `same_requests` says.
         pairing: see `contrast`.
         adjust: see `contrast`.
         seed: of the groups.
@@ -189,7 +195,7 @@ def plan(
     Raises:
         ActdsError: E014 no pair of the kind that was asked for.
     """
-    matched = _matched(first, second, same_dataset)
+    matched = matched_requests(first, second, same_dataset)
     by_position = _pairs_by_position(first, second, matched, same_dataset)
     by_token = _pairs_by_token(first, second, by_position)
     chosen = pairing or _chosen(first, second, by_token, by_position)
@@ -222,7 +228,7 @@ def pairings(first: ArmRows, second: ArmRows, *, same_dataset: bool = False) -> 
         second: rows of the other arm.
         same_dataset: whether both number the same requests.
     """
-    matched = _matched(first, second, same_dataset)
+    matched = matched_requests(first, second, same_dataset)
     by_position = _pairs_by_position(first, second, matched, same_dataset)
     by_token = _pairs_by_token(first, second, by_position)
     found: list[Pairing] = ["token"] if len(by_token[0]) else []
@@ -260,7 +266,13 @@ def _chosen(first: ArmRows, second: ArmRows, by_token: Pairs, by_position: Pairs
     return "position" if n_position else "unpaired"
 
 
-def _matched(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:
+def same_requests(first: Arm, second: Arm, rows: tuple[ArmRows, ArmRows]) -> bool:
+    """Return whether two arms number the same requests: they are of one dataset and share a run."""
+    runs = (own.requests.runs_of(own.request) for own in rows)
+    return first.dataset is second.dataset and not set.isdisjoint(*runs)
+
+
+def matched_requests(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:
     """Return for each request of the second arm the first's of the same origin, -1 if none."""
     if same_dataset:
         return np.arange(len(second.requests))
@@ -381,8 +393,8 @@ def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
     n = min(MAX_GROUPS, len(one), len(other))
     group = np.full(int(max(one.max(), other.max())) + 1, -1, np.int64)
     rng = np.random.Generator(np.random.Philox(seed))
-    for part in (both, *alone):
-        group[part[rng.permutation(len(part))]] = np.arange(len(part)) % n
+    for part, start in ((both, 0), *((own, len(both)) for own in alone)):
+        group[part[rng.permutation(len(part))]] = (start + np.arange(len(part))) % n
     return n, narrow(group)
 
 
@@ -450,7 +462,9 @@ def _unpaired(
     """Return the contrast of arms that have no rows in common."""
     own = narrow(clusters[0])[first.request], narrow(clusters[1])[second.request]
     n_groups, group_of = groups_of(own, seed)
-    cells = _cells(first, second)
+    nowhere = np.zeros(len(first), np.int64), np.zeros(len(second), np.int64)
+    cells = _cells(first, second) if adjust else nowhere
+    rng = np.random.Generator(np.random.Philox(seed))
     layers: tuple[list[Layer], list[Layer]] = ([], [])
     coverage = 1.0
     for axis, code in strata[1].codes.items():
@@ -460,9 +474,9 @@ def _unpaired(
         for one in np.unique(code[code >= 0]).tolist() if spread else [None]:
             mine = reference if one is None else np.full(len(first), one, np.int8)
             other = code if one is None else np.where(code == one, code, -1).astype(np.int8)
-            told = (Layer(mine), Layer(other))
-            if adjust:
-                told = _balanced((mine, other), cells)
+            told = _balanced((mine, other), cells, rng)
+            if not adjust:
+                told = Layer(mine, None, told[0].even), Layer(other, None, told[1].even)
             for side, layer in zip(layers, told, strict=True):
                 side.append(layer)
             if axis == ALL and adjust:
@@ -490,11 +504,13 @@ def _cells(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
     return place[: len(first)], place[len(first) :]
 
 
-def _balanced(codes: tuple[Whole, Whole], cells: tuple[Ints, Ints]) -> tuple[Layer, Layer]:
+def _balanced(
+    codes: tuple[Whole, Whole], cells: tuple[Ints, Ints], rng: np.random.Generator
+) -> tuple[Layer, Layer]:
     """Return layers in which both arms have the same tokens at the same positions.
 
     A row of the reference weighs (rows of the second arm in its cell) / (rows of the reference in
-    it); rows in cells that one arm lacks weigh 0.
+    it); rows in cells that one arm lacks weigh 0. Even are as many of either arm in each cell.
     """
     n_cells = 1 + max(int(cell.max(initial=0)) for cell in cells)
     keys = [
@@ -508,7 +524,12 @@ def _balanced(codes: tuple[Whole, Whole], cells: tuple[Ints, Ints]) -> tuple[Lay
     shared = (counts[0] > 0) & (counts[1] > 0) & (known >= 0)
     ratio = np.divide(counts[1], counts[0], out=np.zeros(len(known)), where=shared)
     weights: list[Floats] = [ratio[places[0]], shared[places[1]].astype(np.float64)]
+    least = np.where(shared, np.minimum(*counts), 0).astype(np.int64)
     return tuple(  # type: ignore[return-value]
-        Layer(np.where(weight > 0, code, -1).astype(np.int8), weight.astype(np.float32))
-        for code, weight in zip(codes, weights, strict=True)
+        Layer(
+            np.where(weight > 0, code, -1).astype(np.int8),
+            weight.astype(np.float32),
+            drawn(place, least, rng),
+        )
+        for code, weight, place in zip(codes, weights, places, strict=True)
     )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.format.positions import Keys, pair_key
+from actds.format.positions import Keys, pair_key, split_key
 from actds.load.dataset import Dataset
 from actds_validators.statistics.events import Bools, Ints
 
@@ -56,6 +56,10 @@ class Requests:
                 "E405", f"runs/{run}", got="rows of unknown requests", expected="a line for each"
             )
         return at
+
+    def runs_of(self, request: npt.NDArray[Any]) -> set[int]:
+        """Return the numbers of the runs that requests, by index, belong to."""
+        return set(np.unique(split_key(self.keys[np.unique(request)])[0]).tolist())
 
     def of_run(self, run: str) -> slice:
         """Return where the requests of a run stand."""

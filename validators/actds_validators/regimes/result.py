@@ -66,7 +66,10 @@ class ArmResult(Section):
     n_rows: int = Field(ge=0, description="each prefix once")
     n_requests: int = Field(ge=0)
     n_compared: int = Field(ge=0, description="rows that the contrast reads")
-    n_apart: dict[str, int] = Field(description="rows left out, by filter: BOS and position 0")
+    n_apart: dict[str, int] = Field(
+        description="rows left out, by filter: BOS and position 0; with a held-out arm also rows "
+        "whose prefix a request of its other side has"
+    )
     n_repeats: int = Field(ge=0, description="rows left out because their prefix counts already")
     n_decode: int | None = Field(
         default=None, ge=0, description="rows that decode steps computed; null unknown"

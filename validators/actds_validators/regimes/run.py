@@ -28,14 +28,15 @@ from actds_validators.regimes.result import (
 )
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import COUNT, Array, Part, Sums, blocks_of
+from actds_validators.regimes.thinning import some_rows
 from actds_validators.regimes.wording import about, verdicts
-from actds_validators.statistics.events import Bools, Ints
+from actds_validators.statistics.events import Bools, Floats, Ints
 
 __all__ = ["Asked", "Measured", "compare", "conclude", "measure"]
 
 N_SAMPLE = 4096
 MAX_PAIRS = 50_000
-"""Pairs of which both rows are read together at most: whole groups of requests."""
+"""Pairs of which both rows are read together at most: of some requests."""
 N_OPEN = 8
 """Files of an arm that stay open: pairs need more than the one that is read."""
 COARSE = (ALL, "decode step")
@@ -212,7 +213,7 @@ def measure(
             judged += _judged(one.name, one.measures(reference, limits), plan, sums, limits, hook)
     quantiles: list[Quantiles] = []
     if plan.pairing == "token" and double:
-        pair_sums, lines = _pair_pass(plan, arrays, double, coarse, hook)
+        pair_sums, lines = _pair_pass(plan, arrays, double, coarse, sink, hook)
         quantiles = lines
         for told in double:
             measures = told.pair_measures(limits)
@@ -229,8 +230,8 @@ def measure(
 
 def _sample(array: Array, side: Side) -> Rows:
     """Return some rows of the reference, spread evenly, without those that are not usable."""
-    step = max(1, len(side) // N_SAMPLE)
-    rows = array[side.row[::step][:N_SAMPLE].astype(np.int64)]
+    n = min(N_SAMPLE, len(side))
+    rows = array[side.row[np.arange(n) * len(side) // max(n, 1)].astype(np.int64)]
     return rows[_usable(rows)]
 
 
@@ -241,6 +242,12 @@ def _width(instruments: Sequence[object]) -> int:
 
 def _usable(rows: Rows) -> Bools:
     return np.asarray(np.isfinite(rows).all(axis=1) & (rows != 0).any(axis=1))
+
+
+def _norms(rows: Rows, usable: Bools) -> Floats:
+    """Return the length of each row ``(n,)``, 0 of those that are not usable."""
+    fine = np.where(usable[:, np.newaxis], rows, 0).astype(np.float64)
+    return np.asarray(np.linalg.norm(fine, axis=1))
 
 
 def _pass(
@@ -259,8 +266,7 @@ def _pass(
         return sums, 0, 0
     for which, rows in blocks_of(array, side.row, _width(instruments)):
         fine = _usable(rows)
-        norms = np.linalg.norm(np.where(fine[:, None], rows, 0).astype(np.float64), axis=1)
-        is_sink = norms > sink
+        is_sink = _norms(rows, fine) > sink
         n_sinks, n_broken = n_sinks + int(is_sink.sum()), n_broken + int((~fine).sum())
         sums.leave_out(which, fine)
         ones = np.ones(len(rows))
@@ -278,9 +284,13 @@ def _pair_pass(
     arrays: tuple[Array, Array],
     instruments: Sequence[PairInstrument],
     coarse: Ints,
+    sink: float,
     hook: str,
 ) -> tuple[Sums, list[Quantiles]]:
-    """Return the sums over pairs, and quantiles of their distances."""
+    """Return the sums over pairs, and quantiles of their distances.
+
+    Pairs of two sinks are left out. One of a sink and another row is none: it lies far apart.
+    """
     kept = _some_pairs(plan)
     one, other = plan.pairs[0][kept], plan.pairs[1][kept]
     side = plan.first
@@ -293,6 +303,7 @@ def _pair_pass(
     for which, rows in blocks_of(arrays[0], paired.row, _width(instruments)):
         others = arrays[1][partner[which].astype(np.int64)]
         fine = _usable(rows) & _usable(others)
+        fine &= (_norms(rows, fine) <= sink) | (_norms(others, fine) <= sink)
         sums.leave_out(which, fine)
         sums.add(which, [Part(COUNT, np.ones(len(rows)))])
         if parted is not None:
@@ -307,17 +318,15 @@ def _pair_pass(
 
 
 def _some_pairs(plan: Contrast) -> Ints:
-    """Return pairs of whole requests, up to `MAX_PAIRS`, in the order of the first's rows."""
+    """Return pairs of some requests, up to `MAX_PAIRS`, in the order of the first's rows."""
     one, _ = plan.pairs
     chosen = np.arange(len(one))
     if len(one) > MAX_PAIRS:
         cluster = plan.first.cluster[one]
-        counts = np.bincount(cluster)
-        known = np.flatnonzero(counts)
-        order = known[np.random.Generator(np.random.Philox(0)).permutation(len(known))]
-        kept = np.zeros(len(counts), np.bool_)
-        kept[order[np.cumsum(counts[order]) <= MAX_PAIRS]] = True
-        chosen = np.flatnonzero(kept[cluster])
+        rng = np.random.Generator(np.random.Philox(0))
+        known = np.unique(cluster)
+        order = known[rng.permutation(len(known))].astype(np.int64)
+        chosen = some_rows(cluster, order, MAX_PAIRS, rng)
     return chosen[np.argsort(one[chosen], kind="stable")]
 
 

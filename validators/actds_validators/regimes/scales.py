@@ -28,7 +28,9 @@ def ends(value: Floats, error: Floats, quantile: float, scale: Scale) -> tuple[F
     """Return lower and upper end of intervals ``(...)``, symmetric on a scale.
 
     The error there is the first term of the delta method: ``error / value`` of a logarithm and
-    ``error / (value (1 - value))`` of a logit. Where nothing varies both ends are the value.
+    ``error / (value (1 - value))`` of a logit. Where nothing varies both ends are the value. A
+    value at an end of the scale, or so near that there is no number for the other end, has the
+    linear interval, as far as there are such values.
 
     Args:
         value: estimates.
@@ -37,10 +39,15 @@ def ends(value: Floats, error: Floats, quantile: float, scale: Scale) -> tuple[F
         scale: the scale.
     """
     back = {"linear": np.asarray, "log": np.exp, "logit": special.expit}[scale]
-    with np.errstate(divide="ignore", invalid="ignore"):
+    least, most = {"linear": (-np.inf, np.inf), "log": (0, np.inf), "logit": (0, 1)}[scale]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         half = quantile * error * slope(value, scale)
         at = to_scale(value, scale)
         low, high = (np.where(error > 0, back(at + step), value) for step in (-half, half))
+    fine = np.isfinite(low) & np.isfinite(high)
+    step = np.where(error > 0, quantile * error, 0.0)
+    linear = (np.clip(value + by, least, most) for by in (-step, step))
+    low, high = (np.where(fine, own, by) for own, by in zip((low, high), linear, strict=True))
     return low, high
 
 

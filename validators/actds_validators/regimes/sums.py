@@ -47,6 +47,7 @@ class Part:
         name: its name.
         values: of each row ``(n,)`` or ``(n, k)``; sparse ones ``(n, k)`` cost what is not 0.
         coarse: whether it is wanted in the strata of few axes only, because k is large.
+        even: whether it is added up over the even rows of each layer only, unweighted.
         right: rows ``(n, d)``: what is added up are the products of each of the k values with
             the row, ``k d`` numbers; None adds up the values.
     """
@@ -54,6 +55,7 @@ class Part:
     name: str
     values: npt.NDArray[np.floating] | csr_array
     coarse: bool = False
+    even: bool = False
     right: Floats | None = None
 
 
@@ -162,15 +164,13 @@ class Sums:
             which: the rows, as `blocks_of` names them.
             parts: what to add; each name once.
         """
-        key, row, weight = self._members(which)
-        n = which.stop - which.start
-        plain = self._matrix(key, row, weight, n)
-        kept = self._is_coarse[key // self._n_groups]
-        places = self._coarse_place[key[kept] // self._n_groups]
-        fewer = places * self._n_groups + key[kept] % self._n_groups
-        small = self._matrix(fewer, row[kept], weight[kept], n)
+        members = self._members(which)
+        matrices: dict[tuple[bool, bool], tuple[Ints, csr_array]] = {}
         for part in parts:
-            keys, matrix = small if part.coarse else plain
+            kind = part.coarse, part.even
+            if kind not in matrices:
+                matrices[kind] = self._matrix(*members, which.stop - which.start, *kind)
+            keys, matrix = matrices[kind]
             values = part.values
             if not issparse(values):
                 values = np.asarray(values, np.float64)
@@ -212,9 +212,11 @@ class Sums:
                     n_effective = float(weight.sum() ** 2 / np.square(weight).sum())
         return Totals(found, n_rows, n_requests, n_effective)
 
-    def _members(self, which: slice) -> tuple[Ints, Ints, Floats]:
-        """Return key of stratum and group, row of the block and weight, of every membership."""
-        key, row, weight = [], [], []
+    def _members(self, which: slice) -> tuple[Ints, Ints, Floats, Bools]:
+        """Return of every membership its key of stratum and group, its row of the block, its
+        weight, and whether it is even.
+        """
+        key, row, weight, even = [], [], [], []
         for layer in self._side.layers:
             stratum = layer.stratum[which]
             there = np.flatnonzero((stratum >= 0) & self._usable[which])
@@ -224,14 +226,39 @@ class Sums:
             row.append(there)
             own = layer.weight
             weight.append(np.ones(len(there)) if own is None else own[which][there])
+            some = layer.even
+            even.append(np.ones(len(there), np.bool_) if some is None else some[which][there])
         return (
             np.concatenate(key).astype(np.int64),
             np.concatenate(row).astype(np.int64),
             np.concatenate(weight).astype(np.float64),
+            np.concatenate(even),
         )
 
-    @staticmethod
-    def _matrix(key: Ints, row: Ints, weight: Floats, n: int) -> tuple[Ints, csr_array]:
+    def _matrix(
+        self, key: Ints, row: Ints, weight: Floats, even: Bools, n: int, coarse: bool, only: bool
+    ) -> tuple[Ints, csr_array]:
+        """Return keys of stratum and group, and the weight that each row has in them.
+
+        Args:
+            key: of memberships, as `_members` returns them.
+            row: of these.
+            weight: of these.
+            even: of these.
+            n: rows.
+            coarse: in the strata in which coarse parts are wanted, by place among these.
+            only: of even memberships only, unweighted.
+        """
+        if only:
+            key, row, weight = key[even], row[even], np.ones(int(np.count_nonzero(even)))
+        if coarse:
+            kept = self._is_coarse[key // self._n_groups]
+            place = self._coarse_place[key[kept] // self._n_groups]
+            key, row, weight = (
+                place * self._n_groups + key[kept] % self._n_groups,
+                row[kept],
+                weight[kept],
+            )
         keys, place = np.unique(key, return_inverse=True)
         return keys, csr_array((weight, (place.reshape(-1), row)), shape=(len(keys), n))
 

@@ -6,19 +6,19 @@ Tables are read, and no activation. Position 0 and BOS are left out: their rows 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from actds.accounting.multiplicity import resolved_references
 from actds.errors import ActdsError
-from actds.format.positions import Keys
+from actds.format.positions import Keys, position_key
 from actds.format.tables import PHASES
 from actds.load.arguments import split_weights
 from actds.load.dataset import Dataset
 from actds.load.filters import need_known
-from actds.load.mixture import Side
 from actds.load.pairs import prefix_hashes
-from actds.load.selection import Selection, select
+from actds.load.selection import Selection, held_out_requests, select
 from actds_validators.regimes.arms import APART
 from actds_validators.regimes.asking import ArmWords
 from actds_validators.regimes.requests import Requests
@@ -35,7 +35,7 @@ class Entries:
     Args:
         key: what the row is, alike in every dataset ``(n,)``, ascending.
         row: number in ``Dataset.array(hook)`` ``(n,)``.
-        request: hash of its request ``(n,)``.
+        request: hash of the request that it was served to ``(n,)``.
         token_id: token fed there ``(n,)``.
         phase: place in ``PHASES`` ``(n,)``.
         prefix: hash of the tokens up to it ``(n,)``; 0 where it is not known.
@@ -105,36 +105,72 @@ def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> A
             not say which request and token a row is; E018 weights of another dataset.
     """
     served, weight = split_weights(list(words.weights) or None)
-    columns = _columns(dataset, hook, words.name)
+    servings = _servings(dataset, hook, words.name, held_out, served)
     parts = words.mix or ((words.phase, 1.0),)
-
-    def side(which: Side) -> tuple[Entries, ...]:
-        return tuple(
-            _entries(
-                columns,
-                select(
-                    dataset, hook, phase, where=words.where,
-                    exclude=tuple(dict.fromkeys((*APART, *words.exclude))),
-                    split=which, held_out=held_out,
-                    multiplicity=served and which == "train", weights=weight,
-                ),
+    try:
+        chosen = [
+            select(
+                dataset, hook, phase, where=words.where,
+                exclude=tuple(dict.fromkeys((*APART, *words.exclude))), weights=weight,
             )
             for phase, _ in parts
-        )  # fmt: skip
-
-    try:
-        return Arm(
-            words, dataset, tuple(share for _, share in parts), side("train"), side("held_out")
-        )
+        ]  # fmt: skip
+        train = tuple(servings.entries(one, held=False, again=True) for one in chosen)
+        scored = tuple(servings.entries(one, held=True, again=False) for one in chosen)
     except ActdsError as error:
         if error.code != "E014":
             raise
         got, expected = error.got or "", error.expected or ""
         raise ActdsError("E014", f"arm {words.name}", got=got, expected=expected) from None
+    return Arm(words, dataset, tuple(share for _, share in parts), train, scored)
 
 
-def _columns(dataset: Dataset, hook: str, name: str) -> Entries:
-    """Return all rows of a hook, each once, in the order of its array."""
+@dataclass(frozen=True)
+class _Servings:
+    """All rows of a hook, and for each request that the prefix cache served one that row again.
+
+    Args:
+        entries_of: what each is, of the request that it was served to.
+        held: whether that request is held out ``(n,)``.
+        n_rows: rows of the hook; those behind the first so many were served again.
+    """
+
+    entries_of: Entries
+    held: Bools
+    n_rows: int
+
+    def entries(self, chosen: Selection, *, held: bool, again: bool) -> Entries:
+        """Return those of a selection on one side of the split, in the order of their keys.
+
+        Raises:
+            ActdsError: E014 there is none.
+        """
+        keep, weight = np.zeros(self.n_rows, np.bool_), np.ones(self.n_rows)
+        weights = chosen.weights()
+        starts, at = {}, 0
+        for shard in chosen.dataset.shards_of(chosen.hooks[0].name):
+            starts[shard.name], at = at, at + shard.n_rows
+        for n, (shard, count) in enumerate(zip(chosen.shards, chosen.counts, strict=True)):
+            rows = slice(starts[shard.name], starts[shard.name] + shard.n_rows)
+            keep[rows] = True if count is None else count > 0
+            if weights is not None:
+                weight[rows] = weights[n]
+        told = self.entries_of
+        which = np.flatnonzero(keep[told.row] & (self.held == held))
+        which = which if again else which[which < self.n_rows]
+        if not len(which):
+            got = f"no request in {'held_out' if held else 'train'}"
+            raise ActdsError("E014", "arm", got=got, expected="a share that leaves one")
+        found = replace(told.take(which), weight=weight[told.row[which]])
+        return found.take(np.argsort(found.key, kind="stable"))
+
+
+def _servings(dataset: Dataset, hook: str, name: str, held_out: float, again: bool) -> _Servings:
+    """Return the rows of a hook, each once, and with ``again`` once more per cache reference.
+
+    What was served again is known as a harvest without a cache would have it: by the request that
+    it was served to.
+    """
     requests = Requests(dataset)
     named = np.array(
         [
@@ -153,32 +189,46 @@ def _columns(dataset: Dataset, hook: str, name: str) -> Entries:
         columns = [tokens[c].to_numpy().astype(np.int64) for c in ("position", "token_id")]
         parts.append([request, *columns, np.full(shard.n_rows, phase)])
     request, position, token, phase_of = (np.concatenate(c) for c in zip(*parts, strict=True))
-    prefix = prefix_hashes(dataset, shards)
-    copy = copies(named[request], position, prefix)
-    key = row_keys(named[request], position, copy)
-    n = len(key)
-    return Entries(key, np.arange(n), named[request], token, phase_of, prefix, np.ones(n))
+    n_rows = len(request)
+    row = np.arange(n_rows)
+    if again:
+        more = _served_again(dataset, requests, position_key(request, position))
+        row, request = (np.concatenate(pair) for pair in zip((row, request), more, strict=True))
+    position, prefix = position[row], prefix_hashes(dataset, shards)[row]
+    key = row_keys(named[request], position, copies(named[request], position, prefix))
+    weight = np.ones(len(row))
+    told = Entries(key, row, named[request], token[row], phase_of[row], prefix, weight)
+    held = np.zeros(len(requests), np.bool_)
+    for run in dataset.catalog.run_ids:
+        number, apart = held_out_requests(dataset, run, held_out)
+        held[requests.index(run, number)] = apart
+    return _Servings(told, held[request], n_rows)
 
 
-def _entries(columns: Entries, chosen: Selection) -> Entries:
-    """Return the rows of a selection, each as often as it comes."""
-    starts, at = {}, 0
-    for shard in chosen.dataset.shards_of(chosen.hooks[0].name):
-        starts[shard.name], at = at, at + shard.n_rows
-    weights = chosen.weights()
-    rows, loss = [], []
-    for n, (shard, count) in enumerate(zip(chosen.shards, chosen.counts, strict=True)):
-        times = np.ones(shard.n_rows, np.int64) if count is None else count.astype(np.int64)
-        local = np.repeat(np.arange(shard.n_rows), times)
-        rows.append(starts[shard.name] + local)
-        loss.append(np.ones(len(local)) if weights is None else weights[n][local])
-    row, weight = np.concatenate(rows), np.concatenate(loss).astype(np.float64)
-    found = columns.take(row)
-    # A row that was served again is a row of its own: the sample takes each or leaves it.
-    again = copies(found.key, np.zeros(len(row), np.int64), found.prefix)
-    key = np.where(again > 0, row_keys(found.key, again, again), found.key)
-    told = Entries(key, row, found.request, found.token_id, found.phase, found.prefix, weight)
-    return told.take(np.argsort(key, kind="stable"))
+def _served_again(dataset: Dataset, requests: Requests, rows: Keys) -> tuple[Ints, Ints]:
+    """Return the rows that the prefix cache served, and to which request, once for each time.
+
+    Args:
+        dataset: the dataset.
+        requests: its requests.
+        rows: key of each row: its request's index and its position ``(n,)``.
+    """
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    found: list[tuple[Ints, Ints]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for run in dataset.catalog.run_ids:
+        lines = resolved_references(dataset.catalog.table("spans", run))
+        start, stop = (lines[c].to_numpy().astype(np.int64) for c in ("start", "stop"))
+        to, of = (requests.index(run, lines[c].to_numpy()) for c in ("request", "ref_request"))
+        length = stop - start
+        before = np.repeat(np.cumsum(length) - length, length)
+        position = np.arange(length.sum()) - before + np.repeat(start, length)
+        wanted = position_key(np.repeat(of, length), position)
+        at = np.searchsorted(ordered, wanted)
+        stored = ordered.take(at, mode="clip") == wanted
+        found.append((order[at[stored]], np.repeat(to, length)[stored]))
+    row, request = (np.concatenate(part) for part in zip(*found, strict=True))
+    return row, request
 
 
 def scored_apart(arms: Sequence[Arm]) -> list[Arm]:

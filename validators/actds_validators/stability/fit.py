@@ -110,6 +110,9 @@ class Trainer:
             rows: what it is trained on, a batch at least.
             seed: of the initial weights.
             order: seed of the order of the rows.
+
+        Raises:
+            ActdsError: E014 no batch has two rows that differ and have a weight.
         """
         import torch
         from torch.nn.functional import embedding_bag
@@ -125,14 +128,16 @@ class Trainer:
             for at in range(0, len(permutation) - self.batch + 1, self.batch):
                 which = permutation[at : at + self.batch]
                 x, w = rows.values[which].float() * self.scale, share[which]
-                if not w.any():
+                if not (w > 0).any():
+                    continue
+                mean = (w * x).sum(dim=0) / w.sum()
+                spread = (w * (x - mean).square()).sum()
+                if not spread > 0:  # one row alone: there is no variance to explain
                     continue
                 top = ((x - b_dec) @ w_enc + b_enc).topk(self.k, dim=1)
                 active = torch.relu(top.values)
                 # The product with the k directions alone, in half the time of the whole matrix.
                 rebuilt = embedding_bag(top.indices, w_dec, per_sample_weights=active, mode="sum")
-                mean = (w * x).sum(dim=0) / w.sum()
-                spread = (w * (x - mean).square()).sum()
                 loss = (w * (rebuilt + b_dec - x).square()).sum() / spread
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -142,6 +147,9 @@ class Trainer:
                 losses.append(loss.item())
                 if epoch == self.epochs - 1:
                     alive[top.indices[active > 0].numpy()] = True
+        if not losses:
+            got = "no batch in which two rows that differ have a weight"
+            raise ActdsError("E014", "rows to train on", got=got, expected="some")
         arrays: dict[str, Any] = {name: value.detach().numpy() for name, value in weights.items()}
         scale = np.float32(self.scale)
         last = losses[-_LAST:]
@@ -150,7 +158,7 @@ class Trainer:
             arrays["b_enc"],
             arrays["w_dec"] / scale,
             arrays["b_dec"] / scale,
-            sum(last) / max(len(last), 1),
+            sum(last) / len(last),
             alive,
         )
 

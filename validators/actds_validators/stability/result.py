@@ -41,7 +41,7 @@ class Limits(Section):
         default=None, ge=1, description="rows of an arm; as many as the smallest has if not given"
     )
     epochs: int = Field(default=10, ge=1, le=10_000, description="passes over the rows of an arm")
-    batch: int = Field(default=512, ge=1, le=1 << 20, description="rows of a training step")
+    batch: int = Field(default=512, ge=2, le=1 << 20, description="rows of a training step")
     learning_rate: float = Field(default=1e-3, gt=0, le=1, description="of Adam")
     held_out: float = Field(
         default=0.2, gt=0, lt=1, description="share of the requests that only score dictionaries"

@@ -1,4 +1,4 @@
-"""Distances of pairs of rows, and random halves of requests."""
+"""Distances of pairs of rows, random halves of requests, and random rows of keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actds_validators.statistics.events import Bools, Floats
+from actds_validators.statistics.events import Bools, Floats, Ints, Whole
 
 Rows = npt.NDArray[np.float32]
 
@@ -18,6 +18,22 @@ def halves(n_units: int, n: int, seed: int) -> Bools:
     """Return random halves ``(n, n_units)`` of the units of one side."""
     rng = np.random.Generator(np.random.Philox(seed))
     return rng.permuted(np.tile(np.arange(n_units) < n_units // 2, (n, 1)), axis=1)
+
+
+def drawn(key: Whole, quota: Ints, rng: np.random.Generator) -> Bools:
+    """Return which rows are drawn ``(n,)``: of each key so many random ones, or all it has.
+
+    Args:
+        key: of each row ``(n,)``, from 0.
+        quota: rows to draw of each key ``(n_keys,)``.
+        rng: chooses them.
+    """
+    shuffled = np.lexsort((rng.random(len(key)), key))
+    ordered = key[shuffled]
+    place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered, side="left")
+    found = np.zeros(len(key), np.bool_)
+    found[shuffled[place < quota[ordered]]] = True
+    return found
 
 
 def relative_l2(first: Rows, second: Rows) -> Floats:

@@ -148,7 +148,8 @@ def normal_divergence(sums: Sums, other: Sums) -> Floats:
     centre, spread, *_ = central_moments(other)
     there = (variance > 0) & (spread > 0)
     one, base = (np.where(there, v, np.nan) for v in (variance, spread))
-    return np.asarray(0.5 * (np.log(base / one) + (one + (mean - centre) ** 2) / base - 1))
+    found = 0.5 * (np.log(base / one) + (one + (mean - centre) ** 2) / base - 1)
+    return np.asarray(np.maximum(found, 0.0))  # what is below is rounding
 
 
 def _log(value: Floats) -> Floats:

@@ -1,7 +1,8 @@
 """Overlap: whether the arms use the same features, by token and among the most frequent ones.
 
 The overlap of two samples of one distribution is below 1 and falls with their size. So each value
-is that of halves of the requests, beside the same number of the reference with itself.
+is that of halves of the requests, beside the same number of the reference with itself; and where
+one arm has more rows than the other, as many of either count, of the same tokens and positions.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from scipy import stats  # type: ignore[import-untyped]
 from actds_validators.regimes.inference import Measure
 from actds_validators.regimes.instruments.base import Dictionary, Rows, Sums, events, mean_of
 from actds_validators.regimes.result import Limits
-from actds_validators.regimes.sums import COUNT, Part
+from actds_validators.regimes.sums import Part
 from actds_validators.statistics.events import Bools, Floats, Ints
 
 __all__ = ["Overlap", "jaccard_of_rows", "kendall", "spearman", "top_jaccard"]
 
 TOPS = (50, 200, 1000)
-_EVENTS = "overlap events"
+_EVENTS, _ROWS = "overlap events", "overlap rows"
 _MAX_KENDALL = 4096  # features: its time grows with n log n for each exchange
 
 
@@ -46,7 +47,8 @@ class Overlap:
 
     def parts(self, rows: Rows, side: int, row: Ints) -> Iterator[Part]:
         """Yield which features are active."""
-        yield Part(_EVENTS, events(self._dictionary.encode(rows)), coarse=True)
+        yield Part(_EVENTS, events(self._dictionary.encode(rows)), coarse=True, even=True)
+        yield Part(_ROWS, np.ones(len(rows)), coarse=True, even=True)
 
     def measures(self, reference: Sums, limits: Limits) -> list[Measure]:
         """Return the overlaps of the most frequent features, and of the order of all of them."""
@@ -153,7 +155,7 @@ def _of_rates(first: Sums, second: Sums, function: object) -> Floats:
     """
     assert callable(function)
     rates = [
-        np.atleast_2d(mean_of(sums, _EVENTS) if COUNT in sums else sums[_EVENTS])
+        np.atleast_2d(sums[_EVENTS] / np.where(sums[_ROWS] > 0, sums[_ROWS], np.nan))
         for sums in (first, second)
     ]
     found = []
