@@ -151,7 +151,8 @@ def _method(figures: Figures) -> str:
             f"- **Comparison**: `actds regimes`, held-out requests of H and their continuations; "
             f"{figures['n_tests']:,} tests are one family. The requests are the unit of evidence.",
             f"- **Time**: {engine / 60:.0f} minutes of engine and {rest / 60:.0f} of fitting and "
-            f"comparing, on {s['machine']} that did other work at the same time.",
+            f"comparing, on {s['machine']}"
+            + (" that did other work at the same time." if s["busy"] else "."),
             f"- **Again**: `{s['command']}`",
         ]
     )

@@ -74,7 +74,7 @@ def main() -> int:
     found = compare_all(args, clock)
     setting = {
         "command": " ".join(["python", "examples/regimes/run.py", *_own_options()]),
-        "model": described(args.model), "machine": machine(),
+        "model": described(args.model), "machine": machine(), "busy": busy(),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}", "engine": list(ENGINE),
         "documents": n_documents, "given": args.given, "sampled": args.sampled,
         "temperature": TEMPERATURE, "held_out": HELD_OUT, "ladder_requests": args.ladder,
@@ -220,6 +220,11 @@ def described(model: Path) -> str:
     return (
         f"{architecture}, {config['num_hidden_layers']} layers of {config['hidden_size']} channels"
     )
+
+
+def busy() -> bool:
+    """Return whether the machine does other work at the same time, by its load."""
+    return os.getloadavg()[1] > (os.cpu_count() or 1) + 1
 
 
 def machine() -> str:

@@ -29,6 +29,8 @@ def summary(setting: Figures, result: Figures) -> Figures:
     kept = ("hook", "d_model", "n_features", "n_rows", "n_seen", "chance", "rare", "verdicts",
             "comparisons", "cross", "limits", "arms")  # fmt: skip
     found = {name: _short(result[name]) for name in kept}
+    for arm in found["arms"]:
+        del arm["words"]  # where the datasets lay
     return {"setting": setting, **found, "pairs": _pairs(result["pairs"])}
 
 
@@ -86,7 +88,14 @@ def _unexplained(figures: Figures) -> str:
     }
     told = ", ".join(f"{fvu:.3f} of *{arm}*" for arm, fvu in found.items())
     rows = f"the held-out rows of *{first}*"
-    return f"Of the variance of {rows}, dictionaries leave unexplained: {told}."
+    said = f"Of the variance of {rows}, dictionaries leave unexplained: {told}."
+    more = {arm: fvu - found[first] for arm, fvu in found.items()}
+    if more["uncached"] > 0.01 and abs(more["weighted"] - more["uncached"]) < 0.005:
+        said += (
+            " *Weighted* rows do what *uncached* ones do: it matters how often the system prompt "
+            "is met, and not whether a cache served it."
+        )
+    return said
 
 
 def _experiment(figures: Figures) -> str:
@@ -110,7 +119,8 @@ def _experiment(figures: Figures) -> str:
         "share come in the same order.",
         f"- **Scored** on requests that no arm was trained on ({limits['held_out']:.0%}).",
         f"- **Time**: {engine / 60:.0f} minutes of engine, {took['stability'] / 60:.0f} of "
-        f"training and scoring, on {told['machine']} that did other work at the same time.",
+        f"training and scoring, on {told['machine']}"
+        + (" that did other work at the same time." if told["busy"] else "."),
         f"- **Again**: `{told['command']}`",
     ]
     return "\n".join([lines[0], "", *lines[1:], "", *facts])
@@ -209,12 +219,6 @@ def _fvu(one: Figures | None) -> str:
 
 
 def _limits(figures: Figures) -> str:
-    there = {arm["name"]: arm["n_there"] for arm in figures["arms"]}
-    served = ""
-    if there["weighted"] < 1.1 * there["cached"]:
-        served = """
-- The shared system prompt belongs to the request that computed it, and here that one is among the
-  held-out ones: *weighted* has nearly the rows of *cached*, and says little of weights."""
     return f"""## What this does and does not say
 
 - {figures["setting"]["chats"]} chats behind one system prompt. Other traffic shares other prefixes,
@@ -227,4 +231,4 @@ def _limits(figures: Figures) -> str:
 - Arms of one seed begin with the same weights and meet shared rows in the same order, so they are
   more alike than dictionaries of two seeds by construction. That is what *other order* is for.
 - The losses follow the load of one queue on one disk. Losses of another pattern may do more, or
-  less.{served}"""
+  less."""

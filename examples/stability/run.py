@@ -40,7 +40,7 @@ ENVIRONMENT = {
 }
 SMALL = ("--rows-per-shard", "64", "--ring-mib", "1", "--staging-mib", "1")
 """Queues and shards of a harvest that is to lose rows on a slow disk."""
-SHARE = 0.5
+SHARE = 1.0
 """Of the rate at which the cached harvest was written: what the slow disk takes."""
 
 
@@ -49,11 +49,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("demo/model"), help="model folder")
     parser.add_argument("--out", type=Path, default=Path("build/stability"), help="datasets")
     parser.add_argument("--page", type=Path, default=HERE, help="folder of the page")
-    parser.add_argument("--chats", type=int, default=160, help="requests")
+    parser.add_argument("--chats", type=int, default=400, help="requests")
     parser.add_argument("--sampled", type=int, default=64, help="tokens of an answer at most")
-    parser.add_argument("--seeds", type=int, default=6, help="dictionaries of an arm")
+    parser.add_argument("--seeds", type=int, default=8, help="dictionaries of an arm")
     parser.add_argument("--features", type=int, default=1152, help="of a dictionary")
-    parser.add_argument("--epochs", type=int, default=20, help="passes over the rows")
+    parser.add_argument("--epochs", type=int, default=12, help="passes over the rows")
     return parser.parse_args()
 
 
@@ -65,7 +65,7 @@ def main() -> int:
     result = train(args, clock)
     setting = {
         "command": "python examples/stability/run.py",
-        "model": args.model.name, "machine": machine(), "engine": list(ENGINE),
+        "model": args.model.name, "machine": machine(), "busy": busy(), "engine": list(ENGINE),
         "chats": args.chats, "sampled": args.sampled, "share": SHARE,
         "lost": lost(args.out / "dropped"),
         "seconds": {name: round(took) for name, took in clock.items()},
@@ -160,6 +160,11 @@ def lost(folder: Path) -> dict[str, int]:
 
     steps = actds.open(folder).steps(run=False)
     return {name: sum(steps[f"{name}_tokens"].to_pylist()) for name in ("captured", "dropped")}
+
+
+def busy() -> bool:
+    """Return whether the machine does other work at the same time, by its load."""
+    return os.getloadavg()[1] > (os.cpu_count() or 1) + 1
 
 
 def machine() -> str:
