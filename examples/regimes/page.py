@@ -104,6 +104,7 @@ def _head(figures: Figures) -> str:
             f"{_interval(computed)}. Authorship: *{author['outcome']}*; computation: "
             f"*{computed['outcome']}*."
         )
+    said += _in_bfloat16(figures)
     return "\n".join(
         [
             "# Authorship or computation?",
@@ -121,6 +122,18 @@ def _head(figures: Figures) -> str:
             "hook, one kind of text and one CPU. They are not general.",
         ]
     )
+
+
+def _in_bfloat16(figures: Figures) -> list[str]:
+    """Return what the computation does in the type that people serve in, by the ladder."""
+    found = [one for one in figures["ladder"] if one["name"] == "one_a_step-bfloat16"]
+    moved = ", and ".join(
+        f"a row at `{one['hook']}` by {100 * _value(one, DISTANCE)['value']:.1f} % of its length, "
+        f"where {100 * _value(one, SWITCHED)['value']:.1f} % of its active features switch"
+        for one in found
+    )
+    said = f"- That is in float32. In bfloat16, one token a step instead of prefill moves {moved}."
+    return [said] * bool(found)
 
 
 def _method(figures: Figures) -> str:
