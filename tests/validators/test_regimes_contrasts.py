@@ -160,6 +160,35 @@ def test_other_tokens_of_one_prompt_are_paired_by_position(tmp_path: Path, names
     assert len(told.pairs[0]) == len(first)
 
 
+def test_a_text_does_not_choose_the_rows_of_another(tmp_path: Path) -> None:
+    """Of other tokens each row stands where its own entropy is, or in no such stratum."""
+    schedule = simulate(30, 0, cache=False)
+    make_dataset(tmp_path / "a", schedule=schedule, run="r-1", entropy=True)
+    make_dataset(tmp_path / "b", schedule=other_continuations(schedule), run="r-2", entropy=True)
+    make_dataset(tmp_path / "silent", schedule=schedule, run="r-3")
+    arms = {
+        name: Arm(name, actds.open(tmp_path / name), where="position >= request.prompt_len")
+        for name in ("a", "b", "silent")
+    }
+    told, *rows = contrast(arms["a"], arms["b"], HOOK)
+    edges = entropy_edges(*rows)
+    own = [strata_of(of_arm, edges) for of_arm in rows]
+    assert told.pairing == "position"
+    codes = own[0].codes
+    for side, of_arm, strata in zip((told.first, told.second), rows, own, strict=True):
+        place = np.searchsorted(of_arm.row, side.row)
+        for axis, layer in zip(codes, side.layers, strict=True):
+            if axis in ("entropy", "margin"):
+                known = layer.stratum >= 0
+                assert known.sum() > 50
+                assert np.array_equal(layer.stratum[known], strata.codes[axis][place][known])
+    told, *_ = contrast(arms["silent"], arms["b"], HOOK)
+    known = [told.strata[k].axis for layer in told.first.layers for k in np.unique(layer.stratum)
+             if k >= 0]  # fmt: skip
+    assert "decode step" in known
+    assert not {"entropy", "margin"} & set(known)
+
+
 def test_an_unpaired_reference_is_weighted_to_tokens_and_positions(uncached: Dataset) -> None:
     # Requests of even and of odd numbers share prompts, and so tokens and positions.
     even, odd = (

@@ -50,7 +50,7 @@ Pairing = Literal["token", "position", "unpaired"]
 MAX_GROUPS = 32
 _ENOUGH = 0.5  # of the pairs by position that decide must be the same token, to pair by token
 _UNION_AXES = ("decode step", "role", "entropy", "margin")  # what a partner may tell of a row
-_OF_ANSWERS = ("decode step", "entropy", "margin")  # axes that a prompt has no place on
+_OF_TEXT = ("entropy", "margin")  # what follows from the tokens of an arm, and chooses among them
 
 
 @dataclass(frozen=True)
@@ -407,7 +407,11 @@ def _paired(
     pairs: Pairs,
     seed: int,
 ) -> Contrast:
-    """Return the contrast of pairs: both rows of one stand in the same strata."""
+    """Return the contrast of pairs: both rows of one stand in the same strata.
+
+    But for what each text says of itself: of other tokens each row stands where its own entropy
+    is, and only pairs of which both have one.
+    """
     one, other = pairs
     if pairing == "position":
         # The same token behind the same prefix tells of the computation, not of who wrote it.
@@ -415,17 +419,22 @@ def _paired(
         one, other = (one[unlike], other[unlike]) if unlike.any() else (one, other)
     cluster = narrow(clusters[0])[first.request[one]]
     n_groups, group_of = groups_of((cluster, cluster), seed)
-    codes: list[Whole] = []
+    codes: list[tuple[Whole, Whole]] = []
     for axis, told in strata[1].codes.items():
-        code = told[other]
+        mine, code = strata[0].codes[axis][one], told[other]
+        if axis in _OF_TEXT and pairing == "position":
+            # Rows that the other text chose would differ from the rest of their own arm as well.
+            both = (mine >= 0) & (code >= 0)
+            codes.append((np.where(both, mine, -1), np.where(both, code, -1)))
+            continue
         if axis in _UNION_AXES:
-            code = np.where(code >= 0, code, strata[0].codes[axis][one])
-        codes.append(code)
+            code = np.where(code >= 0, code, mine)
+        codes.append((code, code))
     sides = []
     place = []
-    for rows, which in ((first, one), (second, other)):
+    for n, (rows, which) in enumerate(((first, one), (second, other))):
         order = np.argsort(rows.row[which], kind="stable")
-        layers = tuple(Layer(code[order]) for code in codes)
+        layers = tuple(Layer(code[n][order]) for code in codes)
         mine = cluster[order]
         sides.append(Side(rows.row[which][order], mine, group_of[mine], layers))
         inverse = np.empty(len(order), one.dtype)
@@ -469,7 +478,7 @@ def _unpaired(
     coverage = 1.0
     for axis, code in strata[1].codes.items():
         reference = strata[0].codes[axis]
-        spread = axis in _OF_ANSWERS and not (reference >= 0).any()
+        spread = axis == "decode step" and not (reference >= 0).any()
         # A prompt has no decode steps: all of it is weighted to the rows of each of them.
         for one in np.unique(code[code >= 0]).tolist() if spread else [None]:
             mine = reference if one is None else np.full(len(first), one, np.int8)
