@@ -569,6 +569,28 @@ def test_pairs_of_sinks_do_not_decide_the_drift() -> None:
     )
 
 
+def test_sinks_do_not_set_the_scale_of_outliers_and_probes() -> None:
+    rng = np.random.default_rng(18)
+    rows = rng.normal(size=(2, 960, 8)).astype(np.float32)
+    rows[1, 7::40, 0] += 10  # outliers of 6 SD, one of each request
+    rows[:, ::40] *= 1000
+    labels = tuple((one[:, 0] + rng.normal(size=960) > 0).astype(np.int8) for one in rows)
+    group, none = np.arange(960) // 40, np.zeros(960, np.int64)
+    own = Side(np.arange(960), group, group, (Layer(none),))
+    told = Contrast("position", own, own, (EVERYTHING,), 24, (own.row, own.row), 1.0)
+    instruments = [Moments(), probes.Probes(np.eye(8)[:1], labels=(labels[0], labels[1]))]
+    found = run.measure(told, (rows[0], rows[1]), instruments, Limits(), "h")
+    values = {one.value.measure: one.value for one in found.judged}
+    kept = np.arange(960) % 40 > 0
+    spread = rows[0, kept, 0].std()
+    far = np.abs(rows[1, kept, 0] - rows[0, kept, 0].mean()) > 6 * spread
+    assert values["outlier rate of channels"].value == pytest.approx(far.mean())
+    areas = [
+        roc_auc_score(label[kept], one[kept, 0]) for one, label in zip(rows, labels, strict=True)
+    ]
+    assert values["ROC area"].arms == pytest.approx(areas, abs=2e-3)
+
+
 @pytest.mark.parametrize("n", [3, 100, 150, 199, 450])
 def test_a_sample_of_the_reference_is_spread_over_all_of_it(
     monkeypatch: pytest.MonkeyPatch, n: int
