@@ -60,7 +60,8 @@ class Measure:
             less else. ``described``: neither tested nor judged.
         limit: largest value that still counts as none.
         of_arm: of a difference, what it is a difference of: of the sums of one arm ``(..., k)`` to
-            ``(..., m)``, unchanged when all sums are multiplied. It makes the test exact.
+            ``(..., m)``, of a direction ``(..., m, d)``, unchanged when all sums are multiplied. It
+            makes the test exact.
         arm_value: the same of one arm, ``(..., k)`` to ``(..., m)``, to be shown.
         labels: names of the m elements, None for their numbers.
         coarse: whether it needs coarse parts.
@@ -175,7 +176,7 @@ def pseudo_values(value: Floats, without: Floats) -> tuple[Floats, Floats]:
 
 
 def influences(of_arm: Callable[[Sums], Floats], first: Totals, second: Totals) -> Floats:
-    """Return what each group adds to the difference of two arms ``(n_groups, m)``.
+    """Return what each group adds to the difference of two arms ``(n_groups, m, ...)``.
 
     The derivative of the arm's function at the sums of both arms pooled, towards the group's own
     sums of the second arm less those of the first (the infinitesimal jackknife, Jaeckel 1972). An
@@ -427,7 +428,11 @@ def _direction(
     m = len(chord)
     quantile = float(special.stdtrit(n - 1, 1 - _EQUIVALENCE / m))
     far = _angle(chord + quantile * error)
-    size = total / np.maximum(own, 1e-300)
+    if measure.of_arm is not None:
+        # Few events of a group make a direction: what it adds is no mean, and turns no sign.
+        pseudo = influences(measure.of_arm, first, second)[:, good]
+        gram = np.einsum("gmd,hmd->mgh", pseudo, pseudo, optimize=True)
+    size = lengths(gram)(np.ones((1, n)))[0]
     worst = _told(size, _angle(chord), measure.limit)
     two_sided = float(special.stdtrit(n - 1, 0.975))
     split = halves(n, N_HALVES, limits.seed)
