@@ -139,7 +139,8 @@ def contrast(
         pairing: how to pair; None pairs by token where at least half of the rows of a common
             request and position are the same token with the same prefix, else by request and
             position, else not. Where some of these rows are at decode steps, they alone decide:
-            a prompt that both arms were given says nothing of what came after it.
+            a prompt that both arms were given says nothing of what came after it. Pairs of fewer
+            requests than an estimate needs are none.
         adjust: weight an unpaired reference to the second arm's token ids and positions.
         seed: of the groups of requests.
 
@@ -254,16 +255,22 @@ def _has(arm: Arm, hook: str) -> bool:
 
 
 def _chosen(first: ArmRows, second: ArmRows, by_token: Pairs, by_position: Pairs) -> Pairing:
-    """Return the closest pairing of which there is enough, by the pairs at decode steps if any."""
+    """Return the closest pairing of which there is enough, by the pairs at decode steps if any.
+
+    Pairs of too few requests, as the first tokens of a template, would leave nothing to estimate.
+    """
     n_token, n_position = (
         int(((first.decode_step[one] > 0) | (second.decode_step[other] > 0)).sum())
         for one, other in (by_token, by_position)
     )
     if not n_token and not n_position:
         n_token, n_position = len(by_token[0]), len(by_position[0])
-    if n_token and n_token >= _ENOUGH * n_position:
+    many_token, many_position = (
+        len(np.unique(first.request[one])) >= MIN_REQUESTS for one, _ in (by_token, by_position)
+    )
+    if many_token and n_token and n_token >= _ENOUGH * n_position:
         return "token"
-    return "position" if n_position else "unpaired"
+    return "position" if many_position and n_position else "unpaired"
 
 
 def same_requests(first: Arm, second: Arm, rows: tuple[ArmRows, ArmRows]) -> bool:
