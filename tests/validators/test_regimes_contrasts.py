@@ -17,7 +17,7 @@ from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.regimes import contrast as contrast_module
 from actds_validators.regimes.arms import TRAINED, Arm, ArmRows, read_arm
-from actds_validators.regimes.contrast import contrast, groups_of
+from actds_validators.regimes.contrast import contrast, groups_of, plan
 from actds_validators.regimes.instruments.moments import Moments
 from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.result import Limits, Regimes
@@ -158,6 +158,58 @@ def test_other_tokens_of_one_prompt_are_paired_by_position(tmp_path: Path, names
         assert names == second.requests.external_id[second.request[j]]
         assert first.token_id[i] != second.token_id[j]
     assert len(told.pairs[0]) == len(first)
+
+
+@pytest.mark.parametrize(("n_common", "pairing"), [(3, "unpaired"), (8, "token")])
+def test_prefixes_of_few_requests_are_no_pairing(
+    uncached: Dataset, n_common: int, pairing: str
+) -> None:
+    """Other requests of one template have its first tokens in common, and nothing else."""
+    even, odd = (
+        read_arm(Arm(name, uncached, where=f"request % 2 == {n}"), HOOK)
+        for n, name in enumerate("AB")
+    )
+    n = len(even) + len(odd)
+    hashes = np.arange(1, n + 1, dtype=np.uint64)
+    other = replace(odd, prefix=hashes[len(even) :].copy(), token_id=odd.token_id.copy())
+    even = replace(even, prefix=hashes[: len(even)])
+    for request in np.unique(even.request)[:n_common]:
+        mine = int(np.flatnonzero(even.request == request)[0])
+        theirs = np.flatnonzero(
+            (other.position == even.position[mine]) & (other.prefix > len(even))
+        )
+        other.prefix[theirs[0]] = even.prefix[mine]
+        other.token_id[theirs[0]] = even.token_id[mine]
+    assert plan(even, other, same_dataset=True).pairing == pairing
+
+
+def test_a_text_does_not_choose_the_rows_of_another(tmp_path: Path) -> None:
+    """Of other tokens each row stands where its own entropy is, or in no such stratum."""
+    schedule = simulate(30, 0, cache=False)
+    make_dataset(tmp_path / "a", schedule=schedule, run="r-1", entropy=True)
+    make_dataset(tmp_path / "b", schedule=other_continuations(schedule), run="r-2", entropy=True)
+    make_dataset(tmp_path / "silent", schedule=schedule, run="r-3")
+    arms = {
+        name: Arm(name, actds.open(tmp_path / name), where="position >= request.prompt_len")
+        for name in ("a", "b", "silent")
+    }
+    told, *rows = contrast(arms["a"], arms["b"], HOOK)
+    edges = entropy_edges(*rows)
+    own = [strata_of(of_arm, edges) for of_arm in rows]
+    assert told.pairing == "position"
+    codes = own[0].codes
+    for side, of_arm, strata in zip((told.first, told.second), rows, own, strict=True):
+        place = np.searchsorted(of_arm.row, side.row)
+        for axis, layer in zip(codes, side.layers, strict=True):
+            if axis in ("entropy", "margin"):
+                known = layer.stratum >= 0
+                assert known.sum() > 50
+                assert np.array_equal(layer.stratum[known], strata.codes[axis][place][known])
+    told, *_ = contrast(arms["silent"], arms["b"], HOOK)
+    known = [told.strata[k].axis for layer in told.first.layers for k in np.unique(layer.stratum)
+             if k >= 0]  # fmt: skip
+    assert "decode step" in known
+    assert not {"entropy", "margin"} & set(known)
 
 
 def test_an_unpaired_reference_is_weighted_to_tokens_and_positions(uncached: Dataset) -> None:

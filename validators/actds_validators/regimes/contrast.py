@@ -50,7 +50,7 @@ Pairing = Literal["token", "position", "unpaired"]
 MAX_GROUPS = 32
 _ENOUGH = 0.5  # of the pairs by position that decide must be the same token, to pair by token
 _UNION_AXES = ("decode step", "role", "entropy", "margin")  # what a partner may tell of a row
-_OF_ANSWERS = ("decode step", "entropy", "margin")  # axes that a prompt has no place on
+_OF_TEXT = ("entropy", "margin")  # what follows from the tokens of an arm, and chooses among them
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def contrast(
         pairing: how to pair; None pairs by token where at least half of the rows of a common
             request and position are the same token with the same prefix, else by request and
             position, else not. Where some of these rows are at decode steps, they alone decide:
-            a prompt that both arms were given says nothing of what came after it.
+            a prompt that both arms were given says nothing of what came after it. Pairs of fewer
+            requests than an estimate needs are none.
         adjust: weight an unpaired reference to the second arm's token ids and positions.
         seed: of the groups of requests.
 
@@ -254,16 +255,22 @@ def _has(arm: Arm, hook: str) -> bool:
 
 
 def _chosen(first: ArmRows, second: ArmRows, by_token: Pairs, by_position: Pairs) -> Pairing:
-    """Return the closest pairing of which there is enough, by the pairs at decode steps if any."""
+    """Return the closest pairing of which there is enough, by the pairs at decode steps if any.
+
+    Pairs of too few requests, as the first tokens of a template, would leave nothing to estimate.
+    """
     n_token, n_position = (
         int(((first.decode_step[one] > 0) | (second.decode_step[other] > 0)).sum())
         for one, other in (by_token, by_position)
     )
     if not n_token and not n_position:
         n_token, n_position = len(by_token[0]), len(by_position[0])
-    if n_token and n_token >= _ENOUGH * n_position:
+    many_token, many_position = (
+        len(np.unique(first.request[one])) >= MIN_REQUESTS for one, _ in (by_token, by_position)
+    )
+    if many_token and n_token and n_token >= _ENOUGH * n_position:
         return "token"
-    return "position" if n_position else "unpaired"
+    return "position" if many_position and n_position else "unpaired"
 
 
 def same_requests(first: Arm, second: Arm, rows: tuple[ArmRows, ArmRows]) -> bool:
@@ -407,7 +414,11 @@ def _paired(
     pairs: Pairs,
     seed: int,
 ) -> Contrast:
-    """Return the contrast of pairs: both rows of one stand in the same strata."""
+    """Return the contrast of pairs: both rows of one stand in the same strata.
+
+    But for what each text says of itself: of other tokens each row stands where its own entropy
+    is, and only pairs of which both have one.
+    """
     one, other = pairs
     if pairing == "position":
         # The same token behind the same prefix tells of the computation, not of who wrote it.
@@ -415,17 +426,22 @@ def _paired(
         one, other = (one[unlike], other[unlike]) if unlike.any() else (one, other)
     cluster = narrow(clusters[0])[first.request[one]]
     n_groups, group_of = groups_of((cluster, cluster), seed)
-    codes: list[Whole] = []
+    codes: list[tuple[Whole, Whole]] = []
     for axis, told in strata[1].codes.items():
-        code = told[other]
+        mine, code = strata[0].codes[axis][one], told[other]
+        if axis in _OF_TEXT and pairing == "position":
+            # Rows that the other text chose would differ from the rest of their own arm as well.
+            both = (mine >= 0) & (code >= 0)
+            codes.append((np.where(both, mine, -1), np.where(both, code, -1)))
+            continue
         if axis in _UNION_AXES:
-            code = np.where(code >= 0, code, strata[0].codes[axis][one])
-        codes.append(code)
+            code = np.where(code >= 0, code, mine)
+        codes.append((code, code))
     sides = []
     place = []
-    for rows, which in ((first, one), (second, other)):
+    for n, (rows, which) in enumerate(((first, one), (second, other))):
         order = np.argsort(rows.row[which], kind="stable")
-        layers = tuple(Layer(code[order]) for code in codes)
+        layers = tuple(Layer(code[n][order]) for code in codes)
         mine = cluster[order]
         sides.append(Side(rows.row[which][order], mine, group_of[mine], layers))
         inverse = np.empty(len(order), one.dtype)
@@ -469,7 +485,7 @@ def _unpaired(
     coverage = 1.0
     for axis, code in strata[1].codes.items():
         reference = strata[0].codes[axis]
-        spread = axis in _OF_ANSWERS and not (reference >= 0).any()
+        spread = axis == "decode step" and not (reference >= 0).any()
         # A prompt has no decode steps: all of it is weighted to the rows of each of them.
         for one in np.unique(code[code >= 0]).tolist() if spread else [None]:
             mine = reference if one is None else np.full(len(first), one, np.int8)

@@ -37,6 +37,7 @@ Statistic = Callable[[Sums, Sums], Floats]
 Kind = Literal["difference", "size", "direction", "overlap", "described"]
 
 N_FLIPS = 9_999
+N_FLIPS_OVERLAP = 1_999
 N_HALVES = 60
 _EXCEEDANCES = 20
 _BATCH = 250
@@ -57,10 +58,11 @@ class Measure:
         kind: ``difference``: 0 when the arms are alike, and either sign else. ``size``: of one
             set of pairs, never negative, compared with its limit. ``direction``: m differences of
             unit vectors, told as angles in degrees. ``overlap``: 1 when the arms are alike and
-            less else. ``described``: neither tested nor judged.
+            less else; without a limit it is not tested. ``described``: neither tested nor judged.
         limit: largest value that still counts as none.
         of_arm: of a difference, what it is a difference of: of the sums of one arm ``(..., k)`` to
-            ``(..., m)``, unchanged when all sums are multiplied. It makes the test exact.
+            ``(..., m)``, of a direction ``(..., m, d)``, unchanged when all sums are multiplied. It
+            makes the test exact.
         arm_value: the same of one arm, ``(..., k)`` to ``(..., m)``, to be shown.
         labels: names of the m elements, None for their numbers.
         coarse: whether it needs coarse parts.
@@ -68,6 +70,7 @@ class Measure:
             share, so that no end is a value that there cannot be.
         rare: whether it is a share of rows: with no event in n of them, 3 / n cannot be excluded
             (Hanley & Lippman-Hand 1983).
+        of_pairs: whether it is of pairs of both arms: halves of the reference have no such value.
         note: words for a reader.
         keep: elements that are told one by one over all rows: half of them the farthest.
     """
@@ -83,6 +86,7 @@ class Measure:
     coarse: bool = False
     scale: Scale = "linear"
     rare: bool = False
+    of_pairs: bool = False
     note: str = ""
     keep: int = 0
 
@@ -175,7 +179,7 @@ def pseudo_values(value: Floats, without: Floats) -> tuple[Floats, Floats]:
 
 
 def influences(of_arm: Callable[[Sums], Floats], first: Totals, second: Totals) -> Floats:
-    """Return what each group adds to the difference of two arms ``(n_groups, m)``.
+    """Return what each group adds to the difference of two arms ``(n_groups, m, ...)``.
 
     The derivative of the arm's function at the sums of both arms pooled, towards the group's own
     sums of the second arm less those of the first (the infinitesimal jackknife, Jaeckel 1972). An
@@ -335,7 +339,7 @@ def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -
         changes["arms"] = tuple(
             _finite(np.atleast_1d(measure.arm_value(t.total()))[element]) for t in (first, second)
         )
-    if measure.kind in ("difference", "described"):
+    if measure.kind in ("difference", "described") and not measure.of_pairs:
         changes["floor"] = _floor(measure, first, element, limits)
     if measure.kind == "described":
         return changes
@@ -357,9 +361,7 @@ def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -
     if measure.limit is not None:
         changes["equivalent"] = bool(far.max() <= measure.limit)
         half = one_sided * float(error[int(np.argmax(far))])
-        changes["short"] = _short(
-            bool(changes["equivalent"]), half, needed, measure.limit, first, second
-        )
+        changes["short"] = _short(bool(changes["equivalent"]), half, needed, measure, first, second)
     return changes
 
 
@@ -427,7 +429,11 @@ def _direction(
     m = len(chord)
     quantile = float(special.stdtrit(n - 1, 1 - _EQUIVALENCE / m))
     far = _angle(chord + quantile * error)
-    size = total / np.maximum(own, 1e-300)
+    if measure.of_arm is not None:
+        # Few events of a group make a direction: what it adds is no mean, and turns no sign.
+        pseudo = influences(measure.of_arm, first, second)[:, good]
+        gram = np.einsum("gmd,hmd->mgh", pseudo, pseudo, optimize=True)
+    size = lengths(gram)(np.ones((1, n)))[0]
     worst = _told(size, _angle(chord), measure.limit)
     two_sided = float(special.stdtrit(n - 1, 0.975))
     split = halves(n, N_HALVES, limits.seed)
@@ -484,17 +490,21 @@ def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) ->
         "high": float(high),
         "floor": floor,
         "n_elements": 1,
-        "farthest": float(np.quantile(lost, 0.95)),
-        # No overlap is lost where it is as large as within the reference.
-        "p": flip_p(statistic, n, limits.seed, n_flips=1_999) if value < floor else 1.0,
     }
-    if measure.limit is not None:
-        changes["equivalent"] = bool(changes["farthest"] <= measure.limit)  # type: ignore[operator]
-        if not changes["equivalent"]:
-            changes["short"] = (
-                f"it may have lost {changes['farthest']:.2g} against halves of the reference; "
-                f"the limit is {measure.limit:g}"
-            )
+    if measure.limit is None:
+        return changes
+    farthest = float(np.quantile(lost, 0.95))
+    changes |= {
+        "farthest": farthest,
+        # No overlap is lost where it is as large as within the reference.
+        "p": flip_p(statistic, n, limits.seed, N_FLIPS_OVERLAP) if value < floor else 1.0,
+        "equivalent": farthest <= measure.limit,
+    }
+    if not changes["equivalent"]:
+        changes["short"] = (
+            f"it may have lost {farthest:.2g} against halves of the reference; "
+            f"the limit is {measure.limit:g}"
+        )
     return changes
 
 
@@ -509,7 +519,7 @@ def _floor(measure: Measure, first: Totals, element: int, limits: Limits) -> flo
 
 
 def _short(
-    equivalent: bool, half: float, size: float, limit: float, first: Totals, second: Totals
+    equivalent: bool, half: float, size: float, measure: Measure, first: Totals, second: Totals
 ) -> str | None:
     """Return what is missing for equivalence, None when nothing is.
 
@@ -517,20 +527,22 @@ def _short(
         equivalent: whether it is shown.
         half: half of the widest interval, which falls with the root of the requests.
         size: largest estimate.
-        limit: what it is compared with.
+        measure: has the limit: a size is tested against it, a difference against none.
         first: sums of the reference.
         second: sums of the other arm.
     """
     if equivalent:
         return None
     n = min(first.n_requests, second.n_requests)
+    limit = measure.limit
+    assert limit is not None
     beyond = size >= limit
-    room = limit if beyond else limit - size
+    room = limit if beyond and measure.kind != "size" else abs(limit - size)
     if half == 0 and not beyond:  # no such row at all: what is short are rows, and not requests
         n_rows = min(first.n_rows, second.n_rows)
         needed = math.ceil(3 / room)
         return f"about {needed:,} rows are needed to rule out such a share, {n_rows:,} are there"
-    times = (half / room) ** 2
+    times = (half / room) ** 2 if room else 0.0
     if not 0 < times < 1e6:
         return f"the estimate lies at the limit, {limit:g}"
     why = "to tell the estimate from the limit" if beyond else "to stay within the limit"
@@ -560,10 +572,25 @@ def decide(judged: Sequence[Judged], limits: Limits) -> list[Value]:
         elif q <= limits.fdr and (value.limit is None or beyond(value) >= 1):
             outcome = "shifts"
         short = value.short if outcome == "undecided" else None
+        if outcome == "undecided" and beyond(value) >= 1 and (value.p or 0) <= _least_p(value):
+            short = (
+                f"p is {value.p:.2g}, as small as exchanges of {value.n_groups} groups make it, "
+                f"and {q:.2g} among {len(p):,} tests: compare fewer hooks and contrasts, or "
+                "more requests"
+            )
         values.append(
             value.model_copy(update={"adjusted_p": q, "outcome": outcome, "short": short})
         )
     return values
+
+
+def _least_p(value: Value) -> float:
+    """Return the smallest p that a test by exchange can have; -1 for one that makes none."""
+    if value.kind == "size":
+        return -1.0
+    if value.n_groups <= _ALL_FLIPS:
+        return 2.0 ** (1 - value.n_groups)
+    return 1 / (1 + (N_FLIPS_OVERLAP if value.kind == "overlap" else N_FLIPS))
 
 
 def _angle(chord: Floats) -> Floats:

@@ -198,9 +198,10 @@ def measure(
     sample = _sample(arrays[0], plan.first)
     if not len(sample):
         return Measured([], [], (0, 0), (len(plan.first), 0))
+    norms = np.linalg.norm(sample, axis=1)
+    sink = SINK_NORM * float(np.median(norms))
     for one in single:
-        one.prepare(sample)
-    sink = SINK_NORM * float(np.median(np.linalg.norm(sample, axis=1)))
+        one.prepare(sample[norms <= sink])  # a few sinks would make up all of a scale
     judged: list[Judged] = []
     passes = [
         _pass(arrays[n], side, n, single, plan, coarse, sink)

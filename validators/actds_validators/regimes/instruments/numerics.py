@@ -71,11 +71,25 @@ class Numerics:
             return mean_of(pairs, "cosine distance")
 
         found = [
-            Measure("equal to the bit", equal, "share of pairs", "described", scale="logit"),
+            Measure(
+                "equal to the bit",
+                equal,
+                "share of pairs",
+                "described",
+                scale="logit",
+                of_pairs=True,
+            ),
             Measure(
                 "relative L2", distance, "mean over pairs", "size", limits.relative_l2, scale="log"
             ),
-            Measure("cosine distance", cosine, "mean over pairs", "described", scale="log"),
+            Measure(
+                "cosine distance",
+                cosine,
+                "mean over pairs",
+                "described",
+                scale="log",
+                of_pairs=True,
+            ),
         ]
         if self._dictionary is None:
             return found

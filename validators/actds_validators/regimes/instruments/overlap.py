@@ -73,8 +73,8 @@ class Overlap:
                         f"order of features by rate, {name}",
                         measure,
                         "correlation at equal n",
-                        "overlap" if name == "Spearman" else "described",
-                        limits.overlap,
+                        "overlap",
+                        limits.overlap if name == "Spearman" else None,
                         coarse=True,
                     )
                 )

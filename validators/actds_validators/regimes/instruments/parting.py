@@ -36,6 +36,10 @@ def _share(pairs: Sums, _: Sums) -> Floats:
 
 
 PARTING = Measure(
-    "forks of the sampled token", _share, "share of pairs that both sampled after", "described"
+    "forks of the sampled token",
+    _share,
+    "share of pairs that both sampled after",
+    "described",
+    of_pairs=True,
 )
 """Share of the pairs after which the arms sampled different tokens; only described."""

@@ -103,16 +103,16 @@ class Reconstruction:
         def log_l0(sums: Sums) -> Floats:
             return _log(mean_of(sums, "l0"))
 
-        def turn(first: Sums, second: Sums) -> Floats:
+        def direction(sums: Sums) -> Floats:
             # sum of a (x - x̂ + a d): the row as this feature alone should explain it, times it.
-            units = []
-            for sums in (first, second):
-                vector = sums["turned"].reshape(*sums["turned"].shape[:-1], n_turned, -1)
-                vector = vector + sums["turned aa"][..., None] * self._directions
-                length = np.linalg.norm(vector, axis=-1, keepdims=True)
-                units.append(vector / np.where(length > 0, length, np.nan))
+            vector = sums["turned"].reshape(*sums["turned"].shape[:-1], n_turned, -1)
+            vector = vector + sums["turned aa"][..., None] * self._directions
+            length = np.linalg.norm(vector, axis=-1, keepdims=True)
+            return np.asarray(vector / np.where(length > 0, length, np.nan))
+
+        def turn(first: Sums, second: Sums) -> Floats:
             enough = np.minimum(first["turned n"], second["turned n"]) >= MIN_TURN_EVENTS
-            return np.where(enough[..., None], units[1] - units[0], np.nan)
+            return np.where(enough[..., None], direction(second) - direction(first), np.nan)
 
         ratio, gap = "ln of the ratio", "difference"
         found = [
@@ -150,6 +150,7 @@ class Reconstruction:
                     "degrees",
                     "direction",
                     limits.angle,
+                    of_arm=direction,
                     labels=labels,
                     coarse=True,
                     note="the noise's own angle is taken off the value, not off the floor",
