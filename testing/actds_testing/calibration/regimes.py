@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,8 @@ FEATURE = 5
 """The feature, and the channel, that planted effects are about."""
 FIRST_SEED = 31_500_000
 """Seeds below were looked at while the engine was made."""
+Goal = tuple[str, str, float]
+"""What is planted, in words, and the share of runs that at ``least`` or at ``most`` find it."""
 Rows = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
@@ -282,7 +285,7 @@ def plant(rows: npt.NDArray[np.float64], told: Sequences, planted: str) -> npt.N
     return changed
 
 
-SCENARIOS: dict[str, tuple[str, str, float]] = {
+SCENARIOS: dict[str, Goal] = {
     "nothing": ("nothing differs", "most", 0.09),
     "channel": ("a channel moves by half of its SD", "least", 0.95),
     "rate": ("a feature's rate doubles, 0.1 to 0.22", "least", 0.95),
@@ -291,7 +294,6 @@ SCENARIOS: dict[str, tuple[str, str, float]] = {
     "position": ("rows depend on the position only", "most", 0.09),
     "mix": ("other tokens, rows depend on the token only", "most", 0.09),
 }
-"""What is planted, in words, and the share of runs that must, or must not, find it."""
 
 
 def run_one(task: tuple[str, int]) -> dict[str, Any]:
@@ -318,44 +320,53 @@ def run_one(task: tuple[str, int]) -> dict[str, Any]:
         "scenario": scenario,
         "seed": seed,
         "shifts": bool(shifted),
-        "found": _finds(scenario, shifted),
-        "others": sorted({_where(value) for value in shifted if not _is_of(scenario, value)}),
+        "found": finds(SCENARIOS[scenario], scenario, shifted, str(FEATURE)),
+        "others": others(scenario, shifted, str(FEATURE)),
         "verdicts": [f"{v.instrument}: {v.outcome}" for v in told],
         "n_tests": sum(value.p is not None for value in values),
         "seconds": time.monotonic() - began,
     }
 
 
-def _finds(scenario: str, shifted: list[Value]) -> bool:
-    """Return whether what shifts is what was planted, by name."""
-    if SCENARIOS[scenario][1] == "most":
+def finds(goal: Goal, scenario: str, shifted: Sequence[Value], element: str | None) -> bool:
+    """Return whether what shifts is what was planted, by name; if nothing was, whether it shifts.
+
+    Args:
+        goal: of the scenario.
+        scenario: what was planted.
+        shifted: the values that shift.
+        element: the channel or feature that it was planted in.
+    """
+    if goal[1] == "most":
         return bool(shifted)
-    return any(_is_of(scenario, value) for value in shifted)
+    return any(_is_of(scenario, value, element) for value in shifted)
 
 
-def _is_of(scenario: str, value: Value) -> bool:
-    wanted = {
-        "channel": value.measure == "mean" and value.element == str(FEATURE),
-        "rate": value.measure == "rates of features" and value.element == str(FEATURE),
-        "turn": value.measure == "turn of features" and value.element == str(FEATURE),
-        "step": value.measure == "mean"
-        and value.element == str(FEATURE)
-        and value.stratum == "160 to 240",
-    }
-    return wanted.get(scenario, False)
+def others(scenario: str, shifted: Sequence[Value], element: str | None) -> list[str]:
+    """Return what shifts beside what was planted."""
+    more = (value for value in shifted if not _is_of(scenario, value, element))
+    return sorted({f"{value.measure}, {value.axis} {value.stratum}" for value in more})
 
 
-def _where(value: Value) -> str:
-    return f"{value.measure}, {value.axis} {value.stratum}"
+def _is_of(scenario: str, value: Value, element: str | None) -> bool:
+    measure = {
+        "channel": "mean",
+        "step": "mean",
+        "rate": "rates of features",
+        "turn": "turn of features",
+    }.get(scenario)
+    if value.measure != measure or value.element != element:
+        return False
+    return scenario != "step" or value.stratum == "160 to 240"
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def table(records: list[dict[str, Any]], scenarios: Mapping[str, Goal] | None = None) -> str:
     """Return the runs as Markdown, a line a scenario."""
     lines = [
         "| planted | goal | runs | reached | 95 % interval | kept | tests | s |",
         "| --- | --- | ---: | ---: | ---: | --- | ---: | ---: |",
     ]
-    for name, (words, side, share) in SCENARIOS.items():
+    for name, (words, side, share) in (scenarios or SCENARIOS).items():
         own = [record for record in records if record["scenario"] == name]
         if not own:
             continue
@@ -371,19 +382,18 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=200, help="of each scenario")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
-    parser.add_argument(
-        "--records",
-        type=Path,
-        default=ROOT / "build" / "calibration-regimes.jsonl",
-        help="a run that stands here is not made again; delete it when the code changes",
-    )
-    args = parser.parse_args()
+def calibrate(
+    run: Callable[[tuple[str, int]], dict[str, Any]],
+    scenarios: Mapping[str, Goal],
+    args: argparse.Namespace,
+) -> None:
+    """Make the runs that have no record, and print the table of all.
+
+    Args:
+        run: makes one run.
+        scenarios: what may be planted.
+        args: of `parser`.
+    """
     records = read_records(args.records)
     done = {(record["scenario"], record["seed"]) for record in records}
     wanted = [(name, args.first_seed + n) for n in range(args.runs) for name in args.scenario]
@@ -391,13 +401,43 @@ def main() -> None:
     args.records.parent.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     with context.Pool(args.jobs) as pool, args.records.open("a") as out:
-        for n, record in enumerate(pool.imap_unordered(run_one, todo), 1):
+        for n, record in enumerate(pool.imap_unordered(run, todo), 1):
             records.append(record)
             out.write(json.dumps(record) + "\n")
             out.flush()
             said = f"{record['scenario']} {record['seed']}: found {record['found']}"
             print(f"{n}/{len(todo)} {said} {record['others']}", flush=True)
-    print(table(records))
+    print(table(records, scenarios))
+
+
+def parser(
+    words: str, scenarios: Mapping[str, Goal], runs: int, records: str
+) -> argparse.ArgumentParser:
+    """Return the options of a calibration.
+
+    Args:
+        words: what it does.
+        scenarios: what may be planted.
+        runs: of each, by default.
+        records: name of the file in ``build``.
+    """
+    found = argparse.ArgumentParser(description=words)
+    found.add_argument("--runs", type=int, default=runs, help="of each scenario")
+    found.add_argument("--jobs", type=int, default=2, help="processes")
+    found.add_argument("--scenario", nargs="+", choices=scenarios, default=list(scenarios))
+    found.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    found.add_argument(
+        "--records",
+        type=Path,
+        default=ROOT / "build" / records,
+        help="a run that stands here is not made again; delete it when the code changes",
+    )
+    return found
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0], SCENARIOS, 200, "calibration-regimes.jsonl")
+    calibrate(run_one, SCENARIOS, options.parse_args())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from actds_validators.regimes.scales import Scale, ends, slope, to_scale
 from actds_validators.regimes.strata import ALL, MIN_REQUESTS, Stratum
 from actds_validators.regimes.sums import COUNT, Made, Totals
 from actds_validators.regimes.wording import beyond
-from actds_validators.statistics.events import Bools, Floats
+from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.intervals import (
     benjamini_hochberg,
     detectable,
@@ -64,6 +64,9 @@ class Measure:
             ``(..., m)``, of a direction ``(..., m, d)``, unchanged when all sums are multiplied. It
             makes the test exact.
         arm_value: the same of one arm, ``(..., k)`` to ``(..., m)``, to be shown.
+        carried: of a direction, what each row weighs in it, of sums ``(..., k)`` to ``(..., m)``.
+            Of fewer than 8 groups of requests, by this weight, nothing is estimated: a feature may
+            be active in one document alone.
         labels: names of the m elements, None for their numbers.
         coarse: whether it needs coarse parts.
         scale: on which its interval is symmetric: ``log`` of what is never negative, ``logit`` of a
@@ -82,6 +85,7 @@ class Measure:
     limit: float | None = None
     of_arm: Callable[[Sums], Floats] | None = None
     arm_value: Callable[[Sums], Floats] | None = None
+    carried: Callable[[Sums], Floats] | None = None
     labels: Sequence[str] | None = None
     coarse: bool = False
     scale: Scale = "linear"
@@ -203,6 +207,12 @@ def influences(of_arm: Callable[[Sums], Floats], first: Totals, second: Totals) 
 
 def _toward(pool: Sums, groups: Sums, step: float) -> Made:
     return Made(pool, lambda name: pool[name] + step * groups[name])
+
+
+def effective(weights: Floats) -> Floats:
+    """Return how many groups a sum is of ``(m,)``: ``(sum w)² / sum w²`` of ``(n_groups, m)``."""
+    squares = np.square(weights).sum(axis=0)
+    return np.asarray(weights.sum(axis=0) ** 2 / np.where(squares > 0, squares, np.inf))
 
 
 def flip_p(
@@ -411,8 +421,12 @@ def _direction(
     """
     value = measure.statistic(first.total(), second.total())
     without = measure.statistic(first.without(), second.without())
+    assert measure.of_arm is not None and measure.carried is not None
+    carried = np.stack([effective(measure.carried(total.groups)) for total in (first, second)])
     good: Bools = np.asarray(
-        np.isfinite(value).all(axis=-1) & np.isfinite(without).all(axis=(0, -1))
+        np.isfinite(value).all(axis=-1)
+        & np.isfinite(without).all(axis=(0, -1))
+        & (carried >= MIN_REQUESTS).all(axis=0)
     )
     changes: dict[str, object] = {"n_elements": int(good.sum()), "n_untested": int((~good).sum())}
     if not good.any():
@@ -429,24 +443,20 @@ def _direction(
     m = len(chord)
     quantile = float(special.stdtrit(n - 1, 1 - _EQUIVALENCE / m))
     far = _angle(chord + quantile * error)
-    if measure.of_arm is not None:
-        # Few events of a group make a direction: what it adds is no mean, and turns no sign.
-        pseudo = influences(measure.of_arm, first, second)[:, good]
-        gram = np.einsum("gmd,hmd->mgh", pseudo, pseudo, optimize=True)
-    size = lengths(gram)(np.ones((1, n)))[0]
-    worst = _told(size, _angle(chord), measure.limit)
+    # A group without an event has the value itself as its pseudo-value, and adds nothing here.
+    added = influences(measure.of_arm, first, second)[:, good]
+    gram = np.einsum("gmd,hmd->mgh", added, added, optimize=True)
+    of_each = lengths(gram)
+    worst = _told(of_each(np.ones((1, n)))[0], _angle(chord), measure.limit)
     two_sided = float(special.stdtrit(n - 1, 0.975))
-    split = halves(n, N_HALVES, limits.seed)
-    turned = measure.statistic(first.of(split), first.of(~split))[:, where[worst]]
-    between = _angle(np.square(turned).sum(axis=-1))
     changes |= {
         "value": float(_angle(chord[worst : worst + 1])[0]),
         "low": float(_angle(chord[worst : worst + 1] - two_sided * error[worst])[0]),
         "high": float(_angle(chord[worst : worst + 1] + two_sided * error[worst])[0]),
         "element": _label(measure, int(where[worst]), len(good)),
-        "floor": _finite(float(np.quantile(between, 0.95))),
+        "floor": _chord_floor(measure, first, int(where[worst]), limits),
         "farthest": float(far.max()),
-        "p": largest_p(lengths(gram), worst, n, limits.seed),
+        "p": largest_p(of_each, worst, n, limits.seed),
     }
     if measure.limit is not None:
         changes["equivalent"] = bool(far.max() <= measure.limit)
@@ -456,6 +466,30 @@ def _direction(
                 f"the limit is {measure.limit:g}"
             )
     return changes
+
+
+def _chord_floor(measure: Measure, first: Totals, element: int, limits: Limits) -> float | None:
+    """Return the 95 % quantile of the angle between halves of the reference, without its noise.
+
+    By the same estimate: the groups of the halves are taken in pairs.
+    """
+    n = len(first.groups[COUNT]) // 2
+    if n < 2:
+        return None
+    chords = []
+    for kept in halves(2 * n, N_HALVES, limits.seed):
+        one, other = (_of_groups(first, np.flatnonzero(side)) for side in (kept, ~kept))
+        whole = measure.statistic(one.total(), other.total())[element]
+        without = measure.statistic(one.without(), other.without())[:, element]
+        pseudo = n * whole - (n - 1) * without
+        products = np.square(pseudo.sum(axis=0)).sum() - np.square(pseudo).sum()
+        chords.append(products / (n * (n - 1)))
+    return _finite(float(np.quantile(_angle(np.array(chords)), 0.95)))
+
+
+def _of_groups(total: Totals, which: Ints) -> Totals:
+    groups = total.groups
+    return replace(total, groups=Made(groups, lambda name: groups[name][which]))
 
 
 def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) -> dict[str, object]:

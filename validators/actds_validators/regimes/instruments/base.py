@@ -172,5 +172,5 @@ def difference(
         limit,
         of_arm,
         arm_value,
-        labels,
+        labels=labels,
     )

@@ -151,9 +151,10 @@ class Reconstruction:
                     "direction",
                     limits.angle,
                     of_arm=direction,
+                    carried=lambda sums: sums["turned aa"],
                     labels=labels,
                     coarse=True,
-                    note="the noise's own angle is taken off the value, not off the floor",
+                    note="the noise's own angle is taken off",
                 )
             )
         return found
