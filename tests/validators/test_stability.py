@@ -566,6 +566,20 @@ def test_the_page_says_what_the_result_says() -> None:
     assert source.count('class="floor mark"') == 14 and source.count("stored-mark mark") == 28
 
 
+def test_one_arm_is_not_told_to_look_at_the_rows_of_others() -> None:
+    result = made()
+    assert any("the other rows" in step for step in said.next_steps(result))
+    alone = result.model_copy(
+        update={
+            "arms": result.arms[:1],
+            "verdicts": [],
+            "rare": result.rare.model_copy(update={"most": 1}),
+        }
+    )
+    assert not any("the other rows" in step for step in said.next_steps(alone))
+    assert "come at most 1 time in" in page.render(alone, "actds stability")
+
+
 @pytest.mark.parametrize(
     ("arms", "options", "words"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from actds import __version__
+from actds.text import counted
 from actds_validators.report.markup import render_page
 from actds_validators.report.stability import said
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend
@@ -188,7 +189,8 @@ def _cross(result: Stability) -> Part:
     lead = (
         "Fraction of variance unexplained (FVU) of held-out rows, mean over seeds, with the "
         "interval over requests and the range over seeds. Rare tokens come at most "
-        f"{result.rare.most:,} times in the reference's rows: {percent(result.rare.share)} of them."
+        f"{counted(result.rare.most, 'time')} in the reference's rows: "
+        f"{percent(result.rare.share)} of them."
     )
     tables = table_of("Dictionaries of each arm on rows of each arm", _CROSS, result.cross,
                       frozenset({0, 1, 2}), room=_MAX_CROSS)  # fmt: skip

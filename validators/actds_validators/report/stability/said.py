@@ -116,7 +116,10 @@ def next_steps(result: Stability) -> list[str]:
     steps += [f"{_listed(list(dict.fromkeys(arms)))}: {what}." for what, arms in lacks.items()]
     if not result.verdicts and result.limits.seeds < MIN_SEEDS:
         steps.append(f"Name a second arm, and --seeds {MIN_SEEDS} at least, for a test.")
-    steps.append("Look at the cross-reconstruction: what each dictionary leaves of the other rows.")
+    if len(result.arms) > 1:
+        steps.append(
+            "Look at the cross-reconstruction: what each dictionary leaves of the other rows."
+        )
     return list(dict.fromkeys(steps))
 
 
