@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -30,7 +31,7 @@ from actds_validators.regimes.instruments.moments import (
 from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.instruments.reconstruction import Reconstruction, log_rates
 from actds_validators.regimes.quantiles import Histogram
-from actds_validators.regimes.result import Limits
+from actds_validators.regimes.result import Limits, Value
 from actds_validators.regimes.scales import Scale, ends
 from actds_validators.regimes.strata import Stratum
 from actds_validators.regimes.sums import COUNT, Part, Sums, Totals
@@ -520,6 +521,30 @@ def test_an_overlap_is_lost_when_other_features_are_used(changed: bool) -> None:
             assert value.value < value.floor - 0.2 and value.p <= 0.01
         else:
             assert abs(value.value - value.floor) < 0.15 and value.p > 0.01
+
+
+def test_what_is_short_tells_its_number_from_the_limit() -> None:
+    rng = np.random.default_rng(13)
+    instrument = overlap.Overlap(Remembered(Orthonormal(np.eye(40))), tops=(10,))
+    arms = []
+    for _ in range(2):
+        rows = 2 * (rng.random((1200, 40)) < 0.1).astype(np.float32)
+        instrument.prepare(rows)
+        arms.append(summed(rows, np.arange(1200) % 12, instrument))
+
+    def judged(limit: float) -> Value:
+        limits = Limits(overlap=limit)
+        measure = instrument.measures(arms[0].total(), limits)[0]
+        return inference.judge(
+            "overlap", "h", EVERYTHING, measure, (arms[0], arms[1]), limits
+        ).value
+
+    farthest = judged(1e-6).farthest
+    assert farthest is not None
+    short = judged(0.9995 * farthest).short
+    assert short is not None
+    lost, limit = re.findall(r"[\d.]+", short.replace("; the limit", ""))
+    assert float(lost) > float(limit)
 
 
 def test_an_arm_of_few_rows_loses_no_overlap_for_that_alone() -> None:

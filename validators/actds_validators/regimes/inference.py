@@ -446,8 +446,8 @@ def _direction(
         changes["equivalent"] = bool(far.max() <= measure.limit)
         if not changes["equivalent"]:
             changes["short"] = (
-                f"an angle of up to {far.max():.2g} degrees cannot be excluded; "
-                f"the limit is {measure.limit:g}"
+                f"an angle of up to {_apart(float(far.max()), measure.limit)} degrees cannot be "
+                f"excluded; the limit is {measure.limit:g}"
             )
     return changes
 
@@ -478,22 +478,23 @@ def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) ->
         return np.asarray(1 - mixed)
 
     low, high = np.quantile(across, [0.025, 0.975])
+    farthest = float(np.quantile(lost, 0.95))
     changes: dict[str, object] = {
         "value": value,
         "low": float(low),
         "high": float(high),
         "floor": floor,
         "n_elements": 1,
-        "farthest": float(np.quantile(lost, 0.95)),
+        "farthest": farthest,
         # No overlap is lost where it is as large as within the reference.
         "p": flip_p(statistic, n, limits.seed, n_flips=1_999) if value < floor else 1.0,
     }
     if measure.limit is not None:
-        changes["equivalent"] = bool(changes["farthest"] <= measure.limit)  # type: ignore[operator]
+        changes["equivalent"] = farthest <= measure.limit
         if not changes["equivalent"]:
             changes["short"] = (
-                f"it may have lost {changes['farthest']:.2g} against halves of the reference; "
-                f"the limit is {measure.limit:g}"
+                f"it may have lost {_apart(farthest, measure.limit)} against halves of the "
+                f"reference; the limit is {measure.limit:g}"
             )
     return changes
 
@@ -564,6 +565,12 @@ def decide(judged: Sequence[Judged], limits: Limits) -> list[Value]:
             value.model_copy(update={"adjusted_p": q, "outcome": outcome, "short": short})
         )
     return values
+
+
+def _apart(value: float, limit: float) -> str:
+    """Return a number beyond a limit in as many figures as tell it from the limit, two at least."""
+    figures = (f"{value:.{n}g}" for n in range(2, 8))
+    return next((text for text in figures if float(text) > limit), f"{value:g}")
 
 
 def _angle(chord: Floats) -> Floats:
