@@ -553,6 +553,10 @@ def test_the_page_says_what_the_result_says() -> None:
     assert lines[0][2:] in source
     for verdict in result.verdicts:
         assert any(verdict.sentence in line for line in lines) and verdict.sentence in source
+    for words in ("share at 0.7 or more", "effective partners, split"):
+        assert any(words in line for line in lines) and words in source
+    chance = f"random directions have {result.chance:.3f}"
+    assert chance in source and any(chance in line for line in lines)
     steps = said.next_steps(result)
     assert steps[0].startswith("Say which harvest a dictionary was trained on: one of hybrid")
     assert len(steps) == len(set(steps))

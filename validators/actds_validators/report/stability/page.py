@@ -104,20 +104,10 @@ def _verdicts(result: Stability) -> Part:
     return Part("verdicts", "Verdicts", Sentence(lead), [table], notes)
 
 
-_MEASURES = {
-    "matched": "matched cosine",
-    "nearest": "nearest cosine",
-    "share_70": "share at 0.7 or more",
-    "share_90": "share at 0.9 or more",
-    "split": "effective partners, split",
-    "merge": "effective partners, merge",
-}
-
-
 _FLOORS: Columns[Comparison] = (
     ("arm", lambda one: one.arm),
     ("floor", lambda one: one.floor),
-    ("measure", lambda one: _MEASURES[one.measure]),
+    ("measure", lambda one: said.MEASURES[one.measure]),
     ("of the arm", lambda one: f"{one.of_arm:.3f}"),
     ("of the floor", lambda one: f"{one.of_floor:.3f}"),
     ("difference", said.against),
