@@ -482,6 +482,16 @@ def test_numerics_are_distances_and_switches_of_pairs() -> None:
     assert found["features that switch"] == pytest.approx((a ^ b).sum() / (a | b).sum())
 
 
+def test_the_largest_quantile_of_features_that_differ_is_the_worst_pair() -> None:
+    first = 2 * np.array([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]], np.float32)
+    second = 2 * np.array([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]], np.float32)
+    instrument = overlap.Overlap(Orthonormal(np.eye(4)), tops=(2,))
+    (values,) = instrument.pair_values(first, second).values()
+    assert values.tolist() == pytest.approx([0, 2 / 3, 1])
+    (part,) = instrument.pair_parts(first, second)
+    assert part.values.tolist() == pytest.approx([1, 1 / 3, 0])
+
+
 def test_quantiles_of_counts_are_those_of_numpy() -> None:
     values = np.random.default_rng(12).lognormal(-8, 2, 20_000)
     values[:50] = 0
