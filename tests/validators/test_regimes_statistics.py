@@ -305,6 +305,21 @@ def test_a_difference_shifts_only_when_it_lies_beyond_its_limit(moved: float, ou
     )
 
 
+def test_what_is_short_never_asks_for_the_requests_that_are_there() -> None:
+    rng = np.random.default_rng(6)
+    rows = rng.normal(size=(2, 960, 2)).astype(np.float32)
+    rows[1, :, 0] += np.float32(0.5)
+    instrument = Moments()
+    instrument.prepare(rows[0])
+    arms = [summed(own, np.arange(960) // 40, instrument) for own in rows]
+    mean = instrument.measures(with_sinks(arms[0]).total(), Limits(mean=0.25))[0]
+    judged = inference.judge("moments", "h", EVERYTHING, mean, (arms[0], arms[1]), Limits())
+    assert judged.value.short == (
+        "some more than the 24 requests that are there are needed to tell the estimate from the "
+        "limit"
+    )
+
+
 def test_what_lies_beyond_its_limit_is_told_before_what_is_only_surer() -> None:
     """A small sure difference must not hide a large one, nor lend it its own p."""
     rng = np.random.default_rng(7)

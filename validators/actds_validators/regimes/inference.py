@@ -535,7 +535,9 @@ def _short(
     if not 0 < times < 1e6:
         return f"the estimate lies at the limit, {limit:g}"
     why = "to tell the estimate from the limit" if beyond else "to stay within the limit"
-    return f"about {math.ceil(n * max(times, 1.0)):,} requests are needed {why}, {n} are there"
+    if (needed := math.ceil(n * times)) <= n:
+        return f"some more than the {n:,} requests that are there are needed {why}"
+    return f"about {needed:,} requests are needed {why}, {n:,} are there"
 
 
 def decide(judged: Sequence[Judged], limits: Limits) -> list[Value]:
