@@ -83,8 +83,8 @@ def _option(name: str, found: Mapping[str, Any], *, required: bool) -> click.Opt
 
 
 def _type(kind: Mapping[str, Any]) -> click.ParamType[Any]:
-    if "enum" in kind:
-        return click.Choice(kind["enum"])
+    if "enum" in kind or "const" in kind:
+        return click.Choice(kind["enum"] if "enum" in kind else [kind["const"]])
     if kind["type"] in ("integer", "number"):
         low = kind.get("exclusiveMinimum", kind.get("minimum"))
         high = kind.get("exclusiveMaximum", kind.get("maximum"))

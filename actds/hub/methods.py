@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 
 from actds.format.tables import DISPOSITIONS
 from actds.info import Facts
@@ -29,7 +31,8 @@ def methods(facts: Facts) -> str:
 
     Spec: 0.1 section 2.4.
     """
-    sentences = [_what(facts), _precision(facts), _serving(facts), _determinism(facts)]
+    sentences = [_what(facts), *_authors(facts), _precision(facts), _serving(facts)]
+    sentences.append(_determinism(facts))
     return " ".join([*sentences, *_positions(facts), _which(facts)])
 
 
@@ -42,6 +45,56 @@ def _what(facts: Facts) -> str:
         f"SHA-256 {weights}) were captured at {hooks} while {engine} served it "
         f"({_of(facts, 'serving.mode')})."
     )
+
+
+def _authors(facts: Facts) -> list[str]:
+    """Return whose tokens were fed, of the runs that say it: a replay's, or those of documents."""
+    return [
+        words for words in dict.fromkeys(_author(run.provenance) for run in facts.runs) if words
+    ]
+
+
+def _author(provenance: Mapping[str, Mapping[str, object]]) -> str:
+    if _is_replay(provenance):
+        return (
+            "This is a replay: token sequences of another dataset, which the table origins names, "
+            "were read again as prompts, what had been sampled in them included."
+        )
+    given = _documents(provenance)
+    if not given:
+        return ""
+    n_prompt, n_tokens = given.get("n_prompt"), given.get("max_tokens")
+    if given.get("by") == "document":
+        return (
+            f"The tokens are those of documents: the first {n_prompt} of each and up to {n_tokens} "
+            "that follow in it."
+        )
+    return (
+        f"The first {n_prompt} tokens of each document were the prompt, and up to {n_tokens} were "
+        "sampled after them."
+    )
+
+
+def _is_replay(provenance: Mapping[str, Mapping[str, object]]) -> bool:
+    return _value(provenance, "replay.only") is not None
+
+
+def _samples(provenance: Mapping[str, Mapping[str, object]]) -> bool:
+    """Return whether a run has rows of tokens that it sampled itself."""
+    return not (_documents(provenance).get("by") == "document" or _is_replay(provenance))
+
+
+def _documents(provenance: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
+    """Return what ``--continue`` was told, a fact in JSON; empty where there were no documents."""
+    words = _value(provenance, "prompts.continue")
+    with suppress(ValueError):
+        found = json.loads(words) if isinstance(words, str) else None
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _value(provenance: Mapping[str, Mapping[str, object]], name: str) -> object:
+    return provenance.get(name, {}).get("value")
 
 
 def _precision(facts: Facts) -> str:
@@ -57,11 +110,15 @@ def _precision(facts: Facts) -> str:
 
 def _serving(facts: Facts) -> str:
     tokens = _of(facts, "serving.max_num_batched_tokens")
+    # Of the one token that a replay samples there is no row: its temperature says nothing.
+    temperature = f"; temperature {_of(facts, 'sampling.temperature')}"
+    if facts.runs and not any(_samples(run.provenance) for run in facts.runs):
+        temperature = ""
     return (
         f"Prefix caching was {_switch(facts, 'serving.prefix_caching')} and chunked prefill "
         f"{_switch(facts, 'serving.chunked_prefill')}; at most "
-        f"{_of(facts, 'serving.max_num_seqs')} requests and {tokens} tokens shared a step; "
-        f"temperature {_of(facts, 'sampling.temperature')}."
+        f"{_of(facts, 'serving.max_num_seqs')} requests and {tokens} tokens shared a "
+        f"step{temperature}."
     )
 
 

@@ -117,6 +117,33 @@ def test_the_card_has_a_paragraph_for_a_paper(path: Path) -> None:
     assert "> Activations of " in (path / "README.md").read_text()
 
 
+def test_the_paragraph_says_whose_tokens_were_fed(path: Path) -> None:
+    facts = describe(Catalog.read(LocalStore(path)))
+    run = facts.runs[0]
+
+    def told(**known: object) -> str:
+        values = {name.replace("__", "."): {"value": value} for name, value in known.items()}
+        own = replace(run, provenance={**run.provenance, **values})
+        return methods(replace(facts, runs=[own]))
+
+    assert "temperature" in told() and "replay" not in told()
+    words = told(replay__only="all", prompts__source="/home/me/G")
+    assert "This is a replay: token sequences of another dataset" in words
+    assert "sampled in them included" in words and "/home" not in words
+    assert "temperature" not in words
+    document = {"by": "document", "max_tokens": 150, "n_prompt": 64}
+    words = told(prompts__continue=json.dumps(document))
+    assert "those of documents: the first 64 of each and up to 150 that follow" in words
+    assert "temperature" not in words
+    words = told(
+        prompts__continue=json.dumps({**document, "by": "model"}), sampling__temperature="1.0"
+    )
+    assert "replay" not in told(prompts__continue="{") and "temperature" in told(
+        prompts__continue="1"
+    )
+    assert "up to 150 were sampled after them" in words and "temperature 1.0" in words
+
+
 def test_refuses_a_licence_or_an_audit_that_does_not_fit(path: Path, tmp_path: Path) -> None:
     before = (path / "README.md").read_bytes()
     for licence in ("", "CC BY 4.0", "mit\ntags: [x]", "-", "a" * 80):

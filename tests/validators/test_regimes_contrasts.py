@@ -385,6 +385,14 @@ def test_equal_tokens_in_another_type_carry_over(cached: Dataset, uncached: Data
     assert everything.n_pairs == told.n_pairs
 
 
+def test_what_is_measured_of_pairs_is_not_its_own_floor(cached: Dataset, uncached: Dataset) -> None:
+    asked = Asked("b-a", Arm("A", cached), Arm("B", uncached), HOOK, [Numerics()])
+    values = compare([asked]).contrasts[0].values
+    assert any(v.measure == "cosine distance" and v.value is not None for v in values)
+    # A floor is of tokens that one arm computed twice, and the note says so; else there is none.
+    assert all(v.floor is None or v.note.startswith("floor: ") for v in values)
+
+
 def test_the_same_rows_are_equal_to_the_bit(cached: Dataset) -> None:
     again = actds.open(cached.path)
     asked = Asked("a-a", Arm("A", cached), Arm("B", again), HOOK, [Numerics()])

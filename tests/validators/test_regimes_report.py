@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from actds_testing.regime_results import contrast, hostile, made, many, nothing, value
-from actds_validators.regimes.result import Limits, Regimes
+from actds_validators.regimes.result import Limits, Outcome, Regimes
 from actds_validators.regimes.wording import about, verdicts
 from actds_validators.report.regimes import charts, said
 from actds_validators.report.regimes.page import render
@@ -72,7 +72,7 @@ def test_the_first_screen_says_how_large_of_what_and_what_to_do() -> None:
         "How large +0.073",
         "3.6 × the limit",
         "Authorship or computation authorship",
-        "computation carries over; authorship shifts",
+        "computation carries over; authorship shifts in dictionary",
         "resid_post.10: FVU +0.07 authorship (R-H, 0.06 to 0.08) and +0.003 computation (G-R",
         "What to do Fit the dictionary on rows of both H and R",
         "actds regimes H=a R=b G=c",
@@ -145,7 +145,90 @@ def test_an_overlap_is_worst_where_most_is_lost_to_its_floor() -> None:
                      kind="overlap", axis="decode step", stratum=step, floor=floor)  # fmt: skip
 
     (verdict,) = verdicts([overlap(0.9, 0.95, "1"), overlap(0.3, 0.9, "6 to 10")])  # type: ignore[list-item]
-    assert "Spearman +0.3" in verdict.sentence and "decode step 6 to 10" in verdict.sentence
+    assert "Spearman 0.3" in verdict.sentence and "decode step 6 to 10" in verdict.sentence
+
+
+def test_what_lies_below_its_floor_is_no_example_of_a_shift() -> None:
+    one = contrast("R-H", "q.1", "authorship", 0.5, "shifts")
+    below = value("q.1", 25.0, "shifts", measure="turn of features", kind="size", unit="degrees",
+                  floor=26.0, limit=3.0, element="453")  # fmt: skip
+    above = value("q.1", 0.09, "shifts", floor=0.07, limit=0.02)
+    (verdict,) = verdicts([below, above])
+    assert "+0.09" in verdict.sentence and "2 of 2 values" in verdict.sentence
+    assert "limit 0.02, floor 0.07" in verdict.sentence
+    moved = above.model_copy(update={"measure": "something else"})
+    result = Regimes(limits=Limits(), n_tests=2, contrasts=[
+        one.model_copy(update={"values": [below, moved], "verdicts": [verdict]})
+    ])  # fmt: skip
+    assert said.worst(result) == (result.contrasts[0], moved)
+    (verdict,) = verdicts([below])
+    assert "turn of features of feature 453 25 degrees" in verdict.sentence
+
+
+def test_a_verdict_gives_the_leading_measure_of_all_rows_first() -> None:
+    step = value("q.1", 0.9, "shifts", axis="decode step", stratum="1", adjusted_p=1e-9)
+    turn = value("q.1", 60.0, "shifts", measure="turn", kind="size", limit=3.0, adjusted_p=1e-9)
+    (verdict,) = verdicts([step, turn, value("q.1", 0.07, "shifts")])
+    assert "+0.07" in verdict.sentence and "(all rows; " in verdict.sentence
+
+
+def test_the_head_says_in_which_instruments_each_of_the_two_shifts() -> None:
+    found = []
+    for name, what, instruments in (
+        ("G-R", "computation", ("numerics",)),
+        ("R-H", "authorship", ("dictionary", "probes")),
+    ):
+        values = [value("q.1", 0.5, "shifts", instrument=one) for one in instruments]
+        one = contrast(name, "q.1", what, 0.5, "shifts")  # type: ignore[arg-type]
+        found.append(one.model_copy(update={"values": values, "verdicts": verdicts(values)}))
+    fact = said.separated(Regimes(limits=Limits(), n_tests=1, contrasts=found))
+    assert fact.value == "both"
+    assert fact.note == "computation shifts in numerics; authorship shifts in dictionary, probes"
+
+
+@pytest.mark.parametrize(
+    ("dictionary", "expected"), [("carries over", "both"), ("undecided", "not separated")]
+)
+def test_what_only_other_tokens_shift_is_not_said_to_be_computation(
+    dictionary: Outcome, expected: str
+) -> None:
+    found = []
+    for name, what, ends in (
+        ("G-R", "computation", {"numerics": "shifts", "dictionary": dictionary}),
+        ("G-H", "both", {"dictionary": "shifts"}),
+    ):
+        values = [value("q.1", 0.5, end, instrument=one) for one, end in ends.items()]  # type: ignore[arg-type]
+        one = contrast(name, "q.1", what, 0.5, "shifts")  # type: ignore[arg-type]
+        found.append(one.model_copy(update={"values": values, "verdicts": verdicts(values)}))
+    result = Regimes(limits=Limits(), n_tests=1, contrasts=found)
+    fact = said.separated(result)
+    assert fact.value == expected and fact.is_known == (expected == "both")
+    assert fact.note == (
+        "computation shifts in numerics; dictionary only where the tokens differ as well"
+    )
+    alone = result.model_copy(update={"contrasts": found[:1]})
+    assert said.separated(alone).value == "computation"
+
+
+def test_features_that_shift_are_drawn_before_those_that_do_not() -> None:
+    result = made()
+    pictures = charts.rates(result)
+    last = result.contrasts[-1]
+    drawn = next(v for c in result.contrasts for v in c.values if v.elements)
+    still = [v.model_copy(update={"outcome": "carries over"}) for v in (drawn,)]
+    moved = [v.model_copy(update={"outcome": "shifts"}) for v in (drawn,)]
+    contrasts = [c.model_copy(update={"values": still}) for c in result.contrasts[:-1]]
+    contrasts.append(last.model_copy(update={"values": moved}))
+    assert len(contrasts) > len(pictures)
+    first = charts.rates(result.model_copy(update={"contrasts": contrasts}))[0]
+    assert first.title == f"Rates of features, {last.name} at {last.hook}"
+
+
+def test_the_legend_of_a_chart_has_the_words_of_the_verdicts() -> None:
+    steps = charts.step_gaps(made())
+    assert steps is not None
+    words = [s.text for s in steps.shapes if s.tag == "text"]
+    assert set(said.MARKS) <= set(words)
 
 
 def test_nothing_that_shifts_says_so_and_undecided_is_no_agreement() -> None:

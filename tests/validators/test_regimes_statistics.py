@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -31,7 +32,7 @@ from actds_validators.regimes.instruments.moments import (
 from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.instruments.reconstruction import Reconstruction, log_rates
 from actds_validators.regimes.quantiles import Histogram
-from actds_validators.regimes.result import Limits
+from actds_validators.regimes.result import Limits, Value
 from actds_validators.regimes.scales import Scale, ends
 from actds_validators.regimes.strata import Stratum
 from actds_validators.regimes.sums import COUNT, Part, Sums, Totals
@@ -324,6 +325,21 @@ def test_a_family_too_large_for_any_p_is_said(n_groups: int, least: float) -> No
         assert ("fewer hooks" in str(value.short)) == (outcome == "undecided")
 
 
+def test_what_is_short_never_asks_for_the_requests_that_are_there() -> None:
+    rng = np.random.default_rng(6)
+    rows = rng.normal(size=(2, 960, 2)).astype(np.float32)
+    rows[1, :, 0] += np.float32(0.5)
+    instrument = Moments()
+    instrument.prepare(rows[0])
+    arms = [summed(own, np.arange(960) // 40, instrument) for own in rows]
+    mean = instrument.measures(with_sinks(arms[0]).total(), Limits(mean=0.25))[0]
+    judged = inference.judge("moments", "h", EVERYTHING, mean, (arms[0], arms[1]), Limits())
+    assert judged.value.short == (
+        "some more than the 24 requests that are there are needed to tell the estimate from the "
+        "limit"
+    )
+
+
 def test_what_lies_beyond_its_limit_is_told_before_what_is_only_surer() -> None:
     """A small sure difference must not hide a large one, nor lend it its own p."""
     rng = np.random.default_rng(7)
@@ -533,6 +549,16 @@ def test_numerics_are_distances_and_switches_of_pairs() -> None:
     assert found["features that switch"] == pytest.approx((a ^ b).sum() / (a | b).sum())
 
 
+def test_the_largest_quantile_of_features_that_differ_is_the_worst_pair() -> None:
+    first = 2 * np.array([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]], np.float32)
+    second = 2 * np.array([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]], np.float32)
+    instrument = overlap.Overlap(Orthonormal(np.eye(4)), tops=(2,))
+    (values,) = instrument.pair_values(first, second).values()
+    assert values.tolist() == pytest.approx([0, 2 / 3, 1])
+    (part,) = instrument.pair_parts(first, second)
+    assert part.values.tolist() == pytest.approx([1, 1 / 3, 0])
+
+
 def test_quantiles_of_counts_are_those_of_numpy() -> None:
     values = np.random.default_rng(12).lognormal(-8, 2, 20_000)
     values[:50] = 0
@@ -575,6 +601,30 @@ def test_an_overlap_is_lost_when_other_features_are_used(changed: bool) -> None:
     same = inference.judge("overlap", "h", EVERYTHING, found[2], (arms[0], arms[0]), limits).value
     assert "Kendall" in same.measure and same.value is not None and same.p is None
     assert same.value == same.floor  # of as many requests as its floor
+
+
+def test_what_is_short_tells_its_number_from_the_limit() -> None:
+    rng = np.random.default_rng(13)
+    instrument = overlap.Overlap(Remembered(Orthonormal(np.eye(40))), tops=(10,))
+    arms = []
+    for _ in range(2):
+        rows = 2 * (rng.random((1200, 40)) < 0.1).astype(np.float32)
+        instrument.prepare(rows)
+        arms.append(summed(rows, np.arange(1200) % 12, instrument))
+
+    def judged(limit: float) -> Value:
+        limits = Limits(overlap=limit)
+        measure = instrument.measures(arms[0].total(), limits)[0]
+        return inference.judge(
+            "overlap", "h", EVERYTHING, measure, (arms[0], arms[1]), limits
+        ).value
+
+    farthest = judged(1e-6).farthest
+    assert farthest is not None
+    short = judged(0.9995 * farthest).short
+    assert short is not None
+    lost, limit = re.findall(r"[\d.]+", short.replace("; the limit", ""))
+    assert float(lost) > float(limit)
 
 
 def test_an_arm_of_few_rows_loses_no_overlap_for_that_alone() -> None:

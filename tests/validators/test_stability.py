@@ -553,6 +553,10 @@ def test_the_page_says_what_the_result_says() -> None:
     assert lines[0][2:] in source
     for verdict in result.verdicts:
         assert any(verdict.sentence in line for line in lines) and verdict.sentence in source
+    for words in ("share at 0.7 or more", "effective partners, split"):
+        assert any(words in line for line in lines) and words in source
+    chance = f"random directions have {result.chance:.3f}"
+    assert chance in source and any(chance in line for line in lines)
     steps = said.next_steps(result)
     assert steps[0].startswith("Say which harvest a dictionary was trained on: one of hybrid")
     assert len(steps) == len(set(steps))
@@ -564,6 +568,20 @@ def test_the_page_says_what_the_result_says() -> None:
     assert said.next_steps(few)[0] == f"{arms}: few seeds."
     assert any("0.260 to 0.327" in line for line in lines) and "0.260 to 0.327" in source
     assert source.count('class="floor mark"') == 14 and source.count("stored-mark mark") == 28
+
+
+def test_one_arm_is_not_told_to_look_at_the_rows_of_others() -> None:
+    result = made()
+    assert any("the other rows" in step for step in said.next_steps(result))
+    alone = result.model_copy(
+        update={
+            "arms": result.arms[:1],
+            "verdicts": [],
+            "rare": result.rare.model_copy(update={"most": 1}),
+        }
+    )
+    assert not any("the other rows" in step for step in said.next_steps(alone))
+    assert "come at most 1 time in" in page.render(alone, "actds stability")
 
 
 @pytest.mark.parametrize(

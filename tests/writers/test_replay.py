@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import actds
+from actds.cli import cli
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts
 from actds.load.pairs import find_partners, prefix_hashes
@@ -129,6 +131,13 @@ def test_other_company_is_another_order_of_the_same_requests(model: Path, tmp_pa
     assert orders[0] == list(range(9)) and orders[1] == orders[2] != orders[0]
     assert sorted(orders[1]) == orders[0]
     assert plain.client == other.client
+
+
+def test_an_option_of_one_word_names_it_and_refuses_others() -> None:
+    shown = CliRunner().invoke(cli, ["replay", "--help"]).output
+    assert "--only [missing]" in shown
+    done = CliRunner().invoke(cli, ["replay", "A", "B", "--model", ".", "--only", "lost"])
+    assert done.exit_code == 2 and "'lost' is not 'missing'" in done.output
 
 
 def test_hooks_are_named_as_the_option_takes_them(tmp_path: Path) -> None:

@@ -230,8 +230,8 @@ class ReplaySettings(HarvestSettings):
     )
     only: Literal["missing"] | None = Field(
         default=None,
-        description="missing: serve the requests of SOURCE that lack a row, say what they still "
-        "lack, and --compare",
+        description="With missing, serve the requests of SOURCE that lack a row, say what they "
+        "still lack, and --compare",
     )
     compare: bool = Field(
         default=False,

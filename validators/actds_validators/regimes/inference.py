@@ -462,8 +462,8 @@ def _direction(
         changes["equivalent"] = bool(far.max() <= measure.limit)
         if not changes["equivalent"]:
             changes["short"] = (
-                f"an angle of up to {far.max():.2g} degrees cannot be excluded; "
-                f"the limit is {measure.limit:g}"
+                f"an angle of up to {_apart(float(far.max()), measure.limit)} degrees cannot be "
+                f"excluded; the limit is {measure.limit:g}"
             )
     return changes
 
@@ -518,6 +518,7 @@ def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) ->
         return np.asarray(1 - mixed)
 
     low, high = np.quantile(across, [0.025, 0.975])
+    farthest = float(np.quantile(lost, 0.95))
     changes: dict[str, object] = {
         "value": value,
         "low": float(low),
@@ -536,8 +537,8 @@ def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) ->
     }
     if not changes["equivalent"]:
         changes["short"] = (
-            f"it may have lost {farthest:.2g} against halves of the reference; "
-            f"the limit is {measure.limit:g}"
+            f"it may have lost {_apart(farthest, measure.limit)} against halves of the "
+            f"reference; the limit is {measure.limit:g}"
         )
     return changes
 
@@ -580,7 +581,9 @@ def _short(
     if not 0 < times < 1e6:
         return f"the estimate lies at the limit, {limit:g}"
     why = "to tell the estimate from the limit" if beyond else "to stay within the limit"
-    return f"about {math.ceil(n * max(times, 1.0)):,} requests are needed {why}, {n} are there"
+    if (needed := math.ceil(n * times)) <= n:
+        return f"some more than the {n:,} requests that are there are needed {why}"
+    return f"about {needed:,} requests are needed {why}, {n:,} are there"
 
 
 def decide(judged: Sequence[Judged], limits: Limits) -> list[Value]:
@@ -625,6 +628,12 @@ def _least_p(value: Value) -> float:
     if value.n_groups <= _ALL_FLIPS:
         return 2.0 ** (1 - value.n_groups)
     return 1 / (1 + (N_FLIPS_OVERLAP if value.kind == "overlap" else N_FLIPS))
+
+
+def _apart(value: float, limit: float) -> str:
+    """Return a number beyond a limit in as many figures as tell it from the limit, two at least."""
+    figures = (f"{value:.{n}g}" for n in range(2, 8))
+    return next((text for text in figures if float(text) > limit), f"{value:g}")
 
 
 def _angle(chord: Floats) -> Floats:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from actds_validators.regimes.result import About, Outcome, Value, Verdict
 
-__all__ = ["about", "beyond", "element_of", "verdicts"]
+__all__ = ["LEADS", "about", "beyond", "element_of", "in_floor", "signed", "verdicts"]
 
+LEADS = (("dictionary", "FVU over the reference's variance"), ("moments", "mean"))
+"""Instrument and measure that charts and sentences follow, where they are there."""
 _MAX_SHORT = 5
 _NOUNS = {"moments": "channel ", "dictionary": "feature ", "probes": "probe "}
 _ALIKE = 0.02
@@ -52,8 +54,9 @@ def _verdict(instrument: str, hook: str, values: list[Value]) -> Verdict:
     outcome: Outcome
     if shifted:
         outcome = "shifts"
-        worst = min(shifted, key=lambda value: (value.adjusted_p or 0.0, -beyond(value)))
+        worst = min(shifted, key=_telling)
         said = f"{worst.measure} {_number(worst)} ({_stratum(worst)}; "
+        said += "" if worst.limit is None else f"limit {worst.limit:g}, "
         floor = "no floor" if worst.floor is None else f"floor {worst.floor:.2g}"
         said += f"{floor}, adjusted p {worst.adjusted_p:.2g})"
         sentence = f"{instrument} shifts at {hook}: {said}; {len(shifted)} of {len(judged)} values."
@@ -81,9 +84,34 @@ def beyond(value: Value) -> float:
     return size / (value.limit or 1.0)
 
 
+def in_floor(value: Value) -> bool:
+    """Return whether a value is no larger than what halves of the reference differ by."""
+    if value.kind == "overlap" or value.floor is None:  # an overlap is measured from its floor
+        return False
+    return abs(value.value or 0.0) <= value.floor
+
+
+def _telling(value: Value) -> tuple[bool, bool, bool, float, float]:
+    """Return what orders values that shift: one that tells a reader most comes first.
+
+    A leading measure of all rows is one number to weigh. What lies below its floor may shift, but
+    is no example of it.
+    """
+    leads = (value.instrument, value.measure) in LEADS
+    return (
+        in_floor(value), not leads, value.axis != "all", value.adjusted_p or 0.0, -beyond(value)
+    )  # fmt: skip
+
+
+def signed(value: Value, figures: int) -> str:
+    """Return the number of a value; a difference has a sign, a size or an overlap has none."""
+    sign = "+" if value.kind == "difference" else ""
+    return f"{value.value:{sign}.{figures}g}"
+
+
 def _number(value: Value) -> str:
     element = f"of {element_of(value)} " if value.element else ""
-    return f"{element}{value.value:+.2g} {value.unit}"
+    return f"{element}{signed(value, 2)} {value.unit}"
 
 
 def element_of(value: Value) -> str:

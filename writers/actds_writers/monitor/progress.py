@@ -268,6 +268,8 @@ def eta_s(now: Snapshot, started: Snapshot | None) -> float | None:
     done = now.requests_done - started.requests_done
     if done <= 0 or now.elapsed_s <= started.elapsed_s:
         return None
+    if done < now.running:  # requests that began together end together: the first few say nothing
+        return None
     left = max(0, now.requests_total - now.requests_done)
     return (now.elapsed_s - started.elapsed_s) * left / done
 

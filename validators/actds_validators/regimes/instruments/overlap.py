@@ -23,6 +23,7 @@ __all__ = ["Overlap", "jaccard_of_rows", "kendall", "spearman", "top_jaccard"]
 
 TOPS = (50, 200, 1000)
 _EVENTS, _ROWS = "overlap events", "overlap rows"
+_DIFFER = "features of a token that differ"
 _MAX_KENDALL = 4096  # features: its time grows with n log n for each exchange
 
 
@@ -82,12 +83,15 @@ class Overlap:
 
     def pair_parts(self, first: Rows, second: Rows) -> Iterator[Part]:
         """Yield the overlap of the active features of pairs of rows."""
-        yield Part("jaccard", self.pair_values(first, second)["Jaccard of a token's features"])
+        yield Part("jaccard", 1 - self.pair_values(first, second)[_DIFFER])
 
     def pair_values(self, first: Rows, second: Rows) -> dict[str, Floats]:
-        """Return the Jaccard index of the active features of pairs of rows ``(n,)``."""
+        """Return 1 less the Jaccard index of the active features of pairs of rows ``(n,)``.
+
+        As of distances, the largest quantile is then the worst pair.
+        """
         active, other = (self._dictionary.encode(rows) > 0 for rows in (first, second))
-        return {"Jaccard of a token's features": jaccard_of_rows(active, other)}
+        return {_DIFFER: 1 - jaccard_of_rows(active, other)}
 
     def pair_measures(self, limits: Limits) -> list[Measure]:
         """Return how much of a token's features is lost on average: 1 less their Jaccard index."""
@@ -97,7 +101,7 @@ class Overlap:
 
         return [
             Measure(
-                "features of a token that differ",
+                _DIFFER,
                 lost,
                 "1 - Jaccard, mean over pairs",
                 "size",

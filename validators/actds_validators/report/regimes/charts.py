@@ -34,7 +34,7 @@ def step_gaps(result: Regimes) -> Picture | None:
         WIDTH,
         tops[-1] + height + 44,
     )
-    legend(p, 150, 20, [("lost", "shifts"), ("stored", "within"), ("floor", "not decided"),
+    legend(p, 150, 20, [("lost", "shifts"), ("stored", "carries over"), ("floor", "undecided"),
                         ("band", "floor")])  # fmt: skip
     names = list(dict.fromkeys(v.stratum for _, values in shown for v in values))
     for (contrast, values), top in zip(shown, tops, strict=True):
@@ -155,13 +155,17 @@ def _cell(p: Picture, one: Value | None, x: float, y: float, width: float) -> No
 
 
 def rates(result: Regimes) -> list[Picture]:
-    """Return the rates of features in one arm against the other, a picture per contrast."""
-    found: list[Picture] = []
-    for contrast in result.contrasts:
-        value = next((v for v in contrast.values if v.elements), None)
-        if value is not None:
-            found.append(_scatter(contrast, value, len(found)))
-    return found[:_MAX_SCATTERS]
+    """Return the rates of features in one arm against the other, a picture per contrast.
+
+    There is room for few: contrasts in which they shift come first.
+    """
+    found = [
+        (contrast, value)
+        for contrast in result.contrasts
+        if (value := next((v for v in contrast.values if v.elements), None)) is not None
+    ]
+    found.sort(key=lambda pair: pair[1].outcome != "shifts")
+    return [_scatter(*pair, n) for n, pair in enumerate(found[:_MAX_SCATTERS])]
 
 
 def _scatter(contrast: ContrastResult, value: Value, n: int) -> Picture:

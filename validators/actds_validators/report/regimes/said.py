@@ -7,7 +7,7 @@ from typing import Literal
 
 from actds.text import counted
 from actds_validators.regimes.result import About, ContrastResult, Outcome, Regimes, Value, Verdict
-from actds_validators.regimes.wording import beyond, element_of
+from actds_validators.regimes.wording import LEADS, beyond, element_of, in_floor, signed
 from actds_validators.report.words import Fact, count, percent, short
 
 __all__ = [
@@ -42,7 +42,6 @@ ABOUT: dict[About, str] = {
     "both": "authorship and computation together: other tokens, computed another way",
     "text": "text: other tokens, computed alike",
 }
-_LEADS = (("dictionary", "FVU over the reference's variance"), ("moments", "mean"))
 _ORDER: tuple[Outcome, ...] = ("shifts", "undecided", "carries over")
 _WHAT = {
     "moments": "Take means and scales for normalization from rows of {other}, not of {first}",
@@ -94,7 +93,7 @@ def worst(result: Regimes) -> tuple[ContrastResult, Value] | None:
     """Return the value that shifts and lies farthest beyond its limit; of leading measures first.
 
     A leading measure of all rows is one number that a reader can weigh; the farthest channel of
-    the farthest stratum is not.
+    the farthest stratum is not. One that lies below its floor comes after those that do not.
     """
     found = [
         (contrast, value)
@@ -105,7 +104,8 @@ def worst(result: Regimes) -> tuple[ContrastResult, Value] | None:
     return max(
         found,
         key=lambda pair: (
-            (pair[1].instrument, pair[1].measure) == _LEADS[0] and pair[1].axis == "all",
+            (pair[1].instrument, pair[1].measure) == LEADS[0] and pair[1].axis == "all",
+            not in_floor(pair[1]),
             pair[1].axis == "all",
             beyond(pair[1]),
         ),
@@ -129,7 +129,7 @@ def _how_large(result: Regimes) -> Fact:
         f"{contrast.name}{'' if value.axis == 'all' else f', {value.axis} {value.stratum}'}; "
         f"{times}95 % interval {_interval(value)}, {_floor(value)}"
     )
-    return Fact("How large", f"{value.value:+.3g}", note)
+    return Fact("How large", signed(value, 3), note)
 
 
 def _interval(value: Value) -> str:
@@ -150,14 +150,18 @@ def separated(result: Regimes) -> Fact:
         by.setdefault(contrast.about, []).extend(contrast.verdicts)
     found = {about: outcome(verdicts) for about, verdicts in by.items()}
     computation, authorship = found.get("computation"), found.get("authorship")
-    said = [
-        f"{name} {'is undecided' if one == 'undecided' else one}"
-        for name, one in (("computation", computation), ("authorship", authorship))
-        if one is not None
-    ]
+    asked: tuple[About, About] = ("computation", "authorship")
+    said = [f"{name} {_ends(by[name])}" for name in asked if name in by]
     shifting = [n for n, o in (("computation", computation), ("authorship", authorship))
                 if o == "shifts"]  # fmt: skip
     told = "; ".join(said)
+    if shifting == ["computation"] and authorship is None and (rest := _beside(by)):
+        # What only other tokens shift is not laid at the door of the computation.
+        carried = {v.instrument for v in by["computation"]} - _instruments(by, "undecided")
+        note = f"{told}; {', '.join(rest)} only where the tokens differ as well"
+        if set(rest) <= carried:
+            return Fact(title, "both", note)
+        return Fact(title, "not separated", note, is_known=False)
     if shifting:
         value = "both" if len(shifting) == 2 else shifting[0]
         note = told if len(said) == 2 else f"{told}; the other of the two was not compared"
@@ -178,10 +182,31 @@ def separated(result: Regimes) -> Fact:
     return Fact(title, "undecided", note, is_known=False)
 
 
+def _beside(by: dict[About, list[Verdict]]) -> list[str]:
+    """Return the instruments that shift where the tokens differ, and not by computation alone."""
+    other = [*by.get("both", []), *by.get("text", [])]
+    found = dict.fromkeys(verdict.instrument for verdict in other if verdict.outcome == "shifts")
+    return [name for name in found if name not in _instruments(by, "shifts")]
+
+
+def _instruments(by: dict[About, list[Verdict]], one: Outcome) -> set[str]:
+    """Return the instruments that end so by computation, at any hook."""
+    return {v.instrument for v in by.get("computation", []) if v.outcome == one}
+
+
+def _ends(verdicts: Sequence[Verdict]) -> str:
+    """Return how verdicts end together, and which instruments shift."""
+    one = outcome(verdicts)
+    if one != "shifts":
+        return "is undecided" if one == "undecided" else one
+    found = dict.fromkeys(verdict.instrument for verdict in verdicts if verdict.outcome == one)
+    return f"shifts in {', '.join(found)}"
+
+
 def lead(contrast: ContrastResult) -> tuple[str, str]:
     """Return the instrument and measure that charts follow: a dictionary's fit where it can."""
     there = {(value.instrument, value.measure) for value in contrast.values}
-    return next((one for one in _LEADS if one in there), _LEADS[-1])
+    return next((one for one in LEADS if one in there), LEADS[-1])
 
 
 def gap(contrast: ContrastResult, axis: str) -> list[Value]:
@@ -205,7 +230,7 @@ def split(result: Regimes) -> list[tuple[str, str]]:
         parts: dict[str, str] = {}
         for one in own:
             values = gap(one, "all")
-            if values and lead(one) == _LEADS[0] and one.about in ("computation", "authorship"):
+            if values and lead(one) == LEADS[0] and one.about in ("computation", "authorship"):
                 value = values[0]
                 said = f"{value.value:+.3g} {one.about} ({one.name}, {_interval(value)})"
                 parts.setdefault(one.about, said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from actds import __version__
+from actds.text import counted
 from actds_validators.report.markup import render_page
 from actds_validators.report.stability import said
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend
@@ -103,20 +104,10 @@ def _verdicts(result: Stability) -> Part:
     return Part("verdicts", "Verdicts", Sentence(lead), [table], notes)
 
 
-_MEASURES = {
-    "matched": "matched cosine",
-    "nearest": "nearest cosine",
-    "share_70": "share at 0.7 or more",
-    "share_90": "share at 0.9 or more",
-    "split": "effective partners, split",
-    "merge": "effective partners, merge",
-}
-
-
 _FLOORS: Columns[Comparison] = (
     ("arm", lambda one: one.arm),
     ("floor", lambda one: one.floor),
-    ("measure", lambda one: _MEASURES[one.measure]),
+    ("measure", lambda one: said.MEASURES[one.measure]),
     ("of the arm", lambda one: f"{one.of_arm:.3f}"),
     ("of the floor", lambda one: f"{one.of_floor:.3f}"),
     ("difference", said.against),
@@ -188,7 +179,8 @@ def _cross(result: Stability) -> Part:
     lead = (
         "Fraction of variance unexplained (FVU) of held-out rows, mean over seeds, with the "
         "interval over requests and the range over seeds. Rare tokens come at most "
-        f"{result.rare.most:,} times in the reference's rows: {percent(result.rare.share)} of them."
+        f"{counted(result.rare.most, 'time')} in the reference's rows: "
+        f"{percent(result.rare.share)} of them."
     )
     tables = table_of("Dictionaries of each arm on rows of each arm", _CROSS, result.cross,
                       frozenset({0, 1, 2}), room=_MAX_CROSS)  # fmt: skip

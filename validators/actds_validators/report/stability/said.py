@@ -11,6 +11,7 @@ from actds_validators.stability.result import Comparison, Outcome, Stability
 
 __all__ = [
     "MARKS",
+    "MEASURES",
     "against",
     "answer",
     "arm_words",
@@ -22,6 +23,14 @@ __all__ = [
 ]
 
 Level = Literal["PASS", "WARN", "INCONCLUSIVE"]
+MEASURES = {
+    "matched": "matched cosine",
+    "nearest": "nearest cosine",
+    "share_70": "share at 0.7 or more",
+    "share_90": "share at 0.9 or more",
+    "split": "effective partners, split",
+    "merge": "effective partners, merge",
+}
 MARKS: dict[Outcome, str] = {"within the floor": "✓", "beyond the floor": "!", "undecided": "?"}
 _LEVELS: dict[Outcome, Level] = {
     "within the floor": "PASS",
@@ -64,7 +73,8 @@ def facts(result: Stability) -> list[tuple[str, str, str]]:
         cosine = sum(one.matched for one in of) / len(of)
         shared = sum(one.share_70 for one in of) / len(of)
         note = f"matched cosine of two dictionaries of {reference}; {percent(shared)} of features"
-        found.append((title, f"{cosine:.3f}", f"{note} at 0.7 or more"))
+        note += f" at 0.7 or more; random directions have {result.chance:.3f}"
+        found.append((title, f"{cosine:.3f}", note))
     alive = sum(one.n_alive for one in result.dictionaries) / len(result.dictionaries)
     note = (
         f"of {count(result.n_features)} features, mean of {len(result.dictionaries)} dictionaries"
@@ -116,7 +126,10 @@ def next_steps(result: Stability) -> list[str]:
     steps += [f"{_listed(list(dict.fromkeys(arms)))}: {what}." for what, arms in lacks.items()]
     if not result.verdicts and result.limits.seeds < MIN_SEEDS:
         steps.append(f"Name a second arm, and --seeds {MIN_SEEDS} at least, for a test.")
-    steps.append("Look at the cross-reconstruction: what each dictionary leaves of the other rows.")
+    if len(result.arms) > 1:
+        steps.append(
+            "Look at the cross-reconstruction: what each dictionary leaves of the other rows."
+        )
     return list(dict.fromkeys(steps))
 
 

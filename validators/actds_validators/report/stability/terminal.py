@@ -44,7 +44,7 @@ def _page(result: Stability, command: str) -> Iterator[Line]:
     for n, step in enumerate(said.next_steps(result)[:8], 1):
         yield Line(f"  {n}. {step}")
     rows = [
-        (one.arm, one.floor, one.measure, f"{one.of_arm:.3f}", f"{one.of_floor:.3f}",
+        (one.arm, one.floor, said.MEASURES[one.measure], f"{one.of_arm:.3f}", f"{one.of_floor:.3f}",
          said.against(one), f"{one.n_below}/{len(one.differences)}")
         for one in result.comparisons[:_MAX]
     ]  # fmt: skip
