@@ -220,11 +220,7 @@ def measure(
             measures = told.pair_measures(limits)
             if plan.parted is not None and told.name == Numerics.name:
                 measures = [*measures, PARTING]
-            found = _judged(told.name, measures, plan, (pair_sums, pair_sums), limits, hook)
-            # Halves of pairs give the measure itself once more: that is no floor.
-            judged += [
-                replace(one, value=one.value.model_copy(update={"floor": None})) for one in found
-            ]
+            judged += _judged(told.name, measures, plan, (pair_sums, pair_sums), limits, hook)
     return Measured(
         judged,
         quantiles,
