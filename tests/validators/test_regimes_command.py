@@ -328,6 +328,7 @@ def test_probes_are_compared_by_the_area_of_their_labels(
         (lambda p: p.write_bytes(pickle.dumps({"weights": [1]})), "Nothing in it was run"),
         (lambda p: np.savez(p, weights=np.array([{}], object)), "may be code"),
         (lambda p: np.savez(p, weights=np.full((2, 4), np.nan)), "NaN or infinity"),
+        (lambda p: np.savez(p, weights=np.full((2, 4), 1e200)), r"1e\+200; expected at most"),
         (lambda p: np.savez(p, weights=np.ones(4)), r"expected \(n_probes, d_model\)"),
         (lambda p: np.savez(p, weights=np.ones((2, 4)), bias=np.ones(3)), r"bias: \(3,\)"),
         (lambda p: np.savez(p, weights=np.ones((2, 4), np.int64)), "int64"),
@@ -341,7 +342,19 @@ def test_a_bad_file_of_probes_is_refused(tmp_path: Path, write: Any, words: str)
         read_probes(path)
 
 
-@pytest.mark.parametrize("names", ["[1, 2]", '["a"]', '["a", "a"]', "{", "[" * 9999])
+@pytest.mark.parametrize(
+    "names",
+    [
+        '["a", ""]',
+        '["a", "\\ud800"]',
+        f'["a", "{"b" * 81}"]',
+        "[1, 2]",
+        '["a"]',
+        '["a", "a"]',
+        "{",
+        "[" * 9999,
+    ],
+)
 def test_names_of_probes_are_one_each(tmp_path: Path, names: str) -> None:
     path = tmp_path / "probes.safetensors"
     save_file({"weights": np.ones((2, 4), np.float32)}, path, {"names": names})
@@ -352,7 +365,8 @@ def test_names_of_probes_are_one_each(tmp_path: Path, names: str) -> None:
 def test_what_cannot_be_compared_is_refused_before_rows_are_read(
     arms: dict[str, Path], tmp_path: Path
 ) -> None:
-    good = dictionary(tmp_path / "good")
+    good, probes = dictionary(tmp_path / "good"), tmp_path / "probes.npz"
+    np.savez(probes, weights=np.ones((2, 8)))
     model = {"metadata": {"model_name": "gpt2", "hook_name": "blocks.1.hook_resid_post"}}
     cases: list[tuple[list[str], str]] = [
         (["--hook", "resid_post.9"], "E014 --hook"),
@@ -370,6 +384,7 @@ def test_what_cannot_be_compared_is_refused_before_rows_are_read(
         (["--sae", str(dictionary(tmp_path / "w", d_in=17))], "E015"),
         (["--sae", str(dictionary(tmp_path / "x", weights={
             "b_enc": np.full(24, np.nan, np.float32)}))], "E015.*NaN"),
+        (["--hook", HOOK, "--probes", str(probes)], "E015.*probes.npz: probes of 8 channels"),
         (["--html", str(arms["A"] / "page.html")], "E009 --html"),
         (["--html", str(tmp_path / "no" / "page.html")], "E503"),
     ]  # fmt: skip

@@ -91,7 +91,7 @@ def regimes(
     shared = _shared_hooks(list(compared.values()), hooks)
     dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
     compared = _whole_where_unseen(compared, list(dictionaries.values()))
-    linear = _probes(probes, shared)
+    linear = _probes(probes, shared, list(compared.values()))
     _check_labels(label, linear)
     asked = [
         Asked(
@@ -271,7 +271,9 @@ def _sequences(dataset: Dataset) -> set[str | None]:
     return {one["token_digest"] for one in lines if one["finish_reason"] != "skipped"}
 
 
-def _probes(words: Sequence[str], hooks: Sequence[str]) -> dict[str, ProbeFile]:
+def _probes(
+    words: Sequence[str], hooks: Sequence[str], arms: Sequence[Arm]
+) -> dict[str, ProbeFile]:
     found: dict[str, ProbeFile] = {}
     for text in words:
         hook, path = _hook_and_path(text, hooks, "--probes")
@@ -279,6 +281,10 @@ def _probes(words: Sequence[str], hooks: Sequence[str]) -> dict[str, ProbeFile]:
         if hook is not None and one.hook is not None and not same_place(hook, one.hook):
             raise refused(path, f"probes of {one.hook}", hook)
         hook = hook or _of_hook("--probes", path, one.hook, hooks)
+        width = arms[0].dataset.hooks[hook].d_model
+        if one.weights.shape[1] != width:
+            got = f"probes of {one.weights.shape[1]:,} channels"
+            raise refused(path, got, f"{width:,}, as {hook} has")
         if hook in found:
             raise ActdsError("E009", "--probes", got=f"two for {hook}", expected="one to a hook")
         found[hook] = one
