@@ -14,6 +14,7 @@ from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.selection import RowValues
 from actds.load.where import parse_expression
+from actds.text import storable
 from actds_validators.dictionaries import load_dictionary
 from actds_validators.dictionaries.places import same_place
 from actds_validators.dictionaries.refusal import refused
@@ -398,12 +399,13 @@ def _dictionary_used(hook: str, one: Dictionary, arms: Mapping[str, Arm], found:
     ):
         words.append("it was trained on sequences with BOS, and no request has one")
     return Used(
-        hook=hook, kind="dictionary", path=source.path, sha256=source.sha256, words="; ".join(words)
-    )
+        hook=hook, kind="dictionary", path=storable(source.path), sha256=source.sha256,
+        words="; ".join(words),
+    )  # fmt: skip
 
 
 def _probes_used(hook: str, one: ProbeFile) -> Used:
     words = f"{len(one.names):,} probes"
     if one.hook is None:
         words += "; that they are for this hook only the command says"
-    return Used(hook=hook, kind="probes", path=one.path, sha256=one.sha256, words=words)
+    return Used(hook=hook, kind="probes", path=storable(one.path), sha256=one.sha256, words=words)
