@@ -18,6 +18,7 @@ __all__ = [
     "pairs",
     "printable",
     "share",
+    "storable",
     "when",
 ]
 
@@ -35,6 +36,11 @@ class Line:
 def printable(text: str) -> str:
     """Return text without control characters: documents are untrusted, and terminals obey them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def storable(text: str) -> str:
+    """Return text that UTF-8 can hold: bytes of a path that are none stand as ``\\udcff``."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def pairs(named: dict[str, str]) -> Iterable[Line]:

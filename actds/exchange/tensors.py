@@ -117,6 +117,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     try:
         header = json.loads(text)
         metadata = header.pop("__metadata__", {})
+        if not all(isinstance(word, str) for word in metadata.values()):
+            raise TypeError("metadata that are no words")
         found = {
             name: StoredTensor(
                 path,
@@ -127,14 +129,20 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             for name, entry in header.items()
         }
         ends = {name: 8 + length + int(header[name]["data_offsets"][1]) for name in header}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+    except (
+        ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError,
+    ):  # fmt: skip
         raise foreign(path, "a header that cannot be read", "a safetensors file") from None
     for name, tensor in found.items():
         if ends[name] > nbytes:
             raise foreign(f"{path} {name}", f"{nbytes} bytes", f"{ends[name]}: it is truncated")
         known = tensor.dtype in _CODES
         size = math.prod(tensor.shape) * (_itemsize(tensor.dtype) if known else 0)
-        if min(tensor.shape, default=1) < 0 or (known and ends[name] - tensor.offset != size):
+        if (
+            min(tensor.shape, default=1) < 0
+            or tensor.offset < 8 + length
+            or (known and ends[name] - tensor.offset != size)
+        ):
             got = f"{ends[name] - tensor.offset} bytes of {tensor.dtype} {tensor.shape}"
             raise foreign(f"{path} {name}", got, f"{size} bytes")
     return found, metadata

@@ -424,6 +424,19 @@ def claiming(folder: Path) -> Path:
     return with_members(gemma(folder) / "params.npz", change)
 
 
+def with_npy_header(folder: Path, header: str) -> Path:
+    """Put other text in the header of an array."""
+    text = header.encode()
+    array = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
+    return with_members(gemma(folder) / "params.npz", lambda name, data: array)
+
+
+def a_pipe(path: Path) -> Path:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    return path.parent
+
+
 def longer_storage(folder: Path) -> Path:
     """Claim a storage of 255 floats over the 6 of a bias."""
     state = {"bias": torch.arange(6.0)}
@@ -451,6 +464,11 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         p / "other.npz").parent, "a folder with other.npz"),
     "two formats": (lambda p: gemma(saelens(p)), "params.npz; expected the path of one"),
     "no configuration": (lambda p: (saelens(p) / "cfg.json").unlink() or p, "cfg.json"),  # type: ignore[func-returns-value]
+    "a pipe for a configuration": (lambda p: a_pipe(saelens(p) / "cfg.json"), "no regular file"),
+    "a pipe for weights": (lambda p: a_pipe(saelens(p) / "sae_weights.safetensors"),
+                           "sae_weights.safetensors: no regular file"),
+    "a key twice": (lambda p: (saelens(p) / "cfg.json").write_text(
+        '{"d_in": 6, "d_sae": 20, "d_in": 6}') and p, "cfg.json: d_in twice"),
     "a configuration that is no JSON": (lambda p: cut(saelens(p) / "cfg.json", 30), "Invalid JSON"),
     "a width of words": (lambda p: saelens(p, d_in="wide"), "cfg.json d_in: 'wide'"),
     "an unknown architecture": (lambda p: saelens(p, architecture="temporal"), "'temporal'"),
@@ -489,6 +507,10 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         data_offsets=[1 << 50, (1 << 50) + 480])), "truncated"),
     "bytes before the file": (lambda p: with_header(p, lambda h: h["W_enc"].update(
         data_offsets=[-(1 << 20), 480 - (1 << 20)])), "sae_weights"),
+    "bytes of the header": (lambda p: with_header(p, lambda h: h["b_dec"].update(
+        data_offsets=[-24, 0])), "b_dec"),
+    "metadata that are no words": (lambda p: with_header(p, lambda h: h.update(
+        __metadata__={"hook": 3})), "a header that cannot be read"),
     "a type of no floats": (lambda p: with_header(p, lambda h: h["b_dec"].update(
         dtype="F8_E5M2")), "F8_E5M2"),
     "a scale that is left": (lambda p: saelens(p, {
@@ -507,6 +529,8 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "infinity in Gemma": (lambda p: gemma(p, b_dec=nan), "NaN or infinity"),
     "code in an array": (with_code_npz, "may be code"),
     "a claim of 8 TB": (claiming, "W_enc.npy: .* bytes for float32"),
+    "a header too deep": (lambda p: with_npy_header(p, "-" * 9000 + "1"), "params.npz: "),
+    "a header that does not end": (lambda p: with_npy_header(p, "[" * 150), "params.npz: "),
     "a bomb": (lambda p: with_members(gemma(p, b_dec=np.zeros(1 << 18)) / "params.npz",
                                       lambda n, d: d, zipfile.ZIP_DEFLATED), "weights as they"),
     "a cut npz": (lambda p: cut(gemma(p) / "params.npz", 700) / "params.npz", "that is cut"),
@@ -553,6 +577,12 @@ def test_a_bad_file_is_refused_by_name_and_nothing_of_it_runs(name: str, tmp_pat
     first, _, next_step = str(refused.value).partition("\n")
     assert str(tmp_path) in first and "expected" in first and next_step
     assert not (tmp_path / "it" / "ran").exists()
+
+
+def test_a_record_of_a_loader_that_is_none_says_nothing(tmp_path: Path) -> None:
+    record = {"format": "actds.loader", "digest": [{}], "datasets": [[1], {"digest": {}}]}
+    path = saelens(tmp_path / "it", metadata={**CONFIG["metadata"], "actds": record})
+    assert load_dictionary(path).source.trained_on == ()
 
 
 def test_damaged_files_are_read_or_refused_and_nothing_else(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,8 @@ from actds.errors import ActdsError
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import held_out_requests
 from actds_testing.places import SCHEMAS
-from actds_testing.regime_datasets import HOOKS, three_arms
+from actds_testing.regime_datasets import HOOKS, other_continuations, three_arms
+from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.cli.regimes import regimes as command
 from actds_validators.regimes.api import regimes
@@ -196,6 +199,17 @@ def test_files_are_written_and_the_page_says_where(arms: dict[str, Path], tmp_pa
     assert f"X: {arms['A']}" in told.stdout and "Y-X at resid_post.1" in told.stdout
 
 
+def test_a_path_of_bytes_that_are_no_text_stands_in_all_that_is_written(
+    arms: dict[str, Path], tmp_path: Path
+) -> None:
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/a\xff")
+    shutil.copytree(arms["A"], odd)
+    out = tmp_path / "out"
+    told = run(odd, arms["C"], "--hook", HOOK, "--json", out, "--html", tmp_path / "page.html")
+    assert told.exit_code == 0, told.output
+    assert Regimes.from_json(out.read_bytes()).contrasts[0].first.words.endswith(r"/a\udcff")
+
+
 @pytest.mark.parametrize(
     ("fail_on", "codes"),
     [(None, (0, 0, 1)), ("undecided", (0, 1, 1)), ("never", (0, 0, 0))],
@@ -317,6 +331,9 @@ def test_probes_are_compared_by_the_area_of_their_labels(
     np.savez(tmp_path / "many.npz", weights=np.ones((33, D_MODEL)))
     with pytest.raises(ActdsError, match=r"E009 --label: 33 probes"):
         regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "many.npz")], label=label)
+    for alike in ("position >= 0", "position < 0"):
+        with pytest.raises(ActdsError, match=r"E014 --label: true of .* rows of arm A and false"):
+            regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "probes.npz")], label=alike)
     with pytest.raises(ActdsError, match=r"E014 .*labl"):
         regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "probes.npz")], label="labl == 1")
 
@@ -328,6 +345,7 @@ def test_probes_are_compared_by_the_area_of_their_labels(
         (lambda p: p.write_bytes(pickle.dumps({"weights": [1]})), "Nothing in it was run"),
         (lambda p: np.savez(p, weights=np.array([{}], object)), "may be code"),
         (lambda p: np.savez(p, weights=np.full((2, 4), np.nan)), "NaN or infinity"),
+        (lambda p: np.savez(p, weights=np.full((2, 4), 1e200)), r"1e\+200; expected at most"),
         (lambda p: np.savez(p, weights=np.ones(4)), r"expected \(n_probes, d_model\)"),
         (lambda p: np.savez(p, weights=np.ones((2, 4)), bias=np.ones(3)), r"bias: \(3,\)"),
         (lambda p: np.savez(p, weights=np.ones((2, 4), np.int64)), "int64"),
@@ -341,7 +359,19 @@ def test_a_bad_file_of_probes_is_refused(tmp_path: Path, write: Any, words: str)
         read_probes(path)
 
 
-@pytest.mark.parametrize("names", ["[1, 2]", '["a"]', '["a", "a"]', "{", "[" * 9999])
+@pytest.mark.parametrize(
+    "names",
+    [
+        '["a", ""]',
+        '["a", "\\ud800"]',
+        f'["a", "{"b" * 81}"]',
+        "[1, 2]",
+        '["a"]',
+        '["a", "a"]',
+        "{",
+        "[" * 9999,
+    ],
+)
 def test_names_of_probes_are_one_each(tmp_path: Path, names: str) -> None:
     path = tmp_path / "probes.safetensors"
     save_file({"weights": np.ones((2, 4), np.float32)}, path, {"names": names})
@@ -352,7 +382,8 @@ def test_names_of_probes_are_one_each(tmp_path: Path, names: str) -> None:
 def test_what_cannot_be_compared_is_refused_before_rows_are_read(
     arms: dict[str, Path], tmp_path: Path
 ) -> None:
-    good = dictionary(tmp_path / "good")
+    good, probes = dictionary(tmp_path / "good"), tmp_path / "probes.npz"
+    np.savez(probes, weights=np.ones((2, 8)))
     model = {"metadata": {"model_name": "gpt2", "hook_name": "blocks.1.hook_resid_post"}}
     cases: list[tuple[list[str], str]] = [
         (["--hook", "resid_post.9"], "E014 --hook"),
@@ -370,6 +401,7 @@ def test_what_cannot_be_compared_is_refused_before_rows_are_read(
         (["--sae", str(dictionary(tmp_path / "w", d_in=17))], "E015"),
         (["--sae", str(dictionary(tmp_path / "x", weights={
             "b_enc": np.full(24, np.nan, np.float32)}))], "E015.*NaN"),
+        (["--hook", HOOK, "--probes", str(probes)], "E015.*probes.npz: probes of 8 channels"),
         (["--html", str(arms["A"] / "page.html")], "E009 --html"),
         (["--html", str(tmp_path / "no" / "page.html")], "E503"),
     ]  # fmt: skip
@@ -377,6 +409,13 @@ def test_what_cannot_be_compared_is_refused_before_rows_are_read(
         told = run(arms["A"], arms["C"], *extra)
         assert isinstance(told.exception, ActdsError), (extra, told.output)
         assert _matches(words, str(told.exception)), (extra, str(told.exception))
+    for words in (f"B={arms['A']}", f"B={arms['A']}:phase=decode"):
+        told = run(f"A={arms['A']}", words, "--hook", HOOK)
+        assert _matches("E014 arms A and B at resid_post.1: the same rows", str(told.exception))
+    before = (good / "cfg.json").read_bytes()
+    told = run(arms["A"], arms["C"], "--sae", f"{HOOK}={good}", "--json", good / "cfg.json")
+    assert _matches("E009 --json .*cfg.json: the file of --sae", str(told.exception))
+    assert (good / "cfg.json").read_bytes() == before
     other = make_dataset(tmp_path / "other", n_requests=20, seed=5)
     told = run(arms["A"], other, "--pairing", "token")
     assert _matches("E014 arms A and B.*pair by token", str(told.exception))
@@ -425,7 +464,9 @@ def test_no_arm_is_scored_on_a_prefix_that_the_dictionary_saw(
     dataset = actds.open(arms["A"])
     record = {"format": "actds.loader", "digest": dataset.digest, "hooks": [HOOK]}
     half = dictionary(tmp_path / "half", metadata={"actds": record | {"split": ["train", 0.5]}})
-    given = [*(f"{name}={arms[name]}" for name in "AB"), f"R={arms['B']}"]
+    schedule = other_continuations(simulate(40, 0, cache=False))
+    again = make_dataset(tmp_path / "r", schedule=schedule, hooks=HOOKS, run="r-again")
+    given = [*(f"{name}={arms[name]}" for name in "AB"), f"R={again}"]
     contrasts = ["B-A", "R-B"]  # B goes on from the prompts of A
     found = regimes(*given, contrasts=contrasts, hooks=[HOOK], sae=[str(half)], held_out=0.5)
     told = found.contrasts[1].first

@@ -393,8 +393,9 @@ def test_what_is_measured_of_pairs_is_not_its_own_floor(cached: Dataset, uncache
     assert all(v.floor is None or v.note.startswith("floor: ") for v in values)
 
 
-def test_the_same_rows_are_equal_to_the_bit(cached: Dataset) -> None:
-    again = actds.open(cached.path)
+def test_the_same_rows_are_equal_to_the_bit(cached: Dataset, tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "d", n_requests=30, roles=True, dtype="float32", run="r-again")
+    again = actds.open(path)
     asked = Asked("a-a", Arm("A", cached), Arm("B", again), HOOK, [Numerics()])
     values = compare([asked]).contrasts[0].values
     equal = next(v for v in values if v.measure == "equal to the bit" and v.axis == "all")

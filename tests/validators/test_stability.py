@@ -605,7 +605,11 @@ def test_one_arm_is_not_told_to_look_at_the_rows_of_others() -> None:
         (["A={A}", "A={B}"], [], "E009 arms: A twice"),
         (["{A}"], ["--html", "{A}/page.html"], "E009 --html"),
         (["{A}"], ["--out", "{A}"], "E503.*there already"),
-        (["{A}"], ["--out", "{A}/no/such/out"], "E503.*no folder"),
+        (["{A}"], ["--out", "{A}-no/such/out"], "E503.*no folder"),
+        (["{A}"], ["--out", "{A}/out"], "E009 --out .*inside the dataset"),
+        (["{A}"], ["--out", "{A}-x", "--html", "{A}-x"], "E009 --out .*the file of --html"),
+        (["{A}", "{A}:exclude=bos"], [], "E014 arms A and B: the same rows"),
+        (["{A}", "{A}:weights=0"], ["--batch", "64"], "E014 arm B .*no finite row with a weight"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_is_trained(

@@ -94,3 +94,10 @@ def test_a_folder_without_a_decoder_model_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(config)
         with pytest.raises(ActdsError, match=r"E005 .*no num_hidden_layers"):
             model_config(tmp_path)
+    for config in ("[]", "[" * 100_000, '{"text_config": 3}'):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(ActdsError, match=r"E005 .*config.json: .*expected a model folder"):
+            model_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": -4, "hidden_size": 8}')
+    with pytest.raises(ActdsError, match=r"E005 .*no num_hidden_layers"):
+        model_config(tmp_path)

@@ -256,3 +256,9 @@ def test_another_model_is_refused_before_an_engine_starts(
 def test_a_source_that_is_no_sealed_dataset_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ActdsError, match="E101"):
         actds.replay(source=tmp_path, out=tmp_path / "out", model=model, **ENGINE)
+
+
+@pytest.mark.parametrize("field", ["neighbours", "max_requests"])
+def test_a_number_that_no_run_record_can_hold_is_refused(field: str) -> None:
+    with pytest.raises(ActdsError, match=rf"E009 {field}: 9223372036854775808; expected less"):
+        ReplaySettings.of({"source": "acts", "out": "o", "model": "m", field: 2**63})

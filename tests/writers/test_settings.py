@@ -82,6 +82,11 @@ def test_settings_reach_the_processes_as_they_are(monkeypatch: pytest.MonkeyPatc
         ({"engine": "vlm"}, "E009 --engine: 'vlm'; expected vllm"),
         ({"engine": "transformers", "engine_args": {"block_size": 1}}, "E009 .*block_size"),
         ({"canary": "many"}, "E009 --canary"),
+        ({"seed": -5}, "E009 seed: -5; expected greater than or equal to 0"),
+        ({"seed": 2**32}, "E009 seed: 4294967296; expected less than 4294967296"),
+        ({"max_tokens": 0}, "E009 max_tokens: 0; expected greater than or equal to 1"),
+        ({"max_tokens": 2**64}, "E009 max_tokens: .*expected less than 2147483648"),
+        ({"continue_at": 2**64}, "E009 continue_at: .*expected less than 2147483648"),
     ],
 )
 def test_write_refuses_bad_keywords_before_anything_is_made(

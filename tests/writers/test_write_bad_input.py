@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 
 from actds.cli import cli
 from actds_testing import harvest as h
+from actds_testing.synthetic import make_dataset
 from actds_testing.tiny import make_tiny_model
 
 
@@ -99,3 +100,18 @@ def test_an_engine_option_that_cannot_be_accounted_for(
     out = tmp_path / "acts"
     option = ("--engine-arg", "prefill_context_parallel_size=2")
     refused(write(out, model, prompts, *option), "E012", out, "prefill_context_parallel_size")
+
+
+@pytest.mark.parametrize(
+    ("inside", "exit_code", "words"),
+    [("acts", 2, "E009 {out}: inside the dataset"), ("file", 4, "E503 {out}: Not a directory")],
+)
+def test_a_path_where_no_dataset_can_be(
+    model: Path, prompts: Path, tmp_path: Path, inside: str, exit_code: int, words: str
+) -> None:
+    make_dataset(tmp_path / "acts", n_requests=1)
+    (tmp_path / "file").touch()
+    out = tmp_path / inside / "new"
+    result = write(out, model, prompts, "--engine", "transformers", "--no-check")
+    assert result.exit_code == exit_code and words.format(out=out) in result.stderr
+    assert "Starting the engine" not in result.stderr and not out.exists()

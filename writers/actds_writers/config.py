@@ -85,7 +85,10 @@ class HarvestSettings(Settings):
         description="Activations to capture: resid_post:10,20, resid_post:all, "
         "'mlp_in:8;mlp_out:8'",
     )
-    seed: int = Field(default=0, description="Seed of the engine and of the row order")
+    # NumPy, which engines seed as well, takes 32 bits.
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
+        default=0, description="Seed of the engine and of the row order"
+    )
     store_dtype: DTypeName | None = Field(
         default=None,
         description="Store rows in another type than the model computes in; recorded as a cast",
@@ -174,13 +177,13 @@ class WriteSettings(HarvestSettings):
         description="Option of the engine, may be repeated; for vllm an argument of its EngineArgs",
         json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
     )
-    max_tokens: int = Field(
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] = Field(
         default=128, description="Maximum number of generated tokens per request"
     )
     temperature: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="Sampling temperature"
     )
-    continue_at: Annotated[int, Field(ge=1)] | None = Field(
+    continue_at: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         default=None,
         description="Take prompts for documents: the first P tokens of each are its prompt, and "
         "those without a further token are skipped",
@@ -219,7 +222,7 @@ class ReplaySettings(HarvestSettings):
         description=WriteSettings.model_fields["engine_args"].description,
         json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
     )
-    neighbours: Annotated[int, Field(ge=0)] | None = Field(
+    neighbours: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
         default=None,
         description="Serve the requests in another order, of this seed, and so in other company. "
         "Default: the order of SOURCE",
@@ -238,7 +241,7 @@ class ReplaySettings(HarvestSettings):
         description="Compare the rows that SOURCE and OUT have of the same positions, and fail "
         "where one belongs to another request",
     )
-    max_requests: Annotated[int, Field(ge=1)] | None = Field(
+    max_requests: Annotated[int, Field(ge=1, lt=2**63)] | None = Field(
         default=None,
         description="Serve the first N requests of SOURCE only",
         json_schema_extra={"metavar": "N"},

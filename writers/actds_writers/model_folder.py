@@ -19,21 +19,27 @@ def model_config(model: Path) -> dict[str, Any]:
     path = model / "config.json"
     try:
         config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
         words = error.strerror if isinstance(error, OSError) else str(error)
         raise ActdsError(
             "E005", str(model), got=f"config.json: {words}", expected="a model folder"
         ) from None
     text = dict(config.get("text_config", config))
     fields = ("num_hidden_layers", "hidden_size")
-    if not all(isinstance(text.get(field), int) for field in fields):
+    if not all(_is_size(text.get(field)) for field in fields):
         text.update(_renamed(model))
     for field in fields:
-        if not isinstance(text.get(field), int):
+        if not _is_size(text.get(field)):
             raise ActdsError(
                 "E005", f"{model} config.json", got=f"no {field}", expected="a decoder model"
             )
     return text
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def _renamed(model: Path) -> dict[str, int]:

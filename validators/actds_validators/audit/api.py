@@ -62,7 +62,7 @@ def audit(
     from actds_validators.audit.result import Limits
 
     weights, classes = (None if p is None else Path(p) for p in (weights, classes))
-    refuse_outputs({"--weights": weights}, {"--classes": classes})
+    refuse_outputs({"--weights": weights}, {"--classes": [classes] if classes else []})
     chosen = settings_of(Limits, limits)
     comparison = None
     if against is not None or by:

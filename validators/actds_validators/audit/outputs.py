@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from actds import layout
 from actds.errors import ActdsError
 
 
-def refuse_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
+def refuse_outputs(
+    outputs: Mapping[str, Path | None], inputs: Mapping[str, Sequence[Path]]
+) -> None:
     """Refuse outputs that would destroy something; nothing is opened.
 
     Args:
@@ -25,12 +27,12 @@ def refuse_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path
     Raises:
         ActdsError: E009 an output inside a dataset, or a file that another option names as well.
     """
-    taken = {option: path for option, path in inputs.items() if path is not None}
+    taken = [(option, path) for option, paths in inputs.items() for path in paths]
     for option, path in outputs.items():
         if path is None:
             continue
         refuse_within_dataset(option, path)
-        for other, its in taken.items():
+        for other, its in taken:
             if _is_same(path, its):
                 raise ActdsError(
                     "E009",
@@ -38,7 +40,7 @@ def refuse_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path
                     got=f"the file of {other}",
                     expected="a path of its own",
                 )
-        taken[option] = path
+        taken.append((option, path))
 
 
 def refuse_within_dataset(option: str, path: Path) -> None:

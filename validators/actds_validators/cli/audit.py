@@ -118,7 +118,9 @@ def audit(
         raise click.UsageError(f"--strict is --fail-on warn and contradicts --fail-on {fail_on}")
     from actds_validators.audit.api import audit as run_audit
 
-    outputs = Outputs(html, json_out, {"--weights": weights}, {"--classes": classes})
+    outputs = Outputs(
+        html, json_out, {"--weights": weights}, {"--classes": [classes] if classes else []}
+    )
     from actds_validators.report import html as page
     from actds_validators.report import summary, terminal
 

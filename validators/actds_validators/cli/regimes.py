@@ -12,6 +12,7 @@ from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
     Outputs,
+    files_of,
     html_option,
     json_option,
     told,
@@ -120,7 +121,8 @@ def regimes(
       actds regimes H=docs:phase=prefill R=replayed G=acts:phase=decode \\
         --contrast R-H --contrast G-R --contrast G-H --sae sae/ --held-out 0.5
     """
-    outputs = Outputs(html, json_out)
+    read = {"--sae": files_of(sae), "--probes": files_of(probes)}
+    outputs = Outputs(html, json_out, inputs=read)
     from actds_validators.regimes.api import regimes as run
     from actds_validators.report.regimes import page, terminal
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +14,13 @@ import click
 
 from actds.cli.options import model_options
 from actds.cli.output import ResultCommand, print_lines
-from actds.text import Line
+from actds.text import Line, storable
 
 __all__ = [
     "COMMAND",
     "LimitsCommand",
     "Outputs",
+    "files_of",
     "html_option",
     "json_option",
     "keep_little",
@@ -52,7 +54,7 @@ class LimitsCommand(ResultCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, and remember them as they were typed: the report names them."""
-        ctx.meta[COMMAND] = shlex.join([*ctx.command_path.split(), *args])
+        ctx.meta[COMMAND] = storable(shlex.join([*ctx.command_path.split(), *args]))
         return super().parse_args(ctx, args)
 
 
@@ -98,7 +100,7 @@ class Outputs:
         html: Path | None,
         json_out: Path | None,
         others: Mapping[str, Path | None] | None = None,
-        inputs: Mapping[str, Path | None] | None = None,
+        inputs: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
         from actds_validators.audit.outputs import refuse_outputs
         from actds_validators.extras import need_extra
@@ -138,7 +140,18 @@ class Outputs:
         """Say where files are, unless the terminal has the JSON."""
         for what, path in files.items():
             if self.on_terminal and path is not None:
-                click.echo(f"{what}: {path}")
+                click.echo(f"{what}: {storable(str(path))}")
+
+
+def files_of(words: Iterable[str]) -> list[Path]:
+    """Return the files that ``[HOOK=]PATH`` may mean: PATH, and the files of a folder."""
+    found = []
+    for text in words:
+        for path in (Path(text), Path(text.partition("=")[2] or text)):
+            # os.path answers for a name that is too long as well.
+            is_folder = os.path.isdir(path)
+            found += [path / name for name in os.listdir(path)] if is_folder else [path]
+    return found
 
 
 def keep_little() -> None:

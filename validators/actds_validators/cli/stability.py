@@ -77,7 +77,7 @@ def stability(
         --hook resid_post.10 --html stability.html
       actds stability cached weighted=cached:weights=multiplicity uncached --out dictionaries
     """
-    outputs = Outputs(html, json_out)
+    outputs = Outputs(html, json_out, {"--out": out})
     from actds_validators.report.stability import page, terminal
     from actds_validators.stability.api import stability as run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from actds_validators.dictionaries import dictionary_learning, gemma_scope, saelens
@@ -76,6 +77,9 @@ def _of_folder(path: Path, wanted: Wanted) -> Dictionary:
     if len(found) > 1:
         raise refused(path, f"{' and '.join(found)}", "the path of one of them")
     if not found:
+        for name in names:
+            if os.path.lexists(path / name):
+                raise refused(path / name, "no regular file", "a file of weights")
         inside = sorted(one.name for one in path.iterdir())[:8]
         raise refused(path, f"a folder with {', '.join(inside) or 'nothing'}", _EXPECTED)
     if found == [saelens.WEIGHTS]:

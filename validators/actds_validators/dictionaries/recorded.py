@@ -47,10 +47,11 @@ def recorded(place: object, config: Any) -> Recorded:
         got = f"trained on rows that the loader normalized ({how})"
         raise refused(place, got, "weights for rows as they are", NEXT_STEP)
     sets = [one for one in _list(config.get("datasets")) if isinstance(one, dict)]
-    digests = dict.fromkeys([config.get("digest"), *(one.get("digest") for one in sets)])
+    digests = [config.get("digest"), *(one.get("digest") for one in sets)]
     hooks = [one for one in _list(config.get("hooks")) if isinstance(one, str)]
     only = hooks[0] if len(hooks) == 1 else None
-    return Recorded(tuple(d for d in digests if isinstance(d, str)), only, _held_out(config))
+    known = tuple(dict.fromkeys(one for one in digests if isinstance(one, str)))
+    return Recorded(known, only, _held_out(config))
 
 
 def _held_out(config: dict[str, Any]) -> float | None:

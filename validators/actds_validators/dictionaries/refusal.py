@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -42,6 +43,8 @@ def read_config(path: Path, model: type[_Config]) -> _Config:
         ActdsError: E015 no such file, no JSON, or a field of another type.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise refused(path, "no regular file", "a configuration in JSON")
         with path.open("rb") as file:
             text = file.read(MAX_JSON_NBYTES + 1)
     except OSError as error:
@@ -49,7 +52,10 @@ def read_config(path: Path, model: type[_Config]) -> _Config:
     if len(text) > MAX_JSON_NBYTES:
         raise refused(path, f"more than {MAX_JSON_NBYTES:,} bytes", "a configuration in JSON")
     try:
-        return model.model_validate_json(text)
+        found = model.model_validate_json(text)
+        # The last of two is no more what is meant than the first.
+        json.loads(text, object_pairs_hook=_unique)
+        return found
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
@@ -59,3 +65,12 @@ def read_config(path: Path, model: type[_Config]) -> _Config:
         if first["type"] == "missing":
             raise refused(path, f"no {field}", "a configuration with it") from None
         raise refused(f"{path} {field}", repr(first["input"]), words) from None
+    except ValueError as error:
+        raise refused(path, error, "a configuration in JSON") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} twice")

@@ -159,7 +159,8 @@ def _dictionary(
     source: Source,
 ) -> Dictionary:
     names = ("W_enc", "W_dec", "b_gate" if kind == "gated" else "b_enc")
-    w_enc, w_dec, b_enc = (tensors[name].astype(np.float32, copy=False) for name in names)
+    with np.errstate(over="ignore"):  # infinity is refused with its name
+        w_enc, w_dec, b_enc = (tensors[name].astype(np.float32, copy=False) for name in names)
     d, m = config.d_in, config.d_sae
     shapes = {"W_enc": (w_enc, (d, m)), "W_dec": (w_dec, (m, d)), "encoder bias": (b_enc, (m,))}
     for name, (array, shape) in shapes.items():

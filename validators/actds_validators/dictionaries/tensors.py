@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import ml_dtypes
@@ -94,11 +95,11 @@ def read_npz(path: Path) -> Tensors:
                 info.filename.removesuffix(".npy"): _read_npy(path, archive, info)
                 for info in archive.infolist()
             }
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, NotImplementedError,
-            RuntimeError, SyntaxError, zlib.error) as error:  # fmt: skip
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, NotImplementedError, MemoryError,
+            RuntimeError, SyntaxError, TokenError, zlib.error) as error:  # fmt: skip
         if isinstance(error, ActdsError):
             raise
-        raise refused(path, error, "a whole .npz file") from None
+        raise refused(path, str(error) or "a header too deep", "a whole .npz file") from None
 
 
 def read_torch(path: Path) -> Tensors:

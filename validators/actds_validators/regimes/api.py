@@ -14,6 +14,7 @@ from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.selection import RowValues
 from actds.load.where import parse_expression
+from actds.text import storable
 from actds_validators.dictionaries import load_dictionary
 from actds_validators.dictionaries.places import same_place
 from actds_validators.dictionaries.refusal import refused
@@ -91,7 +92,7 @@ def regimes(
     shared = _shared_hooks(list(compared.values()), hooks)
     dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
     compared = _whole_where_unseen(compared, list(dictionaries.values()))
-    linear = _probes(probes, shared)
+    linear = _probes(probes, shared, list(compared.values()))
     _check_labels(label, linear)
     asked = [
         Asked(
@@ -271,7 +272,9 @@ def _sequences(dataset: Dataset) -> set[str | None]:
     return {one["token_digest"] for one in lines if one["finish_reason"] != "skipped"}
 
 
-def _probes(words: Sequence[str], hooks: Sequence[str]) -> dict[str, ProbeFile]:
+def _probes(
+    words: Sequence[str], hooks: Sequence[str], arms: Sequence[Arm]
+) -> dict[str, ProbeFile]:
     found: dict[str, ProbeFile] = {}
     for text in words:
         hook, path = _hook_and_path(text, hooks, "--probes")
@@ -279,6 +282,10 @@ def _probes(words: Sequence[str], hooks: Sequence[str]) -> dict[str, ProbeFile]:
         if hook is not None and one.hook is not None and not same_place(hook, one.hook):
             raise refused(path, f"probes of {one.hook}", hook)
         hook = hook or _of_hook("--probes", path, one.hook, hooks)
+        width = arms[0].dataset.hooks[hook].d_model
+        if one.weights.shape[1] != width:
+            got = f"probes of {one.weights.shape[1]:,} channels"
+            raise refused(path, got, f"{width:,}, as {hook} has")
         if hook in found:
             raise ActdsError("E009", "--probes", got=f"two for {hook}", expected="one to a hook")
         found[hook] = one
@@ -392,12 +399,13 @@ def _dictionary_used(hook: str, one: Dictionary, arms: Mapping[str, Arm], found:
     ):
         words.append("it was trained on sequences with BOS, and no request has one")
     return Used(
-        hook=hook, kind="dictionary", path=source.path, sha256=source.sha256, words="; ".join(words)
-    )
+        hook=hook, kind="dictionary", path=storable(source.path), sha256=source.sha256,
+        words="; ".join(words),
+    )  # fmt: skip
 
 
 def _probes_used(hook: str, one: ProbeFile) -> Used:
     words = f"{len(one.names):,} probes"
     if one.hook is None:
         words += "; that they are for this hook only the command says"
-    return Used(hook=hook, kind="probes", path=one.path, sha256=one.sha256, words=words)
+    return Used(hook=hook, kind="probes", path=storable(one.path), sha256=one.sha256, words=words)

@@ -26,6 +26,7 @@ from actds.load.dataset import Dataset
 from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import held_out_requests, select
+from actds.text import storable
 from actds_validators.regimes.requests import Requests
 from actds_validators.statistics.events import Bools, Ints, Whole, narrow
 
@@ -94,7 +95,7 @@ class Arm:
     @property
     def words(self) -> str:
         """Return what selects its rows, in words."""
-        said = [self.dataset.path]
+        said = [storable(self.dataset.path)]
         said += [f"phase {self.phase}"] if self.phase else []
         said += [self.where] if self.where else []
         said += [f"{self.split} ({self.held_out:g} held out)"] if self.split else []

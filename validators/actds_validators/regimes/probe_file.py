@@ -28,6 +28,8 @@ from actds_validators.dictionaries.tensors import (
 __all__ = ["ProbeFile", "read_probes"]
 
 MAX_PROBES = 1024
+MAX_NAME = 80
+_MAX_WEIGHT = float(np.finfo(np.float32).max)
 _EXPECTED = "a .safetensors or .npz file with weights (n_probes, d_model)"
 _NEXT_STEP = (
     "Save float weights (n_probes, d_model), and bias (n_probes,), with safetensors or numpy.savez."
@@ -89,6 +91,10 @@ def read_probes(path: str | Path) -> ProbeFile:
     for name, array in (("weights", weights), ("bias", bias)):
         if not np.isfinite(array).all():
             raise refused(f"{path} {name}", "NaN or infinity", "finite numbers", _NEXT_STEP)
+        # Products with rows, and their squares, have to be finite as well.
+        if np.abs(array).max() > _MAX_WEIGHT:
+            got = f"{np.abs(array).max():g}"
+            raise refused(f"{path} {name}", got, f"at most {_MAX_WEIGHT:g}", _NEXT_STEP)
     names = _names(path, said.get("names"), n)
     return ProbeFile(str(path), file_sha256(path), weights, bias, names, said.get("hook"))
 
@@ -102,10 +108,14 @@ def _names(path: Path, text: str | None, n: int) -> tuple[str, ...]:
         names = None
     if (
         not isinstance(names, list)
-        or not all(isinstance(name, str) for name in names)
+        or not all(isinstance(name, str) and _is_name(name) for name in names)
         or len(set(names)) != n
         or len(names) != n
     ):
-        expected = f"a JSON list of {n} different names"
+        expected = f"a JSON list of {n} different names of up to {MAX_NAME} characters"
         raise refused(f"{path} names", text[:80], expected, _NEXT_STEP)
     return tuple(names)
+
+
+def _is_name(text: str) -> bool:
+    return 1 <= len(text) <= MAX_NAME and not any("\ud800" <= c <= "\udfff" for c in text)

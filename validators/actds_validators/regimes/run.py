@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from actds.errors import ActdsError
 from actds.load.filters import SINK_NORM
 from actds.load.lazy import LazyArray
 from actds_validators.regimes.arms import Arm, ArmRows
@@ -17,6 +18,7 @@ from actds_validators.regimes.instruments.base import Instrument, PairInstrument
 from actds_validators.regimes.instruments.moments import ALL_ROWS, SINKS
 from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.instruments.parting import PARTING, parting_parts
+from actds_validators.regimes.instruments.probes import Probes
 from actds_validators.regimes.quantiles import Histogram, quantile_lines
 from actds_validators.regimes.result import (
     ArmResult,
@@ -136,6 +138,11 @@ def _planned(one: Asked, seed: int) -> tuple[Contrast, ContrastResult]:
         pairing=one.pairing,
         seed=seed,
     )
+    _refuse_same(one, plan)
+    for instrument in one.instruments:
+        if isinstance(instrument, Probes):
+            rows = plan.first.row, plan.second.row
+            instrument.need_labels((one.first.name, one.second.name), rows)
     result = ContrastResult(
         name=one.name,
         hook=one.hook,
@@ -152,6 +159,26 @@ def _planned(one: Asked, seed: int) -> tuple[Contrast, ContrastResult]:
         verdicts=[],
     )
     return plan, result
+
+
+def _refuse_same(one: Asked, plan: Contrast) -> None:
+    """Refuse rows that would be compared with themselves.
+
+    Raises:
+        ActdsError: E014.
+    """
+    if one.first.dataset.digest != one.second.dataset.digest:
+        return
+    first, second = plan.first.row, plan.second.row
+    if plan.pairing != "unpaired":
+        first, second = first[plan.pairs[0]], second[plan.pairs[1]]
+    if np.array_equal(first, second):
+        raise ActdsError(
+            "E014",
+            f"arms {one.first.name} and {one.second.name} at {one.hook}",
+            got="the same rows",
+            expected="rows that were written or computed in two ways",
+        )
 
 
 def _with_counts(result: ContrastResult, found: Measured) -> ContrastResult:

@@ -40,13 +40,13 @@ def stability(
 
     Raises:
         ActdsError: E009 an argument that cannot be used; E011 a package that is not installed;
-            E014 arms that cannot be compared: no such hook, other widths, no row, nothing held
-            out; E018 weights of another dataset; E503 a folder that cannot be written; and as
-            ``actds.open``.
+            E014 arms that cannot be compared: no such hook, other widths, no row, the same rows,
+            nothing held out; E018 weights of another dataset; E503 a folder that cannot be
+            written; and as ``actds.open``.
     """
     need_extra()
     need_torch()
-    from actds_validators.stability.arms import open_arm, scored_apart
+    from actds_validators.stability.arms import open_arm, refuse_same, scored_apart
     from actds_validators.stability.rows import plan
     from actds_validators.stability.run import measure
     from actds_validators.stability.save import refuse_out
@@ -65,6 +65,7 @@ def stability(
     opened = scored_apart(
         [open_arm(one, datasets[one.path], name, chosen.held_out) for one in asked]
     )
+    refuse_same(opened)
     return measure(opened, name, plan(opened, name, chosen), chosen, folder, progress)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -19,13 +20,23 @@ from actds.load.dataset import Dataset
 from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import Selection, held_out_requests, select
+from actds.text import storable
 from actds_validators.regimes.arms import APART
 from actds_validators.regimes.asking import ArmWords
 from actds_validators.regimes.requests import Requests
 from actds_validators.stability.order import copies, name_hash, row_keys
 from actds_validators.statistics.events import Bools, Floats, Ints
 
-__all__ = ["Arm", "Entries", "chosen", "most", "open_arm", "scored_apart", "words_of"]
+__all__ = [
+    "Arm",
+    "Entries",
+    "chosen",
+    "most",
+    "open_arm",
+    "refuse_same",
+    "scored_apart",
+    "words_of",
+]
 
 
 @dataclass(frozen=True)
@@ -252,6 +263,21 @@ def scored_apart(arms: Sequence[Arm]) -> list[Arm]:
     ]
 
 
+def refuse_same(arms: Sequence[Arm]) -> None:
+    """Refuse an arm that would be compared with itself.
+
+    Raises:
+        ActdsError: E014 two arms of one dataset with the same rows, shares and weights.
+    """
+    for first, second in combinations(arms, 2):
+        if (first.dataset.digest, first.shares) == (second.dataset.digest, second.shares) and all(
+            np.array_equal(one.row, other.row) and np.array_equal(one.weight, other.weight)
+            for one, other in zip(first.train, second.train, strict=True)
+        ):
+            place = f"arms {first.name} and {second.name}"
+            raise ActdsError("E014", place, got="the same rows", expected="rows that differ")
+
+
 def _unseen(entries: Entries, seen: Keys) -> Entries:
     known = np.flatnonzero(entries.prefix != 0)
     kept = entries.prefix == 0
@@ -289,7 +315,7 @@ def _split(n: int, shares: Sequence[float]) -> list[int]:
 
 def words_of(words: ArmWords) -> str:
     """Return what selects the rows of an arm, in words."""
-    said = [words.path]
+    said = [storable(words.path)]
     said += [f"phase {words.phase}"] if words.phase else []
     said += [", ".join(f"{share:.0%} {phase}" for phase, share in words.mix)] if words.mix else []
     said += [words.where] if words.where else []

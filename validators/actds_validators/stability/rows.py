@@ -145,7 +145,7 @@ def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
         n_rows: rows of an arm to train on.
 
     Raises:
-        ActdsError: E014 a reference without a row that counts; what reading raises.
+        ActdsError: E014 an arm without a row that counts; what reading raises.
     """
     entries = [chosen(arm.train, arm.shares, n_rows) for arm in arms]
     values = [_read(arm, hook, one.row) for arm, one in zip(arms, entries, strict=True)]
@@ -153,10 +153,11 @@ def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
     finite = norms[0][np.isfinite(norms[0])]
     limit = SINK_NORM * float(np.median(finite)) if len(finite) else 0.0
     kept = [own <= limit for own in norms]
+    for arm, fine, one in zip(arms, kept, entries, strict=True):
+        if not limit or not (fine & (one.weight > 0)).any():
+            got = "no finite row with a weight"
+            raise ActdsError("E014", f"arm {arm.name} at {hook}", got=got, expected="some")
     counted = kept[0] & (entries[0].weight > 0)
-    if not counted.any() or not limit:
-        got = "no finite row with a weight"
-        raise ActdsError("E014", f"arm {arms[0].name} at {hook}", got=got, expected="some")
     for own, fine in zip(values, kept, strict=True):
         own[~fine] = 0
     centre = _mean(values[0], counted)

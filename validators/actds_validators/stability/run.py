@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from actds.format.tables import PHASES
+from actds.text import storable
 from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.dictionary import Source
 from actds_validators.stability.arms import Arm, most, words_of
@@ -138,7 +139,7 @@ def _one(
     dictionary = Dictionary("topk", *arrays, source, k=limits.k)
     told = Trained(
         arm=arm.name, seed=seed, order=order, fvu=fitted.fvu, n_alive=int(fitted.alive.sum()),
-        sha256=digest.hexdigest(), path=None if folder is None else str(folder),
+        sha256=digest.hexdigest(), path=None if folder is None else storable(str(folder)),
     )  # fmt: skip
     if folder is not None:
         facts = {"arm": words_of(arm.words), "seed": seed, "order": order,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 
 from actds import __version__
 from actds.exchange.tensors import NewTensor, write_tensors
-from actds_validators.audit.outputs import unwritable
+from actds.text import storable
+from actds_validators.audit.outputs import refuse_within_dataset, unwritable
 from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.places import places_of
 from actds_validators.dictionaries.saelens import CONFIG, WEIGHTS
@@ -23,9 +25,11 @@ def refuse_out(out: Path) -> None:
     """Refuse a folder for dictionaries that cannot be made anew.
 
     Raises:
-        ActdsError: E503 something is there already, or the folder around it is not.
+        ActdsError: E009 it is inside a dataset; E503 something is there already, or the folder
+            around it is not.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    refuse_within_dataset("--out", out)
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise unwritable(out, "it is there already", "Give a new folder.")
     if not out.parent.is_dir():
         raise unwritable(out, f"no folder {out.parent}", "Make the folder, or give another path.")
@@ -47,7 +51,7 @@ def save(
     Raises:
         ActdsError: E503 the folder cannot be written.
     """
-    dataset = arm.dataset
+    dataset, path = arm.dataset, storable(arm.dataset.path)
     models = {
         str(field.value)
         for run in dataset.runs.values()
@@ -68,9 +72,9 @@ def save(
             "actds": {
                 "format": "actds.loader",
                 "actds": __version__,
-                "dataset": dataset.path,
+                "dataset": path,
                 "digest": dataset.digest,
-                "datasets": [{"path": dataset.path, "digest": dataset.digest}],
+                "datasets": [{"path": path, "digest": dataset.digest}],
                 "hooks": [hook],
                 "split": ["train", held_out],
                 "stability": trained,

@@ -300,14 +300,27 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
         shared: let other engines hold the lock too, as in ``lock_dataset``.
 
     Raises:
-        ActdsError: E010 when another run writes the dataset; E016 when the store overwrites; E503
-            when it refuses a put.
+        ActdsError: E009 when it is inside another dataset; E010 when another run writes it; E016
+            when the store overwrites; E503 when the folder cannot be made, or a put is refused.
     """
     folder = local_folder(out)
     if folder is None:
         open_for_writing(out)
         return os.open(os.devnull, os.O_RDONLY)
-    folder.mkdir(parents=True, exist_ok=True)
+    for outer in Path(os.path.realpath(folder)).parents:
+        if os.path.lexists(outer / layout.GENESIS):
+            got = f"inside the dataset {outer}"
+            raise ActdsError("E009", str(out), got=got, expected="a path outside any dataset")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ActdsError(
+            "E503",
+            str(out),
+            got=error.strerror or str(error),
+            expected="a folder that can be made",
+            next_step="Give another path.",
+        ) from None
     return lock_dataset(folder, shared=shared)
 
 

@@ -16,7 +16,7 @@ from actds_validators.regimes.inference import Measure
 from actds_validators.regimes.instruments.base import Rows, Sums, difference, mean_of
 from actds_validators.regimes.result import Limits
 from actds_validators.regimes.sums import Part
-from actds_validators.statistics.events import Floats, Ints
+from actds_validators.statistics.events import Floats, Ints, Whole
 
 __all__ = ["N_BINS", "Probes", "area"]
 
@@ -63,6 +63,22 @@ class Probes:
         self._labels = labels
         self.width = 0 if labels is None else n * N_BINS
         self._edges: Floats = np.zeros((n, N_BINS - 1))
+
+    def need_labels(self, names: tuple[str, str], rows: tuple[Whole, Whole]) -> None:
+        """Refuse labels that do not tell the rows of an arm apart.
+
+        Args:
+            names: of the arms.
+            rows: numbers of their rows that are compared.
+
+        Raises:
+            ActdsError: E014 true of all rows that have a label, or of none.
+        """
+        for name, labels, row in zip(names, self._labels or (), rows, strict=False):
+            n_false, n_true = ((labels[row] == value).sum() for value in (0, 1))
+            if not n_false or not n_true:
+                got = f"true of {n_true:,} rows of arm {name} and false of {n_false:,}"
+                raise ActdsError("E014", "--label", got=got, expected="some of either")
 
     def prepare(self, sample: Rows) -> None:
         """Take the edges of the bins from scores of the reference, rows ``(n, d_model)``.
