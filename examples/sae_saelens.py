@@ -41,6 +41,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=32, help="latents of a row that are not 0")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--held-out", type=float, help="share of the requests that actds regimes will score it on"
+    )
     parser.add_argument("--out", help="folder for the weights, and for what they were trained on")
     return parser.parse_args(argv)
 
@@ -54,6 +57,8 @@ def open_loader(args: argparse.Namespace) -> actds.Loader:
         seed=args.seed,
         epochs=None,  # SAELens asks for as many batches as it wants, some before the first step
         exclude="first_position",  # often an attention sink, which would rule the scale
+        split="train" if args.held_out else None,
+        held_out=args.held_out or 0.0,
         dtype="float32",
     )
 

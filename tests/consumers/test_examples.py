@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import actds
+from actds.errors import ActdsError
 from actds_testing.places import ROOT
 
 BATCH, STEPS = 16, 160
@@ -181,6 +182,32 @@ def test_it_runs_as_it_stands_and_keeps_what_it_was_trained_on(
     assert "loss" in capsys.readouterr().out
     with example.names.open_loader(example.args()) as loader:
         assert saved_config(example, out) == loader.config
+
+
+@pytest.mark.parametrize("name", ["sae_saelens", "sae_dictionary_learning"])
+def test_a_dictionary_is_scored_on_requests_that_it_left_out(
+    name: str,
+    path: Path,
+    tmp_path: Path,
+    make_example: Callable[..., Example],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from actds_validators.regimes.api import regimes
+
+    for share in ("0.5", "0"):
+        example, out = make_example(name, "--held-out", share), tmp_path / share
+        monkeypatch.setattr(sys, "argv", [str(example.file), *example.argv, "--out", str(out)])
+        runpy.run_path(str(example.file), run_name="__main__")
+        hook = example.names.open_loader(example.args()).config["hooks"][0]
+        sae = out if name == "sae_saelens" else out / "trainer_0"
+        options: Any = {"hooks": [hook], "sae": [f"{hook}={sae}"], "held_out": 0.5}
+        if share == "0":
+            with pytest.raises(ActdsError, match=r"E015 .*fitted on rows of arm"):
+                regimes(str(path), **options)
+            continue
+        (contrast,) = regimes(str(path), **options).contrasts
+        fvu = next(v for v in contrast.values if v.measure.startswith("FVU") and v.axis == "all")
+        assert fvu.value is not None and "dictionary" in {v.instrument for v in contrast.verdicts}
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])

@@ -379,6 +379,46 @@ def test_names_of_probes_are_one_each(tmp_path: Path, names: str) -> None:
         read_probes(path)
 
 
+def test_a_contrast_of_what_was_served_alike_is_the_floor_of_the_others(
+    arms: dict[str, Path], tmp_path: Path
+) -> None:
+    schedule = simulate(40, 0, cache=False)
+    again = make_dataset(
+        tmp_path / "d", schedule=schedule, hooks=HOOKS, dtype="float32", run="r-again"
+    )
+    sae = dictionary(tmp_path / "sae")
+    words = [f"R={arms['C']}", f"other={arms['A']}", f"again={again}"]
+    told = regimes(*words, hooks=[HOOK], sae=[str(sae)], contrasts=["other-R"], floor="again-R")
+    assert [one.name for one in told.contrasts] == ["again-R", "other-R"]
+    alike, other = ({(v.measure, v.axis, v.stratum): v for v in one.values if v.kind == "size"}
+                    for one in told.contrasts)  # fmt: skip
+    assert {name for name, axis, _ in other if axis == "all"} == {
+        "relative L2", "drift over the dictionary's error", "features that switch",
+        "features of a token that differ",
+    }  # fmt: skip
+    for key, value in other.items():
+        if value.value is not None:
+            assert value.floor == alike[key].value == 0
+            assert value.note == "floor: again-R"
+    assert (other["relative L2", "all", "all"].value or 0) > 1e-3
+    with pytest.raises(ActdsError, match=r"E009 --floor.*two of R, other, again"):
+        regimes(*words, floor="X-R")
+    with pytest.raises(ActdsError, match=r"E014 --floor.*paired by position"):
+        regimes(f"R={arms['C']}", f"other={arms['B']}", floor="other-R")
+
+
+@pytest.mark.parametrize("tensor", ["W_enc", "W_dec"])
+def test_a_dictionary_beyond_float32_is_refused_when_it_meets_rows(
+    arms: dict[str, Path], tmp_path: Path, tensor: str
+) -> None:
+    shape = (D_MODEL, 24) if tensor == "W_enc" else (24, D_MODEL)
+    large = {tensor: np.full(shape, 3e38, np.float32), "b_enc": np.ones(24, np.float32)}
+    path = dictionary(tmp_path / "large", weights=large)
+    told = run(arms["A"], arms["C"], "--sae", str(path))
+    assert isinstance(told.exception, ActdsError), told.output
+    assert _matches("E015.*large.*not finite in float32", str(told.exception))
+
+
 def test_what_cannot_be_compared_is_refused_before_rows_are_read(
     arms: dict[str, Path], tmp_path: Path
 ) -> None:

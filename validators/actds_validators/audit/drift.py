@@ -373,7 +373,7 @@ def _population_sentence(found: Found, values: Sequence[Value], coverage: float)
         how = "paired by request and position"
     else:
         how = f"at equal tokens and positions, which {coverage:.0%} of the second have"
-    why = _WHY.get(found.column or "", "The tokens are not the same")
+    why = _WHY.get(found.column or "", "The texts are not the same")
     return (
         f"The {rows}, {how}: {_moments(values)} {why}: this compares populations and does not show "
         "a numerical difference."

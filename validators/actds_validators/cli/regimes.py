@@ -43,6 +43,11 @@ def _result() -> type[Regimes]:
     help="Compare arm G with the reference R; repeatable. Every later arm with the first if none.",
 )
 @click.option(
+    "--floor",
+    metavar="again-R",
+    help="Compare arms that were served alike, as a replay made twice: the floor of numerics.",
+)
+@click.option(
     "--hook",
     "hooks",
     multiple=True,
@@ -101,6 +106,7 @@ def regimes(
     model: str | None,
     held_out: float | None,
     pairing: Pairing | None,
+    floor: str | None,
     html: Path | None,
     json_out: Path | None,
     fail_on: str,
@@ -128,7 +134,7 @@ def regimes(
 
     result = run(
         *arms, contrasts=contrasts, hooks=hooks, sae=sae, probes=probes, label=label, model=model,
-        held_out=held_out, pairing=pairing, limits=limits, progress=told(),
+        held_out=held_out, pairing=pairing, floor=floor, limits=limits, progress=told(),
     )  # fmt: skip
     command = ctx.meta[COMMAND]
     outputs.write(

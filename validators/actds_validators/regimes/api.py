@@ -48,6 +48,7 @@ def regimes(
     model: str | None = None,
     held_out: float | None = None,
     pairing: Pairing | None = None,
+    floor: str | None = None,
     limits: Limits | Mapping[str, float] | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Regimes:
@@ -68,6 +69,8 @@ def regimes(
             leaves out. An arm that has no token sequence in common with what dictionaries were
             fitted on is compared whole, but for prefixes that they have seen.
         pairing: ``token``, ``position`` or ``unpaired``; the closest that there is by default.
+        floor: a contrast of arms that were served alike, as ``again-R``: its distances of equal
+            tokens are the floor of the other contrasts'. It is compared as well.
         limits: settings by name, or as the result has them.
         progress: receives what is being done.
 
@@ -88,6 +91,9 @@ def regimes(
         raise ActdsError("E009", "--held-out", got=f"{held_out}", expected="a share from 0 to 1")
     opened = _open_arms(arms, held_out)
     pairs = parse_contrasts(list(opened), contrasts)
+    if floor is not None:
+        alike = parse_contrasts(list(opened), [floor], "--floor")
+        pairs = list(dict.fromkeys([*alike, *pairs]))
     compared = {name: opened[name] for name in opened if any(name in pair for pair in pairs)}
     shared = _shared_hooks(list(compared.values()), hooks)
     dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
@@ -108,7 +114,7 @@ def regimes(
         for first, other in pairs
         for hook in shared
     ]
-    found = compare(asked, chosen, progress)
+    found = compare(asked, chosen, progress, floor=floor)
     used = [_dictionary_used(hook, one, compared, found) for hook, one in dictionaries.items()]
     used += [_probes_used(hook, one) for hook, one in linear.items()]
     return found.model_copy(update={"used": used})
@@ -297,6 +303,9 @@ class _Finite:
 
     Args:
         dictionary: the dictionary.
+
+    Raises:
+        ActdsError: E015 it makes numbers of finite rows that are not finite.
     """
 
     def __init__(self, dictionary: Dictionary) -> None:
@@ -304,11 +313,20 @@ class _Finite:
 
     def encode(self, rows: Rows) -> Rows:
         """Return the features ``(n, n_features)`` of rows ``(n, d_model)``."""
-        return self._dictionary.encode(_finite(rows))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._checked("features", self._dictionary.encode(_finite(rows)))
 
     def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
         """Return the rows ``(n, d_model)`` of features ``(n, n_features)``."""
-        return self._dictionary.decode(features, None if rows is None else _finite(rows))
+        told = None if rows is None else _finite(rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._checked("rows", self._dictionary.decode(features, told))
+
+    def _checked(self, what: str, found: Rows) -> Rows:
+        if not np.isfinite(found.sum(dtype=np.float64)):
+            got = f"{what} that are not finite in float32"
+            raise refused(self._dictionary.source.path, got, "finite ones of finite rows")
+        return found
 
     def frame(self, rows: Rows) -> tuple[Rows, Rows]:
         """Return what a normalization takes off each row and divides it by, each ``(n, 1)``."""

@@ -95,12 +95,15 @@ def parse_named(words: Sequence[str], keys: Sequence[str] = SELECTION_KEYS) -> l
     return arms
 
 
-def parse_contrasts(names: Sequence[str], asked: Sequence[str]) -> list[tuple[str, str]]:
+def parse_contrasts(
+    names: Sequence[str], asked: Sequence[str], option: str = "--contrast"
+) -> list[tuple[str, str]]:
     """Return the contrasts as (reference, other): ``G-R`` compares G with the reference R.
 
     Args:
         names: names of the arms.
         asked: contrasts; with none every later arm is compared with the first.
+        option: what asked for them.
 
     Raises:
         ActdsError: E009 no such arm, or not two of them.
@@ -112,7 +115,7 @@ def parse_contrasts(names: Sequence[str], asked: Sequence[str]) -> list[tuple[st
         parts = words.split("-")
         if len(parts) != 2 or parts[0] == parts[1] or not set(parts) <= set(names):
             expected = f"two of {', '.join(names)}, as {names[1]}-{names[0]}"
-            raise ActdsError("E009", "--contrast", got=words[:80], expected=expected)
+            raise ActdsError("E009", option, got=words[:80], expected=expected)
         found.append((parts[1], parts[0]))
     return found
 

@@ -1,28 +1,33 @@
-"""The floor of numerics: how far rows lie apart that one arm computed twice in the same way.
+"""The floor of numerics: how far rows lie apart that were computed twice in the same way.
 
-Requests that share a prompt compute its tokens more than once; else canaries of the run say it.
+Requests that share a prompt compute its tokens more than once; else canaries of the run say it. A
+contrast with the same harvest made again, in a process of its own, says it of every measure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow.compute as pc
 
+from actds.errors import ActdsError
 from actds_validators.regimes.arms import Arm
 from actds_validators.regimes.contrast import Contrast
 from actds_validators.regimes.inference import Judged
+from actds_validators.regimes.result import ContrastResult, Value
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import Array
 from actds_validators.statistics.events import Floats, Whole
 from actds_validators.statistics.samples import Rows, cosine_distance, relative_l2
 
-__all__ = ["P99", "RepeatFloor", "beside_floor", "repeat_floor"]
+__all__ = ["P99", "RepeatFloor", "beside_contrast", "beside_floor", "repeat_floor"]
 
 P99 = "relative L2, p99"
 _MIN_TOKENS = 20
+_OF_PAIRS = ("numerics", "overlap")
+"""Instruments with sizes of pairs of equal tokens: halves of the reference have none."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,46 @@ def beside_floor(judged: list[Judged], floor: RepeatFloor | None) -> list[Judged
             one = replace(one, value=value.model_copy(update=changes))
         found.append(one)
     return found
+
+
+def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[ContrastResult]:
+    """Return results in which sizes of pairs stand beside the same of one of the contrasts.
+
+    Args:
+        results: what the contrasts find.
+        name: the contrast whose arms were served alike.
+
+    Raises:
+        ActdsError: E014 it is not paired by token.
+    """
+    known: dict[tuple[str, ...], Value] = {}
+    for one in results:
+        if one.name == name and one.pairing != "token":
+            got = f"{name} at {one.hook} is paired by {one.pairing}"
+            expected = "a contrast of the same tokens, as of a replay made twice"
+            raise ActdsError("E014", "--floor", got=got, expected=expected)
+        if one.name == name:
+            known |= {_place(value): value for value in one.values}
+    return [
+        one if one.name == name else one.model_copy(update={"values": _beside(one, known, name)})
+        for one in results
+    ]
+
+
+def _beside(one: ContrastResult, known: Mapping[tuple[str, ...], Value], name: str) -> list[Value]:
+    found = []
+    for value in one.values:
+        floor = known.get(_place(value))
+        is_of_pairs = value.instrument in _OF_PAIRS and value.kind in ("size", "described")
+        if is_of_pairs and one.pairing == "token" and floor is not None and value.value is not None:
+            changes = {"floor": floor.value, "note": f"floor: {name}"}
+            value = value.model_copy(update=changes)
+        found.append(value)
+    return found
+
+
+def _place(value: Value) -> tuple[str, ...]:
+    return value.hook, value.instrument, value.measure, value.axis, value.stratum
 
 
 def _read(array: Array, which: Whole) -> Rows:

@@ -12,7 +12,7 @@ from actds.load.filters import SINK_NORM
 from actds.load.lazy import LazyArray
 from actds_validators.regimes.arms import Arm, ArmRows
 from actds_validators.regimes.contrast import Contrast, Pairing, Side, contrast
-from actds_validators.regimes.floors import beside_floor, repeat_floor
+from actds_validators.regimes.floors import beside_contrast, beside_floor, repeat_floor
 from actds_validators.regimes.inference import Judged, Measure, decide, judge
 from actds_validators.regimes.instruments.base import Instrument, PairInstrument, Rows
 from actds_validators.regimes.instruments.moments import ALL_ROWS, SINKS
@@ -88,6 +88,8 @@ def compare(
     asked: Sequence[Asked],
     limits: Limits | None = None,
     progress: Callable[[str], None] = lambda what: None,
+    *,
+    floor: str | None = None,
 ) -> Regimes:
     """Return what contrasts find; all their tests are one family.
 
@@ -96,6 +98,8 @@ def compare(
             reference.
         limits: what counts as none, level and seed; None for the defaults.
         progress: receives what is being done.
+        floor: name of the contrast of arms that were served alike, whose distances are the floor
+            of the others'.
 
     Raises:
         ActdsError: E014 arms that cannot be compared; what reading raises.
@@ -109,14 +113,17 @@ def compare(
         plan, result = planned.pop(0)
         measured = measure(plan, arrays, one.instruments, limits, one.hook)
         if plan.pairing == "token":
-            floor = repeat_floor((one.first, one.second), plan, arrays, one.hook)
-            measured = replace(measured, judged=beside_floor(measured.judged, floor))
+            repeats = repeat_floor((one.first, one.second), plan, arrays, one.hook)
+            measured = replace(measured, judged=beside_floor(measured.judged, repeats))
         found.append(measured)
         results.append(_with_counts(result, measured))
     results = [
-        result.model_copy(update={"values": values, "verdicts": verdicts(values)})
+        result.model_copy(update={"values": values})
         for result, values in zip(results, conclude(found, limits), strict=True)
     ]
+    if floor is not None:
+        results = beside_contrast(results, floor)
+    results = [one.model_copy(update={"verdicts": verdicts(one.values)}) for one in results]
     n_tests = sum(value.p is not None for result in results for value in result.values)
     return Regimes(limits=limits, n_tests=n_tests, contrasts=results)
 
