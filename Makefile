@@ -200,11 +200,12 @@ bench-load: $(STAMP) ## time the loader beside other formats and loaders (an env
 CALIBRATE_SHORT := mcar_steps mcar_bursts few_events heavy negligible
 CALIBRATE_LONG  := queue queue_oldest mar_load mnar_content mnar_projection mnar_rarity mnar_steps
 CALIBRATE       := $(BIN)/python -m actds_testing.calibration.audit --out benchmarks/results/calibration.md
-calibrate: $(STAMP) ## audit thousands of runs of known truth, simulated and recorded, compare 1,400 pairs of arms; tables (two and a half hours)
+calibrate: $(STAMP) $(DEMO)/model/config.json ## audit thousands of runs of known truth, simulated and recorded, compare 2,200 pairs of arms; tables (four hours)
 	$(CALIBRATE) --steps 8000 --scenario $(CALIBRATE_SHORT) $(CALIBRATE_ARGS)
 	$(CALIBRATE) --steps 40000 --scenario $(CALIBRATE_LONG) $(CALIBRATE_ARGS)
 	$(BIN)/python -m actds_testing.calibration.traffic --out benchmarks/results/calibration-traffic.md
 	$(BIN)/python -m actds_testing.calibration.regimes --runs 200
+	$(BIN)/python -m actds_testing.calibration.real_regimes --runs 100
 
 crash: $(STAMP) ## kill and cut power 572 times, recover each time (half an hour; root for the power cuts)
 	$(BIN)/python -m actds_testing.crash.soak --kills 500 --power-cuts 52 --engine-kills 20
