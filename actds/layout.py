@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+from pathlib import Path
 
 from actds.errors import ActdsError
 
@@ -29,6 +31,11 @@ def segment(text: str, place: str) -> str:
     if not _SEGMENT.fullmatch(text):
         raise ActdsError("E107", place, got=repr(text)[:80], expected="[a-z0-9][a-z0-9._-]{0,63}")
     return text
+
+
+def dataset_around(path: Path) -> Path | None:
+    """Return the folder of the dataset that a path is inside of, as it is written; None if none."""
+    return next((one for one in path.parents if os.path.lexists(one / GENESIS)), None)
 
 
 def new_id(kind: str) -> str:

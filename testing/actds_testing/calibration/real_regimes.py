@@ -136,16 +136,16 @@ def pool(work: Path) -> Pool:
     first = read_arm(Arm("H", own, where=where, split="held_out", held_out=HELD_OUT), HOOK)
     second = read_arm(Arm("R", again, where=where), HOOK)
     of_first = matched_requests(first, second, same_dataset=False)[second.request]
-    second = replace(second.take(np.flatnonzero(np.isin(of_first, first.request))))
+    there = np.flatnonzero(np.isin(of_first, first.request))
+    second = second.take(there)
     rows = np.concatenate([
         dataset.array(HOOK)[told.row.astype(np.int64)].astype(np.float32)
         for dataset, told in ((own, first), (again, second))
     ])  # fmt: skip
     dictionary = load_dictionary(work / "sae" / "H" / "seed-0", HOOK, rows.shape[1])
     parts = [dictionary.encode(rows[at : at + 2048]) for at in range(0, len(rows), 2048)]
-    of_second = of_first[np.isin(of_first, first.request)]
     return Pool(
-        joined(first, second, of_second),
+        joined(first, second, of_first[there]),
         np.arange(len(rows)) >= len(first),
         rows,
         dictionary,

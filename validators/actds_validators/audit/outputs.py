@@ -53,14 +53,9 @@ def refuse_within_dataset(option: str, path: Path) -> None:
     # A link in a dataset is refused as well, wherever it leads.
     own, real = Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path))
     for place in dict.fromkeys((own, real)):
-        for folder in place.parents:
-            if os.path.lexists(folder / layout.GENESIS):
-                raise ActdsError(
-                    "E009",
-                    f"{option} {path}",
-                    got=f"inside the dataset {folder}",
-                    expected=expected,
-                )
+        if (folder := layout.dataset_around(place)) is not None:
+            got = f"inside the dataset {folder}"
+            raise ActdsError("E009", f"{option} {path}", got=got, expected=expected)
     if layout.GENESIS in (own.name, real.name):
         got = f"{layout.GENESIS}, by which a folder is taken for a dataset"
         raise ActdsError("E009", f"{option} {path}", got=got, expected=expected)

@@ -307,10 +307,9 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
     if folder is None:
         open_for_writing(out)
         return os.open(os.devnull, os.O_RDONLY)
-    for outer in Path(os.path.realpath(folder)).parents:
-        if os.path.lexists(outer / layout.GENESIS):
-            got = f"inside the dataset {outer}"
-            raise ActdsError("E009", str(out), got=got, expected="a path outside any dataset")
+    if (outer := layout.dataset_around(Path(os.path.realpath(folder)))) is not None:
+        got = f"inside the dataset {outer}"
+        raise ActdsError("E009", str(out), got=got, expected="a path outside any dataset")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

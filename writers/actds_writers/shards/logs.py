@@ -294,9 +294,10 @@ class ReadoutLog:
         """Take the steps that have arrived from every stage; under the lock."""
         lanes = self._lanes.values()
         while all(lane.arrived for lane in lanes):
-            first = next(iter(lanes)).arrived[0][0]
-            self.fault = _disagreement({n: one.arrived[0][0] for n, one in self._lanes.items()})
-            if self.fault is not None:
+            heads = {stage: lane.arrived[0][0] for stage, lane in self._lanes.items()}
+            fault = _disagreement(heads)
+            if fault is not None:
+                self.fault = fault
                 self._end_at(self._last_step)
                 return
             for lane in lanes:
@@ -304,7 +305,7 @@ class ReadoutLog:
                 if self.error is None and values.size:
                     self._pending.append((lane, message, values))
                     self._pending_nbytes += values.nbytes + 3 * message.positions.nbytes
-            self._last_step = first.step
+            self._last_step = message.step
 
     def _end_at(self, step: int) -> None:
         """Discard and refuse what is of later steps; under the lock."""
