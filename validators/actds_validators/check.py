@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,24 +35,22 @@ class CheckResult:
     @property
     def answer(self) -> str:
         """Return whether to train on it, in a few words."""
-        from actds_validators.report.summary import answer
-
         if self.audit is not None:
-            return answer(self.audit.result)
+            return self.audit.result.answer.words
         if self.validation.dataset is None:
             return "No: it cannot be read as a dataset"
         return "No: it is not valid"
 
     def exit_code(self, *, strict: bool = False) -> int:
-        """Return 0 valid and no FAIL, 1 otherwise, 3 not readable as a dataset.
+        """Return 0 valid and the answer is not no, 1 otherwise, 3 not readable as a dataset.
 
         Args:
-            strict: warnings, WARN and INCONCLUSIVE end with 1 as well.
+            strict: warnings, and every answer but yes, end with 1 as well.
         """
         code = self.validation.exit_code(strict=strict)
         if code or self.audit is None:
             return code
-        return int(self.audit.result.verdict.level in _FAILING[strict])
+        return int(self.audit.result.answer.level in _FAILING[strict])
 
     def as_json(self, *, strict: bool = False) -> dict[str, Any]:
         """Return the result as ``actds check --json`` prints it."""
@@ -63,7 +61,7 @@ class CheckResult:
             "ok": self.exit_code(strict=strict) == 0,
             "exit_code": self.exit_code(strict=strict),
             "valid": self.is_valid,
-            "verdict": None if result is None else result.verdict.level,
+            "verdict": None if result is None else result.answer.level,
             "answer": self.answer,
             "validation": self.validation.as_json(strict=strict),
             "audit": None if result is None else result.as_json(),
@@ -73,6 +71,7 @@ class CheckResult:
 def check(
     path: str | Path,
     *,
+    accept: Sequence[str] = (),
     validating: Progress = lambda what, amount: None,
     auditing: Callable[[str], None] = lambda what: None,
 ) -> CheckResult:
@@ -80,6 +79,7 @@ def check(
 
     Args:
         path: the dataset.
+        accept: places that are waived by name, as of ``audit``.
         validating: as ``progress`` of ``validate``.
         auditing: as ``progress`` of ``audit``.
 
@@ -96,4 +96,4 @@ def check(
     validation = validate(path, "full", validating)
     if validation.exit_code():
         return CheckResult(validation, None)
-    return CheckResult(validation, audit(path, progress=auditing))
+    return CheckResult(validation, audit(path, accept=accept, progress=auditing))

@@ -74,7 +74,10 @@ def write_dataset(
     """
     store = LocalStore(Path(path))
     dataset = _begin(store, simulated.scenario, simulated.seed)
-    writer = _Run(store, dataset, run, simulated.scenario, simulated.seed, rows_per_shard, order)
+    writer = _Run(
+        store, dataset, run, simulated.scenario, simulated.seed, rows_per_shard, order,
+        n_records=len(simulated.requests),
+    )  # fmt: skip
     writer.add(simulated)
     writer.close()
     if sealed:
@@ -158,6 +161,7 @@ class _Run:
         seed: int,
         rows_per_shard: int,
         order: Order,
+        n_records: int | None = None,
     ) -> None:
         self.store, self.run, self.scenario = store, run, scenario
         self.rows_per_shard: int = rows_per_shard
@@ -174,7 +178,7 @@ class _Run:
             dataset=dataset,
             run=run,
             started_ns=WALL_NS,
-            fields=_provenance(scenario, seed, rows_per_shard, order),
+            fields=_provenance(scenario, seed, rows_per_shard, order, n_records),
         )
         written = store.put_new(layout.run_path(run), [schema.to_bytes(record)])
         self.writer.append("run", RunBody(run=run, sha256=written.sha256))
@@ -294,7 +298,7 @@ def _with(table: pa.Table, name: str, column: object) -> pa.Table:
 
 
 def _provenance(
-    scenario: Scenario, seed: int, rows_per_shard: int, order: str
+    scenario: Scenario, seed: int, rows_per_shard: int, order: str, n_records: int | None
 ) -> dict[str, ProvenanceField]:
     readouts = Readouts(scenario.n_projections, 0).as_field() if scenario.readouts else NONE
     known: dict[str, bool | int | str] = {
@@ -304,6 +308,7 @@ def _provenance(
         "model.n_layers": 1,
         "model.d_model": scenario.d_model,
         "model.quantization": "none",
+        "model.weights_sha256": hashlib.sha256(b"simulated").hexdigest(),
         "numerics.dtype": "bfloat16",
         "numerics.device": "cpu",
         "serving.mode": "live",
@@ -323,6 +328,8 @@ def _provenance(
         "simulation.scenario": repr(scenario),
         "simulation.seed": seed,
     }
+    if n_records is not None:
+        known["prompts.n_records"] = n_records
     reason = "a simulated run has none"
     fields = {
         name: ProvenanceField(value=None, origin="unknown", reason=reason)

@@ -183,6 +183,8 @@ class ClassCounts:
         self.stored, self.reused, self.lost = (np.zeros(shape, np.int64) for _ in range(3))
         self.repeated = 0
         self.largest = 0
+        self.inverses = self.squares = 0.0
+        """Over stored rows, sums of 1/m - 1 and of m^2 - 1, m how often a row was served."""
 
     def count(
         self,
@@ -219,6 +221,8 @@ class ClassCounts:
             self.reused += found.reshape(target.shape).astype(np.int64)
             self.repeated += len(again)
             self.largest = max(self.largest, int(served.max()))
+            self.inverses -= float((weights / (1 + weights)).sum())
+            self.squares += float((weights * (2 + weights)).sum())
 
     def add(self, other: ClassCounts) -> None:
         """Add the counts of other rows."""
@@ -227,6 +231,8 @@ class ClassCounts:
         self.lost += other.lost
         self.repeated += other.repeated
         self.largest = max(self.largest, other.largest)
+        self.inverses += other.inverses
+        self.squares += other.squares
 
 
 @dataclass(frozen=True)

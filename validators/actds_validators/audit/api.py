@@ -23,6 +23,7 @@ def audit(
     limits: Limits | Mapping[str, float] | None = None,
     weights: str | Path | None = None,
     classes: str | Path | None = None,
+    accept: Sequence[str] = (),
     against: str | Path | None = None,
     by: Sequence[Column] = (),
     rows: int = 20_000,
@@ -37,6 +38,8 @@ def audit(
         weights: file to write, inverse-probability weights of the stored rows; not written when
             the accounting does not add up.
         classes: Parquet file of token classes: request, start, stop, class, and maybe run.
+        accept: places that are waived by name, though they do not pass: ``source``, ``cache``,
+            ``rules``, ``ends``, ``queues``, ``values``, ``identity``.
         against: another dataset, whose values to compare with.
         by: columns whose values to compare with one another: ``phase``, ``kernel_mode``, ``run``,
             ``source``.
@@ -59,11 +62,13 @@ def audit(
     need_extra()
     from actds_validators.audit import run
     from actds_validators.audit.outputs import refuse_outputs
+    from actds_validators.audit.place import places_of
     from actds_validators.audit.result import Limits
 
     weights, classes = (None if p is None else Path(p) for p in (weights, classes))
     refuse_outputs({"--weights": weights}, {"--classes": [classes] if classes else []})
     chosen = settings_of(Limits, limits)
+    waived = places_of(accept)
     comparison = None
     if against is not None or by:
         from actds_validators.audit.drift import open_comparison
@@ -71,7 +76,7 @@ def audit(
         comparison = open_comparison(
             str(path), None if against is None else str(against), tuple(by), rows
         )
-    found = run.audit_dataset(path, chosen, progress, weights, classes, executor)
+    found = run.audit_dataset(path, chosen, progress, weights, classes, executor, waived)
     if comparison is None:
         return found
     result, failure = comparison.added_to(found.result)

@@ -8,6 +8,7 @@ a variance is made of.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -148,11 +149,25 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
         largest_multiplicity=1 + rows.largest,
         mean_multiplicity=(stored + reused) / stored,
         repeated_multiplicity=1 + reused / rows.repeated if rows.repeated else None,
+        once_bias=_once_bias(rows, served),
+        effective_rows=(stored + reused) ** 2 / (stored + rows.squares),
         shifts=[
             shift for name, triple in shifts.items() if (shift := _shift(name, triple)) is not None
         ],
         loss_by_class=_loss_by_class(cells, given),
     )
+
+
+def _once_bias(rows: ClassCounts, served: int) -> float:
+    """Return the most that a mean over stored rows, each once, is off from the served mean.
+
+    In standard deviations over what was served. With q the weights of the rows in the mean and p
+    their shares of what was served, ``|Σ (q - p) x| <= σ sqrt(Σ q² / p - 1)`` by Cauchy and
+    Schwarz. Here ``q = 1/N`` and ``p = m/M``: N stored rows, m how often each was served, M all
+    servings, those without a row too.
+    """
+    stored = int(rows.stored.sum())
+    return math.sqrt(max(0.0, served * (stored + rows.inverses) / stored**2 - 1))
 
 
 def _labels_from(labels: ClassesFile | None, given: list[str]) -> list[str]:

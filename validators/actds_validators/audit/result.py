@@ -6,6 +6,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
+from actds_validators.audit.place import Level as Level
 from actds_validators.sections import Section, Share
 
 BOUND = "worst-case bias of any mean"
@@ -21,7 +23,6 @@ MIN_BLAMED = 3
 
 Group = Literal["system", "content", "values"]
 """What a covariate describes: the serving system at the time, the tokens, or the rows' values."""
-Level = Literal["PASS", "WARN", "FAIL", "INCONCLUSIVE"]
 Must = Literal["at most", "below", "at least", "above"]
 """On which side of its limit a number has to lie."""
 
@@ -87,6 +88,11 @@ class Limits(Section):
         "value), beyond chance, that warns",
     )
     worst_stratum_fail: Share = Field(default=0.2, description="the same that fails")
+    max_shift: Share = Field(
+        default=0.02,
+        description="total variation of token classes or positions, stored against served, above "
+        "which rows have to be loaded as often as they were served",
+    )
     n_blocks: int = Field(default=50, ge=10, description="blocks of the jackknife at most")
     seed: int = Field(default=0, ge=0, description="seed of random shifts and splits")
 
@@ -228,6 +234,13 @@ class Coverage(Section):
     mean_multiplicity: float = Field(description="servings per stored row")
     repeated_multiplicity: float | None = Field(
         default=None, description="servings per stored row that was served more than once"
+    )
+    once_bias: float = Field(
+        description="the most that a mean over the stored rows, each once, is off from that over "
+        "what was served, in standard deviations of the latter"
+    )
+    effective_rows: float = Field(
+        description="(sum m)^2 / sum m^2 of the stored rows, m how often each was served"
     )
     shifts: list[CapturedShift]
     dominant: Dominant | None = Field(
@@ -596,6 +609,9 @@ class Options(Section):
     classes: ClassesFile | None = Field(
         default=None, description="null when the classes are the tables' alone"
     )
+    accepted: list[PlaceName] = Field(
+        default_factory=list, description="places that the user waived"
+    )
     by: list[str] = Field(
         default_factory=list, description="columns by which the values were to be compared"
     )
@@ -626,7 +642,12 @@ class Audit(Section):
     policies: list[str] = Field(description="overflow policies of the runs")
     options: Options = Field(default_factory=Options)
     limits: Limits
-    verdict: Verdict
+    answer: Answer
+    places: list[Place] = Field(
+        description="in the order in which rows pass; empty where the accounting does not add up"
+    )
+    source: SourceAccount | None = Field(description="null where the accounting does not add up")
+    verdict: Verdict = Field(description="on what queues and ends lost")
     accounting: Accounting
     coverage: Coverage | None = None
     missingness: Missingness | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from actds.reading import Catalog
 from actds.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.audit.accumulate import CONTENT, CovariateSums, RunCells, Sums
+from actds_validators.audit.answer import conclude, unaccounted
 from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
 from actds_validators.audit.covariates import (
     MAX_PROBES,
@@ -71,6 +72,8 @@ from actds_validators.audit.passes import (
     accumulate,
     scale_of,
 )
+from actds_validators.audit.place import Place, PlaceName
+from actds_validators.audit.places import Audited, places
 from actds_validators.audit.result import (
     Audit,
     ClassesFile,
@@ -80,6 +83,7 @@ from actds_validators.audit.result import (
     Options,
     Queues,
 )
+from actds_validators.audit.source import read_records, source_account
 from actds_validators.audit.verdict import Evidence, judge
 from actds_validators.audit.weights import (
     Cells,
@@ -139,6 +143,7 @@ def audit_dataset(
     weights: Path | None = None,
     classes: Path | None = None,
     executor: ExecutorName = "threads",
+    accept: Sequence[PlaceName] = (),
 ) -> AuditResult:
     """Audit a dataset: what was captured against what existed.
 
@@ -151,6 +156,7 @@ def audit_dataset(
         classes: Parquet file of token classes by request and positions, as `labels.read_labels`;
             None for the roles of the dataset.
         executor: ``threads`` of this process, or ``ray``: the same numbers from either.
+        accept: places that are waived.
 
     Raises:
         ActdsError: E009 classes that cannot be used; E011 no Ray; E306 not sealed; E401, E403
@@ -175,6 +181,17 @@ def audit_dataset(
             progress("writing weights")
             claim = found.weighting.claim if found.weighting else "nothing was lost"
             write_weights(weights, catalog, found.lookups, found.cells, claim)
+    verdict = judge(found, limits)
+    source, judged, answered = None, list[Place](), unaccounted(verdict)
+    if found.accounting.is_sound:
+        progress("the source, and every place behind it")
+        records = read_records(catalog)
+        source = source_account(catalog, records)
+        audited = Audited(
+            catalog, str(path), records, source, found.accounting, found.coverage,
+            found.missingness, verdict, limits,
+        )  # fmt: skip
+        judged, answered = conclude(places(audited), accept, str(path), found.queues)
     policies = {
         str(record.fields["capture.overflow_policy"].value) for record in catalog.runs.values()
     }
@@ -186,9 +203,12 @@ def audit_dataset(
         seal=catalog.seal.n if catalog.seal else None,
         runs=catalog.run_ids,
         policies=sorted(policies),
-        options=Options(engine=executor, classes=named),
+        options=Options(engine=executor, classes=named, accepted=list(accept)),
         limits=limits,
-        verdict=judge(found, limits),
+        answer=answered,
+        places=judged,
+        source=source,
+        verdict=verdict,
         accounting=found.accounting,
         coverage=found.coverage,
         missingness=found.missingness,

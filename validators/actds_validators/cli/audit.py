@@ -14,6 +14,7 @@ from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
     Outputs,
+    accept_option,
     html_option,
     json_option,
     no_dash,
@@ -63,6 +64,7 @@ def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) ->
     type=click.Path(dir_okay=False, path_type=Path),
     help="Token classes for the coverage map: Parquet with request, start, stop, class.",
 )
+@accept_option()
 @click.option("--against", metavar="OTHER", help="Compare the values with those of this dataset.")
 @click.option(
     "--by", type=click.Choice(COLUMNS), multiple=True, help="Compare the values by this column."
@@ -99,6 +101,7 @@ def audit(
     json_out: Path | None,
     weights: Path | None,
     classes: Path | None,
+    accept: tuple[str, ...],
     against: str | None,
     by: tuple[Column, ...],
     rows: int,
@@ -125,8 +128,8 @@ def audit(
     from actds_validators.report import summary, terminal
 
     found = run_audit(
-        path, limits=limits, weights=weights, classes=classes, against=against, by=by, rows=rows,
-        executor=executor, progress=told(),
+        path, limits=limits, weights=weights, classes=classes, accept=accept, against=against,
+        by=by, rows=rows, executor=executor, progress=told(),
     )  # fmt: skip
     result = found.result
     about = summary.about(found.catalog, ctx.meta[COMMAND])
@@ -150,4 +153,4 @@ def _is_given(ctx: click.Context, name: str) -> bool:
 
 def exit_code(result: Audit, fail_on: str) -> int:
     """Return 1 when the verdict is among those that fail, else 0."""
-    return int(result.verdict.level in _FAILING[fail_on])
+    return int(result.answer.level in _FAILING[fail_on])

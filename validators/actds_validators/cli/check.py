@@ -12,7 +12,14 @@ import click
 
 from actds.cli.output import envelope, print_json, print_lines
 from actds.text import Line, printable
-from actds_validators.cli.results import keep_little, need_folders, no_dash, told, write_text
+from actds_validators.cli.results import (
+    accept_option,
+    keep_little,
+    need_folders,
+    no_dash,
+    told,
+    write_text,
+)
 from actds_validators.cli.validate import counting, finding_lines, verdict_line
 
 if TYPE_CHECKING:
@@ -29,10 +36,19 @@ _MAX_FINDINGS, _MAX_STEPS = 4, 4
     callback=no_dash,
     help="Write the audit's report.",
 )
+@accept_option()
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON (actds.check 1).")
 @click.option("--strict", is_flag=True, help="Fail on warnings, WARN and INCONCLUSIVE as well.")
 @click.pass_context
-def check(ctx: click.Context, /, path: str, html: Path | None, as_json: bool, strict: bool) -> None:
+def check(
+    ctx: click.Context,
+    /,
+    path: str,
+    html: Path | None,
+    accept: tuple[str, ...],
+    as_json: bool,
+    strict: bool,
+) -> None:
     """Say whether a dataset is valid, and whether to train on it.
 
     PATH is the dataset's folder. This is actds validate and, if the dataset is valid, actds audit,
@@ -54,7 +70,7 @@ def check(ctx: click.Context, /, path: str, html: Path | None, as_json: bool, st
     need_folders(html)
     keep_little()
     with counting() as validating:
-        found = run(path, validating=validating, auditing=told())
+        found = run(path, accept=accept, validating=validating, auditing=told())
     if html is not None and found.audit is not None:
         write_text(html, _report(found, shlex.join(["actds", "audit", path, "--html", str(html)])))
     if as_json:
@@ -102,7 +118,7 @@ def _page(found: CheckResult, html: Path | None, strict: bool) -> Iterator[Line]
     yield valid
     yield from finding_lines(found.validation, _MAX_FINDINGS)
     yield from (line for line in rest if line.text.split() != ["Command"])
-    steps = result.verdict.next_steps
+    steps = result.answer.next_steps
     if steps:
         yield Line("What to do", "title")
         yield from (Line(f"  {n}. {step}") for n, step in enumerate(steps[:_MAX_STEPS], 1))

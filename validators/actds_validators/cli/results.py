@@ -20,6 +20,7 @@ __all__ = [
     "COMMAND",
     "LimitsCommand",
     "Outputs",
+    "accept_option",
     "files_of",
     "html_option",
     "json_option",
@@ -62,6 +63,17 @@ def html_option(words: str) -> Callable[[Command], Command]:
     """Return the option of the page, with its help."""
     kind = click.Path(dir_okay=False, path_type=Path)
     return click.option("--html", type=kind, callback=no_dash, help=words)
+
+
+def accept_option() -> Callable[[Command], Command]:
+    """Return the option that waives places by name: ``accept``."""
+    names = ("source", "cache", "rules", "ends", "queues", "values", "identity")
+    return click.option(
+        "--accept",
+        type=click.Choice(names),
+        multiple=True,
+        help="Waive a place where rows go, though it does not pass; repeatable.",
+    )
 
 
 def json_option() -> Callable[[Command], Command]:

@@ -33,10 +33,10 @@ from actds_validators.report.missingness import (
     missingness_part,
     stored_bias,
 )
+from actds_validators.report.places import bar, lengths, lines, places_part, source_part
 from actds_validators.report.summary import (
     LEVEL_MARKS,
     About,
-    answer,
     biases,
     check_part,
     evidence_part,
@@ -77,6 +77,8 @@ class Section:
 
 _N_COMPARISONS = 2  # of each kind
 SECTIONS: tuple[Section, ...] = (
+    Section(places_part),
+    Section(source_part, (lengths,), "Source", "no run record says what the source had"),
     Section(check_part),
     Section(accounting_part, (waterfall,)),
     Section(
@@ -154,14 +156,15 @@ def render(audit: Audit, about: About | None = None) -> str:
     return render_page(
         "page.html.j2",
         audit=audit,
-        mark=LEVEL_MARKS[verdict.level],
-        answer=answer(audit),
+        mark=LEVEL_MARKS[audit.answer.level],
+        bar=bar(audit),
+        places=lines(audit),
         biases=biases(audit),
         facts=[(name, Sentence(words)) for name, words in facts(audit, about)],
         sentence=Sentence(verdict.sentence),
         value=measured(deciding.value, deciding.unit),
         held=f"{against(deciding)}: {state.words}" if deciding.limit is not None else "",
-        next_steps=[Sentence(step) for step in verdict.next_steps[:20]],
+        next_steps=[Sentence(step) for step in audit.answer.next_steps[:20]],
         lacks=[Sentence(lack) for lack in verdict.lacks[:20]],
         sections=_shown(audit),
         absent=_absent(audit),

@@ -33,16 +33,6 @@ from actds_validators.report.words import (
 LEVEL_MARKS = {"PASS": "✓", "WARN": "!", "FAIL": "✗", "INCONCLUSIVE": "?"}
 """What is beside a verdict, so that no reader depends on its colour."""
 
-_ANSWERS = {
-    "PASS": "Yes: train on it",
-    "WARN": "Yes, with these limits",
-    "FAIL": "Not before you harvest again",
-    "INCONCLUSIVE": "Not known: too little evidence",
-}
-_ANSWERS_BY_KIND = {
-    "unaccounted": "Not before the accounting mismatches are fixed",
-    "unresolved": "Yes, without the prompts named below",
-}
 _MAX_FAILED = 5  # comparisons: --against and four columns
 _MAX_HOOKS = 6
 
@@ -89,18 +79,6 @@ def about(catalog: Catalog, command: str) -> About:
         started_ns=min((run.started_ns for run in runs), default=genesis.created_ns),
         command=command,
     )
-
-
-def answer(audit: Audit) -> str:
-    """Return whether to train on the dataset, in a few words."""
-    missing = audit.missingness
-    if (
-        audit.verdict.kind == "uncorrelated"
-        and missing is not None
-        and not any(d.covariate.group == "values" for d in missing.differences)
-    ):
-        return "Yes, with one limit: losses by value were not tested"
-    return _ANSWERS_BY_KIND.get(audit.verdict.kind, _ANSWERS[audit.verdict.level])
 
 
 def biases(audit: Audit) -> list[Fact]:

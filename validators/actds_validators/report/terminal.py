@@ -21,7 +21,8 @@ from actds_validators.audit.result import (
 from actds_validators.report.accounting import balance, never_computed
 from actds_validators.report.mechanism import smallest_first
 from actds_validators.report.missingness import worst_first
-from actds_validators.report.summary import LEVEL_MARKS, About, answer, biases, facts
+from actds_validators.report.places import terminal_lines
+from actds_validators.report.summary import LEVEL_MARKS, About, biases, facts
 from actds_validators.report.words import (
     Columns,
     Sentence,
@@ -58,7 +59,8 @@ def render(audit: Audit, about: About | None = None) -> Iterator[Line]:
 
 def _page(audit: Audit, about: About | None) -> Iterator[Line]:
     yield from first_screen(audit, about)
-    yield from _list("What to do", [f"{n}. {s}" for n, s in enumerate(audit.verdict.next_steps, 1)])
+    yield from _list("What to do", [f"{n}. {s}" for n, s in enumerate(audit.answer.next_steps, 1)])
+    yield from _losses(audit)
     yield from _list("Evidence that is missing", [f"- {lack}" for lack in audit.verdict.lacks])
     yield Line("")
     yield Line(f"Accounting: {balance(audit.accounting)}", "title")
@@ -81,22 +83,32 @@ def _page(audit: Audit, about: About | None) -> Iterator[Line]:
 
 
 def first_screen(audit: Audit, about: About | None) -> Iterator[Line]:
-    """Yield whether to train on the dataset, how far off a mean can be, and what it is."""
-    verdict, d = audit.verdict, audit.verdict.deciding
-    style = _STYLES[verdict.level]
-    kind = f" ({verdict.kind})" if verdict.kind else ""
-    yield Line(f"{LEVEL_MARKS[verdict.level]} {answer(audit)}", style)
-    for bias in biases(audit):
-        title = f"{bias.title}:".ljust(_BIAS_WIDTH)
-        yield Line(f"  {title}  {bias.value} ({bias.note})", "plain" if bias.is_known else "dim")
-    yield Line(verdict.sentence)
-    limit = f"; {against(d)}: {state_of(d, verdict.level).words}" if d.limit is not None else ""
-    decided = f"decided by {d.name} {measured(d.value, d.unit)}{limit}"
-    yield Line(f"{verdict.level}{kind} {audit.path}: {decided}", "title")
+    """Yield whether to train on the dataset, what each place did to it, and what it is."""
+    answer = audit.answer
+    yield Line(f"{LEVEL_MARKS[answer.level]} {answer.words}", _STYLES[answer.level])
+    yield from terminal_lines(audit)
+    yield Line(answer.sentence)
+    if answer.load is not None:
+        yield Line(f"  {answer.load}", "title")
+    yield from (Line(f"Near miss: {words}", "warn") for words in answer.near_misses[:2])
     known = facts(audit, about)
     width = max(len(name) for name, _ in known)
     for name, words in known:
         yield Line(f"  {name.ljust(width)}  {words}")
+
+
+def _losses(audit: Audit) -> Iterator[Line]:
+    """Yield the verdict on what queues and ends lost, with the number that decided it."""
+    verdict, d = audit.verdict, audit.verdict.deciding
+    kind = f" ({verdict.kind})" if verdict.kind else ""
+    limit = f"; {against(d)}: {state_of(d, verdict.level).words}" if d.limit is not None else ""
+    decided = f"decided by {d.name} {measured(d.value, d.unit)}{limit}"
+    yield Line("")
+    yield Line(f"Losses: {verdict.level}{kind}, {decided}", "title")
+    yield Line(f"  {verdict.sentence}")
+    for bias in biases(audit):
+        title = f"{bias.title}:".ljust(_BIAS_WIDTH)
+        yield Line(f"  {title}  {bias.value} ({bias.note})", "plain" if bias.is_known else "dim")
 
 
 def _list(

@@ -1,0 +1,77 @@
+"""Identity: whether the runs of a dataset are of one model, one set of settings, one policy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pyarrow.compute as pc
+
+from actds.reading import Catalog
+
+MODEL = (
+    "model.weights_sha256", "model.config_sha256", "model.quantization", "tokenizer.sha256",
+)  # fmt: skip
+"""Facts in which runs of one model agree."""
+SETTINGS = (
+    "capture.overflow_policy", "capture.cast", "capture.sampling", "engine.name",
+    "engine.version", "engine.runner", "serving.mode", "serving.prefix_caching",
+    "serving.chunked_prefill", "serving.enforce_eager", "serving.compilation_mode",
+    "serving.cudagraph_mode", "serving.speculative_method", "serving.tensor_parallel",
+    "sampling.temperature", "sampling.max_tokens",
+)  # fmt: skip
+"""Facts in which runs of one set of settings agree, beside all of the numerics."""
+
+
+def one_model(name: str) -> bool:
+    """Return whether runs that differ in a fact are of different models."""
+    return name in MODEL
+
+
+def rows_of(catalog: Catalog) -> dict[str, int]:
+    """Return the stored rows of each run that has data."""
+    return {
+        run: sum({m.row_set_sha256: m.n_rows for m in catalog.shards if m.run == run}.values())
+        for run in catalog.runs_with_data
+    }
+
+
+def differing_facts(catalog: Catalog) -> dict[str, dict[str, str]]:
+    """Return the facts in which runs differ, the model first, each with its value in every run.
+
+    A fact that some run does not know is no difference.
+    """
+    records = {run: catalog.runs[run].fields for run in catalog.runs_with_data}
+    numerics = sorted({n for f in records.values() for n in f if n.startswith("numerics.")})
+    found = {}
+    for name in (*MODEL, *numerics, *SETTINGS):
+        values = {
+            run: str(fields[name].value)
+            for run, fields in records.items()
+            if name in fields and fields[name].value is not None
+        }
+        if len(set(values.values())) > 1:
+            found[name] = values
+    return found
+
+
+def rows_by_adapter(catalog: Catalog) -> dict[str | None, int]:
+    """Return the stored rows of each adapter by its digest, None for the model alone.
+
+    Empty where no request had an adapter.
+    """
+    found = defaultdict[str | None, int](int)
+    for run in catalog.runs_with_data:
+        requests = catalog.table("requests", run)
+        spans = catalog.table("spans", run)
+        spans = spans.filter(pc.equal(spans["disposition"], "captured"))
+        spans = spans.append_column("n", pc.subtract(spans["stop"], spans["start"]))
+        if requests["adapter_sha256"].null_count == requests.num_rows:
+            found[None] += pc.sum(spans["n"]).as_py() or 0
+            continue
+        rows = spans.select(["request", "n"]).join(
+            requests.select(["request", "adapter_sha256"]), "request"
+        )
+        for line in rows.group_by("adapter_sha256").aggregate([("n", "sum")]).to_pylist():
+            name = line["adapter_sha256"]
+            found[None if name is None else name[:12]] += line["n_sum"]
+    return dict(found) if set(found) - {None} else {}

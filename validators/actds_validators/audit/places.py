@@ -1,0 +1,470 @@
+"""The seven places between a source and a batch where rows go, each judged by itself.
+
+What each left out, of whom most, how far off a mean can be by it, and what makes it pass: loader
+arguments where there are some. What is not on record is not known, and never passes.
+
+Spec: 0.1 section 14.9.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from actds.reading import Catalog
+from actds.text import counted, share
+from actds_validators.audit.identity import differing_facts, one_model, rows_by_adapter, rows_of
+from actds_validators.audit.place import Level, Place, PlaceName, SourceAccount, Worst
+from actds_validators.audit.result import (
+    Accounting,
+    Coverage,
+    CoverageCell,
+    Limits,
+    Missingness,
+    Verdict,
+)
+from actds_validators.audit.source import groups_left_out
+from actds_validators.audit.wording import DOMINANT
+from actds_validators.statistics.intervals import worst_case
+from actds_validators.statistics.strata import total_variation
+
+UNSUPPORTED = "unsupported:"
+"""How reasons of ``filtered`` begin that nobody chose."""
+NO_ADAPTER = "request.adapter is None"
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What the places are judged by.
+
+    Args:
+        catalog: of the dataset.
+        path: as it was given.
+        records: of `source.read_records`.
+        source: what became of the records of the source.
+        account: what became of every position.
+        coverage: the section, None when nothing is stored.
+        missingness: the section, None when nothing was lost.
+        verdict: on what queues and ends lost.
+        limits: settings.
+    """
+
+    catalog: Catalog
+    path: str
+    records: pa.Table
+    source: SourceAccount
+    account: Accounting
+    coverage: Coverage | None
+    missingness: Missingness | None
+    verdict: Verdict
+    limits: Limits
+
+    def replay(self) -> str:
+        """Return the command that computes the positions without a row."""
+        return f"actds replay {shlex.quote(self.path)} MISSING --model FOLDER --only missing"
+
+    def level_of(self, lost: float) -> Level:
+        """Return the level of a share of which nothing else is known: its worst case decides."""
+        if worst_bias(lost) <= self.limits.negligible_bias:
+            return "PASS"
+        return "FAIL" if lost > self.limits.max_loss else "WARN"
+
+    def limit_of_share(self) -> str:
+        """Return what a share is held against."""
+        negligible, most = self.limits.negligible_bias, self.limits.max_loss
+        return f"worst case of any mean at most {negligible:g} SD; no more than {most:.2%}"
+
+
+def places(audited: Audited) -> list[Place]:
+    """Return every place, in the order in which rows pass."""
+    judges = (_source, _cache, _rules, _ends, _queues, _values, _identity)
+    return [judge(audited) for judge in judges]
+
+
+def worst_bias(lost: float) -> float:
+    """Return the largest bias of any mean by a share of all rows that is left out."""
+    return worst_case(min(lost, 1 - 1e-9))
+
+
+def worst_of(groups: Iterable[Worst]) -> Worst | None:
+    """Return the group of the largest share, of those that hold a tenth of what was left out.
+
+    None where no group lost a larger share than its kind.
+    """
+    every = [group for group in groups if group.of]
+    n, of = defaultdict[str, int](int), defaultdict[str, int](int)
+    for group in every:
+        n[group.kind] += group.n
+        of[group.kind] += group.of
+    more = [
+        group
+        for group in every
+        if 10 * group.n >= n[group.kind] and group.n * of[group.kind] > group.of * n[group.kind]
+    ]
+    return max(more, key=lambda group: (group.n / group.of, group.n), default=None)
+
+
+def _place(audited: Audited, name: PlaceName, n: int, of: int, unit: str, **more: Any) -> Place:
+    """Return a place that left out so many of so many; by default its worst case judges it."""
+    lost = n / of if of else 0.0
+    held: dict[str, Any] = {
+        "level": audited.level_of(lost), "share": lost, "bias": worst_bias(lost),
+        "limit": audited.limit_of_share(),
+    }  # fmt: skip
+    return Place(name=name, n=n, of=of, unit=unit, **(held | more))
+
+
+# source ----------------------------------------------------------------------------------------
+
+
+def _source(audited: Audited) -> Place:
+    source = audited.source
+    if source.records is None:
+        return Place(
+            name="source", level="INCONCLUSIVE", n=None, of=None, unit="records", share=None,
+            bias=None, limit=audited.limit_of_share(),
+            headline="how much of the source was served is not on record",
+            sentence="No run record says how many records the source had, so what was refused or "
+            "never reached the engine is not known.",
+            to_do=["If the requests that reached the engine are all that you mean by the source: "
+                   "--accept source."],
+        )  # fmt: skip
+    n = source.records - source.served
+    if not n:
+        return _place(
+            audited, "source", 0, source.records, "records",
+            headline="every record of the source was served",
+            sentence=f"All {counted(source.records, 'record')} of the source were served.",
+        )  # fmt: skip
+    n_tokens = source.tokens - source.served_tokens
+    lost = max(n / source.records, n_tokens / max(1, source.tokens))
+    cut = " (interrupted)" if source.interrupted else ""
+    reasons = "; ".join(f"{one.n:,} {one.what}: {one.reason}" for one in source.left_out[:3])
+    tokens = f", with {share(n_tokens, source.tokens)} of its prompt tokens" if n_tokens else ""
+    return _place(
+        audited, "source", n, source.records, "records",
+        level=audited.level_of(lost),
+        share=lost,
+        bias=worst_bias(lost),
+        worst=worst_of(groups_left_out(audited.records, source)),
+        headline=f"{lost:.1%} of the source was never served{cut}",
+        sentence=f"{n:,} of {counted(source.records, 'record')} ({share(n, source.records)})"
+        f"{tokens} were never served{cut}: {reasons}.",
+        to_do=list(_serve_the_rest(source)),
+    )  # fmt: skip
+
+
+def _serve_the_rest(source: SourceAccount) -> Iterator[str]:
+    what = {one.what for one in source.left_out}
+    if what & {"never begun", "not on record"}:
+        yield (
+            "The harvest ended before its source did. Go on where it stopped: the same actds "
+            "write command with --resume."
+        )
+    if "skipped" in what:
+        yield (
+            "Serve what was skipped: raise --engine-arg max_model_len, shorten or mend the "
+            "records. If rows of them are not wanted: --accept source."
+        )
+
+
+# prefix cache ----------------------------------------------------------------------------------
+
+
+def _cache(audited: Audited) -> Place:
+    account, coverage, limits = audited.account, audited.coverage, audited.limits
+    hits, served = account.cache_ref, account.captured + account.cache_ref
+    held: dict[str, Any] = {
+        "limit": f"classes and positions stored within {limits.max_shift:.0%} of what was served",
+    }
+    if not hits or coverage is None:
+        none = "no position was served from the prefix cache"
+        return _place(
+            audited, "cache", 0, served, "positions", headline=none,
+            sentence=f"{none.capitalize()}: each stored row was served once.", **held,
+        )  # fmt: skip
+    by_class = _shift(coverage.cells, "token_class")
+    by_position = _shift(coverage.cells, "low")
+    shift = max(by_class, by_position)
+    unresolved = account.unresolved / max(1, account.own_hits) > limits.max_unresolved
+    without = (account.unresolved + account.external) / served
+    level: Level = "WARN" if unresolved or account.external or shift > limits.max_shift else "PASS"
+    level = "FAIL" if without > limits.max_loss else level
+    loaded = {}
+    if level == "WARN" and not unresolved and not account.external:
+        loaded["weights"] = ["multiplicity"]
+        if coverage.dominant is not None and coverage.dominant.share >= DOMINANT:
+            loaded["exclude"] = coverage.dominant.exclude
+    worst = worst_of(_classes(coverage.cells, "reused"))
+    kept = "" if worst is None else (
+        f", most for {worst.label}: {share(worst.of - worst.n, worst.of)} of its positions are "
+        "stored"
+    )  # fmt: skip
+    return _place(
+        audited, "cache", hits, served, "positions",
+        level=level,
+        loaded=loaded,
+        worst=worst,
+        bias=coverage.once_bias,
+        headline=f"the prefix cache served {share(hits, served)}, and the rows differ by "
+        f"{shift:.1%} from what was served",
+        sentence=f"{share(hits, served)} of the served positions were prefix-cache hits. Stored "
+        f"rows differ from what was served by {by_class:.1%} in token class and "
+        f"{by_position:.1%} in position (total variation){kept}.",
+        to_do=list(_weigh(audited, coverage)),
+        **held,
+    )  # fmt: skip
+
+
+def _shift(cells: Sequence[CoverageCell], by: str) -> float:
+    """Return the total variation of a field of the cells, stored against served."""
+    sums = defaultdict[object, list[int]](lambda: [0, 0])
+    for cell in cells:
+        both = sums[getattr(cell, by)]
+        both[0] += cell.stored
+        both[1] += cell.stored + cell.reused + cell.external
+    stored, served = zip(*sums.values(), strict=True)
+    return total_variation(stored, served) or 0.0
+
+
+def _classes(cells: Sequence[CoverageCell], fate: str) -> Iterator[Worst]:
+    """Yield how many positions of each token class had a fate, of those stored or with it."""
+    sums = defaultdict[str, list[int]](lambda: [0, 0])
+    for cell in cells:
+        n = getattr(cell, fate)
+        sums[cell.token_class][0] += n
+        sums[cell.token_class][1] += n + cell.stored
+    for name, (n, of) in sums.items():
+        yield Worst(kind="class", label=name, n=n, of=of, unit="positions")
+
+
+def _weigh(audited: Audited, coverage: Coverage) -> Iterator[str]:
+    account, cell = audited.account, coverage.dominant
+    if account.own_hits:
+        yield (
+            'Load with weights="multiplicity", each row as often as it was served: '
+            f"{account.captured:,} rows become {coverage.effective_rows:,.0f} effective ones."
+        )
+    if cell is not None and cell.share >= DOMINANT and cell.exclude:
+        names = ", ".join(cell.exclude)
+        yield (
+            f"Leave out {names} with it: token id {cell.token_id} at position {cell.position} "
+            f"({counted(cell.n_rows, 'row')}, served {cell.n_served:,} times) would be "
+            f"{cell.share:.0%} of the squared deviation of the norm at {cell.hook}."
+        )
+    n = account.unresolved + account.external
+    if n:
+        outside = f", {account.external:,} of them from outside the run" if account.external else ""
+        yield (
+            f"{counted(n, 'position')} served from the cache have no row here{outside}. Compute "
+            f"them: {audited.replay()}; load both: actds.Loader([{audited.path!r}, 'MISSING'], "
+            "once=True)."
+        )
+
+
+# rules, ends, queues ---------------------------------------------------------------------------
+
+
+def _reasons(account: Accounting, *fates: str) -> str:
+    steps = sorted(
+        (step for step in account.waterfall if step.name in fates),
+        key=lambda step: -step.n_positions,
+    )
+    return ", ".join(f"{step.n_positions:,} {step.reason or step.name}" for step in steps[:3])
+
+
+def _rules(audited: Audited) -> Place:
+    account = audited.account
+    n, of = account.filtered, account.positions - account.undelivered
+    none = "no rule left a row out"
+    if not n:
+        return _place(
+            audited, "rules", 0, of, "positions", headline=none, sentence=f"{none.capitalize()}."
+        )
+    reasons = [s.reason or "" for s in account.waterfall if s.name == "filtered"]
+    chosen = not any(reason.startswith(UNSUPPORTED) for reason in reasons)
+    level = audited.level_of(n / of)
+    cells = audited.coverage.cells if audited.coverage else []
+    return _place(
+        audited, "rules", n, of, "positions",
+        level="WARN" if level == "FAIL" and chosen else level,
+        worst=worst_of(_classes(cells, "filtered")),
+        headline=f"{share(n, of)} of the positions were left out by a rule",
+        sentence=f"{n:,} of {counted(of, 'position')} ({share(n, of)}) were left out by a rule: "
+        f"{_reasons(account, 'filtered')}.",
+        to_do=["If rows of what the rules left out are not wanted: --accept rules. Else harvest "
+               "again without the rules."],
+    )  # fmt: skip
+
+
+def _ends(audited: Audited) -> Place:
+    account = audited.account
+    n, of = account.aborted + account.never_computed, account.computed + account.never_computed
+    level = audited.level_of(n / of if of else 0.0)
+    headline, sentence = "every request ran to its end", "Every request ran to its end."
+    if n:
+        headline = f"{share(n, of)} of the positions were cut off with their request"
+        sentence = (
+            f"{n:,} of {counted(of, 'position')} ({share(n, of)}) have no row because their "
+            f"request or run ended: {_reasons(account, 'aborted', 'never computed')}. No test "
+            "looks at them."
+        )
+    if account.undelivered:
+        sentence += (
+            f" {counted(account.undelivered, 'position')} computed past the end of a request "
+            "went to no client, and are no loss."
+        )
+    return _place(
+        audited, "ends", n, of, "positions",
+        level="INCONCLUSIVE" if level == "WARN" else level,
+        headline=headline,
+        sentence=sentence,
+        to_do=[f"Compute them: {audited.replay()}. If they are not wanted: --accept ends."],
+    )  # fmt: skip
+
+
+def _queues(audited: Audited) -> Place:
+    account, verdict, missing = audited.account, audited.verdict, audited.missingness
+    n, of = account.dropped, account.captured + account.dropped
+    none = "no computed row was dropped"
+    held: dict[str, Any] = {"limit": f"{audited.limit_of_share()}; else tests and equivalence"}
+    if not n:
+        return _place(
+            audited, "queues", 0, of, "rows", headline=none, sentence=f"{none.capitalize()}.",
+            **held,
+        )  # fmt: skip
+    if audited.level_of(n / of) != "PASS" or verdict.kind == "worst-stratum":
+        held["level"] = verdict.level
+        held["to_do"] = [s for s in verdict.next_steps if not s.startswith("Train on it")]
+        estimated = [
+            abs(d.before_weighting.value)
+            for d in (missing.differences if missing else ())
+            if d.before_weighting and d.covariate.group != "system"
+        ]
+        if estimated and account.captured:
+            held |= {"bias": max(estimated), "bias_is": "estimated"}
+    strata = missing.worst_strata[:1] if missing else []
+    worst = [Worst(kind=s.kind, label=s.label, n=s.n_lost, of=s.n, unit="rows") for s in strata]
+    return _place(
+        audited, "queues", n, of, "rows",
+        worst=worst[0] if worst else None,
+        headline=f"{share(n, of)} of the computed rows were dropped",
+        sentence=verdict.sentence,
+        **held,
+    )  # fmt: skip
+
+
+# values ----------------------------------------------------------------------------------------
+
+
+def _values(audited: Audited) -> Place:
+    counts = defaultdict[str, list[int]](lambda: [0, 0, 0])
+    for shard in audited.catalog.shards:
+        for hook, counted_rows in getattr(shard, "values", {}).items():
+            sums = counts[hook]
+            sums[0] += shard.n_rows
+            sums[1] += counted_rows.not_finite
+            sums[2] += counted_rows.zero
+    hook, (rows, not_finite, zero) = max(
+        counts.items(), key=lambda item: (item[1][1], item[1][2]), default=("", [0, 0, 0])
+    )
+    held: dict[str, Any] = {"limit": "no row that is not finite, none that is all zero"}
+    n = max(not_finite, zero)
+    if not n:
+        return _place(
+            audited, "values", 0, rows, "rows", headline="every stored row is finite",
+            sentence="Every stored row is finite, and none is all zero.", **held,
+        )  # fmt: skip
+    sentence = (
+        f"Of {counted(rows, 'row')} of {hook}, {not_finite:,} are not finite (NaN or infinite) and "
+        f"{zero:,} are all zero."
+    )
+    records = audited.catalog.runs.values()
+    casts = {str(record.fields["capture.cast"].value) for record in records} - {"none"}
+    if not_finite and casts:
+        sentence += (
+            f" The cast to the stored type ({', '.join(sorted(casts))}) may have overflowed."
+        )
+    few = audited.level_of(n / rows) == "PASS"
+    # A filter of the loader leaves out what is not finite, where every row has a norm readout.
+    has_norms = all((run, "readouts") in audited.catalog.parts for run in audited.catalog.runs)
+    return _place(
+        audited, "values", n, rows, "rows",
+        level="FAIL" if not_finite or n > audited.limits.max_loss * rows else "WARN",
+        loaded={"exclude": ["sink"]} if few and not zero and has_norms else {},
+        worst=Worst(kind="hook", label=hook, n=n, of=rows, unit="rows"),
+        headline=f"{n:,} of {rows:,} rows of {hook} are "
+        + ("not finite" if not_finite else "all zero"),
+        sentence=sentence,
+        to_do=[f"Find out where they come from before you train: actds validate "
+               f"{shlex.quote(audited.path)} --level deep names them."],
+        **held,
+    )  # fmt: skip
+
+
+# identity --------------------------------------------------------------------------------------
+
+
+def _identity(audited: Audited) -> Place:
+    rows = rows_of(audited.catalog)
+    total, runs = sum(rows.values()), counted(len(rows), "run")
+    differing = differing_facts(audited.catalog)
+    adapters = rows_by_adapter(audited.catalog)
+    models = [name for name in differing if one_model(name)]
+    others = max((_minority(values, rows) for values in differing.values()), default=0)
+    some = "; ".join(
+        f"{name}: {' / '.join(sorted(set(values.values())))[:80]}"
+        for name, values in list(differing.items())[:3]
+    )
+    held: dict[str, Any] = {"level": "PASS"}
+    headline, sentence = (
+        "one model, one set of settings",
+        f"{runs}, one model, one set of settings.",
+    )
+    if len(adapters) > 1:
+        said = ", ".join(f"{n:,} of {name}" for name, n in adapters.items())
+        others = max(others, sum(adapters.values()) - max(adapters.values()))
+        headline, sentence = f"rows of {len(adapters)} models", f"Rows are of adapters: {said}."
+        held["level"] = "FAIL"
+        if not models and not differing and None in adapters:
+            held["loaded"] = {"where": [NO_ADAPTER]}
+    elif models:
+        headline, sentence = "runs of more than one model", f"{runs} of different models: {some}."
+        held["level"] = "FAIL"
+    elif len(rows) > 1 and "model.weights_sha256" not in _known(audited.catalog):
+        headline = "whether all runs are of one model is not on record"
+        sentence = f"{runs}, and the digest of the weights of one is not on record."
+        held |= {"level": "INCONCLUSIVE", "bias": None}
+    elif differing:
+        headline, sentence = f"{runs} with different settings", f"{runs} differ in {some}."
+        held["level"] = "WARN"
+    if differing:
+        values = next(iter(differing.values()))
+        held["to_do"] = [
+            f"Train on one of them: where=\"run == '{run}'\" ({rows[run]:,} rows: {value})."
+            for run, value in list(values.items())[:3]
+        ]
+    return _place(
+        audited, "identity", others, total, "rows", headline=headline, sentence=sentence,
+        **({"limit": "one model, one set of settings, one overflow policy"} | held),
+    )  # fmt: skip
+
+
+def _minority(values: dict[str, str], rows: dict[str, int]) -> int:
+    """Return the rows of the runs that have another value than most rows have."""
+    sums = defaultdict[str, int](int)
+    for run, value in values.items():
+        sums[value] += rows[run]
+    return sum(sums.values()) - max(sums.values())
+
+
+def _known(catalog: Catalog) -> set[str]:
+    """Return the facts that every run record knows."""
+    each = [{n for n, f in record.fields.items() if f.value is not None}
+            for record in catalog.runs.values()]  # fmt: skip
+    return set.intersection(*each) if each else set()

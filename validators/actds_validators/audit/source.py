@@ -1,0 +1,234 @@
+"""Source: which of its records a request was begun for, and what is known of the others.
+
+A record that was skipped or never begun is a line of the requests table like any other; one that
+a later run of the dataset served counts as served.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actds.codes import CODES
+from actds.reading import Catalog
+from actds.schema import CloseBody, FenceBody
+from actds_validators.audit.covariates import N_BANDS, position_band
+from actds_validators.audit.place import LeftOut, LengthBand, SourceAccount, Worst
+from actds_validators.statistics.events import Bools, Ints
+from actds_validators.statistics.strata import total_variation
+
+SKIPPED, UNBEGUN = "skipped", "unbegun"
+"""Ends of requests that no engine was given."""
+NOT_ON_RECORD = "no line of the requests table says what became of them"
+_CODE = re.compile(r"E\d{3}\b")
+_MAX_REASONS = 20
+
+
+def read_records(catalog: Catalog) -> pa.Table:
+    """Return one line for each record of the sources of all runs.
+
+    Columns: ``source``, ``labels``, ``finish_reason`` and ``reason`` in the last run that has the
+    record, ``prompt_len`` (0: not known), and ``begun``: whether a request was begun for it.
+    """
+    parts, sources = [], list[str | None]()
+    for number, run in enumerate(catalog.runs_with_data):
+        requests = catalog.table("requests", run)
+        if "labels" not in requests.column_names:  # TEMPORARY
+            requests = requests.append_column("labels", pa.nulls(len(requests), pa.string()))
+        first, second = _keys(catalog, run, number, requests, sources)
+        ends = requests["finish_reason"]
+        begun = pc.invert(pc.is_in(ends, pa.array([SKIPPED, UNBEGUN])))
+        lines = requests.select(["source", "labels", "prompt_len", "finish_reason", "reason"])
+        lines = lines.append_column("begun", begun)
+        parts.append(lines.append_column("first", first).append_column("second", second))
+    names = ["source", "labels", "finish_reason", "reason"]
+    wanted = [("prompt_len", "max"), ("begun", "max"), *((name, "last") for name in names)]
+    # In one thread the last line of a key is that of the last run.
+    grouped = pa.concat_tables(parts).group_by(["first", "second"], use_threads=False)
+    return (
+        grouped.aggregate(wanted)
+        .select([f"{name}_{how}" for name, how in wanted])
+        .rename_columns([name for name, _ in wanted])
+    )
+
+
+def _keys(
+    catalog: Catalog, run: str, number: int, requests: pa.Table, sources: list[str | None]
+) -> tuple[pa.Array, pa.Array]:
+    """Return two numbers by which the lines of one record are found in all runs.
+
+    The source and its row; of a replay the run and the request that it replays. A request of which
+    neither is known, as in a server, is a record by itself.
+
+    Args:
+        sources: names that had a number before; new ones are added.
+    """
+    origins = catalog.table("origins", run)
+    own = requests["request"].to_numpy().astype(np.int64)
+    names = requests["source"].combine_chunks().dictionary_encode()
+    known = [_number(sources, name) for name in names.dictionary.to_pylist()]
+    codes = pc.fill_null(names.indices, len(known)).to_numpy()
+    first = np.array([*known, -1], np.int64)[codes]
+    second = pc.fill_null(requests["source_row"], -1).to_numpy().astype(np.int64)
+    if origins.num_rows:
+        place = np.argsort(own)[np.searchsorted(np.sort(own), origins["request"].to_numpy())]
+        runs = origins["source_run"].to_pylist()
+        first[place] = [_number(sources, f"\0{name}") for name in runs]
+        second[place] = origins["source_request"].to_numpy()
+    alone = second < 0
+    first[alone], second[alone] = -2 - number, own[alone]
+    return pa.array(first), pa.array(second)
+
+
+def _number(known: list[str | None], name: str | None) -> int:
+    if name not in known:
+        known.append(name)
+    return known.index(name)
+
+
+def source_account(catalog: Catalog, records: pa.Table) -> SourceAccount:
+    """Return what became of the records of the sources.
+
+    Args:
+        catalog: of the dataset.
+        records: of `read_records`.
+
+    Spec: 0.1 section 14.11.
+    """
+    begun = records["begun"].to_numpy()
+    length = records["prompt_len"].to_numpy().astype(np.int64)
+    n_read = _n_read(catalog)
+    silent = 0 if n_read is None else max(0, n_read - len(begun))
+    bands = list(_bands(length, begun))
+    tokens, served = (np.array([getattr(b, name) for b in bands], np.float64)
+                      for name in ("tokens", "served_tokens"))  # fmt: skip
+    return SourceAccount(
+        records=None if n_read is None else max(n_read, len(begun)),
+        served=int(begun.sum()),
+        left_out=_left_out(records.filter(pa.array(~begun)), silent),
+        tokens=int(length.sum()),
+        served_tokens=int(length[begun].sum()),
+        unmeasured=int((length == 0).sum()) + silent,
+        lengths=bands,
+        length_shift=total_variation(served, tokens) if bands else None,
+        interrupted=list(_interrupted(catalog)),
+    )
+
+
+def groups_left_out(records: pa.Table, account: SourceAccount) -> Iterator[Worst]:
+    """Yield how many records of each group no request was begun for.
+
+    Groups are the prompt sources, the values of the user's label columns, and bands of lengths.
+
+    Args:
+        records: of `read_records`.
+        account: of `source_account`.
+    """
+    left = ~records["begun"].to_numpy()
+    for kind, names in (("source", records["source"]), *label_columns(records["labels"])):
+        encoded = names.combine_chunks().dictionary_encode()
+        code = pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy()
+        n = np.bincount(code, minlength=len(encoded.dictionary) + 1).tolist()
+        n_left = np.bincount(code[left], minlength=len(n)).tolist()
+        for word, of, lost in zip(encoded.dictionary.to_pylist(), n, n_left, strict=False):
+            yield Worst(kind=kind, label=str(word), n=lost, of=of, unit="records")
+    for band in account.lengths:
+        words = f"{band.low:,} to {band.high:,} tokens"
+        lost = band.records - band.served
+        yield Worst(kind="prompt length", label=words, n=lost, of=band.records, unit="records")
+
+
+def label_columns(labels: pa.ChunkedArray) -> Iterator[tuple[str, pa.ChunkedArray]]:
+    """Yield each of the user's label columns with its value in every request, null without one.
+
+    Args:
+        labels: the column ``labels`` of the requests table: JSON objects.
+
+    Spec: 0.1 section 6.3.
+    """
+    encoded = labels.combine_chunks().dictionary_encode()
+    objects = [json.loads(text) for text in encoded.dictionary.to_pylist()]
+    for name in sorted({name for one in objects for name in one}):
+        values = [str(one[name]) if name in one else None for one in objects]
+        yield name, pa.chunked_array([pa.array(values, pa.string()).take(encoded.indices)])
+
+
+def _n_read(catalog: Catalog) -> int | None:
+    """Return the records of all sources; None where a run does not say how many it read."""
+    found: dict[tuple[object, object], int] = {}
+    for run in catalog.runs_with_data:
+        fields = catalog.runs[run].fields
+        n = fields["prompts.n_records"].value
+        if not isinstance(n, int):
+            return None
+        key = fields["prompts.source"].value, str(fields["prompts.sha256"].value)
+        found[key] = max(n, found.get(key, 0))
+    return sum(found.values())
+
+
+def _bands(length: Ints, begun: Bools) -> Iterator[LengthBand]:
+    known = length > 0
+    at = position_band(length)
+
+    def counted(rows: Bools, weights: npt.NDArray[np.float64] | None = None) -> list[int]:
+        chosen = None if weights is None else weights[rows]
+        sums = np.bincount(at[rows], weights=chosen, minlength=N_BANDS)
+        return [int(n) for n in sums.tolist()]
+
+    tokens = length.astype(np.float64)
+    columns = zip(
+        counted(known), counted(known & begun), counted(known, tokens),
+        counted(known & begun, tokens), strict=True,
+    )  # fmt: skip
+    for band, (records, served, n, n_served) in enumerate(columns):
+        if records:
+            yield LengthBand(
+                low=2**band - 1, high=2 ** (band + 1) - 2, records=records, served=served,
+                tokens=n, served_tokens=n_served,
+            )  # fmt: skip
+
+
+def _left_out(records: pa.Table, silent: int) -> list[LeftOut]:
+    """Return the records that no request was begun for by reason, the largest first."""
+    held: dict[tuple[str, str], list[int]] = {}
+    columns = (records[name].to_pylist() for name in ("finish_reason", "reason", "prompt_len"))
+    for end, reason, n_tokens in zip(*columns, strict=True):
+        sums = held.setdefault((end, _kind(reason)), [0, 0])
+        sums[0] += 1
+        sums[1] += n_tokens
+    found = [
+        LeftOut(
+            what="skipped" if end == SKIPPED else "never begun",
+            reason=reason, n=n, n_tokens=n_tokens or None,
+        )
+        for (end, reason), (n, n_tokens) in held.items()
+    ]  # fmt: skip
+    if silent:
+        found.append(LeftOut(what="not on record", reason=NOT_ON_RECORD, n=silent, n_tokens=None))
+    return sorted(found, key=lambda one: (-(one.n_tokens or 0), -one.n))[:_MAX_REASONS]
+
+
+def _kind(reason: str | None) -> str:
+    """Return a reason without what it says of its one record."""
+    code = _CODE.match(reason or "")
+    if code is not None and code[0] in CODES:
+        return f"{CODES[code[0]].title} ({code[0]})"
+    return (reason or "no reason given")[:200]
+
+
+def _interrupted(catalog: Catalog) -> Iterator[str]:
+    """Yield the runs whose census ended otherwise than as finished, each with how."""
+    for state in catalog.chains.values():
+        if state.kind != "census" or not state.records:
+            continue
+        last = state.records[-1].typed_body()
+        if isinstance(last, CloseBody) and last.reason != "finished":
+            yield f"{state.run}: {last.reason}"
+        elif isinstance(last, FenceBody):
+            yield f"{state.run}: ended by another process"
