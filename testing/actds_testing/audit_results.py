@@ -23,8 +23,6 @@ from actds_validators.audit.result import (
     Coverage,
     CoverageCell,
     Difference,
-    Drift,
-    DriftMeasure,
     Estimate,
     Finding,
     Group,
@@ -39,7 +37,6 @@ from actds_validators.audit.result import (
     Number,
     Occupancy,
     Options,
-    OtherDataset,
     Queues,
     Stall,
     Stratum,
@@ -206,7 +203,6 @@ def audit(name: str = "load", seed: int = 0, **changes: Any) -> Audit:
             "losses by a direction that no readout has",
             "tokens that never reached the engine",
         ],
-        "drift": [drift("numeric drift"), drift("population shift")] if name == "heavy" else [],
         "duration_s": 3.21,
         "peak_nbytes": 212 << 20,
     }
@@ -503,41 +499,6 @@ def weighting() -> Weighting:
     )
 
 
-def drift(kind: str) -> Drift:
-    numeric = kind == "numeric drift"
-    names = ("relative L2", "cosine distance") if numeric else ("mean", "variance")
-    measures = [
-        DriftMeasure(
-            hook=f"resid_post.{layer}",
-            name=name,
-            value=(0.012 if numeric else 0.34) * (1 + n) * (-1 if n and not numeric else 1),
-            low=0.011 if numeric else 0.21,
-            high=0.031 if numeric else 0.71,
-            floor=0.004 if numeric else 0.11,
-            limit=0.01 if numeric else 0.25,
-            detectable=0.002 if numeric else 0.12,
-            p=0.001,
-            adjusted_p=0.004,
-            outcome="shifts",
-            n=400,
-        )
-        for n, name in enumerate(names)
-        for layer in (10, 20)
-    ]
-    return Drift(
-        kind="numeric drift" if numeric else "population shift",
-        first="kernel_mode=default" if numeric else "phase=prefill",
-        second="kernel_mode=deterministic" if numeric else "phase=decode",
-        paired=numeric,
-        pairing="token" if numeric else "unpaired",
-        coverage=0.98 if numeric else 0.71,
-        n_first=40_000,
-        n_second=39_100,
-        measures=measures,
-        sentence="Every measure lies above its floor.",
-    )
-
-
 def options() -> Options:
     return Options(
         classes=ClassesFile(
@@ -548,10 +509,6 @@ def options() -> Options:
             n_labelled=1_234_567,
             n_positions=2_000_001,
         ),
-        by=["phase"],
-        against=OtherDataset(path="/data/other", dataset="other-1", digest="07e4" * 16),
-        rows=20_000,
-        failed=["E202 shards/s-1: other bytes", "E405 runs/r-1: rows of unknown requests"],
     )
 
 
@@ -584,10 +541,7 @@ def _prefixed(value: Any, text: str, key: str = "") -> Any:
         "must",
         "engine",
         "direction",
-        "outcome",
-        "pairing",
     )
-    fixed = fixed or (key == "kind" and value in ("numeric drift", "population shift"))
     return value if fixed or not isinstance(value, str) else text + value
 
 
@@ -602,10 +556,6 @@ def _grown(value: Any, n: int) -> Any:
 
 HOOK = "layers.29.residual_post"
 LABELS = (f"norm at {HOOK}", *(f"projection {k} at {HOOK}" for k in range(8)))
-FLOOR_NOTE = (
-    "floor: 95th percentile of 20 splits of each side's requests in halves; each prefix counts "
-    "once, 904 repeats of one left out"
-)
 SHARES = (0.0, 3e-7, 0.0009213, 0.0123456, 0.99951, 0.9999999, 1.0)
 
 
@@ -622,10 +572,6 @@ def wide(**changes: Any) -> Audit:
     _widen_weighting(parts["weighting"])
     for row in parts["queues"]["occupancy"]:
         row["capacity"] = 1_048_576
-    for section in parts["drift"]:
-        for n, measure in enumerate(section["measures"]):
-            measure |= {"hook": HOOK, "value": -1.2345e-05, "floor": 0.00054321, "n": 1_234_567}
-            measure["note"] = f"measure {n} of the channels; {FLOOR_NOTE}"
     for step in parts["accounting"]["waterfall"]:
         step["n_positions"] *= 100_000
     return Audit.model_validate(parts)

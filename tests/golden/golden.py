@@ -73,8 +73,8 @@ RELATIVE, ABSOLUTE = 1e-9, 1e-12
 choose their kernels by processor, so that the last bits of sums and exponentials differ between
 machines, and a cancelled sum differs in more than those. A rounding alone would not do: two values
 a bit apart can lie on both sides of where it cuts."""
-DRIFT_RELATIVE = 1e-5
-"""Of measures of drift: differences of sums that are nearly equal."""
+REGIMES_RELATIVE = 1e-5
+"""Of values of regimes: differences of sums that are nearly equal."""
 KEPT = ("level", "kind")
 """Keys of a verdict that must not depend on the processor."""
 _RANDOM_ID = re.compile(r"\b([a-z])-[0-9a-f]{16}\b")
@@ -365,7 +365,7 @@ def audited(name: str, folder: Path) -> Json:
 
 
 def compared(folder: Path) -> Json:
-    """Return the audit of a dataset against the same one in another type, and by phase."""
+    """Return regimes of a dataset and the same one in another type, and of its phases."""
     paths = []
     for dtype in ("float32", "float16"):
         paths.append(folder / f"compared-{dtype}")
@@ -374,8 +374,10 @@ def compared(folder: Path) -> Json:
                 paths[-1], n_requests=90, seed=3, drops=True, rows_per_shard=512, dtype=dtype,
             )  # fmt: skip
     first, second = (path.name for path in paths)
-    args = (first, "--json", "-", "--against", second, "--by", "phase")
-    return {"audit": result_of(folder, "audit", *args)}
+    return {
+        f"regimes-{name}": result_of(folder, "regimes", *arms, "--json", "-")
+        for name, arms in (("types", (first, second)), ("phases", (first,)))
+    }
 
 
 def spec() -> Json:
@@ -436,14 +438,15 @@ RECORDED: dict[str, Callable[[Path], Json]] = {
     **{f"harvest-{name}": lambda folder, name=name: harvest(name, folder) for name in HARVESTS},
     **{f"validate-{name}": lambda folder, name=name: validated(name, folder) for name in HARVESTS},
     **{f"audit-{name}": lambda folder, name=name: audited(name, folder) for name in AUDITED},
-    "audit-compared": compared,
+    "regimes": compared,
 }
 """Each recorded file, and what makes its value in a folder for datasets."""
 
 
 def recorded_path(name: str) -> Path:
-    """Return the file of a recorded value: of audits, which are long, gzip."""
-    return HERE / "recorded" / f"{name}.json{'.gz' if name.startswith('audit-') else ''}"
+    """Return the file of a recorded value: of audits and regimes, which are long, gzip."""
+    is_long = name.startswith(("audit-", "regimes"))
+    return HERE / "recorded" / f"{name}.json{'.gz' if is_long else ''}"
 
 
 def read(name: str) -> Json:
@@ -479,7 +482,7 @@ def differences(now: Json, then: Json, place: str = "") -> list[str]:
             for line in differences(a, b, f"{place}/{i}")
         ]
     if isinstance(now, float) and isinstance(then, float):
-        relative = DRIFT_RELATIVE if place.startswith("/audit/drift/") else RELATIVE
+        relative = REGIMES_RELATIVE if place.startswith("/regimes-") else RELATIVE
         is_same = math.isclose(now, then, rel_tol=relative, abs_tol=ABSOLUTE)
     else:
         is_same = type(now) is type(then) and now == then

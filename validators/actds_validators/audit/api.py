@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ from actds_validators.extras import need_extra
 from actds_validators.sections import settings_of
 
 if TYPE_CHECKING:
-    from actds_validators.audit.drift import Column
     from actds_validators.audit.passes import ExecutorName
     from actds_validators.audit.result import Limits
     from actds_validators.audit.run import AuditResult
@@ -24,9 +22,6 @@ def audit(
     weights: str | Path | None = None,
     classes: str | Path | None = None,
     accept: Sequence[str] = (),
-    against: str | Path | None = None,
-    by: Sequence[Column] = (),
-    rows: int = 20_000,
     executor: ExecutorName = "threads",
     progress: Callable[[str], None] = lambda what: None,
 ) -> AuditResult:
@@ -40,21 +35,17 @@ def audit(
         classes: Parquet file of token classes: request, start, stop, class, and maybe run.
         accept: places that are waived by name, though they do not pass: ``source``, ``cache``,
             ``rules``, ``ends``, ``queues``, ``values``, ``identity``.
-        against: another dataset, whose values to compare with.
-        by: columns whose values to compare with one another: ``phase``, ``kernel_mode``, ``run``,
-            ``source``.
-        rows: rows per side that comparisons read at most.
         executor: where the rows are read, ``threads`` of this process or ``ray``: the numbers are
             the same.
         progress: told what is being done.
 
     Returns:
-        The result with its verdict. A comparison that fails costs no verdict: what the first one
-        raised is the result's ``failure``.
+        The result with its verdict. No activation is read: whether two parts of a dataset hold the
+        same values is what `actds.regimes` tests.
 
     Raises:
         ActdsError: E009 an argument that cannot be used; E011 a package that is not installed;
-            E014 nothing to compare; E306 not sealed; E401, E403 without provenance; E202 a file
+            E306 not sealed; E401, E403 without provenance; E202 a file
             that changed; E503 weights that cannot be written; what ``actds.open`` raises.
 
     Spec: 0.1 section 14.
@@ -69,15 +60,4 @@ def audit(
     refuse_outputs({"--weights": weights}, {"--classes": [classes] if classes else []})
     chosen = settings_of(Limits, limits)
     waived = places_of(accept)
-    comparison = None
-    if against is not None or by:
-        from actds_validators.audit.drift import open_comparison
-
-        comparison = open_comparison(
-            str(path), None if against is None else str(against), tuple(by), rows
-        )
-    found = run.audit_dataset(path, chosen, progress, weights, classes, executor, waived)
-    if comparison is None:
-        return found
-    result, failure = comparison.added_to(found.result)
-    return replace(found, result=result, failure=failure)
+    return run.audit_dataset(path, chosen, progress, weights, classes, executor, waived)

@@ -472,7 +472,7 @@ class Queues(Section):
     )
 
 
-# weights, drift, verdict ----------------------------------------------------------------------
+# weights, verdict -----------------------------------------------------------------------------
 
 
 class WeightCell(Section):
@@ -522,53 +522,6 @@ class Weighting(Section):
     claim: str = Field(description="MAR-consistent after weighting, or why not")
 
 
-class DriftMeasure(Section):
-    """One measure of two sets of rows beside its floor; of channels, the farthest."""
-
-    hook: str
-    name: str
-    value: float
-    low: float | None = Field(default=None, description="of the 95 % interval over requests")
-    high: float | None = None
-    floor: float | None = Field(
-        description="the same measure between halves of the first, or of tokens computed twice"
-    )
-    limit: float | None = Field(default=None, description="up to where a difference is none")
-    detectable: float | None = Field(default=None, description="found with a power of 80 %")
-    p: Share | None = None
-    adjusted_p: Share | None = Field(
-        default=None, description="Benjamini and Hochberg, over all comparisons of the audit"
-    )
-    outcome: Literal["carries over", "shifts", "undecided"] | None = Field(
-        default=None,
-        description="within the limit, a difference beyond chance, or neither shown; null untested",
-    )
-    n: int = Field(description="rows or requests it rests on")
-    unit: str = "requests"
-    value_unit: str = Field(default="", description="of the value, in words")
-    note: str = ""
-
-
-class Drift(Section):
-    """Two selections or two datasets, value by value."""
-
-    kind: Literal["numeric drift", "population shift"] = Field(
-        description="the same tokens computed twice, or other tokens"
-    )
-    first: str
-    second: str
-    paired: bool = Field(description="token by token")
-    pairing: Literal["token", "position", "unpaired"] = Field(
-        description="position: of the same request; unpaired: the first is weighted to the tokens "
-        "and positions of the second"
-    )
-    coverage: Share = Field(description="share of the rows that have something to compare with")
-    n_first: int
-    n_second: int
-    measures: list[DriftMeasure]
-    sentence: str
-
-
 class Verdict(Section):
     """What a person may conclude."""
 
@@ -592,14 +545,6 @@ class ClassesFile(Section):
     n_positions: int = Field(description="positions of all requests of the dataset")
 
 
-class OtherDataset(Section):
-    """The dataset that the values were compared with."""
-
-    path: str
-    dataset: str
-    digest: str
-
-
 class Options(Section):
     """What the audit was asked for, beside its limits."""
 
@@ -611,20 +556,6 @@ class Options(Section):
     )
     accepted: list[PlaceName] = Field(
         default_factory=list, description="places that the user waived"
-    )
-    by: list[str] = Field(
-        default_factory=list, description="columns by which the values were to be compared"
-    )
-    against: OtherDataset | None = Field(
-        default=None, description="null when no other dataset was given"
-    )
-    rows: int | None = Field(
-        default=None,
-        description="rows per side to be read at most, null when no values were to be compared",
-    )
-    failed: list[str] = Field(
-        default_factory=list,
-        description="what the comparisons that failed said: code, place, what was found there",
     )
 
 
@@ -654,7 +585,6 @@ class Audit(Section):
     mechanism: Mechanism | None = None
     queues: Queues | None = None
     weighting: Weighting | None = None
-    drift: list[Drift] = Field(default_factory=list)
     would_not_notice: list[str] = Field(
         default_factory=list, description="what this audit could not have found, in words"
     )

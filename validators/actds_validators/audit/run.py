@@ -127,13 +127,11 @@ class AuditResult:
         result: every section, as ``--json`` writes it; ``result.verdict`` is the conclusion.
         cells: load and complexity cells with their weights; ``None`` when nothing was dropped.
         catalog: everything that the ledger of the dataset reached.
-        failure: what the first comparison that failed raised; the verdict rests on none of them.
     """
 
     result: Audit
     cells: Cells | None
     catalog: Catalog
-    failure: Exception | None = None
 
 
 def audit_dataset(

@@ -283,7 +283,7 @@ def blind_spots(hooks: tuple[str, ...], widths: Widths, n_probes: int) -> list[s
         widths: numbers of a readout.
         n_probes: user's probes of a hook, those that are not looked at as well.
 
-    Spec: 0.1 section 14.10.
+    Spec: 0.1 section 14.9.
     """
     if hooks:
         seen = f"the norm, {widths.n_projections} random projections"
@@ -319,5 +319,6 @@ def blind_spots(hooks: tuple[str, ...], widths: Widths, n_probes: int) -> list[s
         "like the rest",
         "tokens that never reached the engine: requests that were refused, skipped or never sent",
         "rows that are stored but wrong: the audit reads tables; actds validate and the check "
-        "before a harvest look at values",
+        "before a harvest look at values, and actds regimes compares those of phases, runs or "
+        "datasets",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from click.core import ParameterSource
 
 from actds_validators.cli.results import (
     COMMAND,
+    Command,
     LimitsCommand,
     Outputs,
     accept_option,
@@ -22,7 +24,6 @@ from actds_validators.cli.results import (
 )
 
 if TYPE_CHECKING:
-    from actds_validators.audit.drift import Column
     from actds_validators.audit.passes import ExecutorName
     from actds_validators.audit.result import Audit
 
@@ -34,7 +35,10 @@ _FAILING = {
     "never": set[str](),
 }
 EXECUTORS = ("threads", "ray")
-COLUMNS = ("phase", "kernel_mode", "run", "source")
+_REGIMES = (
+    "Values are compared by actds regimes: of PATH its prefill and decode rows, of PATH OTHER two "
+    'datasets, of "A=PATH:where=EXPRESSION" "B=PATH:where=EXPRESSION" any two parts of one.'
+)
 
 
 def _result() -> type[Audit]:
@@ -43,10 +47,16 @@ def _result() -> type[Audit]:
     return Audit
 
 
-def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Refuse the option that an engine's name once went by here."""
-    if value is not None:
-        raise click.UsageError("No such option: --engine. Did you mean --executor?", ctx)
+def _no_such(name: str, hint: str) -> Callable[[Command], Command]:
+    """Return a hidden option that is refused with what to use for it."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"No such option: {name}. {hint}", ctx)
+
+    return click.option(
+        name, expose_value=False, hidden=True, is_eager=True, callback=refuse, help="Refused."
+    )
 
 
 @click.command(cls=LimitsCommand, result=_result)
@@ -65,14 +75,6 @@ def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) ->
     help="Token classes for the coverage map: Parquet with request, start, stop, class.",
 )
 @accept_option()
-@click.option("--against", metavar="OTHER", help="Compare the values with those of this dataset.")
-@click.option(
-    "--by", type=click.Choice(COLUMNS), multiple=True, help="Compare the values by this column."
-)
-@click.option(
-    "--rows", type=click.IntRange(100), default=20_000, show_default=True,
-    help="Rows per side that --against and --by read.",
-)  # fmt: skip
 @click.option(
     "--fail-on",
     type=click.Choice(FAIL_ON),
@@ -88,10 +90,9 @@ def _no_engine(ctx: click.Context, param: click.Parameter, value: str | None) ->
     show_default=True,
     help="Where the rows are read: the numbers are the same.",
 )
-@click.option(
-    "--engine", expose_value=False, hidden=True, is_eager=True, callback=_no_engine,
-    help="Refused.",
-)  # fmt: skip
+@_no_such("--engine", "Did you mean --executor?")
+@_no_such("--by", _REGIMES)
+@_no_such("--against", _REGIMES)
 @click.pass_context
 def audit(
     ctx: click.Context,
@@ -102,9 +103,6 @@ def audit(
     weights: Path | None,
     classes: Path | None,
     accept: tuple[str, ...],
-    against: str | None,
-    by: tuple[Column, ...],
-    rows: int,
     fail_on: str,
     strict: bool,
     executor: ExecutorName,
@@ -114,8 +112,8 @@ def audit(
 
     PATH is the dataset's folder, sealed and valid (actds validate). The audit compares what was
     captured with what was computed and served, and ends in PASS, WARN, FAIL or INCONCLUSIVE with
-    the number that decided. It reads tables only; --against and --by read rows as well. Exit codes:
-    0, or 1 by --fail-on; 2 usage; 3 not readable; 4 not writable.
+    the number that decided. It reads tables and no activation: actds regimes compares values. Exit
+    codes: 0, or 1 by --fail-on; 2 usage; 3 not readable; 4 not writable.
     """
     if strict and _is_given(ctx, "fail_on") and fail_on != "warn":
         raise click.UsageError(f"--strict is --fail-on warn and contradicts --fail-on {fail_on}")
@@ -128,8 +126,8 @@ def audit(
     from actds_validators.report import summary, terminal
 
     found = run_audit(
-        path, limits=limits, weights=weights, classes=classes, accept=accept, against=against,
-        by=by, rows=rows, executor=executor, progress=told(),
+        path, limits=limits, weights=weights, classes=classes, accept=accept, executor=executor,
+        progress=told(),
     )  # fmt: skip
     result = found.result
     about = summary.about(found.catalog, ctx.meta[COMMAND])
@@ -142,8 +140,6 @@ def audit(
         outputs.say({"weights": weights})
     elif outputs.on_terminal and weights is not None:
         click.echo("weights: not written, because of accounting mismatches")
-    if found.failure is not None:
-        raise found.failure
     sys.exit(exit_code(result, "warn" if strict else fail_on))
 
 

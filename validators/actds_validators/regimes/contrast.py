@@ -24,7 +24,6 @@ from actds_validators.regimes.strata import (
     MIN_REQUESTS,
     Strata,
     Stratum,
-    all_together,
     entropy_edges,
     fine_bands,
     strata_of,
@@ -40,10 +39,7 @@ __all__ = [
     "Side",
     "contrast",
     "groups_of",
-    "matched_requests",
-    "pairings",
     "plan",
-    "same_requests",
 ]
 
 Pairing = Literal["token", "position", "unpaired"]
@@ -179,7 +175,6 @@ def plan(
     adjust: bool = True,
     seed: int = 0,
     place: str = "arms",
-    divided: bool = True,
 ) -> Contrast:
     """Return the contrast of rows that are known.
 
@@ -191,7 +186,6 @@ def plan(
         adjust: see `contrast`.
         seed: of the groups.
         place: of errors.
-        divided: into strata; else all rows stand together.
 
     Raises:
         ActdsError: E014 no pair of the kind that was asked for.
@@ -206,37 +200,13 @@ def plan(
         raise ActdsError(
             "E014", place, got=f"no rows in common to pair by {chosen}", expected="some"
         )
-    if divided:
-        edges = entropy_edges(first, second)
-        strata = strata_of(first, edges), strata_of(second, edges)
-    else:
-        strata = all_together(first), all_together(second)
+    edges = entropy_edges(first, second)
+    strata = strata_of(first, edges), strata_of(second, edges)
     clusters = _clusters(first, second, matched, pairs if chosen == "token" else _NO_PAIRS)
     if chosen == "unpaired":
         return _unpaired(first, second, strata, clusters, adjust, seed)
     told = _paired(chosen, first, second, strata, clusters, pairs, seed)
     return replace(told, repeats=(first.repeats, second.repeats))
-
-
-def pairings(first: ArmRows, second: ArmRows, *, same_dataset: bool = False) -> list[Pairing]:
-    """Return how rows can be paired, the closest way first; ``unpaired`` is always among them.
-
-    By request and position only where enough requests have other tokens there: equal ones behind
-    equal prefixes are pairs by token.
-
-    Args:
-        first: rows of the reference.
-        second: rows of the other arm.
-        same_dataset: whether both number the same requests.
-    """
-    matched = matched_requests(first, second, same_dataset)
-    by_position = _pairs_by_position(first, second, matched, same_dataset)
-    by_token = _pairs_by_token(first, second, by_position)
-    found: list[Pairing] = ["token"] if len(by_token[0]) else []
-    unlike = by_position[0][~_alike(first, second, by_position)]
-    if len(np.unique(first.request[unlike])) >= MIN_REQUESTS:
-        found.append("position")
-    return [*found, "unpaired"]
 
 
 Pairs = tuple[Whole, Whole]

@@ -22,9 +22,8 @@ from actds_validators.regimes.sums import Array
 from actds_validators.statistics.events import Floats, Whole
 from actds_validators.statistics.samples import Rows, cosine_distance, relative_l2
 
-__all__ = ["P99", "RepeatFloor", "beside_contrast", "beside_floor", "repeat_floor"]
+__all__ = ["RepeatFloor", "beside_contrast", "beside_floor", "repeat_floor"]
 
-P99 = "relative L2, p99"
 _MIN_TOKENS = 20
 _OF_PAIRS = ("numerics", "overlap")
 """Instruments with sizes of pairs of equal tokens: halves of the reference have none."""
@@ -35,7 +34,7 @@ class RepeatFloor:
     """What the measures of numerics are within one regime.
 
     Args:
-        values: by the name of a measure; also `P99`.
+        values: by the name of a measure.
         words: where they come from.
     """
 
@@ -141,7 +140,6 @@ def _floor(parts: list[tuple[Floats, Floats]], words: str) -> RepeatFloor:
     values = {
         "equal to the bit": float((relative == 0).mean()),
         "relative L2": float(relative.mean()),
-        P99: float(np.percentile(relative, 99)),
         "cosine distance": float(cosine.mean()),
     }
     return RepeatFloor(values, words)

@@ -30,9 +30,9 @@ from actds_validators.regimes.result import (
 )
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import COUNT, Array, Part, Sums, blocks_of
-from actds_validators.regimes.thinning import some_rows
 from actds_validators.regimes.wording import about, verdicts
 from actds_validators.statistics.events import Bools, Floats, Ints
+from actds_validators.statistics.samples import some_rows
 
 __all__ = ["Asked", "Measured", "compare", "conclude", "measure"]
 

@@ -22,7 +22,6 @@ __all__ = [
     "MIN_REQUESTS",
     "Strata",
     "Stratum",
-    "all_together",
     "fine_bands",
     "strata_of",
 ]
@@ -83,11 +82,6 @@ def known_strata(*, is_sampled: bool = False) -> tuple[Stratum, ...]:
         found += [Stratum("entropy", f"quintile {n + 1}") for n in range(5)]
         found += [Stratum("margin", name) for name in _margins()]
     return tuple(found)
-
-
-def all_together(rows: ArmRows) -> Strata:
-    """Return the one stratum of all rows."""
-    return Strata((Stratum(ALL, ALL),), {ALL: np.zeros(len(rows), np.int8)})
 
 
 def strata_of(rows: ArmRows, edges: Floats | None = None) -> Strata:

@@ -13,7 +13,6 @@ from actds_validators.report.accounting import (
     coverage_part,
     waterfall,
 )
-from actds_validators.report.drift import KINDS, drift_bars, drift_part
 from actds_validators.report.markup import render_page
 from actds_validators.report.mechanism import (
     capture_trace,
@@ -75,7 +74,6 @@ class Section:
     of_losses: bool = False
 
 
-_N_COMPARISONS = 2  # of each kind
 SECTIONS: tuple[Section, ...] = (
     Section(places_part),
     Section(source_part, (lengths,), "Source", "no run record says what the source had"),
@@ -113,11 +111,6 @@ SECTIONS: tuple[Section, ...] = (
         "Weights",
         "no token was dropped: every weight is 1",
         of_losses=True,
-    ),
-    *(
-        Section(partial(drift_part, kind=kind, n=n), (partial(drift_bars, kind=kind, n=n),))
-        for kind in KINDS
-        for n in range(_N_COMPARISONS)
     ),
     Section(evidence_part),
     Section(settings_part),
@@ -190,9 +183,6 @@ def _absent(audit: Audit) -> list[Absent]:
             elif section.of_losses:
                 why = _without_losses(section.title, audit.accounting) or why
             reasons.setdefault(why, []).append(section.title)
-    if not audit.drift:
-        why = "no comparison was asked for: actds audit --against OTHER, or --by COLUMN"
-        reasons[why] = ["Drift"]
     return [Absent(", ".join(titles), Sentence(f"{why}.")) for why, titles in reasons.items()]
 
 

@@ -33,7 +33,6 @@ from actds_validators.report.words import (
 LEVEL_MARKS = {"PASS": "✓", "WARN": "!", "FAIL": "✗", "INCONCLUSIVE": "?"}
 """What is beside a verdict, so that no reader depends on its colour."""
 
-_MAX_FAILED = 5  # comparisons: --against and four columns
 _MAX_HOOKS = 6
 
 
@@ -229,7 +228,7 @@ def settings_part(audit: Audit) -> Part:
 def _options(options: Options) -> list[Row]:
     """Return what was asked for, beside the limits."""
     rows = [Row(("executor", options.engine))]
-    classes, other = options.classes, options.against
+    classes = options.classes
     if classes is None:
         rows.append(Row(("token classes", "from the tables of the dataset")))
     else:
@@ -241,19 +240,4 @@ def _options(options: Options) -> list[Row]:
             Row(("ranges that begin within a request of the dataset", matching)),
             Row(("positions that have a label", labelled)),
         ]
-    rows.append(Row(("values compared by", Sentence(", ".join(options.by) or "no column"))))
-    if other is None:
-        rows.append(Row(("values compared with", "no other dataset")))
-    else:
-        rows += [
-            Row(("values compared with", Sentence(other.path))),
-            Row(("its dataset", other.dataset)),
-            Row(("its digest", other.digest)),
-        ]
-    if options.rows is not None:
-        rows.append(Row(("rows per side at most", count(options.rows))))
-    some, more = first(options.failed, _MAX_FAILED)
-    rows += [Row(("comparison that failed", Sentence(words)), "bad") for words in some]
-    if more:
-        rows.append(Row(("", more), "bad"))
     return rows

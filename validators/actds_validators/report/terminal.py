@@ -11,8 +11,6 @@ from actds_validators.audit.result import (
     Association,
     Audit,
     Difference,
-    Drift,
-    DriftMeasure,
     Mechanism,
     Missingness,
     Number,
@@ -72,10 +70,6 @@ def _page(audit: Audit, about: About | None) -> Iterator[Line]:
     if audit.mechanism is not None:
         yield from _tests(audit.mechanism)
     yield from _weights(audit)
-    for drift in audit.drift[:_MAX_TOP]:
-        yield from _drift(drift)
-    for words in audit.options.failed[:_MAX_ROWS]:
-        yield Line(f"Comparison failed: {words}", "bad")
     untested = audit.missingness.could_not_ask if audit.missingness else []
     yield from _list("Not tested", [f"- {question}" for question in untested], "dim", _MAX_ROWS)
     blind = [f"- {words}" for words in audit.would_not_notice]
@@ -225,20 +219,6 @@ def _weights(audit: Audit) -> Iterator[Line]:
     for b in w.balance[:_MAX_TOP]:
         change = f"{number(b.before)} to {number(b.after)} SD"
         yield Line(f"  largest bias of a stored mean, {b.group}: {change}")
-
-
-def _drift(section: Drift) -> Iterator[Line]:
-    columns: Columns[DriftMeasure] = (
-        ("hook", lambda m: m.hook),
-        ("measure", lambda m: m.name),
-        ("value", lambda m: number(m.value)),
-        ("floor", lambda m: or_dash(m.floor, number)),
-        ("limit", lambda m: or_dash(m.limit, number)),
-        ("found", lambda m: m.outcome or "-"),
-    )
-    yield Line("")
-    yield Line(f"{section.kind.capitalize()}: {section.sentence}", "title")
-    yield from _table(columns, section.measures)
 
 
 def _titled(

@@ -1,4 +1,4 @@
-"""Distances of pairs of rows, random halves of requests, and random rows of keys."""
+"""Distances of pairs of rows, random halves of requests, and random rows of keys or requests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from actds_validators.statistics.events import Bools, Floats, Ints, Whole
 
 Rows = npt.NDArray[np.float32]
 
+MANY = 40
+"""Requests that some of the rows are taken of, if there are as many."""
 _N_ROWS = 2048  # rows that are held as float64 at a time
 
 
@@ -34,6 +36,26 @@ def drawn(key: Whole, quota: Ints, rng: np.random.Generator) -> Bools:
     found = np.zeros(len(key), np.bool_)
     found[shuffled[place < quota[ordered]]] = True
     return found
+
+
+def some_rows(cluster: Whole, order: Ints, n_rows: int, rng: np.random.Generator) -> Ints:
+    """Return which rows to keep, ascending: of whole requests, unless fewer than 40 would fit.
+
+    Args:
+        cluster: of each row ``(n,)``.
+        order: numbers of the clusters; the first that fit are taken.
+        n_rows: rows at most.
+        rng: chooses rows of clusters that are too long.
+    """
+    counts = np.bincount(cluster, minlength=len(order))
+    there = order[counts[order] > 0]
+    many = min(MANY, len(there))
+    if int((np.cumsum(counts[there]) <= n_rows).sum()) < many:
+        counts = np.minimum(counts, max(1, n_rows // many))
+    quota = np.zeros(len(counts), np.int64)
+    fits = there[np.cumsum(counts[there]) <= n_rows]
+    quota[fits] = counts[fits]
+    return np.flatnonzero(drawn(cluster, quota, rng))
 
 
 def relative_l2(first: Rows, second: Rows) -> Floats:
