@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds import layout
+from actds.accounting.fates import COMPUTED, fate_counts, n_computed
 from actds.format import arrays
 from actds.reading import Catalog, unknown_columns
 from actds.schema import CloseBody, FenceBody
@@ -64,7 +65,7 @@ class ChainFacts:
 
 @dataclass(frozen=True)
 class LossFacts:
-    """Positions of one disposition and reason that are no rows."""
+    """Positions of one fate, a disposition or ``never computed``, and reason that are no rows."""
 
     disposition: str
     reason: str | None
@@ -92,6 +93,7 @@ class RunFacts:
     n_preemptions: int | None = None
     n_positions: int | None = None
     n_cache_ref: int | None = None
+    n_computed: int | None = None
     finish_reasons: dict[str, int] = field(default_factory=dict)
     skips: dict[str, int] = field(default_factory=dict)
     losses: list[LossFacts] = field(default_factory=list)
@@ -215,18 +217,12 @@ def _losses(catalog: Catalog, run: str) -> dict[str, Any]:
 
 def _census(catalog: Catalog, run: str) -> dict[str, Any]:
     requests, spans = catalog.table("requests", run), catalog.table("spans", run)
-    length = pc.cast(pc.subtract(spans["stop"], spans["start"]), pa.int64())
-    grouped = (
-        spans.append_column("length", length)
-        .group_by(["disposition", "reason"])
-        .aggregate([("length", "sum")])
-        .sort_by([("disposition", "ascending"), ("reason", "ascending")])
-    )
-    shares = [
-        LossFacts(row["disposition"], row["reason"], row["length_sum"])
-        for row in grouped.to_pylist()
+    fates = fate_counts(spans)
+    lines = [
+        LossFacts(*fate, n)
+        for fate, n in sorted(fates.items(), key=lambda item: (item[0][0], item[0][1] or ""))
     ]
-    referenced = sum(one.n_positions for one in shares if one.disposition == "cache_ref")
+    referenced = sum(one.n_positions for one in lines if one.disposition == "cache_ref")
     skipped = requests.filter(pc.equal(requests["finish_reason"], "skipped"))
     return {
         "n_requests": requests.num_rows,
@@ -235,11 +231,12 @@ def _census(catalog: Catalog, run: str) -> dict[str, Any]:
         "generated_tokens": _sum(requests, "generated_len"),
         "cached_tokens": _sum(requests, "cached_tokens"),
         "n_preemptions": _sum(requests, "n_preemptions"),
-        "n_positions": pc.sum(length).as_py() or 0,
+        "n_positions": fates.total(),
+        "n_computed": n_computed(fates),
         "finish_reasons": _counts(requests["finish_reason"]),
         "skips": _counts(skipped["reason"]),
         "n_cache_ref": referenced,
-        "losses": [one for one in shares if one.disposition not in ("captured", "cache_ref")],
+        "losses": [one for one in lines if one.disposition not in ("captured", "cache_ref")],
     }
 
 
@@ -357,7 +354,9 @@ def missing(facts: Facts) -> Iterator[Line]:
     for run in facts.runs:
         for loss in run.losses:
             reason = loss.reason or "no reason given"
-            part = share(loss.n_positions, run.n_positions or 0)
+            computed = loss.disposition in COMPUTED
+            part = share(loss.n_positions, (run.n_computed if computed else run.n_positions) or 0)
+            part += " of the computed" if computed else " of all"
             lost = counted(loss.n_positions, "position")
             yield Line(f"  {lost} {loss.disposition} ({part}): {reason}")
         for reason, n in run.skips.items():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from actds.accounting.fates import fate_counts
 from actds.format import tables
 from actds.format.shard import read_checked
 from actds.format.tables import DISPOSITIONS, EXTERNAL, PHASES
@@ -20,7 +21,7 @@ from actds.format.tables import DISPOSITIONS, EXTERNAL, PHASES
 if TYPE_CHECKING:
     from actds.load.dataset import Dataset
 
-__all__ = ["NEVER", "SAMPLED_ROWS", "Fates", "NormProfile", "fates", "norm_profile"]
+__all__ = ["SAMPLED_ROWS", "Fates", "NormProfile", "fates", "norm_profile"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -30,7 +31,6 @@ SAMPLED_ROWS = 16_384
 SAMPLED_READOUTS = 1 << 21
 """Readouts of a hook that are read, in whole files, the first of which may have more."""
 QUANTILES = (0.1, 0.5, 0.9)
-NEVER = "never computed"
 BLOCK_ROWS = 64
 _MAX_SHARDS = 64
 _EXACT = 4  # positions that are a band of their own: the first ones are often sinks
@@ -213,11 +213,7 @@ def fates(dataset: Dataset) -> Fates:
         outside = np.array(spans["reason"].to_pylist(), dtype=object) == EXTERNAL
         for phase, (a, b) in enumerate(((start, split), (split, stop))):
             external[phase] += _overlap(a[outside], b[outside], low, high)
-        never = spans["step"].is_null().to_pylist()
-        for kind, why, unseen, n in zip(
-            kinds.tolist(), spans["reason"].to_pylist(), never, (stop - start).tolist(), strict=True
-        ):
-            reasons[NEVER if kind == "aborted" and unseen else kind, why] += n
+        reasons += fate_counts(spans)
     used = int(np.flatnonzero(count.any(axis=(0, 1))).max(initial=-1)) + 1
     return Fates(low[:used], high[:used], count[..., :used], external[:, :used], dict(reasons))
 

@@ -97,12 +97,13 @@ def test_a_loss_under_load_warns() -> None:
     assert "busy times" in found.sentence or "above its mean" in found.sentence
 
 
-def test_a_queue_that_overflows_warns_of_the_content_that_comes_with_the_load() -> None:
+def test_a_queue_that_overflows_warns_of_the_load_and_of_the_content_that_comes_with_it() -> None:
     found = verdict_of("queue", 3, n_steps=12_000, rate=0.03, readouts=False)
-    assert (found.level, found.kind) == ("WARN", "content-dependent")
+    assert (found.level, found.kind) == ("WARN", "load-dependent")
     assert found.numbers[-1].value < LIMITS.serious
+    assert found.sentence.startswith("Losses depend on the load")
     assert "prefill, against decode" in found.sentence
-    assert "can come from the load alone: the mix of phases" in found.sentence
+    assert "can come from the load: the mix of phases" in found.sentence
     assert "Content cannot be separated from load" in found.sentence
     assert "selection" not in found.sentence and "--weights" in found.next_steps[0]
 
@@ -111,16 +112,17 @@ def test_a_queue_that_overflows_warns_of_the_content_that_comes_with_the_load() 
 def test_a_loss_by_value_is_told_and_fails_when_it_is_serious(name: str) -> None:
     changes = {"n_steps": 3000, "rate": 0.03}
     found = verdict_of(name, 4, MEANS, **changes)
-    assert (found.level, found.kind) == ("WARN", "values-dependent")
-    # Only the one that takes whole steps can come from the load.
+    # Only the one that takes whole steps can come from the load, which goes with the mean norm.
     whole = name == "mnar_steps"
+    kind = "load-dependent" if whole else "values-dependent"
+    assert (found.level, found.kind) == ("WARN", kind)
     assert ("even among the tokens of one step" in found.sentence) is not whole
-    assert ("of whole steps" in found.sentence) is whole
+    assert ("the values as well" in found.sentence) is whole
     effect = found.numbers[-1]
     assert 0 < effect.value < LIMITS.serious and effect.limit == LIMITS.serious
     strict = MEANS.model_copy(update={"serious": effect.value * 0.99})
     strict = verdict_of(name, 4, strict, **changes)
-    assert (strict.level, strict.kind) == ("FAIL", "values-dependent")
+    assert (strict.level, strict.kind) == ("FAIL", kind)
     assert strict.deciding.value == pytest.approx(effect.value)
 
 
@@ -269,9 +271,36 @@ def test_heavy_begins_above_the_limit() -> None:
 def test_a_rejected_test_decides_by_its_group() -> None:
     assert kind(evidence(tests=(REJECTED["system"],))) == ("WARN", "load-dependent")
     assert kind(evidence(tests=(REJECTED["content"],))) == ("WARN", "content-dependent")
-    assert kind(evidence(tests=(REJECTED["system"], REJECTED["content"]))) == (
-        "WARN", "content-dependent")  # fmt: skip
-    assert kind(evidence(tests=tuple(REJECTED.values()))) == ("WARN", "values-dependent")
+    both = (REJECTED["content"], REJECTED["values"])
+    assert kind(evidence(tests=both)) == ("WARN", "values-dependent")
+
+
+def test_what_the_load_explains_is_no_loss_by_content_or_values() -> None:
+    for group in ("content", "values"):
+        of_steps = (REJECTED["system"], REJECTED[group])
+        assert kind(evidence(tests=of_steps)) == ("WARN", "load-dependent")
+        sentence = judge(evidence(tests=of_steps), LIMITS).sentence
+        assert sentence.startswith("Losses depend on the load: on load, last 8 steps")
+        assert "which can come from the load" in sentence
+        # The load of one step explains no difference between its tokens.
+        inside = (*of_steps, WITHIN[group])
+        assert kind(evidence(tests=inside)) == ("WARN", f"{group}-dependent")
+
+
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [((), "No test finds what the losses depend on"), (("system",), "depend on the load"),
+     (("values",), "depend on the values of whole steps")],
+)  # fmt: skip
+def test_a_heavy_loss_says_what_it_depends_on_or_that_nothing_was_found(
+    tests: tuple[Group, ...], words: str
+) -> None:
+    given = evidence(600, tuple(REJECTED[group] for group in tests))
+    assert kind(given) == ("FAIL", "heavy")
+    found = judge(given, LIMITS)
+    assert "6.00% of the computed tokens were lost" in found.sentence and words in found.sentence
+    stratum = next(n for n in found.numbers if n.name.startswith("largest share lost of any"))
+    assert stratum.name.endswith("beyond chance") and stratum.value == 0  # lost by coin: no stratum
 
 
 WITHIN = {group: association(group, 0.002, rejected=True, name="within")
@@ -286,14 +315,12 @@ LOAD, WHOLE, INSIDE = "from the load alone", "of whole steps", "even among the t
         ([REJECTED["content"]], [LOAD, "Content cannot be separated"], [WHOLE, INSIDE]),
         ([REJECTED["content"], KEPT], [LOAD, "No test among the tokens of"],
          ["Content cannot be", INSIDE]),
-        ([REJECTED["content"], REJECTED["system"]], [LOAD], [WHOLE, INSIDE]),
         ([WITHIN["content"]], [INSIDE, "0.002"], [LOAD, WHOLE]),
         # The test within is named, though another has a smaller p.
         ([REJECTED["content"], WITHIN["content"]], [INSIDE, "0.002"], [LOAD, WHOLE, "0.001"]),
         ([REJECTED["content"], WITHIN["values"]], [INSIDE, "content and the values", "row norm"],
          [LOAD]),
-        ([REJECTED["values"]], [WHOLE, "No test of the load"], [LOAD, INSIDE, "can be the cause"]),
-        ([REJECTED["values"], REJECTED["system"]], [WHOLE, "can be the cause"], [LOAD, INSIDE]),
+        ([REJECTED["values"]], [WHOLE, "No test of the load"], [LOAD, INSIDE]),
     ],
 )  # fmt: skip
 def test_only_a_test_within_steps_tells_content_from_load(
@@ -508,12 +535,14 @@ def test_a_change_in_time_is_no_load() -> None:
     change = change.model_copy(update={"covariate": time})
     balance: dict[Group, tuple[float, float]] = {"system": (0.03, 0.002)}
     alone = judge(evidence(tests=(change,), balance=balance), LIMITS)
-    assert alone.kind == "load-dependent"
+    assert alone.kind == "time-dependent" and "on the time alone" in alone.sentence
     assert [step for step in alone.next_steps if "--weights" in step or "rings" in step] == []
+    assert "Weights by load do not fix it" in alone.next_steps[0]
     both = judge(evidence(tests=(change, REJECTED["values"])), LIMITS)
-    assert "They depend on the load too" not in both.sentence
+    assert both.kind == "values-dependent" and "No test of the load" in both.sentence
     with_load = judge(evidence(tests=(change, REJECTED["system"]), balance=balance), LIMITS)
-    assert "--weights" in with_load.next_steps[0] and "trace" in with_load.next_steps[-1]
+    assert with_load.kind == "load-dependent" and "--weights" in with_load.next_steps[0]
+    assert any("trace" in step for step in with_load.next_steps)
 
 
 @pytest.mark.parametrize(
@@ -539,9 +568,10 @@ def test_a_loss_with_the_system_says_which_steps_are_fewer(
     moved = difference("system", -size - 0.1, -size + 0.1).model_copy(update={"covariate": one})
     found = (difference("content"), *([moved] if size else []))
     given = evidence(tests=(test,), found=found)
-    assert kind(given) == ("WARN", "load-dependent")
+    of = "time" if name == "time" else "load"
+    assert kind(given) == ("WARN", f"{of}-dependent")
     verdict = judge(given, LIMITS)
-    assert f"depend on the {name}" in verdict.sentence and words in verdict.sentence
+    assert f"on the {name}" in verdict.sentence and words in verdict.sentence
     assert any("trace" in step for step in verdict.next_steps) == (name == "time")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pyarrow as pa
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -24,13 +25,17 @@ from actds.cli import cli
 from actds.commit import commit_part
 from actds.errors import CODES, ActdsError, RefusedError
 from actds.format import tables
+from actds.info import describe, missing
 from actds.ledger import Chain
+from actds.reading import Catalog
 from actds.sealing import seal
 from actds.store import open_store
 from actds_testing.forge import edit, relink
 from actds_testing.places import DOCS
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_testing.synthetic import make_dataset
+from actds_validators.audit.result import Limits
+from actds_validators.audit.run import audit_dataset
 from actds_validators.gate.policy import Policy, read_policy
 
 Copy = Callable[[], Path]
@@ -219,6 +224,44 @@ def test_a_rule_that_cannot_be_judged_refuses(dataset_path: Path) -> None:
         actds.require(dataset_path, level="quick", policy={"losses": {"max_dropped": 1.0}})
     with pytest.raises(RefusedError, match=r"harvest\.engines .*synthetic unknown"):
         actds.require(dataset_path, policy={"harvest": {"engines": ["synthetic 1.*"]}})
+
+
+def test_aborted_positions_are_the_same_share_in_audit_info_and_policy(
+    dataset_path: Path, tmp_path: Path
+) -> None:
+    account = audit_dataset(dataset_path, Limits()).result.accounting
+    assert account.computed == account.captured + account.dropped + account.aborted
+    share = account.aborted / account.computed
+    assert share > 0
+    told = describe(Catalog.read(open_store(dataset_path)))
+    words = f"aborted ({100 * share:.2f} % of the computed)"
+    assert any(words in line.text for line in missing(told))
+    limits = {"losses": {"max_aborted": share * 0.999}}
+    with pytest.raises(
+        RefusedError, match=rf"{share:.4%} of {account.computed} computed .*aborted"
+    ):
+        actds.require(dataset_path, policy=limits)
+    assert actds.require(dataset_path, policy={"losses": {"max_aborted": share}})
+
+
+def test_positions_that_no_step_computed_are_no_aborted_ones(tmp_path: Path) -> None:
+    """A client that leaves the queue costs no row: neither audit, info nor policy counts it."""
+    found = simulate(replace(SCENARIOS["none"], n_steps=60), 1)
+    last = found.requests.slice(0, 1).to_pylist()[0]
+    last |= {"request": len(found.requests), "prompt_len": 5000, "generated_len": 0,
+             "cached_tokens": 0, "finish_reason": "abort", "token_digest": None}  # fmt: skip
+    span = {"request": last["request"], "start": 0, "stop": 5000, "disposition": "aborted",
+            "reason": "client_abort", "step": None, "ref_request": None}  # fmt: skip
+    left = {
+        name: pa.concat_tables([table, pa.Table.from_pylist([line], table.schema)])
+        for name, table, line in (("requests", found.requests, last), ("spans", found.spans, span))
+    }
+    path = write_dataset(replace(found, **left), tmp_path / "left")
+    assert actds.require(path, policy={"losses": {"max_aborted": 0}})
+    account = audit_dataset(path, Limits()).result.accounting
+    assert (account.aborted, account.never_computed, account.loss_share) == (0, 5000, 0)
+    told = [line.text for line in missing(describe(Catalog.read(open_store(path))))]
+    assert any("5,000 positions never computed" in text and "of all" in text for text in told)
 
 
 def _pair(folder: Path, name: str) -> Path:

@@ -43,7 +43,7 @@ def test_accounting_adds_up_on_the_page_and_names_each_reason() -> None:
         "2,000,000 positions = 978,182 stored + 520,000 prefix-cache hits + 438,273 dropped + "
         "1,200 aborted + 2,345 never computed + 60,000 filtered"
     ) in text
-    assert "328,704 dropped (16.4 %): queue_full" in text
+    assert "328,704 dropped (23.2 % of the computed): queue_full" in text
 
 
 def test_differences_stand_with_the_largest_first() -> None:

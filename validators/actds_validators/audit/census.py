@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.compute as pc
 
+from actds.accounting.fates import NEVER, FateCounts, fate_counts
 from actds.format import tables
 from actds.format.positions import Index, position_key
 from actds_validators.audit.covariates import LOAD, columns_of, defined
@@ -214,9 +214,6 @@ def _clock(runs: list[RunSteps], starts: list[Ints]) -> tuple[Floats, Floats]:
 
 
 MAX_FINDINGS = 20
-Counts = Counter[tuple[str, str | None]]
-
-NEVER = "never computed"
 
 
 @dataclass(frozen=True)
@@ -309,7 +306,9 @@ def _exact(at: Ints, values: npt.NDArray[np.uint64] | None, size: int) -> npt.ND
     return next(sums) + (next(sums) << np.uint64(32))
 
 
-def account_run(source: RunSource, read: Read = map) -> tuple[Counts, Counter[str], list[Finding]]:
+def account_run(
+    source: RunSource, read: Read = map
+) -> tuple[FateCounts, Counter[str], list[Finding]]:
     """Return positions by fate and reason, other counts, and what does not add up.
 
     The fate is the disposition, or ``never computed``.
@@ -324,17 +323,7 @@ def account_run(source: RunSource, read: Read = map) -> tuple[Counts, Counter[st
     there = is_known(spans["step"])
     # Section 7.2: an aborted position without a step is owed, and no step computed it.
     never = (spans["disposition"] == "aborted") & ~there
-    fates: Counts = Counter()
-    words = [pc.fill_null(table[n], "").combine_chunks() for n in ("disposition", "reason")]
-    codes = [word.dictionary_encode() for word in words]
-    code = [one.indices.to_numpy().astype(np.int64) for one in codes]
-    known, at = np.unique((code[0] << 32) | (code[1] << 1) | never, return_inverse=True)
-    totals = _exact(at.reshape(-1), length.astype(np.uint64), len(known)).astype(np.int64).tolist()
-    no_reason = table["reason"].null_count > 0
-    for key, n in zip(known.tolist(), totals, strict=True):
-        reason = codes[1].dictionary[(key >> 1) & 0x7FFFFFFF].as_py()
-        fate = NEVER if key & 1 else codes[0].dictionary[key >> 32].as_py()
-        fates[fate, None if no_reason and not reason else reason] += n
+    fates = fate_counts(table)
     steps = source.columns("steps", ["step", "batch_tokens", *_FATES.values()])
     counts = Counter(
         requests=source.n_rows("requests"),
@@ -545,7 +534,7 @@ def accounting(sources: list[RunSource], read: Read) -> Accounting:
         sources: the runs.
         read: how the parts of their rows are read.
     """
-    spans: Counts = Counter()
+    spans: FateCounts = Counter()
     counts: Counter[str] = Counter()
     findings = []
     for source in sources:

@@ -17,7 +17,6 @@ from actds_validators.audit.result import (
     EVENTS,
     MIN_BLAMED,
     Accounting,
-    Association,
     Coverage,
     Difference,
     Level,
@@ -30,14 +29,13 @@ from actds_validators.audit.result import (
     Weighting,
 )
 from actds_validators.audit.wording import (
-    adjusted,
+    Cause,
     asked,
-    dependence,
+    cause_of,
     events_needed,
-    fewer,
-    largest,
     look_when,
     lost,
+    on_cause,
     on_external,
     on_reuse,
     on_strata,
@@ -51,7 +49,7 @@ from actds_validators.audit.wording import (
 from actds_validators.statistics.intervals import loss_that_allows
 
 _SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
-STRATUM = "largest share lost of any one stratum (kind of token)"
+STRATUM = "largest share lost of any one stratum (kind of token), beyond chance"
 _UNTESTED = "the tests cover dropped tokens, not aborted ones"
 _SIDES: dict[Must, Callable[[float, float], bool]] = {
     "at most": operator.le,
@@ -137,9 +135,9 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
     """Return the verdict.
 
     In order: positions that nobody accounts for FAIL; a loss whose worst case is negligible
-    passes, whatever it depends on; a heavy loss FAILs; a loss that depends on content or values
-    FAILs when the stored rows may be off by a serious amount and else WARNs; one that depends
-    on the load or the time WARNs; one that depends on nothing passes when its equivalence is proven
+    passes, whatever it depends on; a heavy loss FAILs, with its cause; a loss that depends on
+    content, values, load or time WARNs, and FAILs when the stored rows may be off by a serious
+    amount on content or values; one that depends on nothing passes when its equivalence is proven
     on every content covariate by enough events, and is else INCONCLUSIVE.
     """
     numbers = _numbers(evidence, limits)
@@ -149,30 +147,14 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
     bias, loss = numbers["bias"], numbers["loss"]
     if bias.ok:
         return _negligible(evidence, bias, numbers)
-    if not loss.ok:
-        return Verdict(
-            level="FAIL",
-            kind="heavy",
-            sentence=f"{lost(evidence.accounting)}, more than {loss.limit:.2%}: "
-            f"a mean over the rows may be off by up to {bias.value:.2f} SD.",
-            deciding=loss,
-            numbers=list(numbers.values()),
-            next_steps=[
-                "Harvest again with --overflow block, or with a faster disk (actds plan).",
-                *remedy(evidence.weighting, "Or train with --weights, and say that you did"),
-            ],
-        )
     mechanism, missing = evidence.mechanism, evidence.missingness
+    cause = cause_of(mechanism) if mechanism is not None else None
+    if not loss.ok:
+        return _heavy(evidence, cause, loss, numbers)
     if mechanism is None or missing is None:
         return _too_little(evidence, limits, numbers, [_UNTESTED])
-    rejected = [t for t in mechanism.tests if t.rejected]
-    if mechanism.n_events < MIN_BLAMED:
-        rejected = []
-    content = [t for t in rejected if t.covariate.group != "system"]
-    if content:
-        return _dependent(evidence, mechanism, missing, limits, numbers)
-    if rejected:
-        return _system(evidence, missing, rejected, numbers)
+    if cause is not None:
+        return _caused(evidence, cause, limits, numbers)
     lacks = _lacks(evidence, mechanism, missing, limits)
     if lacks:
         return _too_little(evidence, limits, numbers, lacks)
@@ -291,68 +273,77 @@ def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) ->
     )
 
 
-def _dependent(
-    evidence: Evidence,
-    mechanism: Mechanism,
-    missing: Missingness,
-    limits: Limits,
-    numbers: dict[str, Number],
+def _heavy(
+    evidence: Evidence, cause: Cause | None, loss: Number, numbers: dict[str, Number]
 ) -> Verdict:
-    content = [t for t in mechanism.tests if t.rejected and t.covariate.group != "system"]
-    by_name = {d.covariate.name: d for d in missing.differences}
-    worst = max(
-        (_stored_off(by_name[t.covariate.name]) for t in content if t.covariate.name in by_name),
-        default=0.0,
-    )
-    with_values = any(t.covariate.group == "values" for t in content)
-    effect = _held(
-        "largest bias, content or values with a rejected test", worst, "at most", limits.serious,
-        "SD",
-    )  # fmt: skip
-    is_serious = not effect.ok
+    """Return what is said of much loss: that it is much, and what it depends on all the same."""
+    mechanism, missing = evidence.mechanism, evidence.missingness
+    why = f" {on_cause(cause, mechanism, missing)}" if mechanism and missing else ""
     return Verdict(
-        level="FAIL" if is_serious else "WARN",
-        kind="values-dependent" if with_values else "content-dependent",
-        sentence=f"{dependence(mechanism, missing, content)} The means of these covariates over "
-        f"the stored rows are off by up to {worst:.3f} SD.",
-        deciding=effect if is_serious else numbers["p"],
-        numbers=[*numbers.values(), effect],
+        level="FAIL",
+        kind="heavy",
+        sentence=f"{lost(evidence.accounting)}, more than {loss.limit:.2%}: a mean over the rows "
+        f"may be off by up to {numbers['bias'].value:.2f} SD.{why}",
+        deciding=loss,
+        numbers=list(numbers.values()),
         next_steps=[
-            *remedy(
-                evidence.weighting,
-                "Weights (--weights) fix losses that depend on load and complexity, not on the "
-                "values",
-            ),
-            "Look at the differences: do they affect what you study?",
-            "Harvest again with --overflow block: then nothing is lost.",
+            "Harvest again with --overflow block, or with a faster disk (actds plan).",
+            *remedy(evidence.weighting, "Or train with --weights, and say that you did"),
+            *look_when(cause.rejected if cause else []),
         ],
     )
 
 
-def _system(
-    evidence: Evidence,
-    missing: Missingness,
-    rejected: list[Association],
-    numbers: dict[str, Number],
+_STEPS = {
+    "load-dependent": (
+        "Train with --weights: inverse-probability weights by load and complexity",
+        "Harvest again with --overflow block, or with larger rings (actds plan).",
+    ),
+    "time-dependent": ("", "Harvest again with --overflow block: then nothing is lost."),
+}
+_STEPS_BY_CONTENT = (
+    "Weights (--weights) fix losses that depend on load and complexity, not on the values",
+    "Harvest again with --overflow block: then nothing is lost.",
+)
+"""By kind of verdict what is said of the weights, where they are advised, and the step after."""
+
+
+def _caused(
+    evidence: Evidence, cause: Cause, limits: Limits, numbers: dict[str, Number]
 ) -> Verdict:
-    first = largest(rejected, missing)
-    share = evidence.accounting.loss_share
-    others = asked(missing, "or")
-    by_load = []
-    if any(t.name != "change" for t in rejected):
-        words = "Train with --weights: inverse-probability weights by load and complexity"
-        by_load = [
-            *remedy(evidence.weighting, words),
-            "Harvest again with --overflow block, or with larger rings (actds plan).",
-        ]
+    """Return what is said of losses that depend on something: content, load or time."""
+    mechanism, missing = evidence.mechanism, evidence.missingness
+    assert mechanism is not None and missing is not None
+    sentence, deciding, more = on_cause(cause, mechanism, missing), numbers["p"], []
+    is_serious = False
+    if cause.content:
+        by_name = {d.covariate.name: d for d in missing.differences}
+        of = [by_name[t.covariate.name] for t in cause.content if t.covariate.name in by_name]
+        worst = max((_stored_off(d) for d in of), default=0.0)
+        effect = _held(
+            "largest bias, content or values with a rejected test", worst, "at most",
+            limits.serious, "SD",
+        )  # fmt: skip
+        numbers = {**numbers, "effect": effect}
+        is_serious = not effect.ok
+        deciding = effect if is_serious else deciding
+        sentence += (
+            f" The means of these covariates over the stored rows are off by up to {worst:.3f} SD."
+        )
+        more = ["Look at the differences: do they affect what you study?"]
+    weights, again = _STEPS.get(cause.kind, _STEPS_BY_CONTENT)
     return Verdict(
-        level="WARN",
-        kind="load-dependent",
-        sentence=f"Losses ({share:.2%}) depend on {first.covariate.label} "
-        f"({adjusted(first)}), and on no {others}: {fewer(first)}.",
-        deciding=numbers["p"],
+        level="FAIL" if is_serious else "WARN",
+        kind=cause.kind,
+        sentence=sentence,
+        deciding=deciding,
         numbers=list(numbers.values()),
-        next_steps=[*by_load, *look_when(rejected)],
+        next_steps=[
+            *(remedy(evidence.weighting, weights) if weights else []),
+            *more,
+            *look_when(cause.rejected),
+            again,
+        ],
     )
 
 

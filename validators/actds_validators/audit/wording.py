@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 from actds_validators.audit.covariates import COVARIATES, MAX_PROBES, CovariateDef, Widths
 from actds_validators.audit.missingness import MIN_TOKENS
@@ -44,42 +45,108 @@ def adjusted(test: Association) -> str:
     return "adjusted p < 0.0001" if p < 1e-4 else f"adjusted p {p:.2g}"
 
 
-def dependence(mechanism: Mechanism, missing: Missingness, content: list[Association]) -> str:
-    """Return what the losses depend on, and whether the load can be the cause.
+@dataclass(frozen=True)
+class Cause:
+    """What the losses depend on, as far as the tests say.
+
+    Args:
+        kind: of a verdict: ``values-dependent``, ``content-dependent``, ``load-dependent`` or
+            ``time-dependent``.
+        rejected: every rejected test.
+    """
+
+    kind: str
+    rejected: list[Association]
+
+    @property
+    def content(self) -> list[Association]:
+        """Return the rejected tests of content and values."""
+        return [t for t in self.rejected if t.covariate.group != "system"]
+
+    @property
+    def load(self) -> list[Association]:
+        """Return the rejected tests of the load."""
+        return [t for t in self.rejected if t.covariate.group == "system" and t.name != "change"]
+
+
+def cause_of(mechanism: Mechanism) -> Cause | None:
+    """Return what the losses depend on; ``None`` where no test says so.
 
     Tokens of one step met the same load: only `within` separates content from it. The other tests
     compare steps, whose mix of phases, positions and lengths changes with the load: a queue that
-    prefill filled overflows some steps later, under drop_newest over more decode than usual.
+    prefill filled overflows some steps later, under drop_newest over more decode than usual. So
+    where the load is rejected and no `within` is, the load is the cause.
     """
-    within = [t for t in content if t.name == "within"]
-    first = largest(within or content, missing)
-    named, p = first.covariate.label, adjusted(first)
-    words = {"content": "content", "values": "the values"}
-    what = " and ".join(words[g] for g in sorted({t.covariate.group for t in content}))
+    rejected = [t for t in mechanism.tests if t.rejected]
+    if mechanism.n_events < MIN_BLAMED or not rejected:
+        return None
+    found = Cause("", rejected)
+    if found.content and (not found.load or any(t.name == "within" for t in rejected)):
+        with_values = any(t.covariate.group == "values" for t in found.content)
+        return replace(found, kind="values-dependent" if with_values else "content-dependent")
+    return replace(found, kind="load-dependent" if found.load else "time-dependent")
+
+
+def on_cause(cause: Cause | None, mechanism: Mechanism, missing: Missingness) -> str:
+    """Return what the losses depend on in a sentence or two, or that nothing was found."""
+    if cause is None:
+        if mechanism.n_events < MIN_BLAMED:
+            return unproven(mechanism, MIN_BLAMED)
+        return "No test finds what the losses depend on."
+    if cause.kind == "load-dependent":
+        return _on_load(cause, mechanism, missing)
+    if cause.kind == "time-dependent":
+        first = largest(cause.rejected, missing)
+        return (
+            f"Losses depend on the time alone ({adjusted(first)}): {fewer(first)}. No test of the "
+            f"load is rejected, and none of any {asked(missing, 'or')}."
+        )
+    return _on_content(cause, mechanism, missing)
+
+
+_GROUP_WORDS = {"content": "content", "values": "the values"}
+
+
+def _groups(tests: list[Association]) -> str:
+    return " and ".join(_GROUP_WORDS[g] for g in sorted({t.covariate.group for t in tests}))
+
+
+def _inside(mechanism: Mechanism) -> str:
+    """Return what is known of the tokens of one step where no such test is rejected."""
+    if any(t.name == "within" for t in mechanism.tests):
+        return "No test among the tokens of one step, which have the same load, is rejected."
+    return "Content cannot be separated from load: no step could be tested by its own tokens."
+
+
+def _on_load(cause: Cause, mechanism: Mechanism, missing: Missingness) -> str:
+    first = largest(cause.load, missing)
+    said = f"Losses depend on the load: on {first.covariate.label} ({adjusted(first)})"
+    if not cause.content:
+        return f"{said}, and on no {asked(missing, 'or')}: {fewer(first)}."
+    other = largest(cause.content, missing)
+    return (
+        f"{said}: {fewer(first)}. Steps that lost tokens differ in {_groups(cause.content)} as "
+        f"well ({other.covariate.label}, {adjusted(other)}), which can come from the load: the mix "
+        f"of phases, positions and lengths changes with it. {_inside(mechanism)}"
+    )
+
+
+def _on_content(cause: Cause, mechanism: Mechanism, missing: Missingness) -> str:
+    within = [t for t in cause.content if t.name == "within"]
+    first = largest(within or cause.content, missing)
+    named, p, what = first.covariate.label, adjusted(first), _groups(cause.content)
     if within:
         return (
             f"Losses depend on {what}: {named} differs even among the tokens of one step ({p}), "
             "which the load of the step does not explain."
         )
-    if any(t.name == "within" for t in mechanism.tests):
-        inside = "No test among the tokens of one step, which have the same load, is rejected."
-    else:
-        inside = "Content cannot be separated from load: no step could be tested by its own tokens."
-    with_load = any(
-        t.rejected and t.covariate.group == "system" and t.name != "change" for t in mechanism.tests
-    )
+    inside = f"No test of the load is rejected. {_inside(mechanism)}"
     if what == "content":
-        too = "They depend on the load too. " if with_load else ""
         return (
             f"Losses depend on the content of the steps ({named}, {p}), which can come from the "
-            f"load alone: the mix of phases, positions and lengths changes with it. {too}{inside}"
+            f"load alone: the mix of phases, positions and lengths changes with it. {inside}"
         )
-    load = (
-        "They depend on the load too, which can be the cause."
-        if with_load
-        else "No test of the load is rejected."
-    )
-    return f"Losses depend on {what} of whole steps ({named}, {p}). {load} {inside}"
+    return f"Losses depend on {what} of whole steps ({named}, {p}). {inside}"
 
 
 def fewer(test: Association) -> str:
@@ -202,7 +269,10 @@ def look_when(rejected: list[Association]) -> list[str]:
     """Return what to do about a loss rate that changed in time, which no weight fixes."""
     if not any(t.name == "change" for t in rejected):
         return []
-    return ["Look at the trace: what changed at that time? Weights by load do not fix it."]
+    return [
+        "Look at the trace: what changed at that time? Weights by load do not fix it; leave out "
+        "the part of the run that lost more, or harvest it again."
+    ]
 
 
 def remedy(weighting: Weighting | None, words: str) -> list[str]:

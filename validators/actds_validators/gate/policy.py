@@ -90,7 +90,8 @@ class LossRules(_Section):
         default=None, description="dropped positions of those computed, at most"
     )
     max_aborted: Share | None = Field(
-        default=None, description="aborted positions of those computed, at most"
+        default=None,
+        description="aborted positions, that a step computed, of those computed, at most",
     )
     max_filtered: Share | None = Field(
         default=None, description="filtered positions of those computed, at most"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from actds.accounting.fates import fate_counts, n_computed
 from actds.errors import Finding
 from actds.reading import Catalog
 from actds.schema import OpenBody, ProvenanceField, RunRecord
@@ -20,7 +21,6 @@ __all__ = ["refusals"]
 VERDICTS = ("PASS", "WARN", "INCONCLUSIVE", "FAIL")
 """Verdicts of the audit, from the best to the worst."""
 _NS_PER_DAY = 86_400_000_000_000
-_COMPUTED = ("captured", "dropped", "aborted", "filtered", "undelivered")
 _UNKNOWN = ProvenanceField(value=None, origin="unknown", reason="the run record lacks the field")
 
 
@@ -57,7 +57,7 @@ def refusals(
         found += _numerics(policy, run, record)
         found += _harvest(policy, catalog, run, record, now)
         found += _prefix_cache(policy, run, record, runs.get(run))
-        found += _losses(policy.losses, run, runs.get(run))
+        found += _losses(policy.losses, run, catalog if run in runs else None)
     worst = policy.audit.worst
     if worst is not None and (verdict is None or VERDICTS.index(verdict) > VERDICTS.index(worst)):
         got = "no verdict: only a valid dataset is audited" if verdict is None else verdict
@@ -172,19 +172,30 @@ def _prefix_cache(
             yield from _at_most(rule, share, rules.max_unresolved, got, run)
 
 
-def _losses(rules: LossRules, run: str, totals: dict[str, int] | None) -> Iterator[Finding]:
-    for name in ("dropped", "aborted", "filtered"):
-        limit: float | None = getattr(rules, f"max_{name}")
-        if limit is None:
-            continue
-        rule = f"losses.max_{name}"
-        if totals is None:
-            yield _not_accounted(rule, run)
-            continue
-        computed = sum(totals[one] for one in _COMPUTED)
-        share = totals[name] / computed if computed else 0.0
-        got = f"{share:.4%} of {computed:,} computed positions {name}"
-        yield from _at_most(rule, share, limit, got, run)
+def _losses(rules: LossRules, run: str, accounted: Catalog | None) -> Iterator[Finding]:
+    """Yield the shares above their limits, of the same positions as in the audit.
+
+    Args:
+        rules: the limits.
+        run: which.
+        accounted: the dataset, ``None`` where the positions of the run were not accounted for.
+    """
+    names = [
+        n for n in ("dropped", "aborted", "filtered") if getattr(rules, f"max_{n}") is not None
+    ]
+    if accounted is None:
+        yield from (_not_accounted(f"losses.max_{name}", run) for name in names)
+    elif names:
+        fates = fate_counts(accounted.table("spans", run))
+        for name in names:
+            n = sum(count for (fate, _), count in fates.items() if fate == name)
+            # What a rule left out is none of the computed positions that could have been stored.
+            whole = n_computed(fates) + (n if name == "filtered" else 0)
+            share = n / whole if whole else 0.0
+            got = f"{share:.4%} of {whole:,} computed positions {name}"
+            yield from _at_most(
+                f"losses.max_{name}", share, getattr(rules, f"max_{name}"), got, run
+            )
 
 
 def _at_most(rule: str, share: float, limit: float, got: str, run: str) -> Iterator[Finding]:

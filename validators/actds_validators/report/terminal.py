@@ -123,8 +123,11 @@ def _accounting(audit: Audit) -> Iterator[Line]:
     gone = [step for step in section.waterfall if step.name in names and step.n_positions]
     for step in gone[:_MAX_ROWS]:
         why = step.reason or "no reason given"
-        said = f"{count(step.n_positions)} {step.name} ({percent(step.share)}): {why}"
-        yield Line(f"  {said}", "warn" if step.name in ("dropped", "aborted") else "plain")
+        is_lost = step.name in ("dropped", "aborted")
+        share = step.n_positions / section.computed if is_lost else step.share
+        of = "of the computed" if is_lost else "of all"
+        said = f"{count(step.n_positions)} {step.name} ({percent(share)} {of}): {why}"
+        yield Line(f"  {said}", "warn" if is_lost else "plain")
     yield from _more(len(gone), _MAX_ROWS)
     if section.never_computed:
         yield Line(f" {never_computed(section)}", "plain")

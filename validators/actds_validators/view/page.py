@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from actds import __version__
+from actds.accounting.fates import NEVER
 from actds.format.tables import DISPOSITIONS
 from actds.load.dataset import Dataset
 from actds.load.filters import SINK_NORM
-from actds.load.overview import NEVER, Fates, NormProfile
+from actds.load.overview import Fates, NormProfile
 from actds.load.stats import Stats
 from actds.text import counted, format_nbytes, when
 from actds_validators.audit.result import CoverageCell, WaterfallStep

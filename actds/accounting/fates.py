@@ -1,0 +1,40 @@
+"""Fates: how many positions have which disposition and reason, as every command counts them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+__all__ = ["COMPUTED", "NEVER", "FateCounts", "fate_counts", "n_computed"]
+
+FateCounts = Counter[tuple[str, str | None]]
+NEVER = "never computed"
+"""The fate of an aborted position that no step computed."""
+COMPUTED = ("captured", "dropped", "aborted")
+"""Fates of the positions that could have been stored: what a share lost is a share of."""
+
+
+def fate_counts(spans: pa.Table) -> FateCounts:
+    """Return the positions by disposition, or ``never computed``, and reason.
+
+    Args:
+        spans: start, stop, step, disposition and reason, as the census has them.
+
+    Spec: 0.1 section 14.1.
+    """
+    length = pc.cast(pc.subtract(spans["stop"], spans["start"]), pa.int64())
+    columns = [spans["disposition"], spans["reason"], pc.is_null(spans["step"]), length]
+    names = ["disposition", "reason", "unseen"]
+    found: FateCounts = Counter()
+    table = pa.table(columns, [*names, "length"]).group_by(names).aggregate([("length", "sum")])
+    for row in table.to_pylist():
+        never = row["disposition"] == "aborted" and row["unseen"]
+        found[NEVER if never else row["disposition"], row["reason"]] += row["length_sum"]
+    return found
+
+
+def n_computed(found: FateCounts) -> int:
+    """Return the positions that a step computed and that could have been stored."""
+    return sum(n for (fate, _), n in found.items() if fate in COMPUTED)
