@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from actds_validators.audit.answer import conclude, unaccounted
+from actds_validators.audit.place import LeftOut, LengthBand, Place, PlaceName, SourceAccount
 from actds_validators.audit.result import (
     Accounting,
     Association,
@@ -174,9 +176,23 @@ def audit(name: str = "load", seed: int = 0, **changes: Any) -> Audit:
     level, kind, loss, sentence, deciding, lacks, steps = CASES[name]
     rng = np.random.default_rng(seed)
     found = name == "unexplained"
+    verdict = Verdict(
+        level=level,
+        kind=kind,
+        sentence=sentence,
+        deciding=deciding,
+        numbers=[deciding, *_numbers(loss)],
+        lacks=lacks,
+        next_steps=steps,
+    )
+    verdict = changes.get("verdict", verdict)
+    path = "/data/acts/smollm2-harvest"
+    judged, answered = list[Place](), unaccounted(verdict)
+    if not found:
+        judged, answered = conclude(places(verdict, loss), (), path, None)
     parts: dict[str, Any] = {
         "actds": "0.1.0",
-        "path": "/data/acts/smollm2-harvest",
+        "path": path,
         "dataset": "0192f0c1-5a3e-7c11-9d57-6f2a3c9e10aa",
         "digest": "9f2c" * 16,
         "seal": 3,
@@ -184,15 +200,10 @@ def audit(name: str = "load", seed: int = 0, **changes: Any) -> Audit:
         "policies": ["drop_newest"],
         "options": options() if name == "heavy" else Options(),
         "limits": Limits(),
-        "verdict": Verdict(
-            level=level,
-            kind=kind,
-            sentence=sentence,
-            deciding=deciding,
-            numbers=[deciding, *_numbers(loss)],
-            lacks=lacks,
-            next_steps=steps,
-        ),
+        "verdict": verdict,
+        "source": None if found else source(),
+        "places": judged,
+        "answer": answered,
         "accounting": accounting(loss, found=found),
         "coverage": None if found else coverage(rng, loss),
         "missingness": None if found else missingness(rng, loss, strong=name in ("load", "heavy")),
@@ -207,6 +218,47 @@ def audit(name: str = "load", seed: int = 0, **changes: Any) -> Audit:
         "peak_nbytes": 212 << 20,
     }
     return Audit(**{**parts, **changes})
+
+
+def places(verdict: Verdict, loss: float) -> list[Place]:
+    """Return places that all pass, but for queues of a verdict."""
+    made = []
+    units: dict[PlaceName, str] = {
+        "source": "records", "cache": "positions", "rules": "positions", "ends": "positions",
+        "values": "rows", "identity": "rows",
+    }  # fmt: skip
+    for name, unit in units.items():
+        made.append(
+            Place(name=name, level="PASS", n=0, of=20_000, unit=unit, share=0.0, bias=0.0,
+                  limit="worst case of any mean at most 0.02 SD",
+                  headline=f"nothing went at {name}", sentence=f"Nothing went at {name}.")
+        )  # fmt: skip
+    queues = Place(
+        name="queues", level=verdict.level, n=round(20_000 * loss), of=20_000, unit="rows",
+        share=loss, bias=math.sqrt(loss / (1 - loss)), limit="worst case at most 0.02 SD",
+        headline=f"{loss:.2%} of the computed rows were dropped", sentence=verdict.sentence,
+        to_do=verdict.next_steps,
+    )  # fmt: skip
+    return [*made[:4], queues, *made[4:]]
+
+
+def source() -> SourceAccount:
+    """Return the account of a source of which a few long records were skipped."""
+    bands = [
+        LengthBand(low=2**k - 1, high=2 ** (k + 1) - 2, records=40 * k, served=40 * k - (k > 9),
+                   tokens=40 * k * 2**k, served_tokens=(40 * k - (k > 9)) * 2**k)
+        for k in range(4, 12)
+    ]  # fmt: skip
+    n, served = (sum(getattr(b, name) for b in bands) for name in ("records", "served"))
+    tokens, served_tokens = (
+        sum(getattr(b, name) for b in bands) for name in ("tokens", "served_tokens")
+    )
+    left = LeftOut(what="skipped", reason="prompt too long (E004)", n=n - served,
+                   n_tokens=tokens - served_tokens)  # fmt: skip
+    return SourceAccount(
+        records=n, served=served, left_out=[left], tokens=tokens, served_tokens=served_tokens,
+        unmeasured=0, lengths=bands, length_shift=0.01, interrupted=[],
+    )  # fmt: skip
 
 
 def _numbers(loss: float) -> list[Number]:
@@ -327,6 +379,8 @@ def coverage(rng: np.random.Generator, loss: float) -> Coverage:
         largest_multiplicity=812,
         mean_multiplicity=1.37,
         repeated_multiplicity=5.6,
+        once_bias=0.31,
+        effective_rows=39_984.0,
         shifts=shifts,
     )
 
@@ -529,7 +583,9 @@ def enormous(n: int = 1_000, text: str = "<&\x1b>\U000e0001" * 80) -> Audit:
 def _prefixed(value: Any, text: str, key: str = "") -> Any:
     """Return the value with the text before every string that is free."""
     if isinstance(value, dict):
-        return {k: _prefixed(v, text, k) for k, v in value.items()}
+        of_place = value.get("name") if "bias_is" in value else None
+        made = {k: _prefixed(v, text, k) for k, v in value.items()}
+        return made if of_place is None else made | {"name": of_place}
     if isinstance(value, list):
         return [_prefixed(v, text, key) for v in value]
     fixed = key in (
@@ -541,6 +597,10 @@ def _prefixed(value: Any, text: str, key: str = "") -> Any:
         "must",
         "engine",
         "direction",
+        "decision",
+        "place",
+        "what",
+        "bias_is",
     )
     return value if fixed or not isinstance(value, str) else text + value
 

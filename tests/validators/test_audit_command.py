@@ -39,7 +39,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return a dataset for each verdict."""
     root = tmp_path_factory.mktemp("command")
     return {
-        "PASS": made(root / "pass", "none", n_steps=150),
+        "PASS": made(root / "pass", "none", n_steps=150, prefix_share=0.0),
         "WARN": made(root / "warn", "mnar_projection", n_steps=1500, rate=0.04, strength=0.5),
         "INCONCLUSIVE": made(root / "inconclusive", "mcar_steps", rate=0.03, readouts=False),
         "FAIL": made(root / "fail", "heavy", n_steps=150),
@@ -84,7 +84,7 @@ def test_files_are_written_where_told_and_the_page_says_so(
     for said in (page, told.stdout):
         assert f"actds audit {datasets['FAIL']} --html {html}" in said
         assert "simulated-1-layer" in said and all(hook in said for hook in dataset.hooks)
-        assert "Not before you harvest again" in said
+        assert "No: " in said and "of the computed rows were dropped" in said
 
 
 @pytest.mark.parametrize(

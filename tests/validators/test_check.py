@@ -14,8 +14,9 @@ import actds
 from actds.cli import cli
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_testing.synthetic import make_dataset
-from actds_validators.report.summary import answer
+from actds_validators.audit.place import TITLES
 
+MARKED = tuple(f"  {mark} " for mark in "✓!?✗-")
 # Verdict, and exit code as it is and with --strict.
 CASES = {"PASS": (0, 0), "WARN": (0, 1), "INCONCLUSIVE": (0, 1), "FAIL": (1, 1)}
 
@@ -35,7 +36,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         return write_dataset(simulate(scenario, 1), root / name)
 
     return {
-        "PASS": made("none"),
+        "PASS": made("none", prefix_share=0.0),
         "WARN": made("mnar_projection", n_steps=1500, rate=0.04, strength=0.5),
         "INCONCLUSIVE": made("mcar_steps", n_steps=300, rate=0.03, readouts=False),
         "FAIL": made("heavy"),
@@ -49,10 +50,11 @@ def test_the_screen_has_the_answer_the_validation_and_the_verdict(
     told = run(datasets[level])
     lines = told.stdout.splitlines()
     assert told.exit_code == CASES[level][0] and told.stderr == ""
-    assert lines[0][2:] == answer(actds.audit(datasets[level]).result)
+    assert lines[0][2:] == actds.audit(datasets[level]).result.answer.words
     assert lines[1].startswith(f"VALID {datasets[level]} at level full: seal 1, digest ")
-    assert any(line.startswith(level) for line in lines) and "What to do" in lines
-    assert len(lines) <= 24
+    names = [line[4:].split("  ")[0] for line in lines if line.startswith(MARKED)]
+    assert names == list(TITLES.values())
+    assert "What to do" in lines and len(lines) <= 24
     assert run(datasets[level], "--strict").exit_code == CASES[level][1]
 
 

@@ -215,7 +215,7 @@ def test_every_rule_of_the_policy_is_tested() -> None:
         if hasattr(field.annotation, "model_fields")
     }  # fmt: skip
     rules = {f"{s}.{rule}" for s, model in sections.items() for rule in model.model_fields}  # type: ignore[union-attr]
-    elsewhere = {"audit.worst", *(r for r in rules if r.startswith("signature."))}
+    elsewhere = {"audit.worst", "audit.accept", *(r for r in rules if r.startswith("signature."))}
     assert rules == RULES.keys() | elsewhere
 
 
@@ -301,10 +301,16 @@ def test_an_unsigned_dataset_is_refused_where_a_signature_is_asked_for(
 
 def test_a_policy_bounds_the_audit(tmp_path: Path) -> None:
     heavy = write_dataset(simulate(replace(SCENARIOS["heavy"], n_steps=150), 1), tmp_path / "heavy")
-    whole = write_dataset(simulate(replace(SCENARIOS["none"], n_steps=150), 1), tmp_path / "whole")
+    none = replace(SCENARIOS["none"], n_steps=150)
+    cached = write_dataset(simulate(none, 1), tmp_path / "cached")
+    whole = write_dataset(simulate(replace(none, prefix_share=0.0), 1), tmp_path / "whole")
     rules = {"audit": {"worst": "WARN"}}
-    with pytest.raises(RefusedError, match=r"audit\.worst: FAIL; expected WARN or better"):
+    dropped = r"audit\.worst \(queues\): FAIL: 14\.17 % of .*; expected WARN or better"
+    with pytest.raises(RefusedError, match=dropped):
         actds.require(heavy, policy=rules)
+    with pytest.raises(RefusedError, match=r"audit\.worst \(prefix cache\): WARN: .* PASS or"):
+        actds.require(cached, policy={"audit": {"worst": "PASS"}})
+    assert actds.require(cached, policy={"audit": {"worst": "PASS", "accept": ["cache"]}}).n_rows
     assert actds.require(heavy, policy={"audit": {"worst": "FAIL"}}).n_rows
     assert actds.require(whole, policy=rules).n_rows
     done = run(whole, "--policy", policy(tmp_path, '[audit]\nworst = "PASS"'), "--json")

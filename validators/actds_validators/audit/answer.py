@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from actds.text import counted, format_seconds, share
-from actds_validators.audit.place import TITLES, Answer, Decision, Level, Place, PlaceName
+from actds_validators.audit.place import LEVELS, TITLES, Answer, Decision, Level, Place, PlaceName
 from actds_validators.audit.result import Queues, Verdict
 
 NEAR_MISS_S = 60.0
 """Seconds that the writer may have held up the engine, in all, before it is told."""
 NEAR_MISS_SHARE = 0.05
 """The same as a share of the time of the run."""
-_SEVERITY: dict[Level, int] = {"PASS": 0, "WARN": 1, "INCONCLUSIVE": 2, "FAIL": 3}
 _WORDS: dict[Decision, str] = {
     "yes": "Yes: train on it",
     "yes, loaded like this": "Yes, loaded like this",
@@ -61,8 +60,8 @@ def conclude(
         queues: the section, None without a step.
     """
     judged = [p.model_copy(update={"accepted": p.name in accepted}) for p in places]
-    against = [p for p in judged if not p.holds]
-    against.sort(key=lambda p: (-_severity(p), -_bias(p)))
+    against = [p for p in judged if p.counts_as != "PASS"]
+    against.sort(key=lambda p: (-LEVELS.index(p.counts_as), bool(p.loaded), -(p.bias or 0.0)))
     decision = _decision(against)
     first = against[0] if against else None
     load = _loader(against, path) if against and all(p.loaded for p in against) else None
@@ -88,22 +87,14 @@ def conclude(
 
 
 def _decision(against: Sequence[Place]) -> Decision:
-    levels = {p.level for p in against if not p.loaded}
+    levels = {p.counts_as for p in against}
     if not against:
         return "yes"
     if "FAIL" in levels:
         return "no"
     if "INCONCLUSIVE" in levels:
         return "not known"
-    return "yes, with limits" if levels else "yes, loaded like this"
-
-
-def _severity(place: Place) -> int:
-    return _SEVERITY["PASS" if place.loaded else place.level]
-
-
-def _bias(place: Place) -> float:
-    return place.bias if place.bias is not None else 0.0
+    return "yes, loaded like this" if all(p.loaded for p in against) else "yes, with limits"
 
 
 def _loader(places: Sequence[Place], path: str) -> str:

@@ -41,6 +41,8 @@ def places_of(names: Sequence[str]) -> list[PlaceName]:
 
 
 Level = Literal["PASS", "WARN", "FAIL", "INCONCLUSIVE"]
+LEVELS: tuple[Level, ...] = ("PASS", "WARN", "INCONCLUSIVE", "FAIL")
+"""From the best to the worst."""
 Decision = Literal["yes", "yes, loaded like this", "yes, with limits", "not known", "no"]
 
 
@@ -116,9 +118,11 @@ class Place(Section):
     to_do: list[str] = Field(default_factory=list)
 
     @property
-    def holds(self) -> bool:
-        """Return whether nothing of the place speaks against training on the rows as they are."""
-        return self.level == "PASS" or self.accepted
+    def counts_as(self) -> Level:
+        """Return the level in an answer: accepted it passes, and loaded as said it only warns."""
+        if self.level == "PASS" or self.accepted:
+            return "PASS"
+        return "WARN" if self.loaded else self.level
 
 
 class Answer(Section):

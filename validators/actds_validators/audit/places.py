@@ -348,13 +348,20 @@ def _queues(audited: Audited) -> Place:
         ]
         if estimated and account.captured:
             held |= {"bias": max(estimated), "bias_is": "estimated"}
+    untested = verdict.kind == "uncorrelated" and not any(
+        d.covariate.group == "values" for d in (missing.differences if missing else ())
+    )
+    sentence = verdict.sentence
+    if untested:  # without readouts
+        held["level"] = "WARN"
+        sentence += " Whether losses depend on the values of the rows was not tested."
     strata = missing.worst_strata[:1] if missing else []
     worst = [Worst(kind=s.kind, label=s.label, n=s.n_lost, of=s.n, unit="rows") for s in strata]
     return _place(
         audited, "queues", n, of, "rows",
         worst=worst[0] if worst else None,
         headline=f"{share(n, of)} of the computed rows were dropped",
-        sentence=verdict.sentence,
+        sentence=sentence,
         **held,
     )  # fmt: skip
 

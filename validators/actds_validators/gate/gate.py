@@ -31,7 +31,7 @@ class Passage:
         validation: the validation.
         policy: the policy; None where only the spec was asked.
         refused: the rules that it does not comply with; empty of a dataset that is not valid.
-        verdict: of the audit; None where the policy does not ask for one.
+        verdict: level of the audit's answer; None where the policy does not ask for one.
         strict: whether warnings are findings.
     """
 
@@ -107,12 +107,14 @@ def judge(
     catalog = found.catalog
     if policy is None or catalog is None or found.exit_code(strict=strict):
         return Passage(found, policy, strict=strict)
-    verdict = None
+    result = None
     if asks:
         from actds_validators.audit.api import audit
 
-        verdict = audit(path, progress=auditing).result.verdict.level
-    return Passage(found, policy, refusals(policy, catalog, found.runs, verdict), verdict, strict)
+        result = audit(path, accept=policy.audit.accept, progress=auditing).result
+    refused = refusals(policy, catalog, found.runs, result)
+    verdict = None if result is None else result.answer.level
+    return Passage(found, policy, refused, verdict, strict)
 
 
 def require(

@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from actds.errors import ActdsError
 from actds.schema import REQUIRED_PROVENANCE, DType
+from actds_validators.audit.place import PlaceName
 from actds_validators.validate.validation import Level
 
 __all__ = ["Policy", "read_policy"]
@@ -170,7 +171,10 @@ class AuditRules(_Section):
 
     worst: Literal["PASS", "WARN", "INCONCLUSIVE", "FAIL"] | None = Field(
         default=None,
-        description="the worst verdict that is accepted, from PASS to FAIL in this order",
+        description="the worst level of a place that is accepted, from PASS to FAIL in this order",
+    )
+    accept: list[PlaceName] = Field(
+        default=[], description="places where rows go that are waived, whatever their level"
     )
 
 

@@ -13,13 +13,13 @@ from actds.accounting.fates import fate_counts, n_computed
 from actds.errors import Finding
 from actds.reading import Catalog
 from actds.schema import OpenBody, ProvenanceField, RunRecord
+from actds_validators.audit.place import LEVELS, TITLES
+from actds_validators.audit.result import Audit
 from actds_validators.gate.policy import LossRules, Policy
 from actds_validators.gate.signature import check_signature
 
 __all__ = ["refusals"]
 
-VERDICTS = ("PASS", "WARN", "INCONCLUSIVE", "FAIL")
-"""Verdicts of the audit, from the best to the worst."""
 _NS_PER_DAY = 86_400_000_000_000
 _UNKNOWN = ProvenanceField(value=None, origin="unknown", reason="the run record lacks the field")
 
@@ -28,7 +28,7 @@ def refusals(
     policy: Policy,
     catalog: Catalog,
     runs: dict[str, dict[str, int]],
-    verdict: str | None = None,
+    audit: Audit | None = None,
     now_ns: int | None = None,
 ) -> list[Finding]:
     """Return the rules that a dataset does not comply with, each as a finding E701.
@@ -37,7 +37,7 @@ def refusals(
         policy: the policy.
         catalog: the dataset's ledger and documents.
         runs: totals by run, from the accounting; empty where it was not done.
-        verdict: what the audit says; None where it was not asked.
+        audit: what the audit says; None where it was not asked.
         now_ns: the wall clock; that of this machine when None.
 
     Returns:
@@ -58,11 +58,24 @@ def refusals(
         found += _harvest(policy, catalog, run, record, now)
         found += _prefix_cache(policy, run, record, runs.get(run))
         found += _losses(policy.losses, run, catalog if run in runs else None)
+    return [*found, *_audit(policy, audit)]
+
+
+def _audit(policy: Policy, audit: Audit | None) -> Iterator[Finding]:
+    """Yield every place of the audit's answer that is worse than the policy accepts."""
     worst = policy.audit.worst
-    if worst is not None and (verdict is None or VERDICTS.index(verdict) > VERDICTS.index(worst)):
-        got = "no verdict: only a valid dataset is audited" if verdict is None else verdict
-        found.append(_refused("audit.worst", got, f"{worst} or better"))
-    return found
+    if worst is None:
+        return
+    expected = f"{worst} or better"
+    if audit is None:
+        got = "no verdict: only a valid dataset is audited"
+        yield _refused("audit.worst", got, expected)
+    elif not audit.places and LEVELS.index(audit.answer.level) > LEVELS.index(worst):
+        yield _refused("audit.worst", f"{audit.answer.level}: {audit.answer.sentence}", expected)
+    for place in audit.places if audit is not None else ():
+        if LEVELS.index(place.counts_as) > LEVELS.index(worst):
+            got = f"{place.counts_as}: {place.headline}"
+            yield _refused(f"audit.worst ({TITLES[place.name]})", got, expected)
 
 
 def _refused(rule: str, got: str, expected: str, run: str | None = None) -> Finding:
