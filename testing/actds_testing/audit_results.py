@@ -6,6 +6,7 @@ No dataset stands behind them; the report's tests draw them.
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -577,7 +578,19 @@ def hostile() -> Audit:
 def enormous(n: int = 1_000, text: str = "<&\x1b>\U000e0001" * 80) -> Audit:
     """Return a result with ``n`` of everything that comes in lists, and texts without end."""
     parts = _prefixed(audit("heavy").as_json(), text)
-    return Audit.model_validate({k: _grown(v, n) for k, v in parts.items()})
+    parts = {k: _grown(v, n) for k, v in parts.items()}
+    # Cells of maps that cover each other would be drawn once.
+    for k, cell in enumerate(parts["weighting"]["cells"]):
+        cell |= {
+            "load_low": k // 25 / 3,
+            "load_high": (k // 25 + 1) / 3,
+            "label": f"{k % 25}{text}",
+        }
+    for k, cell in enumerate(parts["coverage"]["cells"]):
+        cell |= {"token_class": f"{k % 25}{text}", "low": k // 25, "high": k // 25 + 1}
+    for k, cell in enumerate(parts["queues"]["occupancy"]):
+        cell |= {"stage": f"{k // 40}{text}", "depth": k % 40, "capacity": 30}
+    return Audit.model_validate(parts)
 
 
 def _prefixed(value: Any, text: str, key: str = "") -> Any:
@@ -606,11 +619,12 @@ def _prefixed(value: Any, text: str, key: str = "") -> Any:
 
 
 def _grown(value: Any, n: int) -> Any:
-    """Return the value with ``n`` entries in every list, the lists of those entries aside."""
+    """Return the value with ``n`` entries in every list, and 250 in the lists of its entries."""
     if isinstance(value, dict):
         return {k: _grown(v, n) for k, v in value.items()}
     if isinstance(value, list) and value:
-        return [value[k % len(value)] for k in range(n)]
+        entries = [_grown(one, 250) for one in value]
+        return [copy(entries[k % len(entries)]) for k in range(n)]
     return value
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -156,6 +157,28 @@ class Browser:
         clip["height"] = min(height or size["height"], size["height"] - top)
         answer = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(answer["data"]))
+
+    def download(self, selector: str, path: Path, *, timeout_s: float = 20) -> bytes:
+        """Click a link that downloads a file, and return what came.
+
+        Args:
+            selector: of the link.
+            path: folder for the file, under the name that the link gives it.
+            timeout_s: how long to wait for it.
+        """
+        self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(path))
+        name = self.evaluate(f"document.querySelector({selector!r}).download")
+        self.call(
+            "Runtime.evaluate",
+            expression=f"document.querySelector({selector!r}).click()",
+            userGesture=True,
+        )
+        end = time.monotonic() + timeout_s
+        while not (path / name).exists():
+            if time.monotonic() > end:
+                raise RuntimeError(f"{name} did not come; there are {sorted(os.listdir(path))}")
+            time.sleep(0.05)
+        return (path / name).read_bytes()
 
     def pdf(self) -> bytes:
         """Return the page as it prints."""

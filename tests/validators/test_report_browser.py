@@ -18,7 +18,9 @@ from actds_testing.stability_results import hostile as hostile_stability
 from actds_testing.stability_results import made as stability
 from actds_testing.stability_results import many as many_stability
 from actds_validators.audit.result import Audit
+from actds_validators.report.accounting import waterfall
 from actds_validators.report.html import render
+from actds_validators.report.mechanism import lag_plot
 from actds_validators.report.regimes.page import render as render_regimes
 from actds_validators.report.stability.page import render as render_stability
 from actds_validators.report.summary import About
@@ -268,3 +270,19 @@ def test_the_report_of_stability_fits_and_asks_nothing(
     if make is not hostile_stability:
         assert browser.evaluate(UNSAID) == []
         assert browser.evaluate(COVERED) == []
+
+
+def test_the_numbers_of_a_figure_are_downloaded_under_the_policy(
+    browser: Browser, tmp_path: Path
+) -> None:
+    result, folder = audit("heavy"), tmp_path / "downloads"
+    folder.mkdir()
+    page = write(tmp_path / "page.html", render(result))
+    browser.open(page)
+    drawn = {"waterfall": waterfall(result), "lags": lag_plot(result)}
+    for name, picture in drawn.items():
+        assert picture is not None
+        came = browser.download(f'a[download="{name}.csv"]', folder)
+        assert came == picture.data.csv().encode()
+    assert browser.console == []
+    assert browser.evaluate("location.href") == page.as_uri()

@@ -355,7 +355,7 @@ def test_no_text_of_a_dataset_is_markup(tmp_path: Path) -> None:
     assert "default-src 'none'" in page.html.replace("&#39;", "'")
     # In a notebook the page is the text of an attribute, in a frame that runs nothing.
     frame = page._repr_html_()
-    assert frame.startswith('<iframe sandbox="" srcdoc="') and "<script" not in frame
+    assert frame.startswith('<iframe sandbox="allow-downloads" srcdoc="') and "<script" not in frame
     assert frame.count('"') == 8
 
 

@@ -16,6 +16,7 @@ from actds_validators.audit.result import (
     Finding,
     WaterfallStep,
 )
+from actds_validators.report.figure_data import FigureData
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, split_range
 from actds_validators.report.words import (
     Columns,
@@ -125,6 +126,10 @@ def waterfall_of(steps: Sequence[WaterfallStep]) -> Picture | None:
         "that it names.",
         WIDTH,
         76 + 30 * len(shown),
+        FigureData(
+            ("what became of them", "reason", "positions", "share of all positions"),
+            [(step.name, step.reason, step.n_positions, step.share) for step in shown],
+        ),
     )
     items = [("all", "all"), ("reused", "prefix-cache hit"), ("filtered", "filtered")]
     legend(p, 170, 16, [*items, ("lost", "lost"), ("stored", "stored")])
@@ -227,6 +232,14 @@ def map_of(cells: Sequence[CoverageCell]) -> Picture | None:
         "stored of those stored, hit and lost: what training sees without weights.",
         WIDTH,
         90 + 52 * len(grid),
+        FigureData(
+            ("token class", "first position", "last position", *_STATES, "share stored"),
+            [
+                (name, low, high - 1, *counts.values(), share)
+                for name, columns in grid.items()
+                for (low, high), counts, share in zip(bands, columns, kept[name], strict=True)
+            ],
+        ),
     )
     left = 176.0
     width = (WIDTH - 8 - left) / len(bands)
@@ -244,7 +257,7 @@ def map_of(cells: Sequence[CoverageCell]) -> Picture | None:
         p.text(left - 10, y + 13, name, "end", room=164)
         for column in range(len(bands)):
             counts, share = columns[column], kept[name][column]
-            place = f"{clean(name, 40)}, positions {bands[column][0]}–{bands[column][1] - 1}"
+            place = f"{clean(name, 30)}, positions {bands[column][0]}–{bands[column][1] - 1}"
             _cell(p, left + width * column, y, width - 4, counts, share, place)
     p.text(
         (left + WIDTH) / 2, 66.0 + 52 * len(grid) + 14, "position in the request, tokens", "middle"
@@ -260,11 +273,10 @@ def _cell(
     if not total:
         p.text(x + width / 2, y + 29, "none", "middle", "dim")
         return
-    shown = [s for s in _STATES if s != "external" or counts[s]]
-    said = ", ".join(f"{count(counts[s])} {_NAMES.get(s, s)}" for s in shown)
     start = x
     for state in _STATES:
         part = width * counts[state] / total
+        said = f"{count(counts[state])} of {count(total)} {_NAMES.get(state, state)}"
         p.box(start, y, part, 16, state, f"{place}: {said}")
         start += part
     p.text(x + width / 2, y + 29, short(total), "middle", room=width)

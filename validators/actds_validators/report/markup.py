@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,26 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def render_page(template: str, *, styles: tuple[str, ...] = ("page.css",), **values: Any) -> str:
+MAX_NBYTES = 1_000_000
+_CSV_LINK = re.compile('<a download="[^"]*" href="data:[^"]*"[^>]*>CSV</a>')
+
+
+def render_page(
+    template: str,
+    *,
+    styles: tuple[str, ...] = ("page.css",),
+    max_nbytes: int | None = MAX_NBYTES,
+    **values: Any,
+) -> str:
     """Return a page: HTML in UTF-8, whose policy lets nothing in but its own style sheet.
+
+    Figures have their numbers as CSV behind a link. Where the page would be too large for them,
+    the longest are left out, which the page says.
 
     Args:
         template: of the folder ``templates``; it writes ``policy`` and ``style`` into its head.
         styles: style sheets of that folder, joined in this order.
+        max_nbytes: size up to which the page has the numbers of its figures; None for any.
         values: of the template.
 
     Raises:
@@ -34,9 +49,14 @@ def render_page(template: str, *, styles: tuple[str, ...] = ("page.css",), **val
     style = "".join(loader.get_source(environment, name)[0] for name in styles)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    return environment.get_template(template).render(
+    page = environment.get_template(template).render(
         style=_exact(style), policy=Sentence(policy), **values
     )
+    for link in sorted(_CSV_LINK.findall(page), key=len, reverse=True):
+        if max_nbytes is None or len(page.encode()) < max_nbytes:
+            break
+        page = page.replace(link, "(CSV: too long for this page; --json has the numbers)")
+    return page
 
 
 @cache
@@ -52,6 +72,7 @@ def _environment() -> Environment:
         finalize=_finalize,
     )
     environment.globals["long"] = Sentence
+    environment.globals["csv_url"] = lambda data: _exact(data.url())
     return environment
 
 
@@ -64,8 +85,8 @@ def _finalize(value: Any) -> Any:
     return clean(value) if isinstance(value, str) else value
 
 
-def _exact(style: str) -> Any:
-    """Return the style sheet as markup: its digest is of these bytes, unescaped."""
+def _exact(text: str) -> Any:
+    """Return text as markup: a style sheet, whose digest is of these bytes, or a ``data:`` URL."""
     from markupsafe import Markup
 
-    return Markup(style)
+    return Markup(text)

@@ -17,6 +17,7 @@ from actds_validators.audit.result import (
     TracePoint,
     WeightCell,
 )
+from actds_validators.report.figure_data import FigureData
 from actds_validators.report.svg import (
     WIDTH,
     Frame,
@@ -164,41 +165,60 @@ def loss_against_load(audit: Audit) -> Picture | None:
     """Return the share lost per decile of load with intervals, and the isotonic fit."""
     if audit.queues is None or not audit.queues.loss_by_load:
         return None
-    p = _picture("loss-by-load", "Loss against load", "load", 292)
-    _curve(p, 38, audit.queues.loss_by_load, "load, tokens per step", "load")
-    return p
+    points = audit.queues.loss_by_load
+    curves = [("load, tokens per step", points)]
+    return _curves("loss-by-load", "Loss against load", ("load", "load"), curves)
 
 
 def loss_against_step(audit: Audit) -> Picture | None:
     """Return the same against the size of the batch and its longest context."""
     if audit.queues is None or not audit.queues.loss_by_step:
         return None
-    curves = audit.queues.loss_by_step[:_MAX_CURVES]
-    p = _picture("loss-by-step", "Loss against batch and context", "size", 42 + 250 * len(curves))
-    for k, curve in enumerate(curves):
-        one = curve.covariate
-        _curve(p, 38 + 250 * k, curve.points, f"{one.label}, {one.unit}", "mean")
-    return p
+    curves = [
+        (f"{curve.covariate.label}, {curve.covariate.unit}", curve.points)
+        for curve in audit.queues.loss_by_step[:_MAX_CURVES]
+    ]
+    return _curves("loss-by-step", "Loss against batch and context", ("size", "mean"), curves)
 
 
-def _picture(name: str, title: str, what: str, height: float) -> Picture:
+def _curves(
+    name: str, title: str, what: tuple[str, str], curves: list[tuple[str, list[Loss]]]
+) -> Picture:
+    """Return curves below each other.
+
+    Args:
+        name: of the picture.
+        title: of the picture.
+        what: whose deciles they are, and what a point of it is.
+        curves: of each the words of its axis, and its points.
+    """
+    shown = [(x, sorted(p, key=lambda point: point.load)[:_MAX_POINTS]) for x, p in curves]
     p = Picture(
         name,
         title,
-        f"Per decile of {what} the share of computed tokens lost, with its interval; the dashed "
+        f"Per decile of {what[0]} the share of computed tokens lost, with its interval; the dashed "
         "line is the monotone fit, which may only rise, or only fall.",
         WIDTH,
-        height,
+        42 + 250 * len(shown),
+        FigureData(
+            ("against", "mean of the decile", "share lost", "low", "high", "monotone fit"),
+            [
+                (x_text, s.load, s.rate.value, s.rate.low, s.rate.high, s.fitted)
+                for x_text, points in shown
+                for s in points
+            ],
+        ),
     )
     p.dot(100, 14, "mark lost-mark")
     p.text(112, 18, "decile, with interval")
     p.line(272, 14, 302, 14, "curve dashed")
     p.text(310, 18, "isotonic fit")
+    for k, (x_text, points) in enumerate(shown):
+        _curve(p, 38 + 250 * k, points, x_text, what[1])
     return p
 
 
-def _curve(p: Picture, y: float, points: list[Loss], x_text: str, what: str) -> None:
-    shown = sorted(points, key=lambda point: point.load)[:_MAX_POINTS]
+def _curve(p: Picture, y: float, shown: list[Loss], x_text: str, what: str) -> None:
     top = min(1.0, max(max(s.rate.value, s.rate.high, s.fitted) for s in shown) * 1.1) or 0.01
     f = Frame(90, y, 740, 196, span([s.load for s in shown], zero=False), (0, top))
     axes(p, f, x_text, "share lost", y_text=percent, left=64)
@@ -207,7 +227,7 @@ def _curve(p: Picture, y: float, points: list[Loss], x_text: str, what: str) -> 
         said = f"{what} {number(s.load)}: {percent(s.rate.value)} lost"
         said += f", interval {percent(s.rate.low)} to {percent(s.rate.high)}"
         x = f.x(s.load)
-        p.line(x, f.y(s.rate.low), x, f.y(s.rate.high), "whisker lost-line", said)
+        p.line(x, f.y(s.rate.low), x, f.y(s.rate.high), "whisker lost-line")
         p.dot(x, f.y(s.rate.value), "mark lost-mark", said)
 
 
@@ -227,6 +247,7 @@ def occupancy(audit: Audit) -> Picture | None:
         "queue is striped.",
         WIDTH,
         4 + 222 * lines,
+        FigureData(("stage", "capacity", "depth from", "depth to", "seconds", "share of time")),
     )
     for n, (stage, members) in enumerate(shown):
         capacity = max(1, *(m.capacity for m in members))
@@ -254,6 +275,8 @@ def occupancy(audit: Audit) -> Picture | None:
             full = (k + 1) * width > capacity
             label = f"{k * width}" if width == 1 else f"{k * width}–{(k + 1) * width - 1}"
             said = f"{stage}, depth {label}: {percent(spent / total)} of the time"
+            depths = (k * width, (k + 1) * width - 1)
+            p.data.rows.append((stage, capacity, *depths, spent, spent / total))
             x, y = f.x(k), f.y(spent / total)
             p.box(
                 x + 0.5, y, f.width / n_bins - 1, f.bottom - y, "lost" if full else "stored", said
@@ -282,8 +305,12 @@ def lag_plot(audit: Audit) -> Picture | None:
             f"{counted(max(1, int(band.n_effective)), 'independent one')}): some lags are outside "
             "by chance, and so are their neighbours. The tests, not this plot, decide."
         )
-    p = Picture("lags", "Load against loss, by lag", said, WIDTH, 288 if band else 262)
     ends = [band.low, band.high] if band else []
+    data = FigureData(
+        ("lag, steps", "correlation", *(("band low", "band high") if band else ())),
+        [(lag.steps, lag.correlation, *ends) for lag in shown],
+    )
+    p = Picture("lags", "Load against loss, by lag", said, WIDTH, 288 if band else 262, data)
     values = span([lag.correlation for lag in shown] + ends)
     top = 44 if band else 18
     f = Frame(90, top, 740, 186, span([lag.steps for lag in shown], zero=False), values)
@@ -297,7 +324,7 @@ def lag_plot(audit: Audit) -> Picture | None:
     for lag in shown:
         x, y = f.x(lag.steps), f.y(lag.correlation)
         said = f"{lag.steps:+d} steps: correlation {thousandths(lag.correlation)}"
-        p.line(x, f.y(0), x, y, "whisker stored-line", said)
+        p.line(x, f.y(0), x, y, "whisker stored-line")
         p.dot(x, y, "mark stored-mark", said, 2.5)
     return p
 
@@ -332,6 +359,10 @@ def capture_trace(audit: Audit) -> Picture | None:
         "stored, the load, and when each stage of the writer stalled.",
         WIDTH,
         442 + 24 * max(1, len(stages)),
+        FigureData(
+            ("what", "start s", "end s", "computed tokens", "lost tokens", "load, tokens per step"),
+            [("bin", b.start_s, b.end_s, b.computed, b.lost, b.load) for b in bins],
+        ),
     )
     around = (min(b.start_s for b in bins), max(b.end_s for b in bins))
     legend(p, 110, 16, [("stored", "stored"), ("lost", "lost")])
@@ -388,9 +419,9 @@ def _stalls(p: Picture, f: Frame, stages: list[Stall]) -> None:
         p.text(f.left - 10, y + 16, stall.stage, "end", room=98)
         said = f"{counted(stall.n, 'stall')}, {seconds(stall.seconds)}"
         p.line(f.left, y + 12, f.right, y + 12, "grid", f"{clean(stall.stage, 60)}: {said}")
-        for at in stall.marks_s[:_MAX_MARKS]:
-            if f.x_range[0] <= at <= f.x_range[1]:
-                p.line(f.x(at), y + 4, f.x(at), y + 20, "rug")
+        marks = [at for at in stall.marks_s[:_MAX_MARKS] if f.x_range[0] <= at <= f.x_range[1]]
+        p.strokes([(f.x(at), y + 4) for at in marks], "rug")
+        p.data.rows += [(f"stall of {stall.stage}", at, None, None, None, None) for at in marks]
 
 
 def _bins(trace: list[TracePoint]) -> list[_Bin]:
@@ -453,7 +484,8 @@ def weight_map(audit: Audit) -> Picture | None:
     """Return load × complexity, each cell with its shrunk loss rate and its weight."""
     if audit.weighting is None or not audit.weighting.cells:
         return None
-    section, cells = audit.weighting, audit.weighting.cells
+    section = audit.weighting
+    cells = {(c.load_low, c.load_high, c.label): c for c in section.cells}.values()
     loads = sorted({(cell.load_low, cell.load_high) for cell in cells})[:_MAX_LOADS]
     labels = list(dict.fromkeys(cell.label for cell in cells))[:_MAX_LABELS]
     p = Picture(
@@ -465,7 +497,11 @@ def weight_map(audit: Audit) -> Picture | None:
         "in the result (--json).",
         WIDTH,
         78 + 42 * len(labels),
-    )
+        FigureData(
+            ("load from", "load to", section.complexity, "computed tokens", "lost tokens",
+             "share lost, shrunk", "weight")
+        ),
+    )  # fmt: skip
     top = max([cell.rate for cell in cells if cell.weight], default=1.0)
     shade_scale(p, _LEFT, top, beyond=any(cell.rate > top or not cell.weight for cell in cells))
     width = (WIDTH - 2 - _LEFT) / len(loads)
@@ -483,6 +519,9 @@ def weight_map(audit: Audit) -> Picture | None:
     for cell in cells:
         load = (cell.load_low, cell.load_high)
         if load in loads and cell.label in labels:
+            p.data.rows.append(
+                (*load, cell.label, cell.n, cell.n_lost, cell.rate, cell.weight or None)
+            )
             x = _LEFT + width * loads.index(load)
             _cell(p, x, 70 + 42.0 * labels.index(cell.label), width - 2, cell, top)
     return p

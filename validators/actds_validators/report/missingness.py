@@ -20,6 +20,7 @@ from actds_validators.audit.result import (
     Stratum,
     StratumLoss,
 )
+from actds_validators.report.figure_data import FigureData
 from actds_validators.report.svg import (
     WIDTH,
     Anchor,
@@ -224,7 +225,8 @@ def _frame(
     line = 13.0 * len(series) + 11
     shown, more = first(differences, int(_MAX_PIXELS / line))
     height = line * len(shown)
-    p = Picture(name, title, description, WIDTH, 92 + height)
+    data = FigureData(("covariate", "group", "mean of", "difference, SD", "low", "high", "level"))
+    p = Picture(name, title, description, WIDTH, 92 + height, data)
     f = Frame(180, 44, 580, height, _reach(shown, series), (0, 1))
     x = f.left
     for one in series:
@@ -250,6 +252,12 @@ def _rows(
             found = one.of(d)
             if found is not None:
                 inner = d.equivalence if one is _STORED else None
+                p.data.rows += [
+                    (d.covariate.label, d.covariate.group, one.words, e.value, e.low, e.high,
+                     e.confidence)
+                    for e in (found, inner)
+                    if e is not None
+                ]  # fmt: skip
                 at = y + 12 + 13 * k
                 _whisker(p, f, at, found, inner, one.kind, f"{d.covariate.label}, {one.words}")
                 p.text(f.right + 12, at + 4, signed(found.value, three=one is not _LOST))
@@ -329,8 +337,10 @@ def heat_map(audit: Audit) -> Picture | None:
     having = [d for d in worst_first(_differences(audit)) if d.strata]
     if not having:
         return None
-    shown, more = first(having, _MAX_COVARIATES)
-    lines = [_line(d) for d in shown]
+    lines = [_line(d) for d in having[:_MAX_COVARIATES]]
+    while sum(line.height + 4 for line in lines) > _MAX_PIXELS:
+        lines.pop()
+    _, more = first(having, len(lines))
     top, beyond = _scale(lines)
     p = Picture(
         "heat-map",
@@ -343,7 +353,17 @@ def heat_map(audit: Audit) -> Picture | None:
         "strata are left out.",
         WIDTH,
         54 + sum(line.height + 4 for line in lines) + (18 if more else 0),
-    )
+        FigureData(
+            ("covariate", "unit", "stratum", "computed tokens", "lost tokens", "share lost", "low",
+             "high"),
+            [
+                (line.difference.covariate.label, line.difference.covariate.unit, s.label, s.n,
+                 s.n_lost, s.rate.value, s.rate.low, s.rate.high)
+                for line in lines
+                for s in line.strata
+            ],
+        ),
+    )  # fmt: skip
     shade_scale(p, _LEFT, top, beyond=beyond)
     y, middle = 48.0, _LEFT - 10
     for line in lines:
@@ -439,9 +459,18 @@ def bound_curve(audit: Audit) -> Picture | None:
         "logarithmic.",
         WIDTH,
         312,
+        FigureData(
+            ("what", "share lost", "worst-case bias, SD"),
+            [
+                ("this dataset", bound.loss_share, bound.bias),
+                ("negligible below", None, limits.negligible_bias),
+                ("heavy beyond", limits.max_loss, None),
+            ],
+        ),
     )
     pairs = [*((c.loss_share, c.bias) for c in bound.curve), (bound.loss_share, bound.bias)]
     points = sorted((x, y) for x, y in pairs if x > 0 and y > 0)
+    p.data.rows += [("bound", x, y) for x, y in _thinned(points)]
     xs = [x for x, _ in pairs if x > 0] + [1e-4, 0.5]
     ys = [y for _, y in pairs if y > 0] + [limits.negligible_bias, 1.0]
     f = Frame(90, 24, 740, 228, _log_range(xs), _log_range(ys))

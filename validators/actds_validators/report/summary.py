@@ -6,13 +6,12 @@ With the sections that follow from the verdict alone: checks, limits of the evid
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
 
-from actds.reading import Catalog
 from actds.text import format_nbytes
+from actds_validators.about import About as About
+from actds_validators.about import about as about
 from actds_validators.audit.result import Audit, Limits, Number, Options
+from actds_validators.report.head import dataset_facts
 from actds_validators.report.words import (
     Fact,
     Part,
@@ -32,52 +31,6 @@ from actds_validators.report.words import (
 
 LEVEL_MARKS = {"PASS": "✓", "WARN": "!", "FAIL": "✗", "INCONCLUSIVE": "?"}
 """What is beside a verdict, so that no reader depends on its colour."""
-
-_MAX_HOOKS = 6
-
-
-@dataclass(frozen=True)
-class About:
-    """What a dataset is, beyond what the result of an audit holds.
-
-    Args:
-        models: names of the models, one per run that has another.
-        engines: names and versions of the engines.
-        hooks: names with width and type.
-        started_ns: when the first run began, wall clock.
-        command: that made the report.
-    """
-
-    models: tuple[str, ...]
-    engines: tuple[str, ...]
-    hooks: tuple[str, ...]
-    started_ns: int
-    command: str
-
-
-def about(catalog: Catalog, command: str) -> About:
-    """Return what a dataset is, from its genesis and its run records.
-
-    Args:
-        catalog: of the dataset.
-        command: that makes the report, as typed.
-    """
-    genesis, runs = catalog.genesis, list(catalog.runs.values())
-
-    def named(*fields: str) -> tuple[str, ...]:
-        found = (
-            " ".join(str(v) for f in fields if (v := _fact(run.fields, f)) is not None)
-            for run in runs
-        )
-        return tuple(dict.fromkeys(words for words in found if words))
-
-    return About(
-        models=named("model.name"),
-        engines=named("engine.name", "engine.version"),
-        hooks=tuple(f"{h.name} ({h.d_model:,} × {h.dtype})" for h in genesis.hooks),
-        started_ns=min((run.started_ns for run in runs), default=genesis.created_ns),
-        command=command,
-    )
 
 
 def biases(audit: Audit) -> list[Fact]:
@@ -135,27 +88,7 @@ def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
     rows = f"{count(audit.accounting.captured)} of {count(audit.accounting.computed)} computed"
     if known is None:
         return [("Dataset", audit.dataset), ("Rows", rows)]
-    hooks, more = first(known.hooks, _MAX_HOOKS)
-    if more:
-        hooks.append(f"and {len(known.hooks) - _MAX_HOOKS} more")
-    return [
-        ("Model", ", ".join(known.models[:3]) or "not recorded"),
-        ("Hooks", ", ".join(hooks) or "none"),
-        ("Rows", rows),
-        ("Harvested", " with ".join([_day(known.started_ns), *known.engines[:2]])),
-        ("Command", known.command),
-    ]
-
-
-def _fact(fields: Mapping[str, object], name: str) -> object:
-    return getattr(fields.get(name), "value", None)
-
-
-def _day(time_ns: int) -> str:
-    try:
-        return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (OverflowError, ValueError, OSError):
-        return "on an unknown date"
+    return [*dataset_facts(known, rows), ("Command", known.command)]
 
 
 def check_part(audit: Audit) -> Part:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from actds_validators.report.figure_data import FigureData
 from actds_validators.report.words import clean, percent, short
 
-Tag = Literal["line", "rect", "circle", "polyline", "polygon", "text"]
+Tag = Literal["line", "rect", "circle", "polyline", "polygon", "path", "text"]
 Anchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]
 WIDTH = 860.0
@@ -50,13 +51,14 @@ class Shape:
 
 @dataclass
 class Picture:
-    """A drawing of ``width`` × ``height`` pixels with its title and description."""
+    """A drawing of ``width`` × ``height`` pixels with its title, description and numbers."""
 
     name: str
     title: str
     description: str
     width: float
     height: float
+    data: FigureData = field(default_factory=lambda: FigureData(()))
     shapes: list[Shape] = field(default_factory=list)
 
     def text(
@@ -89,7 +91,8 @@ class Picture:
         free = min(edge, room) if room is not None else edge
         forms, bold = [words, *shorter], "bold" in kind
         seen = next((f for f in forms if text_width(clean(f), bold=bold) <= free), None)
-        place: tuple[tuple[str, float | str], ...] = (("x", x), ("y", y), ("text-anchor", anchor))
+        place: tuple[tuple[str, float | str], ...] = (("x", x), ("y", y))
+        place += (("text-anchor", anchor),) if anchor != "start" else ()
         if seen is None:
             kind, seen, squeezed = f"{kind} small".strip(), forms[-1], free * FONT_PX / SMALL_PX
             if text_width(clean(seen), bold=bold) > squeezed:
@@ -153,6 +156,10 @@ class Picture:
         """Draw a line through points."""
         if len(points) > 1:
             self._add("polyline", (("class", kind),), tuple(points), title=title)
+
+    def strokes(self, points: Sequence[Point], kind: str) -> None:
+        """Draw a stroke of 16 pixels down from each point."""
+        self._add("path", (("class", kind),), tuple(points))
 
     def polygon(self, points: Sequence[Point], kind: str, title: str = "") -> None:
         """Draw an area."""

@@ -12,6 +12,7 @@ import numpy as np
 from actds import __version__
 from actds.exchange.tensors import NewTensor, write_tensors
 from actds.text import storable
+from actds_validators.about import about
 from actds_validators.audit.outputs import refuse_within_dataset, unwritable
 from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.places import places_of
@@ -52,12 +53,8 @@ def save(
         ActdsError: E503 the folder cannot be written.
     """
     dataset, path = arm.dataset, storable(arm.dataset.path)
-    models = {
-        str(field.value)
-        for run in dataset.runs.values()
-        if (field := run.fields.get("model.name")) is not None and field.value is not None
-    }
-    model = models.pop() if len(models) == 1 else None
+    models = about(dataset.catalog, "").models
+    model = models[0] if len(models) == 1 else None
     config = {
         "architecture": "topk",
         "d_in": dictionary.d_model,

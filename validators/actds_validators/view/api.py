@@ -42,7 +42,7 @@ class View:
     def _repr_html_(self) -> str:
         # A frame of its own: styles of the notebook stay out of the page, and the page's in it.
         return (
-            f'<iframe sandbox="" srcdoc="{escape(self.html)}" '
+            f'<iframe sandbox="allow-downloads" srcdoc="{escape(self.html)}" '
             f'width="100%" height="{_FRAME_PX}"></iframe>'
         )
 

@@ -18,6 +18,7 @@ from actds.load.stats import Stats
 from actds.text import counted, format_nbytes, when
 from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.report.accounting import map_of, waterfall_of
+from actds_validators.report.figure_data import FigureData
 from actds_validators.report.html import Shown as Section
 from actds_validators.report.markup import render_page
 from actds_validators.report.summary import about
@@ -112,6 +113,7 @@ def render(
     return render_page(
         "view.html.j2",
         styles=("page.css", "view.css"),
+        max_nbytes=None,
         path=Sentence(dataset.path),
         facts=[(name, Sentence(words)) for name, words in _facts(dataset)],
         sections=sections,
@@ -181,12 +183,14 @@ def _norms(profile: NormProfile) -> Picture | None:
     there = np.isfinite(profile.quantiles).all(axis=0) & (profile.quantiles > 0).all(axis=0)
     if not there.any():
         return None
-    logs, low = np.log10(profile.quantiles[:, there]), profile.low[there]
+    norms, low = profile.quantiles[:, there], profile.low[there]
+    logs = np.log10(norms)
     n = len(low)
     p = Picture(
         f"norms-{profile.hook}", f"Norms of {profile.hook} by position",
         f"Median and 10 to 90 % of {profile.n_rows:,} {profile.source}, by band of positions; the "
         "axis of norms is logarithmic.", WIDTH, 270,
+        FigureData(("first position", "last position", "10 %", "50 %", "90 %", "rows")),
     )  # fmt: skip
     f = Frame(70, 30, 770, 180, (-0.5, n - 0.5), span([*logs.ravel()], zero=False))
     low_norm, high_norm = (10**end for end in f.y_range)
@@ -206,7 +210,9 @@ def _norms(profile: NormProfile) -> Picture | None:
     p.path([(f.x(k), f.y(logs[1, k])) for k in range(n)], "curve")
     bands = zip(low.tolist(), profile.high[there].tolist(), profile.count[there], strict=True)
     for k, (start, stop, count) in enumerate(bands):
-        said = ", ".join(short(10 ** float(v)) for v in logs[:, k])
+        three = norms[:, k].tolist()
+        p.data.rows.append((start, stop - 1, *three, count))
+        said = ", ".join(map(short, three))
         where = f"position {start:,}" + (f" to {stop - 1:,}" if stop - start > 1 else "")
         p.dot(f.x(k), f.y(logs[1, k]), "mark stored-mark", f"{where}: {said} ({count:,} rows)", 3)
     return p

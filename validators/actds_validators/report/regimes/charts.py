@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from actds_validators.regimes.result import ContrastResult, Element, Quantiles, Regimes, Value
+from actds_validators.report.figure_data import FigureData
 from actds_validators.report.regimes.said import gap, lead
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, shade, span
 from actds_validators.report.words import short
@@ -33,6 +34,7 @@ def step_gaps(result: Regimes) -> Picture | None:
         "R-H is authorship, G-R computation, and G-H their sum.",
         WIDTH,
         tops[-1] + height + 44,
+        _gaps("decode step", [(c.name, c.hook, v) for c, values in shown for v in values]),
     )
     legend(p, 150, 20, [("lost", "shifts"), ("stored", "carries over"), ("floor", "undecided"),
                         ("band", "floor")])  # fmt: skip
@@ -43,6 +45,17 @@ def step_gaps(result: Regimes) -> Picture | None:
         around = _range([value for own in alike for value in own])
         _panel(p, contrast, values, names, Frame(150, top, 600, height, (0, 1), around))
     return p
+
+
+def _gaps(axis: str, shown: Sequence[tuple[str, str, Value]]) -> FigureData:
+    """Return the values of a measure in the strata of an axis, as CSV has them."""
+    header = ("contrast", "hook", "measure", "unit", axis, "value", "low", "high", "floor", "limit",
+              "verdict")  # fmt: skip
+    return FigureData(header, [
+        (contrast, hook, one.measure, one.unit, one.stratum, one.value, one.low, one.high,
+         one.floor, one.limit, one.outcome)
+        for contrast, hook, one in shown
+    ])  # fmt: skip
 
 
 def _range(values: Sequence[Value]) -> tuple[float, float]:
@@ -124,7 +137,14 @@ def positions(result: Regimes) -> Picture | None:
         "Empty: no estimate there.",
         WIDTH,
         height,
-    )
+        _gaps("position", [
+            (name, hook, values[band])
+            for name, rows in blocks.items()
+            for hook, values in rows
+            for band in bands
+            if band in values
+        ]),
+    )  # fmt: skip
     p.text(left, 20, "0")
     for step in range(7):
         p.box(left + 20 + 26 * step, 9, 26, 13, f"shade{step}")
@@ -186,7 +206,12 @@ def _scatter(contrast: ContrastResult, value: Value, n: int) -> Picture:
         "a filled dot's 95 % interval lies beyond the limit.",
         WIDTH,
         430,
-    )
+        FigureData(
+            ("feature", f"rate in {contrast.first.name}", f"rate in {contrast.second.name}",
+             "ln of the ratio", "standard error"),
+            [(one.name, *(one.arms or ()), one.value, one.error) for one, _, _ in points],
+        ),
+    )  # fmt: skip
     f = Frame(150, 30, 340, 340, around, around)
     marks = [(float(k), f"1e{k}" if k else "1") for k in range(around[0], around[1] + 1)]
     axes(p, f, f"rate in {contrast.first.name}", f"rate in {contrast.second.name}",
@@ -234,6 +259,10 @@ def ladder(result: Regimes) -> Picture | None:
         "dtype.",
         WIDTH,
         f.bottom + 48,
+        FigureData(
+            ("contrast and hook", *(f"relative L2, {name}" for name in _NAMES), "pairs"),
+            [(words, *_four(one), one.n_pairs) for words, one in shown],
+        ),
     )
     marks = [(float(k), f"1e{k}" if k else "1") for k in range(low, int(f.x_range[1]) + 1)]
     marks += [(float(left), "0")] if left < low else []

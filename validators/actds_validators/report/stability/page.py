@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from actds import __version__
 from actds.text import counted
+from actds_validators.report.figure_data import FigureData
 from actds_validators.report.markup import render_page
 from actds_validators.report.stability import said
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend
@@ -144,6 +145,7 @@ def _likenesses(result: Stability) -> Picture:
         "directions have.",
         WIDTH,
         f.bottom + 50,
+        FigureData(("arm", "pair", "seed", "other seed", "matched cosine", "random directions")),
     )
     legend(p, 230, 20, [("floor", "floor, of the reference"), ("stored", "of an arm")])
     axes(p, f, "matched cosine", "", y_marks=())
@@ -155,6 +157,7 @@ def _likenesses(result: Stability) -> Picture:
             if (pair.arm, pair.kind) == (name, kind):
                 mark = "floor mark" if name == reference else "stored-mark mark"
                 cosine = pair.likeness.matched
+                p.data.rows.append((name, kind, *pair.seeds, cosine, result.chance))
                 p.dot(f.x(cosine), y, mark, f"seeds {pair.seeds[0]}, {pair.seeds[1]}: {cosine:.3f}")
     return p
 

@@ -1,0 +1,62 @@
+"""The head of a page: which model, which hooks, which engine and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from actds_validators.about import About
+from actds_validators.report.words import first
+
+__all__ = ["by_arm", "dataset_facts", "harvested", "models"]
+
+_MAX_HOOKS, _MAX_ARMS = 6, 6
+
+
+def dataset_facts(known: About, rows: str) -> list[tuple[str, str]]:
+    """Return what a dataset is: model, hooks, rows, date with engine; each a name and its words.
+
+    Args:
+        known: of the dataset.
+        rows: how many it has, in words.
+    """
+    hooks, more = first(known.hooks, _MAX_HOOKS)
+    if more:
+        hooks.append(f"and {len(known.hooks) - _MAX_HOOKS} more")
+    return [
+        ("Model", models(known.models)),
+        ("Hooks", ", ".join(hooks) or "none"),
+        ("Rows", rows),
+        ("Harvested", harvested(known.started_ns, known.engines)),
+    ]
+
+
+def models(names: Sequence[str]) -> str:
+    """Return the models of a dataset in words."""
+    return ", ".join(names[:3]) or "not recorded"
+
+
+def harvested(started_ns: int, engines: Sequence[str]) -> str:
+    """Return when a dataset was made, and with what."""
+    return " with ".join([_day(started_ns), *engines[:2]])
+
+
+def by_arm(words: Sequence[tuple[str, str]]) -> str:
+    """Return what is said of each arm; once where it is the same of all.
+
+    Args:
+        words: name of each arm, and what is said of it.
+    """
+    if len({said for _, said in words}) == 1:
+        return words[0][1]
+    some, _ = first(words, _MAX_ARMS)
+    left = len(words) - len(some)
+    more = [f"and {left} more"] if left else []
+    return "; ".join([*(f"{name}: {said}" for name, said in some), *more])
+
+
+def _day(time_ns: int) -> str:
+    try:
+        return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, ValueError, OSError):
+        return "on an unknown date"
