@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from actds import layout
 from actds.accounting.fates import COMPUTED, fate_counts, n_computed
-from actds.format import arrays
+from actds.format import arrays, tables
 from actds.reading import Catalog, unknown_columns
 from actds.schema import CloseBody, FenceBody
 from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
@@ -73,9 +73,24 @@ class LossFacts:
 
 
 @dataclass(frozen=True)
+class UnservedFacts:
+    """Requests that the engine was never given, of one finish reason and error code.
+
+    ``n_tokens`` counts their prompts, of which those that could not be encoded have none;
+    ``reason`` is that of the first.
+    """
+
+    finish_reason: str
+    n_requests: int
+    n_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """One run: its provenance, and what became of its positions.
 
+    ``prompt_tokens`` are those of requests that the engine was given.
     ``n_positions`` and all that follows it are None or empty while there is no census.
     """
 
@@ -95,7 +110,7 @@ class RunFacts:
     n_cache_ref: int | None = None
     n_computed: int | None = None
     finish_reasons: dict[str, int] = field(default_factory=dict)
-    skips: dict[str, int] = field(default_factory=dict)
+    unserved: list[UnservedFacts] = field(default_factory=list)
     losses: list[LossFacts] = field(default_factory=list)
     n_drop_events: int = 0
     n_stalls: int = 0
@@ -223,21 +238,34 @@ def _census(catalog: Catalog, run: str) -> dict[str, Any]:
         for fate, n in sorted(fates.items(), key=lambda item: (item[0][0], item[0][1] or ""))
     ]
     referenced = sum(one.n_positions for one in lines if one.disposition == "cache_ref")
-    skipped = requests.filter(pc.equal(requests["finish_reason"], "skipped"))
+    is_unserved = pc.is_in(requests["finish_reason"], pa.array(tables.UNSERVED))
+    served, unserved = (requests.filter(one) for one in (pc.invert(is_unserved), is_unserved))
     return {
         "n_requests": requests.num_rows,
         "n_steps": catalog.table("steps", run).num_rows,
-        "prompt_tokens": _sum(requests, "prompt_len"),
+        "prompt_tokens": _sum(served, "prompt_len"),
         "generated_tokens": _sum(requests, "generated_len"),
         "cached_tokens": _sum(requests, "cached_tokens"),
         "n_preemptions": _sum(requests, "n_preemptions"),
         "n_positions": fates.total(),
         "n_computed": n_computed(fates),
         "finish_reasons": _counts(requests["finish_reason"]),
-        "skips": _counts(skipped["reason"]),
+        "unserved": _unserved(unserved),
         "n_cache_ref": referenced,
         "losses": [one for one in lines if one.disposition not in ("captured", "cache_ref")],
     }
+
+
+def _unserved(requests: pa.Table) -> list[UnservedFacts]:
+    """Return the requests that were not served, by finish reason and the code of their reason."""
+    found: dict[tuple[str, str], tuple[int, int, str]] = {}
+    columns = (requests[name].to_pylist() for name in ("finish_reason", "prompt_len", "reason"))
+    for finish_reason, n_tokens, reason in zip(*columns, strict=True):
+        words = reason or "no reason given"
+        key = finish_reason, words.partition(" ")[0]
+        n, total, first = found.get(key, (0, 0, words))
+        found[key] = n + 1, total + n_tokens, first
+    return [UnservedFacts(finish_reason, *one) for (finish_reason, _), one in found.items()]
 
 
 def _counts(column: pa.ChunkedArray) -> dict[str, int]:
@@ -359,8 +387,11 @@ def missing(facts: Facts) -> Iterator[Line]:
             part += " of the computed" if computed else " of all"
             lost = counted(loss.n_positions, "position")
             yield Line(f"  {lost} {loss.disposition} ({part}): {reason}")
-        for reason, n in run.skips.items():
-            yield Line(f"  {counted(n, 'request')} skipped: {reason}")
+        for one in run.unserved:
+            n = f"{counted(one.n_requests, 'request')} {one.finish_reason}"
+            first = "" if one.n_requests == 1 else "; the first"
+            tokens = counted(one.n_tokens, "prompt token")
+            yield Line(f"  {n} ({tokens}){first}: {one.reason}")
         yield from _unknown_facts(run)
     external = facts.totals.get("external", 0)
     if external:

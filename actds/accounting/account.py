@@ -150,7 +150,7 @@ def _partition(requests: Requests, spans: Spans, notes: Notes) -> None:
     known = at >= 0
     n = requests.own_len.copy()
     np.maximum.at(n, at[known], spans.stop[computed][known])
-    n[requests.skipped] = 0
+    n[requests.unserved] = 0
     owing = requests.number[n > 0]
     owed = Intervals(position_key(owing, 0), position_key(owing, n[n > 0]))
     covered = union(spans.start_key, spans.stop_key)

@@ -136,9 +136,9 @@ class Requests(_Numbered):
     prompt_len: Ints
     own_len: Ints
     """Positions owed at least: P + G - 1, or P when nothing was sampled."""
-    skipped: Bools
+    unserved: Bools
     ended: Bools
-    """Whether the end is known: not skipped, and not unfinished."""
+    """Whether the end is known: it was served, and is not unfinished."""
     cached: Ints
     engine_cached: Ints
     n_preemptions: Ints
@@ -160,15 +160,16 @@ def read_requests(table: pa.Table, notes: Notes) -> Requests:
     table = table.take(pa.array(first))
     prompt, generated = ints(table, "prompt_len"), ints(table, "generated_len")
     finish_reason = words(table, "finish_reason")
-    skipped = finish_reason == "skipped"
-    for i in notes.each("E402", np.flatnonzero(skipped & (words(table, "reason") == ""))):
-        notes.add("E402", f"{place} request {request[i]} reason", "null", "why it was skipped")
+    unserved = np.isin(finish_reason, tables.UNSERVED)
+    for i in notes.each("E402", np.flatnonzero(unserved & (words(table, "reason") == ""))):
+        expected = f"why it was {finish_reason[i]}"
+        notes.add("E402", f"{place} request {request[i]} reason", "null", expected)
     return Requests(
         request,
         prompt,
-        np.where(skipped, 0, np.where(generated > 0, prompt + generated - 1, prompt)),
-        skipped,
-        ~skipped & (finish_reason != "unfinished"),
+        np.where(unserved, 0, np.where(generated > 0, prompt + generated - 1, prompt)),
+        unserved,
+        ~unserved & (finish_reason != "unfinished"),
         ints(table, "cached_tokens"),
         ints(table, "engine_cached_tokens"),
         ints(table, "n_preemptions"),

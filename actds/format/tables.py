@@ -32,7 +32,9 @@ TableName = Literal[
 DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered")
 PHASES = ("prefill", "decode")
 ROLES = ("system", "user", "assistant", "thinking", "tool", "template")
-FINISH_REASONS = ("stop", "length", "abort", "error", "unfinished", "skipped")
+UNSERVED = ("skipped",)
+"""Finish reasons of requests that the engine was never given; they owe no position."""
+FINISH_REASONS = ("stop", "length", "abort", "error", "unfinished", *UNSERVED)
 EXTERNAL = "external"
 """Reason of a ``cache_ref`` whose KV came from outside the run (section 7.2)."""
 FAILED_LOAD = "failed_load"

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from actds.format.positions import Keys, position_key
 from actds.format.roles import Roles
+from actds.format.tables import UNSERVED
 from actds.load.dataset import Dataset
 
 __all__ = ["TokenSequence", "token_sequences"]
@@ -26,6 +27,8 @@ Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class TokenSequence:
     """What a request fed to the model, prompt and sampled tokens; ``n`` positions.
+
+    One that was never served has the positions of its prompt, and no token.
 
     Args:
         run: run of the request.
@@ -119,8 +122,8 @@ def _by_request(lines: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 def _unknown(line: dict[str, Any], token_id: Ints) -> str | None:
     """Return why a request's tokens are not known, None where they are."""
-    if line["finish_reason"] == "skipped":
-        return f"it was skipped ({line['reason']})"
+    if line["finish_reason"] in UNSERVED:
+        return f"it was {line['finish_reason']} ({line['reason']})"
     if line["token_digest"] is None:
         return f"its census states no digest of its tokens ({line['finish_reason']})"
     n_unknown = int((token_id < 0).sum())

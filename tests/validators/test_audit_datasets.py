@@ -25,6 +25,8 @@ from actds_testing.forge import relink
 from actds_testing.simulate import SCENARIOS, Simulated, simulate, write_dataset
 from actds_testing.synthetic import make_dataset
 from actds_validators.audit.api import audit
+from actds_validators.audit.data import LabelFile, match_labels
+from actds_validators.audit.lookup import prompt_sources
 from actds_validators.audit.result import Audit, Limits
 from actds_validators.audit.run import Sections
 from actds_validators.audit.verdict import judge
@@ -131,6 +133,31 @@ def test_readouts_of_recomputed_rows_are_no_rows_of_their_own() -> None:
     assert found.mechanism is not None and once.mechanism is not None
     for test, same in zip(found.mechanism.tests, once.mechanism.tests, strict=True):
         assert test.p == pytest.approx(same.p, rel=1e-6, abs=1e-12)
+
+
+def with_skipped(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return requests with 50 more that did not fit the model, of a source of their own."""
+    n = len(frame)
+    more = frame.iloc[np.arange(50) % n].assign(
+        request=np.arange(n, n + 50), source="long.jsonl", prompt_len=10**6, generated_len=0,
+        cached_tokens=0, finish_reason="skipped", reason="E004", token_digest=None,
+    )  # fmt: skip
+    return pd.concat([frame, more])
+
+
+def test_prompts_that_were_never_served_are_in_no_difference_and_no_stratum() -> None:
+    plain = tables_of(made("mnar_rarity", 6, rate=0.05))
+    more = changed(plain, "requests", with_skipped)
+    once, found = audited(plain), audited(more)
+    assert found.accounting.requests == once.accounting.requests + 50
+    for name in ("coverage", "missingness", "mechanism", "weighting"):
+        assert rounded(getattr(found, name)) == rounded(getattr(once, name)), name
+    with sources_of([plain]) as one, sources_of([more]) as other:
+        assert prompt_sources(one) == prompt_sources(other)
+        request = int(plain["requests"]["request"][0].as_py())
+        table = pa.table({"request": [request], "start": [0], "stop": [1], "class": ["a"]})
+        labels = LabelFile(Path("labels"), "", table)
+        assert match_labels(labels, one) == match_labels(labels, other)
 
 
 def test_runs_of_a_dataset_add_up(tmp_path: Path) -> None:

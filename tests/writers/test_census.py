@@ -155,12 +155,13 @@ def test_execution_may_be_told_before_the_schedule() -> None:
 def test_skipped_prompts_stand_in_the_requests_table() -> None:
     census = Census()
     census.observe(arrived(0, 2))
-    prompts = (PromptFact("p0", "a", "s", 0), PromptFact("p1", "b", "s", 1, "E004 too long"))
+    long = PromptFact("p1", "b", "s", 1, "E004 too long", prompt_len=70_000)
+    prompts = (PromptFact("p0", "a", "s", 0), long)
     requests = census.tables(ALL, ClientFacts(prompts), "x").requests.to_pylist()
     assert [(r["external_id"], r["finish_reason"]) for r in requests] == [
         ("a", "unfinished"), ("b", "skipped"),
     ]  # fmt: skip
-    assert requests[1]["reason"] == "E004 too long"
+    assert (requests[1]["reason"], requests[1]["prompt_len"]) == ("E004 too long", 70_000)
 
 
 def test_replays_lead_to_their_source_by_number_the_skipped_ones_too() -> None:

@@ -95,6 +95,7 @@ TOTALS = Totals(
     n_shards=3,
     row_nbytes=2_000_000,
     stored_nbytes=1_000_000,
+    skipped_tokens=5_000,
     seal="0123456789abcdef" * 4,
 )
 
@@ -359,6 +360,7 @@ def test_summary_adds_up() -> None:
         "rows       900 x 2 hooks in 3 shards",
         "size       0.002 GB of rows, 0.001 GB stored (2.000x)",
         "time       40.0 s, 25 tokens/s, 0.1 MB/s of rows",
+        "skipped    4 prompts of 5,000 tokens",
         "next       actds validate demo/acts",
         "           actds info demo/acts",
     ]

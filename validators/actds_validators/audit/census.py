@@ -484,7 +484,7 @@ def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], there: Bools) -
     reached[-1] = 0
     n = found["prompt_len"] + np.maximum(found["generated_len"], 1) - 1
     n = np.maximum(n, reached[at.reshape(-1)])
-    n[found["finish_reason"] == "skipped"] = 0
+    n[np.isin(found["finish_reason"].astype(str), tables.UNSERVED)] = 0
     some = n > 0
     return _KeySums.of_ranges(found["request"][some], np.zeros_like(n[some]), n[some])
 

@@ -139,6 +139,12 @@ class RunSource:
         """Return some columns of a table as numpy arrays, as `numbers` makes them."""
         return numbers(self.table(name, columns))
 
+    def served_requests(self, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """Return some columns of the requests that the engine was given, as numpy arrays."""
+        found = self.table("requests", list(dict.fromkeys([*columns, "finish_reason"])))
+        unserved = pc.is_in(found["finish_reason"], pa.array(tables.UNSERVED))
+        return numbers(found.filter(pc.invert(unserved)).select(list(columns)))
+
     def spans(self, disposition: str, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
         """Return columns of the spans of a disposition that hold a position."""
         found = self.table("spans", ["disposition", "start", "stop", *columns])
@@ -371,7 +377,7 @@ def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:
     matching = np.zeros(table.num_rows, bool)
     n_labelled = n_positions = 0
     for source in sources:
-        given = source.columns("requests", ["request", "prompt_len", "generated_len"])
+        given = source.served_requests(["request", "prompt_len", "generated_len"])
         own = given["prompt_len"] + np.maximum(given["generated_len"], 1) - 1
         known, first = np.unique(given["request"], return_index=True)
         found = {"request": known, "n": own[first]}

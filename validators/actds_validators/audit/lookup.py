@@ -528,7 +528,7 @@ def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
     """Return the prompt sources, the most used first; none when there is only one."""
     n: Counter[str] = Counter()
     for source in sources:
-        names = source.columns("requests", ["source"])["source"]
+        names = source.served_requests(["source"])["source"]
         n.update(sorted(name for name in names if name is not None))
     return tuple(name for name, _ in n.most_common()) if len(n) > 1 else ()
 
@@ -566,7 +566,7 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
     """
     derived = ("request_len",)
     more = [n for n in columns_of(defined("request")) if n not in (*_ALWAYS, *derived)]
-    found = source.columns("requests", [*_ALWAYS, *more])
+    found = source.served_requests([*_ALWAYS, *more])
     numbers, first = np.unique(found["request"], return_index=True)
     found["request_len"] = found["prompt_len"] + np.maximum(found["generated_len"], 1) - 1
     index, requests = Index(steps.step), Index(numbers)

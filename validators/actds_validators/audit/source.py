@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.codes import CODES
+from actds.format import tables
 from actds.reading import Catalog
 from actds.schema import CloseBody, FenceBody
 from actds_validators.audit.covariates import N_BANDS, position_band
@@ -23,8 +24,6 @@ from actds_validators.audit.place import LeftOut, LengthBand, SourceAccount, Wor
 from actds_validators.statistics.events import Bools, Ints
 from actds_validators.statistics.strata import total_variation
 
-SKIPPED, UNBEGUN = "skipped", "unbegun"
-"""Ends of requests that no engine was given."""
 NOT_ON_RECORD = "no line of the requests table says what became of them"
 _CODE = re.compile(r"E\d{3}\b")
 _MAX_REASONS = 20
@@ -43,7 +42,7 @@ def read_records(catalog: Catalog) -> pa.Table:
             requests = requests.append_column("labels", pa.nulls(len(requests), pa.string()))
         first, second = _keys(catalog, run, number, requests, sources)
         ends = requests["finish_reason"]
-        begun = pc.invert(pc.is_in(ends, pa.array([SKIPPED, UNBEGUN])))
+        begun = pc.invert(pc.is_in(ends, pa.array(tables.UNSERVED)))
         lines = requests.select(["source", "labels", "prompt_len", "finish_reason", "reason"])
         lines = lines.append_column("begun", begun)
         parts.append(lines.append_column("first", first).append_column("second", second))
@@ -204,7 +203,7 @@ def _left_out(records: pa.Table, silent: int) -> list[LeftOut]:
         sums[1] += n_tokens
     found = [
         LeftOut(
-            what="skipped" if end == SKIPPED else "never begun",
+            what="skipped" if end == "skipped" else "never begun",
             reason=reason, n=n, n_tokens=n_tokens or None,
         )
         for (end, reason), (n, n_tokens) in held.items()

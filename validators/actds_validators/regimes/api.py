@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
+from actds.format.tables import UNSERVED
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
 from actds.load.selection import RowValues
@@ -275,7 +276,7 @@ def _whole_where_unseen(
 def _sequences(dataset: Dataset) -> set[str | None]:
     """Return the digests of the token sequences of a dataset, None for one that is not known."""
     lines = dataset.requests(run=False).select(["token_digest", "finish_reason"]).to_pylist()
-    return {one["token_digest"] for one in lines if one["finish_reason"] != "skipped"}
+    return {one["token_digest"] for one in lines if one["finish_reason"] not in UNSERVED}
 
 
 def _probes(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from actds.text import Line, Style
 from actds_validators.audit.place import TITLES, LeftOut, LengthBand, Place, SourceAccount
 from actds_validators.audit.result import Audit
+from actds_validators.report.figure_data import FigureData
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend
 from actds_validators.report.words import (
     Columns,
@@ -109,7 +110,7 @@ def bar(audit: Audit) -> Picture | None:
     said = ", ".join(f"{name} {percent(n / whole)}" for name, n in parts if n)
     picture = Picture(
         "places", "Where rows went between the source and a batch", f"Of {count(whole)} positions: "
-        f"{said}.", WIDTH, _BAR_PX,
+        f"{said}.", WIDTH, _BAR_PX, FigureData(("place", "positions"), list(parts)),
     )  # fmt: skip
     x = 0.0
     for name, n in parts:
@@ -231,6 +232,10 @@ def lengths(audit: Audit) -> Picture | None:
         "skipping changed.",
         WIDTH,
         74 + 2 * room * len(source.lengths),
+        FigureData(
+            ("tokens at least", "tokens at most", "tokens of the source", "served tokens"),
+            [(b.low, b.high, b.tokens, b.served_tokens) for b in source.lengths],
+        ),
     )
     legend(picture, 170, 16, [("all", "source"), ("stored", "served")])
     shares = [

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from actds.accounting.columns import Notes
 from actds.errors import ActdsError
+from actds.format.tables import UNSERVED
 from actds.reading import Catalog
 
 __all__ = ["check_origins"]
@@ -59,7 +60,7 @@ def _check_names(origins: pa.Table, notes: Notes) -> None:
 def _check_requests(origins: pa.Table, requests: pa.Table, notes: Notes) -> None:
     named, n_given = (origins[name].to_numpy().astype(np.int64) for name in ("request", "n_given"))
     there = requests["request"].to_numpy().astype(np.int64)
-    served = np.asarray(requests["finish_reason"].to_pylist()) != "skipped"
+    served = ~np.isin(requests["finish_reason"].to_pylist(), UNSERVED)
     room = np.where(served, requests["prompt_len"].to_numpy().astype(np.int64), 2**32)
     order = np.argsort(there, kind="stable")
     at = np.minimum(np.searchsorted(there[order], named), max(len(there) - 1, 0))

@@ -450,12 +450,13 @@ def _finish_reason(finished: RequestFinished | None) -> tuple[str, str | None]:
 
 
 def _skipped_row(number: int, prompt: PromptFact) -> dict[str, object]:
-    zeros = ("prompt_len", "generated_len", "cached_tokens", "n_preemptions")
+    zeros = ("generated_len", "cached_tokens", "n_preemptions")
     return {
         "request": number,
         "external_id": prompt.external_id,
         "source": prompt.source,
         "source_row": prompt.source_row,
+        "prompt_len": prompt.prompt_len,
         "finish_reason": "skipped",
         "reason": prompt.skip,
         **dict.fromkeys(zeros, 0),

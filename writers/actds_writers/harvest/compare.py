@@ -21,6 +21,7 @@ from actds.format import tables
 from actds.format.arrays import widen
 from actds.format.positions import Keys, position_key
 from actds.format.shard import Shard
+from actds.format.tables import UNSERVED
 from actds.load.pairs import prefix_sums
 from actds.load.sequences import TokenSequence
 from actds.reading import Catalog
@@ -65,15 +66,15 @@ class Pair:
 def pairs_of(replay: Catalog, sequences: Iterable[TokenSequence]) -> Iterator[Pair]:
     """Yield each request with its replays, as the table ``origins`` of the replay names them.
 
-    A request that the replay skipped has none.
+    A request that the replay did not serve has none.
     """
     found: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for run in replay.run_ids:
         requests = replay.table("requests", run)
-        requests = requests.filter(pc.equal(requests["finish_reason"], "skipped"))
-        skipped = set(requests["request"].to_pylist())
+        requests = requests.filter(pc.is_in(requests["finish_reason"], pa.array(UNSERVED)))
+        unserved = set(requests["request"].to_pylist())
         for line in replay.table("origins", run).to_pylist():
-            if line["request"] not in skipped:
+            if line["request"] not in unserved:
                 source = line["source_run"], line["source_request"]
                 found.setdefault(source, []).append((run, line["request"]))
     for one in sequences:

@@ -210,6 +210,7 @@ def _client(prompts: PromptSet, encoded: list[Encoded]) -> tuple[PromptFact, ...
             e.prompt.row,
             e.skip,
             e.roles,
+            prompt_len=len(e.token_ids),
         )
         for e in encoded
     ]

@@ -310,7 +310,9 @@ def _totals_of(
 ) -> Totals:
     """Return the counts of every request and position of a run."""
     shards = [shard for shard in catalog.shards if shard.run == run]
-    reasons = catalog.table("requests", run)["finish_reason"].value_counts().to_pylist()
+    requests = catalog.table("requests", run)
+    reasons = requests["finish_reason"].value_counts().to_pylist()
+    skipped = requests.filter(pc.equal(requests["finish_reason"], "skipped"))
     census = ended["census"]
     spans = catalog.table("spans", run)
     never = pc.and_(pc.equal(spans["disposition"], "aborted"), pc.is_null(spans["step"]))
@@ -329,6 +331,7 @@ def _totals_of(
         filtered=census["filtered"],
         undelivered=census["undelivered"],
         rejected=census["rejected"],
+        skipped_tokens=pc.sum(skipped["prompt_len"]).as_py() or 0,
         unresolved=0,
         n_hooks=len(catalog.genesis.hooks),
         n_shards=len(shards),

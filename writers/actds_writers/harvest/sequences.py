@@ -69,4 +69,5 @@ def _client(index: int, one: TokenSequence, source: Catalog, encoded: Encoded) -
             one.request,
             one.n_given,
         ),
+        len(one.token_id),
     )

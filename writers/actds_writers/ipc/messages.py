@@ -431,15 +431,18 @@ class Replayed:
     n_given: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PromptFact:
     """The prompt of a request, as the client knows it.
+
+    The census keeps one for each prompt: slots halve what they take.
 
     Args:
         source: where it was read; of a replay, what its source says, which may not know it.
         roles: of the positions from 0, by runs as ``roles.packed`` writes them; empty when none
             is known.
         origin: of a replay, the request that it replays.
+        prompt_len: tokens of the prompt, 0 for one that could not be encoded.
     """
 
     key: str
@@ -449,6 +452,7 @@ class PromptFact:
     skip: str | None = None
     roles: str = ""
     origin: Replayed | None = None
+    prompt_len: int = 0
 
 
 @dataclass(frozen=True)

@@ -545,6 +545,7 @@ class Totals:
         path: the dataset, as given.
         elapsed_s: seconds from start to seal.
         requests: number of requests by finish reason, skipped ones included.
+        skipped_tokens: tokens of the prompts of the skipped ones.
         scheduled: tokens computed by the engine.
         recomputed: of these, computed again after a preemption.
         captured: positions with a row.
@@ -583,6 +584,7 @@ class Totals:
     external: int = 0
     undelivered: int = 0
     rejected: int = 0
+    skipped_tokens: int = 0
 
     def plus(self, other: Totals) -> Totals:
         """Return the counts of two runs of a dataset together."""
@@ -627,6 +629,7 @@ _ADDED = (
     "filtered",
     "undelivered",
     "rejected",
+    "skipped_tokens",
     "n_shards",
     "row_nbytes",
     "stored_nbytes",
@@ -655,6 +658,9 @@ def format_summary(totals: Totals) -> str:
         ("size", _size(totals)),
         ("time", _speed(totals)),
     ]
+    if n_skipped := totals.requests.get("skipped", 0):
+        prompts, tokens = counted(n_skipped, "prompt"), counted(totals.skipped_tokens, "token")
+        lines.append(("skipped", f"{prompts} of {tokens}"))
     if totals.unresolved:
         words = f"{totals.unresolved:,} prefix-cache hits have no stored row (E410)"
         lines.append(("unresolved", words))

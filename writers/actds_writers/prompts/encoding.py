@@ -77,7 +77,8 @@ class Encoded:
     """A prompt as the engine gets it.
 
     Args:
-        token_ids: its tokens with special tokens, also when it is skipped.
+        token_ids: its tokens with special tokens, also when it is skipped; empty when it could not
+            be encoded.
         max_tokens: maximum of generated tokens, limited by the model's context.
         skip: code and reason when the prompt cannot be served, else None.
         roles: of its positions, packed; empty when they are not known.
@@ -193,7 +194,7 @@ def _fitted(
     if room < 1:
         words = f"{n_prompt} prompt tokens leave no room for a generated one"
         skip = f"E004 {_place(prompt)}: {words}; expected at most {max_model_len - 1}"
-        return Encoded(prompt, ids, 0, skip)
+        return Encoded(prompt, ids[:n_prompt], 0, skip)
     most = min(max_tokens, room)
     if continuation is not None:
         ids, most = continuation.cut(ids, most)
