@@ -32,7 +32,7 @@ _NO_AUDIT = "Not part of this card. `actds audit PATH` says whether what is miss
 _VERDICT = re.compile(
     r"^## Audit\n\n\*\*[A-Z]+\*\*: [^\n<]*\n(?:- [^\n<]*\n)*\n## Use$", re.MULTILINE
 )
-"""What a card says of an audit: a verdict, and what is short."""
+"""What a card says of an audit: the answer, and a line for every place."""
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B",
@@ -76,17 +76,25 @@ _NUMERICS = (
 
 @dataclass(frozen=True)
 class AuditVerdict:
-    """What an audit concluded, as its JSON says it, and by which limits."""
+    """What an audit concluded, as its JSON says it: the answer, and a line for every place."""
 
     level: str
     sentence: str
-    lacks: tuple[str, ...]
+    places: tuple[str, ...]
 
 
-class _Verdict(BaseModel):
+class _Answer(BaseModel):
     level: str
+    words: str
     sentence: str
-    lacks: list[str] = []
+    load: str | None
+
+
+class _Place(BaseModel):
+    name: str
+    level: str
+    accepted: bool
+    headline: str
 
 
 class _Audit(BaseModel):
@@ -94,7 +102,8 @@ class _Audit(BaseModel):
 
     format: str
     digest: str
-    verdict: _Verdict
+    answer: _Answer
+    places: list[_Place]
 
 
 def read_verdict(file: str | os.PathLike[str], digest: str) -> AuditVerdict:
@@ -121,8 +130,14 @@ def read_verdict(file: str | os.PathLike[str], digest: str) -> AuditVerdict:
             expected=f"actds.audit of {digest}",
             next_step="Audit the dataset as it is now: actds audit PATH --json FILE.",
         )
-    verdict = found.verdict
-    return AuditVerdict(verdict.level, verdict.sentence, tuple(verdict.lacks))
+    answer = found.answer
+    lines = [
+        f"{one.name}: {one.level}{' (accepted)' if one.accepted else ''}, {one.headline}"
+        for one in found.places
+    ]
+    if answer.load is not None:
+        lines.append(f"load it like this: {answer.load}")
+    return AuditVerdict(answer.level, f"{answer.words}. {answer.sentence}", tuple(lines))
 
 
 def card(
@@ -372,7 +387,7 @@ def _audit(verdict: AuditVerdict | None) -> Iterator[str]:
         yield _NO_AUDIT
         return
     yield f"**{_escaped(verdict.level)}**: {_escaped(verdict.sentence)}"
-    yield from (f"- {_escaped(lack)}" for lack in verdict.lacks)
+    yield from (f"- {_escaped(line)}" for line in verdict.places)
 
 
 def _use(facts: Facts) -> Iterator[str]:

@@ -74,6 +74,7 @@ def make_dataset(
     roles: bool = False,
     origins: bool = False,
     entropy: bool = False,
+    facts: Mapping[str, bool | int | str | None] | None = None,
 ) -> Path:
     """Write a dataset of one run and return its path.
 
@@ -98,6 +99,7 @@ def make_dataset(
         roles: call the prompts chats: template, user, template, and what is sampled assistant.
         origins: call the requests replays of one run of a made-up dataset, the last of them aside.
         entropy: record what the logits, of 16 tokens, said of each sampled one.
+        facts: what else the run record says, None for what it does not know.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
     if sinks:
@@ -111,7 +113,7 @@ def make_dataset(
         genesis = _write_genesis(store, seed, hooks, d_model, dtype)
     writer = Chain.begin(store, genesis.dataset, run, "writer", SOFTWARE)
     census = Chain.begin(store, genesis.dataset, run, "census", SOFTWARE)
-    _write_run_record(store, writer, run, len(told.requests), dtype, readouts, entropy)
+    _write_run_record(store, writer, run, len(told.requests), dtype, readouts, entropy, facts or {})
     if readouts is not None:
         part = _readout_table(told, genesis.hooks, readouts, sinks)
         commit_part(store, writer, "readouts", run, 0, part)
@@ -170,6 +172,7 @@ def _write_run_record(
     dtype: DType | Mapping[str, DType],
     readouts: Readouts | None,
     entropy: bool,
+    facts: Mapping[str, bool | int | str | None],
 ) -> None:
     fields = {
         name: ProvenanceField(value=None, origin="unknown", reason="a simulated run has none")
@@ -184,8 +187,10 @@ def _write_run_record(
         observed["capture.readouts"] = readouts.as_field()
     if entropy:
         observed["capture.entropy"] = True
-    for name, value in observed.items():
-        fields[name] = ProvenanceField(value=value, origin="observed", reason=None)
+    for name, value in {**observed, **facts}.items():
+        known = value is not None
+        origin, reason = ("observed", None) if known else ("unknown", "nobody looked")
+        fields[name] = ProvenanceField(value=value, origin=origin, reason=reason)
     record = RunRecord(dataset=writer.dataset, run=run, started_ns=WALL_NS, fields=fields)
     written = store.put_new(layout.run_path(run), [schema.to_bytes(record)])
     writer.append("run", RunBody(run=run, sha256=written.sha256))

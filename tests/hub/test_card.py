@@ -46,9 +46,10 @@ def files_of(path: Path, table: str) -> list[Path]:
 
 
 def audit_of(path: Path, file: Path, **changes: Any) -> Path:
-    verdict = {"level": "warn", "sentence": "Rows *were* lost <under> load.", "lacks": ["power"]}
-    digest = actds.open(path).digest
-    document = {"format": "actds.audit", "digest": digest, "verdict": verdict, "more": 1} | changes
+    answer = {"level": "warn", "words": "Yes *with* <limits>", "sentence": "Rows.", "load": None}
+    place = {"name": "rules", "level": "WARN", "accepted": True, "headline": "3 % left out"}
+    document = {"format": "actds.audit", "digest": actds.open(path).digest, "answer": answer,
+                "places": [place], "more": 1} | changes  # fmt: skip
     file.write_text(json.dumps(document))
     return file
 
@@ -87,7 +88,8 @@ def test_the_card_says_size_licence_precision_gaps_and_verdict(path: Path, tmp_p
     actds.card(path, licence="cc-by-4.0", audit=audit_of(path, tmp_path / "audit.json"))
     text = (path / "README.md").read_text()
     assert front(path)["license"] == "cc-by-4.0" and front(path)["tags"][0] == "actds"
-    assert "**warn**: Rows \\*were\\* lost &lt;under&gt; load." in text and "- power" in text
+    assert "**warn**: Yes \\*with\\* &lt;limits&gt;. Rows." in text
+    assert "- rules: WARN \\(accepted\\), 3 % left out" in text
     assert json.loads((path / "croissant.json").read_text())["license"] == "cc-by-4.0"
     # The card is no part of the dataset: seal, digest and verdict of validate are as before.
     assert (path / "seal/0001.json").read_bytes() == seal
@@ -167,10 +169,14 @@ def test_refuses_a_licence_or_an_audit_that_does_not_fit(path: Path, tmp_path: P
 def test_the_command_shows_the_verdict_of_a_real_audit(path: Path, tmp_path: Path) -> None:
     runner, file = CliRunner(), str(tmp_path / "audit.json")
     runner.invoke(cli, ["audit", str(path), "--json", file])
-    verdict = json.loads(Path(file).read_text())["verdict"]
+    found = json.loads(Path(file).read_text())
     said = runner.invoke(cli, ["card", str(path), "--audit", file, "--licence", "mit"])
     assert said.exit_code == 0, said.output
-    assert f"**{verdict['level']}**" in (path / "README.md").read_text()
+    card = (path / "README.md").read_text()
+    assert f"**{found['answer']['level']}**" in card
+    assert all(f"- {place['name']}: {place['level']}" in card for place in found["places"])
+    # What an audit said is the owner's word: the card is still that of the seal.
+    assert not [f for f in actds.validate(path).findings if f.code == "E110"]
 
 
 def test_a_seal_writes_croissant_anew_where_there_is_one(tmp_path: Path) -> None:

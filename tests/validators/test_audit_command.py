@@ -182,7 +182,7 @@ def test_every_limit_that_is_given_stands_in_the_result(datasets: dict[str, Path
 
 def test_what_was_asked_for_stands_in_the_result(datasets: dict[str, Path], tmp_path: Path) -> None:
     plain = json.loads(run(datasets["PASS"], "--json", "-").stdout)["options"]
-    assert plain == {"engine": "threads", "classes": None}
+    assert plain == {"engine": "threads", "classes": None, "accepted": []}
     classes = tmp_path / "classes.parquet"
     table = {"request": [0, 999_999], "start": [0, 0], "stop": [1, 1], "class": ["a", "b"]}
     pq.write_table(pa.table(table), classes)

@@ -52,7 +52,7 @@ def comparable(found: Audit) -> dict[str, Any]:
     told: dict[str, Any] = rounded(found.model_dump(exclude={"path", "duration_s", "peak_nbytes"}))
     # Commands and loader lines name the path.
     text = json.dumps(told, sort_keys=True)
-    for said in (shlex.quote(found.path), repr(found.path), found.path):
+    for said in (repr(found.path), shlex.quote(found.path), found.path):
         text = text.replace(json.dumps(said)[1:-1], "PATH")
     return dict(json.loads(text))
 

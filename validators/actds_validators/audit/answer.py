@@ -1,10 +1,11 @@
 """The answer: whether to train on a dataset, over every place where rows go on their way to it.
 
-Spec: 0.1 section 14.11.
+Spec: 0.1 section 14.10.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from actds.text import counted, format_seconds, share
@@ -61,7 +62,7 @@ def conclude(
     """
     judged = [p.model_copy(update={"accepted": p.name in accepted}) for p in places]
     against = [p for p in judged if p.counts_as != "PASS"]
-    against.sort(key=lambda p: (-LEVELS.index(p.counts_as), bool(p.loaded), -(p.bias or 0.0)))
+    against.sort(key=_first)
     decision = _decision(against)
     first = against[0] if against else None
     load = _loader(against, path) if against and all(p.loaded for p in against) else None
@@ -84,6 +85,12 @@ def conclude(
         near_misses=list(_near_misses(judged, queues)),
         next_steps=steps or ["Train on it."],
     )
+
+
+def _first(place: Place) -> tuple[int, bool, float]:
+    """Return what places are sorted by: the level, then the bias, the largest if not known."""
+    bias = math.inf if place.bias is None else place.bias
+    return -LEVELS.index(place.counts_as), bool(place.loaded), -bias
 
 
 def _decision(against: Sequence[Place]) -> Decision:

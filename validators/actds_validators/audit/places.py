@@ -3,7 +3,7 @@
 What each left out, of whom most, how far off a mean can be by it, and what makes it pass: loader
 arguments where there are some. What is not on record is not known, and never passes.
 
-Spec: 0.1 section 14.9.
+Spec: 0.1 section 14.10.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def source_account(catalog: Catalog, records: pa.Table) -> SourceAccount:
         catalog: of the dataset.
         records: of `read_records`.
 
-    Spec: 0.1 section 14.11.
+    Spec: 0.1 section 14.10.
     """
     begun = records["begun"].to_numpy()
     length = records["prompt_len"].to_numpy().astype(np.int64)

@@ -25,7 +25,7 @@ from actds_validators.cli.validate import counting, finding_lines, verdict_line
 if TYPE_CHECKING:
     from actds_validators.check import CheckResult
 
-_MAX_FINDINGS, _MAX_STEPS = 4, 4
+_MAX_FINDINGS, _MAX_STEPS = 2, 3
 
 
 @click.command()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from actds.text import Line, Style
+from actds_validators.audit.covariates import N_BANDS
 from actds_validators.audit.place import TITLES, LeftOut, LengthBand, Place, SourceAccount
 from actds_validators.audit.result import Audit
 from actds_validators.report.figure_data import FigureData
@@ -224,23 +225,23 @@ def lengths(audit: Audit) -> Picture | None:
     source = audit.source
     if source is None or not source.lengths or not source.served_tokens:
         return None
-    room = 26.0
+    bands, room = source.lengths[:N_BANDS], 26.0
     picture = Picture(
         "lengths",
         "Length of the prompt that a token is of, source and served",
         "Share of all prompt tokens in prompts of a length; a difference of the two bars is what "
         "skipping changed.",
         WIDTH,
-        74 + 2 * room * len(source.lengths),
+        74 + 2 * room * len(bands),
         FigureData(
             ("tokens at least", "tokens at most", "tokens of the source", "served tokens"),
-            [(b.low, b.high, b.tokens, b.served_tokens) for b in source.lengths],
+            [(b.low, b.high, b.tokens, b.served_tokens) for b in bands],
         ),
     )
     legend(picture, 170, 16, [("all", "source"), ("stored", "served")])
     shares = [
         (band, band.tokens / source.tokens, band.served_tokens / source.served_tokens)
-        for band in source.lengths
+        for band in bands
     ]
     most = max(max(a, b) for _, a, b in shares)
     frame = Frame(170, 30, 560, 2 * room * len(shares), (0, most), (0, 1))
