@@ -1,0 +1,38 @@
+"""Nine datasets of known truth: the first screen says what is wrong with each, and only that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import actds
+from actds_testing.answers import CASES
+from actds_testing.places import ROOT
+from actds_validators.audit.place import TITLES
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("name", CASES)
+def test_the_answer_names_what_is_wrong(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    path = case.make(tmp_path / name)
+    result = actds.check(path)
+    assert result.audit is not None, [f.line() for f in result.validation.findings]
+    answer, places = result.audit.result.answer, result.audit.result.places
+    assert (answer.place, answer.decision) == (case.place, case.decision)
+    assert case.says in answer.words
+    assert [place.name for place in places if place.level != "PASS"] == (
+        [] if case.place is None else [case.place]
+    )
+    if case.place is not None:
+        waived = actds.check(path, accept=[case.place])
+        assert waived.audit is not None and waived.audit.result.answer.decision == "yes"
+        assert TITLES[case.place] in waived.answer and waived.exit_code(strict=True) == 0
+
+
+def test_the_guide_shows_every_case() -> None:
+    guide = (ROOT / "docs" / "answers.md").read_text(encoding="utf-8")
+    for name, case in CASES.items():
+        assert case.truth in guide and case.says in guide and f"answers/{name}.png" in guide
+        assert (ROOT / "docs" / "answers" / f"{name}.png").stat().st_size > 10_000
