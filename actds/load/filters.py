@@ -161,7 +161,7 @@ class Exclusion:
 
     def _apply_norms(self, dataset: Dataset, hooks: Sequence[Hook]) -> None:
         by_hook = [norms_of_hook(dataset, hook.name) for hook in hooks]
-        medians = np.array([np.median(np.concatenate(list(norms.values()))) for norms in by_hook])
+        medians = np.array([_median(np.concatenate(list(norms.values()))) for norms in by_hook])
         for shard in dataset.shards:
             if all(shard.name in norms for norms in by_hook):
                 columns = _token_columns(shard, self._by_norm)
@@ -169,6 +169,12 @@ class Exclusion:
                 columns["median_norm"] = medians
                 for one in self._by_norm:
                     self._found[one.name, shard.name] = _applied(one, columns, shard)
+
+
+def _median(norms: npt.NDArray[np.float32]) -> float:
+    """Return the median of the norms that are numbers: one that is none must not hide them all."""
+    finite = norms[np.isfinite(norms)]
+    return float(np.median(finite)) if len(finite) else np.nan
 
 
 def _token_columns(shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDArray[Any]]:

@@ -216,7 +216,7 @@ _LEAD = """\
 
 Nine datasets whose truth is known, and what `actds check` and the head of the page say: one clean,
 one for each thing that can be wrong ([audit](audit.md#the-answer-seven-places)). Made by
-`python -m actds_testing.answers docs/answers` with a tiny model or simulated traffic: shares are large.
+`python -m actds_testing.answers docs/answers`, of tiny or simulated harvests: shares are large.
 """
 _WIDTH = 900
 

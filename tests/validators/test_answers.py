@@ -31,6 +31,18 @@ def test_the_answer_names_what_is_wrong(name: str, tmp_path: Path) -> None:
         assert TITLES[case.place] in waived.answer and waived.exit_code(strict=True) == 0
 
 
+@pytest.mark.standard
+def test_a_loader_leaves_out_by_name_what_is_not_finite(tmp_path: Path) -> None:
+    path = CASES["not-finite"].make(tmp_path / "acts")
+    dataset = actds.open(path)
+    rows = dataset.array("resid_post.1").torch(slice(None))
+    finite = rows.isfinite().all(dim=1)
+    assert 0 < finite.sum() < len(rows)
+    given = [b for b in actds.Loader(path, batch=8, exclude="sink", drop_last=False)]
+    assert sum(map(len, given)) == finite.sum()  # random rows have no sink
+    assert all(batch.isfinite().all() for batch in given)
+
+
 def test_the_guide_shows_every_case() -> None:
     guide = (ROOT / "docs" / "answers.md").read_text(encoding="utf-8")
     for name, case in CASES.items():
