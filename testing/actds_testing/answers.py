@@ -32,7 +32,6 @@ from actds_validators.audit.place import Decision, PlaceName
 from actds_writers.monitor.progress import Observer, Snapshot
 
 WORDS = "the disk and the ring "
-NAN_BYTE = ord("~")
 
 
 @dataclass(frozen=True)
@@ -144,24 +143,16 @@ def not_finite(path: Path) -> Path:
     """One token has an embedding that is no number: its row, and every later one, is NaN."""
     import torch
     from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         model = make_random_model(Path(folder) / "model")
         weights = load_file(model / "model.safetensors")
-        token = next(
-            k for k, v in _vocabulary(model).items() if k == chr(NAN_BYTE) or v == NAN_BYTE
-        )
-        weights["model.embed_tokens.weight"][_vocabulary(model)[token]] = torch.nan
+        token = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("~")
+        weights["model.embed_tokens.weight"][token] = torch.nan
         save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
         prompts = [f"{n} {'~' if n % 6 == 0 else ''}{WORDS}" for n in range(24)]
         return harvest(path, prompts, model)
-
-
-def _vocabulary(model: Path) -> dict[str, int]:
-    from transformers import AutoTokenizer
-
-    found: dict[str, int] = AutoTokenizer.from_pretrained(model).get_vocab()
-    return found
 
 
 def two_models(path: Path) -> Path:
