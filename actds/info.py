@@ -16,6 +16,7 @@ from actds.accounting.fates import COMPUTED, fate_counts, n_computed
 from actds.format import arrays, tables
 from actds.reading import Catalog, unknown_columns
 from actds.schema import CloseBody, FenceBody
+from actds.sources import SourceFacts, source_facts
 from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
 
 __all__ = [
@@ -73,20 +74,6 @@ class LossFacts:
 
 
 @dataclass(frozen=True)
-class UnservedFacts:
-    """Requests that the engine was never given, of one finish reason and error code.
-
-    ``n_tokens`` counts their prompts, of which those that could not be encoded have none;
-    ``reason`` is that of the first.
-    """
-
-    finish_reason: str
-    n_requests: int
-    n_tokens: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class RunFacts:
     """One run: its provenance, and what became of its positions.
 
@@ -110,7 +97,6 @@ class RunFacts:
     n_cache_ref: int | None = None
     n_computed: int | None = None
     finish_reasons: dict[str, int] = field(default_factory=dict)
-    unserved: list[UnservedFacts] = field(default_factory=list)
     losses: list[LossFacts] = field(default_factory=list)
     n_drop_events: int = 0
     n_stalls: int = 0
@@ -137,6 +123,7 @@ class Facts:
     replaced_shards: int
     removable_nbytes: int
     hooks: list[HookFacts]
+    sources: list[SourceFacts]
     runs: list[RunFacts]
     chains: list[ChainFacts]
     unreachable: list[str]
@@ -171,6 +158,7 @@ def describe(catalog: Catalog) -> Facts:
         replaced_shards=len(catalog.replaced),
         removable_nbytes=sum(map(catalog.store.size, catalog.removable)),
         hooks=_hooks(catalog),
+        sources=source_facts(catalog),
         runs=[_run(catalog, run) for run in catalog.run_ids],
         chains=_chains(catalog),
         unreachable=catalog.unreachable,
@@ -238,8 +226,7 @@ def _census(catalog: Catalog, run: str) -> dict[str, Any]:
         for fate, n in sorted(fates.items(), key=lambda item: (item[0][0], item[0][1] or ""))
     ]
     referenced = sum(one.n_positions for one in lines if one.disposition == "cache_ref")
-    is_unserved = pc.is_in(requests["finish_reason"], pa.array(tables.UNSERVED))
-    served, unserved = (requests.filter(one) for one in (pc.invert(is_unserved), is_unserved))
+    served = requests.filter(tables.is_served(requests))
     return {
         "n_requests": requests.num_rows,
         "n_steps": catalog.table("steps", run).num_rows,
@@ -250,22 +237,9 @@ def _census(catalog: Catalog, run: str) -> dict[str, Any]:
         "n_positions": fates.total(),
         "n_computed": n_computed(fates),
         "finish_reasons": _counts(requests["finish_reason"]),
-        "unserved": _unserved(unserved),
         "n_cache_ref": referenced,
         "losses": [one for one in lines if one.disposition not in ("captured", "cache_ref")],
     }
-
-
-def _unserved(requests: pa.Table) -> list[UnservedFacts]:
-    """Return the requests that were not served, by finish reason and the code of their reason."""
-    found: dict[tuple[str, str], tuple[int, int, str]] = {}
-    columns = (requests[name].to_pylist() for name in ("finish_reason", "prompt_len", "reason"))
-    for finish_reason, n_tokens, reason in zip(*columns, strict=True):
-        words = reason or "no reason given"
-        key = finish_reason, words.partition(" ")[0]
-        n, total, first = found.get(key, (0, 0, words))
-        found[key] = n + 1, total + n_tokens, first
-    return [UnservedFacts(finish_reason, *one) for (finish_reason, _), one in found.items()]
 
 
 def _counts(column: pa.ChunkedArray) -> dict[str, int]:
@@ -304,6 +278,10 @@ def _page_lines(facts: Facts) -> Iterator[Line]:
         }
     )
     yield from _page_hooks(facts)
+    if named := [source.words() for source in facts.sources if source.source is not None]:
+        yield Line("")
+        yield Line("Prompts", "title")
+        yield from (Line(f"  {words}") for words in named)
     for run in facts.runs:
         yield from _page_run(run)
     yield Line("")
@@ -387,12 +365,15 @@ def missing(facts: Facts) -> Iterator[Line]:
             part += " of the computed" if computed else " of all"
             lost = counted(loss.n_positions, "position")
             yield Line(f"  {lost} {loss.disposition} ({part}): {reason}")
-        for one in run.unserved:
-            n = f"{counted(one.n_requests, 'request')} {one.finish_reason}"
-            first = "" if one.n_requests == 1 else "; the first"
-            tokens = counted(one.n_tokens, "prompt token")
-            yield Line(f"  {n} ({tokens}){first}: {one.reason}")
         yield from _unknown_facts(run)
+    for source in facts.sources:
+        for one in source.unserved:
+            n = f"{counted(one.n_records, 'prompt')} {one.finish_reason}"
+            first = "" if one.n_records == 1 else "; the first"
+            yield Line(f"  {n} ({counted(one.n_tokens, 'token')}){first}: {one.reason}")
+        if source.n_unlisted:
+            n = f"{counted(source.n_unlisted, 'record')} of {source.source}"
+            yield Line(f"  {n} in no request: no run began that was to serve them")
     external = facts.totals.get("external", 0)
     if external:
         yield Line(f"  {counted(external, 'position')} served from KV that came from outside")

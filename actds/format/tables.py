@@ -7,6 +7,7 @@ from functools import cache
 from typing import Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
@@ -32,7 +33,7 @@ TableName = Literal[
 DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered")
 PHASES = ("prefill", "decode")
 ROLES = ("system", "user", "assistant", "thinking", "tool", "template")
-UNSERVED = ("skipped",)
+UNSERVED = ("skipped", "unbegun")
 """Finish reasons of requests that the engine was never given; they owe no position."""
 FINISH_REASONS = ("stop", "length", "abort", "error", "unfinished", *UNSERVED)
 EXTERNAL = "external"
@@ -101,8 +102,8 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
             "first_token_ns", _I64, "wall clock when the first sampled token was fed", null=True
         ),
         _column("finish_ns", _I64, "wall clock", null=True),
-        _column("finish_reason", _S, "stop, length, abort, error, unfinished or skipped"),
-        _column("reason", _S, "code and words for a skip or an error", null=True),
+        _column("finish_reason", _S, "stop, length, abort, error, unfinished, skipped or unbegun"),
+        _column("reason", _S, "why it was not served, or ended in an error", null=True),
         _column("token_digest", _S, "SHA-256 of the ids of [0, P+G-1) as uint32 LE", null=True),
         _column("sampling", _S, "canonical JSON of the sampling parameters", null=True),
         _column(
@@ -262,6 +263,11 @@ def build(name: TableName, columns: dict[str, object]) -> pa.Table:
     table = pa.table([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
     parquet.refuse_nulls(table, schema, name)
     return table
+
+
+def is_served(requests: pa.Table) -> pa.ChunkedArray:
+    """Return which lines of ``requests`` are of requests that the engine was given."""
+    return pc.invert(pc.is_in(requests["finish_reason"], pa.array(UNSERVED)))
 
 
 def to_parquet(name: TableName, table: pa.Table) -> bytes:

@@ -41,6 +41,7 @@ def write(root: Path) -> None:
     _write_minimal(root / "valid" / "roles", roles=True)
     _write_minimal(root / "valid" / "origins", origins=True)
     _write_minimal(root / "valid" / "sampled", entropy=True)
+    _write_minimal(root / "valid" / "unserved", unserved=True)
     _write_replaced(root / "valid" / "replaced")
     for one in FAULTS:
         valid = root / "valid" / one.base
@@ -73,11 +74,13 @@ def _write_minimal(
     roles: bool = False,
     origins: bool = False,
     entropy: bool = False,
+    unserved: bool = False,
 ) -> None:
     """Write the minimal dataset.
 
     Args:
         external: the KV of every hit came from outside.
+        unserved: two more prompts: one does not fit the model, of one the turn never came.
     """
     with _fixed_ids():
         schedule = simulate(4, seed=166, drops=True, budget=16)
@@ -87,6 +90,19 @@ def _write_minimal(
                 if span["disposition"] == "cache_ref":
                     span.update(reason="external", ref_request=None)
             schedule = schedule.with_(spans=table_of("spans", spans))
+        if unserved:
+            requests = schedule.requests.to_pylist()
+            for name, n, why in (
+                ("skipped", 5000, "E004 synthetic.jsonl row 4: 5000 prompt tokens"),
+                ("unbegun", 12, "the harvest was interrupted before it was served"),
+            ):
+                row = len(requests)
+                requests.append({
+                    "request": row, "external_id": f"prompt-{row}", "source": "synthetic.jsonl",
+                    "source_row": row, "prompt_len": n, "generated_len": 0, "cached_tokens": 0,
+                    "n_preemptions": 0, "finish_reason": name, "reason": why,
+                })  # fmt: skip
+            schedule = schedule.with_(requests=table_of("requests", requests))
         make_dataset(
             path,
             schedule=schedule,

@@ -376,6 +376,20 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+@fault("E402", "skip-without-reason", f"census/{RUN}/requests",
+       "Nothing says why a prompt was skipped.", base="unserved")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("requests", lambda rows: rows[-2].update(reason=None))
+    v.relink()
+
+
+@fault("E402", "unbegun-without-reason", f"census/{RUN}/requests",
+       "A prompt was not begun, and nothing says why.", base="unserved")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("requests", lambda rows: rows[-1].update(reason=None))
+    v.relink()
+
+
 @fault("E403", "no-spans", f"census/{RUN}", "The run has rows; its census has no spans.")
 def _(v: Vector) -> None:
     records = v.chain("c")
@@ -410,6 +424,18 @@ def _(v: Vector) -> None:
 def _(v: Vector) -> None:
     def edit(rows: list[Json]) -> None:
         _never_computed(rows)["start"] -= 1
+
+    v.edit_table("spans", edit)
+    v.relink()
+
+
+@fault("E405", "span-of-an-unbegun-request", SPANS, "A request that was not begun has positions.",
+       base="unserved")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        number = max(row["request"] for row in v.table(part("requests")))
+        owed = {"request": number, "start": 0, "stop": 3, "step": None, "ref_request": None}
+        rows.append({**owed, "disposition": "aborted", "reason": "engine_ended"})
 
     v.edit_table("spans", edit)
     v.relink()

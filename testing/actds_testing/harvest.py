@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,20 @@ def harvest(out: Path | str, model: Path, prompts: Path, *options: str, **extra:
     done = run(out, model, prompts, *options, **extra)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return validated(out)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for file in files for child in file.read_text().split()]
+    return found + [one for child in found for one in descendants(child)]
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and all that it has started, and wait until it is gone."""
+    for pid in [process.pid, *descendants(process.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def validated(path: Path | str) -> Dataset:

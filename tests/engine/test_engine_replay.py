@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -101,19 +99,6 @@ def many(model: Path, tmp_path_factory: pytest.TempPathFactory) -> actds.Dataset
     )  # fmt: skip
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have."""
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    found = [int(child) for file in files for child in file.read_text().split()]
-    return found + [one for child in found for one in descendants(child)]
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    for pid in [process.pid, *descendants(process.pid)]:
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("options", [("--alone", "--neighbours", "5"), ("--neighbours", "5")])
 def test_a_replay_that_was_killed_resumes_to_each_request_once(
@@ -131,7 +116,7 @@ def test_a_replay_that_was_killed_resumes_to_each_request_once(
     while len(list(out.glob("shards/*/shard.json"))) < 8:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    kill(process)
+    h.kill(process)
     assert not list(out.glob("seal/*.json"))
 
     done = h.warm_engine().run(

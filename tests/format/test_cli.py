@@ -171,7 +171,7 @@ def test_info_tells_what_where_from_and_what_is_missing(original: Path) -> None:
         "requests     12 (",
         f"{facts['totals']['dropped']} positions dropped",
         "queue_full",
-        "1 request skipped (5 prompt tokens): E004",
+        "1 prompt skipped (5 tokens): E004",
     ):
         assert words in page
     assert "SEALED" not in page

@@ -11,9 +11,10 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
+from actds.format.positions import Intervals, position_key
 from actds.load.sequences import token_sequences
 from actds_testing import harvest as h
-from actds_testing.schedules import simulate
+from actds_testing.schedules import simulate, table_of
 from actds_testing.synthetic import make_dataset
 from actds_testing.synthetic_engine import writer_stopped
 from actds_testing.tiny import make_random_model
@@ -117,14 +118,25 @@ def test_requests_of_which_no_row_is_stored_have_nothing_to_compare(tmp_path: Pa
     assert none and (found.n_rows, found.n_unreplayed, found.n_foreign) == (0, 0, 0)
 
 
-def test_a_request_that_the_replay_skipped_is_none_that_it_lost(tmp_path: Path) -> None:
-    replay = actds.open(make_dataset(tmp_path / "out", origins=True))
+@pytest.mark.parametrize(
+    ("reason", "why"),
+    [("skipped", "in requests that cannot be served again (E004)"), ("unbegun", "not served")],
+)
+def test_a_request_that_the_replay_did_not_serve_is_none_that_it_lost(
+    tmp_path: Path, reason: str, why: str
+) -> None:
+    told = simulate(12)
+    requests = told.requests.to_pylist()
+    requests[7]["finish_reason"] = reason
+    told = told.with_(requests=table_of("requests", requests))
+    replay = actds.open(make_dataset(tmp_path / "out", schedule=told, origins=True))
     source = [replace(one, run="r-source", request=10 + one.request)
               for one in token_sequences(replay)]  # fmt: skip
     lines = replay.requests().to_pylist()[:-1]  # the last has no origin
-    served = {line["request"] for line in lines if line["finish_reason"] != "skipped"}
+    served = {line["request"] for line in lines} - {7}
     assert {pair.again for pair in pairs_of(replay.catalog, source)} == served
-    assert len(served) < len(lines)
+    owed = {("r-source", 17): Intervals(position_key([17], [0]), position_key([17], [5]))}
+    assert filled(owed, replay.catalog).why == {why: 5}
 
 
 @pytest.mark.parametrize(

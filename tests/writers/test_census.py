@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from actds_writers.census.census import Census
@@ -164,7 +166,26 @@ def test_skipped_prompts_stand_in_the_requests_table() -> None:
     assert (requests[1]["reason"], requests[1]["prompt_len"]) == ("E004 too long", 70_000)
 
 
-def test_replays_lead_to_their_source_by_number_the_skipped_ones_too() -> None:
+def test_prompts_that_never_arrived_were_not_begun_also_of_several_samples() -> None:
+    census = Census()
+    for number, key in enumerate(["1_p0", "p2", "0_p0"]):
+        census.observe(replace(arrived(number, 2), external_id=key))
+    prompts = tuple(PromptFact(f"p{n}", f"e{n}", "s", n, prompt_len=7 + n) for n in range(5))
+    why = "the harvest was interrupted before it was served"
+    for said, words in (("", "the process ended before it was served"), (why, why)):
+        found = census.tables(ALL, ClientFacts(prompts, unbegun=said), "x")
+        lines = [(r["request"], r["external_id"], r["finish_reason"], r["prompt_len"], r["reason"])
+                 for r in found.requests.to_pylist()]  # fmt: skip
+        assert [line[:3] for line in lines[:3]] == [
+            (0, "1_e0", "unfinished"), (1, "e2", "unfinished"), (2, "0_e0", "unfinished"),
+        ]  # fmt: skip
+        assert lines[3:] == [(3 + i, f"e{n}", "unbegun", 7 + n, words)
+                             for i, n in enumerate((1, 3, 4))]  # fmt: skip
+    # A live census knows of no prompt, and so of none that it did not see.
+    assert census.tables(ALL, ClientFacts(), "x").requests.num_rows == 3
+
+
+def test_replays_lead_to_their_source_by_number_the_unserved_ones_too() -> None:
     census = Census()
     census.observe(arrived(1, 3))
     census.observe(arrived(0, 2))
@@ -174,14 +195,17 @@ def test_replays_lead_to_their_source_by_number_the_skipped_ones_too() -> None:
             (None, None),
             (None, Replayed("d" * 32, "e" * 64, "r-1", 7, 2)),
             ("E022 unknown tokens", Replayed("d" * 32, "e" * 64, "r-1", 9, 4)),
+            (None, Replayed("d" * 32, "e" * 64, "r-1", 8, 3)),
         ])
     )  # fmt: skip
     found = census.tables(ALL, ClientFacts(prompts), "x")
     assert [tuple(line.values()) for line in found.origins.to_pylist()] == [
         (1, "d" * 32, "e" * 64, "r-1", 7, 2),
         (2, "d" * 32, "e" * 64, "r-1", 9, 4),
+        (3, "d" * 32, "e" * 64, "r-1", 8, 3),
     ]
-    assert found.requests["finish_reason"].to_pylist() == ["unfinished", "unfinished", "skipped"]
+    ends = ["unfinished", "unfinished", "skipped", "unbegun"]
+    assert found.requests["finish_reason"].to_pylist() == ends
     line = to_line(ClientFacts(prompts))  # a killed census has them from its journal
     assert from_line(line) == ClientFacts(prompts)
     assert not census.tables(ALL, ClientFacts(prompts[:1]), "x").origins.num_rows

@@ -189,7 +189,7 @@ def test_many_messages_and_facts_become_several_segments(
     store = LocalStore(tmp_path)
     of = Journal(store, "r-1", lambda: DATASET)
     prompts = tuple(PromptFact(f"p{i}", f"e{i}", "s", i) for i in range(40))
-    of.add(ClientFacts(prompts, {"p3": 4}))
+    of.add(ClientFacts(prompts, {"p3": 4}, "the disk was full"))
     for step in range(200):
         of.add(StepLost(step, "queue_full"))
     of.finish()
@@ -200,15 +200,16 @@ def test_many_messages_and_facts_become_several_segments(
             facts = merged(facts, message)
         else:
             steps.append(message.step)
-    assert facts == ClientFacts(prompts, {"p3": 4})
+    assert facts == ClientFacts(prompts, {"p3": 4}, "the disk was full")
     assert steps == list(range(200))
 
 
 def test_newer_facts_are_laid_over_older_ones() -> None:
     one, two, skipped = (PromptFact("p0", "a", "s", 0), PromptFact("p1", "b", "s", 1),
                          PromptFact("p1", "b", "s", 1, "E004"))  # fmt: skip
-    got = merged(ClientFacts((one, two), {"p0": 1}), ClientFacts((skipped,), {"p1": 2}))
-    assert got == ClientFacts((one, skipped), {"p0": 1, "p1": 2})
+    got = merged(ClientFacts((one, two), {"p0": 1}), ClientFacts((skipped,), {"p1": 2}, "why"))
+    assert got == ClientFacts((one, skipped), {"p0": 1, "p1": 2}, "why")
+    assert merged(got, ClientFacts()) == got
 
 
 def test_nothing_is_written_before_there_is_a_dataset(tmp_path: Path) -> None:

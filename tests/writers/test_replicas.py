@@ -206,4 +206,10 @@ def test_ctrl_c_ends_every_replica_in_order(model: Path, prompts: Path, tmp_path
     assert process.returncode == 1 and said.count("draining") == 1, said
     dataset = h.validated(out)
     assert len(finished(dataset)) < N_REQUESTS
-    assert set(dataset.requests(run=True)["finish_reason"].to_pylist()) <= {"length", "abort"}
+    lines = dataset.requests(run=True).to_pylist()
+    assert {line["finish_reason"] for line in lines} <= {"length", "abort", "unbegun"}
+    # Each run has its own share of the records, and all of it.
+    shares_of = [{r["source_row"] for r in lines if r["run"] == run} for run in dataset.runs]
+    assert sum(map(len, shares_of)) == len(lines) == len(set.union(*shares_of))
+    evens = set(range(0, N_REQUESTS, 2))
+    assert all(share in (evens, set(range(N_REQUESTS)) - evens) for share in shares_of)

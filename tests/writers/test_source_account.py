@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import actds
+from actds.errors import ActdsError
 from actds.info import describe, missing
-from actds.reading import Catalog
-from actds.store import open_store
+from actds.sources import source_facts
 from actds_testing import harvest as h
 from actds_testing.independent import validator as independent
 from actds_testing.tiny import byte_tokenizer, make_random_model
+from actds_writers.config import WriteSettings
+from actds_writers.engine_protocol import Engine
+from actds_writers.harvest.one_engine import Feed
+from actds_writers.harvest.recover import recover
+from actds_writers.harvest.run import harvest
 
 pytestmark = pytest.mark.standard
 
@@ -73,12 +82,12 @@ def test_skipped_records_have_the_length_that_the_tokenizer_gave(
     )
     assert "requests   13 = 8 length + 5 skipped\n" in result.summary
     assert f"skipped    5 prompts of {sum(long):,} tokens\n" in result.summary
-    facts = describe(Catalog.read(open_store(tmp_path / "acts")))
+    facts = describe(dataset.catalog)
     assert facts.runs[0].prompt_tokens == sum(lengths) - sum(long)
     words = [line.text for line in missing(facts)]
-    assert any(w.startswith(f"  4 requests skipped ({sum(long):,} prompt tokens); the first: E004")
+    assert any(w.startswith(f"  4 prompts skipped ({sum(long):,} tokens); the first: E004")
                for w in words)  # fmt: skip
-    assert any(w.startswith("  1 request skipped (0 prompt tokens): E002") for w in words)
+    assert any(w.startswith("  1 prompt skipped (0 tokens): E002") for w in words)
 
 
 def test_a_prompt_that_the_engine_refuses_and_a_short_document_have_their_lengths(
@@ -102,3 +111,120 @@ def test_a_prompt_that_the_engine_refuses_and_a_short_document_have_their_length
     ]  # fmt: skip
     assert lines[1]["reason"].startswith("E023")
     assert [lines[row]["prompt_len"] for row in range(4)] == [30, 18, 27, 30]
+
+
+# ---- prompts that were never begun
+
+N = 30
+SERVED = [{"id": f"q{i}", "prompt": f"the ring of {i} "} for i in range(N)]
+LONG = {"id": "long", "prompt": "the disk " * 40}
+
+
+class Ended(Feed):
+    """Ends its run when a few requests have finished."""
+
+    def step(self, engine: Engine) -> None:
+        super().step(engine)
+        if self.n_finished >= 6 and not self.interrupted:
+            self.end()
+
+    def end(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+class Failed(Ended):
+    def end(self) -> None:
+        raise ActdsError("E504", "engine", got="its time has come", expected="more")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return h.write_prompts(tmp_path / "p.jsonl", [*SERVED, LONG])
+
+
+def of_reason(dataset: actds.Dataset, reason: str, run: str | None = None) -> list[dict[str, Any]]:
+    lines = dataset.requests(run=True).to_pylist()
+    return [r for r in lines if r["finish_reason"] == reason and run in (None, r["run"])]
+
+
+def settings(model: Path, prompts: Path, out: Path, **more: Any) -> WriteSettings:
+    given = {"out": out, "model": model, "prompts": prompts, **HARVEST, **more}
+    return WriteSettings.of({**given, "engine_args": {"max_num_seqs": 2}})
+
+
+@pytest.mark.parametrize(
+    ("feed", "why"),
+    [
+        (Ended, "the harvest was interrupted before it was served"),
+        (Failed, "the harvest failed (E504) before it was served"),
+    ],
+)
+def test_prompts_that_an_ended_harvest_never_began_are_listed_and_a_resumed_one_serves_them(
+    model: Path, prompts: Path, tmp_path: Path, feed: type[Feed], why: str
+) -> None:
+    out = tmp_path / "acts"
+    with suppress(ActdsError):
+        result = harvest(settings(model, prompts, out), feed=feed)
+        assert " unbegun" in result.summary
+    first = validated(out)
+    lines = by_row(first)
+    assert sorted(lines) == list(range(N + 1))  # every record, once
+    unbegun = of_reason(first, "unbegun")
+    n_begun = N - len(unbegun)
+    assert 6 <= n_begun <= 10 and {r["source_row"] for r in unbegun} == set(range(n_begun, N))
+    for line in unbegun:
+        assert (line["reason"], line["token_digest"], line["arrival_ns"]) == (why, None, None)
+        assert line["prompt_len"] == len(SERVED[line["source_row"]]["prompt"])
+        assert line["external_id"] == f"q{line['source_row']}"
+    assert [r["source_row"] for r in of_reason(first, "skipped")] == [N]
+    owing = set(first.spans()["request"].to_pylist())
+    assert owing.isdisjoint(line["request"] for line in unbegun)
+    (source,) = source_facts(first.catalog)
+    assert (source.n_read, source.n_served, source.n_unlisted) == (N + 1, n_begun, 0)
+
+    harvest(settings(model, prompts, out, resume=True))
+    whole = validated(out)
+    (run,) = set(whole.runs) - set(first.runs)
+    assert {r["source_row"] for r in of_reason(whole, "length", run)} >= set(range(n_begun, N))
+    assert {r["source_row"] for r in of_reason(whole, "length")} == set(range(N))
+    # What any run served is served; what never fits stands in both.
+    (source,) = source_facts(whole.catalog)
+    assert source.words() == "p.jsonl: 31 records = 30 served + 1 skipped (360 tokens)"
+    assert not [line for line in missing(describe(whole.catalog)) if "unbegun" in line.text]
+
+
+def test_a_harvest_that_was_killed_with_all_its_processes_names_what_it_never_began(
+    model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "acts"
+    prompts = h.write_prompts(
+        tmp_path / "p.jsonl", [{"id": f"q{i}", "prompt": f"{i} " * 9} for i in range(800)]
+    )
+    words = [
+        "--hooks",
+        "resid_post:0",
+        "--engine",
+        "transformers",
+        "--no-check",
+        "--engine-arg",
+        "max_num_seqs=2",
+        "--max-tokens",
+        "8",
+        "--rows-per-shard",
+        "64",
+    ]
+    process = subprocess.Popen(h.command(out, model, prompts, *words), env=h.environment())
+    while not list(out.glob("shards/*/shard.json")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    h.kill(process)
+    assert [run.outcome for run in recover(out).runs] == ["recovered"]
+    dataset = validated(out)
+    lines = by_row(dataset)
+    assert sorted(lines) == list(range(800))
+    unbegun = of_reason(dataset, "unbegun")
+    assert len(unbegun) > 100
+    assert {line["reason"] for line in unbegun} == {"the process ended before it was served"}
+    assert all(line["prompt_len"] == 9 * (1 + len(str(line["source_row"]))) for line in unbegun)
+    # They are the last of the source: prompts are begun in its order.
+    assert min(r["source_row"] for r in unbegun) == 800 - len(unbegun)

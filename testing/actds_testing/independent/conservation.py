@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from actds_testing.independent.findings import Findings
 from actds_testing.independent.layout import Json
+from actds_testing.independent.tables import UNSERVED
 
 Key = tuple[int, int]
 """Request and position."""
@@ -115,9 +116,9 @@ class Account:
 
     def _judge_request(self, request: Json) -> None:
         place, number = self.place("spans"), request["request"]
-        if request["finish_reason"] == "skipped":
-            said = request["reason"] is not None
-            self.found.check(said, "E402", self.place("requests"), "skipped without a reason")
+        if request["finish_reason"] in UNSERVED:
+            said = bool(request["reason"])
+            self.found.check(said, "E402", self.place("requests"), f"{number} without a reason")
         spans, end = self.spans[number], 0
         for span in spans:
             if span["start"] != end:
@@ -140,7 +141,7 @@ class Account:
         told = (request["cached_tokens"], request["engine_cached_tokens"])
         same = told[0] == hits and told[1] in (None, hits)
         self.found.check(same, "E411", self.place("requests"), f"{number}: {hits}, told {told}")
-        ended = request["finish_reason"] not in ("skipped", "unfinished")
+        ended = request["finish_reason"] not in (*UNSERVED, "unfinished")
         for span in spans:
             self._judge_end(span, own(request), ended)
 
@@ -154,7 +155,7 @@ class Account:
 
     def owed(self, request: Json) -> int:
         """Return N, the positions that a request owes (7.1)."""
-        if request["finish_reason"] == "skipped":
+        if request["finish_reason"] in UNSERVED:
             return 0
         return max(own(request), self.computed(request["request"]))
 

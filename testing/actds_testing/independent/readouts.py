@@ -15,6 +15,7 @@ from actds_testing.independent.conservation import Account
 from actds_testing.independent.documents import COUNT, DATASET, DIGEST, document, either, null
 from actds_testing.independent.findings import Breach, need
 from actds_testing.independent.layout import Folder, Json, is_segment, parse, sha256
+from actds_testing.independent.tables import UNSERVED
 
 SETTINGS = document(
     n_probes=COUNT, n_projections=COUNT, probes_sha256=either(DIGEST, null), seed=COUNT
@@ -48,7 +49,7 @@ def judge_origins(account: Account) -> None:  # 6.3
         account.found.check(named, "E103", place, line)
         request = account.requests.get(line["request"])
         fits = request is not None and line["request"] not in seen
-        if request is not None and request["finish_reason"] != "skipped":
+        if request is not None and request["finish_reason"] not in UNSERVED:
             fits &= line["n_given"] <= request["prompt_len"]
         account.found.check(fits, "E422", place, line)
         seen.add(line["request"])

@@ -46,10 +46,11 @@ COLUMNS = {  # 6.3; a question mark stands for: may be null
         replayed_token_id uint32 relative_l2 float64 cosine float64 verdict string""",
     "multiplicity": "run string request uint32 start uint32 stop uint32 count uint32",
 }
+UNSERVED = ("skipped", "unbegun")  # 7.1: these owe nothing
 WORDS = {
     "phase": ("prefill", "decode"),
     "disposition": ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered"),
-    "finish_reason": ("stop", "length", "abort", "error", "unfinished", "skipped"),
+    "finish_reason": ("stop", "length", "abort", "error", "unfinished", "skipped", "unbegun"),
     "role": ("system", "user", "assistant", "thinking", "tool", "template"),
 }
 TYPES = {  # 6.2

@@ -142,8 +142,7 @@ class RunSource:
     def served_requests(self, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
         """Return some columns of the requests that the engine was given, as numpy arrays."""
         found = self.table("requests", list(dict.fromkeys([*columns, "finish_reason"])))
-        unserved = pc.is_in(found["finish_reason"], pa.array(tables.UNSERVED))
-        return numbers(found.filter(pc.invert(unserved)).select(list(columns)))
+        return numbers(found.filter(tables.is_served(found)).select(list(columns)))
 
     def spans(self, disposition: str, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
         """Return columns of the spans of a disposition that hold a position."""

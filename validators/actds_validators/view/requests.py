@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.errors import ActdsError
-from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL, UNSERVED
+from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL, is_served
 from actds.load.dataset import Dataset
 from actds_validators.view.scores import Score
 
@@ -64,8 +64,8 @@ def sample(dataset: Dataset) -> list[tuple[str, int]]:
     losers: list[tuple[int, str, int]] = []
     for run in dataset.catalog.run_ids:
         requests = dataset.catalog.table("requests", run)
-        served = pc.invert(pc.is_in(requests["finish_reason"], pa.array(UNSERVED)))
-        everyone += [(run, number) for number in requests.filter(served)["request"].to_pylist()]
+        served = requests.filter(is_served(requests))
+        everyone += [(run, number) for number in served["request"].to_pylist()]
         spans = dataset.catalog.table("spans", run)
         gone = pc.is_in(spans["disposition"], pa.array(["dropped", "aborted"]))
         spans = spans.filter(gone)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ import pyarrow as pa
 from actds.format import tables
 from actds_writers.census.log import (
     ABORTED,
+    BATCH_REQUESTS,
     CACHE_REF,
     CAPTURED,
     UNDELIVERED,
@@ -45,6 +46,8 @@ from actds_writers.roles import intervals
 NO_STEP = NO_REFERENCE = -1
 AFTER_END = "after_end"
 """Reason of rows that were computed past the end of a request."""
+PROCESS_ENDED = "the process ended before it was served"
+"""Reason of prompts that were not begun, where the client could not say why."""
 RUNNING, NO_REQUEST = -1, -2
 """Instead of a number of sampled tokens: the request has not ended; there is no such request."""
 
@@ -282,7 +285,9 @@ class Census:
         self._add_uncomputed(pieces)
         spans = span_table(pieces)
         steps = self._step_table(pieces)
-        requests = self._request_table(client)
+        prompts = {prompt.key: prompt for prompt in client.prompts}
+        unserved = self._unserved(prompts)
+        requests = self._request_table(client, prompts, unserved)
         totals = {
             "requests": requests.num_rows,
             "scheduled_tokens": self._scheduled_tokens,
@@ -290,7 +295,7 @@ class Census:
             "rejected": int(np.sum(steps["rejected_tokens"].to_numpy())),
             **pieces.totals(),
         }
-        roles, origins = self._role_table(client), self._origin_table(client)
+        roles, origins = self._role_table(client), self._origin_table(prompts, unserved)
         sampled = self.sampled.table(self._n_positions())
         return CensusTables(requests, steps, spans, roles, origins, sampled, totals)
 
@@ -321,8 +326,17 @@ class Census:
             columns[name] = by_step.get(name.removesuffix("_tokens"), known[name])
         return tables.build("steps", columns)
 
-    def _request_table(self, client: ClientFacts) -> pa.Table:
-        prompts = {prompt.key: prompt for prompt in client.prompts}
+    def _unserved(self, prompts: dict[str, PromptFact]) -> list[PromptFact]:
+        """Return the prompts that never came to the scheduler, in the client's order."""
+        left = dict(prompts)
+        for batch in self._requests.batches():
+            for one in batch:
+                left.pop(_key_of(one.arrived.external_id, left), None)
+        return list(left.values())
+
+    def _request_table(
+        self, client: ClientFacts, prompts: dict[str, PromptFact], unserved: list[PromptFact]
+    ) -> pa.Table:
         parts = [tables.empty("requests")]
         for batch in self._requests.batches():
             rows = [
@@ -337,26 +351,23 @@ class Census:
             ]
             parts.append(_rows_table(rows))
         served = pa.concat_tables(parts).sort_by("request")
-        rows = [_skipped_row(number, prompt) for number, prompt in self._skipped(client)]
-        return pa.concat_tables([served, _rows_table(rows)]).combine_chunks()
+        parts, why = [served], client.unbegun or PROCESS_ENDED
+        for first in range(0, len(unserved), BATCH_REQUESTS):
+            some = enumerate(unserved[first : first + BATCH_REQUESTS], served.num_rows + first)
+            parts.append(_rows_table([_unserved_row(number, one, why) for number, one in some]))
+        return pa.concat_tables(parts).combine_chunks()
 
-    def _skipped(self, client: ClientFacts) -> Iterator[tuple[int, PromptFact]]:
-        """Yield the prompts that were never given to the engine, and their numbers, the last."""
-        skipped = [prompt for prompt in client.prompts if prompt.skip is not None]
-        if skipped:
-            yield from enumerate(skipped, sum(len(batch) for batch in self._requests.batches()))
-
-    def _origin_table(self, client: ClientFacts) -> pa.Table:
-        prompts = {prompt.key: prompt for prompt in client.prompts if prompt.origin is not None}
+    def _origin_table(self, prompts: dict[str, PromptFact], unserved: list[PromptFact]) -> pa.Table:
         columns: dict[str, list[object]] = {name: [] for name in tables.SCHEMAS["origins"].names}
-        if not prompts:
+        if all(prompt.origin is None for prompt in prompts.values()):
             return tables.empty("origins")
         served = (
             (one.arrived.request, _prompt_of(one.arrived.external_id, prompts))
             for batch in self._requests.batches()
             for one in batch
         )
-        for request, prompt in itertools.chain(served, self._skipped(client)):
+        n_served = sum(len(batch) for batch in self._requests.batches())
+        for request, prompt in itertools.chain(served, enumerate(unserved, n_served)):
             if prompt is not None and prompt.origin is not None:
                 line = (request, *astuple(prompt.origin))
                 for column, value in zip(columns.values(), line, strict=True):
@@ -380,12 +391,20 @@ class Census:
         )
 
 
-def _prompt_of(external_id: str, prompts: dict[str, PromptFact]) -> PromptFact | None:
-    """Return the prompt of a request; of one of several samples, ``N_KEY``, with its number."""
+def _key_of(external_id: str, prompts: dict[str, PromptFact]) -> str:
+    """Return the key of a request's prompt; that of one of several samples is ``N_KEY``."""
     number, _, key = external_id.partition("_")
-    if external_id in prompts or key not in prompts or not number.isdecimal():
-        return prompts.get(external_id)
-    return replace(prompts[key], external_id=f"{number}_{prompts[key].external_id}")
+    is_sample = external_id not in prompts and key in prompts and number.isdecimal()
+    return key if is_sample else external_id
+
+
+def _prompt_of(external_id: str, prompts: dict[str, PromptFact]) -> PromptFact | None:
+    """Return the prompt of a request; of one of several samples with its number."""
+    key = _key_of(external_id, prompts)
+    prompt = prompts.get(key)
+    if prompt is None or key == external_id:
+        return prompt
+    return replace(prompt, external_id=f"{external_id.removesuffix(key)}{prompt.external_id}")
 
 
 def _rows_table(rows: list[dict[str, object]]) -> pa.Table:
@@ -449,7 +468,7 @@ def _finish_reason(finished: RequestFinished | None) -> tuple[str, str | None]:
     return "error", f"the engine's own reason: {finished.reason}"
 
 
-def _skipped_row(number: int, prompt: PromptFact) -> dict[str, object]:
+def _unserved_row(number: int, prompt: PromptFact, unbegun: str) -> dict[str, object]:
     zeros = ("generated_len", "cached_tokens", "n_preemptions")
     return {
         "request": number,
@@ -457,7 +476,7 @@ def _skipped_row(number: int, prompt: PromptFact) -> dict[str, object]:
         "source": prompt.source,
         "source_row": prompt.source_row,
         "prompt_len": prompt.prompt_len,
-        "finish_reason": "skipped",
-        "reason": prompt.skip,
+        "finish_reason": "unbegun" if prompt.skip is None else "skipped",
+        "reason": unbegun if prompt.skip is None else prompt.skip,
         **dict.fromkeys(zeros, 0),
     }

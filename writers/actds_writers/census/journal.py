@@ -210,7 +210,8 @@ class Journal:
 def merged(before: ClientFacts, new: ClientFacts) -> ClientFacts:
     """Return client facts updated with newer ones, by key."""
     prompts = {prompt.key: prompt for prompt in (*before.prompts, *new.prompts)}
-    return ClientFacts(tuple(prompts.values()), {**before.engine_cached, **new.engine_cached})
+    cached = {**before.engine_cached, **new.engine_cached}
+    return ClientFacts(tuple(prompts.values()), cached, new.unbegun or before.unbegun)
 
 
 def segments(store: Store, run: str) -> list[str]:
@@ -304,7 +305,7 @@ def _split(message: object) -> Iterator[object]:
         if length >= ROLES_PER_LINE or last - first >= FACTS_PER_LINE:
             yield ClientFacts(message.prompts[first:last])
             first, length = last, 0
-    yield ClientFacts(message.prompts[first:])
+    yield ClientFacts(message.prompts[first:], unbegun=message.unbegun)
 
 
 def _number(path: str) -> int | None:

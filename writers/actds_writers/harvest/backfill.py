@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from actds.format.positions import Intervals, difference, position_key, split_key
+from actds.format.tables import UNSERVED
 from actds.load.coverage import covered, lacking
 from actds.load.dataset import Dataset
 from actds.reading import Catalog
@@ -76,22 +77,24 @@ def filled(owed: Mapping[tuple[str, int], Intervals], replay: Catalog) -> Filled
     reasons = dict.fromkeys(owed, "not served")
     for run in replay.run_ids:
         rows = covered(replay, run)
-        skipped = {
-            line["request"]: line["reason"] or ""
+        unserved = {
+            line["request"]: line
             for line in replay.table("requests", run).to_pylist()
-            if line["finish_reason"] == "skipped"
+            if line["finish_reason"] in UNSERVED
         }
         for line in replay.table("origins", run).to_pylist():
             name, again = (line["source_run"], line["source_request"]), line["request"]
             if name not in left:
                 continue
+            if again in unserved:
+                if unserved[again]["finish_reason"] == "skipped":
+                    code = (unserved[again]["reason"] or "").partition(" ")[0]
+                    reasons[name] = f"in requests that cannot be served again ({code})"
+                continue
             moved = position_key(again, 0) - position_key(name[1], 0)
             _, first, after = rows.cut(left[name].start + moved, left[name].stop + moved)
             left[name] = difference(left[name], Intervals(first - moved, after - moved))
             reasons[name] = "lost again"
-            if again in skipped:
-                code = skipped[again].partition(" ")[0]
-                reasons[name] = f"in requests that cannot be served again ({code})"
     why: Counter[str] = Counter()
     for name, positions in left.items():
         if positions.n_keys:

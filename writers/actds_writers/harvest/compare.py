@@ -21,7 +21,6 @@ from actds.format import tables
 from actds.format.arrays import widen
 from actds.format.positions import Keys, position_key
 from actds.format.shard import Shard
-from actds.format.tables import UNSERVED
 from actds.load.pairs import prefix_sums
 from actds.load.sequences import TokenSequence
 from actds.reading import Catalog
@@ -71,10 +70,9 @@ def pairs_of(replay: Catalog, sequences: Iterable[TokenSequence]) -> Iterator[Pa
     found: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for run in replay.run_ids:
         requests = replay.table("requests", run)
-        requests = requests.filter(pc.is_in(requests["finish_reason"], pa.array(UNSERVED)))
-        unserved = set(requests["request"].to_pylist())
+        served = set(requests.filter(tables.is_served(requests))["request"].to_pylist())
         for line in replay.table("origins", run).to_pylist():
-            if line["request"] not in unserved:
+            if line["request"] in served:
                 source = line["source_run"], line["source_request"]
                 found.setdefault(source, []).append((run, line["request"]))
     for one in sequences:

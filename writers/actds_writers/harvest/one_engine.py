@@ -145,16 +145,24 @@ class Feed:
         self.n_finished += len(keys)
         self.live = self.live - keys
 
-    def facts(self) -> ClientFacts:
-        """Return the facts of every prompt that was handed over."""
-        unfed = {request_key(e.prompt.index) for e in self.queue}
+    def facts(self, unbegun: str) -> ClientFacts:
+        """Return the facts of every prompt.
+
+        Args:
+            unbegun: why those that were not handed over were not.
+        """
 
         def outcome(prompt: PromptFact) -> PromptFact:
             words = self.refused.get(prompt.key, prompt.skip)
             return replace(prompt, skip=words, roles=self._roles.get(prompt.key, prompt.roles))
 
-        prompts = tuple(outcome(prompt) for prompt in self._client if prompt.key not in unfed)
-        return ClientFacts(prompts, self._cached)
+        return ClientFacts(tuple(map(outcome, self._client)), self._cached, unbegun)
+
+
+def _unbegun(failure: ActdsError | None, reason: CloseReason) -> str:
+    """Return why prompts were not handed to the engine."""
+    words = f"{reason} ({failure.code})" if failure else f"was {reason}"
+    return f"the harvest {words} before it was served"
 
 
 class Run:
@@ -199,7 +207,7 @@ class Run:
         ended: dict[str, dict[str, int]] | None = None
         with self._pipeline, self._interruptible(), ExitStack() as watch:
             failure, reason = self._serve(watch)
-            self._pipeline.send_client_facts(self.feed.facts())
+            self._pipeline.send_client_facts(self.feed.facts(_unbegun(failure, reason)))
             try:
                 ended = self._pipeline.finish(reason)
                 self._pipeline.poll()

@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from actds.errors import ActdsError
+from actds.format.tables import is_served
 from actds.reading import Catalog
 from actds.store import open_store
 from actds.text import counted, format_nbytes, format_seconds
@@ -318,7 +319,8 @@ def _result(
     t_ns, tokens = steps["t_ns"].to_numpy(), steps["batch_tokens"].to_numpy()
     busiest = windows([(t_ns, tokens)], 1.0)
     lengths = np.array([len(one.token_ids) for one in plan.encoded])
-    fed = catalog.table("requests", run)["source_row"].drop_null().to_numpy()
+    requests = catalog.table("requests", run)
+    fed = requests.filter(is_served(requests))["source_row"].drop_null().to_numpy()
     median, p99, longest = np.quantile(lengths[fed], (0.5, 0.99, 1.0)).astype(int).tolist()
     slowest = pc.max(steps["disk_write_latency_p99"]).as_py()
     return StressResult(

@@ -457,10 +457,15 @@ class PromptFact:
 
 @dataclass(frozen=True)
 class ClientFacts:
-    """Facts that only the client has: prompts, skips, and the engine's own cache counts."""
+    """Facts that only the client has: prompts, skips, and the engine's own cache counts.
+
+    Args:
+        unbegun: why prompts that never came to the scheduler did not, empty before the run ends.
+    """
 
     prompts: tuple[PromptFact, ...] = ()
     engine_cached: dict[str, int] = field(default_factory=dict)
+    unbegun: str = ""
 
 
 @dataclass(frozen=True)

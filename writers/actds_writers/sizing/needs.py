@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.encoding import encoded_nbytes
+from actds.format.tables import is_served
 from actds.reading import Catalog
 from actds.store import Store
 from actds.write_threads import N_HELD, window
@@ -477,18 +479,19 @@ def read_profile(store: Store) -> Profile:
     prefill = sum(int(s["prefill_tokens"].to_numpy().sum()) for s in steps)
     decode = sum(int(s["decode_tokens"].to_numpy().sum()) for s in steps)
     n_steps = sum(s.num_rows for s in steps)
-    n_requests = sum(catalog.table("requests", run).num_rows for run in catalog.run_ids)
+    requests = [catalog.table("requests", run) for run in catalog.run_ids]
+    n_served = sum(pc.sum(is_served(one)).as_py() or 0 for one in requests)
     total, mean = prefill + decode, found[0].mean
     return Profile(
         windows=found,
         load=Load(
             prefill=mean * prefill / total,
             decode=mean * decode / total,
-            tokens_per_request=total / max(1, n_requests),
+            tokens_per_request=total / max(1, n_served),
             tokens_per_step=total / n_steps,
             bursts=tuple(w.burst for w in found),
         ),
-        overhead=overhead_of(catalog, store, n_requests, n_steps),
+        overhead=overhead_of(catalog, store, sum(one.num_rows for one in requests), n_steps),
         is_short=found[0].n < FEW_WINDOWS,
     )
 

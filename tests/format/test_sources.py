@@ -1,0 +1,64 @@
+"""What became of the records of a source, over the runs of a dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import actds
+from actds.schema import ProvenanceField
+from actds.sources import UnservedFacts, source_facts
+from actds_testing.schedules import Schedule, simulate, table_of
+from actds_testing.synthetic import make_dataset
+
+WHY = "the harvest was interrupted before it was served"
+
+
+def with_unbegun(told: Schedule, *rows: int) -> Schedule:
+    """Return a schedule with records of which the turn never came."""
+    lines = told.requests.to_pylist()
+    for number, row in enumerate(rows, len(lines)):
+        lines.append({
+            "request": number, "external_id": f"prompt-{row}", "source": "synthetic.jsonl",
+            "source_row": row, "prompt_len": 100 + row, "generated_len": 0, "cached_tokens": 0,
+            "n_preemptions": 0, "finish_reason": "unbegun", "reason": WHY,
+        })  # fmt: skip
+    return told.with_(requests=table_of("requests", lines))
+
+
+def edited(told: Schedule, **columns: Any) -> Schedule:
+    lines = [line | {name: change(line) for name, change in columns.items()}
+             for line in told.requests.to_pylist()]  # fmt: skip
+    return told.with_(requests=table_of("requests", lines))
+
+
+def test_a_record_that_any_run_served_is_served_and_no_record_counts_twice(tmp_path: Path) -> None:
+    path, first = tmp_path / "acts", with_unbegun(simulate(12), 20, 21, 32)
+    second = edited(simulate(12, 1), source_row=lambda line: 20 + line["request"])
+    make_dataset(path, schedule=first, run="r-a", sealed=False)
+    catalog = actds.open(make_dataset(path, schedule=second, run="r-b")).catalog
+    n_long = sum(told.requests["prompt_len"][7].as_py() for told in (first, second))
+    (found,) = source_facts(catalog)
+    assert (found.source, found.n_read, found.n_served, found.n_unlisted) == (
+        "synthetic.jsonl", None, 22, 0,
+    )  # fmt: skip
+    assert found.unserved == [
+        UnservedFacts("skipped", 2, n_long, "E004 prompt too long"),
+        UnservedFacts("unbegun", 1, 132, WHY),
+    ]
+    named = ProvenanceField(value="synthetic.jsonl", origin="observed", reason=None)
+    n_read = named.model_copy(update={"value": 30})
+    catalog.runs["r-b"].fields.update({"prompts.source": named, "prompts.n_records": n_read})
+    (found,) = source_facts(catalog)
+    assert found.words() == (
+        f"synthetic.jsonl: 30 records = 22 served + 2 skipped ({n_long} tokens) + "
+        "1 unbegun (132 tokens) + 5 in no request"
+    )
+
+
+def test_requests_without_a_source_are_told_of_where_some_were_not_served(tmp_path: Path) -> None:
+    told = edited(simulate(12), source=lambda line: None, source_row=lambda line: None)
+    (found,) = source_facts(actds.open(make_dataset(tmp_path / "a", schedule=told)).catalog)
+    assert (found.source, found.n_served, len(found.unserved)) == (None, 11, 1)
+    served = edited(simulate(5), source=lambda line: None)
+    assert source_facts(actds.open(make_dataset(tmp_path / "b", schedule=served)).catalog) == []
