@@ -27,6 +27,7 @@ from actds_validators.audit.result import (
     CoverageCell,
     Difference,
     Estimate,
+    Family,
     Finding,
     Group,
     Lag,
@@ -447,7 +448,7 @@ def mechanism(rng: np.random.Generator, *, rejected: bool) -> Mechanism:
         p = 0.0004 if hit else float(rng.uniform(0.05, 1))
         tests.append(
             Association(
-                name=("shift", "trend", "within", "change")[n % 4],
+                name=("shift", "event", "within", "change")[n % 4],
                 covariate=Covariate(name=name, label=label, unit=unit, group=group),
                 statistic=float(rng.normal()) + 4 * hit,
                 p=p,
@@ -458,8 +459,15 @@ def mechanism(rng: np.random.Generator, *, rejected: bool) -> Mechanism:
                 naive_p=p * 1e-9,
             )
         )
+    load = Family(
+        question="load", n_tests=len(tests), p=0.0004 if rejected else 0.2,
+        adjusted_p=0.0016 if rejected else 0.3, n_draws=40_000,
+        drawn="circular shifts of the losses", least_p=1 / 40_000, least_adjusted_p=4 / 40_000,
+        could_be_found=True, needed=80,
+    )  # fmt: skip
     return Mechanism(
         tests=tests,
+        families=[load],
         n_events=212,
         n_steps=40_000,
         n_lost_steps=480,
@@ -609,6 +617,8 @@ def _prefixed(value: Any, text: str, key: str = "") -> Any:
         "group",
         "must",
         "engine",
+        "family",
+        "question",
         "direction",
         "decision",
         "place",

@@ -52,15 +52,7 @@ class Read:
     def arrays(self) -> dict[str, np.ndarray]:
         return {
             **arrays(self.passed.sums, "sums"),
-            **arrays(
-                [
-                    run.columns(k)
-                    for group, runs in self.passed.within.items()
-                    for k in range(len(self.passed.covariates[group]))
-                    for run in runs
-                ],
-                "within",
-            ),
+            **arrays(self.passed.within, "within"),
         }
 
 
@@ -254,8 +246,8 @@ def test_selection_within_steps_is_seen_in_every_nth_of_many(
 
     monkeypatch.setattr(audit_run, "pass_over", kept)
     rarity = {}
-    for limit in (lookup.MAX_CELLS, 400):
-        monkeypatch.setattr(lookup, "MAX_CELLS", limit)
+    for limit in (lookup.MAX_ROWS, 1300):
+        monkeypatch.setattr(lookup, "MAX_ROWS", limit)
         mechanism = audited(made).mechanism
         assert mechanism is not None
         within = {one.covariate.name: one for one in mechanism.tests if one.name == "within"}
@@ -265,7 +257,7 @@ def test_selection_within_steps_is_seen_in_every_nth_of_many(
     chosen = np.flatnonzero(some[partial])
     [each] = np.unique(np.diff(chosen))
     assert each > 3 and chosen[0] == 0 and chosen[-1] + each >= len(partial)
-    in_all, in_some = (passed.within["content"][0].columns(0)["step"] for passed in seen)
-    assert len(in_some) <= 400 < len(in_all)
+    in_all, in_some = (passed.within["content"][0].step for passed in seen)
+    assert len(in_some) <= 1.3 * 1300 < len(in_all) / 2
     assert np.array_equal(np.unique(in_some), partial[chosen])
     assert all(one.rejected for one in rarity.values())

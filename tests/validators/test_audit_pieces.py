@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from actds.accounting.multiplicity import Servings
 from actds.format.positions import Index
-from actds_validators.audit.accumulate import ClassCounts, cell_sums, joined
+from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import N_BITS, position_band
 from actds_validators.audit.data import (
     CLASSES,
@@ -163,27 +163,6 @@ def test_labels_of_another_run_label_nothing_and_keep_their_code() -> None:
 
 
 # counts ---------------------------------------------------------------------------------------
-
-
-def test_cell_sums_are_those_of_each_step_and_request_and_add_up() -> None:
-    rng = np.random.default_rng(1)
-    n = 500
-    step, request = rng.integers(0, 5, n), rng.integers(0, 2**31, 4)[rng.integers(0, 4, n)]
-    lost = rng.random(n) < 0.3
-    values = [np.where(rng.random(n) < 0.2, np.nan, rng.integers(-9, 9, n)), rng.normal(size=n)]
-    whole = cell_sums(step, request, values, lost)
-    cuts = [slice(0, 170), slice(170, 170), slice(170, 400), slice(400, n)]
-    parts = [cell_sums(step[c], request[c], [v[c] for v in values], lost[c]) for c in cuts]
-    pairs = sorted(set(zip(step.tolist(), request.tolist(), strict=True)))
-    for found in (whole, joined(parts), joined([whole])):
-        assert list(zip(found.step.tolist(), found.request.tolist(), strict=True)) == pairs
-        for k, x in enumerate(values):
-            for cell, (s, r) in enumerate(pairs):
-                mine = (step == s) & (request == r) & ~np.isnan(x)
-                gone = mine & lost
-                wanted = [mine.sum(), x[mine].sum(), gone.sum(), x[gone].sum()]
-                np.testing.assert_allclose(found.sums[:, k, cell], wanted, rtol=1e-12, atol=1e-12)
-    assert len(joined(parts[1:2]).step) == 0
 
 
 def test_class_counts_are_those_of_one_row_at_a_time() -> None:

@@ -155,7 +155,9 @@ def test_a_null_is_refused() -> None:
         column(batch, "step")
 
 
-def test_cells_within_steps_are_limited_over_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_steps_that_lost_a_part_are_limited_over_all_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs = [made("mnar_rarity", seed, rate=0.05) for seed in range(4)]
     seen: list[run.Passed] = []
 
@@ -163,17 +165,17 @@ def test_cells_within_steps_are_limited_over_all_runs(monkeypatch: pytest.Monkey
         seen.append(pass_over(*arguments, **named))
         return seen[-1]
 
-    def n_cells() -> int:
+    def n_rows() -> int:
         audited(*runs)
-        return sum(len(cells.columns(0)["step"]) for cells in seen[-1].within["content"])
+        return sum(len(rows.step) for rows in seen[-1].within["content"])
 
     monkeypatch.setattr(run, "pass_over", watched)
-    assert n_cells() > 2000
-    n_covariates = sum(len(some) for some in seen[0].covariates.values())
-    for limit, value in (("MAX_CELLS", 1000), ("MAX_SUMS", 1000 * n_covariates)):
+    assert n_rows() > 4000
+    n_numbers = sum(len(some[0].values) for some in seen[0].within.values())
+    for limit, value in (("MAX_ROWS", 2000), ("MAX_VALUES", 2000 * n_numbers)):
         with monkeypatch.context() as changes:
             changes.setattr(lookup, limit, value)
-            assert 500 < n_cells() <= 1100
+            assert 1000 < n_rows() <= 2200
 
 
 def test_no_weights_are_written_for_a_dataset_that_does_not_add_up(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from actds_testing.schedules import simulate as scheduled
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.audit.api import audit
+from actds_validators.audit.data import arrow_source
 from actds_validators.audit.result import Limits, StratumLoss, Verdict
+from actds_validators.audit.run import Sections, audit_sources
 from actds_validators.audit.verdict import judge
 from actds_validators.statistics.strata import poisson_binomial_tail, stratum_p
 
@@ -392,3 +394,49 @@ def test_requests_that_begin_alike_are_a_stratum_without_a_source(sound: Tables)
     _, worst = verdict_of(lose(alike, lambda r: r["request"].isin(mine).to_numpy()))
     assert (worst[0].kind, worst[0].label) == ("first prompt block", "0707070707070707…")
     assert worst[0].n == worst[0].n_lost == rows_of(sound)["request"].isin(mine).sum()
+
+
+# runs, replicas, policies -----------------------------------------------------------------------
+
+
+def harvested(*labels: dict[str, str], without: int | None = None) -> Sections:
+    """Return what an audit finds of runs with labels; one of them lost every row of every step."""
+    sources = []
+    for k, of_run in enumerate(labels):
+        found = tables_of(simulate(replace(SCENARIOS["none"], n_steps=300), 40 + k))
+        found = lose(found, lambda rows, k=k: np.arange(len(rows)) % 200 == 0) if (
+            k != without) else lose(found, lambda rows: np.ones(len(rows), bool))  # fmt: skip
+        sources.append(arrow_source(f"r-{k}", found, of_run))
+    return audit_sources(sources, Limits())
+
+
+def test_a_replica_that_stored_nothing_is_named_with_what_to_do() -> None:
+    found = harvested(*({"replica": str(k)} for k in range(4)), without=2)
+    assert found.missingness is not None
+    worst = found.missingness.worst_strata[0]
+    assert (worst.kind, worst.label, worst.n_lost) == ("replica", "2", worst.n)
+    assert not [s for s in found.missingness.worst_strata if s.kind == "run"]
+    verdict = judge(found, Limits())
+    assert verdict.level == "FAIL" and f"All {worst.n:,} rows of replica 2 were lost" in (
+        verdict.sentence)  # fmt: skip
+    for limits in (Limits(), Limits(max_loss=0.5)):  # where it is heavy, and where it decides
+        steps = judge(found, limits).next_steps
+        assert any("Replica 2 stored nothing: look at its log" in step for step in steps)
+
+
+def test_a_run_is_named_where_no_replica_tells_it_apart_and_none_where_all_lost_alike() -> None:
+    found = harvested({}, {}, {}, without=0).missingness
+    assert found is not None and (found.worst_strata[0].kind, found.worst_strata[0].label) == (
+        "run", "r-0")  # fmt: skip
+    alike = harvested({}, {}, {}).missingness
+    assert alike is not None and not [s for s in alike.worst_strata if s.kind == "run"]
+
+
+def test_two_overflow_policies_of_one_dataset_are_named() -> None:
+    policies = {"overflow policy": "block"}, {"overflow policy": "drop_newest"}
+    found = harvested(*policies)
+    assert found.policies == ("block", "drop_newest")
+    steps = judge(found, Limits()).next_steps
+    assert any("2 overflow policies (block, drop_newest)" in step for step in steps)
+    same = judge(harvested(policies[0], policies[0]), Limits()).next_steps
+    assert not any("overflow policies" in step for step in same)

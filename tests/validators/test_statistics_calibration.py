@@ -14,7 +14,7 @@ from scipy import stats
 from scipy.signal import lfilter
 
 from actds_testing.audit_tokens import within
-from actds_validators.statistics.association import change, naive_chi_square, naive_z
+from actds_validators.statistics.association import change, naive_z
 from actds_validators.statistics.intervals import (
     benjamini_hochberg,
     blocks,
@@ -22,7 +22,7 @@ from actds_validators.statistics.intervals import (
     jackknife_many,
     smd,
 )
-from actds_validators.statistics.shift import circular_shift, ewma, lag_correlation, trend
+from actds_validators.statistics.shift import circular_shift, lag_correlation
 
 N_STEPS = 2000
 N_SERIES = 300
@@ -92,15 +92,10 @@ def share(p: list[float], level: float = 0.05) -> float:
 
 
 def test_tests_over_tokens_reject_harmless_bursts_nearly_always() -> None:
-    z, chi = [], []
-    for s in harmless():
-        z.append(naive_z([s.n.sum(), s.sx.sum(), s.sxx.sum(), s.lost.sum(), s.lx.sum()]))
-        tenth = np.arange(N_STEPS) * 10 // N_STEPS
-        chi.append(
-            naive_chi_square(np.bincount(tenth, s.n), np.bincount(tenth, s.lost))
-        )  # fmt: skip
+    z = [
+        naive_z([s.n.sum(), s.sx.sum(), s.sxx.sum(), s.lost.sum(), s.lx.sum()]) for s in harmless()
+    ]
     assert share(z) > 0.75
-    assert share(chi) > 0.95
 
 
 @pytest.mark.parametrize("n_runs", [1, 4])
@@ -114,14 +109,6 @@ def test_shift_rejects_harmless_bursts_at_its_level(n_runs: int) -> None:
     assert share(p, 0.01) < 9 / 300
     # Uniform, not only at the end.
     assert 0.4 < share(p, 0.5) < 0.6
-
-
-def test_trend_rejects_harmless_bursts_at_its_level() -> None:
-    p = [
-        trend(s.run, s.n, s.lost, ewma(s.sx[0] / s.n, s.run, 16), n_draws=300, seed=seed).p
-        for seed, s in enumerate(harmless())
-    ]
-    assert 0.015 <= share(p) <= MOST
 
 
 def test_change_rejects_harmless_bursts_at_its_level_and_kolmogorov_hardly_ever() -> None:
@@ -154,10 +141,7 @@ def test_family_of_many_covariates_rarely_rejects_anything() -> None:
 def test_bursts_where_a_covariate_is_high_are_found() -> None:
     series = [burst_series(seed, effect=1.2, burst=3) for seed in range(100)]
     shifted = [circular_shift(s.run, s.n, s.lost, s.sx).p[0] for s in series]
-    rising = [trend(s.run, s.n, s.lost, s.sx[0] / s.n, n_draws=300) for s in series]
     assert share(shifted) > 0.9
-    assert share([r.p for r in rising]) > 0.7
-    assert sum(r.direction == "increasing" for r in rising) > 95
 
 
 def test_loss_rate_that_grows_half_way_is_found() -> None:

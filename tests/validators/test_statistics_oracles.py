@@ -21,7 +21,6 @@ from actds_validators.statistics.association import (
     block_score,
     change,
     long_run_variance,
-    naive_chi_square,
     naive_z,
 )
 from actds_validators.statistics.events import correlation_steps, count_events, effective_events
@@ -48,7 +47,6 @@ from actds_validators.statistics.shift import (
     isotonic,
     lag_correlation,
     load_groups,
-    trend,
 )
 from actds_validators.statistics.strata import (
     effective_rows,
@@ -384,34 +382,6 @@ def test_load_groups_are_deciles_and_equal_edges_fall_together() -> None:
     assert load_groups([5, 5, 5]).tolist() == [0, 0, 0]
 
 
-def test_trend_rises_with_the_load_and_does_not_know_its_unit() -> None:
-    random = np.random.default_rng(1)
-    load = ewma(random.exponential(10, 3000), np.zeros(3000), 8)
-    n = random.integers(1, 20, 3000).astype(float)
-    lost = np.where(random.random(3000) < np.clip(load / 60, 0, 1), n, 0)
-    run = np.zeros(3000)
-    found = trend(run, n, lost, load)
-    assert found is not None
-    # Shifts by a few steps do as well.
-    assert found.direction == "increasing" and found.p < 0.005
-    assert np.all(np.diff(found.fitted) >= 0) and np.all(np.diff(found.load) > 0)
-    assert found.n.sum() == n.sum() and found.n_lost.sum() == lost.sum()
-    expected = IsotonicRegression().fit(found.load, found.rate, found.n).predict(found.load)
-    assert found.fitted == pytest.approx(expected)
-    # The test gives every step the same weight.
-    gone, steps = (lost > 0).astype(float), np.bincount(found.groups)
-    mean = np.bincount(found.groups, gone) / steps
-    by_step = IsotonicRegression().fit(found.load, mean, steps).predict(found.load)
-    rate = gone.mean()
-    assert found.statistic == pytest.approx(
-        np.average((by_step - rate) ** 2, weights=steps) / rate**2
-    )
-    same = trend(run, n, lost, np.exp(load / 10))
-    assert same is not None and (same.p, same.statistic) == (found.p, found.statistic)
-    turned = trend(run, n, lost, -load)
-    assert turned is not None and turned.direction == "decreasing"
-
-
 def test_change_is_where_the_loss_began() -> None:
     random = np.random.default_rng(2)
     n = random.integers(1, 20, 4000).astype(float)
@@ -582,14 +552,10 @@ def test_lag_correlation_is_that_of_statsmodels_and_finds_the_lag() -> None:
     assert apart is not None and apart.correlation[[0, 1, 5, 6]] == pytest.approx(0, abs=1e-12)
 
 
-def test_naive_tests_are_those_of_the_textbook() -> None:
+def test_naive_test_is_that_of_the_textbook() -> None:
     x, lost = tokens_of(8)
     z = np.corrcoef(x, lost)[0, 1] * math.sqrt(len(x))
     assert naive_z(sums_of(x, lost)) == pytest.approx(2 * stats.norm.sf(abs(z)))
-    n, gone = np.array([50, 70, 0, 10]), np.array([5, 20, 0, 1])
-    table = np.stack([gone, n - gone])[:, [0, 1, 3]]
-    expected = stats.chi2_contingency(table, correction=False)[1]
-    assert naive_chi_square(n, gone) == pytest.approx(expected)
 
 
 def test_effective_rows() -> None:

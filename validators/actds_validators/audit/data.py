@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,10 @@ def places(keys: Ints) -> tuple[Ints, Ints]:
     return known + low, (np.cumsum(there) - 1)[keys - low]
 
 
+RUN_LABELS = {"replica": "serving.replica", "overflow policy": "capture.overflow_policy"}
+"""Kinds of strata of whole runs, and the field of the run record that names each."""
+
+
 @dataclass(frozen=True)
 class RunSource:
     """One run: its tables in parts, a shard or a ledger entry each.
@@ -116,6 +120,8 @@ class RunSource:
         hooks: hooks with readouts, in the order of their names.
         n_projections: projections per readout, of the longest of the first ten thousand.
         n_probes: user's probes per readout, likewise.
+        labels: what the run record says that tells runs apart: of `RUN_LABELS`, those that are
+            known.
     """
 
     run: str
@@ -123,6 +129,7 @@ class RunSource:
     hooks: tuple[str, ...] = ()
     n_projections: int = 0
     n_probes: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def n_rows(self, name: TableName) -> int:
         """Return the number of rows of a table."""
@@ -199,7 +206,13 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
             continue
         held = [s.tokens() for s in shards] if name == "tokens" else [catalog.table(name, run)]
         parts[name] = tuple(Part(name, table.num_rows, table=table) for table in held)
-    return _source(run, parts)
+    record = catalog.runs.get(run)
+    known = record.fields if record else {}
+    return _source(run, parts, {
+        kind: str(known[name].value)
+        for kind, name in RUN_LABELS.items()
+        if name in known and known[name].value is not None
+    })  # fmt: skip
 
 
 def _local_part(store: LocalStore, name: TableName, path: str, expected: str) -> Part:
@@ -214,13 +227,18 @@ def _local_part(store: LocalStore, name: TableName, path: str, expected: str) ->
     return Part(name, pq.read_metadata(local).num_rows, path=local)
 
 
-def arrow_source(run: str, found: Mapping[str, pa.Table]) -> RunSource:
+def arrow_source(
+    run: str, found: Mapping[str, pa.Table], labels: Mapping[str, str] | None = None
+) -> RunSource:
     """Return tables that are in memory; one that is missing is empty."""
     held = {name: found.get(name, tables.empty(name)) for name in RUN_TABLES}
-    return _source(run, {name: (Part(name, t.num_rows, table=t),) for name, t in held.items()})
+    parts = {name: (Part(name, t.num_rows, table=t),) for name, t in held.items()}
+    return _source(run, parts, labels or {})
 
 
-def _source(run: str, parts: Mapping[TableName, tuple[Part, ...]]) -> RunSource:
+def _source(
+    run: str, parts: Mapping[TableName, tuple[Part, ...]], labels: Mapping[str, str]
+) -> RunSource:
     hooks: set[str] = set()
     for part in parts["readouts"]:
         for batch in part.batches(["hook"]):
@@ -228,7 +246,7 @@ def _source(run: str, parts: Mapping[TableName, tuple[Part, ...]]) -> RunSource:
     n_projections, n_probes = (
         longest(parts["readouts"], name) for name in ("projections", "probes")
     )
-    return RunSource(run, parts, tuple(sorted(hooks)), n_projections, n_probes)
+    return RunSource(run, parts, tuple(sorted(hooks)), n_projections, n_probes, labels)
 
 
 def longest(parts: tuple[Part, ...], name: str) -> int:

@@ -40,10 +40,10 @@ from actds_validators.audit.data import (
 from actds_validators.statistics.events import Bools, Floats, Ints
 
 MAX_SOURCES = 8
-MAX_CELLS = 1 << 18
-"""Steps by requests at which selection within steps is looked at, at most, over all runs."""
-MAX_SUMS = 1 << 23
-"""The same times the covariates: 32 bytes each."""
+MAX_ROWS = 1 << 19
+"""Rows of steps that lost a part that are looked at one by one, about, at most, over all runs."""
+MAX_VALUES = 1 << 24
+"""The same times the numbers of a row: 4 bytes each."""
 
 
 class Vocabulary:
@@ -356,10 +356,10 @@ def _sampled(source: RunSource) -> Sampled | None:
     return Sampled(source.table("sampled", ["request", "position", "entropy"]))
 
 
-def thinning(runs: list[RunSteps], n_covariates: int) -> int:
+def thinning(runs: list[RunSteps], n_numbers: int) -> int:
     """Return n: every n-th of the steps that lost a part is looked into, to keep to the limits."""
-    n_cells = sum(float(run.covariates["requests"][_partial(run)].sum()) for run in runs)
-    return max(1, int(np.ceil(n_cells / min(MAX_CELLS, MAX_SUMS / n_covariates))))
+    n_rows = sum(float(run.computed[_partial(run)].sum()) for run in runs)
+    return max(1, int(np.ceil(n_rows / min(MAX_ROWS, MAX_VALUES / n_numbers))))
 
 
 def _partial(steps: RunSteps) -> Bools:

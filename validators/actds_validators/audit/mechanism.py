@@ -1,25 +1,30 @@
-"""Mechanism: what the losses go with, tested in one family; and how the queues stood.
+"""Mechanism: what the losses go with, tested by question; and how the queues stood.
 
 No test takes tokens for independent draws: between steps losses are moved along the run, within
-steps they are clustered by request.
+steps they are drawn anew and clustered by request.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from actds_validators.audit.accumulate import CovariateSums
 from actds_validators.audit.census import Series
-from actds_validators.audit.covariates import COVARIATES, LOAD, defined
+from actds_validators.audit.covariates import COVARIATES, defined
 from actds_validators.audit.data import RunSource
 from actds_validators.audit.missingness import rate_estimate
 from actds_validators.audit.result import (
     Association,
     Covariate,
+    Family,
+    FamilyName,
+    Group,
     Lag,
     LagBand,
     Limits,
@@ -31,14 +36,15 @@ from actds_validators.audit.result import (
     Stall,
     TracePoint,
 )
-from actds_validators.statistics.association import (
-    Within,
-    block_score,
-    change,
-    naive_chi_square,
-    naive_z,
-)
+from actds_validators.audit.within import Selection
+from actds_validators.statistics.association import block_score, change, naive_z
 from actds_validators.statistics.events import Floats, Ints, one_per_event
+from actds_validators.statistics.families import (
+    JointDraws,
+    draws_for,
+    least_over_families,
+    over_families,
+)
 from actds_validators.statistics.intervals import (
     Interval,
     benjamini_hochberg,
@@ -48,19 +54,40 @@ from actds_validators.statistics.intervals import (
     loss_rate,
 )
 from actds_validators.statistics.shift import (
-    Trend,
     circular_shift,
     isotonic,
     lag_correlation,
     load_groups,
-    trend,
 )
 
 TIME = Covariate(name="time", label="time in the run", unit="s", group="system")
-MIN_WITHIN_REQUESTS = 10
 MAX_PARTIAL = 0.05
 """Share of the lost steps that may have lost a part where steps count as lost whole: a queue that
 fills up in the middle of a step loses a part of that one."""
+N_FAMILIES = 6
+LEAST_SHIFTS = 2000
+"""Random tuples of shifts where there are several runs; of one run there are as many as steps."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The tests of one question, before they are adjusted over the questions.
+
+    Args:
+        name: of the family.
+        tests: each as it stands alone.
+        inside: p adjusted within the family.
+        n_draws: rearrangements of the losses behind it, the observed one among them.
+        drawn: what these are, in words.
+        is_enumerated: whether there are no more than these.
+    """
+
+    name: FamilyName
+    tests: list[Association]
+    inside: Floats
+    n_draws: int
+    drawn: str
+    is_enumerated: bool = False
 
 
 def _test(
@@ -73,68 +100,95 @@ def _test(
     naive_p: float | None = None,
     note: str = "",
 ) -> Association:
-    """Return a test as it stands alone: `family` adjusts it."""
+    """Return a test as it stands alone: `families` adjusts it."""
     return Association(
         name=name, covariate=covariate, statistic=statistic, p=p, adjusted_p=p, rejected=False,
         n_units=n_units, unit=unit, naive_p=naive_p, note=note,
     )  # fmt: skip
 
 
-def load_trends(series: Series, limits: Limits) -> dict[str, Trend]:
-    """Return the isotonic trend of the loss over each moving average of the load."""
-    found = {}
-    for one in defined("step"):
-        if one.is_load:
-            load = series.system[one.name][0] / series.computed
-            fit = trend(series.run, series.computed, series.lost, load, seed=limits.seed)
-            if fit is not None:
-                found[one.name] = fit
+def asked_between(sums: list[CovariateSums], series: Series, limits: Limits) -> list[Asked]:
+    """Return the questions about time and steps: time, load, content and values of the steps."""
+    found = _time(series, limits)
+    for name, group in _OF_STEPS.items():
+        some = [one for one in sums if one.covariate.group == group]
+        asked = _steps(name, some, series, limits)
+        found += [asked] if asked else []
     return found
 
 
-def family(
-    sums: list[CovariateSums],
-    series: Series,
-    within: Iterable[tuple[Covariate, Within]],
-    trends: dict[str, Trend],
-    limits: Limits,
-) -> list[Association]:
-    """Return every test, adjusted over all of them.
+def asked_within(selections: Iterable[tuple[list[Selection], int]]) -> list[Asked]:
+    """Return the questions about the tokens of one step: their content, their values."""
+    found = []
+    for chosen, n_draws in selections:
+        of_values = chosen[0].covariate.group == "values"
+        tests = [
+            _test("within", one.covariate, one.scores.t, one.p, one.scores.n_requests, "requests")
+            for one in chosen
+        ]
+        found.append(
+            Asked(
+                "values of tokens" if of_values else "content of tokens",
+                tests,
+                np.array([one.inside for one in chosen]),
+                n_draws,
+                "draws of the lost tokens of each step",
+            )
+        )
+    return found
+
+
+def families(asked: list[Asked], fdr: float) -> tuple[list[Association], list[Family]]:
+    """Return every test and every family, adjusted over the families.
 
     Args:
-        sums: of every covariate: system, content, values.
-        series: of the losses.
-        within: tests of selection within steps.
-        trends: of `load_trends`.
-        limits: rate and seed.
+        asked: the questions, each with a test at least.
+        fdr: the rate.
     """
-    found = [
-        *_shifts("shift", sums, series, series.lost, limits),
-        *_events(sums, series, limits),
-        *_trends(series, trends),
-        *_changes(series, limits),
-    ]
-    for covariate, one in within:
-        if one.n_requests >= MIN_WITHIN_REQUESTS:
-            found.append(_test("within", covariate, one.t, one.p, one.n_requests, "requests"))
-    adjusted = benjamini_hochberg([test.p for test in found])
-    return [
-        test.model_copy(update={"adjusted_p": float(q), "rejected": bool(q <= limits.fdr)})
-        for test, q in zip(found, adjusted, strict=True)
-    ]
+    adjusted, of_families = over_families([one.inside for one in asked])
+    least = [one.inside.min() for one in asked]
+    tests, found = [], []
+    for k, (one, inside) in enumerate(zip(asked, adjusted, strict=True)):
+        tests += [
+            test.model_copy(
+                update={"adjusted_p": float(q), "rejected": bool(q <= fdr), "family": one.name}
+            )
+            for test, q in zip(one.tests, inside, strict=True)
+        ]
+        possible = least_over_families(least, k, 1 / one.n_draws)
+        found.append(
+            Family(
+                question=one.name,
+                n_tests=len(one.tests),
+                p=float(least[k]),
+                adjusted_p=float(of_families[k]),
+                n_draws=one.n_draws,
+                drawn=one.drawn,
+                least_p=1 / one.n_draws,
+                least_adjusted_p=possible,
+                could_be_found=possible <= fdr,
+                needed=math.ceil(len(asked) / fdr) if one.is_enumerated else None,
+            )
+        )
+    return tests, found
 
 
-def mechanism(series: Series, tests: list[Association], intervals: list[Interval]) -> Mechanism:
+def mechanism(
+    series: Series, asked: list[Asked], intervals: list[Interval], limits: Limits
+) -> Mechanism:
     """Return the section.
 
     Args:
         series: of the losses.
-        tests: of `family`.
+        asked: the questions.
         intervals: of the differences, in the order of importance: the widest says what is found.
+        limits: the rate.
     """
     error = max((i.error for i in intervals), default=0.0)
+    tests, found = families(asked, limits.fdr)
     return Mechanism(
         tests=tests,
+        families=found,
         n_events=series.n_events,
         n_steps=series.n_steps,
         n_lost_steps=series.n_lost_steps,
@@ -143,6 +197,13 @@ def mechanism(series: Series, tests: list[Association], intervals: list[Interval
         block_steps=series.blocks.steps * series.steps_per_tick,
         detectable=detectable(error) if intervals else None,
     )
+
+
+_OF_STEPS: dict[FamilyName, Group] = {
+    "load": "system",
+    "content of steps": "content",
+    "values of steps": "values",
+}
 
 
 def _whole(series: Series) -> bool:
@@ -158,8 +219,8 @@ def _block_p(series: Series, lost: Floats, held: Floats, weight: Floats) -> floa
     return float(found[0])
 
 
-def _events(sums: list[CovariateSums], series: Series, limits: Limits) -> list[Association]:
-    """Return the tests of the load in which each event counts once.
+def _event_losses(series: Series) -> Floats | None:
+    """Return the losses in which each event counts once, for the tests of the load.
 
     A stall of the disk makes the longest bursts, whatever the load, and outweighs the overflows
     of busy times. In 80 simulated runs of 40,000 steps that lost half a percent in 4 to 45 events,
@@ -169,75 +230,76 @@ def _events(sums: list[CovariateSums], series: Series, limits: Limits) -> list[A
     the more it holds, and events that each weigh 1 then go with the load, whatever the loss does.
     """
     if np.count_nonzero(series.lost) > series.n_ticks / 2:  # no gaps, no events to tell apart
-        return []
-    if not _whole(series):
-        return []
-    names = {one.name for one in defined("step") if one.is_load}
-    loads = [one for one in sums if one.covariate.name in names]
-    lost = series.computed * one_per_event(series.share, series.run)
-    return _shifts("event", loads, series, lost, limits)
+        return None
+    return series.computed * one_per_event(series.share, series.run) if _whole(series) else None
 
 
-def _shifts(
-    name: str, sums: list[CovariateSums], series: Series, lost: Floats, limits: Limits
-) -> list[Association]:
-    found = []
-    for one in sums:
-        n, n_lost = one.n.sum(), one.n_lost.sum()
-        x, xx, lost_x = one.sums.sum(axis=1)
-        variance = xx / max(n, 1) - (x / max(n, 1)) ** 2
-        if n <= 0 or variance <= 1e-12 * max(1.0, xx / n):
-            continue
-        held, weight = one.sums[0], one.n
-        if one.covariate.group == "system":  # of the step: one value, however many tokens share it
-            held, weight = held / series.computed, np.ones(series.n_ticks)
-            variance = float(held.var())
-        test = circular_shift(
-            series.run, series.computed, lost, held, weight=weight, seed=limits.seed
-        )
-        if test is None:
-            continue
-        found.append(
-            _test(
-                name,
-                one.covariate,
-                float(test.difference[0]) / float(np.sqrt(variance)),
-                max(float(test.p[0]), _block_p(series, lost, held, weight)),
-                max(1, int(test.n_effective[0])),
-                "shifts",
-                naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
-            )
-        )
-    return found
+def _steps(
+    name: FamilyName, sums: list[CovariateSums], series: Series, limits: Limits
+) -> Asked | None:
+    """Return the tests of one group over the steps; ``None`` without one."""
+    one_run = len(series.runs) == 1
+    n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
+    joint, found, of_blocks = JointDraws(), [], []
+    of_events = _event_losses(series) if name == "load" else None
+    loads = {one.name for one in defined("step") if one.is_load}
+    each = [("shift", one, series.lost) for one in sums]
+    if of_events is not None:
+        each += [("event", one, of_events) for one in sums if one.covariate.name in loads]
+    for kind, one, lost in each:
+        result = _shift(kind, one, series, lost, n_draws, limits.seed)
+        if result is not None:
+            test, sizes, p = result
+            found.append(test)
+            of_blocks.append(p)
+            joint.add(sizes)
+    if not found:
+        return None
+    inside = np.maximum(joint.adjusted(), benjamini_hochberg(of_blocks))
+    drawn = "circular shifts of the losses"
+    return Asked(name, found, inside, joint.n_draws, drawn, is_enumerated=one_run)
 
 
-def _trends(series: Series, trends: dict[str, Trend]) -> list[Association]:
-    every = np.ones(series.n_ticks)
-    return [
-        _test(
-            "trend",
-            COVARIATES[name].facts(),
-            one.statistic if one.direction == "increasing" else -one.statistic,
-            max(
-                one.p,
-                _block_p(series, series.lost, series.system[name][0] / series.computed, every),
-            ),
-            max(1, int(one.n_effective)),
-            "shifts",
-            naive_chi_square(one.n, one.n_lost),
-            f"{one.direction} over {len(one.rate)} groups of load",
-        )
-        for name, one in trends.items()
-    ]
+def _shift(
+    name: str, one: CovariateSums, series: Series, lost: Floats, n_draws: int, seed: int
+) -> tuple[Association, Floats, float] | None:
+    """Return a test of a covariate, what its shifts give, and its p over blocks."""
+    n, n_lost = one.n.sum(), one.n_lost.sum()
+    x, xx, lost_x = one.sums.sum(axis=1)
+    variance = xx / max(n, 1) - (x / max(n, 1)) ** 2
+    if n <= 0 or variance <= 1e-12 * max(1.0, xx / n):
+        return None
+    held, weight = one.sums[0], one.n
+    if one.covariate.group == "system":  # of the step: one value, however many tokens share it
+        held, weight = held / series.computed, np.ones(series.n_ticks)
+        variance = float(held.var())
+    shifts = circular_shift(
+        series.run, series.computed, lost, held, weight=weight, n_draws=n_draws, seed=seed
+    )
+    if shifts is None:
+        return None
+    of_blocks = _block_p(series, lost, held, weight)
+    test = _test(
+        name,
+        one.covariate,
+        float(shifts.difference[0]) / float(np.sqrt(variance)),
+        max(float(shifts.p[0]), of_blocks),
+        max(1, int(shifts.n_effective[0])),
+        "shifts",
+        naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
+    )
+    return test, shifts.sizes, of_blocks
 
 
-def _changes(series: Series, limits: Limits) -> list[Association]:
-    found = change(series.computed, series.lost, series.run, seed=limits.seed)
+def _time(series: Series, limits: Limits) -> list[Asked]:
+    n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
+    found = change(series.computed, series.lost, series.run, n_draws=n_draws, seed=limits.seed)
     if found is None or not found.long_enough:
         return []
     at = float(series.t_s[min(found.at, series.n_ticks - 1)])
     note = f"{found.before:.2%} lost before {at:.0f} s, {found.after:.2%} after"
-    return [_test("change", TIME, found.statistic, found.p, found.n_blocks, "blocks", note=note)]
+    test = _test("change", TIME, found.statistic, found.p, found.n_blocks, "blocks", note=note)
+    return [Asked("time", [test], np.array([found.p]), n_draws + 1, "permutations of blocks")]
 
 
 N_BINS = 240
@@ -248,15 +310,12 @@ MAX_LAG = 64
 MAX_DEPTHS = 64
 
 
-def queues(
-    sources: list[RunSource], series: Series, trends: dict[str, Trend], seed: int = 0
-) -> Queues:
+def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
     """Return the section.
 
     Args:
         sources: the runs of the series.
         series: of the losses.
-        trends: of the loss over the load.
         seed: of the random shifts behind the band of the lags, where there are several runs.
     """
     lags, band = _lags(series, seed)
@@ -266,7 +325,7 @@ def queues(
         occupancy=_occupancy(sources),
         lags=lags,
         lag_band=band,
-        loss_by_load=_loss_by_load(series, trends),
+        loss_by_load=_loss_by_load(series),
         loss_by_step=_loss_by_step(series),
     )
 
@@ -354,11 +413,10 @@ def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
     )
 
 
-def _loss_by_load(series: Series, trends: dict[str, Trend]) -> list[Loss]:
-    trend = trends.get(LOAD)
-    if trend is None:
+def _loss_by_load(series: Series) -> list[Loss]:
+    if not series.lost.any() or np.ptp(series.load) == 0:
         return []
-    return _points(series, trend.groups, trend.load, trend.rate, trend.fitted)
+    return _curve(series, series.load)[1]
 
 
 def _loss_by_step(series: Series) -> list[LossCurve]:
@@ -366,24 +424,27 @@ def _loss_by_step(series: Series) -> list[LossCurve]:
 
     What it describes is tested as any covariate, by shifts: no test more.
     """
-    held = series.computed > 0
     if not series.lost.any():
         return []
     found = []
     for name in STEP_CURVES:
-        one, groups = COVARIATES[name], np.zeros(series.n_ticks, np.int64)
-        value = series.system[name][0] / np.maximum(series.computed, 1)
-        groups[held] = load_groups(value[held])
-        n = np.bincount(groups, weights=series.computed)
-        rate = np.bincount(groups, weights=series.lost) / n
-        rising, falling = isotonic(rate, n), -isotonic(-rate, n)
-        is_rising = bool(((rising - rate) ** 2 * n).sum() <= ((falling - rate) ** 2 * n).sum())
-        mean = np.bincount(groups, weights=series.computed * value) / n
-        points = _points(series, groups, mean, rate, rising if is_rising else falling)
-        covariate = Covariate(name=one.name, label=one.label, unit=one.unit, group=one.group)
-        direction: Direction = "increasing" if is_rising else "decreasing"
-        found.append(LossCurve(covariate=covariate, direction=direction, points=points))
+        direction, points = _curve(series, series.system[name][0] / series.computed)
+        found.append(
+            LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
+        )
     return found
+
+
+def _curve(series: Series, value: Floats) -> tuple[Direction, list[Loss]]:
+    """Return the loss by deciles of a number of the step, with the better monotone fit."""
+    groups = load_groups(value)
+    n = np.bincount(groups, weights=series.computed)
+    rate = np.bincount(groups, weights=series.lost) / n
+    rising, falling = isotonic(rate, n), -isotonic(-rate, n)
+    is_rising = bool(((rising - rate) ** 2 * n).sum() <= ((falling - rate) ** 2 * n).sum())
+    mean = np.bincount(groups, weights=series.computed * value) / n
+    points = _points(series, groups, mean, rate, rising if is_rising else falling)
+    return "increasing" if is_rising else "decreasing", points
 
 
 def _points(series: Series, groups: Ints, mean: Floats, rate: Floats, fitted: Floats) -> list[Loss]:

@@ -18,7 +18,7 @@ from actds.format.positions import pair_key, split_key
 from actds_validators.audit.accumulate import Bands, CovariateSums
 from actds_validators.audit.census import Series
 from actds_validators.audit.covariates import N_BANDS, defined
-from actds_validators.audit.data import RunSource
+from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.result import (
     Bound,
@@ -38,8 +38,11 @@ from actds_validators.statistics.intervals import (
     difference_sums,
     error_of_draws,
     farthest_mean,
+    from_replicates,
     jackknife_many,
+    joint_confidence,
     loss_rate,
+    replicates,
     smd,
     smd_of_stored,
     worst_case,
@@ -117,7 +120,12 @@ def differences(
     totals = block_totals(blocks, sums)
     found = []
     lost_against_all = jackknife_many(totals, smd)
-    stored_against_all = jackknife_many(totals, smd_of_stored)
+    value, without = replicates(totals, smd_of_stored)
+    stored_against_all = (
+        from_replicates(value, without) if blocks.n_blocks > 1 else [None] * len(sums)
+    )
+    asked = [one.covariate.group != "system" for one in sums]
+    at_once = joint_confidence(without[asked])
     for k, one in enumerate(sums):
         n, sx, sxx, n_lost, lx = whole = totals[:, k].sum(axis=1)
         interval = lost_against_all[k]
@@ -125,6 +133,7 @@ def differences(
         if lost is None:
             continue
         stored = stored_against_all[k]
+        error = error_of_draws(n, n_lost, n_events) if stored and interval else 0.0
         banded = bands.get(one.covariate.name)
         found.append(
             Difference(
@@ -135,10 +144,9 @@ def differences(
                 smd=lost,
                 equivalence=estimate(
                     # Of losses in one block the stored rows have a jackknife, too narrow by far.
-                    at_least(stored, error_of_draws(n, n_lost, n_events), 0.9)
-                    if stored and interval
-                    else None
+                    at_least(stored, error, 0.9) if stored and interval else None
                 ),
+                at_once=_at_once(stored, error, at_once) if interval and asked[k] else None,
                 before_weighting=estimate(stored)
                 or unbounded(float(smd_of_stored(whole)), n, n - n_lost),
                 total_variation=_distance(total_variation, banded),
@@ -147,6 +155,12 @@ def differences(
             )
         )
     return found
+
+
+def _at_once(stored: Interval | None, error: float, each: float) -> Estimate | None:
+    """Return the interval of a bias that holds for all of them at once, with 95 %."""
+    found = estimate(at_least(stored, error, each)) if stored else None
+    return found.model_copy(update={"confidence": 0.95}) if found else None
 
 
 def strata(bands: Bands) -> list[Stratum]:
@@ -243,6 +257,8 @@ class Strata:
         n: computed tokens ``(n_strata, n_blocks)``.
         lost: lost ones.
         n_tested: strata of the kind that could have been named, those that are not here as well.
+        rate: share lost that chance would give each block, where it is not that of the block: of
+            strata that own whole blocks.
     """
 
     kind: str
@@ -250,6 +266,7 @@ class Strata:
     n: Floats
     lost: Floats
     n_tested: int
+    rate: Floats | None = None
 
 
 def candidates(n: Floats, lost: Floats, limits: Limits) -> Ints:
@@ -304,8 +321,8 @@ class _Groups:
             np.int64,
         )
 
-    def strata(self, kind: str, n_blocks: int, limits: Limits, rates: Floats) -> Strata:
-        """Return the groups beyond the limit."""
+    def strata(self, kind: str, n_blocks: int, limits: Limits, rate: Floats | None) -> Strata:
+        """Return the groups beyond the limit; with a rate those that lost everything anyway."""
         size = len(self.names)
         if not size:
             return Strata(kind, [], np.zeros((0, n_blocks)), np.zeros((0, n_blocks)), 0)
@@ -315,6 +332,8 @@ class _Groups:
         blocks = np.bincount(np.unique(group * n_blocks + block) // n_blocks, minlength=size)
         testable = (total >= MIN_TOKENS) & (blocks >= 3)
         gone = _summed(group, lost, size)
+        if rate is not None:
+            testable |= (total >= MIN_TOKENS) & (gone == total)
         chosen = candidates(np.where(testable, total, 0.0), gone, limits)
         place = np.full(size, -1)
         place[chosen] = np.arange(len(chosen))
@@ -328,6 +347,7 @@ class _Groups:
             _summed(at, n[mine], shape[0] * n_blocks).reshape(shape),
             _summed(at, lost[mine], shape[0] * n_blocks).reshape(shape),
             int(testable.sum()),
+            rate,
         )
 
 
@@ -343,7 +363,8 @@ class SpanStrata:
         self._bands = {name: np.zeros((2, N_BANDS, n_blocks)) for name in ("start", "end")}
         self._phases = np.zeros((2, 2, n_blocks))
         self.total = np.zeros((2, n_blocks))
-        self._sources, self._prefixes = _Groups(), _Groups()
+        self._requests = {kind: _Groups() for kind in _OF_REQUESTS}
+        self._runs = {kind: _Groups() for kind in ("run", *RUN_LABELS)}
         self.whole: list[int] = [0, 0]
 
     def add(self, source: RunSource, lookup: Lookup) -> None:
@@ -373,11 +394,13 @@ class SpanStrata:
         computed = n.sum(axis=0)
         self.whole[0] += int(((n[1] > 0) & (n[0] == 0)).sum())
         self.whole[1] += int((computed > 0).sum())
-        for groups, names in (
-            (self._sources, lookup.source_names),
-            (self._prefixes, _prefixes(source, lookup)),
-        ):
+        for kind, groups in self._requests.items():
+            names = _OF_REQUESTS[kind](source, lookup)
             groups.add(groups.places(names), lookup.request_block, computed, n[1])
+        for kind, groups in self._runs.items():
+            name = source.run if kind == "run" else source.labels.get(kind)
+            of_run = np.repeat(groups.places([name]), len(computed))
+            groups.add(of_run, lookup.request_block, computed, n[1])
 
     @property
     def rate(self) -> Floats:
@@ -394,8 +417,14 @@ class SpanStrata:
             yield _some(kind, [_range(k) for k in range(N_BANDS)], stored + lost, lost)
         stored, lost = self._phases
         yield _some("phase", list(PHASES), stored + lost, lost)
-        yield self._sources.strata("source", self.n_blocks, limits, self.rate)
-        yield self._prefixes.strata("first prompt block", self.n_blocks, limits, self.rate)
+        for kind, groups in self._requests.items():
+            yield groups.strata(kind, self.n_blocks, limits, None)
+        share = float(self.total[1].sum()) / max(1.0, float(self.total.sum()))
+        common = np.full(self.n_blocks, share)
+        for kind, groups in self._runs.items():
+            named = kind == "run" and len(self._runs["replica"].names) == len(groups.names)
+            if len(groups.names) > 1 and not named:  # a replica is a run, by a better name
+                yield groups.strata(kind, self.n_blocks, limits, common)
 
     def _add_bands(self, name: str, lost: int, start: Ints, stop: Ints, block: Ints) -> None:
         """Add ranges to bands of powers of two; what lies below 0 is in none."""
@@ -437,6 +466,13 @@ def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
     return found
 
 
+_OF_REQUESTS: dict[str, Callable[[RunSource, Lookup], list[str | None]]] = {
+    "source": lambda source, lookup: lookup.source_names,
+    "first prompt block": _prefixes,
+}
+"""Kinds of strata of requests: the name of each request's, ``None`` where it has none."""
+
+
 def _some(kind: str, labels: list[str], n: Floats, lost: Floats) -> Strata:
     """Return the strata that hold enough tokens."""
     used = np.flatnonzero(n.sum(axis=1) >= MIN_TOKENS)
@@ -464,9 +500,11 @@ def worst_strata(found: list[Strata], rate: Floats, limits: Limits) -> list[Stra
         beyond = _beyond(n, lost, limits)
         if not len(beyond) or not strata.n_tested:
             continue
-        p = stratum_p(strata.n[beyond], strata.lost[beyond], rate)
+        own = rate if strata.rate is None else strata.rate
+        p = stratum_p(strata.n[beyond], strata.lost[beyond], own)
         for k, one in zip(beyond, np.minimum(1.0, p * strata.n_tested), strict=True):
-            if one <= LEVEL:
+            # A run that stored nothing at all needs no test to be named.
+            if one <= LEVEL or (strata.rate is not None and lost[k] == n[k]):
                 named.append(
                     StratumLoss(
                         kind=strata.kind,

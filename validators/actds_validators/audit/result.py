@@ -15,7 +15,8 @@ BOUND = "worst-case bias of any mean"
 EVENTS = "independent loss events"
 DETECTABLE = "content bias that one interval would detect"
 EQUIVALENCE = "farthest end of an equivalence interval"
-EVIDENCE = (EVENTS, DETECTABLE, EQUIVALENCE)
+LEAST = "least adjusted p that any question could have had"
+EVIDENCE = (EVENTS, DETECTABLE, EQUIVALENCE, LEAST)
 """Names, or their beginnings, of numbers that say how much evidence there is, not what is lost."""
 
 MIN_BLAMED = 3
@@ -299,6 +300,11 @@ class Difference(Section):
     before_weighting: Estimate | None = Field(
         default=None, description="of the stored rows against all, without"
     )
+    at_once: Estimate | None = Field(
+        default=None,
+        description="the same with an interval that holds for all content and values covariates at "
+        "once: that of one which was chosen as the farthest; null where the losses leave none",
+    )
     total_variation: Share | None = Field(default=None, description="lost against all")
     jensen_shannon: Share | None = Field(default=None, description="distance, lost against all")
     strata: list[Stratum] = Field(default_factory=list)
@@ -323,8 +329,8 @@ class StratumLoss(Section):
     """A kind of token of which more was lost than the limit and than chance."""
 
     kind: str = Field(
-        description="token id, class, source, first prompt block, phase, position, position from "
-        "the end, or tail of a value"
+        description="token id, class, source, first prompt block, run, replica, overflow policy, "
+        "phase, position, position from the end, or tail of a value"
     )
     label: str
     n: int = Field(description="computed tokens")
@@ -355,14 +361,29 @@ class Missingness(Section):
 # mechanism ------------------------------------------------------------------------------------
 
 
-class Association(Section):
-    """One test of the family."""
+FamilyName = Literal[
+    "time",
+    "load",
+    "content of steps",
+    "values of steps",
+    "content of tokens",
+    "values of tokens",
+]
+"""A question to the losses; of tokens: among those of one step."""
 
-    name: str = Field(description="shift, event, trend, within or change")
+
+class Association(Section):
+    """One test."""
+
+    name: str = Field(description="shift, event, within or change")
+    family: FamilyName | None = Field(default=None, description="which question it answers")
     covariate: Covariate
     statistic: float
     p: Share
-    adjusted_p: Share = Field(description="Benjamini and Hochberg, over the whole family")
+    adjusted_p: Share = Field(
+        description="over its family, then over the families: the least false discovery rate at "
+        "which it is rejected"
+    )
     rejected: bool
     n_units: int = Field(
         description="effectively independent units it rests on: requests, blocks, or shifts, of "
@@ -375,10 +396,32 @@ class Association(Section):
     note: str = ""
 
 
+class Family(Section):
+    """The tests of one question, and the least p that they could have had."""
+
+    question: FamilyName
+    n_tests: int
+    p: Share = Field(description="smallest p of its tests, adjusted within the family")
+    adjusted_p: Share = Field(description="Benjamini and Hochberg, over the families")
+    n_draws: int = Field(description="rearrangements of the losses, the observed one among them")
+    drawn: str = Field(description="what these are, in words")
+    least_p: Share = Field(description="smallest p that they can give")
+    least_adjusted_p: Share = Field(description="the same over the families, the others as found")
+    could_be_found: bool = Field(
+        description="whether that is at most the false discovery rate: no dependence, however "
+        "strong, could have been found otherwise"
+    )
+    needed: int | None = Field(
+        default=None,
+        description="rearrangements from which on one could; null where more can be drawn",
+    )
+
+
 class Mechanism(Section):
     """What the loss goes with."""
 
     tests: list[Association]
+    families: list[Family] = Field(default_factory=list, description="the questions that are asked")
     n_events: int = Field(description="independent loss events")
     n_steps: int
     n_lost_steps: int
@@ -388,7 +431,7 @@ class Mechanism(Section):
     detectable: float | None = Field(
         default=None,
         description="bias of the stored rows that the widest interval of content or values would "
-        "show with power 0.8; the tests, adjusted over the family, need more",
+        "show with power 0.8; the tests, adjusted over all of them, need more",
     )
 
 

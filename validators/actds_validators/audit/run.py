@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from actds.executor import Executor, Threads, open_executor
 from actds.reading import Catalog
 from actds.sealing import check_provenance
 from actds.store import open_store
-from actds_validators.audit.accumulate import CONTENT, CovariateSums, RunCells, Sums
+from actds_validators.audit.accumulate import CONTENT, CovariateSums, PartialRows, Sums
 from actds_validators.audit.answer import conclude, unaccounted
 from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
 from actds_validators.audit.covariates import (
@@ -52,7 +52,14 @@ from actds_validators.audit.lookup import (
     read_vocabulary,
     thinning,
 )
-from actds_validators.audit.mechanism import family, load_trends, mechanism, queues
+from actds_validators.audit.mechanism import (
+    N_FAMILIES,
+    Asked,
+    asked_between,
+    asked_within,
+    mechanism,
+    queues,
+)
 from actds_validators.audit.missingness import (
     MIN_TOKENS,
     SpanStrata,
@@ -95,10 +102,10 @@ from actds_validators.audit.weights import (
     weighting,
     write_weights,
 )
+from actds_validators.audit.within import LEAST_DRAWS, selections
 from actds_validators.audit.wording import blind_spots
-from actds_validators.statistics.association import Within
-from actds_validators.statistics.association import within_cells as within_test
 from actds_validators.statistics.events import Floats, Ints
+from actds_validators.statistics.families import draws_for
 from actds_validators.statistics.intervals import Interval, jackknife_many, smd_of_stored
 
 Progress = Callable[[str], None]
@@ -262,9 +269,12 @@ def audit_sources(
         progress("rows that were served often")
         cell = dominant_cell([(s, passed.lookups[s.run]) for s in own], passed.hooks, on)
         seen = seen.model_copy(update={"dominant": cell})
-    trends = load_trends(series, limits) if edges else {}
-    waits = queues(own, series, trends, limits.seed)
-    found = Sections(account, coverage=seen, queues=waits, lookups=passed.lookups)
+    waits = queues(own, series, limits.seed)
+    policies = {source.labels.get("overflow policy") for source in sources} - {None}
+    found = Sections(
+        account, coverage=seen, queues=waits, lookups=passed.lookups,
+        policies=tuple(sorted(map(str, policies))),
+    )  # fmt: skip
     if edges is None or passed.sums is None:
         return found
     progress("differences")
@@ -275,7 +285,7 @@ def audit_sources(
     cells = weigh(counted_cells(edges, series, passed.sums.cell_n))
     differing = _after_weighting(differing, everything, passed, cells, series)
     progress("tests")
-    tests = family(everything, series, _within(passed, series), trends, limits)
+    asked = [*asked_between(everything, series, limits), *_within(passed, series, limits)]
     missing = missingness(
         differing,
         account.loss_share,
@@ -286,7 +296,7 @@ def audit_sources(
     return replace(
         found,
         missingness=missing.model_copy(update=_strata(passed, limits)),
-        mechanism=mechanism(series, tests, _intervals(everything, series)),
+        mechanism=mechanism(series, asked, _intervals(everything, series), limits),
         blocks_long_enough=series.blocks.long_enough,
         weighting=weighting(cells, differing, limits.negligible_bias),
         cells=cells,
@@ -322,7 +332,8 @@ class Passed:
         sums: of all rows; ``None`` where nothing was lost.
         spans: strata that the spans tell, likewise.
         slots: token ids that were counted block by block, and how many there were to choose from.
-        within: of each group of covariates, the sums by step and request of each run.
+        within: of each group of covariates, the rows of each run in steps that lost a part.
+        away: of each hook, how far the means lie from where its rows were taken.
     """
 
     lookups: dict[str, Lookup]
@@ -334,7 +345,8 @@ class Passed:
     sums: Sums | None = None
     spans: SpanStrata | None = None
     slots: tuple[Ints, int] = field(default_factory=lambda: (np.zeros(0, np.int64), 0))
-    within: dict[str, list[RunCells]] = field(default_factory=dict)
+    within: dict[str, list[PartialRows]] = field(default_factory=dict)
+    away: dict[str, Floats] = field(default_factory=dict)
 
     @property
     def covariates(self) -> dict[str, list[Covariate]]:
@@ -408,8 +420,8 @@ def pass_over(
             found.scale = scale_of(readouts, found.hooks, found.widths, executor)
     token_slot = np.full(len(vocabulary) + 1, -1, np.int64)
     token_slot[found.slots[0]] = np.arange(len(found.slots[0]))
-    n_covariates = len(found.definitions) + 2 * len(found.hooks) * found.widths.n_values
-    every = thinning([own for _, own, _ in runs], n_covariates)
+    n_numbers = len(found.definitions) + len(found.hooks) * found.widths.n_values
+    every = thinning([own for _, own, _ in runs], n_numbers)
     total: Sums | None = None
     for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
         classes = None if labels is None else labels_of(labels, source.run)
@@ -442,7 +454,7 @@ def _add_run(
     total = total or one.sums()
     accumulate(total, one, source.parts, executor)
     for group, moments in total.moments.items():
-        found.within.setdefault(group, []).append(RunCells(moments.take_within()))
+        found.within.setdefault(group, []).append(moments.take_within())
     if found.spans is not None:
         found.spans.add(source, lookup)
     return total
@@ -454,8 +466,7 @@ def _centre(found: Passed, total: Sums, block: Ints) -> None:
         return
     away = np.stack([total.moments[hook].centre(block) for hook in found.hooks])
     found.scale = replace(found.scale, middle=found.scale.middle + away)
-    for hook, d in zip(found.hooks, away, strict=True):
-        found.within[hook] = [RunCells(run.parts, d) for run in found.within[hook]]
+    found.away = dict(zip(found.hooks, away, strict=True))
 
 
 def _row_strata(found: Passed) -> Iterator[Strata]:
@@ -545,20 +556,15 @@ def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
     }
 
 
-def _within(passed: Passed, series: Series) -> Iterable[tuple[Covariate, Within]]:
-    """Yield the test of selection within steps of every covariate that has one."""
+def _within(passed: Passed, series: Series, limits: Limits) -> list[Asked]:
+    """Return the questions about the tokens of one step, where steps lost a part."""
     if series.n_partial_steps < 2:
-        return
-    for group, covariates in passed.covariates.items():
-        for k, covariate in enumerate(covariates):
-            parts = [part.columns(k) for part in passed.within[group]]
-            for number, part in enumerate(parts):
-                for key in ("step", "request"):  # runs count from 0 each
-                    part[key] = part[key] + (number << 40)
-            joined = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-            test = within_test(**joined)
-            if test is not None:
-                yield covariate, test
+        return []
+    began = [lookup.request_block for lookup in passed.lookups.values()]
+    n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_DRAWS)
+    return asked_within(
+        selections(passed.within, passed.covariates, passed.away, began, n_draws, limits.seed)
+    )
 
 
 def _peak_nbytes() -> int:

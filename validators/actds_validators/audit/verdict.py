@@ -15,10 +15,12 @@ from actds_validators.audit.result import (
     DETECTABLE,
     EQUIVALENCE,
     EVENTS,
+    LEAST,
     MIN_BLAMED,
     Accounting,
     Coverage,
     Difference,
+    Estimate,
     Level,
     Limits,
     Mechanism,
@@ -29,16 +31,20 @@ from actds_validators.audit.result import (
     Weighting,
 )
 from actds_validators.audit.wording import (
+    RUNS,
     Cause,
     asked,
     cause_of,
     events_needed,
     look_when,
     lost,
+    not_found,
     on_cause,
     on_external,
+    on_policies,
     on_reuse,
     on_strata,
+    on_stratum,
     on_unresolved,
     remedy,
     stratum_words,
@@ -70,6 +76,7 @@ class Evidence:
         blocks_long_enough: whether blocks are long against the bursts of losses.
         weighting: the section, ``None`` when nothing was lost or stored.
         coverage: the section, ``None`` when nothing is stored.
+        policies: overflow policies of the runs, as far as they are known.
     """
 
     accounting: Accounting
@@ -78,6 +85,7 @@ class Evidence:
     blocks_long_enough: bool = True
     weighting: Weighting | None = None
     coverage: Coverage | None = None
+    policies: tuple[str, ...] = ()
 
 
 def judge(evidence: Evidence, limits: Limits) -> Verdict:
@@ -94,7 +102,7 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
         return found
     found = _with_strata(found, evidence.missingness, limits)
     account = evidence.accounting
-    steps = [*found.next_steps, *on_external(account)]
+    steps = [*found.next_steps, *on_policies(evidence.policies), *on_external(account)]
     found = found.model_copy(update={"next_steps": steps})
     more = on_unresolved(account, limits)
     if found.kind == "unresolved" or not more:
@@ -113,7 +121,10 @@ def _with_strata(found: Verdict, missing: Missingness | None, limits: Limits) ->
     level: Level = "FAIL" if worst.rate >= limits.worst_stratum_fail else "WARN"
     said = on_strata(missing.worst_strata, missing.bound.loss_share)
     if _SEVERITY[level] <= _SEVERITY[found.level]:
-        return found.model_copy(update={"sentence": f"{found.sentence} {said}"})
+        steps = [*(on_stratum(worst) if worst.kind in RUNS else []), *found.next_steps]
+        return found.model_copy(
+            update={"sentence": f"{found.sentence} {said}", "next_steps": steps}
+        )
     limit = limits.worst_stratum_fail if level == "FAIL" else limits.worst_stratum_warn
     deciding = _held(f"share lost of {stratum_words(worst)}", worst.rate, "below", limit, "share")
     warned = found.level == "WARN"  # what a milder verdict says of nothing is no longer so
@@ -123,11 +134,7 @@ def _with_strata(found: Verdict, missing: Missingness | None, limits: Limits) ->
         sentence=f"{said} {found.sentence}" if warned else said,
         deciding=deciding,
         numbers=[*(n for n in found.numbers if n.name != STRATUM), deciding],
-        next_steps=[
-            "Harvest again with --overflow block: no weight makes up for rows that are not there.",
-            "Or document that the dataset lacks them: the report lists strata with excess loss.",
-            *(found.next_steps if warned else []),
-        ],
+        next_steps=[*on_stratum(worst), *(found.next_steps if warned else [])],
     )
 
 
@@ -197,22 +204,26 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         m = evidence.mechanism
         found["events"] = _held(EVENTS, m.n_events, "at least", limits.min_events)
         smallest = min((t.adjusted_p for t in m.tests), default=1.0)
-        found["p"] = _held("smallest adjusted p of the family", smallest, "above", limits.fdr, "p")
+        found["p"] = _held("smallest adjusted p of all tests", smallest, "above", limits.fdr, "p")
         if m.detectable is not None:
             found["detectable"] = _held(
                 DETECTABLE, m.detectable, "at most",
                 limits.negligible_bias, "SD",
             )  # fmt: skip
+        least = max((f.least_adjusted_p for f in m.families), default=0.0)
+        found["least"] = _held(LEAST, least, "at most", limits.fdr, "p")
     if evidence.missingness is not None:
         strata = evidence.missingness.worst_strata
         found["stratum"] = _held(
             STRATUM, strata[0].rate if strata else 0.0, "below", limits.worst_stratum_warn, "share"
         )
-        worst = _farthest(evidence.missingness.differences)
+        means = [d for d in evidence.missingness.differences if d.covariate.group != "system"]
+        worst = _farthest(means)
         if worst is not None and worst.equivalence is not None:
             far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
+            of = f"{worst.covariate.label}, of {len(means)}; each 90 % by itself"
             found["difference"] = _held(
-                f"{EQUIVALENCE} ({worst.covariate.label})", far, "below",
+                f"{EQUIVALENCE} ({of})", far, "below",
                 limits.negligible_bias, "SD",
             )  # fmt: skip
     return found
@@ -319,7 +330,8 @@ def _caused(
     if cause.content:
         by_name = {d.covariate.name: d for d in missing.differences}
         of = [by_name[t.covariate.name] for t in cause.content if t.covariate.name in by_name]
-        worst = max((_stored_off(d) for d in of), default=0.0)
+        farthest = max(of, key=_stored_off, default=None)
+        worst = _stored_off(farthest) if farthest else 0.0
         effect = _held(
             "largest bias, content or values with a rejected test", worst, "at most",
             limits.serious, "SD",
@@ -328,7 +340,8 @@ def _caused(
         is_serious = not effect.ok
         deciding = effect if is_serious else deciding
         sentence += (
-            f" The means of these covariates over the stored rows are off by up to {worst:.3f} SD."
+            f" The means of these covariates over the stored rows are off by up to {worst:.3f} SD"
+            + (f" ({_span(farthest.at_once)})." if farthest and farthest.at_once else ".")
         )
         more = ["Look at the differences: do they affect what you study?"]
     weights, again = _STEPS.get(cause.kind, _STEPS_BY_CONTENT)
@@ -350,7 +363,7 @@ def _caused(
 def _lacks(
     evidence: Evidence, mechanism: Mechanism, missing: Missingness, limits: Limits
 ) -> list[str]:
-    lacks = []
+    lacks = not_found(mechanism, limits)
     if mechanism.n_events < limits.min_events:
         n = mechanism.n_events
         events = f"{n} independent loss event{'' if n == 1 else 's'}"
@@ -386,11 +399,11 @@ def _too_little(
 ) -> Verdict:
     mechanism, missing = evidence.mechanism, evidence.missingness
     sentence = "No test finds a pattern, but there is too little evidence to exclude one."
-    order = ["events", "difference", "bias"]
+    order = ["least", "events", "difference", "bias"]
     if mechanism is not None and missing is not None:
         sentence = unproven(mechanism, MIN_BLAMED)
         if events_needed(mechanism, missing, limits) > limits.min_events:
-            order = ["difference", "events", "bias"]
+            order = ["least", "difference", "events", "bias"]
     short = [numbers[n] for n in order if n in numbers and not numbers[n].ok]
     deciding = short[0] if short else numbers["loss"]
     return Verdict(
@@ -408,10 +421,16 @@ def _too_little(
     )
 
 
-def _farthest(found: list[Difference]) -> Difference | None:
-    asked = [d for d in found if d.covariate.group != "system" and d.equivalence is not None]
+def _span(found: Estimate) -> str:
+    """Return the interval of a bias in words, of its size: the sign is that of a mean."""
+    ends = sorted((abs(found.low), abs(found.high)))
+    low = 0.0 if found.low <= 0 <= found.high else ends[0]
+    return f"{100 * found.confidence:g} % interval for all at once {low:.3f} to {ends[1]:.3f}"
+
+
+def _farthest(means: list[Difference]) -> Difference | None:
     return max(
-        asked,
+        (d for d in means if d.equivalence is not None),
         key=lambda d: max(abs(d.equivalence.low), abs(d.equivalence.high)) if d.equivalence else 0,
         default=None,
     )

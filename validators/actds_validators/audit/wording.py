@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from actds_validators.audit.covariates import COVARIATES, MAX_PROBES, CovariateDef, Widths
@@ -166,11 +167,16 @@ def unproven(mechanism: Mechanism, least: int) -> str:
 
     No covariate is named: of thirty intervals some leave out 0 in most runs, however harmless.
     """
-    n = mechanism.n_events
+    n, untested = mechanism.n_events, [f for f in mechanism.families if not f.could_be_found]
     if n < least:
         return (
             f"All losses are {n} independent event{'' if n == 1 else 's'}: too few to tell a cause "
             "from chance."
+        )
+    if untested:
+        return (
+            f"No test finds a pattern, and {len(untested)} of {len(mechanism.families)} questions "
+            "could have found none here, however strong."
         )
     return "No test finds a pattern, but there is too little evidence to exclude one."
 
@@ -193,6 +199,7 @@ _PLACES = {
     "phase": "the {} tokens",
     "tail of a value": "the {}",
     "first prompt block": "the requests of first prompt block {}",
+    "overflow policy": "the runs under overflow policy {}",
 }
 
 
@@ -200,6 +207,35 @@ def stratum_words(stratum: StratumLoss) -> str:
     """Return the name of a stratum in a sentence."""
     words = _PLACES.get(stratum.kind, f"{stratum.kind} {{}}")
     return words.format(stratum.label.replace("{", "").replace("}", ""))
+
+
+RUNS = ("run", "replica")
+"""Kinds of strata that are whole runs."""
+
+
+def on_stratum(worst: StratumLoss) -> list[str]:
+    """Return what to do about the worst stratum."""
+    if worst.kind not in RUNS:
+        return [
+            "Harvest again with --overflow block: no weight makes up for rows that are not there.",
+            "Or document that the dataset lacks them: the report lists strata with excess loss.",
+        ]
+    what = stratum_words(worst)
+    said = "stored nothing" if worst.n_lost == worst.n else "lost far more than the others"
+    return [
+        f"{what[0].upper()}{what[1:]} {said}: look at its log, its disk and its rings. Harvest its "
+        "prompts again, with --overflow block, or leave its run out of the training."
+    ]
+
+
+def on_policies(policies: Sequence[str]) -> list[str]:
+    """Return what several overflow policies in one dataset mean, where there are several."""
+    if len(policies) < 2:
+        return []
+    return [
+        f"The runs have {len(policies)} overflow policies ({', '.join(policies)}), which lose "
+        "other rows: compare them run by run, or train on those of one policy."
+    ]
 
 
 def on_strata(found: list[StratumLoss], share: float) -> str:
@@ -226,6 +262,28 @@ def unresolved_first(account: Accounting) -> str:
         f"{share:.1%} of the prefix-cache hits ({account.unresolved:,} positions, more than were "
         "lost) have no stored row."
     )
+
+
+QUESTIONS: dict[str, str] = {
+    "time": "whether the rate of the losses changed in time",
+    "load": "whether losses depend on the load",
+    "content of steps": "whether losses depend on the content of the steps",
+    "values of steps": "whether losses depend on the values of the steps",
+    "content of tokens": "whether lost tokens differ in content from others of their step",
+    "values of tokens": "whether lost tokens differ in values from others of their step",
+}
+"""The families of tests in words."""
+
+
+def not_found(mechanism: Mechanism, limits: Limits) -> list[str]:
+    """Return the questions of which no answer could have been found, and what that would take."""
+    return [
+        f"{QUESTIONS[one.question]} could not have been found here: {one.n_draws:,} {one.drawn} "
+        f"give an adjusted p of {one.least_adjusted_p:.2g} at least, the limit is {limits.fdr:g}"
+        + (f"; a run of {one.needed:,} steps or more could" if one.needed else "")
+        for one in mechanism.families
+        if not one.could_be_found
+    ]
 
 
 def events_needed(mechanism: Mechanism, missing: Missingness, limits: Limits) -> int:

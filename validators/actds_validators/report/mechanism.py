@@ -10,6 +10,7 @@ from actds_validators.audit.result import (
     MIN_BLAMED,
     Association,
     Audit,
+    Family,
     Loss,
     Mechanism,
     Occupancy,
@@ -17,6 +18,7 @@ from actds_validators.audit.result import (
     TracePoint,
     WeightCell,
 )
+from actds_validators.audit.wording import QUESTIONS
 from actds_validators.report.figure_data import FigureData
 from actds_validators.report.svg import (
     WIDTH,
@@ -55,11 +57,20 @@ def smallest_first(tests: list[Association]) -> list[Association]:
     return sorted(tests, key=lambda t: (not t.rejected, t.adjusted_p, t.p))
 
 
+_FAMILIES: Columns[Family] = (
+    ("question", lambda f: QUESTIONS[f.question]),
+    ("tests", lambda f: count(f.n_tests)),
+    ("p", lambda f: p_value(f.p)),
+    ("adjusted p", lambda f: p_value(f.adjusted_p)),
+    ("least it could be", lambda f: p_value(f.least_adjusted_p)),
+    ("could be found", lambda f: "yes" if f.could_be_found else "no"),
+    ("draws", lambda f: count(f.n_draws)),
+)
 _TESTS: Columns[Association] = (
     ("rejected", lambda t: "yes" if t.rejected else "no"),
     ("test", lambda t: t.name),
     ("covariate", lambda t: t.covariate.label),
-    ("group", lambda t: t.covariate.group),
+    ("question", lambda t: t.family or t.covariate.group),
     ("statistic", lambda t: number(t.statistic)),
     ("p", lambda t: p_value(t.p)),
     ("adjusted p", lambda t: p_value(t.adjusted_p)),
@@ -77,8 +88,10 @@ def mechanism_part(audit: Audit) -> Part | None:
         f"Independent loss events: {count(section.n_events)}, in {count(section.n_steps)} steps; "
         f"{count(section.n_lost_steps)} steps lost tokens, {count(section.n_partial_steps)} of "
         "them only some. Tokens of a step are lost together, so each test counts steps, blocks or "
-        f"requests, not tokens. One family of {count(len(section.tests))} tests, false discovery "
-        f"rate {number(limits.fdr)} after Benjamini and Hochberg."
+        f"requests, not tokens. {count(len(section.tests))} tests of "
+        f"{counted(len(section.families), 'question')}: all tests of a question are rearranged "
+        f"together, and the questions have a false discovery rate of {number(limits.fdr)} after "
+        "Benjamini and Hochberg."
     )
     if section.n_events < MIN_BLAMED:
         lead += (
@@ -94,10 +107,18 @@ def mechanism_part(audit: Audit) -> Part | None:
         _TESTS,
         smallest_first(section.tests),
         frozenset(range(4)),
+        room=40,
         tone=lambda t: "bad" if t.rejected else "",
         note=lambda t: t.note,
     )
-    return Part("mechanism", "Mechanism", Sentence(lead), tables, _on_tests(section))
+    questions = table_of(
+        "Questions to the losses",
+        _FAMILIES,
+        section.families,
+        frozenset({0, 5}),
+        room=len(QUESTIONS),
+    )
+    return Part("mechanism", "Mechanism", Sentence(lead), [*questions, *tables], _on_tests(section))
 
 
 def _on_tests(section: Mechanism) -> list[Sentence]:
@@ -107,7 +128,7 @@ def _on_tests(section: Mechanism) -> list[Sentence]:
         notes.append(
             "The widest interval of a content covariate or readout would show a bias of the "
             f"stored rows of {number(section.detectable)} SD with power 0.8. The tests, adjusted "
-            "over the family, and those of the load need more."
+            "over all of them, and those of the load need more."
         )
     if section.tests:
         notes.append(

@@ -62,15 +62,19 @@ def _estimated(audit: Audit) -> Fact:
     if not audit.accounting.loss_share:
         return Fact(title, "0 SD", "no rows were lost")
     asked = [
-        (d.covariate.label, d.before_weighting)
+        (d.covariate.label, d.before_weighting, d.at_once)
         for d in (audit.missingness.differences if audit.missingness else ())
         if d.before_weighting and d.covariate.group != "system"
     ]
     if not asked:
         return Fact(title, "not estimated", "no mean could be compared", is_known=False)
-    label, found = max(asked, key=lambda pair: abs(pair[1].value))
-    tested = f"largest of {count(len(asked))} tested means" if len(asked) > 1 else "the tested mean"
-    span = f"{100 * found.confidence:g} % CI {interval(found)}"
+    label, found, at_once = max(asked, key=lambda one: abs(one[1].value))
+    tested = "the tested mean"
+    if len(asked) > 1:
+        tested = f"largest of {count(len(asked))} tested means"
+        tested += ", for all of which the interval holds at once" if at_once else ""
+    shown = at_once or found
+    span = f"{100 * shown.confidence:g} % CI {interval(shown)}"
     return Fact(title, f"{_three(found.value)} SD", f"{label}; {span}; {tested}")
 
 

@@ -339,30 +339,3 @@ def naive_z(sums: ArrayLike) -> float | None:
     covariance = lx / n - rate * sx / n
     z = covariance / math.sqrt(variance * rate * (1 - rate)) * math.sqrt(n)
     return float(2 * special.ndtr(-abs(z)))
-
-
-def naive_chi_square(n: ArrayLike, n_lost: ArrayLike) -> float | None:
-    """Return the p of equal loss rates over cells as if tokens were independent; never decides.
-
-    Pearson's chi-square of the 2 x g table. None when nothing or everything was lost, or fewer than
-    two cells have a token.
-
-    Args:
-        n: ``(g,)``, computed tokens of each cell.
-        n_lost: ``(g,)``, lost ones.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, more lost than computed.
-    """
-    count = as_floats(n, "n")
-    gone = as_floats(n_lost, "n_lost", count.shape)
-    if np.any(gone < 0) or np.any(gone > count):
-        raise ValueError("lost tokens must lie between 0 and the computed tokens of each cell")
-    held = count > 0
-    count, gone = count[held], gone[held]
-    total, total_lost = float(count.sum()), float(gone.sum())
-    if len(count) < 2 or not 0 < total_lost < total:
-        return None
-    rate = total_lost / total
-    statistic = float(((gone - rate * count) ** 2 / (count * rate * (1 - rate))).sum())
-    return float(special.chdtrc(len(count) - 1, statistic))

@@ -7,7 +7,6 @@ step miss it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -33,13 +32,18 @@ class Shift:
         n_effective: ``(n_covariates,)``, effectively independent shifts (`effective_shifts`). A
             p below ``1 / n_effective`` may come, but an effect that lasts as long as the
             correlation cannot count on one.
-        n_shifts: shifts compared with, the observed one among them.
+        sizes: ``(n_covariates, n_shifts)``, what is ranked, the observed one first.
     """
 
     difference: Floats
     p: Floats
     n_effective: Floats
-    n_shifts: int
+    sizes: Floats
+
+    @property
+    def n_shifts(self) -> int:
+        """Return the shifts compared with, the observed one among them."""
+        return int(self.sizes.shape[1])
 
 
 def circular_shift(
@@ -109,7 +113,7 @@ def circular_shift(
         difference=np.divide(found[:, 0], mass, out=np.zeros(len(values)), where=mass > 0),
         p=reached.sum(axis=1) / n_shifts,
         n_effective=np.minimum(effective_shifts(run, share, away), n_shifts),
-        n_shifts=n_shifts,
+        sizes=size,
     )
 
 
@@ -158,7 +162,6 @@ def shifted_sums(
     *,
     n_draws: int = N_DRAWS,
     seed: int = 0,
-    every: bool = True,
 ) -> Floats:
     """Return ``sum_s share[s+k] values[s]``, ``(n_values, n_shifts)``, each run shifted by itself.
 
@@ -170,10 +173,9 @@ def shifted_sums(
         values: ``(n_values, n_steps)``, what stays.
         n_draws: seeded random shifts beside the observed one, a tuple of one a run.
         seed: of the shifts; the same seed gives the same shifts for other values.
-        every: with one run, all its shifts and no draw.
     """
     parts = slices(run)
-    if len(parts) == 1 and (every or len(share) <= n_draws + 1):
+    if len(parts) == 1:
         return _all_shifts(share, values)
     random = np.random.default_rng(seed)
     total = np.zeros((len(values), n_draws + 1))
@@ -356,38 +358,6 @@ def lag_correlation(
     )
 
 
-@dataclass(frozen=True)
-class Trend:
-    """The isotonic trend of the loss rate over groups of load.
-
-    Args:
-        direction: of the monotone fit, to the mean share lost of a step, that explains more.
-        statistic: what it explains, ``sum_g n_g (fit_g - rate)² / (rate² sum n_g)`` over n_g
-            steps: the squared coefficient of variation of the fitted share.
-        p: by circular shifts of the losses against the load.
-        n_effective: effectively independent shifts, as in `shift.Shift`.
-        n_shifts: shifts compared with, the observed one among them.
-        groups: ``(n_steps,)``, group of each step; 0 for those without a token.
-        load: ``(n_groups,)``, mean load of the computed tokens.
-        n: ``(n_groups,)``, computed tokens.
-        n_lost: ``(n_groups,)``, lost tokens.
-        rate: ``(n_groups,)``, share of the tokens lost.
-        fitted: ``(n_groups,)``, the monotone fit to it, in that direction.
-    """
-
-    direction: Literal["increasing", "decreasing"]
-    statistic: float
-    p: float
-    n_effective: float
-    n_shifts: int
-    groups: Ints
-    load: Floats
-    n: Floats
-    n_lost: Floats
-    rate: Floats
-    fitted: Floats
-
-
 def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
     """Return the increasing sequence nearest to values in weighted least squares.
 
@@ -438,86 +408,3 @@ def load_groups(load: ArrayLike, n_groups: int = 10) -> Ints:
     # A group is (edge, next edge]; renumbered, for an edge may be the least or the greatest value.
     found = np.searchsorted(edges, x, side="left")
     return np.unique(found, return_inverse=True)[1].astype(np.int64)
-
-
-def trend(
-    run: ArrayLike,
-    n: ArrayLike,
-    lost: ArrayLike,
-    load: ArrayLike,
-    *,
-    n_groups: int = 10,
-    n_draws: int = 2000,
-    seed: int = 0,
-) -> Trend | None:
-    """Return whether the loss rate is monotone in the load.
-
-    Steps are grouped by quantiles of the load, and every step counts the same, however many tokens
-    it holds: where these are 15 to 512, a few wide steps would else decide. The statistic is the
-    between-group variance that an isotonic fit to the mean share lost of a step explains (Barlow,
-    Bartholomew, Bremner & Brunk 1972), the larger of the increasing and the decreasing one,
-    relative to the square of the mean share. Its distribution comes from circular shifts of the
-    share lost against the load, which keep the bursts of both (see `shift.circular_shift`): all
-    shifts of one run of at most ``n_draws`` steps, else ``n_draws`` seeded ones;
-    ``p = #{statistic >= observed} / #``, the observed one among them.
-
-    None when the share lost varies within no run, or the load is the same everywhere.
-
-    Args:
-        run: ``(n_steps,)``, label of the run.
-        n: ``(n_steps,)``, computed tokens.
-        lost: ``(n_steps,)``, lost tokens.
-        load: ``(n_steps,)``, for instance a moving average of the tokens per step.
-        n_groups: most groups.
-        n_draws: random shifts.
-        seed: of the shifts.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
-            computed.
-    """
-    share = loss_share(n, lost)
-    computed = as_floats(n, "n")
-    x = as_floats(load, "load", computed.shape)
-    if not len(x) or _constant(share, run):
-        return None
-    held = computed > 0
-    groups = np.zeros(len(x), np.int64)
-    groups[held] = load_groups(x[held], n_groups)
-    mass = np.bincount(groups, weights=computed).astype(np.float64)
-    gone = np.bincount(groups, weights=as_floats(lost, "lost")).astype(np.float64)
-    if len(mass) < 2:
-        return None
-    inside = np.where(groups == np.arange(len(mass))[:, np.newaxis], held, 0.0)
-    steps = inside.sum(axis=1)
-    moved = shifted_sums(run, share, inside, n_draws=n_draws, seed=seed, every=False)
-    rates = np.maximum(moved.T, 0.0) / steps
-    mean = (rates * steps).sum(axis=1, keepdims=True) / steps.sum()
-    rising = isotonic(rates, steps)
-    falling = -isotonic(-rates, steps)
-    # A shift may put all losses on steps without a token: nothing to explain, but rounding.
-    some = mean > 1e-9 * mean[0]
-    scale = np.where(some, steps / steps.sum() / np.where(some, mean, 1.0) ** 2, 0.0)
-    up = ((rising - mean) ** 2 * scale).sum(axis=1)
-    down = ((falling - mean) ** 2 * scale).sum(axis=1)
-    size = np.maximum(up, down)
-    increasing = bool(up[0] >= down[0])
-    rate = gone / mass
-    return Trend(
-        direction="increasing" if increasing else "decreasing",
-        statistic=float(size[0]),
-        p=float(np.mean(size >= size[0] * (1 - 1e-9) - 1e-15)),
-        n_effective=float(min(effective_shifts(run, share, x[np.newaxis])[0], len(size))),
-        n_shifts=len(size),
-        groups=groups,
-        load=np.bincount(groups, weights=computed * x) / mass,
-        n=mass,
-        n_lost=gone,
-        rate=rate,
-        fitted=isotonic(rate, mass) if increasing else -isotonic(-rate, mass),
-    )
-
-
-def _constant(share: Floats, run: ArrayLike) -> bool:
-    labels = np.asarray(run)
-    return bool(np.all((labels[1:] != labels[:-1]) | (share[1:] == share[:-1])))

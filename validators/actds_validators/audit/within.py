@@ -1,0 +1,225 @@
+"""Within: whether lost tokens differ from those that shared their step, and so their load.
+
+Two tests of each covariate, of which the larger p counts. One draws the losses anew among the
+tokens of each step: exact for losses that hit tokens, the tokens of a request in a step, or whole
+requests, however rare or heavy-tailed the covariate. The other takes scores clustered by request
+and step: it needs many, and holds for losses that lie side by side in any way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from actds.format.positions import Keys, pair_key, position_key, split_key
+from actds_validators.audit.accumulate import CONTENT, PartialRows
+from actds_validators.audit.result import Covariate
+from actds_validators.statistics.association import Within, within_cells
+from actds_validators.statistics.events import Bools, Floats, Ints
+from actds_validators.statistics.families import JointDraws, Turns
+from actds_validators.statistics.intervals import benjamini_hochberg
+
+MIN_REQUESTS = 10
+"""Requests with a token in a step that lost a part, at least: of fewer nothing is tested."""
+LEAST_DRAWS = 500
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The test of one covariate.
+
+    Args:
+        covariate: which.
+        scores: the test of clustered scores.
+        p: the larger of both.
+        inside: adjusted over the family: by the largest of all tests in each draw, and after
+            Benjamini and Hochberg; the larger.
+    """
+
+    covariate: Covariate
+    scores: Within
+    p: float
+    inside: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of the steps that lost a part, of all runs, in an order that no reader decides.
+
+    Args:
+        step: number of the step of each, ``(n_rows,)``, another in each run.
+        request: of the request, likewise.
+        began: block of the jackknife in which the request began.
+        lost: whether each was lost.
+        orders: of each run, its rows in that order.
+        keys: of each run, request and position of these.
+    """
+
+    step: Ints
+    request: Ints
+    began: Ints
+    lost: Bools
+    orders: list[Ints]
+    keys: list[Keys]
+
+    def values(self, runs: Sequence[PartialRows]) -> Floats:
+        """Return numbers of the rows ``(n_numbers, n_rows)``, NaN where there is none."""
+        found = []
+        for order, keys, run in zip(self.orders, self.keys, runs, strict=True):
+            there = position_key(run.request, run.position)
+            by_key = np.argsort(there, kind="stable")
+            at = np.searchsorted(there[by_key], keys)
+            known = np.flatnonzero(at < len(there))
+            known = known[there[by_key[at[known]]] == keys[known]]
+            x = np.full((len(run.values), len(order)), np.nan)
+            x[:, known] = run.values[:, by_key[at[known]]]
+            found.append(x)
+        return np.concatenate(found, axis=1)
+
+
+def all_rows(runs: Sequence[PartialRows], began: Sequence[Ints]) -> Rows:
+    """Return the rows of all runs.
+
+    Args:
+        runs: of stored and lost rows, of each run.
+        began: block in which each request of a run began.
+    """
+    orders = [np.lexsort((run.position, run.request, run.step)) for run in runs]
+    some = list(enumerate(zip(runs, orders, strict=True)))
+    return Rows(
+        step=np.concatenate([run.step[order] + (k << 40) for k, (run, order) in some]),
+        request=np.concatenate([run.request[order] + (k << 40) for k, (run, order) in some]),
+        began=np.concatenate([began[k][run.request[order]] for k, (run, order) in some]),
+        lost=np.concatenate([run.lost[order] for _, (run, order) in some]),
+        orders=orders,
+        keys=[position_key(run.request[order], run.position[order]) for _, (run, order) in some],
+    )
+
+
+class Units:
+    """What is lost together, told by the losses alone: tokens, cells or whole requests.
+
+    A cell is the tokens of a request in a step. Requests are lost whole where most of those that
+    lost a token, of two at least, lost all of these; cells likewise. A unit counts as lost where
+    most of its tokens are.
+
+    Args:
+        rows: of all runs.
+        n_draws: draws of lost units.
+        seed: of the draws.
+    """
+
+    def __init__(self, rows: Rows, n_draws: int, seed: int) -> None:
+        self.n_rows = len(rows.step)
+        self.step, self.request = _numbered(rows.step), _numbered(rows.request)
+        pairs, cell = np.unique(pair_key(self.step, self.request), return_inverse=True)
+        self.cell: Ints = cell.reshape(-1)
+        self.lost = rows.lost
+        self.kind = "tokens"
+        unit, stratum = np.arange(self.n_rows), self.step
+        if _lost_whole(self.request, rows.lost):
+            self.kind, unit, stratum = "requests", self.request, rows.began
+        elif _lost_whole(self.cell, rows.lost):
+            self.kind, unit = "cells", self.cell
+        self.unit, self.size = unit, np.bincount(unit)
+        of_unit = np.zeros(len(self.size), np.int64)
+        of_unit[unit] = stratum
+        gone = 2 * np.bincount(unit, rows.lost) > self.size
+        self.turns = Turns(of_unit, gone, n_draws, seed)
+        self.pairs = split_key(pairs)
+
+    def about_step(self, x: Floats) -> Floats:
+        """Return values ``(n_numbers, n_rows)`` about the mean of their step, 0 without one."""
+        found = np.zeros_like(x)
+        for k, row in enumerate(x):
+            known = ~np.isnan(row)
+            at = self.step[known]
+            mean = np.bincount(at, row[known]) / np.maximum(np.bincount(at), 1)
+            found[k, known] = row[known] - mean[at]
+        return found
+
+    def drawn(self, x: Floats) -> Floats:
+        """Return sums over the lost units of each draw ``(n_numbers, 1 + n_draws)``.
+
+        Of requests each counts the same: of a stored one only the tokens are here that shared a
+        step with lost ones, and sums over fewer tokens would vary less than those of lost ones.
+        """
+        away = self.about_step(x)
+        if self.kind == "tokens":
+            return self.turns.sums(away)
+        sums = np.stack([np.bincount(self.unit, row) for row in away]).astype(np.float64)
+        return self.turns.sums(sums / self.size if self.kind == "requests" else sums)
+
+    def scores(self, x: Floats) -> Within | None:
+        """Return the test of clustered scores of one number, ``(n_rows,)``."""
+        known = ~np.isnan(x)
+        n = len(self.pairs[0])
+        sums = []
+        for some in (known, known & self.lost):
+            at = self.cell[some]
+            sums += [np.bincount(at, minlength=n), np.bincount(at, x[some], n)]
+        used = sums[0] > 0
+        return within_cells(*(v[used] for v in (*self.pairs, *sums)))
+
+
+def _lost_whole(unit: Ints, lost: Bools) -> bool:
+    n, gone = np.bincount(unit), np.bincount(unit, lost)
+    hit = (gone > 0) & (n > 1)
+    n_hit, n_part = (int(np.count_nonzero(some)) for some in (hit, hit & (gone < n)))
+    return n_hit > 0 and 2 * n_part <= n_hit
+
+
+def _numbered(values: Ints) -> Ints:
+    return np.unique(values, return_inverse=True)[1].reshape(-1)
+
+
+def selections(
+    runs: dict[str, list[PartialRows]],
+    covariates: dict[str, list[Covariate]],
+    away: dict[str, Floats],
+    began: Sequence[Ints],
+    n_draws: int,
+    seed: int,
+) -> Iterator[tuple[list[Selection], int]]:
+    """Yield the tests of content, then those of the values of all hooks, and their draws.
+
+    Args:
+        runs: of each group of covariates the rows of each run.
+        covariates: of each group; of a hook its numbers, then their squares.
+        away: how far the mean of each number of a hook lies from where the rows were taken.
+        began: of each run the block in which each of its requests began.
+        n_draws: draws at least.
+        seed: of the draws.
+    """
+    rows = all_rows(runs[CONTENT], began)
+    if len(np.unique(rows.step)) < 2:
+        return
+    units = Units(rows, n_draws, seed)
+    for groups in ([CONTENT], [g for g in runs if g != CONTENT]):
+        joint, found = JointDraws(), []
+        for group in groups:
+            x = rows.values(runs[group])
+            if group in away:
+                x -= away[group][:, np.newaxis]
+                x = np.concatenate([x, x * x])
+            scores = [units.scores(row) for row in x]
+            kept = [k for k, t in enumerate(scores) if t and t.n_requests >= MIN_REQUESTS]
+            if kept:
+                sizes = np.abs(units.drawn(x[kept]))
+                joint.add(sizes)
+                reached = sizes >= sizes[:, :1] - 1e-9 * sizes.max(axis=1, keepdims=True)
+                of = [covariates[group][k] for k in kept]
+                found += list(zip(of, (scores[k] for k in kept), reached.mean(axis=1), strict=True))
+        if found:
+            clustered = benjamini_hochberg([t.p for _, t, _ in found if t])
+            inside = np.maximum(joint.adjusted(), clustered)
+            yield (
+                [
+                    Selection(one, t, max(t.p, float(p)), float(q))
+                    for (one, t, p), q in zip(found, inside, strict=True)
+                    if t
+                ],
+                joint.n_draws,
+            )
