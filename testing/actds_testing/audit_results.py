@@ -586,7 +586,7 @@ def hostile() -> Audit:
 def enormous(n: int = 1_000, text: str = "<&\x1b>\U000e0001" * 80) -> Audit:
     """Return a result with ``n`` of everything that comes in lists, and texts without end."""
     parts = _prefixed(audit("heavy").as_json(), text)
-    parts = {k: _grown(v, n) for k, v in parts.items()}
+    parts = {k: _grown(v, n, 0 if k == "drift" else 250) for k, v in parts.items()}
     # Cells of maps that cover each other would be drawn once.
     for k, cell in enumerate(parts["weighting"]["cells"]):
         cell |= {
@@ -628,12 +628,12 @@ def _prefixed(value: Any, text: str, key: str = "") -> Any:
     return value if fixed or not isinstance(value, str) else text + value
 
 
-def _grown(value: Any, n: int) -> Any:
-    """Return the value with ``n`` entries in every list, and 250 in the lists of its entries."""
+def _grown(value: Any, n: int, inner: int) -> Any:
+    """Return the value with ``n`` entries in its lists, and ``inner`` in those of its entries."""
     if isinstance(value, dict):
-        return {k: _grown(v, n) for k, v in value.items()}
-    if isinstance(value, list) and value:
-        entries = [_grown(one, 250) for one in value]
+        return {k: _grown(v, n, inner) for k, v in value.items()}
+    if isinstance(value, list) and value and n:
+        entries = [_grown(one, inner, inner) for one in value]
         return [copy(entries[k % len(entries)]) for k in range(n)]
     return value
 

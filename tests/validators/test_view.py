@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shlex
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -414,6 +417,29 @@ def test_the_page_says_hooks_norms_coverage_and_losses(
     stats = dataset.stats(HOOK)
     assert f"{stats.mean_norm:,.4g} ({stats.norms[0.5]:,.4g})" in page
     assert isinstance(actds.view(path), View)
+
+
+def test_the_head_says_model_hooks_engine_date_and_the_command_that_makes_the_page(
+    path: Path, dataset: actds.Dataset, tmp_path: Path
+) -> None:
+    probe = tmp_path / "a probe.npy"
+    np.save(probe, np.ones(D, "f4"))
+    hook = next(iter(dataset.hooks))
+    page = actds.view(path, hook=hook, probe=probe, requests=[3], start=2).html
+    head = page[page.index("<header") : page.index("</header>")]
+    told = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", head))
+    first = next(iter(dataset.runs.values()))
+    assert told["Model"] == str(first.fields["model.name"].value or "not recorded")
+    d_model, dtype = dataset.hooks[hook].d_model, dataset.hooks[hook].dtype
+    assert f"{hook} ({d_model:,} × {dtype})" in told["Hooks"]
+    day = datetime.fromtimestamp(first.started_ns / 1e9, UTC).strftime("%Y-%m-%d")
+    assert told["Harvested"].startswith(day)
+    assert str(first.fields["engine.name"].value) in told["Harvested"]
+    again = shlex.split(html.unescape(told["Command"]))
+    assert again[:2] == ["actds", "view"]
+    out = tmp_path / "again.html"
+    assert run(*again[2:], "--out", out).exit_code == 0
+    assert out.read_text(encoding="utf-8") == page
 
 
 def test_an_unsealed_dataset_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actds.errors import ActdsError
+from actds.text import storable
 
 if TYPE_CHECKING:
     from actds.load.context import Tokenizer
     from actds.load.dataset import Dataset
 
 _FRAME_PX = 700
+N_TOKENS = 2000
+"""Positions of a request that are shown at most, unless another number is given."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def view(
     hook: str | None = None,
     requests: Sequence[int | tuple[str, int]] = (),
     start: int = 0,
-    n_tokens: int = 2000,
+    n_tokens: int = N_TOKENS,
     tokenizer: str | Path | Tokenizer | None = None,
     probe: str | Path | None = None,
     sae: str | Path | None = None,
@@ -125,5 +129,29 @@ def view(
             scores,
             shown,
             has_text=words is not None,
+            command=_command(
+                dataset.path,
+                hook=[hook],
+                request=[number if run is None else f"{run}:{number}" for run, number in wanted],
+                start=[start or None],
+                tokens=[None if n_tokens == N_TOKENS else n_tokens],
+                tokenizer=[tokenizer if isinstance(tokenizer, str | Path) else None],
+                probe=[probe],
+                sae=[sae],
+                feature=features,
+                stats=[stats or None],
+            ),
         )
     )
+
+
+def _command(path: str, **options: Sequence[object]) -> str:
+    """Return the command that makes this page; an option once for each value that is not None."""
+    given = [(f"--{name}", value) for name, some in options.items() for value in some]
+    words = [
+        word
+        for name, value in given
+        if value is not None
+        for word in ([name] if value is True else [name, str(value)])
+    ]
+    return storable(shlex.join(["actds", "view", path, *words]))

@@ -15,13 +15,14 @@ from actds.load.dataset import Dataset
 from actds.load.filters import SINK_NORM
 from actds.load.overview import Fates, NormProfile
 from actds.load.stats import Stats
-from actds.text import counted, format_nbytes, when
+from actds.text import counted, format_nbytes
+from actds_validators.about import about
 from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.report.accounting import map_of, waterfall_of
 from actds_validators.report.figure_data import FigureData
+from actds_validators.report.head import dataset_facts
 from actds_validators.report.html import Shown as Section
 from actds_validators.report.markup import render_page
-from actds_validators.report.summary import about
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, span, ticks
 from actds_validators.report.words import (
     Part,
@@ -91,6 +92,7 @@ def render(
     requests: Sequence[Shown],
     *,
     has_text: bool,
+    command: str,
 ) -> str:
     """Return the page: HTML in UTF-8, without script.
 
@@ -103,6 +105,7 @@ def render(
         scores: what the tokens are coloured by.
         requests: to show.
         has_text: whether a tokenizer made text of the tokens.
+        command: that makes the page.
     """
     ends = [_ends(requests, k) for k in range(len(scores))]
     sections = [
@@ -115,7 +118,7 @@ def render(
         styles=("page.css", "view.css"),
         max_nbytes=None,
         path=Sentence(dataset.path),
-        facts=[(name, Sentence(words)) for name, words in _facts(dataset)],
+        facts=[(name, Sentence(words)) for name, words in _facts(dataset, command)],
         sections=sections,
         lead=Sentence(_lead(dataset, hook, requests, has_text=has_text)),
         colours=[
@@ -127,14 +130,13 @@ def render(
     )
 
 
-def _facts(dataset: Dataset) -> Iterator[tuple[str, str]]:
-    known, seal = about(dataset.catalog, ""), dataset.seal
+def _facts(dataset: Dataset, command: str) -> Iterator[tuple[str, str]]:
+    seal = dataset.seal
     runs, shards = counted(len(dataset.runs), "run"), counted(len(dataset.shards), "shard")
-    yield "Model", ", ".join(known.models[:3]) or "not recorded"
-    yield "Engine", ", ".join(known.engines[:3]) or "not recorded"
-    yield "Harvested", f"{when(known.started_ns)}, {runs}"
-    yield "Rows", f"{dataset.n_rows:,} in {shards}"
+    known = about(dataset.catalog, command)
+    yield from dataset_facts(known, f"{dataset.n_rows:,} in {shards} of {runs}")
     yield "Seal", "not sealed" if seal is None else f"{seal.n}, digest {dataset.digest}"
+    yield "Command", command
 
 
 def _hooks_part(dataset: Dataset, stats: dict[str, Stats]) -> Part:
