@@ -38,8 +38,6 @@ def read_records(catalog: Catalog) -> pa.Table:
     parts, sources = [], list[str | None]()
     for number, run in enumerate(catalog.runs_with_data):
         requests = catalog.table("requests", run)
-        if "labels" not in requests.column_names:  # TEMPORARY
-            requests = requests.append_column("labels", pa.nulls(len(requests), pa.string()))
         first, second = _keys(catalog, run, number, requests, sources)
         ends = requests["finish_reason"]
         begun = pc.invert(pc.is_in(ends, pa.array(tables.UNSERVED)))
