@@ -11,6 +11,8 @@ import pytest
 
 from actds_testing.audit_results import COVARIATES
 from actds_testing.audit_tokens import audited, tables_of
+from actds_testing.calibration.audit import QUEUE
+from actds_testing.calibration.parts import with_hooks
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_validators.audit.lookup import CellEdges
 from actds_validators.audit.missingness import bound
@@ -23,6 +25,7 @@ from actds_validators.audit.result import (
     Difference,
     Dominant,
     Estimate,
+    Family,
     Finding,
     Group,
     Limits,
@@ -138,6 +141,33 @@ def test_a_strong_selection_fails_at_the_default_limits() -> None:
     assert LIMITS.serious < bound(LIMITS.max_loss).bias
 
 
+def test_hooks_of_noise_beside_it_hide_no_loss_by_load() -> None:
+    changes = {**QUEUE, "n_steps": 3000}
+    made = tables_of(simulate(replace(SCENARIOS["queue"], **changes), 5))
+    few, many = (audited(with_hooks(made, n, 5)) for n in (1, 8))
+    assert few.mechanism is not None and many.mechanism is not None
+    load = [next(f for f in m.mechanism.families if f.question == "load") for m in (few, many)]
+    assert load[0].p == load[1].p <= 0.0125  # the losses were moved alike, however many hooks ask
+    for found in (few, many):
+        verdict = judge(found, LIMITS)
+        assert (verdict.level, verdict.kind) == ("WARN", "load-dependent")
+        assert verdict.sentence.startswith("Losses depend on the load")
+
+
+def test_a_run_too_short_for_any_test_says_so() -> None:
+    made = tables_of(simulate(replace(SCENARIOS["mcar_steps"], n_steps=50, rate=0.1), 2))
+    found = audited(made)
+    assert found.mechanism is not None
+    load = next(f for f in found.mechanism.families if f.question == "load")
+    n = len(found.mechanism.families)
+    assert (load.n_draws, load.least_p, load.could_be_found) == (50, 1 / 50, False)
+    assert load.least_adjusted_p == pytest.approx(n / 50) and load.needed == 20 * n
+    verdict = judge(found, Limits(max_loss=1.0))
+    assert verdict.level == "INCONCLUSIVE"
+    assert "whether losses depend on the load could not have been found here: 50 circular" in (
+        " ".join(verdict.lacks))  # fmt: skip
+
+
 def test_without_readouts_a_loss_by_value_cannot_be_told() -> None:
     found = audited(tables_of(simulate(
         replace(SCENARIOS["mnar_projection"], n_steps=2000, rate=0.03, readouts=False), 4
@@ -190,6 +220,7 @@ def evidence(
     detectable: float | None = 0.01,
     *,
     long_enough: bool = True,
+    least: float = 0.01,
     balance: dict[Group, tuple[float, float]] | None = None,
     **others: Any,
 ) -> Evidence:
@@ -199,6 +230,10 @@ def evidence(
                     could_not_ask=[]),
         Mechanism(
             tests=[association("system", 0.4, rejected=False), *tests], n_events=n_events,
+            families=[Family(
+                question="load", n_tests=1, p=0.4, adjusted_p=0.4, n_draws=100, drawn="shifts",
+                least_p=least, least_adjusted_p=least, could_be_found=least <= 0.05, needed=120,
+            )],
             n_steps=100, n_lost_steps=40, n_partial_steps=0, n_blocks=20, block_steps=5,
             detectable=detectable,
         ),
@@ -594,6 +629,8 @@ def test_dependence_fails_when_what_was_rejected_is_seriously_off() -> None:
     [
         (evidence(n_events=29), "29 independent loss events, of 30 needed"),
         (evidence(long_enough=False), "too short for its bursts"),
+        (evidence(least=0.06), "depend on the load could not have been found here: 100 shifts"),
+        (evidence(least=0.06), "a run of 120 steps or more could"),
         (evidence(found=()), "no content covariate has an interval"),
         (evidence(found=(difference("system"),)), "no content covariate has an interval"),
         (evidence(found=(difference("values", high=0.02),)), "not proven for row norm"),

@@ -16,7 +16,12 @@ from actds_validators.statistics.families import (
     over_families,
     tail_scores,
 )
-from actds_validators.statistics.intervals import benjamini_hochberg
+from actds_validators.statistics.intervals import (
+    benjamini_hochberg,
+    from_replicates,
+    joint_confidence,
+    replicates,
+)
 
 
 def at_rate(inside: list[np.ndarray], q: float) -> list[np.ndarray]:
@@ -128,3 +133,35 @@ def test_some_controls_of_many_are_as_exact_as_all() -> None:
         sizes = np.abs(turns.sums(rng.standard_t(2, size=(1, 1200))))[0]
         p.append((sizes >= sizes[0]).mean())
     assert stats.kstest(p, "uniform").pvalue > 0.001
+
+
+# intervals of what was chosen -------------------------------------------------------------------
+
+
+def test_intervals_at_once_are_those_of_sidak_where_nothing_goes_together() -> None:
+    rng = np.random.default_rng(11)
+    apart = rng.normal(size=(20, 4000))
+    assert joint_confidence(apart, n_draws=8000) == pytest.approx(0.95 ** (1 / 20), abs=7e-4)
+    together = np.repeat(rng.normal(size=(1, 50)), 20, axis=0) * np.arange(1, 21)[:, np.newaxis]
+    assert joint_confidence(together) == pytest.approx(0.95, abs=0.01)
+    alone = joint_confidence(apart[:1])
+    assert alone == 0.95 == joint_confidence([[1.0, 1.0], [np.nan, 2.0]])
+    with pytest.raises(ValueError, match="confidence is 1"):
+        joint_confidence(apart, 1.0)
+
+
+def test_the_interval_of_the_farthest_of_sixteen_holds_the_truth() -> None:
+    alone, at_once = [], []
+    for seed in range(300):
+        rng = np.random.default_rng([seed, 12])
+        common = rng.normal(size=(1, 40))
+        x = rng.normal(size=(16, 40)) + 0.5 * common
+        value, without = replicates(np.stack([np.ones((16, 40)), x]), lambda s: s[1] / s[0])
+        k = int(np.abs(value).argmax())
+        found = from_replicates(value, without)[k]
+        assert found is not None
+        for held, one in ((alone, found), (at_once, found.at(joint_confidence(without, seed=1)))):
+            held.append(one.low <= 0 <= one.high)
+    assert np.mean(alone) < 0.75
+    # 300 at 95 %: fewer than 275 come with a probability of 1 in 300.
+    assert np.sum(at_once) >= 275

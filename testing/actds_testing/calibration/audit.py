@@ -20,7 +20,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,46 @@ class Goal:
     most: float = 1.0
 
 
+@dataclass(frozen=True)
+class Case:
+    """Runs of a simulator's scenario with more hooks, of a length of their own.
+
+    Args:
+        scenario: of the simulator.
+        steps: of each run.
+        n_hooks: hooks, all but one of noise.
+        changes: parameters of the scenario.
+    """
+
+    scenario: str
+    steps: int
+    n_hooks: int
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+N_HOOKS = (1, 8, 30)
+NARROW = {"mean_batch_tokens": 12.0, "max_batch_tokens": 32, "max_num_seqs": 24}
+QUEUE = {
+    **NARROW, "rate": 0.02, "quiet_s": 0.5, "busy_s": 0.15, "disk_stall_every_s": 0.0,
+    "pool_rows": 192, "rows_per_shard": 64, "ring_slots": 4, "staging_slots": 2, "n_projections": 2,
+}  # fmt: skip
+HALF_QUEUE = {**QUEUE, "rate": 0.04, "lost_part": 0.5}
+PLANTED = {**NARROW, "rate": 0.045, "strength": 0.05 * 0.955 / 0.045}
+"""Stored rows are off by rate / (1 - rate) times the strength: 0.05 standard deviations."""
+CASES: dict[str, Case] = {
+    **{
+        f"harmless_{n}_hooks": Case("mcar_steps", 2000, n, {**NARROW, "rate": 0.02})
+        for n in N_HOOKS
+    },
+    **{f"queue_{n}_hooks": Case("queue", 5000, n, QUEUE) for n in N_HOOKS},
+    **{f"partial_queue_{n}_hooks": Case("queue", 5000, n, HALF_QUEUE) for n in N_HOOKS},
+    "planted": Case("mnar_projection", 2000, 1, PLANTED),
+}
+N_LOST = (50, 100, 300, 800, 3000, 20_000, 100_000)
+WITHIN = {f"within_{n}_lost": n for n in N_LOST}
+"""Tokens lost by coin, one row in 500 a hundredfold sink: `parts.made_rows`, without a harvest."""
+WIDE_UP_TO = 300
+"""Lost tokens up to which steps are twelve times as wide."""
 GOALS = [
     *(
         Goal(name, "rejects", "at most 9 % reject anything", most=0.09)
@@ -73,6 +113,21 @@ GOALS = [
     ),
     Goal("heavy", "FAIL", "all FAIL", least=1.0),
     Goal("negligible", "negligible", "all PASS (negligible)", least=1.0),
+    *(
+        Goal(f"harmless_{n}_hooks", share, words, least, most)
+        for n in N_HOOKS
+        for share, words, least, most in (
+            ("rejects", "at most 9 % reject anything", 0.0, 0.09),
+            ("at once", "interval of the farthest mean holds the truth in 93 %", 0.93, 1.0),
+        )
+    ),
+    *(
+        Goal(f"{name}_{n}_hooks", "names load", "at least half name the load", least=0.5)
+        for name in ("queue", "partial_queue")
+        for n in N_HOOKS
+    ),
+    Goal("planted", "PASS", "at most 5 % PASS", most=0.05),
+    *(Goal(name, "rejects", "at most 5 % reject anything", most=0.05) for name in WITHIN),
 ]
 SCENARIO_NAMES = list(dict.fromkeys(goal.scenario for goal in GOALS))
 
@@ -104,6 +159,9 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
         task: the run.
         changes: parameters of the scenario.
     """
+    if task.scenario in WITHIN:
+        return run_within(task)
+    from actds_testing.calibration.parts import with_hooks
     from actds_testing.simulate import SCENARIOS, simulate
     from actds_validators.audit.data import arrow_source
     from actds_validators.audit.result import Limits
@@ -112,15 +170,21 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
     from actds_validators.statistics.intervals import benjamini_hochberg
 
     began = time.monotonic()
-    scenario = replace(SCENARIOS[task.scenario], n_steps=task.steps, **changes)
+    case = CASES.get(task.scenario, Case(task.scenario, task.steps, 1))
+    made_of = {**case.changes, **changes, "n_steps": task.steps}
+    scenario = replace(SCENARIOS[case.scenario], **made_of)
     simulated = simulate(scenario, task.seed)
     tables = {name: getattr(simulated, name) for name in TABLES}
     tables = {name: table for name, table in tables.items() if table is not None}
+    tables = with_hooks(tables, case.n_hooks, task.seed)
     del simulated
     made = time.monotonic()
     limits = Limits()
     found = audit_sources([arrow_source("r", tables)], limits)
     verdict = judge(found, limits)
+    means = found.missingness.differences if found.missingness else []
+    means = [d for d in means if d.covariate.group != "system" and d.before_weighting]
+    farthest = max(means, key=lambda d: abs(d.before_weighting.value), default=None)
     tests = found.mechanism.tests if found.mechanism else []
     naive = [test.naive_p for test in tests if test.naive_p is not None]
     return {
@@ -130,6 +194,13 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
         "code": task.code,
         "level": verdict.level,
         "kind": verdict.kind,
+        "names_load": "depend on the load" in verdict.sentence,
+        "holds": [
+            interval is not None and interval.low <= 0 <= interval.high
+            for interval in (farthest.before_weighting, farthest.at_once)
+        ]
+        if farthest
+        else [False, False],
         "loss": found.accounting.loss_share,
         "events": found.mechanism.n_events if found.mechanism else 0,
         "tests": [
@@ -142,6 +213,34 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
     }
 
 
+def run_within(task: Task) -> dict[str, Any]:
+    """Make rows of steps that lost tokens by coin, and return what the tests within them say."""
+    import numpy as np
+
+    from actds_testing.calibration.parts import made_rows, selections_of
+    from actds_validators.statistics.families import draws_for, over_families
+
+    began = time.monotonic()
+    rng = np.random.default_rng(task.seed)
+    n = WITHIN[task.scenario]
+    made = made_rows(n, rng, width=12 if n <= WIDE_UP_TO else 1)
+    done = time.monotonic()
+    families = selections_of(made, draws_for(6, LEVEL, 500), 0)
+    adjusted = over_families([[one.inside for one in f] for f in families])[0]
+    tests = [
+        ["within", one.covariate.name, one.covariate.group, one.p, float(q), bool(q <= LEVEL), None]
+        for f, p in zip(families, adjusted, strict=True)
+        for one, q in zip(f, p, strict=True)
+    ]
+    (rows,) = made[0]["content"]
+    return {
+        "scenario": task.scenario, "seed": task.seed, "steps": task.steps, "code": task.code,
+        "level": "-", "kind": "-", "names_load": False, "holds": [False, False],
+        "loss": float(rows.lost.mean()), "events": int(rows.lost.sum()), "tests": tests,
+        "naive": False, "simulate_s": done - began, "audit_s": time.monotonic() - done,
+    }  # fmt: skip
+
+
 def shares(records: list[dict[str, Any]]) -> dict[str, int]:
     """Return in how many of the runs each thing came true that a goal or the table asks for."""
     found: Counter[str] = Counter()
@@ -149,6 +248,9 @@ def shares(records: list[dict[str, Any]]) -> dict[str, int]:
         rejected = {test[0] for test in record["tests"] if test[5]}
         found["rejects"] += bool(rejected)
         found["naive"] += record["naive"]
+        found["names load"] += record["names_load"]
+        found["alone"] += record["holds"][0]
+        found["at once"] += record["holds"][1]
         found["flagged"] += record["level"] in ("WARN", "FAIL")
         found.update({record["level"], record["kind"]})
         found.update(f"test {name}" for name in rejected)
@@ -182,7 +284,8 @@ def tasks(args: argparse.Namespace, code: str) -> Iterator[Task]:
     for number in range(args.runs):
         for scenario in args.scenario:
             seed = args.first_seed + 10_000 * SCENARIO_NAMES.index(scenario) + number
-            yield Task(scenario, seed, args.steps, code)
+            steps = CASES[scenario].steps if scenario in CASES else args.steps
+            yield Task(scenario, seed, steps, code)
 
 
 def calibrate(todo: list[Task], jobs: int, records: Path) -> None:
@@ -232,15 +335,18 @@ def _goal_lines(runs: dict[str, list[dict[str, Any]]]) -> Iterable[str]:
 
 
 def _test_lines(runs: dict[str, list[dict[str, Any]]]) -> Iterable[str]:
-    yield "| scenario | rejects anything | " + " | ".join(KINDS) + " | naive tests | verdicts |"
-    yield "| --- |" + " ---: |" * (len(KINDS) + 2) + " --- |"
+    heads = [*KINDS, "naive tests", "names load", "alone", "at once"]
+    yield "| scenario | rejects anything | " + " | ".join(heads) + " | verdicts |"
+    yield "| --- |" + " ---: |" * (len(heads) + 1) + " --- |"
     for name, found in runs.items():
         counts, n = shares(found), len(found)
-        parts = [counts.get(key, 0) / n for key in ("rejects", *(f"test {k}" for k in KINDS))]
+        keys = ["rejects", *(f"test {k}" for k in KINDS), *heads[len(KINDS) :]]
+        keys[keys.index("naive tests")] = "naive"
+        parts = [counts.get(key, 0) / n for key in keys]
         verdicts = Counter(f"{r['level']} ({r['kind']})" for r in found).most_common()
         yield (
             f"| {name} | "
-            + " | ".join(f"{part:.1%}" for part in [*parts, counts.get("naive", 0) / n])
+            + " | ".join(f"{part:.1%}" for part in parts)
             + " | "
             + ", ".join(f"{k} {verdict}" for verdict, k in verdicts)
             + " |"
@@ -271,11 +377,16 @@ Simulated runs of known truth, each with a seed of its own, through the whole au
     make calibrate
 
 or a part of it by `python -m actds_testing.calibration.audit --runs N --steps N --scenario NAME`;
-runs, steps and seeds stand in the last table. *Rejects anything*: any test of the one family is
-rejected at a false discovery rate of 5 %. *Naive tests*: the same question over the same runs, by
-tests that take tokens for independent draws, as one family at the same rate; they never decide
-anything. Intervals are Wilson's. Columns *shift* to *change*: runs in which a test of that kind is
-rejected.
+runs, steps and seeds stand in the last table. *Rejects anything*: any test is rejected at a false
+discovery rate of 5 %. *Naive tests*: the same question over the same runs, by tests that take
+tokens for independent draws, as one family at the same rate; they never decide anything. Intervals
+are Wilson's. Columns *shift* to *change*: runs in which a test of that kind is rejected. *Names
+load*: the verdict's sentence says that losses depend on the load. *Alone*, *at once*: runs in which
+0 lies in the 95 % interval of the farthest of all content and values means, by itself and for all
+at once; 0 is the truth where nothing depends on anything. Scenarios of *hooks* have one hook with
+the rows' own readouts and others of noise; in *partial* ones a lost step loses half of its rows,
+drawn at random. In *within* ones losses of about so many tokens are made up without a harvest
+(column *events* has the lost tokens that were looked at), one row in 500 a hundredfold sink.
 
 {table(records)}
 """

@@ -12,7 +12,7 @@ from actds_validators.audit.covariates import squares
 from actds_validators.audit.lookup import MAX_ROWS
 from actds_validators.audit.result import Covariate
 from actds_validators.audit.within import Selection, selections
-from actds_validators.statistics.events import Bools, Floats
+from actds_validators.statistics.events import Floats
 
 Tables = dict[str, pa.Table]
 Way = Literal["tokens", "cells", "requests"]
@@ -50,14 +50,6 @@ def with_hooks(found: Tables, n_hooks: int, seed: int) -> Tables:
             one = one.set_column(one.column_names.index(name), field, column.cast(field.type))
         every.append(one)
     return {**found, "readouts": pa.concat_tables(every)}
-
-
-def partial_queue(rows: object, lost: Bools) -> Bools:
-    """Return which rows of lost steps are lost where a queue still took the first half of each."""
-    frame = rows.assign(lost=lost)  # type: ignore[attr-defined]
-    rank = frame.groupby("step").cumcount()
-    size = frame.groupby("step")["step"].transform("size")
-    return np.asarray(frame["lost"] & (2 * rank >= size), bool)
 
 
 def made_rows(

@@ -131,7 +131,8 @@ def draw_losses(
             mean = np.bincount(step, of_rows, n_steps) / n_tokens
             p_step = _tilted(mean, n_tokens, rate, scenario.strength)
             lost = rng.random(n_steps) < p_step
-    return lost[step], p_step[step]
+    some = rng.random(len(step)) < scenario.lost_part if scenario.lost_part < 1 else True
+    return lost[step] & some, p_step[step] * scenario.lost_part
 
 
 def _looked_at(scenario: Scenario, computed: Computed, rows: Rows) -> Floats:

@@ -41,6 +41,7 @@ class Scenario:
         strength: change of the log probability per standard deviation of what it depends on.
         burst_steps: mean length of a burst of lost steps.
         n_events: bursts of ``few_events``.
+        lost_part: share of a lost step's rows that are lost, drawn at random.
         n_steps: steps of the run, exactly.
         mean_batch_tokens: tokens per step, about, on average.
         max_batch_tokens: token budget of a step.
@@ -83,6 +84,7 @@ class Scenario:
     strength: float = 1.0
     burst_steps: float = 8.0
     n_events: int = 3
+    lost_part: float = 1.0
     n_steps: int = 40_000
     mean_batch_tokens: float = 30.0
     max_batch_tokens: int = 96

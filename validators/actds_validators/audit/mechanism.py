@@ -64,6 +64,8 @@ TIME = Covariate(name="time", label="time in the run", unit="s", group="system")
 MAX_PARTIAL = 0.05
 """Share of the lost steps that may have lost a part where steps count as lost whole: a queue that
 fills up in the middle of a step loses a part of that one."""
+MIN_PART = 0.25
+"""Share of the tokens of lost steps that are lost where losses lie along the run all the same."""
 N_FAMILIES = 6
 LEAST_SHIFTS = 2000
 """Random tuples of shifts where there are several runs; of one run there are as many as steps."""
@@ -107,12 +109,22 @@ def _test(
     )  # fmt: skip
 
 
-def asked_between(sums: list[CovariateSums], series: Series, limits: Limits) -> list[Asked]:
-    """Return the questions about time and steps: time, load, content and values of the steps."""
+def asked_between(
+    sums: list[CovariateSums], series: Series, limits: Limits, of_requests: float = 0.0
+) -> list[Asked]:
+    """Return the questions about time and steps: time, load, content and values of the steps.
+
+    Args:
+        sums: of every covariate.
+        series: of the losses.
+        limits: rate and seed.
+        of_requests: share of the lost tokens that belong to requests which lost at least half.
+    """
+    along = _along_the_run(series, of_requests)
     found = _time(series, limits)
     for name, group in _OF_STEPS.items():
         some = [one for one in sums if one.covariate.group == group]
-        asked = _steps(name, some, series, limits)
+        asked = _steps(name, some, series, limits, along=along)
         found += [asked] if asked else []
     return found
 
@@ -211,12 +223,19 @@ def _whole(series: Series) -> bool:
     return series.n_partial_steps <= MAX_PARTIAL * series.n_lost_steps
 
 
-def _block_p(series: Series, lost: Floats, held: Floats, weight: Floats) -> float:
-    """Return the p of a test over blocks where steps lose a part: what losses move with then."""
-    if _whole(series):
-        return 0.0
-    found = block_score(series.blocks, series.run, series.computed, lost, held, weight=weight)
-    return float(found[0])
+def _along_the_run(series: Series, of_requests: float) -> bool:
+    """Return whether losses lie along the run, where shifts move them: not with requests.
+
+    Either steps are lost whole, or those that lost something lost a good part of their tokens, and
+    the requests of these went on: a queue that took a part of each step. One request that is lost,
+    or tokens lost one by one, make the share lost of a step larger where it holds few.
+
+    Args:
+        series: of the losses.
+        of_requests: share of the lost tokens that belong to requests which lost at least half.
+    """
+    part = series.lost.sum() / max(1.0, series.computed[series.lost > 0].sum())
+    return _whole(series) or bool(part >= MIN_PART and of_requests <= 0.5)
 
 
 def _event_losses(series: Series) -> Floats | None:
@@ -235,9 +254,12 @@ def _event_losses(series: Series) -> Floats | None:
 
 
 def _steps(
-    name: FamilyName, sums: list[CovariateSums], series: Series, limits: Limits
+    name: FamilyName, sums: list[CovariateSums], series: Series, limits: Limits, *, along: bool
 ) -> Asked | None:
-    """Return the tests of one group over the steps; ``None`` without one."""
+    """Return the tests of one group over the steps; ``None`` without one.
+
+    Where losses do not lie along the run each has to hold over blocks of it as well.
+    """
     one_run = len(series.runs) == 1
     n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
     joint, found, of_blocks = JointDraws(), [], []
@@ -247,7 +269,7 @@ def _steps(
     if of_events is not None:
         each += [("event", one, of_events) for one in sums if one.covariate.name in loads]
     for kind, one, lost in each:
-        result = _shift(kind, one, series, lost, n_draws, limits.seed)
+        result = _shift(kind, one, series, lost, n_draws, limits.seed, along=along)
         if result is not None:
             test, sizes, p = result
             found.append(test)
@@ -261,7 +283,14 @@ def _steps(
 
 
 def _shift(
-    name: str, one: CovariateSums, series: Series, lost: Floats, n_draws: int, seed: int
+    name: str,
+    one: CovariateSums,
+    series: Series,
+    lost: Floats,
+    n_draws: int,
+    seed: int,
+    *,
+    along: bool,
 ) -> tuple[Association, Floats, float] | None:
     """Return a test of a covariate, what its shifts give, and its p over blocks."""
     n, n_lost = one.n.sum(), one.n_lost.sum()
@@ -278,7 +307,10 @@ def _shift(
     )
     if shifts is None:
         return None
-    of_blocks = _block_p(series, lost, held, weight)
+    of_blocks = 0.0
+    if not along:
+        p = block_score(series.blocks, series.run, series.computed, lost, held, weight=weight)
+        of_blocks = float(p[0])
     test = _test(
         name,
         one.covariate,

@@ -102,7 +102,7 @@ def block_totals(blocks: Blocks, sums: list[CovariateSums]) -> Floats:
 
 
 def differences(
-    sums: list[CovariateSums], blocks: Blocks, bands: dict[str, Bands], n_events: float
+    sums: list[CovariateSums], totals: Floats, bands: dict[str, Bands], n_events: float
 ) -> list[Difference]:
     """Return the difference of every covariate that varies and of which something was lost.
 
@@ -111,18 +111,17 @@ def differences(
 
     Args:
         sums: of the covariates.
-        blocks: of the jackknife.
+        totals: of `block_totals`.
         bands: computed and lost tokens by bands, by covariate name, where there are any.
         n_events: effective events of the loss.
     """
     if not sums:
         return []
-    totals = block_totals(blocks, sums)
     found = []
     lost_against_all = jackknife_many(totals, smd)
     value, without = replicates(totals, smd_of_stored)
     stored_against_all = (
-        from_replicates(value, without) if blocks.n_blocks > 1 else [None] * len(sums)
+        from_replicates(value, without) if without.shape[1] > 1 else [None] * len(sums)
     )
     asked = [one.covariate.group != "system" for one in sums]
     at_once = joint_confidence(without[asked])
@@ -366,6 +365,7 @@ class SpanStrata:
         self._requests = {kind: _Groups() for kind in _OF_REQUESTS}
         self._runs = {kind: _Groups() for kind in ("run", *RUN_LABELS)}
         self.whole: list[int] = [0, 0]
+        self._halved = 0.0
 
     def add(self, source: RunSource, lookup: Lookup) -> None:
         """Add a run: its captured spans, and what it dropped."""
@@ -392,6 +392,7 @@ class SpanStrata:
                 lookup.request_block, weights=n[lost], minlength=self.n_blocks
             )
         computed = n.sum(axis=0)
+        self._halved += float(n[1][2 * n[1] >= computed].sum())
         self.whole[0] += int(((n[1] > 0) & (n[0] == 0)).sum())
         self.whole[1] += int((computed > 0).sum())
         for kind, groups in self._requests.items():
@@ -401,6 +402,11 @@ class SpanStrata:
             name = source.run if kind == "run" else source.labels.get(kind)
             of_run = np.repeat(groups.places([name]), len(computed))
             groups.add(of_run, lookup.request_block, computed, n[1])
+
+    @property
+    def of_requests(self) -> float:
+        """Return the share of the lost tokens of requests that lost at least half of theirs."""
+        return self._halved / max(1.0, float(self.total[1].sum()))
 
     @property
     def rate(self) -> Floats:

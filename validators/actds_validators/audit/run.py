@@ -279,13 +279,18 @@ def audit_sources(
         return found
     progress("differences")
     everything = _covariate_sums(passed, passed.sums, series)
+    totals = block_totals(series.blocks, everything)
     bands = passed.sums.bands_of(passed.definitions)
-    differing = differences(everything, series.blocks, bands, series.effective_events)
+    differing = differences(everything, totals, bands, series.effective_events)
     progress("weights")
     cells = weigh(counted_cells(edges, series, passed.sums.cell_n))
-    differing = _after_weighting(differing, everything, passed, cells, series)
+    differing = _after_weighting(differing, everything, totals, passed, cells)
     progress("tests")
-    asked = [*asked_between(everything, series, limits), *_within(passed, series, limits)]
+    of_requests = passed.spans.of_requests if passed.spans else 0.0
+    asked = [
+        *asked_between(everything, series, limits, of_requests),
+        *_within(passed, series, limits),
+    ]
     missing = missingness(
         differing,
         account.loss_share,
@@ -296,7 +301,7 @@ def audit_sources(
     return replace(
         found,
         missingness=missing.model_copy(update=_strata(passed, limits)),
-        mechanism=mechanism(series, asked, _intervals(everything, series), limits),
+        mechanism=mechanism(series, asked, _intervals(everything, totals), limits),
         blocks_long_enough=series.blocks.long_enough,
         weighting=weighting(cells, differing, limits.negligible_bias),
         cells=cells,
@@ -312,10 +317,10 @@ def _covariate_sums(passed: Passed, sums: Sums, series: Series) -> list[Covariat
     return found
 
 
-def _intervals(everything: list[CovariateSums], series: Series) -> list[Interval]:
+def _intervals(everything: list[CovariateSums], totals: Floats) -> list[Interval]:
     """Return the intervals of the stored rows' bias, of content and values."""
-    asked = [one for one in everything if one.covariate.group != "system"]
-    return [i for i in jackknife_many(block_totals(series.blocks, asked), smd_of_stored) if i]
+    asked = np.array([one.covariate.group != "system" for one in everything])
+    return [i for i in jackknife_many(totals[:, asked], smd_of_stored) if i]
 
 
 @dataclass
@@ -510,15 +515,14 @@ def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tupl
 def _after_weighting(
     found: list[Difference],
     everything: list[CovariateSums],
+    totals: Floats,
     passed: Passed,
     cells: Cells,
-    series: Series,
 ) -> list[Difference]:
     """Return the differences with those of the weighted rows beside them."""
     if cells.weights is None or passed.sums is None:
         return found
     held = stored_cells(passed.sums, {group: passed.middle(group) for group in passed.covariates})
-    totals = block_totals(series.blocks, everything)
     estimates = after_weighting(cells, passed.sums.cell_n, held, totals)
     after = dict(zip((one.covariate.name for one in everything), estimates, strict=True))
     return [d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in found]

@@ -93,7 +93,9 @@ def on_cause(cause: Cause | None, mechanism: Mechanism, missing: Missingness) ->
     if cause is None:
         if mechanism.n_events < MIN_BLAMED:
             return unproven(mechanism, MIN_BLAMED)
-        return "No test finds what the losses depend on."
+        n = sum(not one.could_be_found for one in mechanism.families)
+        more = f", and {n} of {len(mechanism.families)} questions could not have" if n else ""
+        return f"No test finds what the losses depend on{more}."
     if cause.kind == "load-dependent":
         return _on_load(cause, mechanism, missing)
     if cause.kind == "time-dependent":
@@ -167,7 +169,7 @@ def unproven(mechanism: Mechanism, least: int) -> str:
 
     No covariate is named: of thirty intervals some leave out 0 in most runs, however harmless.
     """
-    n, untested = mechanism.n_events, [f for f in mechanism.families if not f.could_be_found]
+    n, untested = mechanism.n_events, sum(not one.could_be_found for one in mechanism.families)
     if n < least:
         return (
             f"All losses are {n} independent event{'' if n == 1 else 's'}: too few to tell a cause "
@@ -175,7 +177,7 @@ def unproven(mechanism: Mechanism, least: int) -> str:
         )
     if untested:
         return (
-            f"No test finds a pattern, and {len(untested)} of {len(mechanism.families)} questions "
+            f"No test finds a pattern, and {untested} of {len(mechanism.families)} questions "
             "could have found none here, however strong."
         )
     return "No test finds a pattern, but there is too little evidence to exclude one."

@@ -27,6 +27,7 @@ from actds_validators.statistics.intervals import (
     benjamini_hochberg,
     detectable,
     from_replicates,
+    joint_confidence,
 )
 from actds_validators.statistics.samples import halves
 
@@ -335,7 +336,8 @@ def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -
     interval = from_replicates(value[worst : worst + 1], without[:, worst].reshape(1, -1))[0]
     assert interval is not None
     element = int(where[worst])
-    two_sided = float(special.stdtrit(interval.freedom, 0.975))
+    # Chosen as the farthest of all: the interval is one of a set that holds at once.
+    two_sided = float(special.stdtrit(interval.freedom, (1 + joint_confidence(without.T)) / 2))
     at = np.array([interval.value, error[worst]])
     low, high = ends(at[:1], at[1:], two_sided, measure.scale)
     changes |= {

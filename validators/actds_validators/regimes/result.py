@@ -102,7 +102,10 @@ class Value(Section):
     n_effective: tuple[float, float] = Field(description="rows, after weighting")
     n_groups: int = Field(description="groups of requests that were left out one by one")
     value: float | None = Field(default=None, description="null when nothing is estimated")
-    low: float | None = Field(default=None, description="of the 95 % interval")
+    low: float | None = Field(
+        default=None,
+        description="of the 95 % interval, of many elements one of those that hold for all at once",
+    )
     high: float | None = None
     error: float | None = Field(default=None, description="standard error")
     arms: tuple[float | None, float | None] | None = Field(
