@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Figures = dict[str, Any]
@@ -16,7 +17,8 @@ KINDS = {
     "other seed": "*cached* again, other start and order (floor)",
     "other order": "*cached* again, same start, other order (floor)",
 }
-LIKENESS = ("matched", "share_70", "share_90", "split", "merge")
+LIKENESS = ("matched", "share_70", "share_90")
+FEATURES = ("kept", "split", "merged", "gone")
 
 
 def summary(setting: Figures, result: Figures) -> Figures:
@@ -40,11 +42,12 @@ def _pairs(pairs: list[Figures]) -> list[Figures]:
     found = []
     for arm, kind in names:
         mine = [p["likeness"] for p in pairs if (p["arm"], p["kind"]) == (arm, kind)]
-        values = {name: [one[name] for one in mine if one[name] is not None] for name in LIKENESS}
+        values = {name: [one[name] for one in mine] for name in LIKENESS}
+        features = [one["features"] for one in mine if one["features"] is not None]
+        values |= {name: [one[name] for one in features] for name in FEATURES if features}
         found.append({
             "arm": arm, "kind": kind, "n": len(mine),
-            **{n: _short([sum(v) / len(v), min(v), max(v)]) if v else None
-               for n, v in values.items()},
+            **{n: _short([sum(v) / len(v), min(v), max(v)]) for n, v in values.items()},
         })  # fmt: skip
     return found
 
@@ -133,24 +136,39 @@ def _alike(figures: Figures) -> str:
         "Decoder directions are matched one to one (Hungarian method). Means over seeds, with the "
         f"least and the largest; random directions would match at {figures['chance']:.2f}.",
         "",
-        "| second dictionary | mean cosine of matches | matched at 0.7 | at 0.9 | split | merge |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| second dictionary | mean cosine of matches | matched at 0.7 | at 0.9 |",
+        "| --- | --- | --- | --- |",
     ]
-    order = {"other order": 0, "other seed": 1}
-    for pair in sorted(figures["pairs"], key=lambda p: order.get(p["kind"], 2)):
-        name = f"*{pair['arm']}*, {pair['kind']}"
-        if pair["arm"] == figures["arms"][0]["name"]:
-            name = KINDS[pair["kind"]]
-        cells = [_spread(pair[n], share=n.startswith("share")) for n in LIKENESS]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "*Split* and *merge* are the median effective partners of a feature in the other "
-        "dictionary, both ways: 1 is one partner.",
-    ]
+    lines += [_likeness(pair, figures, LIKENESS) for pair in _ordered(figures)]
+    if any("kept" in pair for pair in figures["pairs"]):
+        lines += [
+            "",
+            "What became of the features of *cached* in the second dictionary: kept when one "
+            "feature of it explains 70 % of the variance of their activations, split when several "
+            "do, merged when they are parts of one of its features, and gone when none of these.",
+            "",
+            "| second dictionary | kept | split | merged | gone |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        lines += [_likeness(pair, figures, FEATURES) for pair in _ordered(figures)]
     if any(one["p"] is not None for one in figures["comparisons"]):
         lines += ["", *_tests(figures)]
     return "\n".join(lines)
+
+
+def _ordered(figures: Figures) -> list[Figures]:
+    """Return the pairs, those of the floors first."""
+    order = {"other order": 0, "other seed": 1}
+    return sorted(figures["pairs"], key=lambda p: order.get(p["kind"], 2))
+
+
+def _likeness(pair: Figures, figures: Figures, names: Sequence[str]) -> str:
+    """Return a row of a table: a pair with some of its numbers."""
+    name = f"*{pair['arm']}*, {pair['kind']}"
+    if pair["arm"] == figures["arms"][0]["name"]:
+        name = KINDS[pair["kind"]]
+    cells = [_spread(pair.get(n), share=n != "matched") for n in names]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def _tests(figures: Figures) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from actds_validators.stability.judge import compare, verdicts
+from actds_validators.stability.judge import answer, compare, verdicts
 from actds_validators.stability.result import (
     ArmResult,
     CrossValue,
+    Features,
     Likeness,
     Limits,
     PairResult,
@@ -31,6 +32,7 @@ def made(arms: tuple[str, ...] = ("cached", "uncached", "hybrid"), seeds: int = 
             pairs.append(_pair(arm, "same start", (seed, seed), 0.9 - 0.3 * (n > 0)))
             pairs.append(_pair(arm, "other seed", after, 0.5 - 0.2 * (n > 0)))
     comparisons = compare(pairs, arms[0], CHANCE, limits)
+    judged = verdicts(comparisons, arms[0], CHANCE, limits)
     return Stability(
         limits=limits,
         hook="resid_post.10",
@@ -44,13 +46,16 @@ def made(arms: tuple[str, ...] = ("cached", "uncached", "hybrid"), seeds: int = 
         rare=Rare(most=2, share=0.108),
         arms=[
             ArmResult(
-                name=arm, words=f"{arm}, phase prefill", digest="ab" * 32, n_there=23_460,
+                name=arm, words=f"{arm}, phase prefill", digest="ab" * 32,
+                models=["org/model-8b"], engines=["vllm 0.11.0"], dtype="bfloat16",
+                started_ns=(1_763_800_000 + 3600 * (arm != arms[0])) * 10**9, n_there=23_460,
                 n_rows=17_253, shares={"prefill": 17_253, "decode": 0}, n_common=9_149, n_sinks=1,
                 n_scored=3_642, n_requests=52,
             )
             for arm in arms
         ],
-        verdicts=verdicts(comparisons, arms[0], CHANCE, limits),
+        answer=answer(judged, comparisons),
+        verdicts=judged,
         comparisons=comparisons,
         pairs=pairs,
         cross=[
@@ -71,9 +76,13 @@ def made(arms: tuple[str, ...] = ("cached", "uncached", "hybrid"), seeds: int = 
 
 
 def _pair(arm: str, kind: str, seeds: tuple[int, int], matched: float) -> PairResult:
+    features = Features(
+        n=2_200, kept=matched - 0.05, split=0.05, merged=0.03, gone=0.97 - matched,
+        split_into=[0.04, 0.01, 0.0], merged_from=[0.03, 0.0, 0.0],
+    )  # fmt: skip
     likeness = Likeness(
         matched=matched, nearest=matched + 0.05, share_70=matched / 2, share_90=matched / 4,
-        split=30.0, merge=31.0,
+        features=features,
     )  # fmt: skip
     return PairResult(arm=arm, kind=kind, seeds=seeds, likeness=likeness)  # type: ignore[arg-type]
 

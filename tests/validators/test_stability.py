@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
 from collections.abc import Callable
-from itertools import permutations
+from itertools import combinations, permutations
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,7 +28,8 @@ from actds_testing.schedules import simulate
 from actds_testing.stability_results import hostile, made, many
 from actds_testing.synthetic import make_dataset
 from actds_validators.cli.stability import stability as command
-from actds_validators.dictionaries import load_dictionary
+from actds_validators.dictionaries import Dictionary, load_dictionary
+from actds_validators.dictionaries.dictionary import Source
 from actds_validators.regimes.asking import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
 from actds_validators.report.stability import page, said, terminal
 from actds_validators.stability import order
@@ -35,11 +37,24 @@ from actds_validators.stability.api import stability
 from actds_validators.stability.arms import Arm, chosen, most, open_arm, scored_apart
 from actds_validators.stability.cross import Errors, Scored, cross_values, rare_tokens
 from actds_validators.stability.fit import Rows, Trainer
-from actds_validators.stability.judge import MIN_SEEDS, compare, sign_test, verdicts
+from actds_validators.stability.judge import MIN_SEEDS, answer, compare, sign_test, verdicts
 from actds_validators.stability.matching import chance, match, match_directions
 from actds_validators.stability.order import name_hash
-from actds_validators.stability.partners import correlations, effective_partners, split_and_merge
-from actds_validators.stability.result import Likeness, Limits, PairResult, Stability
+from actds_validators.stability.partners import (
+    EXPLAINED,
+    MOST,
+    PART,
+    correlations,
+    features_of,
+    parts_of,
+)
+from actds_validators.stability.result import (
+    Features,
+    Likeness,
+    Limits,
+    PairResult,
+    Stability,
+)
 
 HOOK = "resid_post.0"
 PLANTED = directions(12, 8)
@@ -103,40 +118,173 @@ def test_features_that_never_were_active_are_not_alike_for_that_alone() -> None:
     assert match_directions(one, other, (dead, dead)).mean == pytest.approx(0.6)
 
 
-# Effective partners
+# Features kept, split, merged and gone
 
 
-def features(columns: list[list[float]]) -> csr_array:
-    return csr_array(np.array(columns, np.float32).T)
+def sparse(*columns: np.ndarray) -> csr_array:
+    return csr_array(np.column_stack(columns).astype(np.float32))
 
 
-def test_a_feature_in_two_equal_halves_has_two_partners() -> None:
-    whole = [1.0] * 40 + [0.0] * 60
-    halves = [[1.0] * 20 + [0.0] * 80, [0.0] * 20 + [1.0] * 20 + [0.0] * 60]
-    away = [0.0] * 60 + [1.0] * 40  # correlates negatively: no partner
-    assert effective_partners(features([whole]), features([*halves, away])) == pytest.approx([2.0])
-    assert effective_partners(features(halves), features([whole])) == pytest.approx([1.0, 1.0])
-    assert split_and_merge(features([whole]), features(halves)) == pytest.approx((2.0, 1.0))
+def activations(n_rows: int, n: int, seed: int, share: float = 0.1) -> np.ndarray:
+    """Activations of features that are active apart from one another, by chance."""
+    rng = np.random.default_rng(seed)
+    return np.where(rng.random((n_rows, n)) < share, rng.gamma(2.0, size=(n_rows, n)), 0.0)
 
 
-def test_uneven_partners_are_the_exponential_of_their_entropy() -> None:
+def halved(values: np.ndarray, parts: int, seed: int) -> np.ndarray:
+    """Each feature in parts, of which each row has one."""
+    part = np.random.default_rng(seed).integers(0, parts, values.shape)
+    return np.concatenate([np.where(part == k, values, 0.0) for k in range(parts)], axis=1)
+
+
+def test_equal_dictionaries_keep_every_feature_and_split_and_merge_none() -> None:
     rng = np.random.default_rng(2)
-    one, other = rng.gamma(0.3, size=(500, 3)), rng.gamma(0.3, size=(500, 4))
-    other[:, 0] += one[:, 0]
-    other[:, 1] += 2 * one[:, 0] + one[:, 1]
-    other[:, 2] += one[:, 2]
-    expected = np.corrcoef(one.T, other.T)[:3, 3:]
-    assert correlations(csr_array(one), csr_array(other)) == pytest.approx(expected)
-    weight = np.maximum(expected, 0) ** 2
-    share = weight / weight.sum(axis=1, keepdims=True)
-    entropy = [-sum(p * math.log(p) for p in row if p > 0) for row in share]
-    assert effective_partners(csr_array(one), csr_array(other)) == pytest.approx(np.exp(entropy))
+    values = activations(2_000, 60, 1)
+    # Features that are often active together, in the same amount, are no split of one another.
+    values[:, 30:45] = np.where(rng.random((2_000, 15)) < 0.7, values[:, :15], values[:, 30:45])
+    correlated = np.corrcoef(values.T)[:15, 30:45].diagonal()
+    assert (correlated > 0.5).all()
+    order = rng.permutation(60)
+    for other in (values, (values * rng.uniform(0.1, 9, 60))[:, order]):
+        found = features_of(sparse(values), sparse(other))
+        assert found is not None
+        assert (found.kept, found.split, found.merged, found.gone) == (1.0, 0.0, 0.0, 0.0)
+        assert found.split_into == found.merged_from == [0.0, 0.0, 0.0] and found.n == 60
 
 
-def test_a_feature_that_does_not_vary_or_is_rare_has_no_partner() -> None:
-    always, some = [1.0] * 50, [1.0] * 25 + [0.0] * 25
-    assert np.isnan(effective_partners(features([always]), features([some]))).all()
-    assert split_and_merge(features([[1.0] * 19 + [0.0] * 31]), features([some])) == (None, None)
+@pytest.mark.parametrize("parts", [2, 3, 4, 5])
+def test_a_dictionary_in_parts_splits_every_feature_and_the_other_way_merges_them(
+    parts: int,
+) -> None:
+    whole = activations(4_000, 40, 3)
+    other = halved(whole, parts, 4)
+    split, merged = (features_of(*map(sparse, pair)) for pair in ((whole, other), (other, whole)))
+    assert split is not None and merged is not None
+    each = [float(parts == 2), float(parts == 3), float(parts > 3)]
+    assert (split.kept, split.split, split.merged, split.gone) == (0.0, 1.0, 0.0, 0.0)
+    assert split.split_into == each and merged.merged_from == each
+    assert (merged.kept, merged.split, merged.merged, merged.gone) == (0.0, 0.0, 1.0, 0.0)
+
+
+def test_the_halves_of_a_dictionary_on_rows_are_a_split_in_two() -> None:
+    """A dictionary and its refinement by the sign of a further channel, both encoding rows."""
+    rng = np.random.default_rng(5)
+    n, d = 12, 13
+    values = activations(3_000, n, 6)
+    sign = rng.choice([-1.0, 1.0], 3_000)
+    rows = np.column_stack([values, 50 * sign]).astype(np.float32)
+    one = np.eye(n, d, dtype=np.float32)
+
+    def dictionary(w_dec: np.ndarray, w_enc: np.ndarray, b_enc: np.ndarray) -> Dictionary:
+        arrays = (w_enc.astype(np.float32), b_enc.astype(np.float32), w_dec, np.zeros(d, "f4"))
+        return Dictionary("standard", *arrays, Source("saelens", "made", "0" * 64))
+
+    whole = dictionary(one, one.T, np.zeros(n))
+    # Active with the channel's sign alone: a + 50 * (s - 1) and a + 50 * (-s - 1) are below 0 else.
+    apart = np.concatenate([one, one]).T.copy()
+    apart[-1, :n], apart[-1, n:] = 1.0, -1.0
+    halves = dictionary(np.concatenate([one, one]), apart, np.full(2 * n, -50.0))
+    encoded = [each.encode_sparse(rows) for each in (whole, halves)]
+    assert encoded[0].nnz == encoded[1].nnz > 0
+    found = features_of(*encoded)
+    assert found is not None and (found.split, found.split_into) == (1.0, [1.0, 0.0, 0.0])
+    back = features_of(*encoded[::-1])
+    assert back is not None and (back.merged, back.merged_from) == (1.0, [1.0, 0.0, 0.0])
+    again = features_of(encoded[0], encoded[0])
+    assert again is not None and again.kept == 1.0
+
+
+def test_a_mixture_of_fates_is_found_in_its_shares() -> None:
+    kept, split, whole, new = (activations(4_000, n, seed) for n, seed in
+                               ((10, 7), (6, 8), (4, 9), (20, 10)))  # fmt: skip
+    gone = activations(4_000, 5, 11)
+    first = np.concatenate([kept, split, halved(whole, 2, 12), gone], axis=1)  # 10, 6, 8, 5
+    noise = 0.3 * activations(4_000, 10, 13)
+    second = np.concatenate([new, halved(split, 3, 14), whole, kept + noise], axis=1)
+    found = features_of(sparse(first), sparse(second))
+    assert found is not None and found.n == 29
+    shares = [found.kept, found.split, found.merged, found.gone]
+    assert [round(29 * share) for share in shares] == [10, 6, 8, 5]
+    assert sum(shares) == pytest.approx(1)
+    assert found.split_into == [0.0, found.split, 0.0]
+    assert found.merged_from == [found.merged, 0.0, 0.0]
+
+
+def test_parts_are_those_of_least_squares_step_by_step() -> None:
+    base = activations(600, 9, 15, 0.3)
+    sums = [base[:, [k, (k + 1) % 9, (k + 2) % 9]].sum(axis=1) for k in range(9)]
+    parted = activations(600, 1, 16, 0.3)[:, 0]
+    most = np.where(np.arange(600) % 5 > 0, parted, 0.0)  # four fifths of it: kept
+    first = np.column_stack([base[:, :3], *sums, parted, activations(600, 2, 17, 0.3)])
+    # Each of them has some of its neighbour as well, so they are correlated.
+    second = np.column_stack([base + 0.5 * np.roll(base, 1, axis=1), most, parted - most])
+    n_parts, chosen = parts_of(sparse(first), sparse(second))
+
+    def left(feature: int, some: list[int]) -> np.ndarray:
+        """What least squares leaves of a feature, over its spread."""
+        design = np.column_stack([second[:, some], np.ones(600)])
+        y = first[:, feature]
+        return np.asarray(y - design @ np.linalg.lstsq(design, y, rcond=None)[0]) / y.std()
+
+    for feature in range(first.shape[1]):
+        some: list[int] = []
+        for _ in range(MOST):
+            rest = left(feature, some)
+            rises = [c for c in range(second.shape[1])
+                     if c not in some and np.cov(rest, second[:, c])[0, 1] > 0]  # fmt: skip
+            after = {c: left(feature, [*some, c]).var() for c in rises}
+            if not after or rest.var() - min(after.values()) < PART:
+                break
+            some.append(min(after, key=lambda c: after[c]))
+            if len(some) == 1 and left(feature, some).var() <= 1 - EXPLAINED:
+                break
+        assert chosen[feature, : len(some)].tolist() == some
+        enough = bool(some) and left(feature, some).var() <= 1 - EXPLAINED
+        assert n_parts[feature] == (len(some) if enough else 0)
+    assert set(n_parts.tolist()) >= {0, 1, 2, 3}
+
+
+def test_halves_explain_what_no_other_choice_of_two_does() -> None:
+    whole = activations(2_000, 5, 21)
+    second = np.concatenate([halved(whole, 2, 22), activations(2_000, 4, 23)], axis=1)
+    n_parts, chosen = parts_of(sparse(whole), sparse(second))
+    assert n_parts.tolist() == [2] * 5
+    for feature in range(5):
+        y = whole[:, feature]
+        explained = {}
+        for some in combinations(range(14), 2):
+            design = np.column_stack([second[:, some], np.ones(2_000)])
+            rest = y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
+            explained[some] = 1 - rest.var() / y.var()
+        best = max(explained, key=lambda some: explained[some])
+        assert explained[best] == pytest.approx(1)
+        assert sorted(chosen[feature, :2].tolist()) == list(best) == [feature, feature + 5]
+
+
+def test_what_is_less_another_feature_is_no_split() -> None:
+    halves = halved(activations(4_000, 1, 18), 2, 19)
+    both = np.column_stack([halves.sum(axis=1), halves[:, 1]])
+    n_parts, _ = parts_of(sparse(halves[:, 0]), sparse(both))  # the sum less the other half
+    assert n_parts.tolist() == [0]
+    found = features_of(sparse(halves), sparse(both))
+    assert found is not None and (found.kept, found.merged) == (0.5, 0.5)
+
+
+def test_correlations_are_those_of_numpy() -> None:
+    values = activations(500, 7, 20, 0.4)
+    expected = np.corrcoef(values.T)[:3, 3:]
+    found = correlations(csr_array(values[:, :3]), csr_array(values[:, 3:]))
+    assert found == pytest.approx(expected)
+
+
+def test_a_feature_that_is_rare_or_alike_on_all_rows_is_not_counted() -> None:
+    always, some = np.ones(50), np.repeat([1.0, 0.0], 25)
+    rare = np.repeat([1.0, 0.0], [19, 31])
+    found = features_of(sparse(always, some, rare), sparse(some))
+    assert found is not None and (found.n, found.kept) == (1, 1.0)
+    assert features_of(sparse(rare), sparse(some)) is None
+    alone = features_of(sparse(some), sparse(rare))
+    assert alone is not None and alone.gone == 1.0
 
 
 # Order
@@ -346,16 +494,18 @@ def test_six_seeds_are_the_fewest_that_reach_five_per_cent() -> None:
 
 
 def likeness(matched: float) -> Likeness:
-    return Likeness(matched=matched, nearest=0.9, share_70=0.5, share_90=0.1, split=1.5, merge=1.5)
+    features = Features(n=99, kept=matched, split=0, merged=0, gone=1 - matched,
+                        split_into=[0, 0, 0], merged_from=[0, 0, 0])  # fmt: skip
+    return Likeness(matched=matched, nearest=0.9, share_70=0.5, share_90=0.1, features=features)
 
 
-def pairs(arm: list[float], floor: float = 0.6) -> list[PairResult]:
+def pairs(cosines: list[float], floor: float = 0.6, arm: str = "B") -> list[PairResult]:
     told = []
-    for seed, cosine in enumerate(arm):
-        seeds = (seed, (seed + 1) % len(arm))
+    for seed, cosine in enumerate(cosines):
+        seeds = (seed, (seed + 1) % len(cosines))
         for name, kind, value in (
             ("R", "other order", 0.9), ("R", "other seed", floor),
-            ("B", "same start", 0.9), ("B", "other seed", cosine),
+            (arm, "same start", 0.9), (arm, "other seed", cosine),
         ):  # fmt: skip
             told.append(PairResult(arm=name, kind=kind, seeds=seeds, likeness=likeness(value)))
     return told
@@ -460,14 +610,19 @@ def test_planted_arms_end_within_and_beyond_the_floor(result: Stability) -> None
         ("B", "within the floor"), ("C", "beyond the floor"),
     ]  # fmt: skip
     assert result.verdicts[1].against_order == "beyond the floor"
-    assert said.answer(result) == "Yes: 1 of 2 arms beyond the floor of another seed"
+    assert result.answer is not None
+    assert (result.answer.outcome, result.answer.arms) == ("beyond the floor", ["C"])
+    assert said.answer(result) == "Yes: C changes the dictionary more than another seed does"
     by = {(one.arm, one.floor, one.measure): one for one in result.comparisons}
     assert by["C", "other seed", "matched"].n_below == 7
     # Of the directions that another seed finds again C finds about half, and B all.
     floor = by["C", "other seed", "share_90"].of_floor
     assert 0.25 * floor < by["C", "other seed", "share_90"].of_arm < 0.75 * floor
     assert by["B", "other seed", "share_90"].of_arm > 0.8 * floor
-    assert by["C", "other seed", "split"].of_arm > by["B", "other seed", "split"].of_arm
+    floor = by["C", "other seed", "kept"].of_floor
+    assert by["C", "other seed", "kept"].of_arm < 0.75 * floor
+    assert by["B", "other seed", "kept"].of_arm > 0.8 * floor
+    assert by["C", "other seed", "gone"].of_arm > by["B", "other seed", "gone"].of_arm
     assert result.n_seen == 20 * (result.n_rows // 64) * 64
     assert {one.n_rows for one in result.arms} == {result.n_rows}
     fvu = {(one.trained_on, one.rows_of): one.fvu for one in result.cross if one.rows == "all"}
@@ -511,11 +666,11 @@ def test_written_dictionaries_are_read_again_with_what_they_have_not_seen(
 
 @pytest.mark.standard
 def test_the_command_writes_what_it_finds(sets: dict[str, Path], tmp_path: Path) -> None:
-    html, out = tmp_path / "page.html", tmp_path / "result.json"
+    file, out = tmp_path / "page.html", tmp_path / "result.json"
     options = [f"--{name.replace('_', '-')}={value}" for name, value in QUICK.items()]
-    told = run(f"A={sets['A']}", f"C={sets['C']}", *options, "--html", html, "--json", out)
+    told = run(f"A={sets['A']}", f"C={sets['C']}", *options, "--html", file, "--json", out)
     assert told.exit_code == 0, told.output
-    assert told.stdout.startswith("? Undecided: 1 of 1 arm\n")
+    assert told.stdout.startswith("? Undecided whether C changes the dictionary more than another")
     found = Stability.from_json(out.read_bytes())
     schema = json.loads((SCHEMAS / "stability.json").read_bytes())
     jsonschema.validate(json.loads(out.read_text()), schema)
@@ -549,18 +704,17 @@ def test_the_page_says_what_the_result_says() -> None:
     result = made()
     source = page.render(result, "actds stability")
     lines = [line.text for line in terminal.render(result, "actds stability")]
-    assert lines[0] == "! Yes: 1 of 2 arms beyond the floor of another seed"
+    assert lines[0] == "! Yes: hybrid changes the dictionary more than another seed does"
     assert lines[0][2:] in source
     for verdict in result.verdicts:
         assert any(verdict.sentence in line for line in lines) and verdict.sentence in source
-    for words in ("share at 0.7 or more", "effective partners, split"):
-        assert any(words in line for line in lines) and words in source
-    chance = f"random directions have {result.chance:.3f}"
-    assert chance in source and any(chance in line for line in lines)
+    assert "matched at 0.7 or more" in source and "features gone" in source
+    for words in ("0.200 is chance", said.words_of_art(result)):
+        assert words in source and any(words in line for line in lines)
     steps = said.next_steps(result)
     assert steps[0].startswith("Say which harvest a dictionary was trained on: one of hybrid")
     assert len(steps) == len(set(steps))
-    few = result.model_copy(update={"verdicts": [
+    few = result.model_copy(update={"answer": None, "verdicts": [
         one.model_copy(update={"outcome": "undecided", "short": [f"{floor}: few seeds"]})
         for one in result.verdicts for floor in ("other seed", "other order")
     ]})  # fmt: skip
@@ -568,6 +722,102 @@ def test_the_page_says_what_the_result_says() -> None:
     assert said.next_steps(few)[0] == f"{arms}: few seeds."
     assert any("0.260 to 0.327" in line for line in lines) and "0.260 to 0.327" in source
     assert source.count('class="floor mark"') == 14 and source.count("stored-mark mark") == 28
+
+
+def head(source: str) -> str:
+    found = source[source.index("<header") : source.index("</header>")]
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", found)).split())
+
+
+def test_the_large_numbers_are_those_of_the_arm_with_their_unit_and_direction() -> None:
+    result = made()
+    lines = [line.text for line in terminal.render(result, "actds stability")][:3]
+    for words in (head(page.render(result, "actds stability")), " ".join("\n".join(lines).split())):
+        cosine = words.index("Likeness of hybrid to cached")
+        kept = words.index("Features of cached kept in hybrid")
+        assert re.search(r"cached:? 0\.300 ", words[cosine:kept])
+        for said_of_it in (
+            "matched cosine", "1 is the same dictionary, 0.200 is chance",
+            "It is 0.200 below that of two seeds of cached, 0.500 (lower in 7 of 7 seeds)",
+            "lower is less alike",
+        ):  # fmt: skip
+            assert said_of_it in words[cosine:kept]
+        assert re.search(r"hybrid:? 25 % \(45 %\)", words[kept:])
+        assert "Split 5 % (5 %), merged 3 % (3 %), gone 67 % (47 %)" in words[kept:]
+    same = made(("cached", "uncached"))
+    assert (
+        "0.500" in said.facts(same)[0].value and "equal to that of two" in said.facts(same)[0].note
+    )
+    alone = said.facts(made(("cached",)))
+    assert [fact.value for fact in alone] == ["0.500", "45 %"]
+    assert "two seeds of cached" in alone[0].title
+
+
+def test_the_head_says_model_hook_rows_engine_date_and_command() -> None:
+    told = dict(
+        re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page.render(made(), "actds stability a"))
+    )
+    assert told["Model"] == "org/model-8b" and told["Command"] == "actds stability a"
+    assert told["Hook"] == "resid_post.10 (576 × bfloat16)" and "17,253" in told["Rows"]
+    assert told["Harvested"] == (
+        "cached: 2025-11-22 08:26 UTC with vllm 0.11.0; "
+        "uncached, hybrid: 2025-11-22 09:26 UTC with vllm 0.11.0"
+    )
+
+
+def test_words_of_art_are_said_in_plain_words_before_they_are_used() -> None:
+    words = head(page.render(made(), "actds stability"))
+    meanings = {
+        "arm": "An arm is the rows",
+        "order": "an order the sequence",
+        "floor": "A floor is",
+    }
+    for word, meaning in meanings.items():
+        assert re.search(rf"\b{word}s?\b", words).start() >= words.index(meaning)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("matched", "outcome", "arms"),
+    [
+        ({"B": 0.59, "C": 0.3, "D": 0.4}, "beyond the floor", ["C", "D"]),
+        ({"B": 0.59, "C": 0.61}, "within the floor", ["B", "C"]),
+    ],
+)
+def test_the_answer_and_its_arms_are_data_of_the_result(
+    matched: dict[str, float], outcome: str, arms: list[str]
+) -> None:
+    told = [pair for arm, cosine in matched.items() for pair in pairs([cosine] * 7, arm=arm)]
+    found = compare(told, "R", 0.2, Limits(seeds=7))
+    judged = verdicts(found, "R", 0.2, Limits(seeds=7))
+    one = answer(judged, found)
+    assert one is not None and (one.outcome, one.arms) == (outcome, arms)
+    largest = (one.largest.arm, one.largest.floor, one.largest.measure)
+    assert largest == (arms[0], "other seed", "matched")
+    assert one.largest.of_arm == pytest.approx(matched[arms[0]])
+    assert one.within_and_changed == []
+    assert answer([], []) is None
+    changed = [
+        verdict.model_copy(update={"outcome": "within the floor",
+                                   "against_order": "beyond the floor"})
+        for verdict in judged
+    ]  # fmt: skip
+    assert (again := answer(changed, found)) is not None
+    assert again.within_and_changed == list(matched)
+
+
+def test_the_page_and_the_terminal_word_the_answer_of_the_result() -> None:
+    result = Stability.from_json(made().to_json())
+    assert result.answer is not None
+    other = result.answer.model_copy(update={"outcome": "within the floor", "arms": ["uncached"]})
+    changed = result.model_copy(update={"answer": other})
+    words = "No: uncached changes the dictionary no more than another seed does"
+    assert words in head(page.render(changed, "c"))
+    assert next(iter(terminal.render(changed, "c"))).text == f"✓ {words}"
+
+
+def test_the_terminal_says_how_many_lines_it_leaves_out() -> None:
+    lines = [line.text for line in terminal.render(many(), "c")]
+    assert "  and 12 more (--json)" in lines  # of 26 arms, each in two kinds of pair
 
 
 def test_one_arm_is_not_told_to_look_at_the_rows_of_others() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from actds_testing.places import EXAMPLES
+from actds_testing.stability_results import made
 
 FOLDER = EXAMPLES / "stability"
 
@@ -41,6 +42,15 @@ def test_a_figure_that_changes_changes_the_page(page: ModuleType, figures: Any) 
     assert page.page(changed) != before
 
 
+def test_a_result_becomes_a_page_with_what_became_of_the_features(
+    page: ModuleType, figures: Any
+) -> None:
+    result = json.loads(made(("cached", "uncached", "weighted", "dropped", "hybrid")).to_json())
+    source = page.page(page.summary(figures["setting"], result))
+    assert "| second dictionary | kept | split | merged | gone |" in source
+    assert "| *uncached*, other seed | 45% [45%, 45%] | 5% [5%, 5%] | 3% [3%, 3%] |" in source
+
+
 def test_every_arm_has_rows_and_is_compared_with_both_floors(figures: Any) -> None:
     arms = [arm["name"] for arm in figures["arms"]]
     assert arms == ["cached", "uncached", "weighted", "dropped", "hybrid"]
@@ -54,7 +64,7 @@ def test_every_arm_has_rows_and_is_compared_with_both_floors(figures: Any) -> No
 
 def test_likenesses_lie_between_least_and_largest_and_fvu_in_its_interval(figures: Any) -> None:
     for pair in figures["pairs"]:
-        for name in ("matched", "share_70", "share_90", "split", "merge"):
+        for name in ("matched", "share_70", "share_90"):
             mean, low, high = pair[name]
             assert low <= mean <= high
     told = [one for one in figures["cross"] if one["low"] is not None]

@@ -42,17 +42,23 @@ def harvested(started_ns: int, engines: Sequence[str]) -> str:
 
 
 def by_arm(words: Sequence[tuple[str, str]]) -> str:
-    """Return what is said of each arm; once where it is the same of all.
+    """Return what is said of arms: once for those of which it is the same.
 
     Args:
         words: name of each arm, and what is said of it.
     """
-    if len({said for _, said in words}) == 1:
+    names: dict[str, list[str]] = {}
+    for name, said in words:
+        names.setdefault(said, []).append(name)
+    if len(names) == 1:
         return words[0][1]
-    some, _ = first(words, _MAX_ARMS)
-    left = len(words) - len(some)
-    more = [f"and {left} more"] if left else []
-    return "; ".join([*(f"{name}: {said}" for name, said in some), *more])
+    parts = [f"{_some(some, ', ')}: {said}" for said, some in names.items()]
+    return _some(parts, "; ")
+
+
+def _some(words: Sequence[str], mark: str) -> str:
+    left = len(words) - _MAX_ARMS
+    return mark.join([*words[:_MAX_ARMS], *([f"and {left} more"] if left > 0 else [])])
 
 
 def _day(time_ns: int) -> str:

@@ -13,22 +13,29 @@ import numpy as np
 
 from actds.text import counted
 from actds_validators.stability.result import (
+    Answer,
     Comparison,
     Floor,
     Likeness,
     Limits,
+    Measure,
     Outcome,
     PairResult,
     Verdict,
 )
 from actds_validators.statistics.intervals import benjamini_hochberg
 
-__all__ = ["MIN_SEEDS", "compare", "sign_test", "verdicts"]
+__all__ = ["MIN_SEEDS", "answer", "compare", "sign_test", "verdicts"]
 
 MIN_SEEDS = 6
 LEVEL = 0.05
-_MEASURES = ("matched", "nearest", "share_70", "share_90", "split", "merge")
-_TESTED = "matched"
+_TESTED: Measure = "matched"
+_ORDER: tuple[Outcome, ...] = ("beyond the floor", "undecided", "within the floor")
+_WORDS: dict[Outcome, str] = {
+    "beyond the floor": "changes the dictionary more than another seed does",
+    "within the floor": "changes the dictionary no more than another seed does",
+    "undecided": "undecided whether it changes the dictionary more than another seed does",
+}
 
 
 def sign_test(n_below: int, n: int, *, two_sided: bool = True) -> float:
@@ -71,17 +78,17 @@ def compare(
     for arm in dict.fromkeys(one.arm for one in pairs if one.arm != reference):
         for floor in get_args(Floor):
             kind = "same start" if floor == "other order" else floor
-            for measure in _MEASURES:
+            for measure in get_args(Measure):
                 told = _comparison(arm, floor, measure, by[arm, kind], by[reference, floor], limits)
                 found += [told] if told is not None else []
     return _decided(found, chance, limits)
 
 
 def _comparison(
-    arm: str, floor: Floor, measure: str, own: Mapping[int, Likeness],
+    arm: str, floor: Floor, measure: Measure, own: Mapping[int, Likeness],
     within: Mapping[int, Likeness], limits: Limits,
 ) -> Comparison | None:  # fmt: skip
-    values = [(getattr(own[seed], measure), getattr(within[seed], measure)) for seed in sorted(own)]
+    values = [(_value(own[seed], measure), _value(within[seed], measure)) for seed in sorted(own)]
     if any(None in pair for pair in values):
         return None
     both = np.array(values, np.float64)
@@ -92,7 +99,7 @@ def _comparison(
     return Comparison(
         arm=arm,
         floor=floor,
-        measure=measure,  # type: ignore[arg-type]
+        measure=measure,
         of_arm=float(both[:, 0].mean()),
         of_floor=float(both[:, 1].mean()),
         differences=away.tolist(),
@@ -101,6 +108,11 @@ def _comparison(
         p_within=sign_test(n_there, len(away), two_sided=False) if tested else None,
         outcome="undecided" if measure == _TESTED else None,
     )
+
+
+def _value(likeness: Likeness, measure: Measure) -> float | None:
+    of = likeness if hasattr(likeness, measure) else likeness.features
+    return None if of is None else float(getattr(of, measure))
 
 
 def _decided(found: Sequence[Comparison], chance: float, limits: Limits) -> list[Comparison]:
@@ -138,13 +150,11 @@ def verdicts(
     for arm in arms:
         seed, order = by[arm, "other seed"], by[arm, "other order"]
         assert seed.outcome is not None and order.outcome is not None
-        decided = seed.outcome != "undecided"
-        words = f"{seed.outcome} of another seed" if decided else seed.outcome
         sentence = (
-            f"{arm}: {words}. Matched cosine with {reference} {seed.of_arm:.3f} at another seed, "
-            f"where two seeds of {reference} have {seed.of_floor:.3f} ({_below(seed)}); from the "
-            f"same start {order.of_arm:.3f}, where another order of {reference} has "
-            f"{order.of_floor:.3f} ({_below(order)})."
+            f"{arm}: {_WORDS[seed.outcome]}. Matched cosine with {reference} {seed.of_arm:.3f} at "
+            f"another seed, where two seeds of {reference} have {seed.of_floor:.3f} "
+            f"({_below(seed)}); from the same start {order.of_arm:.3f}, where another order of the "
+            f"same rows has {order.of_floor:.3f} ({_below(order)})."
         )
         found.append(
             Verdict(
@@ -160,6 +170,32 @@ def verdicts(
             )
         )
     return found
+
+
+def answer(judged: Sequence[Verdict], comparisons: Sequence[Comparison]) -> Answer | None:
+    """Return what the verdicts say together, and which arms decide it; None without one."""
+    outcomes = {verdict.arm: verdict.outcome for verdict in judged}
+    outcome = next((one for one in _ORDER if one in outcomes.values()), None)
+    if outcome is None:
+        return None
+    deciding = sorted(
+        (
+            one
+            for one in comparisons
+            if (one.floor, one.measure) == ("other seed", _TESTED) and outcomes[one.arm] == outcome
+        ),
+        key=lambda one: one.of_arm - one.of_floor,
+    )
+    return Answer(
+        outcome=outcome,
+        arms=[one.arm for one in deciding],
+        largest=deciding[0],
+        within_and_changed=[
+            verdict.arm
+            for verdict in judged
+            if verdict.outcome == "within the floor" and verdict.against_order == "beyond the floor"
+        ],
+    )
 
 
 def _below(one: Comparison) -> str:

@@ -1,6 +1,13 @@
-"""Effective partners: in how many features of another dictionary a feature is found again.
+"""What became of the features of a dictionary in another one: kept, split, merged, or gone.
 
-One that is there as it is has 1; one that is split in two equal halves has 2.
+A feature is kept when one feature of the other dictionary explains 70 % of the variance of its
+activations over the same rows. It is split into k when k features together do, each of which
+explains 10 % or more and none 70 %; merged when it is one of those into which a feature of the
+other is split; and gone when it is none of these.
+
+Features are added one by one, each time the one that explains most of what is left and rises with
+it, by least squares (orthogonal matching pursuit). So two features of one dictionary that are often
+active together make no split: the first one added has explained both.
 """
 
 from __future__ import annotations
@@ -9,57 +16,135 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actds_validators.statistics.events import Floats
+from actds_validators.stability.result import Features
+from actds_validators.statistics.events import Bools, Floats, Ints
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-__all__ = ["MIN_EVENTS", "correlations", "effective_partners", "split_and_merge"]
+__all__ = ["EXPLAINED", "MIN_EVENTS", "MOST", "PART", "correlations", "features_of", "parts_of"]
 
 MIN_EVENTS = 20
 """Rows on which a feature is active at least, to have a correlation that means something."""
-_BLOCK = 1024
+EXPLAINED = 0.7
+"""Share of a feature's variance that others explain when they do its work."""
+PART = 0.1
+"""Share that each of several explains at least."""
+MOST = 6
+"""Parts of a feature that are looked for."""
+N_PARTS = ((2, 2), (3, 3), (4, MOST))
+"""Numbers of parts of which the result gives the shares, first and last."""
+_BLOCK = 512
+_CONSTANT = 1e-12  # variance over the mean square of what does not vary
+_INDEPENDENT = 1e-6  # variance that a candidate has left; a copy of a chosen one explains nothing
 
 
-def split_and_merge(first: csr_array, second: csr_array) -> tuple[float | None, float | None]:
-    """Return the median effective partners of the features of each dictionary in the other.
+def features_of(first: csr_array, second: csr_array) -> Features | None:
+    """Return what became of the first dictionary's features in the second.
+
+    Features that are active on fewer than ``MIN_EVENTS`` rows are counted on neither side.
 
     Args:
         first: features of rows, ``(n, n_features)``.
         second: those of the other dictionary of the same rows.
 
     Returns:
-        Of the first's features in the second (split) and of the second's in the first (merge);
-        None where no feature has a partner.
+        Shares of the first's features that are counted; None where none is.
     """
-    frequent = [
-        features[:, np.flatnonzero(np.bincount(features.indices, minlength=features.shape[1])
-                                   >= MIN_EVENTS)]
-        for features in (first, second)
-    ]  # fmt: skip
-    found = []
-    for one, other in (frequent, frequent[::-1]):
-        partners = effective_partners(one, other)
-        partners = partners[np.isfinite(partners)]
-        found.append(float(np.median(partners)) if len(partners) else None)
-    return found[0], found[1]
+    one, other = _counted(first), _counted(second)
+    n = one.shape[1]
+    if not n:
+        return None
+    n_parts, _ = parts_of(one, other)
+    of_second, parts = parts_of(other, one)
+    # The fewest features that one is merged with, itself counted; 0 where it is in no merger.
+    merged = np.zeros(n, np.int64)
+    for k in range(MOST, 1, -1):
+        merged[parts[of_second == k, :k].ravel()] = k
+    merged[n_parts > 0] = 0
+    return Features(
+        n=n,
+        kept=float((n_parts == 1).sum()) / n,
+        split=float((n_parts > 1).sum()) / n,
+        merged=float((merged > 0).sum()) / n,
+        gone=float(((n_parts == 0) & (merged == 0)).sum()) / n,
+        split_into=[float(((n_parts >= a) & (n_parts <= b)).sum()) / n for a, b in N_PARTS],
+        merged_from=[float(((merged >= a) & (merged <= b)).sum()) / n for a, b in N_PARTS],
+    )
 
 
-def effective_partners(first: csr_array, second: csr_array) -> Floats:
-    """Return the effective partners of each feature of the first ``(n_features,)``.
+def parts_of(first: csr_array, second: csr_array) -> tuple[Ints, Ints]:
+    """Return how many features of the second explain each of the first, and which.
 
-    The exponential of the entropy of its squared positive correlations, normalised. NaN for a
-    feature that correlates with none.
+    Args:
+        first: ``(n, n_first)``.
+        second: ``(n, n_second)``.
+
+    Returns:
+        The number ``(n_first,)``: 1 for one that does alone, 0 where they do not; and the features
+        in the order in which they were added ``(n_first, MOST)``, -1 for none.
     """
-    parts = [np.empty(0)]
-    for at in range(0, first.shape[1], _BLOCK):
-        weight = np.square(np.maximum(correlations(first[:, at : at + _BLOCK], second), 0))
-        total = weight.sum(axis=1, keepdims=True)
-        share = np.divide(weight, total, out=np.zeros_like(weight), where=total > 0)
-        logs = np.log(share, out=np.zeros_like(share), where=share > 0)
-        entropy = -(share * logs).sum(axis=1)
-        parts.append(np.where(total[:, 0] > 0, np.exp(entropy), np.nan))
-    return np.concatenate(parts)
+    n_first, n_second = first.shape[1], second.shape[1]
+    n_parts, chosen = np.zeros(n_first, np.int64), np.full((n_first, MOST), -1)
+    if not n_second:
+        return n_parts, chosen
+    within = np.empty((n_second, n_second))
+    for at in range(0, n_second, _BLOCK):
+        within[at : at + _BLOCK] = correlations(second[:, at : at + _BLOCK], second)
+    for at in range(0, n_first, _BLOCK):
+        block = slice(at, at + _BLOCK)
+        n_parts[block], chosen[block] = _added(correlations(first[:, block], second), within)
+    return n_parts, chosen
+
+
+def _added(left: Floats, within: Floats) -> tuple[Ints, Ints]:
+    """Return `parts_of` features by their correlations with the candidates.
+
+    Args:
+        left: correlations with the candidates ``(m, n)``.
+        within: correlations of the candidates ``(n, n)``.
+    """
+    m, n = left.shape
+    every = np.arange(m)
+    n_added, chosen = np.zeros(m, np.int64), np.full((m, MOST), -1)
+    explained, free = np.zeros(m), np.ones((m, n))  # of a candidate: not explained by those chosen
+    directions: list[Floats] = []  # of those chosen, each freed of the ones before it
+    going: Bools = np.ones(m, np.bool_)
+    for k in range(min(MOST, n)):
+        usable = (left > 0) & (free > _INDEPENDENT)
+        gain = np.divide(np.square(left), free, out=np.zeros_like(left), where=usable)
+        best = gain.argmax(axis=1)
+        going &= gain[every, best] >= PART
+        chosen[going, k] = best[going]
+        explained[going] += gain[every, best][going]
+        n_added[going] += 1
+        going &= (k > 0) | (explained < EXPLAINED)  # one that does alone has no parts
+        if not going.any():
+            break
+        direction = within[best].copy()
+        for before in directions:
+            direction -= before[every, best][:, None] * before
+        length = np.sqrt(np.maximum(free[every, best], _INDEPENDENT))
+        direction /= length[:, None]
+        left = left - (left[every, best] / length)[:, None] * direction
+        free = free - np.square(direction)
+        directions.append(direction)
+    return np.where(explained >= EXPLAINED, n_added, 0), chosen
+
+
+def _counted(features: csr_array) -> csr_array:
+    """Return the features that are active on enough rows, and not alike on all of them."""
+    events = np.bincount(features.indices, minlength=features.shape[1])
+    mean, square = _moments(features.astype(np.float64))
+    varies = square - np.square(mean) > _CONSTANT * square
+    return features[:, np.flatnonzero((events >= MIN_EVENTS) & varies)]
+
+
+def _moments(features: csr_array) -> tuple[Floats, Floats]:
+    """Return the mean of each feature, and of its square."""
+    sums = (np.asarray(x.sum(axis=0)).reshape(-1) for x in (features, features * features))
+    mean, square = (total / features.shape[0] for total in sums)
+    return mean, square
 
 
 def correlations(first: csr_array, second: csr_array) -> Floats:
@@ -73,14 +158,11 @@ def correlations(first: csr_array, second: csr_array) -> Floats:
     """
     n = first.shape[0]
     one, other = first.astype(np.float64), second.astype(np.float64)
-    means = [np.asarray(x.sum(axis=0)).reshape(-1) / n for x in (one, other)]
-    squares = [np.asarray((x * x).sum(axis=0)).reshape(-1) / n for x in (one, other)]
-    spread = [
-        np.sqrt(np.maximum(s - m * m, 0)) for s, m in zip(squares, means, strict=True)
-    ]  # fmt: skip
-    covariance = (one.T @ other).toarray() / n - np.outer(means[0], means[1])
-    scale = np.outer(spread[0], spread[1])
-    floor = 1e-12 * np.sqrt(np.outer(squares[0], squares[1]))
+    (mean, square), (other_mean, other_square) = _moments(one), _moments(other)
+    variance = np.outer(square - np.square(mean), other_square - np.square(other_mean))
+    covariance = (one.T @ other).toarray() / n - np.outer(mean, other_mean)
+    scale = np.sqrt(np.maximum(variance, 0))
+    floor = _CONSTANT * np.sqrt(np.outer(square, other_square))
     return np.asarray(
         np.divide(covariance, scale, out=np.zeros_like(covariance), where=scale > floor)
     )

@@ -9,12 +9,15 @@ from pydantic import Field
 from actds_validators.sections import Section, Share
 
 __all__ = [
+    "Answer",
     "ArmResult",
     "Comparison",
     "CrossValue",
+    "Features",
     "Floor",
     "Likeness",
     "Limits",
+    "Measure",
     "Outcome",
     "PairResult",
     "Rare",
@@ -24,6 +27,8 @@ __all__ = [
 ]
 
 Outcome = Literal["within the floor", "beyond the floor", "undecided"]
+Measure = Literal["matched", "nearest", "share_70", "share_90", "kept", "split", "merged", "gone"]
+"""Numbers of a `Likeness`: four of directions, four of its features."""
 Floor = Literal["other seed", "other order"]
 """What two dictionaries of one arm differ in: the start and the order, or the order alone."""
 
@@ -59,6 +64,10 @@ class ArmResult(Section):
     name: str
     words: str = Field(description="dataset and what selects its rows")
     digest: str = Field(description="of the dataset's seal")
+    models: list[str] = Field(description="of its runs, as these recorded them")
+    engines: list[str] = Field(description="names and versions")
+    started_ns: int = Field(description="when its first run began, wall clock")
+    dtype: str = Field(description="type of the hook's rows")
     n_there: int = Field(ge=0, description="rows to train on, as often as they were served")
     n_rows: int = Field(ge=0, description="of these used, the same number in every arm")
     shares: dict[str, int] = Field(description="rows used, by phase")
@@ -80,6 +89,20 @@ class Trained(Section):
     path: str | None = Field(default=None, description="folder that it was written to")
 
 
+class Features(Section):
+    """What became of the first dictionary's features in the second; the four shares make 1."""
+
+    n: int = Field(ge=1, description="features active on 20 held-out rows or more, all others left")
+    kept: Share = Field(description="one feature of the second explains 70 % of the variance")
+    split: Share = Field(
+        description="several together do, each of which explains 10 % or more and none 70 %"
+    )
+    merged: Share = Field(description="one of those into which a feature of the second is split")
+    gone: Share = Field(description="none of these")
+    split_into: list[Share] = Field(description="split into 2, into 3, and into 4 to 6")
+    merged_from: list[Share] = Field(description="one of 2, of 3, and of 4 to 6")
+
+
 class Likeness(Section):
     """How alike two dictionaries are; directions of features that are alive."""
 
@@ -89,10 +112,7 @@ class Likeness(Section):
     nearest: float = Field(description="mean of the largest cosines, both ways")
     share_70: Share = Field(description="matched at a cosine of 0.7 or more")
     share_90: Share = Field(description="matched at a cosine of 0.9 or more")
-    split: float | None = Field(
-        description="median effective partners of the first's features in the second"
-    )
-    merge: float | None = Field(description="the same of the second's features in the first")
+    features: Features | None = Field(description="null where too few rows are held out")
 
 
 class PairResult(Section):
@@ -128,7 +148,7 @@ class Comparison(Section):
 
     arm: str
     floor: Floor
-    measure: Literal["matched", "nearest", "share_70", "share_90", "split", "merge"]
+    measure: Measure
     of_arm: float = Field(description="mean over seeds, between the arm and the reference")
     of_floor: float = Field(description="mean over seeds, within the reference")
     differences: list[float] = Field(description="of arm and floor, by seed")
@@ -149,6 +169,21 @@ class Verdict(Section):
     against_order: Outcome = Field(description="against another order with the same start")
     sentence: str
     short: list[str] = Field(description="what is missing where it is undecided")
+
+
+class Answer(Section):
+    """Whether the harvest changes the dictionary more than a seed does, and which arms decide."""
+
+    outcome: Outcome = Field(
+        description="beyond the floor where an arm is, else undecided where one is"
+    )
+    arms: list[str] = Field(
+        description="arms that end so, the farthest below the floor of another seed first"
+    )
+    largest: Comparison = Field(description="matched cosine of the first of them at another seed")
+    within_and_changed: list[str] = Field(
+        description="arms within the floor of another seed that are beyond that of another order"
+    )
 
 
 class Rare(Section):
@@ -172,6 +207,7 @@ class Stability(Section):
     n_threads: int = Field(description="of the arithmetic; another number may change last bits")
     chance: float = Field(description="mean cosine of random directions, matched")
     rare: Rare
+    answer: Answer | None = Field(description="null where only the reference was given")
     arms: list[ArmResult] = Field(description="the reference first")
     verdicts: list[Verdict]
     comparisons: list[Comparison]

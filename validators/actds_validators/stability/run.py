@@ -12,14 +12,15 @@ import numpy as np
 
 from actds.format.tables import PHASES
 from actds.text import storable
+from actds_validators.about import about
 from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.dictionary import Source
 from actds_validators.stability.arms import Arm, most, words_of
 from actds_validators.stability.cross import Errors, cross_values, errors_of
 from actds_validators.stability.fit import Fitted, Trainer
-from actds_validators.stability.judge import compare, verdicts
+from actds_validators.stability.judge import answer, compare, verdicts
 from actds_validators.stability.matching import chance, match_directions
-from actds_validators.stability.partners import split_and_merge
+from actds_validators.stability.partners import features_of
 from actds_validators.stability.result import (
     ArmResult,
     Likeness,
@@ -93,6 +94,7 @@ def measure(
     pairs = _pairs(arms, made, seeds)
     by_chance = chance(planned.n_features, len(rows.centre))
     comparisons = compare(pairs, arms[0].name, by_chance, limits)
+    judged = verdicts(comparisons, arms[0].name, by_chance, limits)
     cross = [
         value
         for n, trained_on in enumerate(arms)
@@ -113,8 +115,9 @@ def measure(
         n_threads=torch.get_num_threads(),
         rare=rows.rare,
         chance=by_chance,
-        arms=_arm_results(rows),
-        verdicts=verdicts(comparisons, arms[0].name, by_chance, limits),
+        answer=answer(judged, comparisons),
+        arms=_arm_results(rows, hook),
+        verdicts=judged,
         comparisons=comparisons,
         pairs=pairs,
         cross=cross,
@@ -177,24 +180,27 @@ def _pairs(
 def _likeness(first: _One, second: _One) -> Likeness:
     directions = first.dictionary.w_dec, second.dictionary.w_dec
     matched = match_directions(*directions, (first.alive, second.alive))
-    split, merge = split_and_merge(first.features, second.features)
     return Likeness(
         matched=matched.mean,
         nearest=matched.nearest,
         share_70=matched.share(0.7),
         share_90=matched.share(0.9),
-        split=split,
-        merge=merge,
+        features=features_of(first.features, second.features),
     )
 
 
-def _arm_results(rows: Gathered) -> list[ArmResult]:
+def _arm_results(rows: Gathered, hook: str) -> list[ArmResult]:
     reference = rows.arms[0].entries.key
+    known = [about(held.arm.dataset.catalog, "") for held in rows.arms]
     return [
         ArmResult(
             name=held.arm.name,
             words=words_of(held.arm.words),
             digest=held.arm.dataset.digest,
+            models=list(of.models),
+            engines=list(of.engines),
+            started_ns=of.started_ns,
+            dtype=held.arm.dataset.hooks[hook].dtype,
             n_there=most(held.arm.train, held.arm.shares),
             n_rows=len(held.entries),
             shares={
@@ -205,5 +211,5 @@ def _arm_results(rows: Gathered) -> list[ArmResult]:
             n_scored=len(held.scored.entries),
             n_requests=len(np.unique(held.scored.entries.request)),
         )
-        for held in rows.arms
+        for held, of in zip(rows.arms, known, strict=True)
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from actds import __version__
@@ -12,7 +13,6 @@ from actds_validators.report.stability import said
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend
 from actds_validators.report.words import (
     Columns,
-    Fact,
     Part,
     Row,
     Sentence,
@@ -28,6 +28,7 @@ from actds_validators.stability.result import (
     ArmResult,
     Comparison,
     CrossValue,
+    Features,
     Outcome,
     Stability,
     Trained,
@@ -40,7 +41,7 @@ _TONES: dict[Outcome, Tone] = {
     "within the floor": "good",
     "undecided": "dim",
 }
-_MAX_ARMS, _MAX_CROSS = 12, 120
+_MAX_LINES, _MAX_CROSS = 26, 120
 
 
 @dataclass(frozen=True)
@@ -61,28 +62,27 @@ def render(result: Stability, command: str) -> str:
     Raises:
         ImportError: Jinja2 is not installed (the extra ``audit``).
     """
-    facts = [*said.arm_words(result), ("Trained", said.trained(result)), ("Command", command)]
     return render_page(
         "answer.html.j2",
         actds=__version__,
         subject="stability",
-        question="Does the harvest change the dictionary more than a seed does?",
+        question="Does the harvest change the dictionary more than training it again does?",
         level=said.level(result),
         mark=said.MARKS[said.outcome(result)],
         answer=said.answer(result),
-        boxes=[Fact(*one) for one in said.facts(result)],
-        split=[],
+        boxes=said.facts(result),
+        split=[Sentence(said.words_of_art(result))],
         next_steps=[Sentence(step) for step in said.next_steps(result)[:12]],
-        facts=[(name, Sentence(words)) for name, words in facts],
+        facts=[(name, Sentence(words)) for name, words in said.provenance(result, command)],
         sections=_sections(result),
     )
 
 
 def _sections(result: Stability) -> list[Section]:
     found = [Section(_verdicts(result))] if result.verdicts else []
-    found.append(Section(_floors(result), [_likenesses(result)]))
-    found += [Section(_cross(result)), Section(_compared(result)), Section(_how(result))]
-    return found
+    found.append(_alike(result))
+    found += [Section(_floors(result))] if result.comparisons else []
+    return [*found, *map(Section, (_cross(result), _compared(result), _how(result)))]
 
 
 def _verdicts(result: Stability) -> Part:
@@ -109,8 +109,8 @@ _FLOORS: Columns[Comparison] = (
     ("arm", lambda one: one.arm),
     ("floor", lambda one: one.floor),
     ("measure", lambda one: said.MEASURES[one.measure]),
-    ("of the arm", lambda one: f"{one.of_arm:.3f}"),
-    ("of the floor", lambda one: f"{one.of_floor:.3f}"),
+    ("of the arm", lambda one: said.value(one.measure, one.of_arm)),
+    ("of the floor", lambda one: said.value(one.measure, one.of_floor)),
     ("difference", said.against),
     ("seeds below", lambda one: f"{one.n_below} of {len(one.differences)}"),
     ("adjusted p", lambda one: or_dash(one.adjusted_p, p_value)),
@@ -126,40 +126,107 @@ def _floors(result: Stability) -> Part:
     return Part("floors", "Against the floors", Sentence(lead), tables)
 
 
-def _likenesses(result: Stability) -> Picture:
+def _of(say: Callable[[Features], str]) -> Callable[[said.Means], str]:
+    return lambda one: or_dash(one.features, say)
+
+
+_MEANS: Columns[said.Means] = (
+    ("second dictionary", lambda one: one.name),
+    ("pair", lambda one: one.pair),
+    ("matched cosine", lambda one: f"{one.matched:.3f}"),
+    ("kept", _of(lambda of: percent(of.kept))),
+    ("split", _of(lambda of: percent(of.split))),
+    ("into 2, 3, more", _of(lambda of: _each(of.split_into))),
+    ("merged", _of(lambda of: percent(of.merged))),
+    ("from 2, 3, more", _of(lambda of: _each(of.merged_from))),
+    ("gone", _of(lambda of: percent(of.gone))),
+    ("features", _of(lambda of: count(of.n))),
+)
+_KINDS = dict(zip(said.FATES, ("stored", "reused", "all", "filtered"), strict=True))
+
+
+def _each(shares: list[float]) -> str:
+    return ", ".join(percent(share).removesuffix(" %") for share in shares) + " %"
+
+
+def _alike(result: Stability) -> Section:
+    """Return the means of every kind of pair, each arm below its floor."""
+    means = said.means(result)
+    lead = (
+        f"Each dictionary is compared with one of {result.arms[0].name}, mean over seeds. A "
+        "feature is kept when one feature of the second dictionary explains 70 % of the variance "
+        "of its activations over held-out rows; split when several together do, each of which "
+        "explains 10 % or more; merged when it is one of those into which a feature of the second "
+        "is split; and gone when it is none of these. Compare an arm with its floor: only the "
+        "difference comes from the harvest."
+    )
+    tables = table_of("Means of each pair", _MEANS, means, frozenset({0, 1}))
+    part = Part("alike", "How alike the dictionaries are", Sentence(lead), tables)
+    return Section(part, [_likenesses(result, means), *_bars(means)])
+
+
+def _likenesses(result: Stability, means: Sequence[said.Means]) -> Picture:
     """Return the matched cosine of every pair, a line per arm and kind, a dot per seed."""
-    reference = result.arms[0].name
-    kinds = {reference: ("other order", "other seed")}
-    arms = [arm.name for arm in result.arms[: _MAX_ARMS + 1]]
-    lines = [
-        (name, kind)
-        for name in arms
-        for kind in kinds.get(name, ("same start", "other seed"))
-    ]  # fmt: skip
-    f = Frame(230, 44, 580, 26.0 * len(lines), (0.0, 1.0), (0.0, float(len(lines))))
+    shown = means[:_MAX_LINES]
+    f = Frame(230, 44, 580, 26.0 * len(shown), (0.0, 1.0), (0.0, 1.0))
     p = Picture(
         "likenesses",
         "Matched cosine of dictionaries",
-        "A dot per seed: how alike a dictionary of each arm is to the reference's, from the same "
-        "start and at another seed, beside the reference's own floors; dashed is what random "
-        "directions have.",
+        "A dot per seed: how alike a dictionary of each arm is to the reference's, at another seed "
+        "and from the same start, below the reference's own floors; dashed is what random "
+        "directions have. Further right is more alike.",
         WIDTH,
         f.bottom + 50,
         FigureData(("arm", "pair", "seed", "other seed", "matched cosine", "random directions")),
     )
-    legend(p, 230, 20, [("floor", "floor, of the reference"), ("stored", "of an arm")])
+    legend(p, f.left, 20, [("floor", "floor, of the reference"), ("stored", "of an arm")])
     axes(p, f, "matched cosine", "", y_marks=())
     p.line(f.x(result.chance), f.top, f.x(result.chance), f.bottom, "limit")
-    for n, (name, kind) in enumerate(lines):
+    for n, one in enumerate(shown):
         y = f.top + 26.0 * n + 13
-        p.text(f.left - 8, y + 4, f"{name}, {kind}", "end", room=210)
+        p.label(f.left - 8, y + 4, one.words, 210)
+        mark = "floor mark" if one.is_floor else "stored-mark mark"
         for pair in result.pairs:
-            if (pair.arm, pair.kind) == (name, kind):
-                mark = "floor mark" if name == reference else "stored-mark mark"
+            if (pair.arm, pair.kind) == (one.name, one.kind):
                 cosine = pair.likeness.matched
-                p.data.rows.append((name, kind, *pair.seeds, cosine, result.chance))
+                p.data.rows.append((one.name, one.kind, *pair.seeds, cosine, result.chance))
                 p.dot(f.x(cosine), y, mark, f"seeds {pair.seeds[0]}, {pair.seeds[1]}: {cosine:.3f}")
     return p
+
+
+def _bars(means: Sequence[said.Means]) -> list[Picture]:
+    """Return what became of features as one bar per kind of pair; nothing where it is not known."""
+    shown = [(one, one.features) for one in means if one.features is not None][:_MAX_LINES]
+    if not shown:
+        return []
+    f = Frame(230, 44, 560, 26.0 * len(shown), (0.0, 1.0), (0.0, 1.0))
+    p = Picture(
+        "features",
+        "Features kept, split, merged and gone",
+        "A bar for each kind of pair, arms below their floors: shares of the reference's features, "
+        "with the share that is kept at the right.",
+        WIDTH,
+        f.bottom + 50,
+        FigureData(
+            ("arm", "pair", *said.FATES),
+            [
+                (one.name, one.kind, *(getattr(of, name) for name in said.FATES))
+                for one, of in shown
+            ],
+        ),
+    )
+    legend(p, f.left, 20, [(kind, name) for name, kind in _KINDS.items()])
+    axes(p, f, "share of the features", "", x_text=percent, y_marks=())
+    for n, (one, of) in enumerate(shown):
+        y, start = f.top + 26.0 * n, 0.0
+        p.label(f.left - 8, y + 17, one.words, 210)
+        for name, kind in _KINDS.items():
+            share = getattr(of, name)
+            left, right = f.x(start), f.x(start + share)
+            p.box(left, y + 4, right - left, 18, kind, f"{one.words}: {name} {percent(share)}")
+            start += share
+        p.text(f.right + 8, y + 17, percent(of.kept))
+    return [p]
 
 
 _CROSS: Columns[CrossValue] = (
@@ -229,8 +296,6 @@ def _how(result: Stability) -> Part:
         "Directions are matched one to one so that their cosines add up to most. Features that "
         "were never active in the last pass are left out, and one without a match counts 0. "
         f"Random directions of this many features have {result.chance:.3f}.",
-        "Effective partners: in how many features of the other dictionary a feature is found "
-        "again, by its squared positive correlations over held-out rows; two equal halves make 2.",
         "A sign test over K seeds has 2^K outcomes: fewer than 6 seeds describe, they do not test. "
         "The tests of all arms against one floor are a family (Benjamini and Hochberg).",
         "A verdict is about this trainer, these settings, these requests and this model.",

@@ -1,49 +1,65 @@
-"""What the report says of trained dictionaries: the answer, the facts, what to do."""
+"""How the report words a comparison of dictionaries: the answer, the facts, what to do."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from actds.text import counted
-from actds_validators.report.words import count, percent
+from actds_validators.report.head import by_arm, harvested, models
+from actds_validators.report.words import Fact, count, percent
 from actds_validators.stability.judge import MIN_SEEDS
-from actds_validators.stability.result import Comparison, Outcome, Stability
+from actds_validators.stability.result import (
+    Comparison,
+    Features,
+    Measure,
+    Outcome,
+    Stability,
+)
 
 __all__ = [
+    "FATES",
     "MARKS",
     "MEASURES",
+    "Means",
     "against",
     "answer",
-    "arm_words",
     "facts",
     "level",
+    "means",
     "next_steps",
     "outcome",
-    "trained",
+    "provenance",
+    "value",
+    "words_of_art",
 ]
 
 Level = Literal["PASS", "WARN", "INCONCLUSIVE"]
-MEASURES = {
+MEASURES: dict[Measure, str] = {
     "matched": "matched cosine",
     "nearest": "nearest cosine",
-    "share_70": "share at 0.7 or more",
-    "share_90": "share at 0.9 or more",
-    "split": "effective partners, split",
-    "merge": "effective partners, merge",
+    "share_70": "matched at 0.7 or more",
+    "share_90": "matched at 0.9 or more",
+    "kept": "features kept",
+    "split": "features split",
+    "merged": "features merged",
+    "gone": "features gone",
 }
+_COSINES = ("matched", "nearest")
+_KINDS = ("other seed", "other order", "same start")
+FATES: tuple[Measure, ...] = ("kept", "split", "merged", "gone")
 MARKS: dict[Outcome, str] = {"within the floor": "✓", "beyond the floor": "!", "undecided": "?"}
 _LEVELS: dict[Outcome, Level] = {
     "within the floor": "PASS",
     "beyond the floor": "WARN",
     "undecided": "INCONCLUSIVE",
 }
-_ORDER: tuple[Outcome, ...] = ("beyond the floor", "undecided", "within the floor")
 
 
 def outcome(result: Stability) -> Outcome:
-    """Return what the verdicts say together; undecided where there is none."""
-    there = {verdict.outcome for verdict in result.verdicts}
-    return next((one for one in _ORDER if one in there), "undecided")
+    """Return the outcome of the answer; undecided where there is nothing to compare."""
+    return "undecided" if result.answer is None else result.answer.outcome
 
 
 def level(result: Stability) -> Level:
@@ -53,79 +69,174 @@ def level(result: Stability) -> Level:
 
 def answer(result: Stability) -> str:
     """Return the answer: whether the harvest changes the dictionary more than a seed does."""
-    n = len(result.verdicts)
-    if not n:
-        return f"One arm: {counted(result.limits.seeds, 'seed')} described, nothing to compare"
-    found = outcome(result)
-    hits = sum(verdict.outcome == found for verdict in result.verdicts)
-    said = {"beyond the floor": "Yes", "within the floor": "No"}.get(found)
-    if said is None:
-        return f"Undecided: {hits} of {counted(n, 'arm')}"
-    return f"{said}: {hits} of {counted(n, 'arm')} {found} of another seed"
+    if result.answer is None:
+        return f"Nothing to compare: one arm, {counted(result.limits.seeds, 'seed')} described"
+    arms = result.answer.arms
+    who = f"{len(arms)} of {len(result.verdicts)} arms change" if arms[1:] else f"{arms[0]} changes"
+    return {
+        "beyond the floor": f"Yes: {who} the dictionary more than another seed does",
+        "within the floor": f"No: {who} the dictionary no more than another seed does",
+        "undecided": f"Undecided whether {who} the dictionary more than another seed does",
+    }[result.answer.outcome]
 
 
-def facts(result: Stability) -> list[tuple[str, str, str]]:
-    """Return the facts at the top: a title, the fact, more of it."""
-    reference = result.arms[0].name
-    found = []
-    for kind, title in (("other seed", "Another seed"), ("other order", "Another order")):
-        of = [p.likeness for p in result.pairs if p.arm == reference and p.kind == kind]
-        cosine = sum(one.matched for one in of) / len(of)
-        shared = sum(one.share_70 for one in of) / len(of)
-        note = f"matched cosine of two dictionaries of {reference}; {percent(shared)} of features"
-        note += f" at 0.7 or more; random directions have {result.chance:.3f}"
-        found.append((title, f"{cosine:.3f}", note))
-    alive = sum(one.n_alive for one in result.dictionaries) / len(result.dictionaries)
-    note = (
-        f"of {count(result.n_features)} features, mean of {len(result.dictionaries)} dictionaries"
+def words_of_art(result: Stability) -> str:
+    """Return what arm, seed, order and floor are, in a few sentences."""
+    return (
+        "An arm is the rows that dictionaries are trained on, as one harvest gave them; "
+        f"{result.arms[0].name} is the reference. A seed sets the random start of a dictionary, "
+        "an order the sequence in which it sees its rows. A floor is how alike two dictionaries of "
+        "the reference are that differ in seed and order, or in the order alone."
     )
-    found.append(("Alive", percent(alive / result.n_features), note))
+
+
+def facts(result: Stability) -> list[Fact]:
+    """Return the numbers at the top: those of the arm that decides, beside its floor."""
+    reference, chance = result.arms[0].name, result.chance
+    scale = f"1 is the same dictionary, {chance:.3f} is chance"
+    what = "matched cosine, the mean cosine of decoder directions paired one to one"
+    by = {(one.name, one.kind): one for one in means(result)}
+    floor = by[reference, "other seed"]
+    if result.answer is None:
+        title = f"Likeness of two seeds of {reference}"
+        found = [Fact(title, f"{floor.matched:.3f}", f"{what}: {scale}")]
+        title = f"Features of {reference} kept at another seed"
+        return [*found, _kept(title, floor.features, None, reference)]
+    one = result.answer.largest
+    away = f"{one.of_arm - one.of_floor:+.3f}"
+    side = f"{away[1:]} {'below' if away[0] == '-' else 'above'}"
+    note = (
+        f"{what}, at another seed: {scale}. It is {'equal to' if away[1:] == '0.000' else side} "
+        f"that of two seeds of {reference}, {one.of_floor:.3f} (lower in {one.n_below} of "
+        f"{counted(len(one.differences), 'seed')}); lower is less alike"
+    )
+    found = [Fact(f"Likeness of {one.arm} to {reference}", f"{one.of_arm:.3f}", note)]
+    title = f"Features of {reference} kept in {one.arm}"
+    own = by[one.arm, "other seed"].features
+    return [*found, _kept(title, own, floor.features, reference)]
+
+
+def _kept(title: str, own: Features | None, floor: Features | None, reference: str) -> Fact:
+    if own is None:
+        return Fact(title, "not known", "too few held-out rows", is_known=False)
+
+    def also(name: str) -> str:
+        return "" if floor is None else f" ({percent(getattr(floor, name))})"
+
+    note = "one feature of the other dictionary explains 70 % of the variance of each"
+    if floor is not None:
+        note += f"; in brackets two seeds of {reference}"
+    shares = ", ".join(f"{name} {percent(getattr(own, name))}{also(name)}" for name in FATES[1:])
+    return Fact(title, f"{percent(own.kept)}{also('kept')}", f"{note}. {shares.capitalize()}")
+
+
+@dataclass(frozen=True)
+class Means:
+    """How alike dictionaries of a kind of pair are, mean over seeds.
+
+    Args:
+        name: arm of the second dictionary; the first is one of the reference.
+        kind: what the two differ in, beside their rows.
+        is_floor: whether both are of the reference.
+        matched: matched cosine.
+        features: what became of the reference's features; None where too few rows are held out.
+    """
+
+    name: str
+    kind: str
+    is_floor: bool
+    matched: float
+    features: Features | None
+
+    @property
+    def pair(self) -> str:
+        """Return the kind, and whether it is a floor."""
+        return f"{self.kind} (floor)" if self.is_floor else self.kind
+
+    @property
+    def words(self) -> str:
+        """Return the arm and the pair."""
+        return f"{self.name}, {self.pair}"
+
+
+def means(result: Stability) -> list[Means]:
+    """Return the means of every kind of pair, each floor before the arms that it is for."""
+    kinds = dict.fromkeys(
+        (pair.arm, pair.kind)
+        for pair in sorted(result.pairs, key=lambda p: _KINDS.index(p.kind))
+    )  # fmt: skip
+    found = []
+    for name, kind in kinds:
+        of = [p.likeness for p in result.pairs if (p.arm, p.kind) == (name, kind)]
+        features = [one.features for one in of if one.features is not None]
+        matched, is_floor = mean_of([one.matched for one in of]), name == result.arms[0].name
+        found.append(Means(name, kind, is_floor, matched, _mean(features) if features else None))
     return found
 
 
-def trained(result: Stability) -> str:
-    """Return how the dictionaries were trained, in a sentence."""
-    limits = result.limits
-    passes = "1 pass" if limits.epochs == 1 else f"{count(limits.epochs)} passes"
-    return (
-        f"TopK, {count(result.n_features)} features, {limits.k} active; {count(result.n_rows)} "
-        f"rows of {result.hook} from every arm, {passes}, {count(result.n_seen)} rows seen by "
-        f"each; {counted(limits.seeds, 'seed')}"
+def _mean(of: Sequence[Features]) -> Features:
+    return Features(
+        n=round(mean_of([one.n for one in of])),
+        **{name: mean_of([getattr(one, name) for one in of]) for name in FATES},
+        split_into=[
+            mean_of(shares) for shares in zip(*(one.split_into for one in of), strict=True)
+        ],
+        merged_from=[
+            mean_of(shares) for shares in zip(*(one.merged_from for one in of), strict=True)
+        ],
     )
 
 
-def arm_words(result: Stability) -> list[tuple[str, str]]:
-    """Return the arms and what their rows are."""
-    return [(one.name, one.words) for one in result.arms]
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean of one or more values."""
+    return sum(values) / len(values)
+
+
+def provenance(result: Stability, command: str) -> list[tuple[str, str]]:
+    """Return what was compared: arms, model, hook, rows, harvest, training, command."""
+    arms, limits = result.arms, result.limits
+    passes = "1 pass" if limits.epochs == 1 else f"{count(limits.epochs)} passes"
+    alive = mean_of([one.n_alive for one in result.dictionaries]) / result.n_features
+    trained = (
+        f"TopK, {count(result.n_features)} features, {limits.k} active; {passes} over "
+        f"{count(result.n_rows)} rows, {count(result.n_seen)} seen by each of "
+        f"{len(result.dictionaries)} dictionaries, {counted(limits.seeds, 'seed')}; "
+        f"{percent(alive)} of the features were active in the last pass"
+    )
+    shape = [(arm.name, f"{result.hook} ({result.d_model:,} × {arm.dtype})") for arm in arms]
+    return [
+        ("Arms", by_arm([(arm.name, arm.words) for arm in arms])),
+        ("Model", by_arm([(arm.name, models(arm.models)) for arm in arms])),
+        ("Hook", by_arm(shape)),
+        ("Rows", f"{count(result.n_rows)} of each arm"),
+        ("Harvested", by_arm([(arm.name, harvested(arm.started_ns, arm.engines)) for arm in arms])),
+        ("Trained", trained),
+        ("Command", command),
+    ]
 
 
 def next_steps(result: Stability) -> list[str]:
     """Return what to do, the most pressing first."""
     steps = []
-    reference = result.arms[0].name
-    beyond = [one.arm for one in result.verdicts if one.outcome == "beyond the floor"]
-    if beyond:
+    found, reference = result.answer, result.arms[0].name
+    if found is not None and found.outcome == "beyond the floor":
         steps.append(
-            f"Say which harvest a dictionary was trained on: one of {_listed(beyond)} is not one "
-            f"of {reference} of another seed. Train on rows of the regime that you use it in."
+            f"Say which harvest a dictionary was trained on: one of {_listed(found.arms)} is not "
+            f"one of {reference} of another seed. Train on rows of the regime that you use it in."
         )
-    changed = [
-        one.arm
-        for one in result.verdicts
-        if one.outcome == "within the floor" and one.against_order == "beyond the floor"
-    ]
-    if changed:
+    if found is not None and found.within_and_changed:
         steps.append(
-            f"Rows of {_listed(changed)} do change the dictionary, by less than another seed does: "
-            "read nothing into single features."
+            f"Rows of {_listed(found.within_and_changed)} do change the dictionary, by less than "
+            "another seed does: read nothing into single features."
         )
     lacks: dict[str, list[str]] = {}  # what is short, and of which arms
     for one in result.verdicts:
         for words in one.short:
             lacks.setdefault(words.partition(": ")[2] or words, []).append(one.arm)
     steps += [f"{_listed(list(dict.fromkeys(arms)))}: {what}." for what, arms in lacks.items()]
-    if not result.verdicts and result.limits.seeds < MIN_SEEDS:
-        steps.append(f"Name a second arm, and --seeds {MIN_SEEDS} at least, for a test.")
+    if found is None:
+        few = f", and --seeds {MIN_SEEDS} at least" if result.limits.seeds < MIN_SEEDS else ""
+        steps.append(f"Name a second arm{few}: a test needs both.")
     if len(result.arms) > 1:
         steps.append(
             "Look at the cross-reconstruction: what each dictionary leaves of the other rows."
@@ -139,6 +250,12 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" or {more} others" if more > 0 else "")
 
 
+def value(measure: Measure, number: float) -> str:
+    """Return a value of a measure: a cosine, or a share in per cent."""
+    return f"{number:.3f}" if measure in _COSINES else percent(number)
+
+
 def against(one: Comparison) -> str:
-    """Return the mean difference of an arm and its floor."""
-    return f"{sum(one.differences) / len(one.differences):+.3f}"
+    """Return the mean difference of an arm and its floor, of shares in percentage points."""
+    mean = mean_of(one.differences)
+    return f"{mean:+.3f}" if one.measure in _COSINES else f"{100 * mean:+.3g} points"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from actds.text import Line, Style
 from actds_validators.report.stability import said
-from actds_validators.report.words import Sentence, clean, count
+from actds_validators.report.words import Sentence, clean, count, percent
 from actds_validators.stability.result import Outcome, Stability
 
 __all__ = ["render"]
@@ -16,7 +16,7 @@ _STYLES: dict[Outcome, Style] = {
     "within the floor": "good",
     "undecided": "title",
 }
-_MAX = 40
+_MAX, _TITLE = 40, 9
 
 
 def render(result: Stability, command: str) -> Iterator[Line]:
@@ -33,31 +33,32 @@ def render(result: Stability, command: str) -> Iterator[Line]:
 def _page(result: Stability, command: str) -> Iterator[Line]:
     found = said.outcome(result)
     yield Line(f"{said.MARKS[found]} {said.answer(result)}", _STYLES[found])
-    for title, value, note in said.facts(result):
-        yield Line(f"  {f'{title}:'.ljust(16)} {value} ({note})")
-    yield Line(f"  {'Trained:'.ljust(16)} {said.trained(result)}")
-    yield Line(f"  {'Command:'.ljust(16)} {command}")
+    for fact in said.facts(result):
+        yield Line(f"  {fact.title}: {fact.value} ({fact.note})")
+    yield Line(said.words_of_art(result), "dim")
+    for title, words in said.provenance(result, command):
+        yield Line(f"  {title.ljust(_TITLE)}  {words}")
     yield from _title("Verdicts" if result.verdicts else "")
     for verdict in result.verdicts[:_MAX]:
         yield Line(f"  {said.MARKS[verdict.outcome]} {verdict.sentence}", _STYLES[verdict.outcome])
     yield from _title("What to do")
     for n, step in enumerate(said.next_steps(result)[:8], 1):
         yield Line(f"  {n}. {step}")
-    rows = [
-        (one.arm, one.floor, said.MEASURES[one.measure], f"{one.of_arm:.3f}", f"{one.of_floor:.3f}",
-         said.against(one), f"{one.n_below}/{len(one.differences)}")
-        for one in result.comparisons[:_MAX]
+    yield from _title(f"How alike to {result.arms[0].name}, mean over seeds")
+    head = ("arm", "pair", "matched cosine", *said.FATES)
+    alike = [
+        (one.name, one.pair, f"{one.matched:.3f}",
+         *("-" if one.features is None else percent(getattr(one.features, name))
+           for name in said.FATES))
+        for one in said.means(result)
     ]  # fmt: skip
-    if rows:
-        yield from _title("Against the floors")
-        head = ("arm", "floor", "measure", "of arm", "of floor", "difference", "below")
-        yield from _table(head, rows, 3)
+    yield from _table(head, alike, 2)
     yield from _title("Fraction of variance unexplained, held-out rows")
     told = [
         (one.trained_on, one.rows_of, one.rows, count(one.n_rows),
          "-" if one.fvu is None else f"{one.fvu:.3f}",
          "-" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}")
-        for one in result.cross[:_MAX]
+        for one in result.cross
     ]  # fmt: skip
     yield from _table(("trained on", "rows of", "which", "rows", "FVU", "95 % interval"), told, 3)
     yield from _title("What was compared")
@@ -76,9 +77,11 @@ def _title(words: str) -> Iterator[Line]:
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], n_left: int) -> Iterator[Line]:
     widths = [min(_MAX, max(len(row[k]) for row in (head, *rows))) for k in range(len(head))]
-    for n, row in enumerate((head, *rows)):
+    for n, row in enumerate((head, *rows[:_MAX])):
         cells = [
             cell[:width].ljust(width) if k < n_left else cell.rjust(width)
             for k, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield Line("  " + "  ".join(cells).rstrip(), "plain" if n else "dim")
+    if len(rows) > _MAX:
+        yield Line(f"  and {len(rows) - _MAX:,} more (--json)", "dim")
