@@ -602,6 +602,13 @@ CODES: dict[str, Code] = {
         "Rows of different tokens are bitwise equal.",
         "Check the lifetime of the capture buffer.",
     ),
+    "E604": Code(
+        "values",
+        "counts differ",
+        "A manifest counts other rows that are not finite, or zero, than the shard has.",
+        "Do not judge the rows by these counts; write the shard again with a conforming writer.",
+        clause="5.2",
+    ),
     "E701": Code(
         "policy",
         "refused by a policy",

@@ -271,6 +271,7 @@ def begin_shard(
             phase=rows.phase,
             n_rows=n_rows,
             hooks=hooks,
+            values={hook: encoder.counts for hook, encoder in encoders.items()},
             order=order,
             permutation_seed=seed if is_permuted else None,
             compression="raw" if raw else "normal",

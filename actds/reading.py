@@ -67,6 +67,7 @@ _SAME_IN_REPLACEMENT = (
     "phase",
     "n_rows",
     "hooks",
+    "values",
     "order",
     "permutation_seed",
     "first_step",
@@ -615,6 +616,15 @@ class _Reader:
         if set(manifest.hooks) - self.hooks or sorted(set(manifest.hooks)) != manifest.hooks:
             expected = "sorted hooks of actds.json"
             raise ActdsError("E103", f"{path} hooks", got=f"{manifest.hooks}", expected=expected)
+        wrong = manifest.values.keys() ^ set(manifest.hooks)
+        wrong |= {h for h, c in manifest.values.items() if c.not_finite + c.zero > manifest.n_rows}
+        if wrong:
+            raise ActdsError(
+                "E103",
+                f"{path} values",
+                got=f"{min(wrong)} missing, no hook of the shard, or of more rows than it has",
+                expected=f"counts of {manifest.n_rows} rows of {', '.join(manifest.hooks)}",
+            )
         names, wanted = [entry.path for entry in manifest.files], file_names(manifest.hooks)
         if names != wanted:
             odd = sorted(set(names) ^ set(wanted)) or ["their order"]

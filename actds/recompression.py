@@ -82,7 +82,8 @@ def recompress(
 
     Raises:
         ActdsError: E010 another program writes the dataset; E009 no raw shard of such an id, or
-            no local folder; E104, E201, E202, E204 a shard that is damaged: it is not replaced;
+            no local folder; E104, E201, E202, E204 a shard that is damaged, E604 one that counts
+            other rows than it has: it is not replaced;
             E308, E309, E503 a failed write: call again; and what the catalogue and the seal raise.
 
     Spec: 0.1 section 8.5.
@@ -255,6 +256,10 @@ def _write(work: _Work) -> ShardManifest:
             old.check(f"{folder}/{arrays.SHARD_PATH}")
             with old.array(hook) as reader:
                 encoded = encoding.encode_array(reader.read_all(pool), reader.dtype, pool=pool)
+            if encoded.counts != work.old.values[hook]:
+                place = f"{layout.manifest_path(old.name)} values {hook}"
+                got, expected = str(work.old.values[hook]), str(encoded.counts)
+                raise ActdsError("E604", place, got=got, expected=expected)
             put(f"{folder}/zarr.json", [encoded.metadata])
             put(f"{folder}/{arrays.SHARD_PATH}", encoded.parts)
     put(TOKENS, [old.read(TOKENS)])

@@ -46,6 +46,7 @@ from actds.schema import (
     Genesis,
     Hook,
     ProvenanceField,
+    RowCounts,
     RunBody,
     RunRecord,
     ShardBody,
@@ -455,9 +456,12 @@ def _write(work: _NewShard) -> int:
     new.put(GROUP_METADATA, [arrays.group_metadata()])
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
+    raw = plan.codec == "raw"
     with _threads(work.n_threads) as pool:
-        for hook in group.hooks:
-            _put(new, hook, blocks.gather(number, hook, place), plan.codec == "raw", pool)
+        values = {
+            hook.name: _put(new, hook, blocks.gather(number, hook, place), raw, pool)
+            for hook in group.hooks
+        }
     new.put(TOKENS, [tables.to_parquet("tokens", tokens.take(order))])
     manifest = ShardManifest(
         dataset=plan.dataset,
@@ -466,10 +470,11 @@ def _write(work: _NewShard) -> int:
         shard=name,
         phase=group.phase,
         n_rows=len(order),
-        hooks=sorted(hook.name for hook in group.hooks),
+        hooks=sorted(values),
+        values=values,
         order="permuted",
         permutation_seed=seed,
-        compression="raw" if plan.codec == "raw" else "normal",
+        compression="raw" if raw else "normal",
         first_step=int(columns["step"].min()),
         last_step=int(columns["step"].max()),
         row_set_sha256=row_set_sha256(columns["request"], columns["position"]),
@@ -480,7 +485,7 @@ def _write(work: _NewShard) -> int:
     return manifest.n_rows
 
 
-def _put(new: NewShard, hook: Hook, rows: npt.NDArray[Any], raw: bool, pool: Executor) -> None:
+def _put(new: NewShard, hook: Hook, rows: npt.NDArray[Any], raw: bool, pool: Executor) -> RowCounts:
     """Write the array of a hook, and compare what can be read of it with the rows."""
     encoded = encoding.encode_array(rows, hook.dtype, raw=raw, pool=pool)
     new.put_array(hook.name, encoded)
@@ -494,6 +499,7 @@ def _put(new: NewShard, hook: Hook, rows: npt.NDArray[Any], raw: bool, pool: Exe
 
         if not all(pool.map(same, range(reader.n_chunks))):
             raise ActdsError("E204", place, got="other bits", expected="those of the dataset")
+    return encoded.counts
 
 
 def _reason(catalog: Catalog, run: str, kind: ChainKind) -> CloseReason:

@@ -34,6 +34,7 @@ DOCUMENTS: dict[str, type[v0_1.Document]] = {
     "hook": v0_1.Hook,
     "provenance_field": v0_1.ProvenanceField,
     "file": v0_1.FileEntry,
+    "row_counts": v0_1.RowCounts,
     "head": v0_1.Head,
 }
 TYPES = {
@@ -41,6 +42,7 @@ TYPES = {
     "Hook": "Hook",
     "ProvenanceField": "provenance field",
     "FileEntry": "file entry",
+    "RowCounts": "row counts",
     "Head": "Head",
 }
 PATTERNS = {

@@ -75,12 +75,14 @@ class DType:
     Args:
         bits: the numpy type of the bit patterns.
         fill: the bits of ``fill_value`` ``NaN``, which pad the last chunk.
+        exponent: the bits of the exponent, all set where a value is not finite.
         native: the numpy type of the values.
     """
 
     name: str
     bits: np.dtype[Any]
     fill: int
+    exponent: int
     native: np.dtype[Any]
 
     @property
@@ -88,13 +90,18 @@ class DType:
         """Return the bytes of one value."""
         return int(self.bits.itemsize)
 
+    @property
+    def magnitude(self) -> int:
+        """Return the bits of a value without its sign, none of them set where it is zero."""
+        return (1 << (8 * self.itemsize - 1)) - 1
+
 
 DTYPES = {
     entry.name: entry
     for entry in (
-        DType("bfloat16", np.dtype("<u2"), 0x7FC0, np.dtype(ml_dtypes.bfloat16)),
-        DType("float16", np.dtype("<u2"), 0x7E00, np.dtype("<f2")),
-        DType("float32", np.dtype("<u4"), 0x7FC0_0000, np.dtype("<f4")),
+        DType("bfloat16", np.dtype("<u2"), 0x7FC0, 0x7F80, np.dtype(ml_dtypes.bfloat16)),
+        DType("float16", np.dtype("<u2"), 0x7E00, 0x7C00, np.dtype("<f2")),
+        DType("float32", np.dtype("<u4"), 0x7FC0_0000, 0x7F80_0000, np.dtype("<f4")),
     )
 }
 """The array types of the format by their zarr name."""

@@ -27,6 +27,7 @@ __all__ = [
     "encode_chunk",
     "encode_into",
     "frame_capacity",
+    "top_bytes",
 ]
 
 MAX_BLOCK_NBYTES = 262_144
@@ -143,8 +144,21 @@ def frame_capacity(nbytes: int, itemsize: int) -> int:
     return 16 + nbytes + (4 + 4 * itemsize) * n_blocks
 
 
+def top_bytes(items: npt.NDArray[Any], itemsize: int) -> Bytes:
+    """Return the top byte of every item of a chunk, valid until this thread's next chunk."""
+    flat = items.reshape(-1).view(np.dtype(f"<u{itemsize}"))
+    tops = _scratch.plane(flat.size)
+    np.right_shift(flat, 8 * (itemsize - 1), out=tops, casting="unsafe")
+    return tops
+
+
 def encode_into(
-    items: npt.NDArray[Any], out: Bytes, *, itemsize: int = 2, mode: Mode = "huffman"
+    items: npt.NDArray[Any],
+    out: Bytes,
+    *,
+    itemsize: int = 2,
+    mode: Mode = "huffman",
+    tops: Bytes | None = None,
 ) -> int:
     """Encode one chunk at the begin of a buffer; return the bytes of the frame.
 
@@ -155,6 +169,7 @@ def encode_into(
         itemsize: bytes of one item, 2 (bfloat16, float16) or 4 (float32).
         mode: ``huffman`` stores noisy byte planes as they are and the others entropy coded;
             ``zstd`` is plain zstd level 1 on every plane; ``raw`` copies the chunk.
+        tops: the ``top_bytes`` of the chunk, where the caller has them.
 
     Returns:
         The size of the frame, at most ``items.nbytes + 16``.
@@ -179,8 +194,7 @@ def encode_into(
 
     flat = items.reshape(-1).view(np.dtype(f"<u{itemsize}"))
     # The top bytes of all blocks at once: each call of numpy gives other threads a turn.
-    tops = _scratch.plane(flat.size)
-    np.right_shift(flat, 8 * (itemsize - 1), out=tops, casting="unsafe")
+    tops = top_bytes(items, itemsize) if tops is None else tops
     n_blocks = -(-nbytes // block)
     starts, position, step = [], 16 + 4 * n_blocks, block // itemsize
     for first in range(0, flat.size, step):

@@ -38,6 +38,7 @@ from actds.schema.v0_1 import Phase as Phase
 from actds.schema.v0_1 import ProvenanceField as ProvenanceField
 from actds.schema.v0_1 import RecordType as RecordType
 from actds.schema.v0_1 import ReplaceBody as ReplaceBody
+from actds.schema.v0_1 import RowCounts as RowCounts
 from actds.schema.v0_1 import RunBody as RunBody
 from actds.schema.v0_1 import RunRecord as RunRecord
 from actds.schema.v0_1 import Seal as Seal

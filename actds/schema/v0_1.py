@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Annotated, Literal, get_args
 
@@ -250,6 +251,29 @@ class FileEntry(Document):
     sha256: Digest
 
 
+class RowCounts(Document):
+    """How many rows of a hook have no values that a trainer can use; no row counts twice.
+
+    Spec: 0.1 section 5.2.
+    """
+
+    not_finite: Count = Field(description="rows with a value that is NaN or infinite")
+    zero: Count = Field(description="rows that are 0.0 or -0.0 in every channel")
+
+    @classmethod
+    def by_hook(cls, parts: Iterable[Mapping[str, RowCounts]]) -> dict[str, RowCounts]:
+        """Return the counts of several shards together, by hook."""
+        total: dict[str, RowCounts] = {}
+        for part in parts:
+            for hook, counts in part.items():
+                before = total.get(hook, cls(not_finite=0, zero=0))
+                total[hook] = cls(
+                    not_finite=before.not_finite + counts.not_finite,
+                    zero=before.zero + counts.zero,
+                )
+        return total
+
+
 class ShardManifest(Document):
     """``shards/<shard>/shard.json``: the files and rows of one shard.
 
@@ -265,6 +289,7 @@ class ShardManifest(Document):
     phase: Phase
     n_rows: Annotated[int, Field(ge=1, le=2**32)]
     hooks: Annotated[list[Segment], Field(min_length=1)]
+    values: dict[Segment, RowCounts] = Field(description="row counts of every hook")
     order: Literal["permuted", "sequence"]
     permutation_seed: Count | None = Field(description="seed of the row order; null in sequence")
     compression: Literal["normal", "raw"]

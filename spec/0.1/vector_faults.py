@@ -86,6 +86,20 @@ def _(v: Vector) -> None:
     v.relink(totals=False)
 
 
+@fault("E103", "hook-not-counted", f"{PREFILL}/shard.json", "The manifest counts no row of a hook.")
+def _(v: Vector) -> None:
+    v.edit_json(f"{PREFILL}/shard.json", values={})
+    v.relink(totals=False)
+
+
+@fault("E103", "more-counted-than-rows", f"{PREFILL}/shard.json",
+       "The manifest counts more rows than the shard has.")  # fmt: skip
+def _(v: Vector) -> None:
+    n_rows = v.json(f"{PREFILL}/shard.json")["n_rows"]
+    v.edit_json(f"{PREFILL}/shard.json", values={HOOK: {"not_finite": n_rows, "zero": 1}})
+    v.relink(totals=False)
+
+
 @fault("E104", "part-missing", part("spans"), "A committed table part is gone.")
 def _(v: Vector) -> None:
     (v.path / part("spans")).unlink()
@@ -838,6 +852,7 @@ def _edit_bits(v: Vector, edit: Any) -> None:
     edit(bits)
     encoded = encoding.encode_array(np.ascontiguousarray(bits), "bfloat16")
     (v.path / ARRAY).write_bytes(b"".join(bytes(p) for p in encoded.parts))
+    v.edit_json(f"{PREFILL}/shard.json", values={HOOK: encoded.counts.model_dump()})
     v.relink()
 
 
@@ -868,3 +883,42 @@ def _(v: Vector) -> None:
         bits[other] = bits[0]
 
     _edit_bits(v, edit)
+
+
+def _claim(v: Vector, **counts: int) -> None:
+    """Let the manifest count other rows than the shard has."""
+    values = {HOOK: {"not_finite": 0, "zero": 0} | counts}
+    v.edit_json(f"{PREFILL}/shard.json", values=values)
+    v.relink()
+
+
+@fault("E604", "nan-not-counted", f"{PREFILL}/shard.json", "The manifest does not count a NaN.",
+       level="deep", also=("E601",))  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(bits: Any) -> None:
+        bits[3, 2] = 0x7FC0
+
+    _edit_bits(v, edit)
+    _claim(v)
+
+
+@fault("E604", "zero-row-not-counted", f"{PREFILL}/shard.json",
+       "The manifest counts one of two zero rows.", level="deep", also=("E602",))  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(bits: Any) -> None:
+        bits[3:5] = 0
+
+    _edit_bits(v, edit)
+    _claim(v, zero=1)
+
+
+@fault("E604", "finite-row-counted", f"{PREFILL}/shard.json",
+       "The manifest counts a row as not finite that is.", level="deep")  # fmt: skip
+def _(v: Vector) -> None:
+    _claim(v, not_finite=1)
+
+
+@fault("E604", "row-counted-as-zero", f"{PREFILL}/shard.json",
+       "The manifest counts a row as zero that is not.", level="deep")  # fmt: skip
+def _(v: Vector) -> None:
+    _claim(v, zero=1)

@@ -117,7 +117,7 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> threading.Event
     """Let the first chunk, whose begin is told, take until a shard has to wait behind its own."""
     left, began = [1], threading.Event()
 
-    def slow(items: Any, out: Any, *, itemsize: int = 2, mode: Any = "huffman") -> int:
+    def slow(items: Any, out: Any, *, mode: Any, **options: Any) -> int:
         if mode != "raw" and left:
             left.clear()
             began.set()
@@ -127,7 +127,7 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> threading.Event
                 threading.Event().wait(0.001)
             else:
                 raise AssertionError("no shard had to wait")
-        return codec.encode_into(items, out, itemsize=itemsize, mode=mode)
+        return codec.encode_into(items, out, mode=mode, **options)
 
     monkeypatch.setattr("actds.format.encoding.encode_into", slow)
     return began

@@ -186,15 +186,20 @@ def judge_values(
         hooks: the hooks of the genesis by name.
         shard: the shard.
         keys: position and token id of each row.
-        found: takes E601, E602 and E603.
+        found: takes E601 to E604.
     """
     for name, rows in bits.items():
         place, exponent = shard.path(f"acts.zarr/{name}"), EXPONENT[hooks[name]["dtype"]]
         magnitude = rows & rows.dtype.type((1 << (8 * rows.dtype.itemsize - 1)) - 1)
-        for i in np.flatnonzero(((rows & exponent) == exponent).any(axis=1)):
+        broken = np.flatnonzero(((rows & exponent) == exponent).any(axis=1))
+        for i in broken:
             found.add("E601", f"{place} row {i}", "not finite")
-        for i in np.flatnonzero(~magnitude.any(axis=1)):
+        zero = np.flatnonzero(~magnitude.any(axis=1))
+        for i in zero:
             found.add("E602", f"{place} row {i}", "zero in every channel")
+        said = shard.manifest["values"][name]  # 5.2
+        same = said == {"not_finite": len(broken), "zero": len(zero)}
+        found.check(same, "E604", shard.path("shard.json"), f"{name}: {said}")
         seen: dict[bytes, int] = {}
         for i, row in enumerate(rows):
             first = seen.setdefault(row.tobytes(), i)

@@ -158,6 +158,7 @@ FIELDS: dict[str, dict[str, Shape]] = {
         phase=one_of("prefill", "decode"),
         n_rows=integer(1, 1 << 32),
         hooks=list_of(is_segment),
+        values=map_of(is_segment, document(not_finite=COUNT, zero=COUNT)),
         order=one_of("permuted", "sequence"),
         permutation_seed=either(COUNT, null),
         compression=one_of("normal", "raw"),

@@ -14,6 +14,7 @@ SAME = [
     "phase",
     "n_rows",
     "hooks",
+    "values",
     "order",
     "permutation_seed",
     "first_step",
@@ -67,6 +68,10 @@ def take(folder: Folder, body: Json, place: Json, genesis: Json, record: str) ->
     hooks, known = manifest["hooks"], {hook["name"] for hook in genesis["hooks"]}
     need(hooks == sorted(set(hooks)), "E103", path, "hooks are not sorted, each once")
     need(set(hooks) <= known, "E103", path, "hooks that the genesis lacks")
+    counts, n_rows = manifest["values"], manifest["n_rows"]
+    need(sorted(counts) == hooks, "E103", path, f"values of {sorted(counts)}")
+    most = max(entry["not_finite"] + entry["zero"] for entry in counts.values())
+    need(most <= n_rows, "E103", path, f"counts {most} of {n_rows} rows")
     seed = manifest["permutation_seed"]
     need((seed is None) == (manifest["order"] == "sequence"), "E103", path, "a seed for no order")
     files = {"acts.zarr/zarr.json", TOKENS}

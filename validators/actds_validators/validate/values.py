@@ -23,10 +23,9 @@ from actds.executor import ExecutorName, open_executor
 from actds.format import arrays
 from actds.format.shard import TOKENS
 from actds.reading import Catalog
-from actds.schema import ShardManifest
+from actds.schema import RowCounts, ShardManifest
 from actds_validators.validate.readouts import RunReadouts, compare
 
-_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}
 _READ_NBYTES = 1 << 24
 _LOOK_NBYTES = 1 << 22
 _MAX_TWIN_HOOKS = 64
@@ -65,7 +64,7 @@ def check_values(
     """Decode every chunk and look at every row.
 
     Args:
-        catalog: the dataset; notes E204, E417, E601, E602 and E603.
+        catalog: the dataset; notes E204, E417 and E601 to E604.
         progress: called with the decoded bytes of each shard that is done.
         readouts: by run, to be compared with those computed again.
         executor: where the shards are decoded.
@@ -145,7 +144,7 @@ def _check_shard(catalog: Catalog, tokens: pa.Table, readouts: RunReadouts | Non
                     compare(catalog.findings, readouts, hook, rows, bits, dtype, place)
 
             try:
-                hashes[hook] = _check_rows(catalog, reader, tokens, place, look)
+                hashes[hook] = _check_rows(catalog, reader, tokens, hook, look)
             except ActdsError as error:
                 catalog.findings.take("integrity", error)
                 continue
@@ -159,18 +158,18 @@ def _check_rows(
     catalog: Catalog,
     reader: arrays.ArrayReader,
     tokens: pa.Table,
-    place: str,
+    hook: str,
     look: Callable[[int, npt.NDArray[Any]], None],
 ) -> Hashes:
-    """Return a hash of each row, after noting those that are not finite or zero.
+    """Return a hash of each row, after noting those that are not finite or zero, and their counts.
 
     Raises:
         ActdsError: E204 when a chunk is damaged.
     """
     hashes = np.empty(reader.n_rows, np.uint64)
     broken, zero = [], []
-    exponent = _EXPONENT[reader.dtype]
-    magnitude = (1 << (8 * reader.nbytes // (reader.n_rows * reader.d_model) - 1)) - 1
+    dtype = arrays.DTYPES[reader.dtype]
+    exponent = dtype.exponent
     chunk_nbytes = max(1, reader.nbytes // reader.n_rows * reader.rows_per_chunk)
     step = max(1, _READ_NBYTES // chunk_nbytes)
     for first in range(0, reader.n_chunks, step):
@@ -181,16 +180,21 @@ def _check_rows(
         for row in range(0, len(chunks), n_rows):
             bits, at = chunks[row : row + n_rows], start + row
             broken.append(at + np.flatnonzero(((bits & exponent) == exponent).any(axis=1)))
-            zero.append(at + np.flatnonzero(~(bits & magnitude).any(axis=1)))
+            zero.append(at + np.flatnonzero(~(bits & dtype.magnitude).any(axis=1)))
             hashes[at : at + len(bits)] = _hash(bits)
             look(at, bits)
     reader.check_padding()
-    _note(
-        catalog, "E601", place, np.concatenate(broken), tokens, "NaN or infinity", "finite values"
-    )
-    _note(catalog, "E602", place, np.concatenate(zero), tokens, "only zeros", "a computed state")
+    broken_rows, zero_rows = np.concatenate(broken), np.concatenate(zero)
+    [manifest] = catalog.shards
+    place = f"shards/{manifest.shard} hook {hook}"
+    _note(catalog, "E601", place, broken_rows, tokens, "NaN or infinity", "finite values")
+    _note(catalog, "E602", place, zero_rows, tokens, "only zeros", "a computed state")
+    counts = RowCounts(not_finite=broken_rows.size, zero=zero_rows.size)
+    if counts != manifest.values[hook]:
+        where = f"{layout.manifest_path(manifest.shard)} values {hook}"
+        catalog.findings.add("values", "E604", where, str(manifest.values[hook]), str(counts))
     # A zero or broken row is told once; it is no repeated row as well.
-    hashes[np.concatenate(broken + zero)] = 0
+    hashes[broken_rows] = hashes[zero_rows] = 0
     return hashes
 
 
