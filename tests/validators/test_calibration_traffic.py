@@ -253,8 +253,8 @@ def test_goals_are_held_against_what_the_audit_said() -> None:
     harmless = SCENARIOS["tokens_at_random"]
     passed = record("tokens_at_random", "uncorrelated", "PASS")
     wrong = record("tokens_at_random", "load-dependent", "WARN", rejected=[["shift", "x", 1, 0.01]])
-    unresolved = record("tokens_at_random", "unresolved", "WARN")
-    assert [k for _, k, _ in goals(harmless, [passed, wrong, unresolved])] == [1, 1]
+    heavy = record("tokens_at_random", "heavy", "FAIL")
+    assert [k for _, k, _ in goals(harmless, [passed, wrong, heavy])] == [1, 1]
     assert [kept for _, _, kept in goals(harmless, [passed] * 19 + [wrong])] == [True, True]
     assert [kept for _, _, kept in goals(harmless, [passed] * 8 + [wrong] * 2)] == [False, False]
     lines = table([passed, wrong]).splitlines()

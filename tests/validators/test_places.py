@@ -13,6 +13,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
+from actds.format.readouts import Readouts
 from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.audit.accumulate import ClassCounts
@@ -190,6 +191,29 @@ def test_hits_are_repaired_by_multiplicity_and_the_loader_takes_the_line(tmp_pat
     served = result.accounting.captured + result.accounting.cache_ref
     assert served - 8 < n <= served
     assert any("effective" in step for step in result.answer.next_steps)
+
+
+def test_a_token_that_would_dominate_is_left_out_by_the_same_line(tmp_path: Path) -> None:
+    path = make_dataset(
+        tmp_path / "acts", n_requests=40, seed=2, sinks=True, readouts=Readouts(1, seed=0)
+    )
+    cache = place_of(audited(path), "cache")
+    assert (
+        cache.loaded["weights"] == ["multiplicity"] and "first_position" in cache.loaded["exclude"]
+    )
+    assert any("squared deviation of the norm" in step for step in cache.to_do)
+
+
+def test_references_without_a_row_cannot_be_weighted(tmp_path: Path) -> None:
+    # Whole steps are lost, and with them rows that later requests were served again.
+    path = make_dataset(tmp_path / "acts", n_requests=60, seed=3, drops=True)
+    result = audited(path, limits={"max_loss": 1.0})
+    cache, account = place_of(result, "cache"), result.accounting
+    assert account.unresolved > result.limits.max_unresolved * account.cache_ref
+    assert cache.level == "WARN" and not cache.loaded and result.answer.load is None
+    assert any("--only missing" in step and "once=True" in step for step in cache.to_do)
+    strict = place_of(audited(path, limits={"max_loss": 1e-6}), "cache")
+    assert strict.level == "FAIL"
 
 
 # rules, values, identity -----------------------------------------------------------------------

@@ -197,7 +197,7 @@ def interval(k: int, n: int) -> str:
 
 def alarmed(record: dict[str, Any]) -> bool:
     """Return whether the audit says that losses go with something."""
-    other = record["kind"] in ("heavy", "unresolved", "unaccounted")
+    other = record["kind"] in ("heavy", "unaccounted")
     return bool(record["rejected"]) or (record["level"] in ("WARN", "FAIL") and not other)
 
 
@@ -259,7 +259,7 @@ Made by
     python -m actds_testing.calibration.traffic --out benchmarks/results/calibration-traffic.md
 
 *Alarm*: a test is rejected, or the verdict says that losses go with something. More than 5 % lost
-(heavy) and references without a row (unresolved) are none. Columns *shift* to *change*: runs in
+(heavy) is none. Columns *shift* to *change*: runs in
 which a test of that kind is rejected. Intervals are those of Clopper and Pearson.
 
 {table(records)}

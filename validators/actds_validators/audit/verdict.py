@@ -40,17 +40,13 @@ from actds_validators.audit.wording import (
     lost,
     not_found,
     on_cause,
-    on_external,
     on_policies,
-    on_reuse,
     on_strata,
     on_stratum,
-    on_unresolved,
     remedy,
     stratum_words,
     training,
     unproven,
-    unresolved_first,
 )
 from actds_validators.statistics.intervals import loss_that_allows
 
@@ -91,9 +87,7 @@ class Evidence:
 def judge(evidence: Evidence, limits: Limits) -> Verdict:
     """Return the verdict, the largest hole first.
 
-    A stratum with excess loss outweighs every verdict that is less severe; prefix-cache hits
-    without a stored row are named in every kind of verdict, and first where they are more than
-    all that was lost.
+    A stratum with excess loss outweighs every verdict that is less severe.
 
     Spec: 0.1 section 14.6.
     """
@@ -101,16 +95,8 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     if found.kind == "unaccounted":
         return found
     found = _with_strata(found, evidence.missingness, limits)
-    account = evidence.accounting
-    steps = [*found.next_steps, *on_policies(evidence.policies), *on_external(account)]
-    found = found.model_copy(update={"next_steps": steps})
-    more = on_unresolved(account, limits)
-    if found.kind == "unresolved" or not more:
-        return found
-    if account.unresolved <= account.dropped + account.aborted:
-        return found.model_copy(update={"next_steps": [*steps, *more]})
-    sentence = f"{unresolved_first(account)} {found.sentence}"
-    return found.model_copy(update={"sentence": sentence, "next_steps": [*more, *steps]})
+    steps = [*found.next_steps, *on_policies(evidence.policies)]
+    return found.model_copy(update={"next_steps": steps})
 
 
 def _with_strata(found: Verdict, missing: Missingness | None, limits: Limits) -> Verdict:
@@ -165,9 +151,6 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
     lacks = _lacks(evidence, mechanism, missing, limits)
     if lacks:
         return _too_little(evidence, limits, numbers, lacks)
-    unresolved = numbers.get("unresolved")
-    if unresolved is not None and not unresolved.ok:
-        return _unresolved(unresolved, numbers)
     return Verdict(
         level="PASS",
         kind="uncorrelated",
@@ -177,7 +160,7 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
         f"{asked(missing)}.",
         deciding=numbers["difference"],
         numbers=list(numbers.values()),
-        next_steps=[*training(missing), *on_reuse(evidence.accounting, evidence.coverage)],
+        next_steps=training(missing),
     )
 
 
@@ -194,12 +177,6 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         BOUND, bound(share).bias, "at most", limits.negligible_bias,
         "SD", ok=share <= allowed,  # of a root at its limit the last digit is off
     )  # fmt: skip
-    if evidence.accounting.own_hits:
-        unresolved = evidence.accounting.unresolved / evidence.accounting.own_hits
-        found["unresolved"] = _held(
-            "prefix-cache hits without a stored row", unresolved, "at most", limits.max_unresolved,
-            "share",
-        )  # fmt: skip
     if evidence.mechanism is not None:
         m = evidence.mechanism
         found["events"] = _held(EVENTS, m.n_events, "at least", limits.min_events)
@@ -249,26 +226,11 @@ def _unaccounted(n: int, numbers: dict[str, Number]) -> Verdict:
     )
 
 
-def _unresolved(unresolved: Number, numbers: dict[str, Number]) -> Verdict:
-    """Return what is said instead of a PASS where too many references have no row."""
-    return Verdict(
-        level="WARN",
-        kind="unresolved",
-        sentence=f"{unresolved.value:.2%} of the prefix-cache hits have no stored row, and weights "
-        "cannot make up for them.",
-        deciding=unresolved,
-        numbers=list(numbers.values()),
-        next_steps=["Harvest with an empty prefix cache, or leave those prompts out."],
-    )
-
-
 def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) -> Verdict:
     account, share = evidence.accounting, evidence.accounting.loss_share
-    unresolved = numbers.get("unresolved")
-    if unresolved is not None and not unresolved.ok:
-        return _unresolved(unresolved, numbers)
     if not share:
-        sentence = "No rows were lost: every computed token is stored."
+        rest = ", but for those that a rule left out" if account.filtered else ""
+        sentence = f"No rows were lost: every computed token is stored{rest}."
     else:
         sentence = (
             f"{share:.4%} of the computed tokens were lost; whatever they were, no mean over the "
@@ -280,7 +242,7 @@ def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) ->
         sentence=sentence,
         deciding=bias,
         numbers=list(numbers.values()),
-        next_steps=["Train on it.", *on_reuse(account, evidence.coverage)],
+        next_steps=["Train on it."],
     )
 
 

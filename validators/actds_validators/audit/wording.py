@@ -12,7 +12,6 @@ from actds_validators.audit.result import (
     MIN_BLAMED,
     Accounting,
     Association,
-    Coverage,
     Limits,
     Mechanism,
     Missingness,
@@ -257,15 +256,6 @@ def on_strata(found: list[StratumLoss], share: float) -> str:
     return f"{said}, against {share:.2%} of all{more}."
 
 
-def unresolved_first(account: Accounting) -> str:
-    """Return the prefix-cache hits without a stored row, in a sentence."""
-    share = account.unresolved / max(1, account.own_hits)
-    return (
-        f"{share:.1%} of the prefix-cache hits ({account.unresolved:,} positions, more than were "
-        "lost) have no stored row."
-    )
-
-
 QUESTIONS: dict[str, str] = {
     "time": "whether the rate of the losses changed in time",
     "load": "whether losses depend on the load",
@@ -300,29 +290,6 @@ def events_needed(mechanism: Mechanism, missing: Missingness, limits: Limits) ->
     ]
     widest = max(halves, default=0.0) / limits.negligible_bias
     return math.ceil(mechanism.n_events * max(1.0, widest**2) - 1e-6)
-
-
-def on_unresolved(account: Accounting, limits: Limits) -> list[str]:
-    """Return the step for prefix-cache hits without a stored row, where there are too many."""
-    share = account.unresolved / max(1, account.own_hits)
-    if share <= limits.max_unresolved:
-        return []
-    return [
-        f"{share:.1%} of the prefix-cache hits have no stored row, and no weight makes up for "
-        "them. Harvest with an empty prefix cache, or leave those prompts out."
-    ]
-
-
-def on_external(account: Accounting) -> list[str]:
-    """Return the step for positions whose KV came from outside the run, where there are any."""
-    if not account.external:
-        return []
-    share = account.external / account.positions
-    return [
-        f"{share:.1%} of the positions ({account.external:,}) were served from KV that came from "
-        "outside: another engine or an earlier run computed their rows, and only its dataset "
-        "can have them. Train on both, or know that these prompts are not in this one."
-    ]
 
 
 def look_when(rejected: list[Association]) -> list[str]:
@@ -376,32 +343,6 @@ def training(missing: Missingness) -> list[str]:
     return [
         "Train on it, unless you study the activation values themselves: without readouts it is "
         "unknown whether losses depend on them."
-    ]
-
-
-def on_reuse(account: Accounting, coverage: Coverage | None) -> list[str]:
-    """Return the step to weight rows by how often they were served, where any were served again.
-
-    With it, which rows would be most of what such weights see, and how to leave them out.
-    """
-    if not account.own_hits:
-        return []
-    reused = account.own_hits / max(1, account.positions)
-    said = (
-        f"{reused:.0%} of the positions are prefix-cache hits: to weight rows by how often they "
-        'were served, load with weights="multiplicity"'
-    )
-    cell = coverage.dominant if coverage else None
-    if cell is None or cell.share < DOMINANT or not cell.exclude:
-        return [f"{said}."]
-    names = ", ".join(f'"{name}"' for name in cell.exclude)
-    exclude = names if len(cell.exclude) == 1 else f"({names})"
-    rows = f"{cell.n_rows:,} row{'' if cell.n_rows == 1 else 's'}"
-    return [
-        f"{said}, exclude={exclude}. Without exclude, token id {cell.token_id} at position "
-        f"{cell.position} ({rows}, served {cell.n_served:,} times) is {cell.share:.0%} of the "
-        f"squared deviation of the norm at {cell.hook}: special tokens and attention sinks would "
-        "be most of what a model of the rows learns."
     ]
 
 
