@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from actds import layout
 from actds.accounting.fates import COMPUTED, fate_counts, n_computed
 from actds.format import arrays, tables
 from actds.reading import Catalog, unknown_columns
-from actds.schema import CloseBody, FenceBody
+from actds.schema import CloseBody, FenceBody, RowCounts, RunRecord
 from actds.sources import SourceFacts, source_facts
 from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
 
@@ -27,7 +27,10 @@ __all__ = [
     "RunFacts",
     "describe",
     "missing",
+    "odd_values",
     "page",
+    "recorded_cast",
+    "values_in_words",
 ]
 
 _MAX_LISTED, _MAX_NAMED = 20, 3
@@ -35,7 +38,10 @@ _MAX_LISTED, _MAX_NAMED = 20, 3
 
 @dataclass(frozen=True)
 class HookFacts:
-    """One hook: how many rows, and how large decoded (``nbytes``) and on the disk."""
+    """One hook: how many rows, how large decoded (``nbytes``) and on the disk, and of what values.
+
+    ``casts`` are those of the runs in which rows are not finite.
+    """
 
     name: str
     kind: str
@@ -45,6 +51,14 @@ class HookFacts:
     n_rows: int
     nbytes: int
     stored_nbytes: int
+    n_not_finite: int
+    n_zero: int
+    casts: list[str]
+
+    @property
+    def counts(self) -> RowCounts:
+        """Return how many rows are not finite or zero."""
+        return RowCounts(not_finite=self.n_not_finite, zero=self.n_zero)
 
     @property
     def ratio(self) -> float | None:
@@ -173,10 +187,55 @@ def _hooks(catalog: Catalog) -> list[HookFacts]:
         n_rows = sum(manifest.n_rows for manifest in holding)
         nbytes = n_rows * hook.d_model * arrays.DTYPES[hook.dtype].itemsize
         stored = sum(e.nbytes for one in holding for e in one.files if e.path == path)
+        counts = [manifest.values[hook.name] for manifest in holding]
+        broken = {one.run for one in holding if one.values[hook.name].not_finite}
+        casts = {recorded_cast(catalog.runs.get(run)) for run in broken}
         facts.append(
-            HookFacts(**hook.model_dump(), n_rows=n_rows, nbytes=nbytes, stored_nbytes=stored)
+            HookFacts(
+                **hook.model_dump(),
+                n_rows=n_rows,
+                nbytes=nbytes,
+                stored_nbytes=stored,
+                n_not_finite=sum(one.not_finite for one in counts),
+                n_zero=sum(one.zero for one in counts),
+                casts=sorted(filter(None, casts)),
+            )
         )
     return facts
+
+
+def recorded_cast(record: RunRecord | None) -> str | None:
+    """Return what cast the rows of a run, None where nothing did or nobody knows."""
+    cast = record.fields["capture.cast"].value if record else None
+    return cast if isinstance(cast, str) and cast != "none" else None
+
+
+def values_in_words(
+    values: Sequence[tuple[str, int, RowCounts]], casts: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield which rows are not finite or zero, most first; nothing where there are none.
+
+    Args:
+        values: each hook, its rows, and how many of them are not finite or zero.
+        casts: of the runs that have rows which are not finite.
+    """
+    cast = f"; the cast may be the cause: {'; '.join(casts)}" if casts else ""
+    for field_name, words in (
+        ("not_finite", f"are not finite (NaN or infinity){cast}"),
+        ("zero", "are zero in every channel"),
+    ):
+        hooks: dict[tuple[int, int], list[str]] = {}
+        for hook, n_rows, counts in values:
+            hooks.setdefault((getattr(counts, field_name), n_rows), []).append(hook)
+        for (n, n_rows), names in sorted(hooks.items(), reverse=True):
+            if n:
+                yield f"{n:,} of {n_rows:,} rows of {', '.join(names)} {words}"
+
+
+def odd_values(facts: Facts) -> Iterator[str]:
+    """Yield by hook which rows of a dataset are not finite or zero."""
+    casts = sorted({cast for hook in facts.hooks for cast in hook.casts})
+    yield from values_in_words([(h.name, h.n_rows, h.counts) for h in facts.hooks], casts)
 
 
 def _chains(catalog: Catalog) -> list[ChainFacts]:
@@ -309,6 +368,8 @@ def _page_hooks(facts: Facts) -> Iterator[Line]:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield Line("  " + "  ".join(cells).rstrip(), "dim" if number == 0 else "plain")
+    for words in odd_values(facts):
+        yield Line(f"  {words}", "bad")
     if facts.raw_shards:
         raw = f"{facts.raw_shards} of {facts.n_shards} shards are stored raw"
         yield Line(f"  {raw}; compress them with actds recompress")

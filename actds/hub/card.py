@@ -17,7 +17,7 @@ from actds.errors import ActdsError, Finding
 from actds.format.tables import DISPOSITIONS
 from actds.hub.croissant import croissant
 from actds.hub.methods import methods
-from actds.info import Facts, describe, missing
+from actds.info import Facts, describe, missing, odd_values
 from actds.reading import Catalog
 from actds.schema import REQUIRED_PROVENANCE
 from actds.store import open_store
@@ -336,6 +336,8 @@ def _body(facts: Facts) -> Iterator[str]:
             f"| {_escaped(hook.name)} | {hook.layer} | {hook.n_rows:,} | {hook.d_model} "
             f"| {hook.dtype} | {sizes} |"
         )
+    if odd := [f"- {_escaped(words)}" for words in odd_values(facts)]:
+        yield from ("", *odd)
     yield from ("", "## What became of every position", "", "| what | positions | share |")
     yield "| --- | --- | --- |"
     positions = sum(run.n_positions or 0 for run in facts.runs)

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actds
+from actds.cli import cli
 from actds.commit import ShardRows, commit_shard
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.encoding import ArrayEncoder, encode_array
+from actds.info import describe
 from actds.ledger import Chain
 from actds.reading import Catalog
 from actds.recompression import recompress
@@ -248,3 +251,27 @@ def test_both_validators_refuse_false_counts(name: str, tmp_path: Path) -> None:
     forge.relink(path)
     found = [{f.code for f in independent.validate(path, deep=True)}, codes(path)]
     assert all(code in one and not one - ODD - {code} for one in found), found
+
+
+# ---- what people see
+
+
+def test_info_and_card_say_by_hook_what_the_rows_hold(tmp_path: Path) -> None:
+    path = odd_dataset(tmp_path / "d")
+    counts, n_rows = counts_of(path), len(actds.open(path).array(HOOKS[0]))
+    n_broken, n_zero = counts[HOOKS[0]].not_finite, counts[HOOKS[1]].zero
+    broken = f"{n_broken} of {n_rows} rows of resid_post.0 are not finite (NaN or infinity)\n"
+    zero = f"{n_zero} of {n_rows} rows of resid_post.1 are zero in every channel\n"
+    page = CliRunner().invoke(cli, ["info", str(path)]).output
+    assert f"  {broken}" in page and f"  {zero}" in page
+    card = (path / "README.md").read_text().replace("\\", "")
+    assert f"- {broken}" in card and f"- {zero}" in card
+    hooks = describe(Catalog.read(LocalStore(path))).hooks
+    assert [(h.n_not_finite, h.n_zero) for h in hooks] == [(n_broken, 0), (0, n_zero)]
+
+
+def test_of_finite_rows_nothing_is_said(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "d")
+    page = CliRunner().invoke(cli, ["info", str(path)]).output
+    for words in ("not finite", "NaN", "every channel"):
+        assert words not in page and words not in (path / "README.md").read_text()

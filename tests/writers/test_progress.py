@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from actds.errors import ActdsError
+from actds.schema import RowCounts
 from actds.text import format_nbytes, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 from actds_writers.monitor.progress import (
@@ -181,6 +182,44 @@ def test_screen_is_loud_about_losses_and_a_writer_that_waits() -> None:
     assert "writer    no message for 6:40; it waits for the disk" in lines
     (style,) = {s.style for s in text.spans if text.plain[s.start : s.end].startswith("34 dma")}
     assert style == "bold red"
+
+
+ODD = {
+    "resid_post.0": RowCounts(not_finite=0, zero=0),
+    "resid_post.1": RowCounts(not_finite=13, zero=2),
+    "resid_post.2": RowCounts(not_finite=1_200, zero=0),
+    "resid_post.3": RowCounts(not_finite=1_200, zero=0),
+}
+CAST = "float32 to float16, nearest even"
+
+
+def test_rows_that_are_not_finite_are_said_by_hook_while_they_come_and_at_the_end() -> None:
+    commits = dataclasses.replace(WRITTEN.commits, values=ODD)
+    now = snapshot(dataclasses.replace(WRITTEN, commits=commits))
+    worst = "1,200 of 36,000 rows of resid_post.2, resid_post.3 are not finite (NaN or infinity)"
+    few = "13 of 36,000 rows of resid_post.1 are not finite (NaN or infinity)"
+    zero = "2 of 36,000 rows of resid_post.1 are zero in every channel"
+    assert format_line(now) == "  ".join((format_line(NOW), worst, few, zero))
+    lines = screen(now).splitlines()
+    assert lines[-4:-1] == [f"values    {words}"[:WIDTH] for words in (worst, few, zero)]
+    assert not any(line.startswith("values") for line in screen(NOW).splitlines())
+    summary = format_summary(dataclasses.replace(TOTALS, values=ODD))
+    assert re.findall("^values     (.*)$", summary, re.MULTILINE) == [
+        words.replace("36,000", "900") for words in (worst, few, zero)
+    ]
+    assert "values" not in format_summary(TOTALS)
+
+
+def test_a_cast_is_named_where_rows_are_not_finite_and_nowhere_else() -> None:
+    commits = dataclasses.replace(WRITTEN.commits, values={"resid_post.1": ODD["resid_post.1"]})
+    now = snapshot(dataclasses.replace(WRITTEN, commits=commits, cast=CAST))
+    words = f"(NaN or infinity); the cast may be the cause: {CAST}"
+    assert format_line(now).count(CAST) == 1 and words in format_line(now)
+    summary = format_summary(dataclasses.replace(TOTALS, values=ODD, cast=CAST))
+    assert summary.count(words) == 2
+    clean = dataclasses.replace(WRITTEN, cast=CAST)
+    assert CAST not in format_line(snapshot(clean)) + screen(snapshot(clean))
+    assert CAST not in format_summary(dataclasses.replace(TOTALS, cast=CAST))
 
 
 @pytest.mark.parametrize("factor", [0, 1, 10**3, 10**7])

@@ -16,6 +16,7 @@ import pytest
 
 import actds
 from actds.load.dataset import Dataset
+from actds.schema import RowCounts
 from actds_testing import harvest as h
 from actds_testing import toy
 from actds_writers.config import WriteSettings
@@ -85,7 +86,9 @@ def test_progress_and_totals_are_those_of_all_replicas() -> None:
     )
     one = Snapshot(
         2.0, 3, 10, rows=7, dropped={"queue_full": 2}, stages=stages, memory_nbytes=100,
-        commits=CommitTotals(2, 0, 6, 50, 40, 1.5, (1, 2), 0.1, 0.2, 9),
+        commits=CommitTotals(
+            2, 0, 6, 50, 40, 1.5, (1, 2), 0.1, 0.2, 9, {"q.0": RowCounts(not_finite=3, zero=1)}
+        ),
     )  # fmt: skip
     other = replace(one, elapsed_s=3.0, dropped={"queue_full": 1, "dma_backpressure": 4}, lane=None)
     both = summed([one, other])
@@ -94,17 +97,20 @@ def test_progress_and_totals_are_those_of_all_replicas() -> None:
     assert both.stages[0] == Stage("staging", 10, 2, 8, 0.25)
     assert both.stages[1].depth is None and both.stages[2].n_stalls == 6
     assert (both.commits.n_rows, both.commits.buckets, both.memory_nbytes) == (12, (2, 4), 200)
+    values = {"q.0": RowCounts(not_finite=6, zero=2)}
+    assert both.commits.values == values
     counts = dict.fromkeys(("scheduled", "captured"), 5) | dict.fromkeys(
         ("recomputed", "cache_ref", "dropped", "aborted", "aborted_uncomputed", "filtered",
          "unresolved"), 0
     )  # fmt: skip
     totals = Totals(
         path="acts", elapsed_s=1.0, requests={"stop": 1}, n_hooks=2, n_shards=3, row_nbytes=4,
-        stored_nbytes=5, seal=None, **counts,
+        stored_nbytes=5, seal=None, values=one.commits.values, **counts,
     )  # fmt: skip
     twice = totals.plus(replace(totals, requests={"length": 2}))
     assert twice.requests == {"stop": 1, "length": 2}
     assert (twice.scheduled, twice.n_shards, twice.n_hooks) == (10, 6, 2)
+    assert twice.values == values
 
 
 def finished(dataset: Dataset) -> Counter[int]:

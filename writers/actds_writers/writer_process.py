@@ -223,6 +223,7 @@ class WriterProcess:
             stages=writer.stages(),
             memory_nbytes=writer.memory_nbytes,
             t_ns=time.time_ns(),
+            cast=writer.cast,
         )
 
     def _fail(self, error: ActdsError) -> None:

@@ -372,7 +372,7 @@ def _queues(audited: Audited) -> Place:
 def _values(audited: Audited) -> Place:
     counts = defaultdict[str, list[int]](lambda: [0, 0, 0])
     for shard in audited.catalog.shards:
-        for hook, counted_rows in getattr(shard, "values", {}).items():
+        for hook, counted_rows in shard.values.items():
             sums = counts[hook]
             sums[0] += shard.n_rows
             sums[1] += counted_rows.not_finite

@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
+from actds.info import recorded_cast
 from actds.reading import Catalog
-from actds.schema import Seal
+from actds.schema import RowCounts, Seal
 from actds.sealing import seal
 from actds.store import open_store
 from actds_writers.config import WriteSettings, keywords_of
@@ -338,4 +339,6 @@ def _totals_of(
         row_nbytes=ended["writer"]["rows"] * row_nbytes,
         stored_nbytes=sum(entry.nbytes for shard in shards for entry in shard.files),
         seal=None,
+        values=RowCounts.by_hook(shard.values for shard in shards),
+        cast=recorded_cast(catalog.runs.get(run)),
     )

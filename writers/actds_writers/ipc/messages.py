@@ -6,6 +6,7 @@ lines of its journal, as JSON.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
-from actds.schema import CloseReason, DType, Origin
+from actds.schema import CloseReason, DType, Origin, RowCounts
 from actds_writers.sampling import EVERYTHING, LeftOut
 
 
@@ -493,6 +494,7 @@ class CommitTotals:
         buckets: commits of at most ``LATENCY_BUCKETS_S[i]`` seconds, cumulative.
         p50_s, p99_s: quantiles over the last commits, ``None`` before the first.
         last_ns: wall clock of the last commit, ``None`` before the first.
+        values: by hook, how many rows are not finite or zero.
     """
 
     n_shards: int = 0
@@ -505,6 +507,7 @@ class CommitTotals:
     p50_s: float | None = None
     p99_s: float | None = None
     last_ns: int | None = None
+    values: Mapping[str, RowCounts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -540,6 +543,7 @@ class WriterProgress:
         backlog_nbytes: bytes of the buffers that wait or are being encoded.
         stages: the queues, with that of the readouts' lane if there is one.
         memory_nbytes: bound on the memory of worker and writer, ``None`` if not known.
+        cast: what casts the rows, ``None`` for nothing.
     """
 
     n_rows: int
@@ -552,6 +556,7 @@ class WriterProgress:
     stages: tuple[StageState, ...] = ()
     memory_nbytes: int | None = None
     t_ns: int | None = None
+    cast: str | None = None
 
 
 @dataclass(frozen=True)

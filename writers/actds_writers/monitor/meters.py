@@ -7,8 +7,9 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pyarrow as pa
 from actds.commit import commit_part
 from actds.format import tables
 from actds.ledger import Chain
+from actds.schema import RowCounts
 from actds.store import Store
 from actds_writers.ipc.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello
 from actds_writers.ipc.ring import aligned
@@ -34,9 +36,16 @@ class CommitMeter:
         self._lock = threading.Lock()
 
     def committed(
-        self, n_rows: int, nbytes_in: int, nbytes_out: int, seconds: float, *, raw: bool = False
+        self,
+        n_rows: int,
+        nbytes_in: int,
+        nbytes_out: int,
+        seconds: float,
+        *,
+        raw: bool = False,
+        values: Mapping[str, RowCounts] = MappingProxyType({}),
     ) -> None:
-        """Count one committed shard: bytes of its rows in, bytes of its files out."""
+        """Count one committed shard: bytes of its rows in, bytes of its files out, its values."""
         with self._lock:
             first = bisect_left(LATENCY_BUCKETS_S, seconds)
             for index in range(first, len(LATENCY_BUCKETS_S)):
@@ -55,6 +64,7 @@ class CommitMeter:
                 p50_s=float(p50),
                 p99_s=float(p99),
                 last_ns=time.time_ns(),
+                values=RowCounts.by_hook([t.values, values]),
             )
 
 

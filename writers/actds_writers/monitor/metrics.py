@@ -121,6 +121,13 @@ def _tokens(now: Snapshot) -> Iterator[Metric]:
     rows.add_metric(["ring"], now.rows)
     rows.add_metric(["disk"], now.commits.n_rows)
     yield rows
+    for name, words in (("not_finite", "a value that is NaN or infinite"), ("zero", "only zeros")):
+        counts = CounterMetricFamily(
+            f"actds_{name}_rows", f"Durable rows of a hook with {words}.", labels=["hook"]
+        )
+        for hook, of_hook in now.commits.values.items():
+            counts.add_metric([hook], getattr(of_hook, name))
+        yield counts
     yield _counter("requests_finished", "Requests that have ended.", now.requests_done)
     if now.requests_total is not None:
         yield _gauge("requests_planned", "Requests to serve.", now.requests_total)

@@ -15,9 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, TextIO
 
 from actds.errors import ActdsError
+from actds.info import values_in_words
+from actds.schema import RowCounts
 from actds.text import counted, format_nbytes, format_rate, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 
@@ -73,6 +76,7 @@ class Snapshot:
         memory_nbytes: bound on the memory of all stages, None when not known.
         last_commit_age_s: None before the first commit.
         writer_silent_s: seconds since the writer's last message, None before the first.
+        cast: what casts the rows, None for nothing.
     """
 
     elapsed_s: float
@@ -94,6 +98,7 @@ class Snapshot:
     memory_nbytes: int | None = None
     last_commit_age_s: float | None = None
     writer_silent_s: float | None = None
+    cast: str | None = None
 
     @property
     def dropped_tokens(self) -> int:
@@ -149,6 +154,7 @@ def take_snapshot(
         memory_nbytes=w.memory_nbytes,
         last_commit_age_s=_age_s(w.commits.last_ns, now),
         writer_silent_s=_age_s(w.t_ns, now),
+        cast=w.cast,
     )
 
 
@@ -240,6 +246,7 @@ def _commits_of(commits: Sequence[CommitTotals]) -> CommitTotals:
         p50_s=max((one.p50_s for one in commits if one.p50_s is not None), default=None),
         p99_s=max((one.p99_s for one in commits if one.p99_s is not None), default=None),
         last_ns=max((one.last_ns for one in commits if one.last_ns is not None), default=None),
+        values=RowCounts.by_hook(one.values for one in commits),
         **{name: sum(getattr(one, name) for one in commits) for name in names},
     )
 
@@ -254,6 +261,8 @@ LABEL_WIDTH, QUEUE_WIDTH, GAUGE_WIDTH, RATE_WIDTH = 10, 13, 10, 11
 SILENT_S = 3.0
 """A writer without a message for so long is waiting, most likely for the disk."""
 WAITS = {"staging": "step", "ring": "step", "pool": "shard", LANE: "step"}
+MAX_VALUES = 3
+"""Lines on rows that are not finite or zero; the summary has them all."""
 LEAVES = {"staging": "captured", "ring": "taken", "pool": "committed", LANE: "taken"}
 
 
@@ -298,6 +307,7 @@ def format_line(
         f"{now.cached_tokens:,} cached",
         f"queues {'/'.join(_depth(stage) for stage in now.stages)}",
         f"{now.dropped_tokens:,} dropped",
+        *_values(now),
     ]
     return "  ".join(parts)
 
@@ -328,6 +338,8 @@ def format_screen(
         _line(screen, "writer", waits, "yellow")
     if now.memory_nbytes is not None:
         _line(screen, "memory", f"{format_nbytes(now.memory_nbytes)} at most, all stages")
+    for words in _values(now):
+        _line(screen, "values", words, "bold red")
     lost = ", ".join(f"{n:,} {reason}" for reason, n in sorted(now.dropped.items()))
     _line(screen, "dropped", lost or "0", "bold red" if now.dropped_tokens else "")
     return screen
@@ -386,6 +398,13 @@ def _commits(now: Snapshot) -> str:
     if now.last_commit_age_s is not None:
         words += f"   last {format_seconds(now.last_commit_age_s)} ago"
     return words
+
+
+def _values(now: Snapshot) -> list[str]:
+    """Return which durable rows are not finite or zero, the worst hooks first."""
+    c = now.commits
+    counts = [(hook, c.n_rows, n) for hook, n in c.values.items()]
+    return list(islice(values_in_words(counts, [now.cast] if now.cast else []), MAX_VALUES))
 
 
 def _requests(now: Snapshot) -> str:
@@ -561,6 +580,8 @@ class Totals:
         row_nbytes: bytes of the rows over all hooks, before compression.
         stored_nbytes: bytes of their files.
         seal: digest of the seal, None when the dataset is not sealed.
+        values: by hook, how many rows are not finite or zero.
+        cast: what cast the rows, None for nothing.
     """
 
     path: str
@@ -585,12 +606,15 @@ class Totals:
     undelivered: int = 0
     rejected: int = 0
     skipped_tokens: int = 0
+    values: Mapping[str, RowCounts] = field(default_factory=dict)
+    cast: str | None = None
 
     def plus(self, other: Totals) -> Totals:
         """Return the counts of two runs of a dataset together."""
         added = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
         requests = Counter(self.requests) + Counter(other.requests)
-        return replace(self, requests=dict(requests), **added)
+        values = RowCounts.by_hook([self.values, other.values])
+        return replace(self, requests=dict(requests), values=values, **added)
 
     def check(self) -> dict[str, int]:
         """Return the scheduled tokens by outcome.
@@ -647,6 +671,8 @@ def format_summary(totals: Totals) -> str:
         "filtered": totals.filtered,
         **_some(undelivered=totals.undelivered),
     }
+    counts = [(hook, totals.captured, n) for hook, n in totals.values.items()]
+    odd = values_in_words(counts, [totals.cast] if totals.cast else [])
     path = shlex.quote(totals.path)
     state = f"sealed {totals.seal[:16]}" if totals.seal else "not sealed"
     lines = [
@@ -655,6 +681,7 @@ def format_summary(totals: Totals) -> str:
         ("scheduled", f"{totals.scheduled:,} tokens = {_sum(computed)}"),
         ("positions", f"{sum(positions.values()):,} = {_sum(positions)}"),
         ("rows", _rows(totals)),
+        *(("values", words) for words in odd),
         ("size", _size(totals)),
         ("time", _speed(totals)),
     ]

@@ -231,7 +231,12 @@ class Committer:
         now = time.monotonic()
         nbytes_out = sum(entry.nbytes for entry in manifest.files)
         self.meter.committed(
-            begun.n_rows, begun.nbytes, nbytes_out, now - begun.began, raw=begun.raw
+            begun.n_rows,
+            begun.nbytes,
+            nbytes_out,
+            now - begun.began,
+            raw=begun.raw,
+            values=manifest.values,
         )
         # While shards overlap, one costs what passes between the commits.
         self.fallback.learn(begun.nbytes, now - max(begun.began, ended), raw=begun.raw)

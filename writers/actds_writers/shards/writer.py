@@ -15,6 +15,7 @@ from pathlib import Path
 from actds import layout, schema
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts
+from actds.info import recorded_cast
 from actds.ledger import Chain
 from actds.reading import read_genesis
 from actds.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
@@ -268,6 +269,7 @@ class Writer:
                 for name, f in sorted(fields.items())
             },
         )
+        self.cast = recorded_cast(record)
         put = self._store.put_new(layout.run_path(self._settings.run), [schema.to_bytes(record)])
         self._chain.append("run", RunBody(run=self._settings.run, sha256=put.sha256))
 
