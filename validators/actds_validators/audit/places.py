@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from actds.reading import Catalog
+from actds.schema import RowCounts
 from actds.text import counted, share
 from actds_validators.audit.identity import differing_facts, one_model, rows_by_adapter, rows_of
 from actds_validators.audit.place import Level, Place, PlaceName, SourceAccount, Worst
@@ -370,16 +371,11 @@ def _queues(audited: Audited) -> Place:
 
 
 def _values(audited: Audited) -> Place:
-    counts = defaultdict[str, list[int]](lambda: [0, 0, 0])
-    for shard in audited.catalog.shards:
-        for hook, counted_rows in shard.values.items():
-            sums = counts[hook]
-            sums[0] += shard.n_rows
-            sums[1] += counted_rows.not_finite
-            sums[2] += counted_rows.zero
-    hook, (rows, not_finite, zero) = max(
-        counts.items(), key=lambda item: (item[1][1], item[1][2]), default=("", [0, 0, 0])
-    )
+    shards = audited.catalog.shards
+    by_hook = RowCounts.by_hook(shard.values for shard in shards)
+    hook = max(by_hook, key=lambda h: (by_hook[h].not_finite, by_hook[h].zero), default="")
+    not_finite, zero = (by_hook[hook].not_finite, by_hook[hook].zero) if hook else (0, 0)
+    rows = sum(shard.n_rows for shard in shards if hook in shard.hooks)
     held: dict[str, Any] = {"limit": "no row that is not finite, none that is all zero"}
     n = max(not_finite, zero)
     if not n:
