@@ -11,7 +11,7 @@ import pytest
 
 from actds_testing.audit_results import COVARIATES
 from actds_testing.audit_tokens import audited, tables_of
-from actds_testing.calibration.audit import QUEUE
+from actds_testing.calibration.audit import HALF_QUEUE, QUEUE
 from actds_testing.calibration.parts import with_hooks
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_validators.audit.lookup import CellEdges
@@ -148,6 +148,11 @@ def test_hooks_of_noise_beside_it_hide_no_loss_by_load() -> None:
         verdict = judge(found, LIMITS)
         assert (verdict.level, verdict.kind) == ("WARN", "load-dependent")
         assert verdict.sentence.startswith("Losses depend on the load")
+
+
+def test_a_queue_that_took_a_part_of_each_step_is_a_loss_by_load() -> None:
+    found = verdict_of("queue", 20_680_000, **{**HALF_QUEUE, "n_steps": 5000})
+    assert (found.level, found.kind) == ("WARN", "load-dependent")
 
 
 def test_a_run_too_short_for_any_test_says_so() -> None:

@@ -8,8 +8,9 @@ and step: it needs many, and holds for losses that lie side by side in any way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -98,6 +99,30 @@ def all_rows(runs: Sequence[PartialRows], began: Sequence[Ints]) -> Rows:
     )
 
 
+class _Numbers(Sequence[Floats]):
+    """The numbers of the rows of a group, and of a hook their squared deviations after them.
+
+    Args:
+        values: ``(n_numbers, n_rows)``.
+        away: how far the mean of each lies from 0; ``None`` where squares are no covariates.
+    """
+
+    def __init__(self, values: Floats, away: Floats | None) -> None:
+        self._values, self._is_squared = values, away is not None
+        if away is not None:
+            values -= away[:, np.newaxis]
+
+    def __len__(self) -> int:
+        return len(self._values) * (1 + self._is_squared)
+
+    def __getitem__(self, k: Any) -> Any:
+        """Return one number of the rows: side by side the squares would be held as well."""
+        if not 0 <= k < len(self):
+            raise IndexError(k)
+        x = self._values[k % len(self._values)]
+        return x if k < len(self._values) else x * x
+
+
 class Units:
     """What is lost together, told by the losses alone: tokens, cells or whole requests.
 
@@ -131,26 +156,29 @@ class Units:
         self.pairs = split_key(pairs)
 
     def about_step(self, x: Floats) -> Floats:
-        """Return values ``(n_numbers, n_rows)`` about the mean of their step, 0 without one."""
+        """Return a number of the rows about the mean of their step, 0 where a row has none."""
+        known = ~np.isnan(x)
+        at = self.step[known]
+        mean = np.bincount(at, x[known]) / np.maximum(np.bincount(at), 1)
         found = np.zeros_like(x)
-        for k, row in enumerate(x):
-            known = ~np.isnan(row)
-            at = self.step[known]
-            mean = np.bincount(at, row[known]) / np.maximum(np.bincount(at), 1)
-            found[k, known] = row[known] - mean[at]
+        found[known] = x[known] - mean[at]
         return found
 
-    def drawn(self, x: Floats) -> Floats:
+    def drawn(self, numbers: Iterable[Floats]) -> Floats:
         """Return sums over the lost units of each draw ``(n_numbers, 1 + n_draws)``.
 
         Of requests each counts the same: of a stored one only the tokens are here that shared a
         step with lost ones, and sums over fewer tokens would vary less than those of lost ones.
         """
-        away = self.about_step(x)
-        if self.kind == "tokens":
-            return self.turns.sums(away)
-        sums = np.stack([np.bincount(self.unit, row) for row in away]).astype(np.float64)
-        return self.turns.sums(sums / self.size if self.kind == "requests" else sums)
+        found = []
+        for x in numbers:
+            away = self.about_step(x)
+            if self.kind != "tokens":
+                away = np.bincount(self.unit, away).astype(np.float64)
+            if self.kind == "requests":
+                away /= self.size
+            found.append(away[self.turns.units])
+        return self.turns.sums(np.stack(found))
 
     def scores(self, x: Floats) -> Within | None:
         """Return the test of clustered scores of one number, ``(n_rows,)``."""
@@ -200,14 +228,11 @@ def selections(
     for groups in ([CONTENT], [g for g in runs if g != CONTENT]):
         joint, found = JointDraws(), []
         for group in groups:
-            x = rows.values(runs[group])
-            if group in away:
-                x -= away[group][:, np.newaxis]
-                x = np.concatenate([x, x * x])
-            scores = [units.scores(row) for row in x]
+            numbers = _Numbers(rows.values(runs[group]), away.get(group))
+            scores = [units.scores(x) for x in numbers]
             kept = [k for k, t in enumerate(scores) if t and t.n_requests >= MIN_REQUESTS]
             if kept:
-                sizes = np.abs(units.drawn(x[kept]))
+                sizes = np.abs(units.drawn(numbers[k] for k in kept))
                 joint.add(sizes)
                 reached = sizes >= sizes[:, :1] - 1e-9 * sizes.max(axis=1, keepdims=True)
                 of = [covariates[group][k] for k in kept]

@@ -151,7 +151,7 @@ class Turns:
         seed: of controls, order and turns.
     """
 
-    CONTROLS, MAX_LOST, CHUNK = 15, 4096, 64
+    CONTROLS, MAX_LOST, CHUNK = 7, 3000, 64
     """Stored units for each lost one at most; lost units at most, of evenly spaced strata."""
 
     def __init__(self, stratum: Ints, lost: Bools, n_draws: int, seed: int) -> None:
@@ -176,13 +176,12 @@ class Turns:
         """Return the sums over the lost units of each draw, ``(n_values, 1 + n_draws)``.
 
         Args:
-            values: of the units ``(n_values, n_units)``; taken about the mean of their stratum.
+            values: of `units`, ``(n_values, len(units))``; taken about the mean of their stratum.
         """
-        x = values[:, self.units]
-        middle = np.stack([np.bincount(self.stratum, row, len(self._size)) for row in x])
-        x = (x - (middle / self._size)[:, self.stratum]).T
+        middle = np.stack([np.bincount(self.stratum, row, len(self._size)) for row in values])
+        x = (values - (middle / self._size)[:, self.stratum]).T
         found = np.empty((x.shape[1], len(self._place)))
-        # A sixteenth of the units at least is lost: a dense product is faster than a sparse one.
+        # An eighth of the units at least is lost: a dense product is faster than a sparse one.
         for k in range(0, len(self._place), self.CHUNK):
             some = self._place[k : k + self.CHUNK]
             drawn = np.zeros((len(some), len(x)))
