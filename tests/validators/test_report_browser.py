@@ -20,10 +20,12 @@ from actds_testing.stability_results import many as many_stability
 from actds_validators.audit.result import Audit
 from actds_validators.report.accounting import waterfall
 from actds_validators.report.html import render
+from actds_validators.report.index import Entry
+from actds_validators.report.index import render as render_index
 from actds_validators.report.mechanism import lag_plot
 from actds_validators.report.regimes.page import render as render_regimes
 from actds_validators.report.stability.page import render as render_stability
-from actds_validators.report.summary import About
+from actds_validators.report.summary import About, answer
 
 pytestmark = [
     pytest.mark.browser,
@@ -286,3 +288,26 @@ def test_the_numbers_of_a_figure_are_downloaded_under_the_policy(
         assert came == picture.data.csv().encode()
     assert browser.console == []
     assert browser.evaluate("location.href") == page.as_uri()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_index_fits_and_its_links_lead_to_the_pages_beside_it(
+    browser: Browser, tmp_path: Path, width: int
+) -> None:
+    known = About(("org/model-8b",), ("vllm 0.11.0",), ("resid_post.10 (4,096 × bfloat16)",) * 3,
+                  1_763_800_000 * 10**9, "")  # fmt: skip
+    entries = [
+        Entry(f"/data/runs/{name}", answer(audit(name)), audit(name), known, page=f"{name}.html")
+        for name in CASES
+    ]
+    entries.append(Entry("/data/bad", "No: it is not valid", why="E201 shards/s-1: 4,095 bytes"))
+    page = write(tmp_path / "index.html", render_index(entries, f"actds check {'x' * 90}"))
+    browser.open(page, width=width)
+    assert browser.console == [] and browser.requests == [page.as_uri()]
+    assert browser.evaluate(WIDER) == 0 and browser.evaluate(UNSAID) == []
+    heavy = write(tmp_path / "heavy.html", render(audit("heavy")))
+    browser.evaluate("document.querySelector('a[href=\"heavy.html\"]').click()")
+    for _ in range(100):
+        if browser.evaluate("document.querySelector('#checks') !== null"):
+            break
+    assert browser.evaluate("location.href") == heavy.as_uri()

@@ -6,12 +6,12 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from actds.cli.output import envelope, print_json, print_lines
-from actds.text import Line, printable
+from actds.text import Line, printable, storable
 from actds_validators.cli.results import (
     accept_option,
     keep_little,
@@ -24,17 +24,18 @@ from actds_validators.cli.validate import counting, finding_lines, verdict_line
 
 if TYPE_CHECKING:
     from actds_validators.check import CheckResult
+    from actds_validators.report.index import Entry
 
 _MAX_FINDINGS, _MAX_STEPS = 2, 3
 
 
 @click.command()
-@click.argument("path", metavar="PATH")
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option(
     "--html",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=no_dash,
-    help="Write the audit's report.",
+    help="Write the audit's report; of several datasets an index, with their reports beside it.",
 )
 @accept_option()
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON (actds.check 1).")
@@ -43,7 +44,7 @@ _MAX_FINDINGS, _MAX_STEPS = 2, 3
 def check(
     ctx: click.Context,
     /,
-    path: str,
+    paths: tuple[str, ...],
     html: Path | None,
     accept: tuple[str, ...],
     as_json: bool,
@@ -52,32 +53,66 @@ def check(
     """Say whether a dataset is valid, and whether to train on it.
 
     PATH is the dataset's folder. This is actds validate and, if the dataset is valid, actds audit,
-    on one screen; each of them says more. Exit codes: 0 valid, and the audit does not FAIL; 1 any
-    other answer; 2 usage; 3 not readable as a dataset; 4 not writable.
+    on one screen; each of them says more. Of several datasets each has its screen. Exit codes: 0
+    valid, and the audit does not FAIL; 1 any other answer; 2 usage; 3 not readable as a dataset; 4
+    not writable. The worst of several counts.
 
     \b
     Examples:
       actds check acts
       actds check acts --html audit.html
       actds check acts --json --strict
+      actds check runs/* --html index.html
     """
     from actds_validators.audit.outputs import refuse_outputs
     from actds_validators.check import check as run
     from actds_validators.extras import need_extra
+    from actds_validators.report.index import page_beside
+    from actds_validators.report.index import render as render_index
 
     need_extra(*(["jinja2"] if html else []))
     refuse_outputs({"--html": html}, {})
     need_folders(html)
     keep_little()
-    with counting() as validating:
-        found = run(path, accept=accept, validating=validating, auditing=told())
-    if html is not None and found.audit is not None:
-        write_text(html, _report(found, shlex.join(["actds", "audit", path, "--html", str(html)])))
+    several = len(paths) > 1
+    codes: list[int] = []
+    documents: list[dict[str, Any]] = []
+    entries: list[Entry] = []
+    for n, path in enumerate(paths, 1):
+        with counting() as validating:
+            found = run(path, accept=accept, validating=validating, auditing=told())
+        report = page_beside(html, n, path) if several and html is not None else html
+        if report is not None and found.audit is not None:
+            command = shlex.join(["actds", "audit", path, "--html", str(report)])
+            write_text(report, _report(found, command))
+        codes.append(found.exit_code(strict=strict))
+        entries.append(_entry(found, report))
+        if as_json:
+            documents.append(found.as_json(strict=strict))
+            continue
+        print_lines([Line("")] if n > 1 else [])
+        print_lines(page(found, report, strict=strict))
+    if several and html is not None:
+        command = storable(shlex.join(["actds", "check", *paths, "--html", str(html)]))
+        write_text(html, render_index(entries, command))
+        print_lines([] if as_json else [Line(""), Line(f"index: {printable(str(html))}")])
     if as_json:
-        print_json(envelope("check", found.as_json(strict=strict)))
-    else:
-        print_lines(page(found, html, strict=strict))
-    sys.exit(found.exit_code(strict=strict))
+        whole = {"strict": strict, "ok": not any(codes), "exit_code": max(codes)}
+        print_json(envelope("check", whole | {"datasets": documents} if several else documents[0]))
+    sys.exit(max(codes))
+
+
+def _entry(found: CheckResult, report: Path | None) -> Entry:
+    from actds_validators.about import about
+    from actds_validators.report.index import Entry
+
+    path, answer = found.validation.path, found.answer
+    if found.audit is None:
+        first = next(iter(found.validation.errors), None)
+        return Entry(path, answer, why="" if first is None else first.line())
+    page = "" if report is None else report.name
+    known = about(found.audit.catalog, "")
+    return Entry(path, answer, found.audit.result, known, page=page)
 
 
 def _report(found: CheckResult, command: str) -> str:

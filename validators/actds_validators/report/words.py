@@ -212,11 +212,15 @@ MAX_ROWS = 50
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; the tone only repeats what the words say, a note is below the cells."""
+    """A row of a table; the tone only repeats what the words say, a note is below the cells.
+
+    The first cell is a link where ``href`` names a file beside the page.
+    """
 
     cells: tuple[str, ...]
     tone: Tone = ""
     note: str = ""
+    href: str = ""
 
 
 @dataclass(frozen=True)
