@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -114,12 +115,52 @@ class LabelFacts:
 def read_records(catalog: Catalog) -> pa.Table:
     """Return a line of the requests for each record, the one that says most of it.
 
+    A record is a row of its source, and of a replay a request of its source; where a run says
+    neither, as a server's, each request is one.
+
     Raises:
         ActdsError: as ``Catalog.table``.
     """
-    parts = [catalog.table("requests", run).select(_COLUMNS) for run in catalog.run_ids]
-    lines = pa.concat_tables([tables.empty("requests").select(_COLUMNS), *parts])
-    return lines.take(_once(lines))
+    parts = [tables.empty("requests").select(_COLUMNS)]
+    keys, sources = [np.zeros((2, 0), np.int64)], dict[str | None, int]()
+    for run in catalog.run_ids:
+        requests = catalog.table("requests", run)
+        keys.append(_record_keys(catalog, run, requests, sources))
+        parts.append(requests.select(_COLUMNS))
+    lines, key = pa.concat_tables(parts), np.concatenate(keys, axis=1)
+    # Served, else skipped, else unbegun.
+    rank = pc.index_in(lines["finish_reason"], pa.array(tables.UNSERVED)).fill_null(-1).to_numpy()
+    order = np.lexsort((rank, key[1], key[0]))
+    key = key[:, order]
+    first = np.append(True, (key[:, 1:] != key[:, :-1]).any(axis=0))[: len(order)]
+    return lines.take(pa.array(np.sort(order[first])))
+
+
+def _record_keys(
+    catalog: Catalog, run: str, requests: pa.Table, sources: dict[str | None, int]
+) -> npt.NDArray[np.int64]:
+    """Return two numbers that name the record of each request in all runs, ``(2, n)``.
+
+    Args:
+        sources: number of each source and run that had one before; new ones are added.
+    """
+
+    def number(name: str | None) -> int:
+        return sources.setdefault(name, len(sources))
+
+    names = requests["source"].combine_chunks().dictionary_encode()
+    codes = pc.fill_null(names.indices, len(names.dictionary)).to_numpy()
+    known = np.array([*map(number, names.dictionary.to_pylist()), number(None)])
+    own = requests["request"].to_numpy().astype(np.int64)
+    key = np.stack([known[codes], pc.fill_null(requests["source_row"], -1).to_numpy()])
+    origins = catalog.table("origins", run)
+    order = np.argsort(own)
+    place = order[np.searchsorted(own, origins["request"].to_numpy(), sorter=order)]
+    key[0, place] = [number(f"run {name}") for name in origins["source_run"].to_pylist()]
+    key[1, place] = origins["source_request"].to_numpy()
+    alone = key[1] < 0
+    key[:, alone] = np.stack([np.full(alone.sum(), number(f"alone in {run}")), own[alone]])
+    return key
 
 
 def label_facts(records: pa.Table) -> list[LabelFacts]:
@@ -165,19 +206,6 @@ def source_facts(catalog: Catalog, records: pa.Table) -> list[SourceFacts]:
             n_unlisted = max(0, (n_read or 0) - own.num_rows)
             found.append(SourceFacts(source, n_read, n_served, n_unlisted, unserved))
     return found
-
-
-def _once(lines: pa.Table) -> pa.Array:
-    """Return the line of each record that says most of it: served, else skipped, else unbegun."""
-    words = pc.dictionary_encode(lines["source"].fill_null("")).unify_dictionaries()
-    source = words.combine_chunks().indices.to_numpy()
-    row = lines["source_row"].fill_null(-1).to_numpy()
-    unserved = pc.index_in(lines["finish_reason"], pa.array(tables.UNSERVED)).fill_null(-1)
-    order = np.lexsort((unserved.to_numpy(), row, source))
-    key = np.stack([source[order], row[order]])
-    # Of a request without a record nothing says that another one is the same.
-    first = np.append(True, (key[:, 1:] != key[:, :-1]).any(axis=0))[: len(order)] | (key[1] < 0)
-    return pa.array(np.sort(order[first]))
 
 
 def _records_read(catalog: Catalog) -> dict[object, int]:

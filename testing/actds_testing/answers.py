@@ -44,6 +44,7 @@ class Case:
         place: the place that has to decide, None for the clean one.
         decision: the answer.
         says: words that the first line has to have.
+        beside: places that do not pass either, as what is interrupted is cut off.
     """
 
     make: Callable[[Path], Path]
@@ -51,6 +52,7 @@ class Case:
     place: PlaceName | None
     decision: Decision
     says: str
+    beside: tuple[PlaceName, ...] = ()
 
 
 def harvest(path: Path, prompts: list[str], model: Path | None = None, **settings: Any) -> Path:
@@ -172,7 +174,7 @@ CASES: dict[str, Case] = {
     ),
     "interrupted": Case(
         interrupted, "The harvest was interrupted before most of its prompts were begun.", "source",
-        "no", "(interrupted)",
+        "no", "(interrupted)", ("ends",),
     ),
     "cached": Case(
         cached, "The prefix cache served shared prefixes: their rows are stored once.", "cache",

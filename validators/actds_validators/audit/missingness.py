@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow.compute as pc
 
+from actds.format.labels import label_table
 from actds.format.positions import pair_key, split_key
 from actds_validators.audit.accumulate import Bands, CovariateSums
 from actds_validators.audit.census import Series
@@ -363,6 +364,7 @@ class SpanStrata:
         self._phases = np.zeros((2, 2, n_blocks))
         self.total = np.zeros((2, n_blocks))
         self._requests = {kind: _Groups() for kind in _OF_REQUESTS}
+        self._labels: dict[str, _Groups] = {}
         self._runs = {kind: _Groups() for kind in ("run", *RUN_LABELS)}
         self.whole: list[int] = [0, 0]
         self._halved = 0.0
@@ -398,6 +400,9 @@ class SpanStrata:
         for kind, groups in self._requests.items():
             names = _OF_REQUESTS[kind](source, lookup)
             groups.add(groups.places(names), lookup.request_block, computed, n[1])
+        for label, values in _labels(source, lookup):
+            groups = self._labels.setdefault(f"label {label}", _Groups())
+            groups.add(groups.places(values), lookup.request_block, computed, n[1])
         for kind, groups in self._runs.items():
             name = source.run if kind == "run" else source.labels.get(kind)
             of_run = np.repeat(groups.places([name]), len(computed))
@@ -423,7 +428,7 @@ class SpanStrata:
             yield _some(kind, [_range(k) for k in range(N_BANDS)], stored + lost, lost)
         stored, lost = self._phases
         yield _some("phase", list(PHASES), stored + lost, lost)
-        for kind, groups in self._requests.items():
+        for kind, groups in (self._requests | self._labels).items():
             yield groups.strata(kind, self.n_blocks, limits, None)
         share = float(self.total[1].sum()) / max(1.0, float(self.total.sum()))
         common = np.full(self.n_blocks, share)
@@ -470,6 +475,18 @@ def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
         if n[digest] > 1 and place >= 0:
             found[place] = f"{digest.hex()[:16]}…"
     return found
+
+
+def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str | None]]]:
+    """Yield each of the user's labels with its value in every request, None without one."""
+    table = source.table("requests", ["request", "labels"])
+    places = lookup.requests.of(table["request"].to_numpy()).tolist()
+    for name, column in label_table(table["labels"]).items():
+        values: list[str | None] = [None] * len(lookup.request_block)
+        for place, value in zip(places, column.to_pylist(), strict=True):
+            if place >= 0:
+                values[place] = value
+        yield name, values
 
 
 _OF_REQUESTS: dict[str, Callable[[RunSource, Lookup], list[str | None]]] = {

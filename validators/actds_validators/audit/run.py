@@ -15,6 +15,7 @@ from actds.errors import ActdsError
 from actds.executor import Executor, Threads, open_executor
 from actds.reading import Catalog
 from actds.sealing import check_provenance
+from actds.sources import read_records
 from actds.store import open_store
 from actds_validators.audit.accumulate import CONTENT, CovariateSums, PartialRows, Sums
 from actds_validators.audit.answer import conclude, unaccounted
@@ -90,7 +91,7 @@ from actds_validators.audit.result import (
     Options,
     Queues,
 )
-from actds_validators.audit.source import read_records, source_account
+from actds_validators.audit.source import source_account
 from actds_validators.audit.verdict import Evidence, judge
 from actds_validators.audit.weights import (
     Cells,

@@ -6,7 +6,6 @@ a later run of the dataset served counts as served.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 
@@ -17,6 +16,7 @@ import pyarrow.compute as pc
 
 from actds.codes import CODES
 from actds.format import tables
+from actds.format.labels import label_table
 from actds.reading import Catalog
 from actds.schema import CloseBody, FenceBody
 from actds_validators.audit.covariates import N_BANDS, position_band
@@ -29,76 +29,16 @@ _CODE = re.compile(r"E\d{3}\b")
 _MAX_REASONS = 20
 
 
-def read_records(catalog: Catalog) -> pa.Table:
-    """Return one line for each record of the sources of all runs.
-
-    Columns: ``source``, ``labels``, ``finish_reason`` and ``reason`` in the last run that has the
-    record, ``prompt_len`` (0: not known), and ``begun``: whether a request was begun for it.
-    """
-    parts, sources = [], list[str | None]()
-    for number, run in enumerate(catalog.runs_with_data):
-        requests = catalog.table("requests", run)
-        first, second = _keys(catalog, run, number, requests, sources)
-        ends = requests["finish_reason"]
-        begun = pc.invert(pc.is_in(ends, pa.array(tables.UNSERVED)))
-        lines = requests.select(["source", "labels", "prompt_len", "finish_reason", "reason"])
-        lines = lines.append_column("begun", begun)
-        parts.append(lines.append_column("first", first).append_column("second", second))
-    names = ["source", "labels", "finish_reason", "reason"]
-    wanted = [("prompt_len", "max"), ("begun", "max"), *((name, "last") for name in names)]
-    # In one thread the last line of a key is that of the last run.
-    grouped = pa.concat_tables(parts).group_by(["first", "second"], use_threads=False)
-    return (
-        grouped.aggregate(wanted)
-        .select([f"{name}_{how}" for name, how in wanted])
-        .rename_columns([name for name, _ in wanted])
-    )
-
-
-def _keys(
-    catalog: Catalog, run: str, number: int, requests: pa.Table, sources: list[str | None]
-) -> tuple[pa.Array, pa.Array]:
-    """Return two numbers by which the lines of one record are found in all runs.
-
-    The source and its row; of a replay the run and the request that it replays. A request of which
-    neither is known, as in a server, is a record by itself.
-
-    Args:
-        sources: names that had a number before; new ones are added.
-    """
-    origins = catalog.table("origins", run)
-    own = requests["request"].to_numpy().astype(np.int64)
-    names = requests["source"].combine_chunks().dictionary_encode()
-    known = [_number(sources, name) for name in names.dictionary.to_pylist()]
-    codes = pc.fill_null(names.indices, len(known)).to_numpy()
-    first = np.array([*known, -1], np.int64)[codes]
-    second = pc.fill_null(requests["source_row"], -1).to_numpy().astype(np.int64)
-    if origins.num_rows:
-        place = np.argsort(own)[np.searchsorted(np.sort(own), origins["request"].to_numpy())]
-        runs = origins["source_run"].to_pylist()
-        first[place] = [_number(sources, f"\0{name}") for name in runs]
-        second[place] = origins["source_request"].to_numpy()
-    alone = second < 0
-    first[alone], second[alone] = -2 - number, own[alone]
-    return pa.array(first), pa.array(second)
-
-
-def _number(known: list[str | None], name: str | None) -> int:
-    if name not in known:
-        known.append(name)
-    return known.index(name)
-
-
 def source_account(catalog: Catalog, records: pa.Table) -> SourceAccount:
     """Return what became of the records of the sources.
 
     Args:
         catalog: of the dataset.
-        records: of `read_records`.
+        records: of ``actds.sources.read_records``.
 
     Spec: 0.1 section 14.10.
     """
-    begun = records["begun"].to_numpy()
+    begun = np.asarray(tables.is_served(records))
     length = records["prompt_len"].to_numpy().astype(np.int64)
     n_read = _n_read(catalog)
     silent = 0 if n_read is None else max(0, n_read - len(begun))
@@ -124,12 +64,13 @@ def groups_left_out(records: pa.Table, account: SourceAccount) -> Iterator[Worst
     Groups are the prompt sources, the values of the user's label columns, and bands of lengths.
 
     Args:
-        records: of `read_records`.
+        records: of ``actds.sources.read_records``.
         account: of `source_account`.
     """
-    left = ~records["begun"].to_numpy()
-    for kind, names in (("source", records["source"]), *label_columns(records["labels"])):
-        encoded = names.combine_chunks().dictionary_encode()
+    left = ~np.asarray(tables.is_served(records))
+    labels = {f"label {name}": column for name, column in label_table(records["labels"]).items()}
+    sources = records["source"].combine_chunks().dictionary_encode()
+    for kind, encoded in {"source": sources, **labels}.items():
         code = pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy()
         n = np.bincount(code, minlength=len(encoded.dictionary) + 1).tolist()
         n_left = np.bincount(code[left], minlength=len(n)).tolist()
@@ -139,21 +80,6 @@ def groups_left_out(records: pa.Table, account: SourceAccount) -> Iterator[Worst
         words = f"{band.low:,} to {band.high:,} tokens"
         lost = band.records - band.served
         yield Worst(kind="prompt length", label=words, n=lost, of=band.records, unit="records")
-
-
-def label_columns(labels: pa.ChunkedArray) -> Iterator[tuple[str, pa.ChunkedArray]]:
-    """Yield each of the user's label columns with its value in every request, null without one.
-
-    Args:
-        labels: the column ``labels`` of the requests table: JSON objects.
-
-    Spec: 0.1 section 6.3.
-    """
-    encoded = labels.combine_chunks().dictionary_encode()
-    objects = [json.loads(text) for text in encoded.dictionary.to_pylist()]
-    for name in sorted({name for one in objects for name in one}):
-        values = [str(one[name]) if name in one else None for one in objects]
-        yield name, pa.chunked_array([pa.array(values, pa.string()).take(encoded.indices)])
 
 
 def _n_read(catalog: Catalog) -> int | None:
