@@ -15,7 +15,7 @@ from actds import layout
 from actds.format import arrays, tables
 from actds.reading import Catalog, unknown_columns
 from actds.schema import CloseBody, FenceBody
-from actds.sources import SourceFacts, source_facts
+from actds.sources import LabelFacts, SourceFacts, label_facts, read_records, source_facts
 from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
 
 __all__ = [
@@ -122,6 +122,7 @@ class Facts:
     removable_nbytes: int
     hooks: list[HookFacts]
     sources: list[SourceFacts]
+    labels: list[LabelFacts]
     runs: list[RunFacts]
     chains: list[ChainFacts]
     unreachable: list[str]
@@ -133,7 +134,7 @@ def describe(catalog: Catalog) -> Facts:
     Raises:
         ActdsError: a table cannot be read, see ``Catalog.table``.
     """
-    genesis, seal = catalog.genesis, catalog.seal
+    genesis, seal, records = catalog.genesis, catalog.seal, read_records(catalog)
     phases: Counter[str] = Counter()
     for row_set in {manifest.row_set_sha256: manifest for manifest in catalog.shards}.values():
         record = catalog.runs.get(row_set.run)
@@ -156,7 +157,8 @@ def describe(catalog: Catalog) -> Facts:
         replaced_shards=len(catalog.replaced),
         removable_nbytes=sum(map(catalog.store.size, catalog.removable)),
         hooks=_hooks(catalog),
-        sources=source_facts(catalog),
+        sources=source_facts(catalog, records),
+        labels=label_facts(records),
         runs=[_run(catalog, run) for run in catalog.run_ids],
         chains=_chains(catalog),
         unreachable=catalog.unreachable,
@@ -285,6 +287,10 @@ def _page_lines(facts: Facts) -> Iterator[Line]:
         yield Line("")
         yield Line("Prompts", "title")
         yield from (Line(f"  {words}") for words in named)
+    if facts.labels:
+        yield Line("")
+        yield Line("Labels of the prompts", "title")
+        yield from (Line(f"  {one.words()}") for one in facts.labels)
     for run in facts.runs:
         yield from _page_run(run)
     yield Line("")

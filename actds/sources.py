@@ -1,7 +1,9 @@
-"""What became of the records of the sources of a dataset, over all its runs."""
+"""What became of the records of the sources of a dataset, over all its runs; their labels."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,12 +11,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.format import tables
+from actds.format.labels import Label, label_text, parse_labels
 from actds.reading import Catalog
 from actds.text import counted
 
-__all__ = ["SourceFacts", "UnservedFacts", "source_facts"]
+__all__ = [
+    "LabelCount",
+    "LabelFacts",
+    "SourceFacts",
+    "UnservedFacts",
+    "label_facts",
+    "read_records",
+    "source_facts",
+]
 
-_COLUMNS = ("source", "source_row", "finish_reason", "prompt_len", "reason")
+N_LARGEST = 8
+_COLUMNS = ("source", "source_row", "finish_reason", "prompt_len", "reason", "labels")
 
 
 @dataclass(frozen=True)
@@ -66,26 +78,85 @@ class SourceFacts:
         return f"{self.source}: {counted(total, 'record')} = {' + '.join(parts)}"
 
 
-def source_facts(catalog: Catalog) -> list[SourceFacts]:
+@dataclass(frozen=True)
+class LabelCount:
+    """A value of a label, and how many records have it."""
+
+    value: Label
+    n_records: int
+
+
+@dataclass(frozen=True)
+class LabelFacts:
+    """A label of the records.
+
+    Args:
+        name: the label.
+        n_records: records that have it.
+        n_values: its different values.
+        largest: those of most records, the largest first.
+    """
+
+    name: str
+    n_records: int
+    n_values: int
+    largest: list[LabelCount]
+
+    def words(self) -> str:
+        """Return the values in words."""
+        values = f"{counted(self.n_values, 'value')} in {counted(self.n_records, 'record')}"
+        some = [f"{label_text(one.value)} ({one.n_records:,})"
+                for one in self.largest]  # fmt: skip
+        more = self.n_values - len(some)
+        return f"{self.name}: {values}: {', '.join([*some, *([f'{more:,} more'] if more else [])])}"
+
+
+def read_records(catalog: Catalog) -> pa.Table:
+    """Return a line of the requests for each record, the one that says most of it.
+
+    Raises:
+        ActdsError: as ``Catalog.table``.
+    """
+    parts = [catalog.table("requests", run).select(_COLUMNS) for run in catalog.run_ids]
+    lines = pa.concat_tables([tables.empty("requests").select(_COLUMNS), *parts])
+    return lines.take(_once(lines))
+
+
+def label_facts(records: pa.Table) -> list[LabelFacts]:
+    """Return the labels of records, by name.
+
+    Raises:
+        ActdsError: E102 or E103 labels that are none.
+
+    Spec: 0.1 section 6.3.
+    """
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for line in pc.value_counts(records["labels"].drop_null()).to_pylist():
+        for name, value in parse_labels(line["values"], "requests labels").items():
+            counts[name][json.dumps(value)] += line["counts"]
+    found = []
+    for name, values in sorted(counts.items()):
+        ranked = sorted(values.items(), key=lambda item: (-item[1], item[0]))
+        largest = [LabelCount(json.loads(text), n) for text, n in ranked[:N_LARGEST]]
+        found.append(LabelFacts(name, values.total(), len(values), largest))
+    return found
+
+
+def source_facts(catalog: Catalog, records: pa.Table) -> list[SourceFacts]:
     """Return what became of the records of every source that the requests name.
 
     Requests whose source is not known are told of only where some of them were not served.
 
-    Raises:
-        ActdsError: as ``Catalog.table``.
+    Args:
+        catalog: the dataset.
+        records: its records, of ``read_records``.
 
     Spec: 0.1 section 6.3.
     """
-    parts = [catalog.table("requests", run).select(_COLUMNS) for run in catalog.run_ids]
-    lines = pa.concat_tables([tables.empty("requests").select(_COLUMNS), *parts])
-    lines = lines.take(_once(lines))
-    read = _records_read(catalog)
+    read, named = _records_read(catalog), records["source"]
     found = []
-    for source in pc.unique(lines["source"]).to_pylist():
-        of_source = (
-            pc.is_null(lines["source"]) if source is None else pc.equal(lines["source"], source)
-        )
-        own = lines.filter(of_source)
+    for source in pc.unique(named).to_pylist():
+        own = records.filter(pc.is_null(named) if source is None else pc.equal(named, source))
         served = tables.is_served(own)
         unserved = _unserved(own.filter(pc.invert(served)))
         n_read = read.get(source)

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.errors import Finding, Severity
+from actds.errors import ActdsError, Finding, Severity
 from actds.format import tables
+from actds.format.labels import parse_labels
 from actds.format.positions import Index, Intervals, Ints, Keys, of_keys, position_key, split_key
 
 MAX_FINDINGS_PER_CODE = 16
@@ -160,6 +161,11 @@ def read_requests(table: pa.Table, notes: Notes) -> Requests:
     table = table.take(pa.array(first))
     prompt, generated = ints(table, "prompt_len"), ints(table, "generated_len")
     finish_reason = words(table, "finish_reason")
+    for text in pc.unique(table["labels"].drop_null()).to_pylist():
+        try:
+            parse_labels(text, f"{place} labels")
+        except ActdsError as error:
+            notes.add(error.code, error.place, error.got, error.expected)
     unserved = np.isin(finish_reason, tables.UNSERVED)
     for i in notes.each("E402", np.flatnonzero(unserved & (words(table, "reason") == ""))):
         expected = f"why it was {finish_reason[i]}"

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from actds.errors import ActdsError
+from actds.format.labels import Label, label_words, parse_labels
 from actds.format.shard import Shard
 from actds.format.tables import TableName
 
@@ -46,6 +47,7 @@ class RequestRows:
         disposition: what became of each position: ``captured``, ``cache_ref``, ``dropped``,
             ``aborted``, ``filtered``, ``undelivered``; ``(n,)``.
         role: who wrote each position of a chat, empty where that is not known; ``(n,)``.
+        labels: what the user said of the prompt, by name.
         array: the rows of the hook.
     """
 
@@ -56,6 +58,7 @@ class RequestRows:
     owner: Ints
     disposition: npt.NDArray[np.str_]
     role: npt.NDArray[np.str_]
+    labels: dict[str, Label]
     array: LazyArray
 
     def __len__(self) -> int:
@@ -63,7 +66,8 @@ class RequestRows:
 
     def __repr__(self) -> str:
         n_rows = int((self.row >= 0).sum())
-        return f"<request {self.request} of {self.run}: {len(self)} positions, {n_rows} with a row>"
+        words = f"request {self.request} of {self.run}: {len(self)} positions, {n_rows} with a row"
+        return f"<{'; '.join([words, *label_words(self.labels)])}>"
 
     def acts(self) -> tuple[Ints, npt.NDArray[np.float32]]:
         """Return the positions that have a row, and these rows, float32 ``(n_rows, d_model)``."""
@@ -150,7 +154,7 @@ class RowPlaces:
         Raises:
             ActdsError: E014 no such request.
         """
-        self._check(run, request)
+        labels = self._labels(run, request)
         owner, disposition = self._owners(run, request)
         n = len(owner)
         token_id, row = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
@@ -160,7 +164,8 @@ class RowPlaces:
             token_id[position[mine]], row[position[mine]] = token[mine], place[mine]
         self._fill(run, owner, token_id)
         role = self._roles(run, request, n)
-        return RequestRows(run, request, token_id, row, owner, disposition, role, self.array)
+        places = (token_id, row, owner, disposition, role)
+        return RequestRows(run, request, *places, labels, self.array)
 
     def context(
         self, row: int, before: int, after: int, tokenizer: Tokenizer | None = None
@@ -172,20 +177,25 @@ class RowPlaces:
         pieces = None if tokenizer is None else tuple(found.pieces(tokenizer, start, stop))
         return Context(run, request, position, start, found.token_id[start:stop], pieces)
 
-    def _check(self, run: str, request: int) -> None:
-        known = self._table(run, "requests")["request"].to_numpy()
-        if not (known == request).any():
+    def _labels(self, run: str, request: int) -> dict[str, Label]:
+        """Return the labels of a request; raises E014 for one that the run does not have."""
+        requests = self._table(run, "requests")
+        at = np.flatnonzero(requests["request"].to_numpy() == request)
+        if not len(at):
             raise ActdsError(
                 "E014",
                 "request",
                 got=f"request {request} of run {run}",
-                expected=f"one of {len(known)} requests of the run",
+                expected=f"one of {len(requests)} requests of the run",
             )
+        text = requests["labels"][int(at[0])].as_py()
+        return {} if text is None else parse_labels(text, f"request {request} labels")
 
     def _table(self, run: str, name: TableName) -> Any:
         if (run, name) not in self._tables:
             table = self._dataset.catalog.table(name, run)
-            self._tables[run, name] = table.select(["request"]) if name == "requests" else table
+            columns = ["request", "labels"] if name == "requests" else table.column_names
+            self._tables[run, name] = table.select(columns)
         return self._tables[run, name]
 
     def _owners(self, run: str, request: int) -> tuple[Ints, npt.NDArray[np.str_]]:

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from actds.accounting.multiplicity import Servings, served_again, served_counts
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.labels import label_table
 from actds.format.roles import Roles
 from actds.format.row_weights import RowWeights
 from actds.format.sampled import Sampled
@@ -24,7 +25,7 @@ from actds.format.shard import Shard
 from actds.format.tables import TableName
 from actds.load.dataset import Dataset
 from actds.load.filters import Exclusion, Mask, bad, need_known, norms_of_hook
-from actds.load.where import COLUMNS, Expression, Kind, parse_expression
+from actds.load.where import LABELS, Expression, Kind, column_of, parse_expression
 from actds.schema import Hook
 
 __all__ = [
@@ -67,6 +68,7 @@ class RowValues:
         self._norms: dict[str, npt.NDArray[np.float32]] | None = None
         self._roles: dict[str, Roles] = {}
         self._sampled: dict[str, Sampled] = {}
+        self._labels: dict[str, dict[str, pa.DictionaryArray]] = {}
 
     def constant(self, shard: Shard) -> dict[str, pa.Array]:
         """Return what the manifest says of all rows of a shard, each of length 1."""
@@ -77,12 +79,14 @@ class RowValues:
         """Return the named columns, each of ``n_rows``; integers as int64, null where unknown.
 
         Raises:
-            ActdsError: E014 norms of several hooks, or of a run that has no norm readouts; E416 a
-                row without its readout; and as ``Shard.tokens``.
+            ActdsError: E014 norms of several hooks, or of a run that has no norm readouts, or a
+                label that no request has; E416 a row without its readout; and as
+                ``Shard.tokens``.
         """
-        chosen = [COLUMNS[name] for name in names]
+        chosen = [column_of(name) for name in names]
         wanted = {"flags" if one.flag else one.name for one in chosen if one.table == "tokens"}
-        wanted |= {"request"} if any(one.table == "requests" for one in chosen) else set()
+        if any(one.table in ("requests", "labels") for one in chosen):
+            wanted |= {"request"}
         wanted |= {"step"} if any(one.table == "steps" for one in chosen) else set()
         if any(one.table in ("roles", "sampled") for one in chosen):
             wanted |= {"request", "position"}
@@ -97,6 +101,9 @@ class RowValues:
             elif one.table == "roles":
                 assert tokens is not None
                 found[one.name] = self._role(shard, tokens)
+            elif one.table == "labels":
+                assert tokens is not None
+                found[one.name] = self._label(one.name.removeprefix(LABELS), shard, tokens)
             elif one.table == "sampled":
                 assert tokens is not None
                 found[one.name] = self._sampled_after(one.name, shard, tokens)
@@ -125,7 +132,7 @@ class RowValues:
     def _column(self, name: str, table: str, flag: int, shard: Shard, tokens: pa.Table) -> pa.Array:
         source = "flags" if flag else name.partition(".")[0]
         if source in shard.unknown:
-            return pa.nulls(shard.n_rows, COLUMNS[name].arrow_type)
+            return pa.nulls(shard.n_rows, column_of(name).arrow_type)
         if flag:
             return pa.array((tokens["flags"].to_numpy() & flag) != 0)
         if table == "tokens":
@@ -133,9 +140,24 @@ class RowValues:
         prefix, _, column = name.partition(".")
         lines = self._table(shard.run, cast("TableName", table))
         if not lines.num_rows:  # no census: read all the same, by somebody who said so
-            return pa.nulls(shard.n_rows, COLUMNS[name].arrow_type)
+            return pa.nulls(shard.n_rows, column_of(name).arrow_type)
         at = np.searchsorted(lines[prefix].to_numpy(), tokens[prefix].to_numpy())
         return _wide(lines[column].take(pa.array(at)))
+
+    def _label(self, name: str, shard: Shard, tokens: pa.Table) -> pa.Array:
+        if not self._labels:
+            for run in self._dataset.catalog.run_ids:
+                self._labels[run] = label_table(self._table(run, "requests")["labels"])
+        known = sorted({one for labels in self._labels.values() for one in labels})
+        if name not in known:
+            expected = f"one of {', '.join(known)}" if known else "none: requests have no labels"
+            raise bad(LABELS + name, "no request has it", expected)
+        labels = self._labels[shard.run].get(name)
+        if labels is None or "request" in shard.unknown:
+            return pa.nulls(shard.n_rows, pa.string())
+        number = self._table(shard.run, "requests")["request"].to_numpy()
+        at = np.searchsorted(number, tokens["request"].to_numpy())
+        return labels.take(pa.array(at))
 
     def _table(self, run: str, name: TableName) -> pa.Table:
         """Return a run's table of requests or steps, sorted by their numbers."""

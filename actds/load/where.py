@@ -24,8 +24,9 @@ import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.labels import of_type
 
-__all__ = ["COLUMNS", "Column", "Expression", "parse_expression"]
+__all__ = ["COLUMNS", "LABELS", "Column", "Expression", "column_of", "parse_expression"]
 
 Values = Mapping[str, pa.Array]
 Compiled = Callable[[Values], Any]
@@ -46,6 +47,7 @@ class Kind(Enum):
     NUMBER = "a number"
     TEXT = "a string"
     TRUTH = "true or false"
+    LABEL = "a label"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Column:
         name: as it is written; ``request.NAME`` and ``step.NAME`` are columns of these tables,
             ``sampled.NAME`` of the token that was sampled after the row.
         table: ``tokens``, ``requests``, ``steps`` or ``sampled``; ``readouts`` for ``norm``,
-            ``roles`` for ``role``; None for what the manifest of a shard says.
+            ``roles`` for ``role``, ``labels`` for ``labels.NAME``; None for what the manifest of a
+            shard says.
         kind: the type of its values.
         flag: the bit of ``flags`` that it is; 0 for none.
     """
@@ -72,7 +75,12 @@ class Column:
         return _ARROW_TYPES[self.kind]
 
 
-_ARROW_TYPES = {Kind.NUMBER: pa.int64(), Kind.TEXT: pa.string(), Kind.TRUTH: pa.bool_()}
+_ARROW_TYPES = {
+    Kind.NUMBER: pa.int64(),
+    Kind.TEXT: pa.string(),
+    Kind.TRUTH: pa.bool_(),
+    Kind.LABEL: pa.string(),
+}
 
 
 def _columns() -> dict[str, Column]:
@@ -92,7 +100,14 @@ def _columns() -> dict[str, Column]:
 
 
 COLUMNS: dict[str, Column] = _columns()
-"""Every column that an expression may name."""
+"""Every column that an expression may name, but for the labels of a dataset's requests."""
+LABELS = "labels."
+
+
+def column_of(name: str) -> Column:
+    """Return the column of a name in a checked expression."""
+    return Column(name, "labels", Kind.LABEL) if name.startswith(LABELS) else COLUMNS[name]
+
 
 _COMPARE = {
     ast.Eq: pc.equal,
@@ -184,7 +199,8 @@ class Expression:
         """
         if self._asks_for_none:
             return None
-        unknown = {n: pa.nulls(1, COLUMNS[n].arrow_type) for n in self.columns if n not in values}
+        others = [name for name in self.columns if name not in values]
+        unknown = {name: pa.nulls(1, column_of(name).arrow_type) for name in others}
         found = self._evaluate({**unknown, **values})
         value = found.as_py() if isinstance(found, pa.Scalar) else found[0].as_py()
         return value if isinstance(value, bool) else None
@@ -212,11 +228,9 @@ def parse_expression(text: str, argument: str, kind: Kind = Kind.TRUTH) -> Expre
     """
     compiler = _Compiler(text, argument)
     tree = compiler.parse()
-    compiled, found = compiler.compile(tree)
-    if found is not kind:
-        raise compiler.refuse(tree, found.value, kind.value)
+    compiled = compiler.typed(tree, kind)
     return Expression(
-        ast.unparse(tree), tuple(sorted(compiler.names)), found, compiled, compiler.asks_for_none
+        ast.unparse(tree), tuple(sorted(compiler.names)), kind, compiled, compiler.asks_for_none
     )
 
 
@@ -226,6 +240,7 @@ class _Compiler:
     def __init__(self, text: str, argument: str) -> None:
         self._text, self._argument = text, argument
         self._depth = 0
+        self._compiled: dict[ast.expr, tuple[Compiled, Kind]] = {}
         self.names: set[str] = set()
         self.asks_for_none = False
 
@@ -250,10 +265,12 @@ class _Compiler:
 
     def compile(self, node: ast.expr) -> tuple[Compiled, Kind]:
         """Return a function from columns to the value of a node, and its type."""
+        if node in self._compiled:  # between two comparisons: nested ones would double each time
+            return self._compiled[node]
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise self._bad("parts nested too deep", f"an expression of at most {MAX_DEPTH} levels")
-        found = self._compile(node)
+        found = self._compiled[node] = self._compile(node)
         self._depth -= 1
         return found
 
@@ -262,20 +279,22 @@ class _Compiler:
             case ast.Constant():
                 return self._constant(node)
             case ast.Name() | ast.Attribute():
-                return self._column(node)
+                return self._column(node, ast.unparse(node))
+            case ast.Subscript(value=ast.Name("labels"), slice=ast.Constant(str(name))):
+                return self._column(node, LABELS + name)
             case ast.BoolOp(op=op, values=values):
                 join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
-                parts = [self._typed(value, Kind.TRUTH) for value in values]
+                parts = [self.typed(value, Kind.TRUTH) for value in values]
                 return (lambda v: reduce(join, [part(v) for part in parts])), Kind.TRUTH
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                inner = self._typed(operand, Kind.TRUTH)
+                inner = self.typed(operand, Kind.TRUTH)
                 return (lambda v: pc.invert(inner(v))), Kind.TRUTH
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                inner = self._typed(operand, Kind.NUMBER)
+                inner = self.typed(operand, Kind.NUMBER)
                 return (lambda v: pc.negate_checked(inner(v))), Kind.NUMBER
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
                 act = _ARITHMETIC[type(op)]
-                a, b = self._typed(left, Kind.NUMBER), self._typed(right, Kind.NUMBER)
+                a, b = self.typed(left, Kind.NUMBER), self.typed(right, Kind.NUMBER)
                 return (lambda v: act(a(v), b(v))), Kind.NUMBER
             case ast.Compare():
                 return self._comparison(node), Kind.TRUTH
@@ -283,8 +302,11 @@ class _Compiler:
             node, "what is no part of an expression", "columns, values, comparisons, and, or, not"
         )
 
-    def _typed(self, node: ast.expr, kind: Kind) -> Compiled:
+    def typed(self, node: ast.expr, kind: Kind) -> Compiled:
+        """Return a function from columns to the value of a node, which must have a type."""
         compiled, found = self.compile(node)
+        if found is Kind.LABEL:
+            return _of_kind(compiled, kind)
         if found is not kind:
             raise self.refuse(node, found.value, kind.value)
         return compiled
@@ -301,15 +323,14 @@ class _Compiler:
             raise self.refuse(node, "a value of another type", "a number of 64 bits or a string")
         return (lambda _: constant), kind
 
-    def _column(self, node: ast.Name | ast.Attribute) -> tuple[Compiled, Kind]:
-        name = ast.unparse(node)
-        if name not in COLUMNS:
+    def _column(self, node: ast.expr, name: str) -> tuple[Compiled, Kind]:
+        if name not in COLUMNS and not name.startswith(LABELS):
             near = difflib.get_close_matches(name, COLUMNS, n=3)
             raise self.refuse(
                 node, f"no column {name!r}", f"one of {', '.join(near or sorted(COLUMNS))}"
             )
         self.names.add(name)
-        return operator.itemgetter(name), COLUMNS[name].kind
+        return operator.itemgetter(name), column_of(name).kind
 
     def _comparison(self, node: ast.Compare) -> Compiled:
         """Return all links of a chain of comparisons, joined by ``and``."""
@@ -323,6 +344,9 @@ class _Compiler:
     def _link(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Compiled:
         a, kind = self.compile(left)
         if isinstance(op, ast.In | ast.NotIn):
+            if kind is Kind.LABEL:
+                kind = self._kind_in(right)
+                a = _of_kind(a, kind)
             member = self._member(a, kind, right)
             return member if isinstance(op, ast.In) else lambda v: pc.invert(member(v))
         if isinstance(op, ast.Is | ast.IsNot):
@@ -333,11 +357,23 @@ class _Compiler:
             return lambda v: ask(a(v))
         if isinstance(right, ast.Constant) and right.value is None:
             raise self.refuse(right, "a comparison with None", "is None, or is not None")
-        b = self._typed(right, kind)
+        if kind is Kind.LABEL:  # as what stands beside it; two labels as strings
+            kind = self.compile(right)[1]
+            kind = Kind.TEXT if kind is Kind.LABEL else kind
+            a = _of_kind(a, kind)
+        b = self.typed(right, kind)
         if kind is Kind.TRUTH and isinstance(op, _ORDERED):
             raise self.refuse(left, "true or false with an order", "== or !=")
         compare = _COMPARE[type(op)]
         return lambda v: compare(a(v), b(v))
+
+    def _kind_in(self, right: ast.expr) -> Kind:
+        """Return the type of the first value of a list, that of a string where there is none."""
+        match right:
+            case ast.Tuple(elts=[first, *_]) | ast.List(elts=[first, *_]) | ast.Set([first, *_]):
+                kind = self.compile(first)[1]
+                return Kind.TEXT if kind is Kind.LABEL else kind
+        return Kind.TEXT
 
     def _member(self, a: Compiled, kind: Kind, right: ast.expr) -> Compiled:
         if not isinstance(right, ast.Tuple | ast.List | ast.Set) or not right.elts:
@@ -358,4 +394,9 @@ class _Compiler:
         constant = node.operand if isinstance(node, ast.UnaryOp) else node
         if not isinstance(constant, ast.Constant):
             raise self.refuse(node, "no plain value after in", "values, as (1, 2, 3)")
-        return self._typed(node, kind)({}).as_py()
+        return self.typed(node, kind)({}).as_py()
+
+
+def _of_kind(label: Compiled, kind: Kind) -> Compiled:
+    """Return labels as values of a type; one that has another is not known."""
+    return lambda v: of_type(label(v), _ARROW_TYPES[kind])

@@ -24,6 +24,7 @@ from vector_signatures import write_signatures
 from vector_tools import HOOK, PREFILL, RUN, Vector
 
 from actds.commit import commit_shard
+from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
 from actds.recompression import recompress
 from actds_testing.places import VECTORS
@@ -80,7 +81,8 @@ def _write_minimal(
 
     Args:
         external: the KV of every hit came from outside.
-        unserved: two more prompts: one does not fit the model, of one the turn never came.
+        unserved: two more prompts, one of which does not fit the model; of the other the turn never
+            came. All but the first have labels.
     """
     with _fixed_ids():
         schedule = simulate(4, seed=166, drops=True, budget=16)
@@ -102,6 +104,9 @@ def _write_minimal(
                     "source_row": row, "prompt_len": n, "generated_len": 0, "cached_tokens": 0,
                     "n_preemptions": 0, "finish_reason": name, "reason": why,
                 })  # fmt: skip
+            for row, request in enumerate(requests[1:]):
+                labels = {"domain": ("code", "maths")[row % 2], "level": row, "é": row < 3}
+                request["labels"] = dump_labels(labels)
             schedule = schedule.with_(requests=table_of("requests", requests))
         make_dataset(
             path,

@@ -69,6 +69,20 @@ def _(v: Vector) -> None:
     (v.path / "actds.json").write_text(json.dumps(v.json("actds.json")) + "\n", encoding="utf-8")
 
 
+@fault("E102", "labels-not-canonical", f"census/{RUN}/requests",
+       "The labels of a request are JSON with a space.", base="unserved")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("requests", lambda rows: rows[1].update(labels='{"domain": "code"}'))
+    v.relink()
+
+
+@fault("E103", "label-of-a-list", f"census/{RUN}/requests", "The value of a label is a list.",
+       base="unserved")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table("requests", lambda rows: rows[1].update(labels='{"domain":["code"]}'))
+    v.relink()
+
+
 @fault("E103", "unknown-field", f"{PREFILL}/shard.json", "The manifest has an unknown field.")
 def _(v: Vector) -> None:
     v.edit_json(f"{PREFILL}/shard.json", note="x")

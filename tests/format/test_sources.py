@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import actds
+from actds.format.labels import dump_labels
 from actds.schema import ProvenanceField
-from actds.sources import UnservedFacts, source_facts
+from actds.sources import LabelCount, UnservedFacts, label_facts, read_records, source_facts
 from actds_testing.schedules import Schedule, simulate, table_of
 from actds_testing.synthetic import make_dataset
 
@@ -38,7 +39,7 @@ def test_a_record_that_any_run_served_is_served_and_no_record_counts_twice(tmp_p
     make_dataset(path, schedule=first, run="r-a", sealed=False)
     catalog = actds.open(make_dataset(path, schedule=second, run="r-b")).catalog
     n_long = sum(told.requests["prompt_len"][7].as_py() for told in (first, second))
-    (found,) = source_facts(catalog)
+    (found,) = source_facts(catalog, read_records(catalog))
     assert (found.source, found.n_read, found.n_served, found.n_unlisted) == (
         "synthetic.jsonl", None, 22, 0,
     )  # fmt: skip
@@ -49,7 +50,7 @@ def test_a_record_that_any_run_served_is_served_and_no_record_counts_twice(tmp_p
     named = ProvenanceField(value="synthetic.jsonl", origin="observed", reason=None)
     n_read = named.model_copy(update={"value": 30})
     catalog.runs["r-b"].fields.update({"prompts.source": named, "prompts.n_records": n_read})
-    (found,) = source_facts(catalog)
+    (found,) = source_facts(catalog, read_records(catalog))
     assert found.words() == (
         f"synthetic.jsonl: 30 records = 22 served + 2 skipped ({n_long} tokens) + "
         "1 unbegun (132 tokens) + 5 in no request"
@@ -58,7 +59,25 @@ def test_a_record_that_any_run_served_is_served_and_no_record_counts_twice(tmp_p
 
 def test_requests_without_a_source_are_told_of_where_some_were_not_served(tmp_path: Path) -> None:
     told = edited(simulate(12), source=lambda line: None, source_row=lambda line: None)
-    (found,) = source_facts(actds.open(make_dataset(tmp_path / "a", schedule=told)).catalog)
+    catalog = actds.open(make_dataset(tmp_path / "a", schedule=told)).catalog
+    (found,) = source_facts(catalog, read_records(catalog))
     assert (found.source, found.n_served, len(found.unserved)) == (None, 11, 1)
     served = edited(simulate(5), source=lambda line: None)
-    assert source_facts(actds.open(make_dataset(tmp_path / "b", schedule=served)).catalog) == []
+    catalog = actds.open(make_dataset(tmp_path / "b", schedule=served)).catalog
+    assert source_facts(catalog, read_records(catalog)) == []
+
+
+def test_labels_are_counted_by_record_the_largest_first(tmp_path: Path) -> None:
+    def labels(line: dict[str, Any]) -> str | None:
+        n = line["request"]
+        own = {"domain": ("code", "web")[n % 3 > 0], "level": n} | ({"3": 3} if n == 5 else {})
+        return None if n == 11 else dump_labels(own)
+
+    path = tmp_path / "acts"
+    make_dataset(path, schedule=edited(simulate(12), labels=labels), run="r-a", sealed=False)
+    again = edited(simulate(12, 1), labels=labels)  # the same records, served once more
+    catalog = actds.open(make_dataset(path, schedule=again, run="r-b")).catalog
+    three, domain, level = label_facts(read_records(catalog))
+    assert (three.name, three.n_records, three.largest) == ("3", 1, [LabelCount(3, 1)])
+    assert domain.words() == "domain: 2 values in 11 records: web (7), code (4)"
+    assert (level.n_values, len(level.largest)) == (11, 8) and level.words().endswith(", 3 more")

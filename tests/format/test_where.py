@@ -11,20 +11,33 @@ import pyarrow as pa
 import pytest
 
 import actds
+from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
 from actds.load.where import COLUMNS, SAMPLED, parse_expression
+from actds_testing.schedules import Schedule, simulate, table_of
 from actds_testing.synthetic import make_dataset
 
 HOOKS = ("resid_post.0", "resid_post.1")
 Key = tuple[str, int, int]
 
 
+def labelled(told: Schedule) -> Schedule:
+    """Return a schedule whose requests have labels of every type; some have none."""
+    lines = told.requests.to_pylist()
+    for line in lines:
+        n = line["request"]
+        labels: dict[str, Any] = {"domain": ("code", "web", "maths")[n % 3]} if n % 4 else {}
+        labels |= {"level": n, "my name": n % 2 == 0} if n % 5 else {}
+        line["labels"] = dump_labels(labels)
+    return told.with_(requests=table_of("requests", lines))
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("where") / "acts"
     make_dataset(
-        folder, n_requests=25, seed=3, hooks=HOOKS, sealed=False, rows_per_shard=90,
-        readouts=Readouts(1, seed=0),
+        folder, schedule=labelled(simulate(25, 3)), seed=3, hooks=HOOKS, sealed=False,
+        rows_per_shard=90, readouts=Readouts(1, seed=0),
     )  # fmt: skip
     return make_dataset(
         folder, n_requests=20, seed=4, hooks=HOOKS, run="r-second", readouts=Readouts(1, seed=0),
@@ -59,7 +72,7 @@ def database(path: Path) -> sqlite3.Connection:
         "(select role from roles o where o.run = tokens.run and o.request = tokens.request "
         "and o.start <= position and position < o.stop) as role, "
         f"{renamed('requests', 'request')}, {renamed('steps', 'step')}, "
-        f"{', '.join(after)} "
+        f"{', '.join(after)}, {', '.join(LABELS.values())} "
         "from tokens join requests using (run, request) join steps using (run, step) "
         f"left join (select run, request, position - 1 as position, {', '.join(before)} "
         "from sampled) using (run, request, position) "
@@ -71,8 +84,21 @@ def database(path: Path) -> sqlite3.Connection:
     return connection
 
 
+LABELS = {
+    written: f'json_extract(requests.labels, \'$."{name}"\') as "{column}"'
+    for written, name, column in (
+        ("labels.domain", "domain", "labels.domain"),
+        ("labels.level", "level", "labels.level"),
+        ("labels['my name']", "my name", "labels.mine"),
+    )
+}
+"""Columns of the labels, by how an expression names them."""
+
+
 def in_sql(expression: str) -> str:
     """Return an expression as SQLite writes it."""
+    for written, column in LABELS.items():
+        expression = expression.replace(written, column.rpartition(" as ")[2])
     for name in sorted(COLUMNS, key=len, reverse=True):
         if "." in name:
             expression = expression.replace(name, f'"{name}"')
@@ -107,6 +133,15 @@ EXPRESSIONS = [
     "sampled.margin * 2 < -sampled.logprob or sampled.token_id in (7, 8)",
     "role != 'assistant' and position >= 2",
     "role is None and run == 'r-second'",
+    "labels.domain == 'code'",
+    "labels.domain != 'code' and position > 2",
+    "labels.domain in ('web', 'maths') or labels.level is None",
+    "not labels.level >= 7",
+    "labels.level > 2 and labels.level < 9 and labels.level * 2 > position",
+    "labels['my name'] == True",
+    "labels['my name'] and phase == 'prefill'",
+    "'web' == labels.domain or not labels['my name']",
+    "labels.domain is not None and labels.domain not in ('web', 'x')",
     "role in ('user', 'template') or not role == 'assistant' and phase == 'decode'",
 ]
 
@@ -177,6 +212,10 @@ def test_datasets_keeps_the_same_rows(
         ("", "''", "an expression"),
         ("phase == None", "a comparison with None", "is None"),
         ("position is 3", "another value after is", "None"),
+        ("labels.domain == None", "a comparison with None", "is None"),
+        ("labels.level < True", "true or false with an order", "== or !="),
+        ("labels.domain in ()", "no list after in", "values"),
+        ("labels[0] == 1", "no part of an expression", "columns"),
         ("token_id in 5", "no list after in", "values"),
         ("token_id in ()", "no list after in", "values"),
         ("token_id in (position,)", "no plain value after in", "values"),
@@ -198,6 +237,18 @@ def test_what_cannot_be_used_is_refused_with_its_place(
 ) -> None:
     with pytest.raises(actds.ActdsError, match=f"(?s)E014 where: .*{got}.*; expected .*{expected}"):
         actds.Loader(path, batch=4, where=expression)
+
+
+def test_a_label_that_no_request_has_is_refused_with_those_there_are(path: Path) -> None:
+    with pytest.raises(actds.ActdsError, match=r"E014 labels\.domian: .*domain, level, my name"):
+        actds.Loader(path, batch=4, where="labels.domian == 'code'")
+
+
+def test_comparisons_within_comparisons_take_no_longer_with_each_level() -> None:
+    inner = "labels.a == 1"
+    for _ in range(24):
+        inner = f"labels.a == ({inner}) == labels.b"
+    assert parse_expression(inner, "where").columns == ("labels.a", "labels.b")
 
 
 def test_an_integer_that_leaves_64_bits_is_refused(path: Path) -> None:

@@ -18,7 +18,9 @@ from click.testing import CliRunner, Result
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
+from actds_testing.places import VECTORS
 from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
 from actds_testing.tiny import write_byte_tokenizer
@@ -335,9 +337,11 @@ def hostile(folder: Path) -> Path:
     """Return a dataset whose every free text is markup."""
     told = simulate(12, 5, drops=True, cache=True)
     requests = told.requests
-    for name in ("external_id", "source"):
+    labels = dump_labels({EVIL: EVIL})
+    for name in ("external_id", "source", "labels"):
         at = requests.column_names.index(name)
-        texts = pa.array([f"{EVIL} {k}" for k in range(len(requests))], pa.string())
+        said = [labels if name == "labels" else f"{EVIL} {k}" for k in range(len(requests))]
+        texts = pa.array(said, pa.string())
         requests = requests.set_column(at, requests.schema.field(name), texts)
     return make_dataset(folder / "a<b>&", schedule=told.with_(requests=requests))
 
@@ -357,6 +361,19 @@ def test_no_text_of_a_dataset_is_markup(tmp_path: Path) -> None:
     frame = page._repr_html_()
     assert frame.startswith('<iframe sandbox="" srcdoc="') and "<script" not in frame
     assert frame.count('"') == 8
+
+
+def test_a_request_is_shown_with_its_labels_and_why_it_was_not_served() -> None:
+    found = actds.view(VECTORS / "valid" / "unserved", requests=[1, 4, 5])
+    first, skipped, unbegun = re.findall(r"Request \d+ of r-vector: [^<]*", found.html)
+    assert first.endswith("(stop)") or first.endswith("(length)")
+    assert "(skipped: E004 synthetic.jsonl row 4: 5000 prompt tokens)" in skipped
+    assert "(unbegun: the harvest was interrupted before it was served)" in unbegun
+    assert "Labels: domain code, level 0, é true." in found.html
+    assert "prompt of 5,000 tokens" in found.html
+    # What was never served has no token to look at, and is shown to those who ask for it.
+    shown = sample(actds.open(VECTORS / "valid" / "unserved"))
+    assert {number for _, number in shown} <= set(range(4))
 
 
 def test_requests_are_sampled_evenly_with_those_that_lost_the_most(

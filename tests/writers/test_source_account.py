@@ -10,12 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import actds
 from actds.errors import ActdsError
 from actds.info import describe, missing
-from actds.sources import source_facts
+from actds.sources import read_records, source_facts
 from actds_testing import harvest as h
 from actds_testing.independent import validator as independent
 from actds_testing.tiny import byte_tokenizer, make_random_model
@@ -179,7 +181,7 @@ def test_prompts_that_an_ended_harvest_never_began_are_listed_and_a_resumed_one_
     assert [r["source_row"] for r in of_reason(first, "skipped")] == [N]
     owing = set(first.spans()["request"].to_pylist())
     assert owing.isdisjoint(line["request"] for line in unbegun)
-    (source,) = source_facts(first.catalog)
+    (source,) = source_facts(first.catalog, read_records(first.catalog))
     assert (source.n_read, source.n_served, source.n_unlisted) == (N + 1, n_begun, 0)
 
     harvest(settings(model, prompts, out, resume=True))
@@ -188,7 +190,7 @@ def test_prompts_that_an_ended_harvest_never_began_are_listed_and_a_resumed_one_
     assert {r["source_row"] for r in of_reason(whole, "length", run)} >= set(range(n_begun, N))
     assert {r["source_row"] for r in of_reason(whole, "length")} == set(range(N))
     # What any run served is served; what never fits stands in both.
-    (source,) = source_facts(whole.catalog)
+    (source,) = source_facts(whole.catalog, read_records(whole.catalog))
     assert source.words() == "p.jsonl: 31 records = 30 served + 1 skipped (360 tokens)"
     assert not [line for line in missing(describe(whole.catalog)) if "unbegun" in line.text]
 
@@ -228,3 +230,55 @@ def test_a_harvest_that_was_killed_with_all_its_processes_names_what_it_never_be
     assert all(line["prompt_len"] == 9 * (1 + len(str(line["source_row"]))) for line in unbegun)
     # They are the last of the source: prompts are begun in its order.
     assert min(r["source_row"] for r in unbegun) == 800 - len(unbegun)
+
+
+# ---- labels
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_labels_travel_from_the_source_to_where_and_into_a_replay(
+    model: Path, tmp_path: Path, kind: str
+) -> None:
+    told = [one | {"domain": ("code", "web")[i % 2], "level": i} for i, one in enumerate(SERVED)]
+    told = [*told[:8], LONG | {"domain": "code", "level": 8}, SERVED[9]]
+    prompts = tmp_path / f"p.{kind}"
+    if kind == "jsonl":
+        h.write_prompts(prompts, told)
+    else:
+        pq.write_table(pa.Table.from_pylist(told), prompts)
+    out = tmp_path / "acts"
+    harvest(settings(model, prompts, out, label_columns="domain,level"), feed=Ended)
+    first = validated(out)
+    wanted = {row: {name: one[name] for name in ("domain", "level") if name in one}
+              for row, one in enumerate(told)}  # fmt: skip
+    assert {
+        row: json.loads(line["labels"] or "{}") for row, line in by_row(first).items()
+    } == wanted
+    assert {"unbegun", "skipped"} <= {line["finish_reason"] for line in by_row(first).values()}
+    fields = next(iter(first.runs.values())).fields
+    assert fields["prompts.label_columns"].value == '["domain","level"]'
+
+    with pytest.raises(ActdsError, match=r"E010 prompts\.label_columns: 'none'"):
+        harvest(settings(model, prompts, out, resume=True))
+    harvest(settings(model, prompts, out, resume=True, label_columns=["level", "domain"]))
+    whole = validated(out)
+    lines = {(r["run"], r["request"]): r for r in whole.requests(run=True).to_pylist()}
+    loader = actds.Loader(out, "resid_post.0", batch=4, provenance=True, drop_last=False,
+                          where="labels.domain == 'code' and labels.level < 7")  # fmt: skip
+    rows = [key for _, batch in loader for key in zip(batch["run"], batch["request"], strict=True)]
+    got = {lines[str(run), int(request)]["source_row"] for run, request in rows}
+    assert got == {0, 2, 4, 6}
+    labels = json.dumps({"domain": "code", "level": 2})
+    (request,) = {key for key, line in lines.items() if line["source_row"] == 2
+                  and line["finish_reason"] == "length"}  # fmt: skip
+    shown = whole.request(request[1], run=request[0])
+    assert shown.labels == json.loads(labels) and "; domain code; level 2>" in repr(shown)
+
+    actds.replay(source=out, out=tmp_path / "again", model=model, engine="transformers",
+                 check=False)  # fmt: skip
+    again = validated(tmp_path / "again")
+    for line in again.requests().to_pylist():
+        assert json.loads(line["labels"] or "{}") == wanted[line["source_row"]]
+    domain, level = describe(whole.catalog).labels
+    assert domain.words() == "domain: 2 values in 9 records: code (5), web (4)"
+    assert (level.name, level.n_values) == ("level", 9)

@@ -18,10 +18,19 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from actds import __version__, layout
 from actds.errors import ActdsError
+from actds.format.labels import MAX_LABELS, MAX_LENGTH
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import SamplingRules
 
@@ -55,6 +64,28 @@ def _policy(name: str) -> str:
 
 Overflow = Annotated[
     str, AfterValidator(_policy), Field(json_schema_extra={"enum": list(POLICIES)})
+]
+
+
+def _names(columns: Any) -> Any:
+    """Return names that stand in one text, or in a list, as a tuple."""
+    if isinstance(columns, str):
+        return tuple(name.strip() for name in columns.split(",")) if columns else ()
+    return tuple(columns) if isinstance(columns, list) else columns
+
+
+def _label_columns(names: tuple[str, ...]) -> tuple[str, ...]:
+    fits = all(1 <= len(name) <= MAX_LENGTH and name.isprintable() for name in names)
+    if not fits or len(set(names)) != len(names) or len(names) > MAX_LABELS:
+        raise ValueError(f"at most {MAX_LABELS} names, none empty, long or twice")
+    return names
+
+
+LabelColumns = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_names),
+    AfterValidator(_label_columns),
+    WithJsonSchema({"type": "string"}),
 ]
 Folder = Annotated[Path, Field(strict=False)]
 Rate = Annotated[float, Field(gt=0)]
@@ -193,6 +224,12 @@ class WriteSettings(HarvestSettings):
         default="model",
         description="With --continue, who writes the following --max-tokens tokens: the model, or "
         "the document, whose own tokens are then given with the prompt",
+    )
+    label_columns: LabelColumns | None = Field(
+        default=None,
+        description="Fields of the records, as domain,language, whose values go with the requests "
+        "as labels, '' for none. Default: label, where it is a short text or a number",
+        json_schema_extra={"metavar": "NAMES"},
     )
     canary: str | None = Field(
         default=None,

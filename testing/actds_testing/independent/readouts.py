@@ -12,7 +12,15 @@ import numpy as np
 
 from actds_testing.independent.arrays import Bits
 from actds_testing.independent.conservation import Account
-from actds_testing.independent.documents import COUNT, DATASET, DIGEST, document, either, null
+from actds_testing.independent.documents import (
+    COUNT,
+    DATASET,
+    DIGEST,
+    document,
+    either,
+    map_of,
+    null,
+)
 from actds_testing.independent.findings import Breach, need
 from actds_testing.independent.layout import Folder, Json, is_segment, parse, sha256
 from actds_testing.independent.tables import UNSERVED
@@ -25,6 +33,10 @@ ORIGIN = document(
     source_seal=DIGEST,
     source_run=is_segment,
     source_request=COUNT,
+)
+LABELS = map_of(
+    lambda name: 0 < len(name) <= 256,
+    lambda value: isinstance(value, int) or (isinstance(value, str) and len(value) <= 256),
 )
 TOLERANCE = 1e-4
 Floats = np.ndarray[Any, Any]
@@ -39,6 +51,17 @@ def judge_roles(account: Account) -> None:  # 6.3
         fits = ends.get(line["request"], 0) <= line["start"] < line["stop"] <= stop
         account.found.check(fits, "E420", place, line)
         ends[line["request"]] = line["stop"]
+
+
+def judge_labels(account: Account) -> None:  # 6.3
+    """Note labels that are not canonical (E102) or of another form (E103)."""
+    place = f"census/{account.run}/requests labels"
+    for said in {line["labels"] for line in account.table("requests")} - {None}:
+        try:
+            labels = parse(said.encode() + b"\n", place)
+            need(LABELS(labels) and 0 < len(labels) <= 32, "E103", place, said[:200])
+        except Breach as breach:
+            account.found.all.append(breach.finding)
 
 
 def judge_origins(account: Account) -> None:  # 6.3

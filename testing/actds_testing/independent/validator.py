@@ -136,6 +136,7 @@ class Validator:
         account = self.accounts[name] = Account(name, tables, rows, self.found)
         account.settle()
         readouts.judge_roles(account)
+        readouts.judge_labels(account)
         readouts.judge_origins(account)
         fields = run.record["fields"] if run.record else {}
         said = [fields.get(f"capture.{n}", {}).get("value") for n in ("entropy", "sampling")]

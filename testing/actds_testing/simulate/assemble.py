@@ -161,6 +161,7 @@ def request_table(
             "block_digests": [None] * n,
             "adapter": [None] * n,
             "adapter_sha256": [None] * n,
+            "labels": [None] * n,
         },
     )
 

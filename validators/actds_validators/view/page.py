@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from actds import __version__
+from actds.format.labels import label_words
 from actds.format.tables import DISPOSITIONS
 from actds.load.dataset import Dataset
 from actds.load.filters import SINK_NORM
@@ -309,6 +310,8 @@ def _text(shown: Shown, scores: Sequence[Score], ends: Sequence[tuple[float, flo
     facts = f"{n:,} positions: {said or 'none'}; prompt of {shown.prompt_len:,} tokens."
     if shown.source is not None:
         facts += f" Source: {shown.source}."
+    if rows.labels:
+        facts += f" Labels: {', '.join(label_words(rows.labels))}."
     if len(shown) < n:
         stop = shown.start + len(shown)
         facts += f" Shown: positions {shown.start:,} to {stop - 1:,}." if len(shown) else " None."

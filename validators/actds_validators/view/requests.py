@@ -36,7 +36,7 @@ class Shown:
         rows: the request, all of it.
         external_id: id that the client gave.
         source: prompt source, if any.
-        finish: how it ended.
+        finish: how it ended, and why it was not served.
         prompt_len: prompt tokens.
         start: first position that is shown.
         pieces: text of each position; the number of its token without a tokenizer.
@@ -131,7 +131,7 @@ def read_requests(
             rows,
             line["external_id"],
             line["source"],
-            line["finish_reason"],
+            ": ".join(filter(None, (line["finish_reason"], line["reason"]))),
             line["prompt_len"],
             there.start,
             pieces,

@@ -456,6 +456,7 @@ def _request_row(
         "block_digests": list(arrived.block_digests) if arrived.block_digests else None,
         "adapter": arrived.adapter[0] if arrived.adapter else None,
         "adapter_sha256": arrived.adapter[1] if arrived.adapter else None,
+        "labels": prompt.labels if prompt else None,
     }
 
 
@@ -476,6 +477,7 @@ def _unserved_row(number: int, prompt: PromptFact, unbegun: str) -> dict[str, ob
         "source": prompt.source,
         "source_row": prompt.source_row,
         "prompt_len": prompt.prompt_len,
+        "labels": prompt.labels,
         "finish_reason": "unbegun" if prompt.skip is None else "skipped",
         "reason": unbegun if prompt.skip is None else prompt.skip,
         **dict.fromkeys(zeros, 0),

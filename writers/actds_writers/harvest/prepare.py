@@ -55,6 +55,7 @@ MUST_AGREE = (
     "prompts.n_records",
     "prompts.sha256",
     "prompts.continue",
+    "prompts.label_columns",
     "sampling.temperature",
     "sampling.max_tokens",
 )
@@ -161,7 +162,7 @@ def serve_prompts(settings: WriteSettings, _engine: EngineOptions, limit: int) -
         ActdsError: E001 to E003, E005, E009.
     """
     on_broken: OnBroken = "skip" if settings.skip_broken else "error"
-    prompts = read_prompts(settings.prompts, on_broken)
+    prompts = read_prompts(settings.prompts, on_broken, settings.label_columns)
     tokenizer = load_tokenizer(settings.model)
     continuation = None
     if settings.continue_at is not None:
@@ -180,6 +181,7 @@ def serve_prompts(settings: WriteSettings, _engine: EngineOptions, limit: int) -
         (
             *_prompt_facts(prompts, encoded),
             Fact("prompts.continue", _continue_field(settings), "declared"),
+            Fact("prompts.label_columns", _label_field(prompts), "declared"),
             observed("tokenizer.chat_template_sha256", template),
             *files_facts(settings.model),
         ),
@@ -211,11 +213,12 @@ def _client(prompts: PromptSet, encoded: list[Encoded]) -> tuple[PromptFact, ...
             e.skip,
             e.roles,
             prompt_len=len(e.token_ids),
+            labels=e.prompt.labels,
         )
         for e in encoded
     ]
     broken = [
-        PromptFact(request_key(s.index), s.external_id, s.source, s.row, s.reason)
+        PromptFact(request_key(s.index), s.external_id, s.source, s.row, s.reason, labels=s.labels)
         for s in prompts.skips
     ]
     return tuple(sorted([*served, *broken], key=lambda prompt: prompt.source_row or 0))
@@ -243,6 +246,12 @@ def _continue_field(settings: WriteSettings) -> str:
         "n_prompt": settings.continue_at,
     }
     return canonical.dump(said).decode().strip()
+
+
+def _label_field(prompts: PromptSet) -> str:
+    """Return the names of the labels as JSON, ``none`` without any."""
+    names = prompts.label_columns
+    return canonical.dump(list(names)).decode().strip() if names else NONE
 
 
 def _prompt_facts(prompts: PromptSet, encoded: list[Encoded]) -> list[Fact]:
@@ -386,8 +395,8 @@ def _finished_of(catalog: Catalog, run: str) -> set[Identity]:
 
 def _compare(record: RunRecord, declared: dict[str, bool | int | str | None]) -> None:
     for name in MUST_AGREE:
-        # A run from before --continue served its prompts as they were.
-        absent = NONE if name == "prompts.continue" else None
+        # A run that says nothing of these served its prompts whole, and without labels.
+        absent = NONE if name in ("prompts.continue", "prompts.label_columns") else None
         before = record.fields[name].value if name in record.fields else absent
         if name in declared and before != declared[name]:
             raise ActdsError(

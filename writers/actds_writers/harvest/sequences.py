@@ -6,6 +6,7 @@ has the token that it had, and none is generated.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 
@@ -70,4 +71,5 @@ def _client(index: int, one: TokenSequence, source: Catalog, encoded: Encoded) -
             one.n_given,
         ),
         len(one.token_id),
+        one.line["labels"] and sys.intern(one.line["labels"]),
     )

@@ -443,6 +443,7 @@ class PromptFact:
             is known.
         origin: of a replay, the request that it replays.
         prompt_len: tokens of the prompt, 0 for one that could not be encoded.
+        labels: what the user says of it, as in the table ``requests``.
     """
 
     key: str
@@ -453,6 +454,7 @@ class PromptFact:
     roles: str = ""
     origin: Replayed | None = None
     prompt_len: int = 0
+    labels: str | None = None
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from actds.canonical import MAX_INTEGER
 from actds.errors import ActdsError
+from actds.format.labels import MAX_LENGTH, Label, dump_labels
 
 OnBroken = Literal["error", "skip"]
 Message = dict[str, Any]
@@ -20,6 +25,8 @@ Message = dict[str, Any]
 
 FIELDS = ("messages", "prompt", "text")
 """Fields that may have the prompt; the first one that is not null is used."""
+LABEL = "label"
+"""The field that is a label where nobody names others."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Prompt:
         messages: a list of ``{"role": str, "content": str, ...}``, or None when it is text.
         external_id: the record's ``id``, else ``row-<row>``; need not be unique.
         tools: definitions of tools for the chat template, or None.
+        labels: what the user says of it, as in the table ``requests``; None for nothing.
     """
 
     index: int
@@ -42,6 +50,7 @@ class Prompt:
     messages: list[Message] | None
     external_id: str
     tools: list[Message] | None = None
+    labels: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class SkippedRecord:
         index: number of the request in the run, from 0.
         external_id: the record's ``id`` if it could be read, else ``row-<row>``.
         reason: code, place and text, for the requests table.
+        labels: as of a prompt, if they could be read.
     """
 
     index: int
@@ -59,6 +69,7 @@ class SkippedRecord:
     row: int
     external_id: str
     reason: str
+    labels: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,14 +93,21 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a source, its broken records, and the source itself."""
+    """The prompts of a source, its broken records, the source itself, and who labels them.
+
+    Args:
+        label_columns: fields that are labels, sorted.
+    """
 
     prompts: list[Prompt]
     skips: list[SkippedRecord]
     source: PromptSource
+    label_columns: tuple[str, ...] = ()
 
 
-def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
+def read_prompts(
+    spec: str, on_broken: OnBroken = "error", label_columns: Sequence[str] | None = None
+) -> PromptSet:
     """Return the prompts of a source, read once from beginning to end.
 
     A record is a JSON object or a table row with ``messages`` (a list of role and content, and
@@ -100,21 +118,25 @@ def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
         spec: path of a ``.jsonl``, ``.ndjson``, ``.json``, ``.parquet`` or ``.txt`` file, or
             ``hf:FOLDER`` for a folder made by ``save_to_disk`` or one of Parquet or JSONL files.
         on_broken: ``error`` raises for the first broken record; ``skip`` skips it.
+        label_columns: fields whose values are labels; None takes ``label`` where it is one.
 
     Raises:
         ActdsError: E001 when the source is missing, unreadable or of unknown kind; E002 for a
-            broken record, with its line or row; E003 when there is no record at all.
+            broken record, with its line or row; E003 when there is no record at all; E009 for a
+            label that no record has.
     """
     prompts: list[Prompt] = []
     skips: list[SkippedRecord] = []
-    source = open_source(spec)
+    wanted = (LABEL,) if label_columns is None else tuple(label_columns)
+    source = open_source(spec, wanted)
     for row, record in enumerate(source.records()):
-        external_id = f"row-{row}"
+        external_id, labels = f"row-{row}", None
         try:
             value = record.value
             if isinstance(value, Broken):
                 raise value
             external_id = _external_id(value, external_id)
+            labels = _labels(value, wanted, is_asked=label_columns is not None)
             text, messages = _content(value)
             tools = None if messages is None else _tools(value.get("tools"))
         except Broken as broken:
@@ -122,12 +144,49 @@ def read_prompts(spec: str, on_broken: OnBroken = "error") -> PromptSet:
             if on_broken == "error":
                 raise error from None
             reason = f"E002 {record.place}: {broken.got}; expected {broken.expected}"
-            skips.append(SkippedRecord(row, source.name, row, external_id, reason))
+            skips.append(SkippedRecord(row, source.name, row, external_id, reason, labels))
             continue
-        prompts.append(Prompt(row, source.name, row, text, messages, external_id, tools))
+        prompts.append(Prompt(row, source.name, row, text, messages, external_id, tools, labels))
     if not prompts and not skips:
         raise ActdsError("E003", source.name, got="no record", expected="at least one prompt")
-    return PromptSet(prompts, skips, source.facts(len(prompts) + len(skips)))
+    unknown = sorted(set(wanted) - source.fields)
+    if unknown and label_columns is not None:
+        got, there = ", ".join(unknown), ", ".join(sorted(source.fields)[:40])
+        raise ActdsError("E009", "--label-columns", got=got, expected=f"some of {there}")
+    named = tuple(sorted(set(wanted) & source.fields))
+    return PromptSet(prompts, skips, source.facts(len(prompts) + len(skips)), named)
+
+
+def _labels(record: Any, names: tuple[str, ...], *, is_asked: bool) -> str | None:
+    """Return the labels of a record as JSON, None without any."""
+    found: dict[str, Label] = {}
+    for name in names if isinstance(record, dict) else ():
+        value = record.get(name)
+        if value is None:
+            continue
+        try:
+            found[name] = _label(value, f"the label `{name}`")
+        except Broken:
+            if is_asked:
+                raise
+    text = dump_labels(found)
+    return None if text is None else sys.intern(text)  # few texts, and millions of records
+
+
+def _label(value: Any, place: str) -> Label:
+    if isinstance(value, float) and math.isfinite(value):
+        return repr(value)
+    if isinstance(value, int):
+        if abs(value) > MAX_INTEGER:
+            raise Broken(f"{place} is {str(value)[:24]}", "an integer of 64 bits")
+        return value
+    if not isinstance(value, str):
+        kind = str(value) if isinstance(value, float) else f"a {_kind(value)}"
+        raise Broken(f"{place} is {kind}", "a string, an integer, a boolean or a finite number")
+    if len(value) > MAX_LENGTH:
+        raise Broken(f"{place} has {len(value)} characters", f"at most {MAX_LENGTH}")
+    _require_unicode(value, place)
+    return value
 
 
 def _content(record: Any) -> tuple[str | None, list[Message] | None]:
@@ -222,7 +281,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "number" if isinstance(value, int | float) else "value")
 
 
-Reader = Callable[["_HashedLines", str], Iterator["Record"]]
+Reader = Callable[["_HashedLines", str, "Fields"], Iterator["Record"]]
 COLUMNS = ("id", "messages", "prompt", "text", "tools")
 BATCH_ROWS = 1024
 BLOCK_NBYTES = 1 << 20
@@ -251,6 +310,19 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Fields:
+    """The fields of the records of a source.
+
+    Args:
+        labels: those that are read besides those of a prompt.
+        there: all that some record has, known after the last one.
+    """
+
+    labels: tuple[str, ...] = ()
+    there: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
 class Source:
     """A stream of records, and after the last one the digest of a single file.
 
@@ -258,12 +330,19 @@ class Source:
         kind: as in ``PromptSource``; ``hf`` for a folder.
         files: place for errors, and lines, of each file.
         read: returns the records of a file.
+        asked: fields to read.
     """
 
     kind: str
     name: str
     files: list[tuple[str, _HashedLines]]
     read: Reader
+    asked: Fields
+
+    @property
+    def fields(self) -> set[str]:
+        """Return the fields that some record has, after the last one."""
+        return self.asked.there
 
     def records(self) -> Iterator[Record]:
         """Yield every record once, in order.
@@ -273,7 +352,7 @@ class Source:
         """
         try:
             for place, lines in self.files:
-                yield from self.read(lines, place)
+                yield from self.read(lines, place, self.asked)
         except ActdsError:
             raise
         except OSError as error:
@@ -288,25 +367,25 @@ class Source:
         return PromptSource(self.kind, self.name, digest, why, n_records)
 
 
-def open_source(spec: str) -> Source:
+def open_source(spec: str, labels: tuple[str, ...] = ()) -> Source:
     """Return the source that a specification names, unread; raises E001 for a bad one."""
     if spec.startswith("hf:"):
-        return _open_folder(Path(spec.removeprefix("hf:")), spec)
+        return _open_folder(Path(spec.removeprefix("hf:")), spec, Fields(labels))
     path = Path(spec)
     if path.is_dir():
         raise _unreadable(path.name, "a folder", "a file, or hf:FOLDER for a folder of prompts")
     if not path.exists():
         raise _unreadable(spec, "no such file", "a JSONL, Parquet or text file, or hf:FOLDER")
-    return _open_file(path)
+    return _open_file(path, Fields(labels))
 
 
-def _open_file(path: Path) -> Source:
+def _open_file(path: Path, asked: Fields) -> Source:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         got = f"a file with suffix {path.suffix!r}" if path.suffix else "a file without suffix"
         raise _unreadable(path.name, got, f"one of {', '.join(sorted(_READERS))}")
     kind, read = reader
-    return Source(kind, path.name, [(path.name, _HashedLines(path))], read)
+    return Source(kind, path.name, [(path.name, _HashedLines(path))], read, asked)
 
 
 class _HashedLines:
@@ -346,29 +425,33 @@ def _numbered(lines: _HashedLines, name: str) -> Iterator[tuple[str, str | Broke
             yield place, Broken(f"byte {raw[error.start]:#04x} at {error.start}", "UTF-8")
 
 
-def _read_text(lines: _HashedLines, name: str) -> Iterator[Record]:
+def _read_text(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Record]:
+    asked.there.add("text")
     for place, text in _numbered(lines, name):
         value = text if isinstance(text, Broken) else {"text": text.rstrip("\r\n")}
         yield Record(place, value)
 
 
-def _read_jsonl(lines: _HashedLines, name: str) -> Iterator[Record]:
+def _read_jsonl(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Record]:
     for place, text in _numbered(lines, name):
-        yield Record(place, text if isinstance(text, Broken) else _parse(text))
+        value = text if isinstance(text, Broken) else _parse(text)
+        asked.there.update(value if isinstance(value, dict) else ())
+        yield Record(place, value)
 
 
-def _read_json(lines: _HashedLines, name: str) -> Iterator[Record]:
+def _read_json(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Record]:
     """Yield the members of a JSON array; a ``.json`` file of JSON lines is accepted too."""
     with lines.path.open("rb") as stream:
         head = stream.read(BLOCK_NBYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head and not head.startswith(b"["):
-        yield from _read_jsonl(lines, name)
+        yield from _read_jsonl(lines, name, asked)
         return
     try:
         members = json.loads(b"".join(lines).decode("utf-8-sig").strip() or "[]")
     except (ValueError, RecursionError) as error:
         raise ActdsError("E002", name, got=first_line(error), expected="a JSON array") from None
     for row, value in enumerate(members):
+        asked.there.update(value if isinstance(value, dict) else ())
         yield Record(f"{name} row {row}", value)
 
 
@@ -379,43 +462,54 @@ def _parse(text: str) -> Any:
         return Broken(first_line(error), "a JSON object on one line")
 
 
-def _read_parquet(lines: _HashedLines, name: str) -> Iterator[Record]:
+def _read_parquet(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Record]:
     try:
         with pq.ParquetFile(lines.path) as file:
-            columns = _columns(file.schema_arrow.names, name)
+            columns = _columns(file.schema_arrow.names, name, asked)
             yield from _rows(file.iter_batches(BATCH_ROWS, columns=columns), name)
     except pa.ArrowException as error:
         raise _unreadable(name, first_line(error), "a Parquet file") from None
 
 
-def _read_arrow(lines: _HashedLines, name: str) -> Iterator[Record]:
+def _read_arrow(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Record]:
     try:
         with pa.memory_map(str(lines.path)) as file, pa.ipc.open_stream(file) as stream:
-            columns = _columns(stream.schema.names, name)
+            columns = _columns(stream.schema.names, name, asked)
             yield from _rows((batch.select(columns) for batch in stream), name)
     except pa.ArrowException as error:
         raise _unreadable(name, first_line(error), "an Arrow file of save_to_disk") from None
 
 
-def _columns(names: list[str], place: str) -> list[str]:
+def _columns(names: list[str], place: str, asked: Fields) -> list[str]:
+    """Return the columns to read, of those that a table has."""
     columns = [name for name in COLUMNS if name in names]
     if not set(columns) - {"id", "tools"}:
         got = f"columns {', '.join(names[:8]) or 'none'}"
         raise ActdsError("E002", place, got=got, expected="a column prompt, text or messages")
-    return columns
+    asked.there.update(names)
+    return [*columns, *(name for name in asked.labels if name in names and name not in columns)]
 
 
 def _rows(batches: Iterator[pa.RecordBatch], name: str) -> Iterator[Record]:
     row = 0
     for batch in batches:
-        for value in batch.to_pylist():
+        for value in _doubles(batch).to_pylist():
             yield Record(f"{name} row {row}", _filled(value))
             row += 1
 
 
-def _open_folder(root: Path, spec: str) -> Source:
+def _doubles(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch whose numbers of 32 bits are those of 64 with the same shortest text."""
+    for place, column in enumerate(batch.columns):
+        if pa.types.is_float32(column.type):
+            wide = pc.cast(pc.cast(column, pa.string()), pa.float64())
+            batch = batch.set_column(place, batch.schema.names[place], wide)
+    return batch
+
+
+def _open_folder(root: Path, spec: str, asked: Fields) -> Source:
     if root.is_file():
-        return _open_file(root)
+        return _open_file(root, asked)
     if not root.is_dir():
         raise _unreadable(spec, "no such folder", "a folder on this machine")
     name = root.resolve().name
@@ -424,7 +518,7 @@ def _open_folder(root: Path, spec: str) -> Source:
         example = f"{spec}/{splits[0]}" if splits else "a dataset with a split"
         raise _unreadable(spec, f"splits {', '.join(splits) or 'none'}", f"one split: {example}")
     if (root / "state.json").is_file():
-        return _folder(name, root, _saved_files(root, spec), _read_arrow)
+        return _folder(name, root, _saved_files(root, spec), _read_arrow, asked)
     paths = {
         suffix: sorted(path for path in root.rglob(f"*{suffix}") if path.is_file())
         for suffix in (".parquet", ".jsonl")
@@ -433,12 +527,13 @@ def _open_folder(root: Path, spec: str) -> Source:
     if len(found) != 1:
         got = "both Parquet and JSONL files" if found else "no Parquet or JSONL file"
         raise _unreadable(spec, got, "a folder of save_to_disk, of Parquet or of JSONL files")
-    return _folder(name, root, paths[found[0]], _READERS[found[0]][1])
+    return _folder(name, root, paths[found[0]], _READERS[found[0]][1], asked)
 
 
-def _folder(name: str, root: Path, paths: list[Path], read: Reader) -> Source:
+def _folder(name: str, root: Path, paths: list[Path], read: Reader, asked: Fields) -> Source:
     places = [f"{name}/{path.relative_to(root).as_posix()}" for path in paths]
-    return Source("hf", name, list(zip(places, map(_HashedLines, paths), strict=True)), read)
+    files = list(zip(places, map(_HashedLines, paths), strict=True))
+    return Source("hf", name, files, read, asked)
 
 
 def _saved_files(root: Path, spec: str) -> list[Path]:
