@@ -141,8 +141,8 @@ def _table(entries: Sequence[Entry]) -> Part:
     rows = [_row(entry) for entry in entries[:_MAX_ROWS]]
     table = Table("Datasets", head, rows, frozenset({0, 3}), more, narrow=True)
     lead = (
-        "Lost is the share of the computed tokens; the worst-case bias is the most that any mean "
-        "over rows can be off for it, in standard deviations. Each dataset links to its own page."
+        "Lost is the share of the computed tokens; the worst-case bias is that of any mean over "
+        "rows, in standard deviations (SD). Each valid dataset links to its own page."
     )
     return Part("datasets", "Datasets", Sentence(lead), [table])
 
@@ -153,12 +153,12 @@ def _row(entry: Entry) -> Row:
     if audit is None:
         return Row((path, "-", "-", answer), tone, entry.why, entry.page)
     deciding, account = audit.verdict.deciding, audit.accounting
-    said = [
+    notes = [
         f"{audit.verdict.level}, decided by {deciding.name} "
         f"{measured(deciding.value, deciding.unit)}"
     ]
     if entry.about is not None:
         rows = f"{count(account.captured)} of {count(account.computed)} computed"
-        said += [f"{name}: {words}" for name, words in dataset_facts(entry.about, rows)]
+        notes += [f"{name}: {words}" for name, words in dataset_facts(entry.about, rows)]
     cells = (path, percent(account.loss_share), biases(audit)[0].value, answer)
-    return Row(cells, tone, ". ".join(said), entry.page)
+    return Row(cells, tone, ". ".join(notes), entry.page)
