@@ -210,6 +210,11 @@ def test_a_mixture_of_fates_is_found_in_its_shares() -> None:
     assert found.merged_from == [found.merged, 0.0, 0.0]
 
 
+def parts(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    one, other = sparse(first), sparse(second)
+    return parts_of(correlations(one, other), correlations(other, other))
+
+
 def test_parts_are_those_of_least_squares_step_by_step() -> None:
     base = activations(600, 9, 15, 0.3)
     sums = [base[:, [k, (k + 1) % 9, (k + 2) % 9]].sum(axis=1) for k in range(9)]
@@ -218,7 +223,7 @@ def test_parts_are_those_of_least_squares_step_by_step() -> None:
     first = np.column_stack([base[:, :3], *sums, parted, activations(600, 2, 17, 0.3)])
     # Each of them has some of its neighbour as well, so they are correlated.
     second = np.column_stack([base + 0.5 * np.roll(base, 1, axis=1), most, parted - most])
-    n_parts, chosen = parts_of(sparse(first), sparse(second))
+    n_parts, chosen = parts(first, second)
 
     def left(feature: int, some: list[int]) -> np.ndarray:
         """What least squares leaves of a feature, over its spread."""
@@ -247,7 +252,7 @@ def test_parts_are_those_of_least_squares_step_by_step() -> None:
 def test_halves_explain_what_no_other_choice_of_two_does() -> None:
     whole = activations(2_000, 5, 21)
     second = np.concatenate([halved(whole, 2, 22), activations(2_000, 4, 23)], axis=1)
-    n_parts, chosen = parts_of(sparse(whole), sparse(second))
+    n_parts, chosen = parts(whole, second)
     assert n_parts.tolist() == [2] * 5
     for feature in range(5):
         y = whole[:, feature]
@@ -264,7 +269,7 @@ def test_halves_explain_what_no_other_choice_of_two_does() -> None:
 def test_what_is_less_another_feature_is_no_split() -> None:
     halves = halved(activations(4_000, 1, 18), 2, 19)
     both = np.column_stack([halves.sum(axis=1), halves[:, 1]])
-    n_parts, _ = parts_of(sparse(halves[:, 0]), sparse(both))  # the sum less the other half
+    n_parts, _ = parts(halves[:, :1], both)  # the sum less the other half
     assert n_parts.tolist() == [0]
     found = features_of(sparse(halves), sparse(both))
     assert found is not None and (found.kept, found.merged) == (0.5, 0.5)
@@ -813,6 +818,21 @@ def test_the_page_and_the_terminal_word_the_answer_of_the_result() -> None:
     words = "No: uncached changes the dictionary no more than another seed does"
     assert words in head(page.render(changed, "c"))
     assert next(iter(terminal.render(changed, "c"))).text == f"✓ {words}"
+
+
+def test_features_of_too_few_held_out_rows_are_not_known() -> None:
+    result = made()
+    none = [
+        pair.model_copy(update={"likeness": pair.likeness.model_copy(update={"features": None})})
+        for pair in result.pairs
+    ]
+    left = compare(none, "cached", result.chance, result.limits)
+    assert {one.measure for one in left} == {"matched", "nearest", "share_70", "share_90"}
+    lacking = result.model_copy(update={"pairs": none, "comparisons": left})
+    source = page.render(lacking, "c")
+    assert "too few held-out rows" in head(source) and 'id="features-title"' not in source
+    lines = [line.text for line in terminal.render(lacking, "c")]
+    assert any(line.split()[-4:] == ["-"] * 4 for line in lines)
 
 
 def test_the_terminal_says_how_many_lines_it_leaves_out() -> None:

@@ -38,10 +38,10 @@ def about(catalog: Catalog, command: str) -> About:
     genesis, runs = catalog.genesis, list(catalog.runs.values())
 
     def named(*fields: str) -> tuple[str, ...]:
-        found = (
+        of_runs = (
             [run.fields[field].value for field in fields if field in run.fields] for run in runs
         )
-        words = (" ".join(str(v) for v in values if v is not None) for values in found)
+        words = (" ".join(str(v) for v in values if v is not None) for values in of_runs)
         return tuple(dict.fromkeys(filter(None, words)))
 
     return About(

@@ -47,12 +47,12 @@ def by_arm(words: Sequence[tuple[str, str]]) -> str:
     Args:
         words: name of each arm, and what is said of it.
     """
-    names: dict[str, list[str]] = {}
-    for name, said in words:
-        names.setdefault(said, []).append(name)
-    if len(names) == 1:
+    arms: dict[str, list[str]] = {}  # by what is said of them
+    for name, sentence in words:
+        arms.setdefault(sentence, []).append(name)
+    if len(arms) == 1:
         return words[0][1]
-    parts = [f"{_some(some, ', ')}: {said}" for said, some in names.items()]
+    parts = [f"{_some(names, ', ')}: {sentence}" for sentence, names in arms.items()]
     return _some(parts, "; ")
 
 

@@ -137,7 +137,7 @@ def _table(entries: Sequence[Entry]) -> Part:
     table = Table("Datasets", head, rows, frozenset({0, 1, 3}), more, narrow=True)
     lead = (
         "A dataset is decided at the worst of the seven places between its source and a batch; "
-        "a bias is in standard deviations. Each dataset links to its own page."
+        "a bias is in standard deviations. Each valid dataset links to its own page."
     )
     return Part("datasets", "Datasets", Sentence(lead), [table])
 
@@ -147,10 +147,10 @@ def _row(entry: Entry) -> Row:
     path, audit, tone = Sentence(entry.path), entry.audit, _TONES[entry.level]
     if audit is None:
         return Row((path, "-", "-", answer), tone, entry.why, entry.page)
-    said, account = [audit.answer.sentence], audit.accounting
+    notes, account = [audit.answer.sentence], audit.accounting
     if entry.about is not None:
         rows = f"{count(account.captured)} of {count(account.computed)} computed"
-        said += [f"{name}: {words}" for name, words in dataset_facts(entry.about, rows)]
+        notes += [f"{name}: {words}" for name, words in dataset_facts(entry.about, rows)]
     line = next((line for line in lines(audit) if line.decides), None)
     decided = ("-", "-") if line is None else (line.title, line.bias or "-")
-    return Row((path, *decided, answer), tone, " ".join(said), entry.page)
+    return Row((path, *decided, answer), tone, " ".join(notes), entry.page)

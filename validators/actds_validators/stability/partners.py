@@ -51,12 +51,13 @@ def features_of(first: csr_array, second: csr_array) -> Features | None:
     Returns:
         Shares of the first's features that are counted; None where none is.
     """
-    one, other = _counted(first), _counted(second)
-    n = one.shape[1]
+    first, second = _counted(first), _counted(second)
+    n = first.shape[1]
     if not n:
         return None
-    n_parts, _ = parts_of(one, other)
-    of_second, parts = parts_of(other, one)
+    cross = correlations(first, second)
+    n_parts, _ = parts_of(cross, correlations(second, second))
+    of_second, parts = parts_of(cross.T, correlations(first, first))
     # The fewest features that one is merged with, itself counted; 0 where it is in no merger.
     merged = np.zeros(n, np.int64)
     for k in range(MOST, 1, -1):
@@ -73,27 +74,22 @@ def features_of(first: csr_array, second: csr_array) -> Features | None:
     )
 
 
-def parts_of(first: csr_array, second: csr_array) -> tuple[Ints, Ints]:
-    """Return how many features of the second explain each of the first, and which.
+def parts_of(cross: Floats, within: Floats) -> tuple[Ints, Ints]:
+    """Return how many features of the second dictionary explain each of the first, and which.
 
     Args:
-        first: ``(n, n_first)``.
-        second: ``(n, n_second)``.
+        cross: correlations of the first's features with the second's ``(n_first, n_second)``.
+        within: correlations of the second's ``(n_second, n_second)``.
 
     Returns:
         The number ``(n_first,)``: 1 for one that does alone, 0 where they do not; and the features
         in the order in which they were added ``(n_first, MOST)``, -1 for none.
     """
-    n_first, n_second = first.shape[1], second.shape[1]
+    n_first, n_second = cross.shape
     n_parts, chosen = np.zeros(n_first, np.int64), np.full((n_first, MOST), -1)
-    if not n_second:
-        return n_parts, chosen
-    within = np.empty((n_second, n_second))
-    for at in range(0, n_second, _BLOCK):
-        within[at : at + _BLOCK] = correlations(second[:, at : at + _BLOCK], second)
-    for at in range(0, n_first, _BLOCK):
+    for at in range(0, n_first if n_second else 0, _BLOCK):
         block = slice(at, at + _BLOCK)
-        n_parts[block], chosen[block] = _added(correlations(first[:, block], second), within)
+        n_parts[block], chosen[block] = _added(cross[block], within)
     return n_parts, chosen
 
 
@@ -135,16 +131,17 @@ def _added(left: Floats, within: Floats) -> tuple[Ints, Ints]:
 def _counted(features: csr_array) -> csr_array:
     """Return the features that are active on enough rows, and not alike on all of them."""
     events = np.bincount(features.indices, minlength=features.shape[1])
-    mean, square = _moments(features.astype(np.float64))
-    varies = square - np.square(mean) > _CONSTANT * square
-    return features[:, np.flatnonzero((events >= MIN_EVENTS) & varies)]
+    _, spread = _moments(features)
+    return features[:, np.flatnonzero((events >= MIN_EVENTS) & (spread > 0))]
 
 
 def _moments(features: csr_array) -> tuple[Floats, Floats]:
-    """Return the mean of each feature, and of its square."""
-    sums = (np.asarray(x.sum(axis=0)).reshape(-1) for x in (features, features * features))
+    """Return the mean and the standard deviation of each feature, 0 of one that does not vary."""
+    values = features.astype(np.float64)
+    sums = (np.asarray(x.sum(axis=0)).reshape(-1) for x in (values, values * values))
     mean, square = (total / features.shape[0] for total in sums)
-    return mean, square
+    variance = square - np.square(mean)
+    return mean, np.sqrt(np.where(variance > _CONSTANT * square, variance, 0))
 
 
 def correlations(first: csr_array, second: csr_array) -> Floats:
@@ -157,12 +154,18 @@ def correlations(first: csr_array, second: csr_array) -> Floats:
         second: ``(n, n_second)``.
     """
     n = first.shape[0]
-    one, other = first.astype(np.float64), second.astype(np.float64)
-    (mean, square), (other_mean, other_square) = _moments(one), _moments(other)
-    variance = np.outer(square - np.square(mean), other_square - np.square(other_mean))
-    covariance = (one.T @ other).toarray() / n - np.outer(mean, other_mean)
-    scale = np.sqrt(np.maximum(variance, 0))
-    floor = _CONSTANT * np.sqrt(np.outer(square, other_square))
-    return np.asarray(
-        np.divide(covariance, scale, out=np.zeros_like(covariance), where=scale > floor)
+    (mean, spread), (other_mean, other_spread) = _moments(first), _moments(second)
+    scale, other_scale = (
+        np.divide(1, s, out=np.zeros_like(s), where=s > 0) for s in (spread, other_spread)
     )
+    result = np.empty((first.shape[1], second.shape[1]))
+    turned, values = first.astype(np.float64).T.tocsr(), second.astype(np.float64)
+    for at in range(0, len(result), _BLOCK):
+        block = slice(at, at + _BLOCK)
+        covariance = (turned[block] @ values).toarray()
+        covariance /= n
+        covariance -= np.outer(mean[block], other_mean)
+        covariance *= scale[block, None]
+        covariance *= other_scale
+        result[block] = covariance
+    return result

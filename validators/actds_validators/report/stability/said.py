@@ -98,10 +98,12 @@ def facts(result: Stability) -> list[Fact]:
     by = {(one.name, one.kind): one for one in means(result)}
     floor = by[reference, "other seed"]
     if result.answer is None:
-        title = f"Likeness of two seeds of {reference}"
-        found = [Fact(title, f"{floor.matched:.3f}", f"{what}: {scale}")]
+        likeness = f"Likeness of two seeds of {reference}"
         title = f"Features of {reference} kept at another seed"
-        return [*found, _kept(title, floor.features, None, reference)]
+        return [
+            Fact(likeness, f"{floor.matched:.3f}", f"{what}: {scale}"),
+            _kept(title, floor.features, None, reference),
+        ]
     one = result.answer.largest
     away = f"{one.of_arm - one.of_floor:+.3f}"
     side = f"{away[1:]} {'below' if away[0] == '-' else 'above'}"
@@ -110,14 +112,16 @@ def facts(result: Stability) -> list[Fact]:
         f"that of two seeds of {reference}, {one.of_floor:.3f} (lower in {one.n_below} of "
         f"{counted(len(one.differences), 'seed')}); lower is less alike"
     )
-    found = [Fact(f"Likeness of {one.arm} to {reference}", f"{one.of_arm:.3f}", note)]
     title = f"Features of {reference} kept in {one.arm}"
-    own = by[one.arm, "other seed"].features
-    return [*found, _kept(title, own, floor.features, reference)]
+    of_arm = by[one.arm, "other seed"].features
+    return [
+        Fact(f"Likeness of {one.arm} to {reference}", f"{one.of_arm:.3f}", note),
+        _kept(title, of_arm, floor.features, reference),
+    ]
 
 
-def _kept(title: str, own: Features | None, floor: Features | None, reference: str) -> Fact:
-    if own is None:
+def _kept(title: str, features: Features | None, floor: Features | None, reference: str) -> Fact:
+    if features is None:
         return Fact(title, "not known", "too few held-out rows", is_known=False)
 
     def also(name: str) -> str:
@@ -126,8 +130,10 @@ def _kept(title: str, own: Features | None, floor: Features | None, reference: s
     note = "one feature of the other dictionary explains 70 % of the variance of each"
     if floor is not None:
         note += f"; in brackets two seeds of {reference}"
-    shares = ", ".join(f"{name} {percent(getattr(own, name))}{also(name)}" for name in FATES[1:])
-    return Fact(title, f"{percent(own.kept)}{also('kept')}", f"{note}. {shares.capitalize()}")
+    shares = ", ".join(
+        f"{name} {percent(getattr(features, name))}{also(name)}" for name in FATES[1:]
+    )
+    return Fact(title, f"{percent(features.kept)}{also('kept')}", f"{note}. {shares.capitalize()}")
 
 
 @dataclass(frozen=True)
