@@ -8,8 +8,9 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
+from actds.reading import Catalog
 
-__all__ = ["Section", "Share", "settings_of"]
+__all__ = ["Section", "Share", "began", "recorded", "settings_of"]
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -42,6 +43,28 @@ def settings_of(kind: type[Settings], given: Settings | Mapping[str, float] | No
         return kind.model_validate(dict(given or {}))
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]).replace("_", "-")
+        name = str(first["loc"][0])
         expected = str(first["msg"]).lower().removeprefix("input should be ")
-        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None
+        raise ActdsError("E009", name, got=str(first["input"]), expected=expected) from None
+
+
+def recorded(catalog: Catalog, *fields: str) -> tuple[str, ...]:
+    """Return the values of fields that the runs of a dataset recorded, joined, each once.
+
+    Args:
+        catalog: of the dataset.
+        fields: names of fields; those of a run that are unknown are left out.
+    """
+    runs = (
+        [run.fields[name].value for name in fields if name in run.fields]
+        for run in catalog.runs.values()
+    )
+    words = (" ".join(str(value) for value in values if value is not None) for values in runs)
+    return tuple(dict.fromkeys(one for one in words if one))
+
+
+def began(catalog: Catalog) -> int:
+    """Return when the first run of a dataset began, wall clock in ns."""
+    return min(
+        (run.started_ns for run in catalog.runs.values()), default=catalog.genesis.created_ns
+    )

@@ -6,7 +6,6 @@ With the sections that follow from the verdict alone: checks, limits of the evid
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -29,6 +28,7 @@ from actds_validators.report.words import (
     seconds,
     state_of,
 )
+from actds_validators.sections import began, recorded
 
 LEVEL_MARKS = {"PASS": "✓", "WARN": "!", "FAIL": "✗", "INCONCLUSIVE": "?"}
 """What is beside a verdict, so that no reader depends on its colour."""
@@ -72,20 +72,11 @@ def about(catalog: Catalog, command: str) -> About:
         catalog: of the dataset.
         command: that makes the report, as typed.
     """
-    genesis, runs = catalog.genesis, list(catalog.runs.values())
-
-    def named(*fields: str) -> tuple[str, ...]:
-        found = (
-            " ".join(str(v) for f in fields if (v := _fact(run.fields, f)) is not None)
-            for run in runs
-        )
-        return tuple(dict.fromkeys(words for words in found if words))
-
     return About(
-        models=named("model.name"),
-        engines=named("engine.name", "engine.version"),
-        hooks=tuple(f"{h.name} ({h.d_model:,} × {h.dtype})" for h in genesis.hooks),
-        started_ns=min((run.started_ns for run in runs), default=genesis.created_ns),
+        models=recorded(catalog, "model.name"),
+        engines=recorded(catalog, "engine.name", "engine.version"),
+        hooks=tuple(f"{h.name} ({h.d_model:,} × {h.dtype})" for h in catalog.genesis.hooks),
+        started_ns=began(catalog),
         command=command,
     )
 
@@ -164,16 +155,13 @@ def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
         ("Model", ", ".join(known.models[:3]) or "not recorded"),
         ("Hooks", ", ".join(hooks) or "none"),
         ("Rows", rows),
-        ("Harvested", " with ".join([_day(known.started_ns), *known.engines[:2]])),
+        ("Harvested", " with ".join([day(known.started_ns), *known.engines[:2]])),
         ("Command", known.command),
     ]
 
 
-def _fact(fields: Mapping[str, object], name: str) -> object:
-    return getattr(fields.get(name), "value", None)
-
-
-def _day(time_ns: int) -> str:
+def day(time_ns: int) -> str:
+    """Return a time in words, to the minute."""
     try:
         return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (OverflowError, ValueError, OSError):
